@@ -1,0 +1,1 @@
+"""Where kernels run. A backend turns the names of `fompi.kernels` into calls on arrays."""

@@ -1,0 +1,141 @@
+"""Kernels on host memory with NumPy and the BLAS below it.
+
+bfloat16 has no NumPy dtype of its own: it is kept in uint16. Both half types are widened to float32 for every
+kernel, and rounded once, to the nearest even, when the result is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.base import Kernel
+from fompi.kernels import KERNELS, find
+from fompi.layout import HALF
+
+Array = np.ndarray[Any, Any]
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def widen(a: Array, dtype: str) -> Array:
+    """Half types as float32; all others as they are."""
+    if dtype == "bfloat16":
+        return (a.astype(np.uint32) << 16).view(np.float32)
+    return a.astype(np.float32) if dtype == "float16" else a
+
+
+def narrow(a: Array, dtype: str) -> Array:
+    """`a` in the storage of `dtype`, rounded to the nearest even."""
+    if dtype != "bfloat16":
+        return a.astype(storage(dtype), copy=False)
+    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)  # a NaN must not round to infinity
+
+
+def rows(a: Array) -> Array:
+    """All dimensions but the last in one."""
+    return a.reshape(-1, a.shape[-1]) if a.ndim != 2 and a.size else a
+
+
+class Numpy:
+    name = "numpy"
+
+    def storage(self, dtype: str) -> np.dtype[Any]:
+        return storage(dtype)
+
+    def poisoned(self, shape: Sequence[int], dtype: str) -> Array:
+        if dtype == "bfloat16":
+            return np.full(shape, 0x7FC0, np.uint16)
+        kind = np.dtype(dtype)
+        filler: Any = np.nan if kind.kind in "fc" else True if kind.kind == "b" else np.iinfo(kind).max
+        return np.full(shape, filler, kind)
+
+    def bind(
+        self,
+        kernel: str,
+        reads: Sequence[Array],
+        writes: Sequence[Array],
+        read_dtypes: Sequence[str],
+        write_dtypes: Sequence[str],
+    ) -> Kernel:
+        plain = not any(d in HALF for d in (*read_dtypes, *write_dtypes))
+        if plain and len(writes) == 1:
+            if kernel == "add":
+                return partial(np.add, reads[0], reads[1], writes[0])
+            if kernel in ("copy", "pack") and len(reads) == 1:
+                return partial(np.copyto, writes[0], reads[0])
+            if kernel == "matmul" and len(reads) == 2:
+                return partial(np.matmul, rows(reads[0]), reads[1], rows(writes[0]))
+        work = _WORK[kernel]
+        if plain:
+            return partial(work, find(kernel).rows(reads), reads[len(reads) - KERNELS[kernel].whole :], writes)
+        return partial(_half, work, kernel, reads, writes, read_dtypes, write_dtypes)
+
+
+def _half(
+    work: Callable[..., None],
+    kernel: str,
+    reads: Sequence[Array],
+    writes: Sequence[Array],
+    read_dtypes: Sequence[str],
+    write_dtypes: Sequence[str],
+) -> None:
+    """`work` in float32 on widened operands; a result of half type is rounded at the end."""
+    wide = [widen(a, d) for a, d in zip(reads, read_dtypes, strict=True)]
+    results = [
+        np.empty(a.shape, np.float32) if d in HALF else a for a, d in zip(writes, write_dtypes, strict=True)
+    ]
+    work(find(kernel).rows(wide), wide[len(wide) - KERNELS[kernel].whole :], results)
+    for a, result, dtype in zip(writes, results, write_dtypes, strict=True):
+        if result is not a:
+            a[...] = narrow(result, dtype)
+
+
+Groups = Sequence[Sequence[Array]]
+Arrays = Sequence[Array]
+
+
+def _copy(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    for a, c in zip(groups[0], writes, strict=True):
+        c[...] = a
+
+
+def _add(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    for a, b, c in zip(*groups, writes, strict=True):
+        np.add(a, b, out=c)
+
+
+def _matmul(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    for a, y in zip(groups[0], writes, strict=True):
+        np.matmul(rows(a), whole[0], out=rows(y))
+        if len(whole) == 2:
+            y += whole[1]
+
+
+def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    add = bool(whole)
+    for a, h in zip(*groups, strict=True):
+        left = rows(a).T
+        if add:
+            writes[0][...] += left @ rows(h)
+        else:
+            np.matmul(left, rows(h), out=writes[0])
+        add = True
+
+
+_WORK: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
+    "copy": _copy,
+    "pack": _copy,
+    "add": _add,
+    "matmul": _matmul,
+    "matmul_bias": _matmul,
+    "gradient": _gradient,
+    "gradient_add": _gradient,
+}

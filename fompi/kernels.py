@@ -1,0 +1,104 @@
+"""The names of local work: what each kernel means, on values without data, and what it costs.
+
+| kernel                       | means                                                                |
+|------------------------------|----------------------------------------------------------------------|
+| `copy(a) -> c`               | c = a, in the dtype of c                                             |
+| `pack(a) -> c`               | c = a, where a is strided and c is not                               |
+| `add(a, b) -> c`             | c = a + b                                                            |
+| `matmul(x, w) -> y`          | y = x @ w, over the last dimension of x                              |
+| `matmul_bias(x, w, b) -> y`  | y = x @ w + b                                                        |
+| `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
+| `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
+
+Rows may come in several chunks: `matmul(x[0], x[4], w[0]) -> y[0], y[4]` is one call on two runs of rows. Half types
+are computed in float32 and rounded when they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+from fompi.errors import PlanError
+from fompi.plan import Chunk, Compute
+
+Term = tuple[Any, ...]
+Value = tuple[Term, ...]
+"""What a block holds, without data: the multiset of the terms that it is the sum of, sorted."""
+
+T = TypeVar("T")
+
+
+def total(*values: Value) -> Value:
+    return tuple(sorted(term for value in values for term in value))
+
+
+def product(name: str, a: Value, b: Value) -> Value:
+    """Linear in both operands, so it distributes over sums."""
+    return tuple(sorted((name, s, t) for s in a for t in b))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`groups` lists of rows that go together block by block, then `whole` operands; `reduces` to one whole block."""
+
+    groups: int
+    whole: int
+    reduces: bool
+    meaning: Callable[..., Value]
+
+    def rows(self, reads: Sequence[T]) -> list[Sequence[T]]:
+        """The operands that come in rows, group by group."""
+        operands = reads[: len(reads) - self.whole]
+        each = len(operands) // self.groups
+        return [operands[i * each : (i + 1) * each] for i in range(self.groups)]
+
+
+KERNELS: dict[str, Kernel] = {
+    "copy": Kernel(1, 0, False, lambda a: a),
+    "pack": Kernel(1, 0, False, lambda a: a),
+    "add": Kernel(2, 0, False, total),
+    "matmul": Kernel(1, 1, False, lambda x, w: product("matmul", x, w)),
+    "matmul_bias": Kernel(1, 2, False, lambda x, w, b: total(product("matmul", x, w), b)),
+    "gradient": Kernel(2, 0, True, lambda a, h: product("gradient", a, h)),
+    "gradient_add": Kernel(2, 1, True, lambda a, h: product("gradient", a, h)),
+}
+
+
+def find(name: str) -> Kernel:
+    if name not in KERNELS:
+        raise PlanError(f"no kernel {name!r}; there are {', '.join(KERNELS)}")
+    return KERNELS[name]
+
+
+def aligned(op: Compute) -> list[Sequence[Chunk]]:
+    """The lists of chunks of `op` whose blocks must have equal lengths, one by one. Empty: the op is malformed."""
+    kernel = find(op.kernel)
+    operands = len(op.reads) - kernel.whole
+    if operands < kernel.groups or operands % kernel.groups or not op.writes:
+        return []
+    groups = kernel.rows(op.reads)
+    return groups if kernel.reduces else [*groups, op.writes]
+
+
+def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
+    """What the blocks written by `op` hold afterwards, in their order."""
+    kernel = find(op.kernel)
+    whole = [read(chunk)[0] for chunk in op.reads[len(op.reads) - kernel.whole :]]
+    groups = [[value for chunk in chunks for value in read(chunk)] for chunks in kernel.rows(op.reads)]
+    if kernel.reduces:
+        return [total(*(kernel.meaning(*row) for row in zip(*groups, strict=True)), *whole)]
+    return [kernel.meaning(*row, *whole) for row in zip(*groups, strict=True)]
+
+
+def cost(name: str, reads: Sequence[tuple[int, ...]], writes: Sequence[tuple[int, ...]]) -> int:
+    """Floating-point operations of one call on arrays of these shapes."""
+    kernel = find(name)
+    rows = [[prod(shape) for shape in group] for group in kernel.rows(reads)]
+    if name.startswith("matmul"):
+        return 2 * sum(rows[0]) * writes[0][-1]
+    if name.startswith("gradient"):
+        return 2 * sum(rows[0]) * reads[len(rows[0])][-1]
+    return sum(rows[0]) if name == "add" else 0

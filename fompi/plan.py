@@ -1,0 +1,439 @@
+"""A plan is a value: for every rank its buffers and a list of ops, and nothing else.
+
+Four ops, written by the schedules, read by the verifier, the simulator and the executor:
+
+    x[3]>1                                 Send(1, x[3])         chunk x[3] goes to rank 1
+    y[0:2]<1                               Recv(1, y[0:2])
+    matmul(x[3], w[0]) -> y[3]             Compute               a kernel; copies and sums are kernels too
+    all_gather{x[3] -> y[0:8]}             Collective            the MPI library's own collective
+
+There is no wait: an op may start when all that it needs is there, and `constraints()` derives what it needs from what
+the ops read and write. The k-th Send of a rank to a peer is matched by that peer's k-th Recv from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+from fompi import layout
+from fompi.errors import PlanError
+from fompi.layout import Extents, Sizes, Symbol
+
+
+class Chunk(NamedTuple):
+    """Blocks `start` to `stop` of a buffer: one contiguous run of rows."""
+
+    buffer: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        one = self.stop == self.start + 1
+        return f"{self.buffer}[{self.start}]" if one else f"{self.buffer}[{self.start}:{self.stop}]"
+
+    @property
+    def blocks(self) -> Iterator[tuple[str, int]]:
+        return ((self.buffer, block) for block in range(self.start, self.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    dest: int
+    chunk: Chunk
+
+    def __str__(self) -> str:
+        return f"{self.chunk}>{self.dest}"
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.chunk,)
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    source: int
+    chunk: Chunk
+
+    def __str__(self) -> str:
+        return f"{self.chunk}<{self.source}"
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.chunk,)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A kernel by its name, on chunks. Which names there are, and what they mean: `fompi.kernels`."""
+
+    kernel: str
+    reads: tuple[Chunk, ...]
+    writes: tuple[Chunk, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernel}({', '.join(map(str, self.reads))}) -> {', '.join(map(str, self.writes))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of the MPI library over all ranks of the plan; every rank calls them in the same order."""
+
+    name: str
+    reads: tuple[Chunk, ...]
+    writes: tuple[Chunk, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}{{{', '.join(map(str, self.reads))} -> {', '.join(map(str, self.writes))}}}"
+
+
+Op = Send | Recv | Compute | Collective
+
+_CHUNK = re.compile(r"(\w+)\[(\d+)(?::(\d+))?\]")
+
+
+def _chunks(text: str) -> tuple[Chunk, ...]:
+    return tuple(Chunk(m[1], int(m[2]), int(m[3] or int(m[2]) + 1)) for m in _CHUNK.finditer(text))
+
+
+def parse(text: str) -> Op:
+    """The op that prints as `text`: `parse(str(op)) == op`."""
+    if message := re.fullmatch(r"(\w+\[[\d:]+\])([<>])(\d+)", text):
+        (chunk,) = _chunks(message[1])
+        return (Send if message[2] == ">" else Recv)(int(message[3]), chunk)
+    if kernel := re.fullmatch(r"(\w+)\((.*)\) -> (.*)", text):
+        return Compute(kernel[1], _chunks(kernel[2]), _chunks(kernel[3]))
+    if collective := re.fullmatch(r"(\w+)\{(.*) -> (.*)\}", text):
+        return Collective(collective[1], _chunks(collective[2]), _chunks(collective[3]))
+    raise PlanError(f"not an op: {text!r}")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Named memory of one rank, in blocks of rows (`layout.AXES`).
+
+    `role` is input (never written), output or scratch; `row` is the shape of one row, or of all of it for a buffer
+    of the axis `whole`; `first` is the number of its first block, `count` how many there are.
+    """
+
+    name: str
+    role: str
+    axis: str
+    row: tuple[int, ...]
+    dtype: str
+    first: int
+    count: int
+
+    def __getitem__(self, key: int | slice) -> Chunk:
+        """`x[3]`, `x[2:5]`, `x[:]`: a chunk, by block numbers."""
+        if isinstance(key, int):
+            return Chunk(self.name, key, key + 1)
+        start = self.first if key.start is None else key.start
+        return Chunk(self.name, start, self.first + self.count if key.stop is None else key.stop)
+
+    @property
+    def row_nbytes(self) -> int:
+        return layout.nbytes(self.row, self.dtype)
+
+    def offsets(self, extents: Extents) -> list[int]:
+        """The first row of each block, and the end of the last."""
+        if self.axis == "whole":
+            return [0, self.row[0] if self.row else 1]
+        return layout.offsets(extents.counts(self.axis))
+
+    def shape(self, extents: Extents) -> tuple[int, ...]:
+        return self.row if self.axis == "whole" else (sum(extents.counts(self.axis)), *self.row)
+
+    def symbol(self, rank: int, size: int, parts: int, block: int) -> Symbol:
+        return layout.symbol(self.axis, rank, size, parts, block)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's part of a plan."""
+
+    rank: int
+    size: int
+    parts: int
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+
+    def buffer(self, name: str) -> Buffer:
+        for buffer in self.buffers:
+            if buffer.name == name:
+                return buffer
+        raise PlanError(f"rank {self.rank} has no buffer {name!r}", self.rank)
+
+    def scratch_nbytes(self, extents: Extents) -> int:
+        return sum(layout.nbytes(b.shape(extents), b.dtype) for b in self.buffers if b.role == "scratch")
+
+
+class Workspace:
+    """The buffers of one rank while its program is written: `work.x`, `work["y"]`, `work.scratch(...)`."""
+
+    def __init__(self, rank: int, size: int, parts: int):
+        self.rank, self.size, self.parts = rank, size, parts
+        self._buffers: dict[str, Buffer] = {}
+
+    def add(self, name: str, role: str, axis: str, row: Sequence[int], dtype: str) -> Buffer:
+        numbers = layout.blocks(axis, self.rank, self.size, self.parts)
+        buffer = Buffer(name, role, axis, tuple(row), dtype, numbers.start, len(numbers))
+        return self._buffers.setdefault(name, buffer)
+
+    def scratch(self, name: str, axis: str, row: Sequence[int], dtype: str) -> Buffer:
+        return self.add(name, "scratch", axis, row, dtype)
+
+    def __getitem__(self, name: str) -> Buffer:
+        return self._buffers[name]
+
+    def program(self, ops: Iterable[Op]) -> Program:
+        listed = tuple(ops)  # first: the ops declare scratch as they are written
+        return Program(self.rank, self.size, self.parts, tuple(self._buffers.values()), listed)
+
+
+class Problem(Protocol):
+    """What a plan must know of the problem that it solves (`fompi.problems.Problem`)."""
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+
+class Programs(Sequence[Program]):
+    """The programs of all ranks, each written when it is first asked for."""
+
+    def __init__(self, size: int, write: Callable[[int], Program]):
+        self._size, self._write = size, write
+        self._written: dict[int, Program] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[r] for r in range(*rank.indices(self._size)))
+        if not 0 <= rank < self._size:
+            raise IndexError(rank)
+        if rank not in self._written:
+            self._written[rank] = self._write(rank)
+        return self._written[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided about one collective, with the compute around it.
+
+    `window` bounds the sends that a rank has in flight (None: no bound). `sizes` are the rows that the plan was made
+    for; the same plan runs with any others.
+    """
+
+    problem: Any
+    schedule: str
+    parts: int
+    sizes: Sizes
+    programs: Sequence[Program] = field(hash=False)
+    window: int | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.programs)
+
+    def extents(self, rank: int) -> Extents:
+        return self.sizes.extents(rank, self.parts)
+
+    def with_program(self, program: Program) -> Plan:
+        """The same plan with another program for one rank."""
+        programs = tuple(program if p.rank == program.rank else p for p in self.programs)
+        return replace(self, programs=programs)
+
+    def __str__(self) -> str:
+        return grid(self)
+
+    def to_json(self) -> str:
+        programs = [
+            {"buffers": [asdict(b) for b in p.buffers], "ops": [str(op) for op in p.ops]} for p in self.programs
+        ]
+        head = {"schedule": self.schedule, "parts": self.parts, "window": self.window, "sizes": asdict(self.sizes)}
+        return json.dumps({"problem": asdict(self.problem), **head, "programs": programs}, indent=1)
+
+
+def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the problem, and those of the Plan, that `Plan.to_json` wrote."""
+    try:
+        data = json.loads(text)
+        size, parts = len(data["programs"]), data["parts"]
+        programs = tuple(
+            Program(rank, size, parts, tuple(_buffer(b) for b in p["buffers"]), tuple(map(parse, p["ops"])))
+            for rank, p in enumerate(data["programs"])
+        )
+        sizes = Sizes(tuple(data["sizes"]["rows"]), tuple(tuple(row) for row in data["sizes"]["pairs"]))
+        fields = {"schedule": data["schedule"], "parts": parts, "sizes": sizes, "window": data["window"]}
+        return data["problem"], {**fields, "programs": programs}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"not the JSON of a plan: {type(error).__name__}: {error}") from error
+
+
+def _buffer(fields: dict[str, Any]) -> Buffer:
+    return Buffer(**{**fields, "row": tuple(fields["row"])})
+
+
+# ------------------------------------------------------------------------------------------------ what an op needs
+
+
+class Constraints(NamedTuple):
+    """When the ops of a program may start: after all of `needs[i]` are done and `behind[i]` (or -1) has started."""
+
+    needs: list[list[int]]
+    behind: list[int]
+
+
+def dependencies(ops: Sequence[Op]) -> list[list[int]]:
+    """For each op the earlier ones that must be done before it starts.
+
+    A read follows the last write of each of its blocks; a write follows the last write and all reads since.
+    """
+    writer: dict[tuple[str, int], int] = {}
+    readers: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    needs = []
+    for i, op in enumerate(ops):
+        before: set[int] = set()
+        for chunk in op.reads:
+            for block in chunk.blocks:
+                if block in writer:
+                    before.add(writer[block])
+                readers[block].append(i)
+        for chunk in op.writes:
+            for block in chunk.blocks:
+                if block in writer:
+                    before.add(writer[block])
+                before.update(readers.pop(block, ()))
+                writer[block] = i
+        before.discard(i)
+        needs.append(sorted(before))
+    return needs
+
+
+class Frontier:
+    """Which ops of a program may start, as others start and finish."""
+
+    def __init__(self, constraints: Constraints):
+        self.waits_for, self.on_start, self.on_done = release(constraints)
+
+    def begin(self) -> list[int]:
+        return [i for i, count in enumerate(self.waits_for) if count == 0]
+
+    def started(self, op: int) -> list[int]:
+        return self._released(self.on_start[op])
+
+    def done(self, op: int) -> list[int]:
+        return self._released(self.on_done[op])
+
+    def _released(self, ops: Sequence[int]) -> list[int]:
+        free = []
+        for i in ops:
+            self.waits_for[i] -= 1
+            if self.waits_for[i] == 0:
+                free.append(i)
+        return free
+
+
+def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """For each op: how many events it waits for; whom it releases when it starts; whom when it is done."""
+    needs, behind = constraints
+    waits_for = [len(before) + (ahead >= 0) for before, ahead in zip(needs, behind, strict=True)]
+    on_start: list[list[int]] = [[] for _ in needs]
+    on_done: list[list[int]] = [[] for _ in needs]
+    for i, (before, ahead) in enumerate(zip(needs, behind, strict=True)):
+        for earlier in before:
+            on_done[earlier].append(i)
+        if ahead >= 0:
+            on_start[ahead].append(i)
+    return waits_for, on_start, on_done
+
+
+def lane(op: Op) -> tuple[str, int]:
+    """Ops of one lane start in program order, but for the lane of kernels: there, the first that can."""
+    if isinstance(op, Send):
+        return ("send", op.dest)
+    if isinstance(op, Recv):
+        return ("recv", op.source)
+    return ("collective" if isinstance(op, Collective) else "compute", 0)
+
+
+def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
+    """All that holds an op back: what it reads and writes, its lane, and the window of sends in flight."""
+    needs, behind = dependencies(ops), [-1] * len(ops)
+    lanes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        one_line = window is not None and isinstance(op, Send)
+        lanes[("send", -1) if one_line else lane(op)].append(i)
+    for key, members in lanes.items():
+        if key[0] == "compute":
+            continue
+        for earlier, later in pairwise(members):
+            behind[later] = earlier
+        if window is not None and key[0] == "send":
+            for earlier, later in zip(members, members[window:], strict=False):
+                needs[later] = sorted({*needs[later], earlier})
+    return Constraints(needs, behind)
+
+
+def messages(ops: Sequence[Op]) -> list[int]:
+    """The number of each Send (and Recv) among those to (and from) the same peer; -1 for the other ops."""
+    seen: defaultdict[tuple[str, int], int] = defaultdict(int)
+    numbers = []
+    for op in ops:
+        if isinstance(op, (Send, Recv)):
+            numbers.append(seen[lane(op)])
+            seen[lane(op)] += 1
+        else:
+            numbers.append(-1)
+    return numbers
+
+
+# ------------------------------------------------------------------------------------------------------- the grid
+
+
+def format_nbytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def grid(plan: Plan, most_ranks: int = 8) -> str:
+    """One column per rank, one line per op, below a line that says what it is and the peak scratch of a rank."""
+    shown = [plan.programs[rank] for rank in range(min(plan.size, most_ranks))]
+    scratch = max(p.scratch_nbytes(plan.extents(p.rank)) for p in shown)
+    paced = "" if plan.window is None else f", window {plan.window}"
+    head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {plan.parts} parts{paced}, "
+    columns = [[f"rank {p.rank}", *map(str, p.ops)] for p in shown]
+    height = max(map(len, columns))
+    widths = [max(map(len, column)) for column in columns]
+    lines = [head + f"scratch {format_nbytes(scratch)} a rank"]
+    for i in range(height):
+        cells = ((column[i] if i < len(column) else "").ljust(w) for column, w in zip(columns, widths, strict=True))
+        lines.append(f"{'' if i == 0 else i - 1:>4}  {'  '.join(cells)}".rstrip())
+    if plan.size > most_ranks:
+        lines.append(f"      ... and {plan.size - most_ranks} ranks more")
+    return "\n".join(lines)

@@ -1,0 +1,366 @@
+"""What each operation means: its operands and their layouts, what is where before and after, and a reference.
+
+Two families cover them all:
+
+* *gather*: rows travel (all-gather, all-to-all, broadcast), then each block that arrives is kept, multiplied by
+  weights, or used for a weight gradient;
+* *scatter*: rows are given or made by a product, then summed over ranks (reduce-scatter, all-reduce) or dealt out
+  (all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from fompi import layout
+from fompi.errors import DtypeError, LayoutError, ShapeError
+from fompi.kernels import Value, product, total
+from fompi.layout import HALF, Extents, Partial, Replicate, Shard, Sizes, Spec, accumulator, split
+from fompi.plan import Program, Workspace
+
+
+class Form(NamedTuple):
+    """Shape and dtype of one rank's tensor; the rows are its first dimension."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """y = x @ w (+ b): `columns` of w."""
+
+    columns: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """g = gathered.T @ h, or h.T @ gathered when `flipped`; `row` is the shape of one row of h."""
+
+    row: tuple[int, ...]
+    flipped: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An operation on `size` ranks, apart from how many rows it has: the key of every cache.
+
+    `moves` is what travels; `row` the shape of one row of x; `keep` says whether the gathered rows are a result.
+    `packed`: x comes strided and is packed first. The weights have the names w (or w0, w1, ...), and so on.
+    """
+
+    operation: str
+    size: int
+    dtype: str
+    row: tuple[int, ...]
+    weights: tuple[Weight, ...] = ()
+    gradients: tuple[Gradient, ...] = ()
+    keep: bool = False
+    root: int = 0
+    packed: bool = False
+
+    @property
+    def moves(self) -> str:
+        return MEANING[self.operation].moves
+
+    @property
+    def multiplies_first(self) -> bool:
+        return MEANING[self.operation].family == "scatter" and bool(self.weights)
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in HALF
+
+    @property
+    def accumulator(self) -> str:
+        return accumulator(self.dtype)
+
+    @property
+    def sent_row(self) -> tuple[int, ...]:
+        """The shape of one row as it travels."""
+        return self.product_row(0) if self.multiplies_first else self.row
+
+    def product_row(self, i: int) -> tuple[int, ...]:
+        return (*self.row[:-1], self.weights[i].columns)
+
+    def gradient_shape(self, i: int) -> tuple[int, int]:
+        left, right = self.row[-1], self.gradients[i].row[-1]
+        return (right, left) if self.gradients[i].flipped else (left, right)
+
+    def name(self, kind: str, i: int) -> str:
+        """The buffer of the i-th weight w, bias b, product y, operand h or gradient g."""
+        count = len(self.gradients) if kind in "hg" else len(self.weights)
+        return kind if count <= 1 else f"{kind}{i}"
+
+    @property
+    def kept(self) -> str:
+        """The name of the result that holds the rows as they came: `y`, or `x_full` beside products."""
+        return "x_full" if self.weights or self.gradients else "y"
+
+    @property
+    def axes(self) -> tuple[str, str]:
+        """The axes of x and of the results that come in rows."""
+        return _AXES[self.moves]
+
+    def workspace(self, rank: int, parts: int) -> Workspace:
+        """The inputs and outputs of one rank."""
+        work = Workspace(rank, self.size, parts)
+        here, there = self.axes
+        gathers = not self.multiplies_first
+        work.add("x", "input", here, self.row, self.dtype)
+        for i, weight in enumerate(self.weights):
+            work.add(self.name("w", i), "input", "whole", (self.row[-1], weight.columns), self.dtype)
+            if weight.bias:
+                work.add(self.name("b", i), "input", "whole", (weight.columns,), self.dtype)
+        for i, gradient in enumerate(self.gradients):
+            work.add(self.name("h", i), "input", there, gradient.row, self.dtype)
+        if self.keep or not (self.weights or self.gradients):
+            work.add(self.kept, "output", there, self.row, self.dtype)
+        for i in range(len(self.weights)):
+            work.add(self.name("y", i), "output", there if gathers else self.axes[1], self.product_row(i), self.dtype)
+        for i in range(len(self.gradients)):
+            work.add(self.name("g", i), "output", "whole", self.gradient_shape(i), self.dtype)
+        return work
+
+    def __str__(self) -> str:
+        parts = [f"{self.dtype}[:, {', '.join(map(str, self.row))}]" if self.row else f"{self.dtype}[:]"]
+        parts += [f"w[{self.row[-1]}, {w.columns}]{' + b' if w.bias else ''}" for w in self.weights]
+        parts += [f"h[:, {', '.join(map(str, g.row))}]{' flipped' if g.flipped else ''}" for g in self.gradients]
+        parts += ["keep"] * self.keep + [f"root {self.root}"] * (self.moves == "broadcast")
+        return f"{self.operation}({', '.join(parts)}{', packed' if self.packed else ''})"
+
+
+class Meaning(NamedTuple):
+    family: str
+    moves: str
+    x: layout.Layout
+    weight: layout.Layout | None
+    y: layout.Layout
+
+
+_AXES = {
+    "all_gather": ("own", "rows"),
+    "broadcast": ("rows", "rows"),
+    "reduce_scatter": ("rows", "own"),
+    "all_reduce": ("rows", "rows"),
+    "all_to_all": ("send", "recv"),
+}
+
+MEANING: dict[str, Meaning] = {
+    "all_gather": Meaning("gather", "all_gather", Shard(0), None, Replicate()),
+    "broadcast": Meaning("gather", "broadcast", Replicate(), None, Replicate()),
+    "reduce_scatter": Meaning("scatter", "reduce_scatter", Partial(), None, Shard(0)),
+    "all_reduce": Meaning("scatter", "all_reduce", Partial(), None, Replicate()),
+    "all_to_all": Meaning("gather", "all_to_all", Shard(0), None, Shard(0)),
+    "all_gather_matmul": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
+    "all_gather_matmul_many": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
+    "all_gather_weight_gradient": Meaning("gather", "all_gather", Shard(0), None, Shard(1)),
+    "all_to_all_matmul": Meaning("gather", "all_to_all", Shard(0), Replicate(), Shard(0)),
+    "all_to_all_weight_gradient": Meaning("gather", "all_to_all", Shard(0), None, Replicate()),
+    "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", Shard(1), Shard(0), Shard(0)),
+    "matmul_all_reduce": Meaning("scatter", "all_reduce", Shard(1), Shard(0), Replicate()),
+    "matmul_all_to_all": Meaning("scatter", "all_to_all", Shard(0), Replicate(), Shard(0)),
+}
+
+
+def problem(
+    operation: str,
+    size: int,
+    x: Form,
+    weights: Sequence[Form] = (),
+    biases: Sequence[Form | None] = (),
+    operands: Sequence[Form] = (),
+    *,
+    flipped: bool = False,
+    keep: bool = False,
+    root: int = 0,
+    packed: bool = False,
+) -> Problem:
+    """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError."""
+    if operation not in MEANING:
+        raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
+    if not x.shape:
+        raise ShapeError(f"{operation}: x has no dimension whose rows could be spread over ranks")
+    if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and x.dtype == "bool":
+        raise DtypeError(f"{operation}: a sum of bool has no meaning; convert x to an integer dtype")
+    if not 0 <= root < size:
+        raise LayoutError(f"{operation}: root {root} is none of the ranks 0 to {size - 1}")
+    if (weights or operands) and len(x.shape) < 2:
+        raise ShapeError(f"{operation}: x needs rows and columns, not the shape {x.shape}")
+    for form in (*weights, *(b for b in biases if b), *operands):
+        if form.dtype != x.dtype:
+            raise DtypeError(f"{operation}: x is {x.dtype}, but another operand is {form.dtype}; convert one of them")
+    listed = []
+    for i, w in enumerate(weights):
+        if len(w.shape) != 2 or w.shape[0] != x.shape[-1]:
+            raise ShapeError(f"{operation}: x {x.shape} @ w {w.shape}: w needs the shape ({x.shape[-1]}, n)")
+        bias = biases[i] if i < len(biases) else None
+        if bias is not None and bias.shape != w.shape[1:]:
+            raise ShapeError(f"{operation}: the bias of w {w.shape} needs the shape {w.shape[1:]}, not {bias.shape}")
+        listed.append(Weight(w.shape[1], bias is not None))
+    gradients = []
+    for h in operands:
+        if len(h.shape) != len(x.shape) or h.shape[1:-1] != x.shape[1:-1]:
+            raise ShapeError(f"{operation}: x {x.shape} and {h.shape} differ in more than rows and columns")
+        gradients.append(Gradient(h.shape[1:], flipped))
+    return Problem(
+        operation, size, x.dtype, tuple(x.shape[1:]), tuple(listed), tuple(gradients), keep, root, packed
+    )
+
+
+def from_specs(operation: str, specs: Sequence[Spec], ranks: int, **options: Any) -> tuple[Problem, Sizes]:
+    """The Problem, and the even Sizes, of global tensors: x, then the weights (or the operand of a gradient)."""
+    if operation not in MEANING:
+        raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
+    if ranks < 1:
+        raise LayoutError(f"ranks={ranks}: a plan needs at least one rank")
+    if not specs:
+        raise LayoutError(f"{operation} needs the Spec of x")
+    meaning, (x, *others) = MEANING[operation], specs
+    gradient = operation.endswith("weight_gradient")
+    expected = [meaning.x] + [Shard(1) if gradient else meaning.weight or Replicate()] * len(others)
+    for spec, wanted in zip(specs, expected, strict=True):
+        if spec.layout != wanted:
+            raise LayoutError(f"{operation} takes x, w, ... with the layouts {expected}, not {spec}")
+    if bool(others) != (meaning.weight is not None or gradient):
+        raise LayoutError(f"{operation} takes {'x and a second tensor' if gradient or meaning.weight else 'x alone'}")
+
+    def local(spec: Spec) -> Form:
+        if isinstance(spec.layout, Shard) and spec.layout.dim != 0:
+            n = spec.shape[spec.layout.dim]
+            if n % ranks:
+                raise LayoutError(f"{operation}: {n} columns of {spec} do not divide among {ranks} ranks")
+            shape = [m // ranks if d == spec.layout.dim else m for d, m in enumerate(spec.shape)]
+            return Form(tuple(shape), spec.dtype)
+        if isinstance(spec.layout, Shard) and spec is not x:
+            return Form((spec.shape[0] // ranks, *spec.shape[1:]), spec.dtype)
+        return Form(spec.shape, spec.dtype)
+
+    forms = [local(spec) for spec in others]
+    operands = {"operands": forms} if gradient else {"weights": forms}
+    made = problem(operation, ranks, local(x), **operands, **options)  # type: ignore[arg-type]
+    rows = split(x.shape[0], ranks)
+    if made.moves == "all_to_all":
+        return made, Sizes(pairs=tuple(split(n, ranks) for n in rows))
+    return made, Sizes(rows=rows)
+
+
+# ------------------------------------------------------------------------------------------- before and after
+
+
+def before(problem: Problem, program: Program) -> dict[tuple[str, int], Value]:
+    """What the inputs of a rank hold: each block a term of its own. Only the root has what it broadcasts."""
+    if problem.moves == "broadcast" and program.rank != problem.root:
+        return {}
+    inputs = [b for b in program.buffers if b.role == "input"]
+    return {(b.name, i): ((b.name, program.rank, i),) for b in inputs for i in range(b.first, b.first + b.count)}
+
+
+def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+    """What the outputs of a rank must hold at the end."""
+    size = problem.size
+
+    def weighted(x: Value, i: int, at: int, bias: bool = True) -> Value:
+        y = product("matmul", x, ((problem.name("w", i), at, 0),))
+        return total(y, ((problem.name("b", i), at, 0),)) if bias and problem.weights[i].bias else y
+
+    def scattered(b: int) -> Value:
+        terms = [((("x", r, b),)) for r in range(size)]
+        if not problem.multiplies_first:
+            return total(*terms)
+        added = rank if problem.moves == "reduce_scatter" else b // parts  # by the owner of the rows
+        return total(*(weighted(x, 0, r, bias=r == added) for r, x in enumerate(terms)))
+
+    everything = range(size * parts)
+    if problem.moves == "reduce_scatter":
+        return {("y", b): scattered(b) for b in range(rank * parts, (rank + 1) * parts)}
+    if problem.moves == "all_reduce":
+        return {("y", b): scattered(b) for b in everything}
+
+    def arrives(b: int) -> Value:
+        if problem.moves == "broadcast":
+            return (("x", problem.root, b),)
+        if problem.moves == "all_gather":
+            return (("x", b // parts, b),)
+        source, part = divmod(b, parts)
+        x: Value = (("x", source, rank * parts + part),)
+        return weighted(x, 0, source) if problem.multiplies_first else x
+
+    if problem.multiplies_first:
+        return {("y", b): arrives(b) for b in everything}
+    result: dict[tuple[str, int], Value] = {}
+    for b in everything:
+        if problem.keep or not (problem.weights or problem.gradients):
+            result[problem.kept, b] = arrives(b)
+        for i in range(len(problem.weights)):
+            result[problem.name("y", i), b] = weighted(arrives(b), i, rank)
+    for i, gradient in enumerate(problem.gradients):
+        h = problem.name("h", i)
+        pairs = [(arrives(b), ((h, rank, b),)) for b in everything]
+        terms = [product("gradient", *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
+        result[problem.name("g", i), 0] = total(*terms)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any) -> list[dict[str, Any]]:
+    """The outputs of all ranks from the inputs of all ranks, unfused, in any array namespace `xp`."""
+    size = problem.size
+
+    def rows(counts: Sequence[int], i: int) -> slice:
+        return slice(sum(counts[:i]), sum(counts[: i + 1]))
+
+    def weighted(x: Any, data: dict[str, Any], i: int) -> Any:
+        y = x @ data[problem.name("w", i)]
+        return y + data[problem.name("b", i)] if problem.weights[i].bias else y
+
+    xs = [data["x"] for data in inputs]
+    if problem.moves in ("reduce_scatter", "all_reduce"):
+        if problem.multiplies_first:
+            without = [x @ data["w"] for x, data in zip(xs, inputs, strict=True)]
+            summed = sum(without[1:], without[0])
+            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
+            if problem.weights[0].bias:
+                owners = [y + data["b"] for y, data in zip(owners, inputs, strict=True)]
+        else:
+            summed = sum(xs[1:], xs[0])
+            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
+        if problem.moves == "reduce_scatter":
+            return [{"y": y} for y in owners]
+        return [{"y": xp.concatenate(owners)} for _ in range(size)]
+    if problem.multiplies_first:
+        xs = [weighted(x, data, 0) for x, data in zip(xs, inputs, strict=True)]
+    if problem.moves == "broadcast":
+        arrived = [xs[problem.root]] * size
+    elif problem.moves == "all_gather":
+        arrived = [xp.concatenate(xs)] * size
+    else:
+        arrived = [
+            xp.concatenate([xs[s][rows(sizes.pairs[s], r)] for s in range(size)]) for r in range(size)
+        ]  # fmt: skip
+    if problem.multiplies_first:
+        return [{"y": y} for y in arrived]
+    results = []
+    for data, x in zip(inputs, arrived, strict=True):
+        result = {problem.kept: x} if problem.keep or not (problem.weights or problem.gradients) else {}
+        for i in range(len(problem.weights)):
+            result[problem.name("y", i)] = weighted(x, data, i)
+        for i, gradient in enumerate(problem.gradients):
+            h = data[problem.name("h", i)]
+            left, right = (h, x) if gradient.flipped else (x, h)
+            flat = left.reshape(prod(left.shape[:-1]), left.shape[-1])
+            result[problem.name("g", i)] = flat.T @ right.reshape(prod(right.shape[:-1]), right.shape[-1])
+        results.append(result)
+    return results
+
+
+def sizes_of(problem: Problem, extents: Extents) -> tuple[int, ...]:
+    """Rows of x and rows of the results on one rank."""
+    here, there = problem.axes
+    return sum(extents.counts(here)), sum(extents.counts(there))

@@ -1,0 +1,70 @@
+"""How an operation is carried out: each schedule is a generator of the ops of one rank.
+
+| schedule        | messages                                             | parts per shard |
+|-----------------|------------------------------------------------------|-----------------|
+| `unfused`       | kernel, then the native collective                   | 1               |
+| `sliced`        | `slices` asynchronous native collectives             | slices          |
+| `unfused_p2p`   | kernel, then pairwise messages                       | slices          |
+| `direct`        | pairwise, between the pieces of the kernel           | slices          |
+| `ring`          | to the next rank, between the pieces of the kernel   | slices          |
+| `bidirectional` | half of the parts each way round                     | 2 * slices      |
+| `exchange`      | all-reduce in one step (small tensors)               | slices          |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fompi.errors import PlanError
+from fompi.layout import Sizes
+from fompi.plan import Op, Plan, Program, Programs, Workspace
+from fompi.problems import Problem
+from fompi.schedules.direct import direct, exchange, unfused_p2p
+from fompi.schedules.native import sliced
+from fompi.schedules.ring import bidirectional, ring
+
+Schedule = Callable[[Problem, Workspace], Iterator[Op]]
+
+SCHEDULES: dict[str, Schedule] = {
+    "unfused": sliced,
+    "sliced": sliced,
+    "unfused_p2p": unfused_p2p,
+    "direct": direct,
+    "ring": ring,
+    "bidirectional": bidirectional,
+    "exchange": exchange,
+}
+
+
+def available(problem: Problem) -> list[str]:
+    """The schedules that this problem can be carried out by."""
+    names = list(SCHEDULES)
+    if problem.moves == "all_to_all":  # each rank's block is wanted by one rank only: a ring would carry it past others
+        names = ["unfused", "sliced", "unfused_p2p", "direct"]
+    if problem.moves != "all_reduce" and "exchange" in names:
+        names.remove("exchange")
+    if problem.half and problem.moves in ("reduce_scatter", "all_reduce"):
+        names = [name for name in names if name not in ("unfused", "sliced")]
+    return names
+
+
+def parts_of(schedule: str, slices: int) -> int:
+    """Blocks per shard."""
+    return {"unfused": 1, "bidirectional": 2 * slices}.get(schedule, slices)
+
+
+def write(problem: Problem, schedule: str, slices: int = 1, sizes: Sizes | None = None, window: int | None = None) -> Plan:
+    """The Plan of `problem` by `schedule`, its shards cut into `slices`. Raises PlanError for what cannot be."""
+    if schedule not in available(problem):
+        raise PlanError(f"{problem.operation} has no schedule {schedule!r}; take one of {', '.join(available(problem))}")
+    if slices < 1 or (window is not None and window < 1):
+        raise PlanError(f"slices={slices}, window={window}: both need to be at least 1")
+    parts = parts_of(schedule, slices)
+
+    def program(rank: int) -> Program:
+        work = problem.workspace(rank, parts)
+        return work.program(SCHEDULES[schedule](problem, work))
+
+    size = problem.size
+    nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
+    return Plan(problem, schedule, parts, sizes or nothing, Programs(size, program), window)

@@ -1,0 +1,171 @@
+"""Direct (pairwise): every block goes straight to the rank that wants it, in the permutations rank -> rank + d.
+
+The same bytes as a ring without its chain of dependencies: a slow rank delays only what it sends itself. Own block
+first for gathers, last for sums (TransformerEngine, PyTorch's async-TP, the attention of arXiv 2604.24013).
+`unfused_p2p` is the same exchange with the compute in one piece before or after it; `exchange` an all-reduce in one
+step for small tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fompi.plan import Chunk, Compute, Op, Recv, Send, Workspace
+from fompi.problems import Problem
+from fompi.schedules.work import Gather, Scatter
+
+
+def direct(problem: Problem, work: Workspace) -> Iterator[Op]:
+    yield from _write(problem, work, fused=True)
+
+
+def unfused_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
+    yield from _write(problem, work, fused=False)
+
+
+def _write(problem: Problem, work: Workspace, fused: bool) -> Iterator[Op]:
+    if problem.moves == "broadcast":
+        yield from _broadcast(Gather(problem, work))
+    elif problem.multiplies_first or problem.moves in ("reduce_scatter", "all_reduce"):
+        scatter = Scatter(problem, work, early=not fused)
+        yield from scatter.begin()
+        if problem.moves == "all_to_all":
+            yield from _deal(scatter)
+        else:
+            yield from _reduce_scatter(scatter)
+        if problem.moves == "all_reduce":
+            yield from _all_gather_sums(scatter)
+    else:
+        gather = Gather(problem, work, late=not fused)
+        yield from gather.begin()
+        yield from _gather(gather)
+        yield from gather.finish()
+
+
+def _gather(local: Gather) -> Iterator[Op]:
+    """All-gather and all-to-all: only what goes out differs."""
+    rank, size, parts = local.rank, local.size, range(local.parts)
+    for d in range(1, size):
+        for part in parts:
+            yield Recv((rank - d) % size, local.land((rank - d) % size, part))
+    for d in range(1, size):
+        for part in parts:
+            yield Send((rank + d) % size, local.outgoing((rank + d) % size, part))
+    for d in range(size):
+        for part in parts:
+            yield from local.use((rank - d) % size, part) if d else local.use_own(part)
+
+
+def _deal(local: Scatter) -> Iterator[Op]:
+    """matmul, then all-to-all: the product of each dest is sent as soon as it is made, our own is made last."""
+    rank, size, parts, y = local.rank, local.size, range(local.parts), local.work["y"]
+    out = local.problem.dtype
+    for d in range(1, size):
+        source = (rank - d) % size
+        for part in parts:
+            yield Recv(source, y[source * local.parts + part])
+    for d in range(1, size):
+        dest = (rank + d) % size
+        for part in parts:
+            term = yield from local.term(dest, part, out)
+            yield Send(dest, term)
+    for part in parts:
+        yield from local.into(y[rank * local.parts + part], rank, part)
+
+
+def _reduce_scatter(local: Scatter) -> Iterator[Op]:
+    """The terms of others are summed while our own is made: after it one add remains, and no message."""
+    rank, size, parts, wide = local.rank, local.size, range(local.parts), local.problem.accumulator
+    if size == 1:
+        for part in parts:
+            yield from local.into(local.target(part), rank, part)
+        return
+    inbox = local.work.scratch("inbox", "copies", local.problem.sent_row, local.wire)
+    sums = inbox if local.wire == wide else local.work.scratch("sums", "own", local.problem.sent_row, wide)
+
+    def arrived(d: int, part: int) -> Chunk:
+        return inbox[(d - 1) * local.parts + part]
+
+    def summed(part: int) -> Chunk:
+        return arrived(1, part) if sums is inbox else sums[rank * local.parts + part]
+
+    for d in range(1, size):
+        for part in parts:
+            yield Recv((rank - d) % size, arrived(d, part))
+    for d in range(1, size):
+        owner = (rank + d) % size
+        for part in parts:
+            term = yield from local.term(owner, part, local.wire)
+            yield Send(owner, term)
+    for d in range(2, size):
+        for part in parts:
+            before = arrived(1, part) if d == 2 else summed(part)
+            yield Compute("add", (before, arrived(d, part)), (summed(part),))
+    for part in parts:
+        own = yield from local.term(rank, part, local.wire)
+        before = arrived(1, part) if size == 2 else summed(part)
+        yield Compute("add", (before, own), (local.target(part),))
+
+
+def _all_gather_sums(local: Scatter) -> Iterator[Op]:
+    rank, size, parts, y = local.rank, local.size, range(local.parts), local.work["y"]
+    for d in range(1, size):
+        source = (rank - d) % size
+        for part in parts:
+            yield Recv(source, y[source * local.parts + part])
+    for d in range(1, size):
+        for part in parts:
+            yield Send((rank + d) % size, local.target(part))
+
+
+def _broadcast(local: Gather) -> Iterator[Op]:
+    """Scatter, then all-gather (van de Geijn): the root sends each block once, its owner passes it on to the rest."""
+    rank, size, root, y = local.rank, local.size, local.problem.root, local.full
+    own = range(rank * local.parts, (rank + 1) * local.parts)
+    if rank == root:
+        yield from local.begin()
+        for d in range(1, size):
+            dest = (rank + d) % size
+            for block in range(dest * local.parts, (dest + 1) * local.parts):
+                yield Send(dest, local.x[block])
+        for d in range(1, size):
+            for block in own:
+                yield Send((rank + d) % size, local.x[block])
+        yield Compute("copy", (local.x[:],), (y[:],))
+        return
+    for block in own:
+        yield Recv(root, y[block])
+    for d in range(1, size):
+        source = (rank - d) % size
+        for block in range(source * local.parts, (source + 1) * local.parts):
+            yield Recv(source, y[block])
+    for d in range(1, size):
+        dest = (rank + d) % size
+        if dest != root:
+            for block in own:
+                yield Send(dest, y[block])
+
+
+def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
+    """All-reduce in one step: everyone sends all of its term to everyone, and sums in the order of the ranks."""
+    local = Scatter(problem, work, early=True)
+    yield from local.begin()
+    rank, size, y, dtype = work.rank, work.size, work["y"], local.wire
+    mine = local.partial(dtype)[:] if local.made else local.x[:]
+    inboxes = {
+        (rank - d) % size: work.scratch(f"inbox{d}", "rows", problem.sent_row, dtype)[:] for d in range(1, size)
+    }
+    for source, inbox in inboxes.items():
+        yield Recv(source, inbox)
+    for d in range(1, size):
+        yield Send((rank + d) % size, mine)
+    if size == 1:
+        yield Compute("copy", (mine,), (y[:],))
+        return
+    terms = [inboxes.get(r, mine) for r in range(size)]
+    sums = y if problem.dtype == problem.accumulator else work.scratch("sums", "rows", y.row, problem.accumulator)
+    before = terms[0]
+    for r in range(1, size):
+        after = y[:] if r == size - 1 else sums[:]
+        yield Compute("add", (before, terms[r]), (after,))
+        before = after

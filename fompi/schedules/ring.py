@@ -1,0 +1,111 @@
+"""Ring: every message goes to the next rank; `bidirectional` sends half of the parts each way round.
+
+all-gather, 4 ranks: own shard first        reduce-scatter: own shard last, so that nothing is sent after it
+
+    step   r0  r1  r2  r3                       step   r0  r1  r2  r3
+      0     0   1   2   3                         0     3   0   1   2
+      1     3   0   1   2                         1     2   3   0   1
+      2     2   3   0   1                         2     1   2   3   0
+      3     1   2   3   0                         3     0   1   2   3
+
+(CommFuse, arXiv 2604.24013, and before it the ring exchanges of TransformerEngine's userbuffers.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fompi.plan import Chunk, Compute, Op, Recv, Send, Workspace
+from fompi.problems import Problem
+from fompi.schedules.work import Gather, Scatter
+
+Directions = list[tuple[int, range]]
+"""(+1, parts that travel to the right), (-1, parts that travel to the left)."""
+
+
+def ring(problem: Problem, work: Workspace) -> Iterator[Op]:
+    yield from _write(problem, work, [(1, range(work.parts))])
+
+
+def bidirectional(problem: Problem, work: Workspace) -> Iterator[Op]:
+    yield from _write(problem, work, [(1, range(0, work.parts, 2)), (-1, range(1, work.parts, 2))])
+
+
+def _write(problem: Problem, work: Workspace, directions: Directions) -> Iterator[Op]:
+    if problem.moves == "broadcast":
+        yield from _broadcast(Gather(problem, work), directions)
+    elif problem.moves == "all_gather":
+        local = Gather(problem, work)
+        yield from local.begin()
+        yield from _all_gather(local, local.outgoing, directions)
+        yield from local.finish()
+    else:
+        scatter = Scatter(problem, work)
+        yield from scatter.begin()
+        yield from _reduce_scatter(scatter, directions)
+        if problem.moves == "all_reduce":
+            yield from _all_gather_sums(scatter, directions)
+
+
+def _all_gather(local: Gather, own: Callable[[int, int], Chunk], directions: Directions) -> Iterator[Op]:
+    rank, size = local.rank, local.size
+    for step in range(size):
+        for sign, parts in directions:  # invariant: the shard of `owner` is here
+            owner = (rank - sign * step) % size
+            for part in parts:
+                if step < size - 1:
+                    yield Recv((rank - sign) % size, local.land((owner - sign) % size, part))
+                    yield Send((rank + sign) % size, local.land(owner, part) if step else own(rank, part))
+                yield from local.use(owner, part) if step else local.use_own(part)
+
+
+def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
+    rank, size, dtype = local.rank, local.size, local.problem.accumulator
+    inbox = local.work.scratch("inbox", "rows", local.problem.sent_row, dtype) if size > 1 else None
+    for step in range(size):
+        for sign, parts in directions:
+            owner = (rank - sign * (1 + step)) % size
+            for part in parts:
+                if inbox is None:
+                    yield from local.into(local.target(part), owner, part)
+                    continue
+                ahead, behind, arriving = (rank + sign) % size, (rank - sign) % size, inbox[owner * local.parts + part]
+                if step:
+                    yield Recv(behind, arriving)
+                term = yield from local.term(owner, part, dtype)
+                if step == 0:
+                    yield Send(ahead, term)
+                elif step < size - 1:
+                    yield Compute("add", (arriving, term), (arriving,))
+                    yield Send(ahead, arriving)
+                else:
+                    yield Compute("add", (arriving, term), (local.target(part),))
+
+
+def _all_gather_sums(local: Scatter, directions: Directions) -> Iterator[Op]:
+    """The second half of an all-reduce: the sums go round as they stand in y."""
+    rank, size, y = local.rank, local.size, local.work["y"]
+    for step in range(size - 1):
+        for sign, parts in directions:
+            owner = (rank - sign * step) % size
+            for part in parts:
+                yield Recv((rank - sign) % size, y[(owner - sign) % size * local.parts + part])
+                yield Send((rank + sign) % size, y[owner * local.parts + part])
+
+
+def _broadcast(local: Gather, directions: Directions) -> Iterator[Op]:
+    """A chain from the root, block behind block; in both directions, two chains that meet."""
+    rank, size, root, y = local.rank, local.size, local.problem.root, local.full
+    yield from local.begin() if rank == root else ()
+    x = local.x if rank == root else y
+    ways = [sign for sign, _ in directions]
+    reach = {ways[0]: size - 1} if len(ways) == 1 else {1: size // 2, -1: (size - 1) // 2}
+    for block in range(y.count):
+        for sign in ways:
+            hops = sign * (rank - root) % size
+            if 0 < hops <= reach[sign]:
+                yield Recv((rank - sign) % size, y[block])
+            if hops < reach[sign]:
+                yield Send((rank + sign) % size, x[block])
+        if rank == root:
+            yield Compute("copy", (x[block],), (y[block],))

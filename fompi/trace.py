@@ -1,0 +1,162 @@
+"""What happened when: events of one or all ranks, predicted by the simulator or measured by the executor.
+
+`print(trace)` is a table; `trace.save("step.json")` writes Chrome's trace format, which Perfetto opens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """An op of `rank` from `start` to `end`, in seconds. For a message: from its posting to its completion."""
+
+    rank: int
+    lane: str
+    op: int
+    name: str
+    start: float
+    end: float
+    nbytes: int = 0
+
+    @property
+    def is_compute(self) -> bool:
+        return self.lane == "compute"
+
+
+class Summary(NamedTuple):
+    """One rank's call, in seconds. communication = hidden + exposed; tail: from the last kernel to the end."""
+
+    wall: float
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+    tail: float
+    nbytes: int
+
+    @property
+    def overlap(self) -> float:
+        """The share of the communication that ran behind kernels, 0 to 1 (1 where there was none)."""
+        return self.hidden / self.communication if self.communication else 1.0
+
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time, in intervals that neither touch nor overlap."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    both, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            both.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return both
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The events of one call. `kind` says where they come from: "predicted" or "measured"."""
+
+    kind: str
+    title: str
+    events: tuple[Event, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({e.rank for e in self.events})
+
+    def summary(self, rank: int) -> Summary:
+        """Time in a message counts as communication from when it was posted, so waiting for a peer counts too."""
+        events = [e for e in self.events if e.rank == rank]
+        if not events:
+            return Summary(0, 0, 0, 0, 0, 0, 0)
+        begin, end = min(e.start for e in self.events), max(e.end for e in events)
+        busy = union((e.start, e.end) for e in events if e.is_compute)
+        moving = union((e.start, e.end) for e in events if not e.is_compute)
+        hidden = length(intersection(busy, moving))
+        communication = length(moving)
+        return Summary(
+            wall=end - begin,
+            compute=length(busy),
+            communication=communication,
+            hidden=hidden,
+            exposed=communication - hidden,
+            tail=end - max((stop for _, stop in busy), default=begin),
+            nbytes=sum(e.nbytes for e in events if not e.is_compute),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end on any rank."""
+        return max((e.end for e in self.events), default=0.0) - min((e.start for e in self.events), default=0.0)
+
+    def table(self) -> str:
+        head = f"{self.kind}: {self.title}"
+        lines = [head, "rank     wall  compute     comm   hidden  exposed     tail  overlap   (ms)"]
+        for rank in self.ranks:
+            s = self.summary(rank)
+            cells = "".join(f"{1e3 * v:9.3f}" for v in s[:6])
+            lines.append(f"{rank:>4}{cells}{s.overlap:9.1%}")
+        return "\n".join(lines)
+
+    __str__ = table
+
+    def compare(self, other: Trace) -> str:
+        """Both, rank by rank: wall and exposed time, and the ratio of the wall times."""
+        lines = [f"rank   {self.kind:>9} wall {other.kind:>9} wall  ratio   exposed   exposed   (ms)"]
+        for rank in self.ranks:
+            a, b = self.summary(rank), other.summary(rank)
+            ratio = a.wall / b.wall if b.wall else float("nan")
+            lines.append(
+                f"{rank:>4} {1e3 * a.wall:16.3f} {1e3 * b.wall:14.3f} {ratio:6.2f} {1e3 * a.exposed:9.3f}"
+                f" {1e3 * b.exposed:9.3f}"
+            )
+        return "\n".join(lines)
+
+    def chrome(self) -> dict[str, object]:
+        """Chrome's trace format: a process per rank, a track per lane, microseconds."""
+        begin = min((e.start for e in self.events), default=0.0)
+        tracks: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        listed: list[dict[str, object]] = []
+        for e in self.events:
+            track = tracks[e.rank].setdefault(e.lane, 0 if e.is_compute else len(tracks[e.rank]) + 1)
+            listed.append(
+                {
+                    "name": e.name, "cat": "compute" if e.is_compute else "communication", "ph": "X",
+                    "pid": e.rank, "tid": track, "ts": 1e6 * (e.start - begin), "dur": 1e6 * (e.end - e.start),
+                    "args": {"op": e.op, "nbytes": e.nbytes},
+                }
+            )  # fmt: skip
+        for rank, lanes in tracks.items():
+            listed.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            for lane, track in lanes.items():
+                args = {"name": lane}
+                listed.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": args})
+        return {"traceEvents": listed, "displayTimeUnit": "ms", "otherData": {"title": self.title, "kind": self.kind}}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.chrome()))

@@ -1,0 +1,332 @@
+"""The proof of a plan, on values without data: `verify(plan)` returns, or raises PlanError with rank, op and chunk.
+
+Proven for every number of rows, and for every interleaving of the lanes:
+
+* each message has its partner, with blocks of the same lengths, the same rows and dtype; collectives have the same
+  order on all ranks;
+* nothing is read before it is written, and no input is written;
+* it ends, even if every send waits for its receive and every collective for all ranks;
+* at the end every output block holds the sum of exactly the terms that the operation means.
+
+One walk over the plan is enough. What an op needs is derived from all that it reads and writes (`plan.constraints`),
+so two ops that touch the same block, one of them writing, never run at the same time; and starting an op never stops
+another from starting, so all interleavings end in the same state or none ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from itertools import count
+
+from fompi.errors import PlanError
+from fompi.kernels import KERNELS, Value, aligned, evaluate, find, total
+from fompi.layout import Symbol
+from fompi.plan import Chunk, Collective, Compute, Frontier, Op, Plan, Program, Recv, Send, constraints
+from fompi.problems import after, before
+
+Partner = tuple[int, int]
+"""(rank, op)."""
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
+
+def verify(plan: Plan) -> None:
+    """Raise PlanError unless the plan is right. Takes about 10 us an op; says nothing when all is well."""
+    for program in plan.programs:
+        for i, op in enumerate(program.ops):
+            _check_op(program, i, op)
+    partners = _match(plan)
+    _check_collectives(plan)
+    values = _Walk(plan, partners).run()
+    for program, held in zip(plan.programs, values, strict=True):
+        _check_outputs(plan, program, held)
+
+
+# ------------------------------------------------------------------------------------------------ one op, one rank
+
+
+def _error(rank: int, op: int, text: object, chunk: object, why: str) -> PlanError:
+    return PlanError(f"rank {rank}, op {op}, {text}: {why}", rank, op, str(chunk))
+
+
+def _check_op(program: Program, i: int, op: Op) -> None:
+    rank, names = program.rank, {b.name: b for b in program.buffers}
+    for chunk in (*op.reads, *op.writes):
+        buffer = names.get(chunk.buffer)
+        if buffer is None:
+            raise _error(rank, i, op, chunk, f"there is no buffer {chunk.buffer!r}")
+        if not buffer.first <= chunk.start < chunk.stop <= buffer.first + buffer.count:
+            blocks = buffer[:]
+            raise _error(rank, i, op, chunk, f"{chunk} is not within the blocks of this rank, {blocks}")
+    for chunk in op.writes:
+        if names[chunk.buffer].role == "input":
+            raise _error(rank, i, op, chunk, f"{chunk} is an input, which nobody may write")
+    if isinstance(op, (Send, Recv)):
+        peer = op.dest if isinstance(op, Send) else op.source
+        if not 0 <= peer < program.size or peer == rank:
+            raise _error(rank, i, op, op.chunk, f"{peer} is not another rank of {program.size}")
+    elif isinstance(op, Compute):
+        _check_kernel(program, i, op)
+    elif op.name not in COLLECTIVES:
+        raise _error(rank, i, op, (*op.reads, *op.writes)[0], f"no collective {op.name!r}")
+
+
+def _check_kernel(program: Program, i: int, op: Compute) -> None:
+    if op.kernel not in KERNELS:
+        raise _error(program.rank, i, op, op.writes[0] if op.writes else "", f"no kernel {op.kernel!r}")
+    groups = aligned(op)
+    if not groups:
+        raise _error(program.rank, i, op, op.writes[0] if op.writes else "", "the kernel takes other operands")
+    first = [s for chunk in groups[0] for s in _symbols(program, chunk)]
+    for group in groups[1:]:
+        if [s for chunk in group for s in _symbols(program, chunk)] != first:
+            raise _error(program.rank, i, op, group[0], "its operands have not equally many rows")
+    kernel = find(op.kernel)
+    whole = [*op.reads[len(op.reads) - kernel.whole :]] if kernel.whole else []
+    for chunk in [*whole, *(op.writes if kernel.reduces else ())]:
+        if program.buffer(chunk.buffer).axis != "whole":
+            raise _error(program.rank, i, op, chunk, f"{chunk} comes in rows; the kernel takes a whole operand there")
+
+
+def _symbols(program: Program, chunk: Chunk) -> list[Symbol]:
+    buffer = program.buffer(chunk.buffer)
+    return [buffer.symbol(program.rank, program.size, program.parts, b) for b in range(chunk.start, chunk.stop)]
+
+
+# ------------------------------------------------------------------------------------------- messages between ranks
+
+
+def _match(plan: Plan) -> dict[Partner, Partner]:
+    """The partner of every Send and Recv."""
+    sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    recvs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for program in plan.programs:
+        for i, op in enumerate(program.ops):
+            if isinstance(op, Send):
+                sends[program.rank, op.dest].append(i)
+            elif isinstance(op, Recv):
+                recvs[op.source, program.rank].append(i)
+    partners: dict[Partner, Partner] = {}
+    for source, dest in sorted(sends.keys() | recvs.keys()):
+        out, into = sends[source, dest], recvs[source, dest]
+        for i, j in zip(out, into, strict=False):
+            _check_message(plan.programs[source], i, plan.programs[dest], j)
+            partners[source, i], partners[dest, j] = (dest, j), (source, i)
+        for rank, mine, theirs, verb in ((source, out, into, "receives"), (dest, into, out, "sends")):
+            if len(mine) > len(theirs):
+                i, peer = mine[len(theirs)], dest if rank == source else source
+                op = plan.programs[rank].ops[i]
+                raise _error(rank, i, op, (*op.reads, *op.writes)[0], f"rank {peer} never {verb} it")
+    return partners
+
+
+def _check_message(source: Program, i: int, dest: Program, j: int) -> None:
+    send, recv = source.ops[i], dest.ops[j]
+    assert isinstance(send, Send) and isinstance(recv, Recv)
+    _check_same_rows(source, i, send.chunk, dest, j, recv.chunk)
+
+
+def _check_same_rows(source: Program, i: int, out: Chunk, dest: Program, j: int, into: Chunk) -> None:
+    a, b = source.buffer(out.buffer), dest.buffer(into.buffer)
+    if _symbols(source, out) != _symbols(dest, into):
+        why = f"its rows are not those of {into} on rank {dest.rank}, op {j}, {dest.ops[j]}"
+        raise _error(source.rank, i, source.ops[i], out, why)
+    if (a.row, a.dtype) != (b.row, b.dtype):
+        why = f"{a.dtype}{list(a.row)} arrives as {b.dtype}{list(b.row)} in {into} on rank {dest.rank}, op {j}"
+        raise _error(source.rank, i, source.ops[i], out, why)
+
+
+def _collectives(program: Program) -> list[tuple[int, Collective]]:
+    return [(i, op) for i, op in enumerate(program.ops) if isinstance(op, Collective)]
+
+
+def _check_collectives(plan: Plan) -> None:
+    """The k-th collective is the same on all ranks, and its chunks fit."""
+    listed = [_collectives(program) for program in plan.programs]
+    for rank, mine in enumerate(listed):
+        for k in range(max(len(mine), len(listed[0]))):
+            if k >= len(mine) or k >= len(listed[0]) or mine[k][1].name != listed[0][k][1].name:
+                lacking = rank if k >= len(mine) else 0 if k >= len(listed[0]) else rank
+                there = rank if k < len(mine) else 0
+                i, op = listed[there][k]
+                chunk = (*op.reads, *op.writes)[0]
+                raise _error(there, i, op, chunk, f"rank {lacking} has no such collective in this place")
+    for k in range(len(listed[0])):
+        for rank, (i, op) in enumerate(mine[k] for mine in listed):
+            _check_collective(plan, rank, i, op, [mine[k] for mine in listed])
+
+
+def _check_collective(plan: Plan, rank: int, i: int, op: Collective, all_of_it: list[tuple[int, Collective]]) -> None:
+    size, program = plan.size, plan.programs[rank]
+    roots = [r for r, (_, other) in enumerate(all_of_it) if other.reads]
+    expected = {
+        "all_gather": (1, size),
+        "all_to_all": (size, size),
+        "reduce_scatter": (1, 1),
+        "all_reduce": (1, 1),
+        "broadcast": (1, 0) if [rank] == roots else (0, 1),
+    }[op.name]
+    chunk = (*op.reads, *op.writes, Chunk("?", 0, 1))[0]
+    if (len(op.reads), len(op.writes)) != expected:
+        raise _error(rank, i, op, chunk, f"{op.name} takes {expected[0]} chunks here and gives {expected[1]}")
+    for source, (j, other) in enumerate(all_of_it):
+        theirs = plan.programs[source]
+        if op.name == "all_gather":
+            _check_same_rows(theirs, j, other.reads[0], program, i, op.writes[source])
+        elif op.name == "all_to_all":
+            _check_same_rows(theirs, j, other.reads[rank], program, i, op.writes[source])
+        elif op.name == "all_reduce":
+            _check_same_rows(theirs, j, other.reads[0], program, i, op.writes[0])
+        elif op.name == "reduce_scatter":
+            _check_same_rows(theirs, j, _piece(other.reads[0], rank, size), program, i, op.writes[0])
+        elif op.writes and other.reads:
+            _check_same_rows(theirs, j, other.reads[0], program, i, op.writes[0])
+
+
+def _piece(chunk: Chunk, rank: int, size: int) -> Chunk:
+    each = (chunk.stop - chunk.start) // size
+    return chunk._replace(start=chunk.start + rank * each, stop=chunk.start + (rank + 1) * each)
+
+
+# ----------------------------------------------------------------------------------------------------- the walk
+
+
+class _Walk:
+    """All ranks side by side: an op that may start starts; a message is done when both of its ends have started."""
+
+    def __init__(self, plan: Plan, partners: dict[Partner, Partner]):
+        self.plan, self.partners = plan, partners
+        self.limits = [constraints(p.ops, plan.window) for p in plan.programs]
+        self.frontiers = [Frontier(c) for c in self.limits]
+        self.started: list[set[int]] = [set() for _ in plan.programs]
+        self.done: list[set[int]] = [set() for _ in plan.programs]
+        self.values = [before(plan.problem, p) for p in plan.programs]
+        self.at_collective: defaultdict[int, list[Partner]] = defaultdict(list)
+        self.passed = [count() for _ in plan.programs]
+
+    def run(self) -> list[dict[tuple[str, int], Value]]:
+        ready = deque((rank, i) for rank, f in enumerate(self.frontiers) for i in f.begin())
+        while ready:
+            rank, i = ready.popleft()
+            self.started[rank].add(i)
+            ready.extend((rank, free) for free in self.frontiers[rank].started(i))
+            for done_rank, done in self._complete(rank, i):
+                self.done[done_rank].add(done)
+                ready.extend((done_rank, free) for free in self.frontiers[done_rank].done(done))
+        self._check_ended()
+        return self.values
+
+    def _complete(self, rank: int, i: int) -> Sequence[Partner]:
+        """The ops that are done now that this one has started."""
+        op = self.plan.programs[rank].ops[i]
+        if isinstance(op, Compute):
+            results = evaluate(op, lambda chunk: self._read(rank, i, chunk))
+            self._write(rank, op.writes, results)
+            return [(rank, i)]
+        if isinstance(op, Collective):
+            k = next(self.passed[rank])
+            self.at_collective[k].append((rank, i))
+            if len(self.at_collective[k]) < self.plan.size:
+                return ()
+            self._collective(sorted(self.at_collective[k]))
+            return self.at_collective.pop(k)
+        peer, j = self.partners[rank, i]
+        if j not in self.started[peer]:
+            return ()
+        (source, s), (dest, d) = ((rank, i), (peer, j)) if isinstance(op, Send) else ((peer, j), (rank, i))
+        send, recv = self.plan.programs[source].ops[s], self.plan.programs[dest].ops[d]
+        self._write(dest, recv.writes, self._read(source, s, send.reads[0]))
+        return (rank, i), (peer, j)
+
+    def _read(self, rank: int, i: int, chunk: Chunk) -> list[Value]:
+        held = self.values[rank]
+        for block in chunk.blocks:
+            if block not in held:
+                op = self.plan.programs[rank].ops[i]
+                missing = Chunk(block[0], block[1], block[1] + 1)
+                raise _error(rank, i, op, missing, f"{missing} is read before anything is written there")
+        return [held[block] for block in chunk.blocks]
+
+    def _write(self, rank: int, chunks: Sequence[Chunk], values: Sequence[Value]) -> None:
+        blocks = [block for chunk in chunks for block in chunk.blocks]
+        self.values[rank].update(zip(blocks, values, strict=True))
+
+    def _collective(self, calls: list[Partner]) -> None:
+        ops = [self.plan.programs[rank].ops[i] for rank, i in calls]
+        read = [
+            [self._read(rank, i, chunk) for chunk in op.reads] for (rank, i), op in zip(calls, ops, strict=True)
+        ]
+        name, size = ops[0].name, len(ops)  # type: ignore[union-attr]
+        for rank, op in enumerate(ops):
+            if name == "all_gather":
+                values = [v for chunks in read for v in chunks[0]]
+            elif name == "all_to_all":
+                values = [v for chunks in read for v in chunks[rank]]
+            elif name == "broadcast":
+                values = next(chunks[0] for chunks in read if chunks) if op.writes else []
+            else:
+                terms = [chunks[0] for chunks in read]
+                if name == "reduce_scatter":
+                    each = len(terms[0]) // size
+                    terms = [t[rank * each : (rank + 1) * each] for t in terms]
+                values = [total(*column) for column in zip(*terms, strict=True)]
+            self._write(rank, op.writes, values)
+
+    def _check_ended(self) -> None:
+        for rank, program in enumerate(self.plan.programs):
+            for i, op in enumerate(program.ops):
+                if i in self.started[rank] and i not in self.done[rank]:
+                    chunk = (*op.reads, *op.writes)[0]
+                    raise PlanError(
+                        f"rank {rank} never completes op {i}, {op}: {self._why(rank, i)}", rank, i, str(chunk)
+                    )
+
+    def _why(self, rank: int, i: int) -> str:
+        """What the partner of a stuck op waits for."""
+        if (rank, i) not in self.partners:
+            return "a rank never comes to this collective"
+        peer, j = self.partners[rank, i]
+        needs, behind = self.limits[peer]
+        other = self.plan.programs[peer].ops[j]
+        verb = "sends it" if isinstance(other, Send) else "receives it"
+        for k in (*needs[j], behind[j]):
+            if k >= 0 and k not in self.done[peer]:
+                at = self.partners.get((peer, k))
+                waits = f", which waits for rank {at[0]}" if at else ""
+                return f"rank {peer} {verb} only after its op {k}{waits}."
+        return f"rank {peer} never comes to its op {j}, {other}."
+
+
+def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Value]) -> None:
+    for (name, block), wanted in after(plan.problem, program.rank, plan.parts).items():
+        got = held.get((name, block))
+        if got == wanted:
+            continue
+        chunk = Chunk(name, block, block + 1)
+        writers = [i for i, op in enumerate(program.ops) if any((name, block) in c.blocks for c in op.writes)]
+        if got is None:
+            last = len(program.ops) - 1
+            raise PlanError(
+                f"rank {program.rank}, after its last op, {last}: {chunk} is never written", program.rank, last, str(chunk)
+            )
+        lacks, extra = _difference(wanted, got), _difference(got, wanted)
+        why = "; ".join([f"lacks {t}" for t in lacks[:2]] + [f"holds {t} too often" for t in extra[:2]])
+        raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, f"at the end {chunk} {why}")
+
+
+def _difference(a: Value, b: Value) -> list[str]:
+    left = list(a)
+    for term in b:
+        if term in left:
+            left.remove(term)
+    return [_spell(term) for term in left]
+
+
+def _spell(term: object) -> str:
+    """('x', 2, 5) as x[5] of rank 2."""
+    if isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], int):
+        return f"{term[0]}[{term[2]}] of rank {term[1]}"
+    if isinstance(term, tuple) and len(term) == 3:
+        return f"{term[0]}({_spell(term[1])}, {_spell(term[2])})"
+    return str(term)
