@@ -72,6 +72,11 @@ class Problem:
         return MEANING[self.operation].family == "scatter" and bool(self.weights)
 
     @property
+    def flat(self) -> bool:
+        """Whether the shape of x does not matter: its elements are the rows."""
+        return self.moves in ("all_reduce", "broadcast") and not self.weights
+
+    @property
     def half(self) -> bool:
         return self.dtype in HALF
 
@@ -159,6 +164,8 @@ MEANING: dict[str, Meaning] = {
     "all_gather_matmul": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
     "all_gather_matmul_many": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
     "all_gather_weight_gradient": Meaning("gather", "all_gather", Shard(0), None, Shard(1)),
+    "all_gather_matmul_weight_gradient": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
+    "all_to_all_matmul_weight_gradient": Meaning("gather", "all_to_all", Shard(0), Replicate(), Shard(0)),
     "all_to_all_matmul": Meaning("gather", "all_to_all", Shard(0), Replicate(), Shard(0)),
     "all_to_all_weight_gradient": Meaning("gather", "all_to_all", Shard(0), None, Replicate()),
     "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", Shard(1), Shard(0), Shard(0)),
@@ -183,6 +190,8 @@ def problem(
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError."""
     if operation not in MEANING:
         raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
+    if MEANING[operation].moves in ("all_reduce", "broadcast") and not weights:
+        x = Form((prod(x.shape),), x.dtype)
     if not x.shape:
         raise ShapeError(f"{operation}: x has no dimension whose rows could be spread over ranks")
     if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and x.dtype == "bool":
@@ -243,7 +252,7 @@ def from_specs(operation: str, specs: Sequence[Spec], ranks: int, **options: Any
     forms = [local(spec) for spec in others]
     operands = {"operands": forms} if gradient else {"weights": forms}
     made = problem(operation, ranks, local(x), **operands, **options)  # type: ignore[arg-type]
-    rows = split(x.shape[0], ranks)
+    rows = split(prod(x.shape) if made.flat else x.shape[0], ranks)
     if made.moves == "all_to_all":
         return made, Sizes(pairs=tuple(split(n, ranks) for n in rows))
     return made, Sizes(rows=rows)

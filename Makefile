@@ -1,0 +1,58 @@
+# `make run`   sets up .venv and trains the example on 8 ranks.
+# `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
+#
+# An environment is made once: a stamp file remembers it until pyproject.toml changes. PYTHON chooses
+# the interpreter, ARGS goes to the program: `make run ARGS="--framework torch"`, `make test ARGS="--leg pure"`.
+
+PYTHON ?= python3
+ARGS ?=
+
+.PHONY: run test test-mpich test-openmpi lint format clean
+
+run: .venv/.ready-run
+	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+		mpirun -n 8 python examples/tp_mlp.py $(ARGS)
+
+test: .venv/.ready-test .venv-openmpi/.ready-test
+	.venv/bin/python tools/test.py $(ARGS)
+
+test-mpich: .venv/.ready-test
+	.venv/bin/python tools/test.py --mpi mpich $(ARGS)
+
+test-openmpi: .venv-openmpi/.ready-test
+	.venv-openmpi/bin/python tools/test.py --mpi openmpi $(ARGS)
+
+lint: .venv/.ready-test
+	.venv/bin/python tools/test.py --leg lint --leg types
+
+format: .venv/.ready-test
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+# Makes or completes the environment in the target's folder. One MPI in each: both wheels bring an `mpirun`.
+define environment
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fompi needs Python >= 3.11: make PYTHON=...")'
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore -e '.[$(EXTRAS)]'
+	@touch $@
+endef
+
+.venv/.ready-run: EXTRAS = mpich,numba,example
+.venv/.ready-run: pyproject.toml
+	@echo "Setting up .venv: fompi, NumPy, Numba, mpi4py, MPICH, scikit-learn (about a minute)"
+	$(environment)
+
+.venv/.ready-test: EXTRAS = mpich,numba,example,test
+.venv/.ready-test: pyproject.toml
+	@echo "Setting up .venv for the tests: MPICH, torch, jax, the test tools (some minutes)"
+	$(environment)
+	@touch .venv/.ready-run
+
+.venv-openmpi/.ready-test: EXTRAS = openmpi,numba,example,test
+.venv-openmpi/.ready-test: pyproject.toml
+	@echo "Setting up .venv-openmpi for the tests: Open MPI, torch, jax, the test tools (some minutes)"
+	$(environment)
+
+clean:
+	rm -rf .venv .venv-openmpi build dist fompi.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,76 @@
+"""fompi: a runtime on MPI that hides communication behind computation, for any array framework.
+
+    y = fompi.all_gather_matmul(x, w, comm=tp)        # do it
+    plan = fompi.plan(fompi.all_gather_matmul, ...)   # see what would be done: no MPI, no arrays
+    step = fompi.bind(plan, comm=tp, x=x, w=w)        # bind it to addresses, call it often
+
+MPI starts with the first Communicator or operation, not with the import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fompi.errors import (
+    DtypeError,
+    FompiError,
+    LaunchError,
+    LayoutError,
+    MismatchError,
+    PeerError,
+    PlanError,
+    ShapeError,
+    StateError,
+    TensorError,
+    WaitTimeout,
+)
+from fompi.layout import Partial, Replicate, Shard, Spec
+from fompi.machine import Machine
+from fompi.ops import (
+    OPERATIONS,
+    Pending,
+    all_gather,
+    all_gather_matmul,
+    all_gather_matmul_many,
+    all_gather_matmul_weight_gradient,
+    all_gather_weight_gradient,
+    all_reduce,
+    all_to_all,
+    all_to_all_matmul,
+    all_to_all_matmul_weight_gradient,
+    all_to_all_weight_gradient,
+    broadcast,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+    plan,
+    reduce_scatter,
+)
+from fompi.plan import Plan
+from fompi.simulate import simulate
+from fompi.trace import Trace
+from fompi.verify import verify
+
+if TYPE_CHECKING:
+    from fompi.communicator import Communicator, Mesh
+    from fompi.executor import Executor, bind
+
+__version__ = "0.1.0"
+
+_WITH_MPI = {"Communicator": "communicator", "Mesh": "communicator", "Executor": "executor", "bind": "executor"}
+
+__all__ = [
+    *OPERATIONS, *_WITH_MPI, "DtypeError", "FompiError", "LaunchError", "LayoutError", "Machine", "MismatchError",
+    "Partial", "PeerError", "Pending", "Plan", "PlanError", "Replicate", "Shard", "ShapeError", "Spec", "StateError",
+    "TensorError", "Trace", "WaitTimeout", "plan", "simulate", "verify",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """What starts MPI when it is used is loaded when it is first asked for; the adapters too."""
+    if name in _WITH_MPI:
+        return getattr(import_module(f"fompi.{_WITH_MPI[name]}"), name)
+    if name in ("torch", "jax"):
+        return import_module(f"fompi.{name}")
+    raise AttributeError(f"module 'fompi' has no attribute {name!r}")

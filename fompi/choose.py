@@ -1,0 +1,43 @@
+"""Which schedule: for now a simple rule. Every rank comes to the same answer from what all ranks know."""
+
+from __future__ import annotations
+
+from fompi import layout
+from fompi.errors import PlanError
+from fompi.layout import Sizes
+from fompi.plan import Plan
+from fompi.problems import Problem
+from fompi.schedules import available, write
+
+SMALL_NBYTES = 64 << 10
+"""Below this an all-reduce goes in one step: its latency counts, its bytes do not."""
+
+LARGE_NBYTES = 8 << 20
+"""From this size of a shard on a block of compute is cut in two, so that messages begin earlier."""
+
+
+def choose(problem: Problem, rows: int | None) -> tuple[str, int]:
+    """Schedule and slices for `rows` in all (None: not known to all ranks).
+
+    Messages go straight to who wants them: no chain of ranks to wait for, and the same bytes as a ring.
+    """
+    if problem.moves == "all_reduce" and rows is not None and problem.size > 1:
+        if layout.nbytes((rows, *problem.sent_row), problem.accumulator) <= SMALL_NBYTES:
+            return "exchange", 1
+    if rows is None or problem.size == 1 or not (problem.weights or problem.gradients):
+        return "direct", 1
+    shard = layout.nbytes((rows, *problem.sent_row), problem.dtype) // problem.size
+    return "direct", 2 if shard >= LARGE_NBYTES else 1
+
+
+def plan_for(
+    problem: Problem, sizes: Sizes, schedule: str = "auto", slices: int | None = None, window: int | None = None
+) -> Plan:
+    """The Plan of `problem` for these sizes, by `schedule` ("auto": the one that `choose` takes)."""
+    if schedule == "auto":
+        name, cut = choose(problem, None if sizes.pairs else sum(sizes.rows))
+    elif schedule in available(problem):
+        name, cut = schedule, 1
+    else:
+        raise PlanError(f"no schedule {schedule!r} for {problem.operation}; take auto, {', '.join(available(problem))}")
+    return write(problem, name, cut if slices is None else slices, sizes, window)

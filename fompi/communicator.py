@@ -1,0 +1,156 @@
+"""Communicator: the ranks that an operation runs on. Mesh: named axes over all ranks, each axis a Communicator."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from fompi import faults, launch
+from fompi.arena import Arena
+from fompi.engine import Channel, Engine, slots
+from fompi.errors import LaunchError, LayoutError, StateError
+from fompi.link import Link, attach, attached, attached_to_process, mpi_communicator, request_testsome
+
+ARENA_NBYTES = 1 << 30
+DEFAULT_TIMEOUT = 300.0
+
+
+def _make_engine() -> Engine:
+    """The engine of this process, from the variables FOMPI_TIMEOUT (seconds) and what the launcher says of the host."""
+    text = os.environ.get("FOMPI_TIMEOUT", str(DEFAULT_TIMEOUT))
+    try:
+        timeout = float(text)
+    except ValueError:
+        timeout = 0.0
+    if not timeout > 0:
+        raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
+    local_size = launch.detect().local_size or 1
+    cores = len(os.sched_getaffinity(0))
+    engine = Engine(request_testsome(), timeout, spins=200 if local_size <= cores else 0)
+    engine.arena = Arena(ARENA_NBYTES)
+    faults.install(engine)
+    return engine
+
+
+class Communicator:
+    """The ranks of an MPI communicator (None: all), with a duplicate of it for our messages. Making one is collective.
+
+    `rank` and `size` as in mpi4py. `close()`, or `with`, gives the duplicate back.
+    """
+
+    def __init__(self, comm: Any = None, name: str = "world"):
+        origin = mpi_communicator(comm)
+        self.engine: Engine = attached_to_process(_make_engine)
+        self.link = Link(origin, self.engine.timeout)
+        self.name, self.rank, self.size = name, self.link.rank, self.link.size
+        self.channel = Channel(self.link, self.engine, name)
+        self.plans: dict[Any, Any] = {}  # what `ops` has compiled
+        self.natives: deque[Any] = deque()  # runs that take turns at the library's collectives
+        self.closed = False
+        self._slots = slots(self.link)
+        self._calls = self._bound = 0
+
+    @staticmethod
+    def of(comm: Any) -> Communicator:
+        """`comm` as it is, or the Communicator of an MPI.Comm (None: of all ranks), made when first asked for."""
+        if isinstance(comm, Communicator):
+            if comm.closed:
+                raise StateError(f"the communicator {comm.name!r} is closed")
+            return comm
+        origin = mpi_communicator(comm)
+        known: Communicator | None = attached(origin)
+        if known is None or known.closed:
+            known = Communicator(origin, "world" if comm is None else origin.Get_name() or "comm")
+            attach(origin, known)
+        return known
+
+    def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
+        """The ranks with our color, in the order of their keys. Collective."""
+        return Communicator(self.link.split(color, key), name or f"{self.name}/{color}")
+
+    def next_call(self) -> tuple[int, int]:
+        """Stamp and tag slot of the next unbound call: equal on all ranks that call in the same order."""
+        self._calls += 1
+        return self._calls, 1 + self._calls % (self._slots - 1)
+
+    def next_bound(self) -> int:
+        """The number of the next bound operation."""
+        self._bound += 1
+        return self._bound
+
+    def bound_call(self, instance: int, call: int) -> tuple[int, int]:
+        """Stamp and tag slot of a call of a bound operation."""
+        return (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots + (4 * instance + call % 4) % self._slots
+
+    def close(self) -> None:
+        """Collective: all ranks close a communicator together."""
+        if not self.closed:
+            self.closed = True
+            self.channel.close()
+            self.plans.clear()
+            self.link.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
+
+
+class Mesh(Mapping[str, Communicator]):
+    """All ranks as a grid with named axes: `Mesh(dp=2, tp=4)["tp"]` is the Communicator of our four neighbours.
+
+    The last axis is the innermost: its ranks have consecutive numbers, and lie on one host where hosts are filled in
+    order. Collective. Raises LayoutError unless the sizes multiply to the number of ranks.
+    """
+
+    def __init__(self, comm: Any = None, /, **axes: int):
+        self.axes = axes
+        if not axes or any(not isinstance(n, int) or n < 1 for n in axes.values()):
+            raise LayoutError(f"a mesh has axes with whole sizes >= 1, like Mesh(dp=2, tp=4), not {axes}")
+        self.world = Communicator.of(comm)
+        if prod(axes.values()) != self.world.size:
+            product = " x ".join(map(str, axes.values()))
+            raise LayoutError(f"{product} is not {self.world.size}, the number of ranks")
+        self.coordinates: dict[str, int] = {}
+        rest = self.world.rank
+        for name in reversed(axes):
+            rest, self.coordinates[name] = divmod(rest, axes[name])
+        self._communicators = {}
+        for name in axes:
+            others = [self.coordinates[other] for other in axes if other != name]
+            color = 0
+            for other, at in zip((o for o in axes if o != name), others, strict=True):
+                color = color * axes[other] + at
+            self._communicators[name] = self.world.split(color, self.coordinates[name], name)
+
+    def __getitem__(self, axis: str) -> Communicator:
+        if axis not in self._communicators:
+            raise LayoutError(f"this mesh has no axis {axis!r}; it has {', '.join(self.axes)}")
+        return self._communicators[axis]
+
+    def __iter__(self) -> Any:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    def close(self) -> None:
+        for communicator in self._communicators.values():
+            communicator.close()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        at = ", ".join(f"{name}={self.coordinates[name]} of {n}" for name, n in self.axes.items())
+        return f"Mesh({at})"

@@ -1,0 +1,279 @@
+"""What is in flight in this process, and who drives it.
+
+One Engine for all communicators: any call that waits drives every operation that was started, so ranks may start and
+wait in different orders. A Task is something with requests in flight (a run of a plan, an agreement before it); a
+Channel carries the control messages of one communicator: a failed rank's last words, and who waits for whom.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from threading import RLock
+from time import perf_counter, sleep
+from typing import Any
+
+from fompi.errors import FompiError, PeerError, WaitTimeout
+from fompi.link import Link
+
+HANDSHAKE, DESCRIPTION, CONTROL = 0, 1, 2
+"""Tags below those of payload (`tags_of`)."""
+
+MESSAGE_BITS = 12
+"""A call may send this many messages (as a power of two) to one peer."""
+
+
+def slots(link: Link) -> int:
+    """How many calls in flight have tags of their own."""
+    return 1 << min(link.tag_bits - MESSAGE_BITS - 1, 18)
+
+
+class Task:
+    """Something in flight. The engine calls `completed(key)` for each of its requests, and `work()` while `ready`."""
+
+    finished = False
+    error: BaseException | None = None
+    touched = 0.0  # when it last moved, on the clock of perf_counter
+
+    def completed(self, key: int) -> None:
+        raise NotImplementedError
+
+    def work(self) -> None:
+        """Run one kernel that can run."""
+
+    def waits_for(self) -> tuple[int, str] | None:
+        """The rank of the communicator whose message is missing, and which message; None: nobody's."""
+        return None
+
+    def poison(self, error: BaseException) -> bool:
+        """A peer failed in this call: go on without kernels, then raise `error`. False: not yet, tell me later."""
+        return False
+
+    def abandon(self, error: BaseException) -> None:
+        """End with `error` at once, whatever is still in flight."""
+        self.error, self.finished = self.error or error, True
+
+
+class Engine:
+    """Every request of every task, tested together. Thread-safe; whoever waits drives all."""
+
+    def __init__(self, testsome: Callable[[list[Any]], list[int] | None], timeout: float, spins: int):
+        self.timeout, self.spins = timeout, spins
+        self.lock = RLock()
+        self.channels: list[Channel] = []
+        self.waiting: list[tuple[Task, Channel]] = []  # innermost last
+        self.last_call = "none yet"
+        self._testsome = testsome
+        self.arena: Any = None  # where outputs and scratch come from
+        self._requests: list[Any] = []
+        self._owners: list[tuple[Task, int]] = []
+        self._ready: list[Task] = []
+
+    def post(self, request: Any, task: Task, key: int) -> None:
+        """Call `task.completed(key)` once `request` is done."""
+        self._requests.append(request)
+        self._owners.append((task, key))
+
+    def kernels_ready(self, task: Task) -> None:
+        if task not in self._ready:
+            self._ready.append(task)
+
+    def kernels_done(self, task: Task) -> None:
+        self._ready.remove(task)
+
+    def progress(self) -> bool:
+        """Move whatever can move: take in what has arrived, then run one kernel. False: nothing did."""
+        with self.lock:
+            moved = self.poll()
+            if self._ready:
+                self._ready[0].work()
+                moved = True
+            return moved
+
+    def poll(self) -> bool:
+        if not self._requests:
+            return False
+        done = self._testsome(self._requests)
+        if not done:
+            return False
+        owners = [self._owners[i] for i in done]
+        for i in sorted(done, reverse=True):
+            last, owner = self._requests.pop(), self._owners.pop()
+            if i < len(self._requests):
+                self._requests[i], self._owners[i] = last, owner
+        for task, key in owners:
+            task.completed(key)
+        return True
+
+    def wait(self, task: Task, channel: Channel, seconds: float | None = None) -> bool:
+        """Drive everything until `task` is finished; False if `seconds` pass before.
+
+        After `timeout` seconds without a move of `task` it is abandoned: its error says who waits for whom.
+        """
+        limit = None if seconds is None else perf_counter() + seconds
+        idle = 0
+        self.waiting.append((task, channel))
+        try:
+            while not task.finished:
+                if self.progress():
+                    idle = 0
+                else:
+                    idle += 1
+                    if idle > self.spins:
+                        self._rest(idle - self.spins)
+                        self._check(task, channel)
+                if limit is not None and not task.finished and perf_counter() > limit:
+                    return False
+        finally:
+            self.waiting.remove((task, channel))
+        return True
+
+    @staticmethod
+    def _rest(times: int) -> None:
+        """Leave the core to others: first for a moment, then for longer."""
+        if times < 100:
+            os.sched_yield()
+        else:
+            sleep(min(times - 99, 10) * 30e-6)
+
+    def _check(self, task: Task, channel: Channel) -> None:
+        """End the wait for a rank that has left, or after the deadline."""
+        if task.finished:
+            return
+        silent = perf_counter() - task.touched
+        if channel.left and silent > 0.2:
+            awaited = task.waits_for()
+            if awaited and awaited[0] in channel.left:
+                error = PeerError(f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[awaited[0]]}", awaited[0])
+                channel.fail(task, error)
+                return
+        if silent > self.timeout and not channel.asking:
+            channel.fail(task, WaitTimeout(channel.explain(task)))
+
+
+# ---------------------------------------------------------------------------------------------- the control channel
+
+FAILED, FATAL, LEFT, DYING, ASK, ANSWER = range(6)
+_HEADER = struct.Struct("<iqiI")
+_NBYTES = 2048
+ANSWER_SECONDS = 1.0
+
+
+class _Sent(Task):
+    """Control messages on their way; nobody waits for them."""
+
+    def completed(self, key: int) -> None: ...
+
+
+class Channel(Task):
+    """The control messages of one communicator. `failures` and `left` are what the others said."""
+
+    def __init__(self, link: Link, engine: Engine, name: str):
+        self.link, self.engine, self.name = link, engine, name
+        self.active: dict[int, Task] = {}  # stamp -> the task of that call
+        self.failures: dict[int, tuple[PeerError, bool]] = {}  # stamp -> error, fatal: before its task was there
+        self.left: dict[int, str] = {}
+        self.dying: set[int] = set()
+        self.asking = False
+        self._answers: dict[int, tuple[int, str]] = {}
+        self._inbox = bytearray(_NBYTES)
+        self._sent = _Sent()
+        self._request: Any = None
+        engine.channels.append(self)
+        if link.size > 1:
+            self._listen()
+
+    def _listen(self) -> None:
+        self._request = self.link.irecv(self._inbox, self.link.any_source, CONTROL)
+        self.engine.post(self._request, self, 0)
+
+    def tell(self, dest: int, kind: int, stamp: int, text: str = "") -> None:
+        words = text.encode()[: _NBYTES - _HEADER.size]
+        message = _HEADER.pack(kind, stamp, self.link.rank, len(words)) + words
+        self.engine.post(self.link.isend(message, dest, CONTROL), self._sent, 0)
+
+    def tell_all(self, kind: int, stamp: int, text: str = "") -> None:
+        with self.engine.lock:
+            for peer in range(self.link.size):
+                if peer != self.link.rank and peer not in self.left:
+                    self.tell(peer, kind, stamp, text)
+
+    def completed(self, key: int) -> None:
+        kind, stamp, origin, count = _HEADER.unpack_from(self._inbox)
+        text = bytes(self._inbox[_HEADER.size : _HEADER.size + count]).decode(errors="replace")
+        self._listen()
+        if kind in (FAILED, FATAL):
+            task, error = self.active.get(stamp), PeerError(text, origin)
+            if task is not None and kind == FATAL:
+                task.abandon(error)
+            elif task is None or not task.poison(error):
+                self.failures[stamp] = (error, kind == FATAL)
+        elif kind == LEFT:
+            self.left[origin] = text
+        elif kind == DYING:
+            self.dying.add(origin)
+        elif kind == ASK:
+            self.tell(origin, ANSWER, *self._state())
+        else:
+            self._answers[origin] = (stamp, text)
+
+    def _state(self) -> tuple[int, str]:
+        """Whom this rank waits for on this channel (-1: nobody), in words."""
+        if not self.engine.waiting:
+            return -1, f"does not wait in fompi; its last call was {self.engine.last_call}"
+        task, channel = self.engine.waiting[-1]
+        awaited = task.waits_for()
+        if awaited is None:
+            return -1, "works in fompi"
+        if channel is self:
+            return awaited[0], awaited[1]
+        return -1, f"waits in {channel.name} for {awaited[1]} (world rank {channel.link.world_ranks[awaited[0]]})"
+
+    def fail(self, task: Task, error: FompiError) -> None:
+        """End `task` with `error` here and on all other ranks: it cannot go on."""
+        stamp = getattr(task, "stamp", None)
+        if stamp is not None:
+            self.tell_all(FATAL, stamp, f"rank {self.link.rank} gave up: {error}")
+        task.abandon(error)
+
+    def explain(self, task: Task) -> str:
+        """Who waits for whom, from this rank back to the one at the root."""
+        self.asking = True
+        try:
+            awaited = task.waits_for()
+            seconds = self.engine.timeout
+            if awaited is None:
+                return f"rank {self.link.rank} made no progress for {seconds:g} s (FOMPI_TIMEOUT)"
+            self._answers.clear()
+            self.tell_all(ASK, 0)
+            end = perf_counter() + ANSWER_SECONDS
+            expected = self.link.size - 1 - len(self.left)
+            while perf_counter() < end and len(self._answers) < expected:
+                self.engine.progress() or sleep(1e-3)
+            return f"after {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(self._chain(*awaited))
+        finally:
+            self.asking = False
+
+    def _chain(self, peer: int, what: str) -> Sequence[str]:
+        links, seen = [f"rank {self.link.rank} waits for {what}"], {self.link.rank}
+        while True:
+            if peer in self.left:
+                return [*links, self.left[peer]]
+            if peer in seen:
+                return [*links, f"and so on from rank {peer}: a circle"]
+            seen.add(peer)
+            if peer not in self._answers:
+                why = "it computes outside fompi, is stopped, or is dead"
+                return [*links, f"rank {peer} at the root does not answer: {why}"]
+            awaited, words = self._answers[peer]
+            if awaited < 0:
+                return [*links, f"rank {peer} at the root {words}"]
+            links.append(f"rank {peer} waits for {words}")
+            peer = awaited
+
+    def close(self) -> None:
+        if self in self.engine.channels:
+            self.engine.channels.remove(self)
+            if self._request is not None:
+                self._request.Cancel()

@@ -1,0 +1,147 @@
+"""One communicator's messages: bytes to a peer, bytes from a peer, and the library's own collectives.
+
+Everything is non-blocking and returns a request; the engine tests them. A Link is a duplicate of the communicator it
+was made from, so no message of ours meets one of the program's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+
+from fompi.errors import LaunchError, WaitTimeout
+from fompi.transport import start_mpi
+
+Array = np.ndarray[Any, Any]
+
+
+class Link:
+    """`isend(uint8, dest, tag)`, `irecv(uint8, source, tag)`, `testsome(requests)`, and `collective(...)`."""
+
+    def __init__(self, comm: Any, timeout: float):
+        MPI = start_mpi()
+        self.timeout = timeout
+        self.comm, request = comm.Idup()
+        _await(request, timeout, comm.Get_rank(), "the creation of a communicator")
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
+        self.isend: Callable[[Any, int, int], Any] = self.comm.Isend
+        self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
+        self.any_source: int = MPI.ANY_SOURCE
+
+    @property
+    def world_ranks(self) -> list[int]:
+        """The numbers of our members among all ranks that MPI started."""
+        group, world = self.comm.Get_group(), start_mpi().COMM_WORLD.Get_group()
+        return list(group.Translate_ranks(None, world))
+
+    def split(self, color: int, key: int) -> Any:
+        """The MPI communicator of the ranks with our color. Collective."""
+        _await(self.comm.Ibarrier(), self.timeout, self.rank, "a split of its communicator")  # Split has no deadline
+        return self.comm.Split(color, key)
+
+    def duplicate(self) -> Link:
+        """Another Link of the same ranks. Collective."""
+        return Link(self.comm, self.timeout)
+
+    def collective(
+        self, name: str, reads: Sequence[Array], writes: Sequence[Array], root: int, rows: Sequence[int]
+    ) -> Callable[[], Any]:
+        """The call that starts the library's own `name` on runs of contiguous rows; it returns a request.
+
+        `reads` and `writes` are the chunks of the op, each side in one buffer; `rows` are those of each block that
+        is read (a reduce-scatter leaves one block to each rank). Only sums look at the dtype.
+        """
+        if name in ("all_reduce", "reduce_scatter"):
+            given, result = reads[0].reshape(-1), writes[0].reshape(-1)
+            if name == "all_reduce":
+                return lambda: self.comm.Iallreduce(given, result)
+            counts = [n * (given.size // max(1, sum(rows))) for n in rows]
+            return lambda: self.comm.Ireduce_scatter(given, result, counts)
+        if name == "broadcast":
+            rows = _bytes((reads or writes)[0])
+            return lambda: self.comm.Ibcast(rows, root)
+        if name == "all_gather":
+            mine, into = _bytes(reads[0]), _placed(writes)
+            return lambda: self.comm.Iallgatherv(mine, into)
+        out, into = _placed(reads), _placed(writes)
+        return lambda: self.comm.Ialltoallv(out, into)
+
+    def close(self) -> None:
+        self.comm.Free()
+
+
+def _await(request: Any, timeout: float, rank: int, what: str) -> None:
+    end = perf_counter() + timeout
+    while not request.Test():
+        if perf_counter() > end:
+            raise WaitTimeout(f"rank {rank} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks to come to {what}")
+        sleep(1e-4)
+
+
+def request_testsome() -> Callable[[list[Any]], list[int] | None]:
+    """Test a list of requests: the indices of those that are done now."""
+    testsome: Callable[[list[Any]], list[int] | None] = start_mpi().Request.Testsome
+    return testsome
+
+
+def abort(status: int) -> None:
+    """End all ranks that MPI started, now."""
+    start_mpi().COMM_WORLD.Abort(status)
+
+
+def finalized() -> bool:
+    return bool(start_mpi().Is_finalized())
+
+
+def mpi_communicator(comm: Any) -> Any:
+    """`comm` if it is one of mpi4py's (None: all ranks). Raises LaunchError for anything else."""
+    MPI = start_mpi()
+    if comm is None:
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise LaunchError(f"comm= takes a fompi.Communicator, an axis of a fompi.Mesh or an MPI.Comm, not {comm!r}")
+    return comm
+
+
+def _bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _placed(runs: Sequence[Array]) -> list[Any]:
+    """What the v-collectives take: memory, counts, displacements, type. The memory spans all runs."""
+    MPI = start_mpi()
+    begins, counts = [a.ctypes.data for a in runs], [a.nbytes for a in runs]
+    filled = [(begin, begin + n) for begin, n in zip(begins, counts, strict=True) if n]
+    base, end = min((b for b, _ in filled), default=0), max((e for _, e in filled), default=0)
+    places = [begin - base if n else 0 for begin, n in zip(begins, counts, strict=True)]
+    memory = MPI.buffer.fromaddress(base, end - base) if filled else bytearray()
+    return [memory, counts, places, MPI.BYTE]
+
+
+@cache
+def _keyval() -> int:
+    return int(start_mpi().Comm.Create_keyval())
+
+
+def attached(comm: Any) -> Any:
+    """What `attach` hung on this MPI communicator, or None."""
+    return comm.Get_attr(_keyval())
+
+
+def attach(comm: Any, value: object) -> None:
+    comm.Set_attr(_keyval(), value)
+
+
+def attached_to_process(make: Callable[[], Any]) -> Any:
+    """The one value of this process, hung on MPI's communicator of one rank; made when first asked for."""
+    own = start_mpi().COMM_SELF
+    value = attached(own)
+    if value is None:
+        value = make()
+        attach(own, value)
+    return value

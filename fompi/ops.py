@@ -1,0 +1,616 @@
+"""The public operations: a call is a problem, a cached plan, a run, and a tensor of the caller's framework.
+
+Rows are those of the dimension `dim` (0 unless said), spread over the ranks of `comm`. A tensor comes back in the
+framework that x came in. `comm` is a Communicator, an axis of a Mesh, an MPI.Comm, or None for all ranks. All of
+them take `schedule` and `slices` (`fompi.schedules`); "auto" chooses.
+
+Each can be called, which waits, or started: `pending = fompi.all_gather.start(x)`. All ranks start the operations of
+one communicator in the same order; if they do not, all of them get a MismatchError.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi import dlpack, problems
+from fompi.backends.numpy import Numpy
+from fompi.choose import choose, plan_for
+from fompi.dlpack import Tensor
+from fompi.errors import DtypeError, FompiError, LayoutError, ShapeError, TensorError
+from fompi.layout import Extents, Sizes, Spec, split
+from fompi.plan import Plan
+from fompi.problems import Form, Problem
+from fompi.schedules import write
+from fompi.trace import Event, Trace
+from fompi.verify import verify
+
+Array = np.ndarray[Any, Any]
+
+VERIFIED_RANKS = 8
+"""Plans for so many ranks are verified when they are first used here; larger ones are proven by the tests alone."""
+
+
+@dataclass
+class Arguments:
+    """What an operation was called with, in the terms of `fompi.problems`."""
+
+    x: Any
+    weights: Sequence[Any] = ()
+    biases: Sequence[Any] = ()
+    operands: Sequence[Any] = ()
+    dim: int = 0
+    counts: Sequence[int] | None = None
+    root: int = 0
+    out: Any = None
+    flipped: bool = False
+    keep: bool = False
+    result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])
+
+    @property
+    def tensors(self) -> list[Any]:
+        return [self.x, *self.weights, *(b for b in self.biases if b is not None), *self.operands]
+
+
+class Local(NamedTuple):
+    """One rank's part of a call, checked: the problem, our arrays by name, and how many rows go to whom."""
+
+    problem: Problem
+    packed: bool
+    arrays: dict[str, Array]
+    like: Tensor
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]  # to each rank, or of each rank where all know them
+    expects: int
+    out: Tensor | None
+    packing: tuple[float, float] | None
+
+
+class Operation:
+    """A public operation: `op(x, ...)` waits, `op.start(x, ...)` returns a Pending, `fompi.plan(op, ...)` its plan."""
+
+    def __init__(self, arguments: Callable[..., Arguments]):
+        functools.update_wrapper(self, arguments)
+        self.name = arguments.__name__
+        self._arguments = arguments
+
+    def __call__(
+        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
+    ) -> Any:
+        arguments = self._arguments(*args, **options)
+        if any(map(dlpack.requires_grad, arguments.tensors)):
+            return import_module("fompi.torch").differentiable(self, arguments, comm, schedule, slices)
+        return self._start(arguments, comm, schedule, slices).wait()
+
+    def start(
+        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
+    ) -> Pending:
+        """Begin, and return at once. The tensors may be used again when the Pending is done."""
+        arguments = self._arguments(*args, **options)
+        if any(map(dlpack.requires_grad, arguments.tensors)):
+            raise TensorError(
+                f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
+                "grad, or pass x.detach()"
+            )
+        return self._start(arguments, comm, schedule, slices)
+
+    def _start(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
+        from fompi.communicator import Communicator
+
+        communicator = Communicator.of(comm)
+        local, refusal = None, None
+        try:
+            local = _localise(self.name, arguments, communicator.size)
+            if schedule != "auto":
+                plan_for(local.problem, Sizes((0,) * communicator.size), schedule, slices)
+        except FompiError as error:
+            refusal = error
+        return Pending(self.name, arguments, local, refusal, communicator, schedule, slices)
+
+    def __repr__(self) -> str:
+        return f"fompi.{self.name}"
+
+
+# ------------------------------------------------------------------------------------------------- this rank's part
+
+
+def _localise(operation: str, arguments: Arguments, size: int) -> Local:
+    """Check our tensors and put them in the order of rows; nothing here asks another rank."""
+    x = dlpack.borrow(arguments.x, "x")
+    weights = [dlpack.borrow(w, "w") for w in arguments.weights]
+    biases = [None if b is None else dlpack.borrow(b, "bias") for b in arguments.biases]
+    operands = [dlpack.borrow(h, "operand") for h in arguments.operands]
+    out = None if arguments.out is None else dlpack.borrow(arguments.out, "out")
+    flat = problems.MEANING[operation].moves in ("all_reduce", "broadcast") and not weights
+    shape, dim = x.array.shape, 0 if flat else _dimension(operation, arguments.dim, x.array, bool(weights or operands))
+    packing = None
+    if flat:
+        if not x.array.flags.c_contiguous:
+            begun = perf_counter()
+            x = replace(x, array=np.ascontiguousarray(x.array))
+            packing = (begun, perf_counter())
+        x = replace(x, array=x.array.reshape(-1))
+    elif dim:
+        x = replace(x, array=np.moveaxis(x.array, dim, 0))
+        operands = [replace(h, array=np.moveaxis(h.array, dim, 0)) for h in operands]
+    problem = problems.problem(
+        operation,
+        size,
+        _form(x),
+        [_form(w) for w in weights],
+        [None if b is None else _form(b) for b in biases],
+        [_form(h) for h in operands],
+        flipped=arguments.flipped,
+        keep=arguments.keep,
+        root=arguments.root,
+    )
+    rows = _rows(problem, len(x.array), arguments.counts)
+    packed = not problem.multiplies_first and not x.array.flags.c_contiguous
+    arrays = {"x": x.array}
+    for i, w in enumerate(weights):
+        arrays[problem.name("w", i)] = w.array
+        bias = biases[i] if i < len(biases) else None
+        if bias is not None:
+            arrays[problem.name("b", i)] = bias.array
+    for i, h in enumerate(operands):
+        arrays[problem.name("h", i)] = h.array
+    expects = len(operands[0].array) if operands else -1
+    if out is not None:
+        expects = _check_out(problem, x, out, shape, dim, rows, expects)
+    return Local(problem, packed, arrays, x, shape, rows, expects, out, packing)
+
+
+def _form(tensor: Tensor) -> Form:
+    return Form(tensor.array.shape, tensor.dtype)
+
+
+def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
+    count = x.ndim
+    if not isinstance(dim, int) or not -count <= dim < count:
+        raise ShapeError(f"{operation}: dim={dim!r} is no dimension of x with the shape {x.shape}")
+    dim %= count
+    if multiplied and dim == count - 1:
+        raise ShapeError(f"{operation}: dim={dim} is the last dimension of x, which is multiplied; rows are before it")
+    return dim
+
+
+def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[int, ...]:
+    """Rows to each rank (all-to-all), of each rank where all know it, or our own, once for each rank."""
+    if problem.moves == "all_gather":
+        if counts is not None:
+            raise LayoutError(f"{problem.operation} gathers what each rank has; it takes no counts")
+        return (total,) * problem.size
+    if counts is None:
+        return split(total, problem.size)
+    try:
+        rows = tuple(map(int, counts))
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"{problem.operation}: counts={counts!r}: {error}") from None
+    if len(rows) != problem.size or min(rows) < 0 or sum(rows) != total:
+        raise LayoutError(
+            f"{problem.operation}: counts={list(rows)} must be {problem.size} numbers >= 0 that add up to {total}, the rows of x"
+        )
+    return rows
+
+
+def _check_out(
+    problem: Problem, x: Tensor, out: Tensor, shape: tuple[int, ...], dim: int, rows: tuple[int, ...], expects: int
+) -> int:
+    """Raise unless `out` can be written; the number of rows that it stands for, if others must agree to it."""
+    if out.readonly:
+        raise TensorError(f"{problem.operation}: out= is read-only")
+    if not out.array.flags.c_contiguous:
+        raise TensorError(f"{problem.operation}: out= is strided; give a contiguous tensor")
+    if out.dtype != problem.dtype:
+        raise DtypeError(f"{problem.operation}: out= is {out.dtype}, the result is {problem.dtype}")
+    if dim and any(n != 1 for n in out.array.shape[:dim]):
+        raise TensorError(f"{problem.operation}: out= cannot be filled along dim={dim}: its rows do not lie together")
+    array = np.moveaxis(out.array, dim, 0) if dim else out.array
+    if np.may_share_memory(array, x.array):
+        raise TensorError(f"{problem.operation}: out= shares memory with x")
+    if problem.flat:
+        if array.shape != shape:
+            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result {shape}")
+        return expects
+    if problem.gradients:
+        wanted: tuple[int, ...] = problem.gradient_shape(0)
+        if array.shape != wanted:
+            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result {wanted}")
+        return expects
+    row = problem.product_row(0) if problem.weights else problem.row
+    if array.ndim != 1 + len(row) or array.shape[1:] != row:
+        raise ShapeError(f"{problem.operation}: out= has rows of the shape {array.shape[1:]}, the result {row}")
+    if problem.moves == "all_gather":
+        return len(array)
+    known = {"all_reduce": sum(rows)}.get(problem.moves)
+    if known is not None and len(array) != known:
+        raise ShapeError(f"{problem.operation}: out= has {len(array)} rows, the result {known}")
+    return expects
+
+
+# ----------------------------------------------------------------------------------------------------- in flight
+
+
+class Pending:
+    """An operation in flight. `done()` drives it; `wait()` returns its result; `result` is that of a finished one."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        local: Local | None,
+        refusal: FompiError | None,
+        comm: Any,
+        schedule: str,
+        slices: int | None,
+    ):
+        from fompi.agreement import Agreement, digest
+
+        self._arguments, self._local, self._comm = arguments, local, comm
+        self._schedule, self._slices = schedule, slices
+        self._name = name
+        self._outputs: dict[str, Array] = {}
+        self._run: Any = None
+        self.extents: Extents | None = None
+        engine = comm.engine
+        with engine.lock:
+            self._stamp, self._slot = comm.next_call()
+            engine.last_call = f"{name} (call {self._stamp} of {comm.name})"
+            if comm.size == 1 and refusal is None:
+                self._agreement = None
+                self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
+                return
+            text = "" if local is None else self._signature(local)
+            size = comm.size
+            moving = local is not None and local.problem.moves in ("all_gather", "all_to_all")
+            rows = local.rows if moving else (0,) * size  # type: ignore[union-attr]
+            expects = local.expects if moving and local.problem.moves == "all_gather" else -1  # type: ignore[union-attr]
+            known = comm.plans.get(text)
+            if known is None and text:
+                known = comm.plans[text] = digest(text)
+            self._agreement = Agreement(comm, self._stamp, known or 0, lambda: text or name, rows, expects, refusal)
+            self._agreement.then = self._agreed
+            self._agreement.start()
+        if refusal is not None:
+            engine.wait(self._agreement, comm.channel)
+            raise refusal
+
+    def _signature(self, local: Local) -> str:
+        """What all ranks must have in common, in words."""
+        moves = local.problem.moves
+        rows = "" if moves in ("all_gather", "all_to_all") else f", rows {list(local.rows)}"
+        how = "" if (self._schedule, self._slices) == ("auto", None) else f", {self._schedule} {self._slices}"
+        return f"{local.problem}{rows}{how}"
+
+    def _agreed(self, agreement: Any) -> None:
+        if agreement.error is None:
+            self._launch(agreement.rows)
+
+    def _launch(self, arrived: list[int]) -> None:
+        """All ranks are here and agree: take a plan, memory for the results, and start."""
+        from fompi.executor import Run
+
+        comm, local = self._comm, self._local
+        assert local is not None
+        problem = local.problem
+        if problem.moves == "all_to_all":
+            sizes, total = None, None
+        else:
+            sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
+            total = sum(sizes.rows)
+        compiled = self._compiled(problem, total)
+        parts = compiled.plan.parts
+        if sizes is None:
+            extents = Extents(comm.rank, comm.size, parts, send=local.rows, recv=tuple(arrived))
+        else:
+            extents = sizes.extents(comm.rank, parts)
+        self.extents = extents
+        arrays, late = self._memory(compiled, extents)
+        self._run = run = Run(compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})")
+        run.shares_natives = True
+        run.error = late
+        if late is not None:
+            run.tell(late)
+        run.start(compiled.resolve(arrays, extents, _BACKEND, comm.link.collective))
+
+    def _compiled(self, problem: Problem, total: int | None) -> Any:
+        """The program of this rank, verified with the whole plan when it is first needed."""
+        from fompi.executor import Compiled
+
+        assert self._local is not None
+        schedule, slices = self._schedule, self._slices
+        if schedule == "auto":
+            schedule, cut = choose(problem, total)
+            slices = cut if slices is None else slices
+        key = (problem, schedule, slices, self._local.packed)
+        compiled = self._comm.plans.get(key)
+        if compiled is None:
+            plan = write(replace(problem, packed=self._local.packed), schedule, slices or 1)
+            if self._comm.size <= VERIFIED_RANKS:
+                verify(plan)
+            compiled = self._comm.plans[key] = Compiled(plan, self._comm.rank)
+        return compiled
+
+    def _memory(self, compiled: Any, extents: Extents) -> tuple[dict[str, Array], FompiError | None]:
+        """Every buffer of the program as an array, and what turned out wrong only now that the rows are known."""
+        local, take = self._local, self._comm.engine.arena.take
+        assert local is not None
+        arrays, late = dict(local.arrays), None
+        for buffer in compiled.program.buffers:
+            shape = buffer.shape(extents)
+            given = arrays.get(buffer.name)
+            if given is None and buffer.role == "output" and local.out is not None and buffer.name in ("y", "g"):
+                given = local.out.array.reshape(shape) if local.out.array.size == _size(shape) else local.out.array
+            if given is not None and given.shape != shape:
+                late = ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} arrive here")
+                given = None
+            if given is None:
+                given = take(shape, _BACKEND.storage(buffer.dtype))
+            arrays[buffer.name] = given
+            if buffer.role == "output":
+                self._outputs[buffer.name] = given
+        return arrays, late
+
+    # -- what the caller sees
+    def done(self) -> bool:
+        """Whether it is finished; moves it if it is not."""
+        if not self._task.finished:
+            self._comm.engine.progress()
+        return bool(self._task.finished)
+
+    @property
+    def _task(self) -> Any:
+        agreement = self._agreement
+        return self._run if self._run is not None else agreement
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result. Raises what went wrong, and TimeoutError after `timeout` seconds (the operation goes on)."""
+        engine, channel = self._comm.engine, self._comm.channel
+        end = None if timeout is None else perf_counter() + timeout
+        while not self._task.finished or (self._run is None and self._task.error is None):
+            left = None if end is None else max(0.0, end - perf_counter())
+            if not engine.wait(self._task, channel, left):
+                raise TimeoutError(f"fompi.{self._name} is not finished after {timeout:g} s")
+        return self.result
+
+    @property
+    def result(self) -> Any:
+        """The tensor, or tensors, of a finished operation."""
+        task = self._task
+        if not task.finished:
+            raise FompiError(f"fompi.{self._name} is in flight: wait() for it, or ask done()")
+        if task.error is not None:
+            raise task.error
+        local, dim = self._local, self._arguments.dim
+        assert local is not None
+        if local.out is not None:
+            return self._arguments.out
+        outputs = {}
+        for buffer in self._run.compiled.outputs:
+            array = self._outputs[buffer.name]
+            if local.problem.flat:
+                array = array.reshape(local.shape)
+            elif dim and buffer.axis != "whole":
+                array = np.moveaxis(array, 0, dim)
+            outputs[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
+        return self._arguments.result(outputs)
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did when; of a finished operation."""
+        assert self._local is not None and self.extents is not None
+        trace: Trace = self._run.trace(self.extents)
+        if self._local.packing is None:
+            return trace
+        begun, ended = self._local.packing
+        pack = Event(self._comm.rank, "compute", -1, "pack(x)", begun, ended, self._local.arrays["x"].nbytes)
+        return replace(trace, events=(pack, *trace.events))
+
+
+def _size(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+_BACKEND = Numpy()
+
+
+# ------------------------------------------------------------------------------------------------- the operations
+
+
+@Operation
+def all_gather(x: Any, *, dim: int = 0, out: Any = None) -> Arguments:
+    """y = concatenate([x of rank 0, x of rank 1, ...], dim)
+
+    Shard(dim) -> Replicate. x (rows of this rank, ...); the ranks may have different numbers of rows, and others at
+    every call. Any dtype.
+    """
+    return Arguments(x, dim=dim, out=out)
+
+
+@Operation
+def reduce_scatter(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None) -> Arguments:
+    """y = sum(x of all ranks)[rows of this rank]
+
+    Partial -> Shard(dim). x has all rows on every rank; `counts` are the rows that each rank keeps (None: as even as
+    can be). Half types are summed in float32 and rounded once.
+    """
+    return Arguments(x, dim=dim, counts=counts, out=out)
+
+
+@Operation
+def all_reduce(x: Any, *, out: Any = None) -> Arguments:
+    """y = sum(x of all ranks)
+
+    Partial -> Replicate, any shape. The same bits on all ranks, and in every run.
+    """
+    return Arguments(x, out=out)
+
+
+@Operation
+def all_to_all(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None) -> Arguments:
+    """y = concatenate([rows that rank 0 has for us, rows that rank 1 has for us, ...], dim)
+
+    Shard -> Shard. x holds the rows for rank 0, for rank 1, ...; `counts` says how many (None: as even as can be). They
+    may be other ones at every call and on every rank; what arrives is known by agreement.
+    """
+    return Arguments(x, dim=dim, counts=counts, out=out)
+
+
+@Operation
+def broadcast(x: Any, *, root: int = 0, out: Any = None) -> Arguments:
+    """y = x of rank `root`
+
+    Every rank gives an x of the same shape and dtype; only that of the root is read.
+    """
+    return Arguments(x, root=root, out=out)
+
+
+@Operation
+def all_gather_matmul(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None) -> Arguments:
+    """y = all_gather(x, dim) @ w + bias
+
+    x (rows of this rank, ..., k) Shard(dim), w (k, n) with our columns; y (all rows, ..., n). The product of our own
+    rows is made first, while the others arrive. (CommFuse, arXiv 2604.24013.)
+    """
+    return Arguments(x, [w], [bias], dim=dim, out=out)
+
+
+@Operation
+def all_gather_matmul_many(x: Any, ws: Sequence[Any], *, biases: Sequence[Any] = (), dim: int = 0) -> Arguments:
+    """x_full = all_gather(x, dim); return x_full, tuple(x_full @ w + b for w, b in zip(ws, biases))
+
+    One gather for several weights, for example those of queries, keys and values.
+    """
+    count = len(ws)
+
+    def result(outputs: dict[str, Any]) -> Any:
+        names = ["y"] if count == 1 else [f"y{i}" for i in range(count)]
+        return outputs["x_full"], tuple(outputs[name] for name in names)
+
+    return Arguments(x, list(ws), list(biases), dim=dim, keep=True, result=result)
+
+
+@Operation
+def all_gather_weight_gradient(x: Any, h: Any, *, dim: int = 0, out: Any = None) -> Arguments:
+    """g = all_gather(x, dim).T @ h, summed over all rows
+
+    x (rows of this rank, ..., k), h (all rows, ..., n); g (k, n): the gradient of the weight of `all_gather_matmul`.
+    """
+    return Arguments(x, operands=[h], dim=dim, out=out, result=lambda outputs: outputs["g"])
+
+
+@Operation
+def all_gather_matmul_weight_gradient(d: Any, w: Any, h: Any, *, dim: int = 0) -> Arguments:
+    """full = all_gather(d, dim); return full @ w, h.T @ full
+
+    The backward of `matmul_reduce_scatter` with one gather: d (rows of this rank, ..., n), w (n, k), h (all rows, ...,
+    k); the gradients (all rows, ..., k) of its x and (k, n) of its w.
+    """
+    return Arguments(
+        d, [w], operands=[h], dim=dim, flipped=True, result=lambda outputs: (outputs["y"], outputs["g"])
+    )
+
+
+@Operation
+def matmul_reduce_scatter(
+    x: Any, w: Any, *, bias: Any = None, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+) -> Arguments:
+    """y = reduce_scatter(x @ w, dim, counts) + bias
+
+    x (all rows, ..., k) with our columns, w (k, n) with our rows; y (rows of this rank, ..., n). The product of our own
+    rows is made last, so that nothing is sent after it. (CommFuse, arXiv 2604.24013.)
+    """
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
+
+
+@Operation
+def matmul_all_reduce(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None) -> Arguments:
+    """y = all_reduce(x @ w) + bias
+
+    x (rows, ..., k) with our columns, w (k, n) with our rows; y (rows, ..., n) on every rank. A bias is added once.
+    """
+    return Arguments(x, [w], [bias], dim=dim, out=out)
+
+
+@Operation
+def matmul_all_to_all(
+    x: Any, w: Any, *, bias: Any = None, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+) -> Arguments:
+    """y = all_to_all(x @ w + bias, dim, counts)
+
+    x (rows for rank 0, for rank 1, ...; ..., k), w (k, n) of this rank: the combine of a mixture of experts.
+    """
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
+
+
+@Operation
+def all_to_all_matmul(
+    x: Any, w: Any, *, bias: Any = None, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+) -> Arguments:
+    """y = all_to_all(x, dim, counts) @ w + bias
+
+    x (rows for rank 0, for rank 1, ...; ..., k), w (k, n) of this rank: dispatch to an expert, and its product.
+    """
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
+
+
+@Operation
+def all_to_all_weight_gradient(
+    x: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+) -> Arguments:
+    """g = all_to_all(x, dim, counts).T @ h, summed over all rows
+
+    The gradient of the weight of `all_to_all_matmul`; h has the rows that arrive here.
+    """
+    return Arguments(
+        x, operands=[h], dim=dim, counts=counts, out=out, result=lambda outputs: outputs["g"]
+    )
+
+
+@Operation
+def all_to_all_matmul_weight_gradient(
+    d: Any, w: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None
+) -> Arguments:
+    """back = all_to_all(d, dim, counts); return back, back @ w, h.T @ back
+
+    The backward of `matmul_all_to_all` with one exchange; h has the rows that arrive here.
+    """
+    return Arguments(
+        d,
+        [w],
+        operands=[h],
+        dim=dim,
+        counts=counts,
+        flipped=True,
+        keep=True,
+        result=lambda outputs: (outputs["x_full"], outputs["y"], outputs["g"]),
+    )
+
+
+OPERATIONS = {op.name: op for op in list(globals().values()) if isinstance(op, Operation)}
+
+
+def plan(
+    operation: Operation | str,
+    *specs: Spec,
+    ranks: int,
+    schedule: str = "auto",
+    slices: int | None = None,
+    window: int | None = None,
+    **options: Any,
+) -> Plan:
+    """The Plan of an operation on global tensors, x first: no MPI, no data.
+
+    `ranks` how many; `schedule` and `slices` as for the operations; `window` bounds the sends in flight of a rank;
+    `root` for a broadcast, `packed=True` for an x that will come strided. Rows are spread as evenly as can be.
+    """
+    name = operation.name if isinstance(operation, Operation) else operation
+    options.setdefault("keep", name in ("all_gather_matmul_many", "all_to_all_matmul_weight_gradient"))
+    made, sizes = problems.from_specs(name, specs, ranks, **options)
+    return plan_for(made, sizes, schedule, slices, window)

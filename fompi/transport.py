@@ -1,0 +1,186 @@
+"""MPI as fompi sees it. The only file that imports mpi4py.
+
+The facts of the library in memory: its name and place, thread level, tags, whether it takes GPU memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from fompi import launch
+from fompi.errors import LaunchError
+
+_INSTALL = (
+    'on a laptop `pip install "fompi[mpich]"`; on a cluster load the site\'s MPI module, '
+    "or name its library in MPI4PY_LIBMPI, and `pip install mpi4py`"
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library in memory; its file and the launcher installed with it, where we can tell."""
+
+    name: str
+    version: str
+    standard: str
+    description: str
+    path: str | None
+    mpirun: str | None
+
+
+@dataclass(frozen=True)
+class GpuAwareness:
+    """Whether MPI may be handed GPU memory, and who says so."""
+
+    aware: bool
+    source: str
+
+
+def start_mpi() -> ModuleType:
+    """The module `mpi4py.MPI`, with MPI started: by us, unless somebody did before.
+
+    A `LaunchError` says why there is no MPI and how to get it, or which launcher this one needs.
+    """
+    MPI = _load_mpi()
+    if not MPI.Is_initialized():
+        _refuse_foreign_launcher(MPI)
+        MPI.Init_thread(getattr(MPI, f"THREAD_{_requested_thread_level().upper()}"))
+    return MPI
+
+
+def library() -> Library:
+    """Which MPI this is. Does not start it."""
+    return _library(_load_mpi())
+
+
+def world() -> tuple[int, int]:
+    """(rank, size) of this process among all that MPI started."""
+    comm = start_mpi().COMM_WORLD
+    return comm.Get_rank(), comm.Get_size()
+
+
+def thread_levels() -> tuple[str, str]:
+    """The thread level asked for and the one MPI gave: single, funneled, serialized or multiple."""
+    MPI = start_mpi()
+    names = ("single", "funneled", "serialized", "multiple")
+    provided = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in names}[MPI.Query_thread()]
+    return _requested_thread_level(), provided
+
+
+def tag_upper_bound() -> int:
+    """The largest tag that a message may carry."""
+    MPI = start_mpi()
+    return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+
+
+def gpu_awareness(choice: str = "auto") -> GpuAwareness:
+    """Whether MPI takes GPU memory. `choice`, the value of FOMPI_GPU_AWARE, overrules what the library says.
+
+    A library that says yes and cannot ends in a segmentation fault; one that says no may still be able to.
+    """
+    if choice in ("0", "1"):
+        return GpuAwareness(choice == "1", f"FOMPI_GPU_AWARE={choice}")
+    if choice != "auto":
+        raise LaunchError(f"FOMPI_GPU_AWARE={choice}: set it to auto, 0 or 1")
+    MPI = start_mpi()
+    symbols = ctypes.CDLL(MPI.__file__)  # a look-up here also searches the libmpi that it is linked to
+    queries = [f"MPIX_Query_{kind}_support" for kind in ("cuda", "hip", "rocm")]
+    known = [name for name in queries if hasattr(symbols, name)]
+    for name in known:
+        if symbols[name]():
+            return GpuAwareness(True, name)
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""  # MPI 4.1
+    info.Free()
+    if any(kind in kinds for kind in ("cuda", "rocm", "level_zero")):
+        return GpuAwareness(True, f"mpi_memory_alloc_kinds={kinds}")
+    return GpuAwareness(False, known[0] if known else "the library does not say; FOMPI_GPU_AWARE=1 overrules")
+
+
+def gather_records(record: bytes) -> list[bytes]:
+    """Every rank's record, in the order of ranks, on every rank. Collective; all records have one length."""
+    comm = start_mpi().COMM_WORLD
+    everything = bytearray(len(record) * comm.Get_size())
+    comm.Allgather(record, everything)
+    return [bytes(everything[at : at + len(record)]) for at in range(0, len(everything), len(record))]
+
+
+def _load_mpi() -> ModuleType:
+    """The module without its habit of starting MPI at import: first we look at the launcher."""
+    try:
+        import mpi4py
+
+        rc = mpi4py.rc
+        initialize, rc.initialize = rc.initialize, False
+        if rc.finalize is None:  # "as initialize"
+            rc.finalize = initialize
+        try:
+            from mpi4py import MPI
+        finally:
+            rc.initialize = initialize
+    except (ImportError, RuntimeError) as error:
+        cause = str(error).partition("\n")[0] or type(error).__name__
+        raise LaunchError(f"there is no MPI ({cause}): {_INSTALL}") from error
+    return MPI
+
+
+def _requested_thread_level() -> str:
+    import mpi4py
+
+    return str(mpi4py.rc.thread_level) if mpi4py.rc.threads else "single"
+
+
+def _refuse_foreign_launcher(MPI: ModuleType) -> None:
+    """Raise where starting MPI would end the process, with a message that names no fix."""
+    this = _library(MPI)
+    reason = launch.refusal(os.environ, this.name, this.mpirun)
+    if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # built with PMIx, MPICH would start
+        raise LaunchError(reason)
+
+
+def _library(MPI: ModuleType) -> Library:
+    description = MPI.Get_library_version().rstrip("\0\n ")
+    name, version = MPI.get_vendor()
+    if "CRAY MPICH" in description.upper():  # a cousin of MPICH with a launcher of its own
+        name = "Cray MPICH"
+    standard = MPI.Get_version()
+    path = _library_path(MPI)
+    return Library(name, _dotted(version), _dotted(standard), description, path, _mpirun_of(path))
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dladdr(3)."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _library_path(MPI: ModuleType) -> str | None:
+    """The file of the libmpi in memory: the one that holds its functions."""
+    info = _SymbolInfo()
+    try:  # PMPI_: a profiler may have put itself in front of the MPI_ names
+        address = ctypes.cast(ctypes.CDLL(MPI.__file__).PMPI_Get_library_version, ctypes.c_void_p)
+        found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
+    except AttributeError:
+        return None
+    return info.file.decode() if found and info.file else None
+
+
+def _mpirun_of(path: str | None) -> str | None:
+    """prefix/bin/mpirun for a library in prefix/lib; not for Debian's, where it may be another library's."""
+    if path is None or Path(path).parent.name not in ("lib", "lib64"):
+        return None
+    mpirun = Path(path).parent.parent / "bin" / "mpirun"
+    return str(mpirun) if mpirun.is_file() else None

@@ -1,0 +1,740 @@
+"""Borrowing and lending: the same bits at the same address, for exactly as long as somebody looks."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fompi.arena import Arena
+from fompi.dlpack import STORAGE, Lent, borrow, framework_of, is_tracer, lend, requires_grad
+from fompi.errors import DtypeError, FompiError, TensorError
+
+TORCH = [dtype for dtype in STORAGE if hasattr(torch, dtype)]
+JAX = [dtype for dtype in STORAGE if hasattr(jnp, dtype)]
+EVERY = [("numpy", dtype) for dtype in STORAGE]
+EVERY += [("torch", dtype) for dtype in TORCH]
+EVERY += [("jax", dtype) for dtype in JAX]
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    """JAX holds float64 and int64 only when told so."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def numpy_dtype(dtype):
+    return np.dtype(getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else dtype)
+
+
+def make(framework, dtype, shape=(3, 4)):
+    """A tensor of the numbers 0, 1, 0, 1, 0, ... which every dtype holds (but e8m0fnu, which has no zero)."""
+    array = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(numpy_dtype(dtype))
+    if framework == "torch":
+        return torch.from_numpy(array.view(STORAGE[dtype])).clone().view(getattr(torch, dtype))
+    return jnp.asarray(array) if framework == "jax" else array
+
+
+def address(tensor):
+    if isinstance(tensor, torch.Tensor):
+        return tensor.data_ptr()
+    if isinstance(tensor, jax.Array):
+        return tensor.unsafe_buffer_pointer()
+    return tensor.__array_interface__["data"][0]
+
+
+# ── every framework, every dtype ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("framework", "dtype"), EVERY)
+@pytest.mark.parametrize("shape", [(3, 4), (), (0, 4), (5, 0), (1, 7, 1)])
+def test_round_trip(framework, dtype, shape):
+    x = make(framework, dtype, shape)
+    borrowed = borrow(x)
+    assert (borrowed.dtype, borrowed.framework) == (dtype, framework) and framework_of(x) == framework
+    assert type(borrowed.array) is np.ndarray and borrowed.array.dtype == STORAGE[dtype]
+    assert borrowed.array.shape == shape
+    assert borrowed.readonly == (framework == "jax") == (not borrowed.array.flags.writeable)
+    assert address(borrowed.array) == address(x) or borrowed.array.size == 0
+
+    ours = Arena(2**20).take(shape, STORAGE[dtype])
+    ours[...] = borrowed.array
+    y = lend(ours, dtype, borrowed)
+    assert type(y) is type(x) and y.dtype == x.dtype and tuple(y.shape) == shape
+    assert address(y) == address(ours) or ours.size == 0
+    again = borrow(y)
+    assert (again.array == borrowed.array).all() and again.dtype == dtype
+
+
+@pytest.mark.parametrize(("framework", "dtype"), [case for case in EVERY if case[0] == "torch"])
+def test_any_consumer_can_take_what_is_lent(framework, dtype):
+    ours = Arena(2**20).take((3, 4), STORAGE[dtype])
+    ours[...] = borrow(make("numpy", dtype)).array
+    lent = lend(ours, dtype, "dlpack")
+    assert lent.__dlpack_device__() == (1, 0)
+    consumers = [torch.from_dlpack] + [jax.dlpack.from_dlpack] * (dtype in JAX)
+    consumers += [np.from_dlpack] * (STORAGE[dtype] == numpy_dtype(dtype))
+    for consume in consumers:
+        tensor = consume(lent)
+        assert address(tensor) == address(ours) and str(tensor.dtype).removeprefix("torch.") == dtype
+        assert (borrow(tensor).array == ours).all()
+    assert (borrow(lent).array == ours).all() and borrow(lent).framework == "dlpack"
+    assert borrow(lent).dtype == dtype and str(lent) == f"Lent({dtype}[3, 4])"
+
+
+def test_writing_through_a_borrow():
+    for x in (np.zeros(4, "float32"), torch.zeros(4), Lent(np.zeros(4), "float64")):
+        borrow(x).array[1] = 5
+        assert borrow(x).array.tolist() == [0, 5, 0, 0]
+
+
+def test_names_of_dtypes_that_numpy_spells_twice():
+    for dtype, name in (
+        (np.longlong, "int64"),
+        (np.intc, "int32"),
+        ("=f8", "float64"),
+        (np.double, "float64"),
+    ):
+        assert borrow(np.zeros(2, dtype)).dtype == name
+    assert borrow(np.zeros(2, np.dtype("float32", metadata={"unit": "m"}))).dtype == "float32"
+
+
+STRIDED = {
+    "transposed": lambda x: x.T,
+    "rows": lambda x: x[::2],
+    "columns": lambda x: x[:, 1:3],
+    "offset": lambda x: x[1:, 1:],
+    "broadcast": lambda x: (torch if isinstance(x, torch.Tensor) else np).broadcast_to(x, (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
+@pytest.mark.parametrize("view", STRIDED)
+def test_strides_are_borrowed_as_they_are(view, dtype):
+    base = np.arange(12).reshape(3, 4)
+    expected = STRIDED[view](base.astype(numpy_dtype(dtype)))
+    ours = torch.arange(12).reshape(3, 4).to(getattr(torch, dtype))
+    x = STRIDED[view](ours)
+    for tensor in (x, torch.utils.dlpack.to_dlpack(x), expected):
+        array = borrow(tensor).array
+        assert array.strides == expected.strides and array.shape == expected.shape
+        assert (array == expected.view(STORAGE[dtype])).all()
+    assert address(borrow(x).array) == x.data_ptr()
+
+
+def test_negative_strides_of_numpy():
+    x = np.arange(6.0).reshape(2, 3)[::-1, ::-1]
+    array = borrow(x).array
+    assert array.strides == x.strides and address(array) == address(x)
+    for framework in ("torch", "jax"):
+        assert lend(x, "float64", framework).tolist() == x.tolist()
+    half = make("numpy", "bfloat16")
+    assert borrow(half[::-1]).array.tolist() == borrow(half).array.tolist()[::-1]
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_subclasses_of_ndarray_are_plain_arrays():
+    x = np.asmatrix(np.eye(2))
+    borrowed = borrow(x)
+    assert type(borrowed.array) is np.ndarray and address(borrowed.array) == address(x)
+
+
+def test_read_only():
+    x = np.zeros(3)
+    x.flags.writeable = False
+    assert borrow(x).readonly and borrow(np.broadcast_to(np.zeros(1), (3,))).readonly
+    lent = borrow(Lent(x, "float64"))  # the flag of a versioned capsule
+    assert lent.readonly and not lent.array.flags.writeable
+    y = lend(x, "float64", "torch")  # torch knows no read-only tensors
+    y[0] = 1
+    assert x[0] == 0 and lend(x, "float64", "jax").tolist() == [0, 0, 0]
+
+
+def test_lending_to_jax_copies_what_is_not_aligned():
+    arena = Arena(2**20)
+    x = arena.take((17,), "float32")
+    x[:] = range(17)
+    y = lend(x[1:], "float32", "jax")
+    assert address(y) != address(x[1:])
+    x[:] = 0
+    assert y.tolist() == list(range(1, 17))
+
+
+def test_lending_what_jax_would_narrow():
+    jax.config.update("jax_enable_x64", False)
+    with pytest.raises(DtypeError, match="jax_enable_x64"):
+        lend(np.zeros(8), "float64", "jax")
+
+
+def test_lend_checks_its_arguments():
+    with pytest.raises(DtypeError, match="bfloat16 is held in an array of uint16, not of float32"):
+        lend(np.zeros(3, "float32"), "bfloat16", "torch")
+    with pytest.raises(TensorError, match="cupy"):
+        lend(np.zeros(3), "float64", "cupy")
+
+
+def test_versions_devices_and_copies_asked_of_a_lent_tensor():
+    array = np.zeros(3)
+    lent = Lent(array, "float64")
+    assert '"dltensor"' in repr(lent.__dlpack__()) and '"dltensor"' in repr(
+        lent.__dlpack__(max_version=(0, 8))
+    )
+    versioned = hasattr(np, "vecdot") and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+    assert ("dltensor_versioned" in repr(lent.__dlpack__(max_version=(1, 0)))) == versioned
+    assert lent.__dlpack__(stream=1, dl_device=(1, 0), copy=False)
+    assert address(borrow(lent.__dlpack__(copy=True)).array) != address(array)
+    with pytest.raises(BufferError, match=r"on device \(1, 0\), not \(2, 0\)"):
+        lent.__dlpack__(dl_device=(2, 0))
+
+
+# ── lifetime ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_borrowed_array_keeps_the_memory(framework, dtype):
+    x = make(framework, dtype, (1000,))
+    expected = borrow(x).array.copy()
+    view = borrow(x).array[::2]
+    del x
+    gc.collect()
+    noise = [make(framework, dtype, (1000,)) + 1 for _ in range(20)]
+    assert (view == expected[::2]).all() and noise
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_a_borrow_ends(framework):
+    x = make(framework, "float32")
+    alive = weakref.ref(x)
+    borrowed = borrow(x)
+    del x
+    assert alive() is not None
+    del borrowed
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "dlpack"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_lent_keeps_its_block_until_it_dies(framework, dtype):
+    arena = Arena(2**20)
+    tensor = lend(arena.take((100,), STORAGE[dtype]), dtype, framework)
+    if framework == "dlpack":
+        tensor = torch.from_dlpack(tensor)
+    gc.collect()
+    assert arena.stats().lent_nbytes > 0
+    view = tensor[10:]
+    del tensor
+    gc.collect()
+    if framework != "jax":  # there a slice is a copy
+        assert arena.stats().lent_nbytes > 0
+    del view
+    gc.collect()
+    assert arena.stats().lent_nbytes == 0
+
+
+def test_a_lent_jax_array_feeds_jit_and_survives_its_arena():
+    x = lend(Arena(0).take((64,), "float32"), "float32", "jax")
+    y = jax.jit(lambda v: v * 0 + 2)(x)
+    del x
+    assert y.tolist() == [2] * 64
+
+
+def test_donation_leaves_a_borrow_alone():
+    x = jnp.arange(1000.0)
+    array = borrow(x).array
+    jax.jit(lambda v: v + 1, donate_argnums=0)(x).block_until_ready()
+    assert (array == np.arange(1000)).all()
+
+
+def resident_nbytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from Linux's /proc")
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "dlpack"])
+def test_memory_stays_flat(framework):
+    arena, tensor = (
+        Arena(2**20),
+        make("torch" if framework == "dlpack" else framework, "bfloat16", (16, 1024)),
+    )
+
+    def round_trips(count):
+        x = tensor
+        for _ in range(count):
+            borrowed = borrow(x.__dlpack__() if framework == "dlpack" else x)
+            ours = arena.take(borrowed.array.shape, borrowed.array.dtype)
+            ours[...] = borrowed.array
+            x = lend(ours, borrowed.dtype, borrowed)
+
+    round_trips(1000)
+    before = resident_nbytes()
+    round_trips(5000)  # 5000 x 32 KiB
+    gc.collect()
+    assert resident_nbytes() - before < 4 * 2**20
+    assert arena.stats().held_nbytes <= 2**20
+
+
+def test_threads_borrow_lend_and_drop():
+    arena, failures, lent = Arena(2**20), [], []
+
+    def work(number):
+        try:
+            for step in range(300):
+                x = torch.full((100,), float(number * 300 + step), dtype=torch.bfloat16)
+                borrowed = borrow(x if step % 2 else x.__dlpack__())
+                ours = arena.take(borrowed.array.shape, borrowed.array.dtype)
+                ours[:] = borrowed.array
+                lent.append(lend(ours, "bfloat16", "torch"))
+                lent.append(lend(ours, "bfloat16", "dlpack").__dlpack__())
+                assert (ours == borrowed.array).all()
+                if step % 10 == 0:
+                    del lent[:7]  # of any thread's
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    lent.clear()
+    gc.collect()
+    assert arena.stats().lent_nbytes == 0
+
+
+# ── a producer of our own ───────────────────────────────────────────────────────────────────────────────────
+
+
+class DLTensor(ctypes.Structure):
+    """Written down a second time, from the header of DLPack."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int),
+        ("device_id", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class Managed(ctypes.Structure):
+    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class Versioned(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", DLTensor),
+    )
+
+
+new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+class Producer:
+    """The numbers 0 to 11 as float32, exported by hand; counts the calls of its deleter."""
+
+    def __init__(
+        self,
+        versioned=True,
+        shape=(3, 4),
+        strides=None,
+        device=(1, 0),
+        deleter=True,
+        version=(1, 0),
+        flags=0,
+        **fields,
+    ):
+        self.memory = np.arange(12, dtype="float32")
+        self.deleted = []
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+        self.strides = (ctypes.c_int64 * len(strides))(*strides) if strides is not None else None
+        self.device = device
+        self.deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.deleted.append)
+        self.managed = Versioned(version=version, flags=flags) if versioned else Managed()
+        self.managed.deleter = ctypes.cast(self.deleter, ctypes.c_void_p) if deleter else None
+        self.managed.tensor = DLTensor(
+            **{
+                "data": self.memory.ctypes.data,
+                "device_type": device[0],
+                "device_id": device[1],
+                "ndim": len(shape),
+                "code": 2,
+                "bits": 32,
+                "lanes": 1,
+                "shape": ctypes.addressof(self.shape) if shape else None,
+                "strides": ctypes.addressof(self.strides) if self.strides is not None else None,
+                **fields,
+            }
+        )
+        name = b"dltensor_versioned" if versioned else b"dltensor"
+        self.capsule = new_capsule(ctypes.addressof(self.managed), name, None)
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, *, max_version=None):
+        return self.capsule
+
+
+both = pytest.mark.parametrize("versioned", [True, False])
+
+
+@both
+def test_the_deleter_is_called_once_after_the_last_view(versioned):
+    producer = Producer(versioned)
+    borrowed = borrow(producer)
+    assert "used_dltensor" in repr(producer.capsule) and ("versioned" in repr(producer.capsule)) == versioned
+    assert borrowed.framework == "dlpack" and not borrowed.readonly
+    assert borrowed.array.tolist() == np.arange(12).reshape(3, 4).tolist()
+    assert address(borrowed.array) == address(producer.memory)
+    view = borrowed.array[1:].T
+    del borrowed
+    gc.collect()
+    assert producer.deleted == []
+    del view
+    assert producer.deleted == [ctypes.addressof(producer.managed)]
+
+
+@both
+def test_a_deleter_on_another_thread(versioned):
+    producer, held = Producer(versioned), []
+    held.append(borrow(producer))
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert len(producer.deleted) == 1
+
+
+@both
+def test_a_producer_without_deleter(versioned):
+    producer = Producer(versioned, deleter=False)
+    assert borrow(producer).array.sum() == 66
+    assert producer.deleted == []
+
+
+@both
+def test_a_capsule_is_consumed_once(versioned):
+    producer = Producer(versioned)
+    borrowed = borrow(producer, "w")
+    with pytest.raises(
+        TensorError, match=r"w exported .*used_dltensor.*consumed once; export the tensor again"
+    ):
+        borrow(producer, "w")
+    with pytest.raises(TensorError, match="consumed once"):
+        borrow(producer.capsule)
+    assert producer.deleted == []
+    del borrowed
+    assert len(producer.deleted) == 1
+
+
+def test_capsules_by_themselves():
+    x = torch.arange(4)
+    capsule = x.__dlpack__()
+    assert address(borrow(capsule).array) == x.data_ptr() and framework_of(capsule) == "dlpack"
+    with pytest.raises(TensorError, match="consumed once"):
+        borrow(capsule)
+    with pytest.raises(TensorError, match="consumed once"):
+        borrow(np.zeros(2).__array_struct__)  # a capsule of another kind
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"byte_offset": 8, "shape": (2,)}, [2, 3]),
+        ({"shape": ()}, 0),
+        ({"shape": (), "byte_offset": 4}, 1),
+        ({"shape": (0, 4), "data": None}, []),
+        ({"shape": (3, 0), "data": None}, [[], [], []]),
+        ({"shape": (4, 3), "strides": (1, 4)}, np.arange(12).reshape(3, 4).T.tolist()),
+        ({"shape": (2, 2), "strides": (0, 2)}, [[0, 2], [0, 2]]),
+        ({"shape": (4,), "strides": (-1,), "byte_offset": 12}, [3, 2, 1, 0]),
+        ({"shape": (), "strides": ()}, 0),
+        ({"shape": (6,), "device": (3, 0)}, [0, 1, 2, 3, 4, 5]),  # page-locked memory is on the host
+    ],
+)
+@both
+def test_every_form_of_a_tensor(versioned, fields, expected):
+    producer = Producer(versioned, **fields)
+    array = borrow(producer).array
+    assert array.dtype == "float32" and array.tolist() == expected
+    del array
+    assert len(producer.deleted) == 1
+
+
+def test_flags():
+    assert borrow(Producer(flags=1)).readonly and not borrow(Producer(flags=1)).array.flags.writeable
+    assert not borrow(Producer(flags=2)).readonly  # it copied
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"version": (2, 0)}, TensorError, "x was exported by DLPack 2"),
+        ({"device_type": 2, "device_id": 3}, TensorError, "x is on cuda:3"),
+        ({"lanes": 4}, DtypeError, "2:32x4"),
+        ({"bits": 4}, DtypeError, "2:4x1"),
+        ({"code": 3}, DtypeError, "3:32x1"),
+    ],
+)
+def test_what_is_refused_is_not_consumed(fields, error, message):
+    producer = Producer(**fields)
+    with pytest.raises(error, match=message):
+        borrow(producer)
+    assert producer.deleted == [] and '"dltensor_versioned"' in repr(producer.capsule)
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ((2, 0), "cuda:0"),
+        ((2, 1), "cuda:1"),
+        ((10, 0), "rocm:0"),
+        ((8, 0), "metal:0"),
+        ((99, 2), "DLPack device 99:2"),
+    ],
+)
+def test_tensors_on_a_device(device, name):
+    class OnDevice:
+        def __dlpack_device__(self):
+            return device
+
+        def __dlpack__(self, **asked):
+            raise AssertionError("nothing is exported")
+
+    with pytest.raises(TensorError, match=f"w is on {name}; this communicator works on host memory"):
+        borrow(OnDevice(), "w")
+    assert framework_of(OnDevice()) == "dlpack"
+
+
+def test_a_cupy_array_by_the_name_of_its_class():
+    cupy = type(
+        "ndarray", (), {"__module__": "cupy", "__dlpack__": None, "__dlpack_device__": lambda self: (2, 0)}
+    )
+    assert framework_of(cupy()) == "cupy"
+    with pytest.raises(TensorError, match="cuda:0"):
+        borrow(cupy())
+
+
+@pytest.mark.parametrize(
+    ("x", "remedy"),
+    [
+        ([1.0, 2.0], r"np\.asarray\(w\)"),
+        ((1, 2), r"np\.asarray\(w\)"),
+        (3.0, r"np\.asarray\(w\)"),
+        (np.float32(3), r"np\.asarray\(w\)"),
+        (np.ma.array([1.0], mask=[True]), r"w\.filled\(\)"),
+        (None, "pass a tensor"),
+        ("text", "pass a tensor"),
+        (b"bytes", "pass a tensor"),
+        (object(), "pass a tensor"),
+    ],
+)
+def test_no_tensors(x, remedy):
+    with pytest.raises(TensorError, match=rf"w is of type \w+, which is no tensor: .*{remedy}"):
+        borrow(x, "w")
+    with pytest.raises(TensorError):
+        framework_of(x)
+    assert not is_tracer(x) and not requires_grad(x)
+
+
+UNKNOWN = [
+    ">f4",
+    ">i8",
+    object,
+    "U3",
+    "S2",
+    "M8[s]",
+    "m8[s]",
+    [("a", "f4")],
+    "V2",
+    np.longdouble,
+    np.clongdouble,
+]
+UNKNOWN += [ml_dtypes.int4, ml_dtypes.float4_e2m1fn]
+
+
+@pytest.mark.parametrize("dtype", UNKNOWN)
+def test_dtypes_of_numpy_that_fompi_does_not_know(dtype):
+    with pytest.raises(DtypeError, match=r"w has dtype .*; fompi knows native int8, .* bfloat16"):
+        borrow(np.zeros(3, dtype), "w")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.quantize")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, dtype=torch.complex32),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        lambda: jnp.zeros(3, jnp.int4),
+    ],
+)
+def test_dtypes_of_frameworks_that_fompi_does_not_know(make):
+    with pytest.raises(DtypeError, match="w has dtype"):
+        borrow(make(), "w")
+
+
+def dual(x):
+    with torch.autograd.forward_ad.dual_level():
+        return borrow(torch.autograd.forward_ad.make_dual(x, x))
+
+
+NOT_PLAIN = {
+    "requires grad": lambda x: borrow(x.requires_grad_()),
+    "requires grad, ": lambda x: borrow(torch.nn.Parameter(x)),
+    "requires grad, and": lambda x: torch.func.grad(lambda v: borrow(v).array.sum())(x),
+    "carries a forward-mode tangent": dual,
+    "is on meta; this communicator works on host memory": lambda x: borrow(x.to("meta")),
+    "has no plain memory to borrow: ": lambda x: borrow(x.to_sparse()),
+    "has no plain memory to borrow: .*negative bit": lambda x: borrow(torch._neg_view(x)),
+    "has no plain memory to borrow: .*storage": lambda x: torch.vmap(lambda v: borrow(v).array)(x),
+    "carries a forward-mode tangent, ": lambda x: torch.func.jvp(lambda v: borrow(v).array, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("message", NOT_PLAIN)
+def test_tensors_of_torch_that_are_not_plain_memory(message, dtype):
+    with pytest.raises(TensorError, match=f"x {message}"):
+        NOT_PLAIN[message](torch.ones(3, dtype=dtype))
+
+
+def test_conjugate_and_fake_tensors_of_torch():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with pytest.raises(TensorError, match=r"resolve_conj"):
+        borrow(torch.ones(3, dtype=torch.complex64).conj())
+    with FakeTensorMode(), pytest.raises(TensorError, match="no plain memory"):
+        borrow(torch.ones(3))
+
+
+def test_requires_grad():
+    assert requires_grad(torch.ones(3, requires_grad=True)) and not requires_grad(torch.ones(3))
+    assert requires_grad(torch.nn.Parameter(torch.ones(3)))
+    assert not requires_grad(np.ones(3)) and not requires_grad(jnp.ones(3))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.make_jaxpr, jax.checkpoint])
+def test_tracers(transform):
+    seen = []
+    message = (
+        r"w is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad; "
+        r"use fompi.jax.<operation> in jax.grad, outside jit"
+    )
+
+    def f(v):
+        seen.append(is_tracer(v) and framework_of(v) == "jax")
+        with pytest.raises(TensorError, match=message):
+            borrow(v, "w")
+        return v.sum()
+
+    transform(f)(jnp.ones(3))
+    assert seen and all(seen) and not is_tracer(jnp.ones(3))
+
+
+def test_arrays_of_jax_without_memory_of_one_dtype_and_place():
+    x = jnp.ones(3)
+    x.delete()
+    with pytest.raises(TensorError, match="deleted or donated"):
+        borrow(x)
+    with pytest.raises(TensorError):
+        borrow(jax.random.key(0))
+
+
+def test_the_errors_of_a_producer_become_ours():
+    class Broken:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, **asked):
+            raise BufferError("not today")
+
+    with pytest.raises(TensorError, match="w cannot be exported by its framework: not today") as caught:
+        borrow(Broken(), "w")
+    assert isinstance(caught.value, FompiError) and isinstance(caught.value.__cause__, BufferError)
+
+
+def test_a_producer_older_than_dlpack_1():
+    class Old:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, stream=None):
+            return np.arange(3).__dlpack__()
+
+    assert borrow(Old()).array.tolist() == [0, 1, 2]
+
+
+# ── in processes of their own ───────────────────────────────────────────────────────────────────────────────
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+def test_no_framework_is_imported_by_importing_us():
+    done = run(
+        "import sys, fompi.dlpack, fompi.arena, numpy\n"
+        "fompi.dlpack.framework_of(fompi.dlpack.borrow(numpy.ones(3)).array)\n"
+        "print({'torch', 'jax', 'jaxlib', 'cupy', 'ml_dtypes', 'mpi4py'} & set(sys.modules))"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "set()\n", "")
+
+
+def test_tensors_alive_at_exit():
+    done = run(
+        "import torch, jax.numpy as jnp\n"
+        "from fompi.arena import Arena\n"
+        "from fompi.dlpack import Lent, borrow, lend\n"
+        "arena = Arena(0)\n"
+        "take = lambda: arena.take((1000,), 'uint16')\n"
+        "held = [borrow(x) for x in (jnp.ones(9), torch.ones(9), torch.ones(9).__dlpack__())]\n"
+        "held += [lend(take(), 'bfloat16', to) for to in ('torch', 'jax', 'dlpack')]\n"
+        "held += [torch.from_dlpack(held[-1]), held[-1].__dlpack__(), held]\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_array_of_jax_on_several_devices():
+    done = run(
+        "import jax, jax.numpy as jnp\n"
+        "from fompi.dlpack import borrow, TensorError\n"
+        "mesh = jax.sharding.Mesh(jax.devices(), 'a')\n"
+        "sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('a'))\n"
+        "try: borrow(jax.device_put(jnp.ones(8), sharding))\n"
+        "except TensorError as error: print(error)",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
+    assert "unsharded" in done.stdout, done.stderr

@@ -1,0 +1,262 @@
+"""`python -m fompi info`: the text of made-up facts, and real runs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fompi.info import Process, crowding, table, text
+
+ROOT = Path(__file__).parents[2]
+MPIRUN = Path(sys.executable).with_name("mpirun")
+RUN = [sys.executable, "-c", "import sys; from fompi.info import main; sys.exit(main(sys.argv[1:]))"]
+OF_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "MPI_LOCAL", "OMPI_COMM_", "HYD", "TORCHELASTIC_", "LOCAL_RANK")
+OPENMPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+INSTALL = 'on a laptop `pip install "fompi[mpich]"`; on a cluster load the site\'s MPI module'
+
+FACTS = {
+    "versions": {"fompi": "1.0", "python": "3.11.7", "numpy": "2.4.0", "mpi4py": "4.1.2", "cupy": None},
+    "mpi": {
+        "library": "MPICH",
+        "version": "5.0.2",
+        "standard": "5.0",
+        "description": "MPICH Version: 5.0.2\nMPICH Device: ch4",
+        "path": "/env/lib/libmpi.so.12",
+        "mpirun": "/env/bin/mpirun",
+        "thread_requested": "multiple",
+        "thread_provided": "serialized",
+        "gpu_aware": True,
+        "gpu_aware_source": "FOMPI_GPU_AWARE=1",
+        "tag_upper_bound": 536870911,
+    },
+    "mpi_error": None,
+    "launcher": {"launcher": "hydra", "size": 3, "rank": 0, "local_rank": 0, "local_size": 2},
+    "rank": 0,
+    "ranks": [
+        {"rank": 0, "host": "a", "local_rank": 0, "pid": 9, "cores": "0-1", "device": "cuda:0 NVIDIA H200"},
+        {"rank": 1, "host": "a", "local_rank": 1, "pid": 10, "cores": "0-1", "device": "cuda:1 NVIDIA H200"},
+        {"rank": 2, "host": "node-2", "local_rank": 0, "pid": 12345, "cores": "0,64-127", "device": "cpu"},
+    ],
+    "cores_per_rank": 2 / 3,
+    "note": "3 ranks share 2 cores on a: a rank that waits takes time from one that computes",
+    "warning": "cause: fix",
+}
+
+WITH_MPI = """\
+fompi      1.0
+python     3.11.7
+numpy      2.4.0
+mpi4py     4.1.2
+cupy       not installed
+
+MPI        MPICH 5.0.2 (standard 5.0)
+library    /env/lib/libmpi.so.12
+threads    serialized (multiple asked for)
+GPU-aware  yes (FOMPI_GPU_AWARE=1)
+tags       up to 536870911
+launcher   hydra (3 processes)
+cores      0.6667 per rank
+
+rank  host    local rank    pid  cores     device
+   0  a                0      9  0-1       cuda:0 NVIDIA H200
+   1  a                1     10  0-1       cuda:1 NVIDIA H200
+   2  node-2           0  12345  0,64-127  cpu
+
+note: 3 ranks share 2 cores on a: a rank that waits takes time from one that computes
+
+warning: cause: fix"""
+
+WITHOUT_MPI = """\
+fompi      1.0
+python     3.11.7
+
+MPI        none
+launcher   none
+cores      2 per rank
+
+rank  host  local rank  pid  cores  device
+   0  a              0    9  0-1    cpu
+
+MPI: there is none: get one"""
+
+
+def test_text_with_mpi():
+    assert text(FACTS) == WITH_MPI
+
+
+def test_text_without_mpi():
+    facts = {
+        "versions": {"fompi": "1.0", "python": "3.11.7"},
+        "mpi": None,
+        "mpi_error": "there is none: get one",
+        "launcher": {"launcher": "none", "size": None, "rank": None, "local_rank": None, "local_size": None},
+        "rank": 0,
+        "ranks": [{"rank": 0, "host": "a", "local_rank": 0, "pid": 9, "cores": "0-1", "device": "cpu"}],
+        "cores_per_rank": 2.0,
+        "note": None,
+        "warning": None,
+    }
+    assert text(facts) == WITHOUT_MPI
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        Process(1, "host", "cpu", frozenset({0})),
+        Process(2**22, "h" * 255, "cuda:7 Gerät", frozenset({0, 1, 7, 8, 9, 4095})),
+        Process(1, "", "", frozenset()),
+    ],
+)
+def test_a_record_comes_back(process):
+    assert Process.unpack(process.pack()) == process
+    assert len(process.pack()) == len(Process(1, "", "", frozenset()).pack())
+
+
+def test_what_is_too_long_for_a_record_is_cut():
+    long = Process(1, "h" * 300, "cpu", frozenset({3, 5000}))
+    assert Process.unpack(long.pack()) == Process(1, "h" * 256, "cpu", frozenset({3}))
+
+
+def processes(*hosts_and_cores):
+    return [Process(10 + i, host, "cpu", frozenset(cores)) for i, (host, cores) in enumerate(hosts_and_cores)]
+
+
+def test_local_ranks_count_per_host_and_cores_print_as_runs():
+    rows = table(processes(("a", [0, 1, 2, 9]), ("b", [5]), ("a", [3, 1]), ("b", []), ("a", range(128))))
+    assert [row["rank"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["host"] for row in rows] == ["a", "b", "a", "b", "a"]
+    assert [row["local_rank"] for row in rows] == [0, 0, 1, 1, 2]
+    assert [row["cores"] for row in rows] == ["0-2,9", "5", "1,3", "", "0-127"]
+
+
+def test_the_most_crowded_host_decides():
+    pinned = processes(("a", [0]), ("a", [1]), ("a", [2]))
+    assert crowding(pinned) == {"cores_per_rank": 1.0, "note": None}
+    free = processes(("a", range(4)), ("b", range(8)), ("b", range(8)))
+    assert crowding(free) == {"cores_per_rank": 4.0, "note": None}
+    crowded = processes(("a", range(4)), ("b", [6]), ("b", [6]))
+    assert crowding(crowded) == {
+        "cores_per_rank": 0.5,
+        "note": "2 ranks share 1 core on b: a rank that waits takes time from one that computes",
+    }
+
+
+def run(command, **environ):
+    """Run `info` as if from a shell of its own, whatever launcher started the tests."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    clean.pop("FOMPI_GPU_AWARE", None)
+    folders = (environ.pop("stub", None), str(ROOT), clean.get("PYTHONPATH"))
+    env = clean | OPENMPI | {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | environ
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """A folder with an mpi4py that fails at import, to be put first on the path."""
+
+    def write(at_import="", at_import_of_mpi=""):
+        package = tmp_path / "mpi4py"
+        package.mkdir()
+        rc = "class rc: initialize, finalize = True, None\n"
+        (package / "__init__.py").write_text(at_import or rc)
+        (package / "MPI.py").write_text(at_import_of_mpi)
+        return str(tmp_path)
+
+    return write
+
+
+def test_one_rank():
+    facts = json.loads(run([*RUN, "--json"]))
+    assert facts["mpi"]["library"] in ("MPICH", "Open MPI", "Intel MPI")
+    assert facts["mpi"]["thread_requested"] == "multiple"
+    assert facts["mpi"]["tag_upper_bound"] >= 32767
+    assert facts["mpi"]["gpu_aware"] in (True, False)
+    assert facts["launcher"]["launcher"] == "none"
+    assert facts["mpi_error"] is None and facts["warning"] is None
+    assert len(facts["ranks"]) == 1
+
+
+def test_the_text_of_one_rank_begins_with_versions():
+    lines = run(RUN).splitlines()
+    assert lines[0].startswith("fompi ")
+    assert f"python     {sys.version.split()[0]}" in lines
+
+
+@pytest.mark.parametrize(("choice", "aware"), [("0", False), ("1", True), ("maybe", None)])
+def test_the_choice_about_gpu_memory_overrules_and_is_reported(choice, aware):
+    mpi = json.loads(run([*RUN, "--json"], FOMPI_GPU_AWARE=choice))["mpi"]
+    assert mpi["gpu_aware"] is aware
+    assert mpi["gpu_aware_source"].startswith(f"FOMPI_GPU_AWARE={choice}")
+
+
+def test_three_ranks_print_one_table():
+    output = run([str(MPIRUN), "-n", "3", *RUN, "--json"])
+    facts = json.loads(output)
+    assert [row["rank"] for row in facts["ranks"]] == [0, 1, 2]
+    assert [row["local_rank"] for row in facts["ranks"]] == [0, 1, 2]
+    assert len({row["pid"] for row in facts["ranks"]}) == 3
+    assert facts["launcher"]["size"] == 3 and facts["launcher"]["local_size"] == 3
+    assert facts["launcher"]["launcher"] in ("hydra", "intel", "openmpi")
+    assert facts["warning"] is None
+
+
+def test_singletons_print_once_and_warn():
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    output = run(RUN, **torchrun, RANK="0")
+    assert "torchrun started 4 processes, but MPI has 1 rank" in output.splitlines()[-1]
+    assert "/mpirun" in output.splitlines()[-1]
+    assert run(RUN, **torchrun, RANK="1") == ""
+
+
+def test_the_mpirun_of_the_other_library():
+    """MPICH under a PMIx launcher would end the process; Open MPI under Hydra is N jobs of one rank."""
+    library = json.loads(run([*RUN, "--json"]))["mpi"]["library"]
+    if library == "MPICH":
+        foreign = {"PMIX_NAMESPACE": "prterun-1@1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
+        line = "the mpirun of Open MPI cannot start MPICH this way: use the mpirun of MPICH, "
+    else:
+        foreign = {"PMI_SIZE": "4", "PMI_RANK": "0", "MPI_LOCALNRANKS": "4"}
+        line = "the mpirun of MPICH started 4 processes, but MPI has 1 rank, because Python loaded Open MPI: "
+    facts = json.loads(run([*RUN, "--json"], **foreign))
+    assert (facts["mpi_error"] or facts["warning"]).startswith(line)
+    assert len(facts["ranks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        ({"at_import": "raise ImportError(\"No module named 'mpi4py'\")"}, "No module named 'mpi4py'"),
+        (
+            {"at_import_of_mpi": "raise RuntimeError('cannot load MPI library\\nlibmpi.so: not found')"},
+            "cannot load MPI library",
+        ),
+        (
+            {"at_import_of_mpi": "raise ImportError('libmpi.so.40: cannot open shared object file')"},
+            "libmpi.so.40: cannot open shared object file",
+        ),
+    ],
+)
+def test_no_mpi(stub, failure, cause):
+    folder = stub(**failure)
+    facts = json.loads(run([*RUN, "--json"], stub=folder))
+    assert facts["mpi"] is None and len(facts["ranks"]) == 1
+    assert facts["mpi_error"].startswith(f"there is no MPI ({cause}): {INSTALL}")
+    assert f"MPI: there is no MPI ({cause})" in run(RUN, stub=folder).splitlines()[-1]
+
+
+def test_three_processes_without_mpi_print_once(stub):
+    folder = stub(at_import_of_mpi="raise RuntimeError('cannot load MPI library')")
+    facts = json.loads(run([str(MPIRUN), "-n", "3", *RUN, "--json"], stub=folder))
+    assert facts["mpi"] is None and facts["launcher"]["size"] == 3

@@ -1,0 +1,241 @@
+"""Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR]
+
+The legs run one after the other. A leg that cannot run fails; nothing is skipped because something is
+missing. Each has a time-out of its own, enforced from here on every process that it started: whatever is
+blocked inside ends. Outputs and reports stay in build/test/<leg>/.
+
+The last line is always `N passed, M failed`, over all legs. A leg that counts no tests (lint, types), and
+one that ends without a report, counts as one.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import xml.etree.ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import job
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "build" / "test"
+SIZES = (1, 2, 3, 4, 8)
+
+ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
+RANK = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK"}
+
+VARIABLES = {
+    # One thread for each rank: the ranks are the parallelism, and there are more of them than cores.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+    # Open MPI refuses root and more ranks than cores unless told; MPICH reads none of these.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+# Not shown: the lines of tests that passed, and the frames of pytest itself in a traceback.
+NOISE = re.compile(
+    r"""^.* PASSED +\[ *\d+%\]\n|^  File "[^"]*/(?:_pytest|pytest|pluggy)/[^"]*", line .*\n(?:    .*\n)?""",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Leg:
+    name: str
+    mpi: str  # whose environment it runs in
+    seconds: float  # its time-out
+    command: tuple[str, ...]  # of a test leg: the arguments of pytest
+    ranks: int = 0  # of mpirun; 0: no mpirun
+    is_pytest: bool = True
+
+
+@dataclass(frozen=True)
+class Result:
+    leg: Leg
+    seconds: float
+    counts: dict[str, int]
+    problem: str  # empty if the leg passed
+    output: str
+
+    @property
+    def word(self) -> str:
+        return "FAILED" if self.problem else "ok"
+
+
+def legs() -> list[Leg]:
+    lint = "ruff check . && ruff format --check ."
+    found = [
+        Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
+        Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
+        Leg("pure", "mpich", 240, ("tests/pure",)),
+        Leg("local", "mpich", 240, ("tests/local",)),
+    ]
+    for mpi in ENVIRONMENTS:
+        for size in SIZES:
+            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, ("--with-mpi", "tests/mpi"), ranks=size))
+    for mpi in ENVIRONMENTS:
+        found.append(Leg(f"faults-{mpi}", mpi, 300, ("tests/faults",)))
+    if (ROOT / "tests/docs").exists():
+        found.append(Leg("docs", "mpich", 300, ("tests/docs",)))
+    return found
+
+
+def run(leg: Leg, expression: str | None) -> Result:
+    logs = LOGS / leg.name
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    bin_folder = ENVIRONMENTS[leg.mpi] / "bin"
+    if not (bin_folder / "python").exists():
+        return Result(leg, 0.0, {FAILED: 1}, f"there is no {bin_folder}/python: call `make test`", "")
+    # In front of PATH: `python`, `mpirun` and the tools are this environment's, for tests that call them too.
+    variables = {**VARIABLES, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+    finished = job.run(command_of(leg, expression, logs), leg.seconds, env=variables, cwd=ROOT)
+    (logs / "launcher.txt").write_text(finished.output)
+    return judge(leg, expression, logs, finished)
+
+
+def command_of(leg: Leg, expression: str | None, logs: Path) -> list[str]:
+    if not leg.is_pytest:
+        return list(leg.command)
+    # -v: the test that hangs is named before it starts.
+    pytest = ["python", "-m", "pytest", "-v", *leg.command, *(("-k", expression) if expression else ())]
+    if not leg.ranks:
+        return [*pytest, f"--junitxml={logs}/rank-0.xml"]
+    # Every rank writes its own report and output; the shell only knows the rank after the launch.
+    rank = f"{logs}/rank-${RANK[leg.mpi]}"
+    script = f'exec "$0" "$@" -p no:cacheprovider "--junitxml={rank}.xml" >"{rank}.txt" 2>&1'
+    return ["mpirun", "-n", str(leg.ranks), "sh", "-c", script, *pytest]
+
+
+def judge(leg: Leg, expression: str | None, logs: Path, finished: job.Finished) -> Result:
+    reports = {rank: read_report(logs / f"rank-{rank}.xml") for rank in range(max(leg.ranks, 1))}
+    tests: dict[str, str] = {}
+    for report in reports.values():
+        for test, outcome in (report or {}).items():
+            tests[test] = worst(outcome, tests.get(test, outcome))
+    counts = {word: list(tests.values()).count(word) for word in (PASSED, FAILED, SKIPPED)}
+    nothing_selected = bool(expression) and not tests and None not in reports.values()
+
+    problem = ""
+    if finished.timed_out:
+        problem = f"ended after its time-out of {leg.seconds:.0f} s"
+    elif finished.left_behind:
+        problem = f"left processes behind: {'; '.join(finished.left_behind)}"
+    elif counts[FAILED]:
+        problem = f"{counts[FAILED]} failed"
+    elif finished.returncode and not nothing_selected:
+        problem = f"exit status {finished.returncode}"
+    elif leg.is_pytest and None in reports.values():
+        problem = "a rank left no report"
+    if problem and not counts[FAILED]:
+        counts[FAILED] = 1
+    if not problem and not leg.is_pytest:
+        counts[PASSED] = 1
+    return Result(leg, finished.seconds, counts, problem, gather_output(leg, logs, finished, reports))
+
+
+def read_report(path: Path) -> dict[str, str] | None:
+    """test -> outcome, or None where pytest did not come to write it."""
+    try:
+        root = xml.etree.ElementTree.parse(path).getroot()
+    except (OSError, xml.etree.ElementTree.ParseError):
+        return None
+    tests: dict[str, str] = {}
+    for case in root.iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        tags = {child.tag for child in case}
+        outcome = FAILED if tags & {"failure", "error"} else SKIPPED if "skipped" in tags else PASSED
+        tests[name] = worst(outcome, tests.get(name, outcome))  # failed, and its teardown too: twice there
+    return tests
+
+
+def worst(*outcomes: str) -> str:
+    return min(outcomes, key=(FAILED, PASSED, SKIPPED).index)
+
+
+def gather_output(
+    leg: Leg, logs: Path, finished: job.Finished, reports: dict[int, dict[str, str] | None]
+) -> str:
+    """Rank 0 speaks for all, unless another rank did not come to its report or knows of other failures."""
+    if not leg.ranks:
+        return NOISE.sub("", finished.output)
+    known = failures(reports[0])
+    others = [rank for rank in reports if rank and (reports[rank] is None or failures(reports[rank]) - known)]
+    parts = [finished.output]
+    for rank in (0, *others):
+        path = logs / f"rank-{rank}.txt"
+        text = path.read_text(errors="replace") if path.exists() else "(this rank did not start)"
+        heading = f"--- rank {rank} ---\n" if others else ""
+        parts.append(f"{heading}{NOISE.sub('', text).rstrip()}\n")
+    return "".join(parts)
+
+
+def failures(report: dict[str, str] | None) -> set[str]:
+    return {test for test, outcome in (report or {}).items() if outcome == FAILED}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the tests of fompi.")
+    parser.add_argument("--leg", action="append", metavar="NAME", help="only this leg, or all of NAME-*")
+    parser.add_argument("--mpi", choices=list(ENVIRONMENTS), help="only the legs in this MPI's environment")
+    parser.add_argument("-k", metavar="EXPR", help="only the tests that match, as in pytest")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the running leg is ended too
+
+    start = time.monotonic()
+    results = []
+    for leg in select(parser, options):
+        print(f"{leg.name:<18}", end="", flush=True)
+        result = run(leg, options.k)
+        results.append(result)
+        lines = result.output.rstrip().splitlines()
+        say = result.problem or "".join(lines[-1:]).strip("= ")
+        print(f"{result.word:<7}{result.seconds:6.1f} s  {say}", flush=True)
+        if result.problem:
+            print("\n".join(f"    {line}" for line in lines), flush=True)
+    summarize(results, time.monotonic() - start)
+    return 1 if any(result.problem for result in results) else 0
+
+
+def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Leg]:
+    def wanted(leg: Leg) -> bool:
+        names = options.leg or [leg.name]
+        return (
+            any(leg.name == name or leg.name.startswith(f"{name}-") for name in names)
+            and options.mpi in (None, leg.mpi)
+            and (leg.is_pytest or not options.k)
+        )
+
+    selected = [leg for leg in legs() if wanted(leg)]
+    if not selected:
+        parser.error(f"no such leg; there are {', '.join(leg.name for leg in legs())}")
+    return selected
+
+
+def summarize(results: list[Result], seconds: float) -> None:
+    totals = dict.fromkeys((PASSED, FAILED, SKIPPED), 0)
+    print(f"\n{'leg':<18}{'result':<7}{'time':>8}{'passed':>8}{'failed':>8}{'skipped':>8}")
+    for result in results:
+        for word in totals:
+            totals[word] += result.counts.get(word, 0)
+        print(f"{result.leg.name:<18}{result.word:<7}{result.seconds:6.1f} s", columns(result.counts), sep="")
+    print(f"{'all':<25}{seconds:6.1f} s", columns(totals), sep="")
+    print(f"{totals[PASSED]} passed, {totals[FAILED]} failed")
+
+
+def columns(counts: dict[str, int]) -> str:
+    return "".join(f"{counts.get(word, 0):>8}" for word in (PASSED, FAILED, SKIPPED))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
