@@ -55,7 +55,19 @@ class Arguments:
 
     @property
     def tensors(self) -> list[Any]:
+        """x, the weights, the biases that there are, the operands."""
         return [self.x, *self.weights, *(b for b in self.biases if b is not None), *self.operands]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Arguments:
+        """The same call on other tensors, in the order of `tensors`."""
+        given = iter(tensors)
+        return replace(
+            self,
+            x=next(given),
+            weights=[next(given) for _ in self.weights],
+            biases=[None if b is None else next(given) for b in self.biases],
+            operands=[next(given) for _ in self.operands],
+        )
 
 
 class Local(NamedTuple):
@@ -86,7 +98,11 @@ class Operation:
         arguments = self._arguments(*args, **options)
         if any(map(dlpack.requires_grad, arguments.tensors)):
             return import_module("fompi.torch").differentiable(self, arguments, comm, schedule, slices)
-        return self._start(arguments, comm, schedule, slices).wait()
+        return self.begin(arguments, comm, schedule, slices).wait()
+
+    def arguments(self, *args: Any, **options: Any) -> Arguments:
+        """What a call with these arguments is about."""
+        return self._arguments(*args, **options)
 
     def start(
         self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
@@ -98,9 +114,10 @@ class Operation:
                 f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
                 "grad, or pass x.detach()"
             )
-        return self._start(arguments, comm, schedule, slices)
+        return self.begin(arguments, comm, schedule, slices)
 
-    def _start(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
+    def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
+        """Start a call whose tensors carry no gradient."""
         from fompi.communicator import Communicator
 
         communicator = Communicator.of(comm)

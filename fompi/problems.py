@@ -140,11 +140,14 @@ class Problem:
 
 
 class Meaning(NamedTuple):
+    """The family of an operation, what travels, and the layouts of its global tensors."""
+
     family: str
     moves: str
     x: layout.Layout
-    weight: layout.Layout | None
     y: layout.Layout
+    weight: layout.Layout | None = None
+    operand: layout.Layout | None = None
 
 
 _AXES = {
@@ -155,22 +158,24 @@ _AXES = {
     "all_to_all": ("send", "recv"),
 }
 
+_ROWS, _COLUMNS, _ALL, _TERM = Shard(0), Shard(1), Replicate(), Partial()
+
 MEANING: dict[str, Meaning] = {
-    "all_gather": Meaning("gather", "all_gather", Shard(0), None, Replicate()),
-    "broadcast": Meaning("gather", "broadcast", Replicate(), None, Replicate()),
-    "reduce_scatter": Meaning("scatter", "reduce_scatter", Partial(), None, Shard(0)),
-    "all_reduce": Meaning("scatter", "all_reduce", Partial(), None, Replicate()),
-    "all_to_all": Meaning("gather", "all_to_all", Shard(0), None, Shard(0)),
-    "all_gather_matmul": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
-    "all_gather_matmul_many": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
-    "all_gather_weight_gradient": Meaning("gather", "all_gather", Shard(0), None, Shard(1)),
-    "all_gather_matmul_weight_gradient": Meaning("gather", "all_gather", Shard(0), Shard(1), Shard(1)),
-    "all_to_all_matmul_weight_gradient": Meaning("gather", "all_to_all", Shard(0), Replicate(), Shard(0)),
-    "all_to_all_matmul": Meaning("gather", "all_to_all", Shard(0), Replicate(), Shard(0)),
-    "all_to_all_weight_gradient": Meaning("gather", "all_to_all", Shard(0), None, Replicate()),
-    "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", Shard(1), Shard(0), Shard(0)),
-    "matmul_all_reduce": Meaning("scatter", "all_reduce", Shard(1), Shard(0), Replicate()),
-    "matmul_all_to_all": Meaning("scatter", "all_to_all", Shard(0), Replicate(), Shard(0)),
+    "all_gather": Meaning("gather", "all_gather", _ROWS, _ALL),
+    "broadcast": Meaning("gather", "broadcast", _ALL, _ALL),
+    "reduce_scatter": Meaning("scatter", "reduce_scatter", _TERM, _ROWS),
+    "all_reduce": Meaning("scatter", "all_reduce", _TERM, _ALL),
+    "all_to_all": Meaning("gather", "all_to_all", _ROWS, _ROWS),
+    "all_gather_matmul": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS),
+    "all_gather_matmul_many": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS),
+    "all_gather_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, None, _COLUMNS),
+    "all_gather_matmul_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, _COLUMNS),
+    "all_to_all_matmul": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL),
+    "all_to_all_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _TERM, None, _ROWS),
+    "all_to_all_matmul_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL, _ROWS),
+    "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", _COLUMNS, _ROWS, _ROWS),
+    "matmul_all_reduce": Meaning("scatter", "all_reduce", _COLUMNS, _ALL, _ROWS),
+    "matmul_all_to_all": Meaning("scatter", "all_to_all", _ROWS, _ROWS, _ALL),
 }
 
 
@@ -221,41 +226,51 @@ def problem(
     )
 
 
-def from_specs(operation: str, specs: Sequence[Spec], ranks: int, **options: Any) -> tuple[Problem, Sizes]:
-    """The Problem, and the even Sizes, of global tensors: x, then the weights (or the operand of a gradient)."""
+def layouts(operation: str, count: int) -> list[layout.Layout]:
+    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand of a gradient."""
     if operation not in MEANING:
         raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
-    if ranks < 1:
-        raise LayoutError(f"ranks={ranks}: a plan needs at least one rank")
-    if not specs:
-        raise LayoutError(f"{operation} needs the Spec of x")
-    meaning, (x, *others) = MEANING[operation], specs
-    gradient = operation.endswith("weight_gradient")
-    expected = [meaning.x] + [Shard(1) if gradient else meaning.weight or Replicate()] * len(others)
+    meaning = MEANING[operation]
+    weights = count - 1 - (meaning.operand is not None)
+    if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):
+        names = ["x", *["w"] * (meaning.weight is not None), *["h"] * (meaning.operand is not None)]
+        raise LayoutError(f"{operation} takes {', '.join(names)}: not {count} tensors")
+    listed = [meaning.x, *[meaning.weight] * weights, meaning.operand]
+    return [wanted for wanted in listed if wanted is not None]
+
+
+def from_specs(operation: str, specs: Sequence[Spec], ranks: int, **options: Any) -> tuple[Problem, Sizes]:
+    """The Problem, and the even Sizes, of global tensors: x, the weights, the operand of a gradient."""
+    expected = layouts(operation, len(specs))
+    if not isinstance(ranks, int) or ranks < 1:
+        raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank")
     for spec, wanted in zip(specs, expected, strict=True):
         if spec.layout != wanted:
-            raise LayoutError(f"{operation} takes x, w, ... with the layouts {expected}, not {spec}")
-    if bool(others) != (meaning.weight is not None or gradient):
-        raise LayoutError(f"{operation} takes {'x and a second tensor' if gradient or meaning.weight else 'x alone'}")
-
-    def local(spec: Spec) -> Form:
-        if isinstance(spec.layout, Shard) and spec.layout.dim != 0:
-            n = spec.shape[spec.layout.dim]
-            if n % ranks:
-                raise LayoutError(f"{operation}: {n} columns of {spec} do not divide among {ranks} ranks")
-            shape = [m // ranks if d == spec.layout.dim else m for d, m in enumerate(spec.shape)]
-            return Form(tuple(shape), spec.dtype)
-        if isinstance(spec.layout, Shard) and spec is not x:
-            return Form((spec.shape[0] // ranks, *spec.shape[1:]), spec.dtype)
-        return Form(spec.shape, spec.dtype)
-
-    forms = [local(spec) for spec in others]
-    operands = {"operands": forms} if gradient else {"weights": forms}
-    made = problem(operation, ranks, local(x), **operands, **options)  # type: ignore[arg-type]
+            raise LayoutError(f"{operation} takes tensors with the layouts {expected}, not {spec}")
+    forms = [_local(operation, spec, ranks) for spec in specs]
+    has_operand = MEANING[operation].operand is not None
+    weights, operands = (forms[1:-1], forms[-1:]) if has_operand else (forms[1:], [])
+    if operands:
+        options.setdefault("flipped", bool(weights))
+    made = problem(operation, ranks, forms[0], weights, (), operands, **options)
+    x = specs[0]
     rows = split(prod(x.shape) if made.flat else x.shape[0], ranks)
     if made.moves == "all_to_all":
         return made, Sizes(pairs=tuple(split(n, ranks) for n in rows))
     return made, Sizes(rows=rows)
+
+
+def _local(operation: str, spec: Spec, ranks: int) -> Form:
+    """One rank's piece of a global tensor, but for its rows when it is sharded by rows: they may be uneven."""
+    shape = list(spec.shape)
+    if isinstance(spec.layout, Shard):
+        dim = spec.layout.dim
+        if dim >= len(shape):
+            raise ShapeError(f"{operation}: {spec} has no dimension {dim}")
+        if dim and shape[dim] % ranks:
+            raise LayoutError(f"{operation}: {shape[dim]} columns of {spec} do not divide among {ranks} ranks")
+        shape[dim] //= ranks
+    return Form(tuple(shape), spec.dtype)
 
 
 # ------------------------------------------------------------------------------------------- before and after

@@ -30,7 +30,7 @@ def pytest_configure(config):
 def pytest_runtest_protocol(item):
     """The second line behind pytest-timeout, whose thread needs the GIL that a blocked call may hold."""
     marker = item.get_closest_marker("timeout")
-    seconds = marker.args[0] if marker else item.config.getini("timeout")
+    seconds = (marker.args or [marker.kwargs["timeout"]])[0] if marker else item.config.getini("timeout")
     faulthandler.dump_traceback_later(float(seconds) + 3, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)

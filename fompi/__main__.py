@@ -1,0 +1,90 @@
+"""python -m fompi info | plan | simulate | bench: what the functions return, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import fompi
+from fompi import info, problems
+from fompi.errors import FompiError
+from fompi.layout import Spec
+from fompi.problems import MEANING
+from fompi.schedules import SCHEDULES
+
+EXAMPLE = "for example: python -m fompi plan all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m fompi", description="A runtime on MPI that overlaps.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("info", add_help=False, help="versions, MPI, launcher, ranks and hosts")
+    for name, what in (("plan", "the grid of ranks of a plan"), ("simulate", "the predicted trace of a plan")):
+        _plan_arguments(commands.add_parser(name, help=what, epilog=EXAMPLE), name)
+    bench = commands.add_parser("bench", help="benchmarks, for mpirun")
+    bench.add_argument("suite", choices=["overhead"])
+    bench.add_argument("--json", action="store_true", help="figures as JSON")
+    if arguments[:1] == ["info"]:
+        return info.main(arguments[1:])
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "bench":
+            from fompi.bench import overhead
+
+            return overhead.main(options.json)
+        return _plan(options)
+    except (FompiError, OSError) as error:
+        print(f"fompi: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.add_argument("operation", choices=sorted(MEANING), metavar="OPERATION", help=", ".join(sorted(MEANING)))
+    parser.add_argument("shapes", nargs="+", metavar="SHAPE", help="global shapes, x first: 4096x4096")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}")
+    parser.add_argument("--slices", type=int)
+    parser.add_argument("--window", type=int, help="sends in flight of a rank (no bound)")
+    parser.add_argument("--verify", action="store_true", help="prove the plan first")
+    if command == "plan":
+        parser.add_argument("--json", action="store_true", help="the plan as JSON")
+    else:
+        parser.add_argument("--machine", default="gigabit", help="a preset, or a JSON file")
+        parser.add_argument("--save", metavar="FILE", help="the trace as Chrome JSON, for Perfetto")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    shapes = [_shape(text) for text in options.shapes]
+    layouts = problems.layouts(options.operation, len(shapes))
+    specs = [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
+    plan = fompi.plan(
+        options.operation,
+        *specs,
+        ranks=options.ranks,
+        schedule=options.schedule,
+        slices=options.slices,
+        window=options.window,
+    )
+    if options.verify:
+        fompi.verify(plan)
+    if options.command == "plan":
+        print(plan.to_json() if options.json else plan)
+        return 0
+    trace = fompi.simulate(plan, fompi.Machine.load(options.machine))
+    print(trace)
+    if options.save:
+        trace.save(options.save)
+    return 0
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.split("x"))
+    except ValueError:
+        raise fompi.ShapeError(f"{text!r} is not a shape like 4096x1024") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What the tests run: a problem for every operation and variant, rows for it, and data for it.
+
+`problems(size)` is the catalogue, `sizes(problem, how)` spreads rows over the ranks, `inputs(problem, sizes, call)`
+fills the inputs with numbers that no other rank, block or call has. Nothing here needs MPI.
+"""
+
+from __future__ import annotations
+
+import zlib
+from random import Random
+
+import numpy as np
+
+from fompi.layout import Sizes
+from fompi.problems import Form, problem
+
+RANKS = (1, 2, 3, 4, 5, 7, 8)
+ROWS = ("even", "uneven", "few", "lonely", "none")
+"""even: alike everywhere; few: less rows than ranks; lonely: only the last rank has some; none: no rows at all."""
+
+
+def problems(size, dtype="float64"):
+    """name -> Problem, for `size` ranks: each operation, then its variants."""
+
+    def form(*shape):
+        return Form(shape, dtype)
+
+    x, x3, w, v, b, h, h3 = form(0, 3), form(0, 2, 3), form(3, 4), form(3, 2), form(4), form(0, 5), form(0, 2, 5)
+    listed = {
+        "all_gather": problem("all_gather", size, x),
+        "all_gather packed": problem("all_gather", size, x, packed=True),
+        "all_gather 1-d": problem("all_gather", size, form(0)),
+        "reduce_scatter": problem("reduce_scatter", size, x),
+        "reduce_scatter packed": problem("reduce_scatter", size, x, packed=True),
+        "all_reduce": problem("all_reduce", size, form(0, 2, 3)),
+        "all_to_all": problem("all_to_all", size, x),
+        "all_to_all packed 3-d": problem("all_to_all", size, x3, packed=True),
+        "broadcast": problem("broadcast", size, x),
+        "broadcast from the last": problem("broadcast", size, x, root=size - 1),
+        "all_gather_matmul": problem("all_gather_matmul", size, x, [w]),
+        "all_gather_matmul bias packed": problem("all_gather_matmul", size, x, [w], [b], packed=True),
+        "all_gather_matmul 3-d": problem("all_gather_matmul", size, x3, [w], [b]),
+        "all_gather_matmul_many": problem("all_gather_matmul_many", size, x, [w, v], [b, None], keep=True),
+        "all_gather_matmul_many of one": problem("all_gather_matmul_many", size, x, [w], keep=True),
+        "all_gather_weight_gradient": problem("all_gather_weight_gradient", size, x, operands=[h]),
+        "all_gather_weight_gradient flipped 3-d": problem(
+            "all_gather_weight_gradient", size, x3, operands=[h3], flipped=True
+        ),
+        "all_gather_matmul_weight_gradient": problem(
+            "all_gather_matmul_weight_gradient", size, x, [w], operands=[h], flipped=True
+        ),
+        "all_to_all_matmul": problem("all_to_all_matmul", size, x, [w]),
+        "all_to_all_matmul bias 3-d": problem("all_to_all_matmul", size, x3, [w], [b]),
+        "all_to_all_weight_gradient": problem("all_to_all_weight_gradient", size, x, operands=[h]),
+        "all_to_all_weight_gradient packed": problem(
+            "all_to_all_weight_gradient", size, x3, operands=[h3], packed=True
+        ),
+        "all_to_all_matmul_weight_gradient": problem(
+            "all_to_all_matmul_weight_gradient", size, x, [w], operands=[h], flipped=True, keep=True
+        ),
+        "matmul_reduce_scatter": problem("matmul_reduce_scatter", size, x, [w]),
+        "matmul_reduce_scatter bias 3-d": problem("matmul_reduce_scatter", size, x3, [w], [b]),
+        "matmul_all_reduce": problem("matmul_all_reduce", size, x, [w]),
+        "matmul_all_reduce bias": problem("matmul_all_reduce", size, x, [w], [b]),
+        "matmul_all_to_all": problem("matmul_all_to_all", size, x, [w]),
+        "matmul_all_to_all bias 3-d": problem("matmul_all_to_all", size, x3, [w], [b]),
+    }
+    return listed
+
+
+MOVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+"""The operations that only move or add: these take any dtype (sums: any but bool)."""
+
+
+def sizes(problem, how, seed=0):
+    """Rows of every rank, or of every pair of ranks, spread in one of the ways of `ROWS`."""
+    random, size = Random(f"{problem.operation} {problem.size} {how} {seed}"), problem.size
+
+    def counts(count):
+        if how == "even":
+            return (3,) * count
+        if how == "uneven":
+            drawn = [random.randrange(0, 7) for _ in range(count)]
+            drawn[random.randrange(count)] = 0 if count > 2 else 5
+            return tuple(drawn)
+        if how == "few":
+            return tuple(int(i % 3 == 1) for i in range(count))
+        return tuple(4 if how == "lonely" and i == count - 1 else 0 for i in range(count))
+
+    if problem.moves == "all_to_all":
+        return Sizes(pairs=tuple(counts(size) for _ in range(size)))
+    return Sizes(rows=counts(size))
+
+
+def inputs(problem, sizes, call=0, fill=None):
+    """The inputs of every rank, by name, in storage dtype. `fill(random, shape, dtype)` draws the numbers."""
+    fill, given = fill or drawn, []
+    for rank in range(problem.size):
+        extents = sizes.extents(rank, 1)
+        buffers = [b for b in problem.workspace(rank, 1).program(()).buffers if b.role == "input"]
+        seeds = {b.name: [call, rank, zlib.crc32(b.name.encode())] for b in buffers}
+        given.append(
+            {b.name: fill(np.random.default_rng(seeds[b.name]), b.shape(extents), b.dtype) for b in buffers}
+        )
+    return given
+
+
+def drawn(random, shape, dtype):
+    """Numbers of this dtype that are not met twice (as far as the dtype has so many)."""
+    if dtype in ("float16", "bfloat16"):
+        return whole(random, shape, dtype)
+    kind = np.dtype(dtype)
+    if kind.kind == "b":
+        return random.integers(0, 2, shape).astype(bool)
+    if kind.kind in "iu":
+        return random.integers(np.iinfo(kind).min, np.iinfo(kind).max, shape, kind, endpoint=True)
+    if kind.kind == "c":
+        return (random.standard_normal(shape) + 1j * random.standard_normal(shape)).astype(kind)
+    return random.standard_normal(shape).astype(kind)
+
+
+def whole(random, shape, dtype="float64"):
+    """Whole numbers: their sums and products are exact in the accumulator, so no order of sums can hide anything."""
+    if dtype == "float64":
+        return random.integers(1, 1 << 20, shape).astype(float)
+    return rounded(random.integers(-120, 121, shape).astype(float), dtype)
+
+
+def wide(array, dtype):
+    """What is stored, exactly, in float64 (or as it is, where it is no float)."""
+    if dtype == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64) if dtype in ("float16", "float32") else array
+
+
+def rounded(array, dtype):
+    """float64 in the storage of `dtype`, rounded once, to the nearest even."""
+    if dtype != "bfloat16":
+        return array.astype(dtype)
+    mantissa, exponent = np.frexp(array)
+    nearest = np.ldexp(np.rint(np.ldexp(mantissa, 8)), exponent - 8)  # 8 bits of mantissa
+    return (nearest.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def widened(given, dtype):
+    """`inputs` of a float dtype, in float64: what a reference starts from."""
+    return [{name: wide(array, dtype) for name, array in arrays.items()} for arrays in given]
