@@ -28,7 +28,6 @@ from fompi.errors import (
 from fompi.layout import Partial, Replicate, Shard, Spec
 from fompi.machine import Machine
 from fompi.ops import (
-    OPERATIONS,
     Pending,
     all_gather,
     all_gather_matmul,
@@ -58,13 +57,56 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WITH_MPI = {"Communicator": "communicator", "Mesh": "communicator", "Executor": "executor", "bind": "executor"}
+_WITH_MPI = {
+    "Communicator": "communicator",
+    "Mesh": "communicator",
+    "Executor": "executor",
+    "bind": "executor",
+}
 
 __all__ = [
-    *OPERATIONS, *_WITH_MPI, "DtypeError", "FompiError", "LaunchError", "LayoutError", "Machine", "MismatchError",
-    "Partial", "PeerError", "Pending", "Plan", "PlanError", "Replicate", "Shard", "ShapeError", "Spec", "StateError",
-    "TensorError", "Trace", "WaitTimeout", "plan", "simulate", "verify",
-]  # fmt: skip
+    "Communicator",
+    "DtypeError",
+    "Executor",
+    "FompiError",
+    "LaunchError",
+    "LayoutError",
+    "Machine",
+    "Mesh",
+    "MismatchError",
+    "Partial",
+    "PeerError",
+    "Pending",
+    "Plan",
+    "PlanError",
+    "Replicate",
+    "ShapeError",
+    "Shard",
+    "Spec",
+    "StateError",
+    "TensorError",
+    "Trace",
+    "WaitTimeout",
+    "all_gather",
+    "all_gather_matmul",
+    "all_gather_matmul_many",
+    "all_gather_matmul_weight_gradient",
+    "all_gather_weight_gradient",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_matmul",
+    "all_to_all_matmul_weight_gradient",
+    "all_to_all_weight_gradient",
+    "bind",
+    "broadcast",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "matmul_reduce_scatter",
+    "plan",
+    "reduce_scatter",
+    "simulate",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

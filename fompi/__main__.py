@@ -20,7 +20,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fompi", description="A runtime on MPI that overlaps.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", add_help=False, help="versions, MPI, launcher, ranks and hosts")
-    for name, what in (("plan", "the grid of ranks of a plan"), ("simulate", "the predicted trace of a plan")):
+    for name, what in (
+        ("plan", "the grid of ranks of a plan"),
+        ("simulate", "the predicted trace of a plan"),
+    ):
         _plan_arguments(commands.add_parser(name, help=what, epilog=EXAMPLE), name)
     bench = commands.add_parser("bench", help="benchmarks, for mpirun")
     bench.add_argument("suite", choices=["overhead"])

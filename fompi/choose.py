@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fompi import layout
 from fompi.errors import PlanError
 from fompi.layout import Sizes
@@ -21,17 +23,22 @@ def choose(problem: Problem, rows: int | None) -> tuple[str, int]:
 
     Messages go straight to who wants them: no chain of ranks to wait for, and the same bytes as a ring.
     """
-    if problem.moves == "all_reduce" and rows is not None and problem.size > 1:
-        if layout.nbytes((rows, *problem.sent_row), problem.accumulator) <= SMALL_NBYTES:
-            return "exchange", 1
-    if rows is None or problem.size == 1 or not (problem.weights or problem.gradients):
+    if rows is None or problem.size == 1:
         return "direct", 1
-    shard = layout.nbytes((rows, *problem.sent_row), problem.dtype) // problem.size
-    return "direct", 2 if shard >= LARGE_NBYTES else 1
+    nbytes = layout.nbytes((rows, *problem.sent_row), problem.dtype)
+    if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES:
+        return "exchange", 1
+    computes = bool(problem.weights or problem.gradients)
+    return "direct", 2 if computes and nbytes // problem.size >= LARGE_NBYTES else 1
 
 
 def plan_for(
-    problem: Problem, sizes: Sizes, schedule: str = "auto", slices: int | None = None, window: int | None = None
+    problem: Problem,
+    sizes: Sizes,
+    schedule: str = "auto",
+    slices: int | None = None,
+    window: int | None = None,
+    at: Callable[[int], Problem] | None = None,
 ) -> Plan:
     """The Plan of `problem` for these sizes, by `schedule` ("auto": the one that `choose` takes)."""
     if schedule == "auto":
@@ -40,4 +47,4 @@ def plan_for(
         name, cut = schedule, 1
     else:
         raise PlanError(f"no schedule {schedule!r} for {problem.operation}; take auto, {', '.join(available(problem))}")
-    return write(problem, name, cut if slices is None else slices, sizes, window)
+    return write(problem, name, cut if slices is None else slices, sizes, window, at)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -13,6 +14,7 @@ from fompi.arena import Arena
 from fompi.engine import Channel, Engine, slots
 from fompi.errors import LaunchError, LayoutError, StateError
 from fompi.link import Link, attach, attached, attached_to_process, mpi_communicator, request_testsome
+from fompi.trace import Trace
 
 ARENA_NBYTES = 1 << 30
 DEFAULT_TIMEOUT = 300.0
@@ -49,6 +51,7 @@ class Communicator:
         self.channel = Channel(self.link, self.engine, name)
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled
         self.natives: deque[Any] = deque()  # runs that take turns at the library's collectives
+        self.recording: list[Any] | None = None
         self.closed = False
         self._slots = slots(self.link)
         self._calls = self._bound = 0
@@ -66,6 +69,15 @@ class Communicator:
             known = Communicator(origin, "world" if comm is None else origin.Get_name() or "comm")
             attach(origin, known)
         return known
+
+    @contextmanager
+    def record(self) -> Iterator[list[Trace]]:
+        """The traces, on this rank, of all operations that finish on this communicator within the `with`."""
+        before, self.recording = self.recording, []
+        try:
+            yield self.recording
+        finally:
+            self.recording = before
 
     def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
         """The ranks with our color, in the order of their keys. Collective."""

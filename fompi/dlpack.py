@@ -156,9 +156,7 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
     if dtype is None:
         raise _unknown_dtype(name, x.dtype)
     if x.requires_grad:
-        raise TensorError(
-            f"{name} requires grad, and raw memory carries none: pass {name}.detach() to do without it"
-        )
+        raise TensorError(f"{name} requires grad, and raw memory carries none: pass {name}.detach() to do without it")
     if sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None:
         raise TensorError(f"{name} carries a forward-mode tangent, which raw memory does not")
     try:

@@ -39,7 +39,7 @@ class Call:
     comm: Any
     schedule: str
     slices: int | None
-    extents: Extents | None = None
+    _extents: Extents | None = None
 
     def __post_init__(self) -> None:
         if self.operation.name not in _DUALS:
@@ -51,7 +51,7 @@ class Call:
         arguments = self.arguments.with_tensors(tensors)
         pending: Pending = self.operation.begin(arguments, self.comm, self.schedule, self.slices)
         result = pending.wait()
-        self.extents = pending.extents
+        self._extents = pending.extents
         return result
 
     def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
@@ -60,6 +60,12 @@ class Call:
         if all(g is None for g in grads):
             return [None] * len(tensors)
         return _DUALS[self.operation.name](self, arguments, grads, needs)
+
+    @property
+    def extents(self) -> Extents:
+        """How many rows the ranks had in the forward."""
+        assert self._extents is not None, "forward comes first"
+        return self._extents
 
     def run(self, operation: Operation, *tensors: Any, **options: Any) -> Any:
         if operation.name not in ("all_reduce", "broadcast"):
@@ -108,7 +114,8 @@ def _all_gather_matmul_many(call: Call, a: Arguments, grads: Sequence[Any], need
     """x_full is a result, but not kept for the backward: the rows are gathered again, as for one weight."""
     rows, (dfull, *dys) = call.extents.rows, grads
     dx = None if dfull is None else call.run(ops.reduce_scatter, dfull, counts=rows)
-    dws, dbs = [], []
+    dws: list[Any] = []
+    dbs: list[Any] = []
     for i, (w, dy) in enumerate(zip(a.weights, dys, strict=True)):
         if dy is None:
             dws.append(None)

@@ -75,6 +75,15 @@ class Engine:
         self._requests.append(request)
         self._owners.append((task, key))
 
+    def withdraw(self, request: Any) -> None:
+        """Cancel a receive that nothing will come to."""
+        for i, posted in enumerate(self._requests):
+            if posted is request:
+                del self._requests[i], self._owners[i]
+                request.Cancel()
+                request.Wait()
+                return
+
     def kernels_ready(self, task: Task) -> None:
         if task not in self._ready:
             self._ready.append(task)
@@ -145,7 +154,10 @@ class Engine:
         if channel.left and silent > 0.2:
             awaited = task.waits_for()
             if awaited and awaited[0] in channel.left:
-                error = PeerError(f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[awaited[0]]}", awaited[0])
+                error = PeerError(
+                    f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[awaited[0]]}",
+                    awaited[0],
+                )
                 channel.fail(task, error)
                 return
         if silent > self.timeout and not channel.asking:
@@ -228,7 +240,10 @@ class Channel(Task):
             return -1, "works in fompi"
         if channel is self:
             return awaited[0], awaited[1]
-        return -1, f"waits in {channel.name} for {awaited[1]} (world rank {channel.link.world_ranks[awaited[0]]})"
+        return (
+            -1,
+            f"waits in {channel.name} for {awaited[1]} (world rank {channel.link.world_ranks[awaited[0]]})",
+        )
 
     def fail(self, task: Task, error: FompiError) -> None:
         """End `task` with `error` here and on all other ranks: it cannot go on."""
@@ -250,7 +265,8 @@ class Channel(Task):
             end = perf_counter() + ANSWER_SECONDS
             expected = self.link.size - 1 - len(self.left)
             while perf_counter() < end and len(self._answers) < expected:
-                self.engine.progress() or sleep(1e-3)
+                if not self.engine.progress():
+                    sleep(1e-3)
             return f"after {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(self._chain(*awaited))
         finally:
             self.asking = False
@@ -273,7 +289,8 @@ class Channel(Task):
             peer = awaited
 
     def close(self) -> None:
-        if self in self.engine.channels:
-            self.engine.channels.remove(self)
-            if self._request is not None:
-                self._request.Cancel()
+        """Stop listening."""
+        with self.engine.lock:
+            if self in self.engine.channels:
+                self.engine.channels.remove(self)
+                self.engine.withdraw(self._request)

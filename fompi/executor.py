@@ -23,7 +23,7 @@ from fompi.dlpack import Tensor
 from fompi.engine import FAILED, MESSAGE_BITS, Task
 from fompi.errors import DtypeError, FompiError, PlanError, ShapeError, StateError, TensorError
 from fompi.layout import Extents, Sizes
-from fompi.plan import Collective, Compute, Plan, Program, Recv, Send, constraints, lane, messages, release
+from fompi.plan import Collective, Compute, Plan, Recv, Send, constraints, lane, messages, release
 from fompi.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
@@ -89,7 +89,7 @@ class Compiled:
         flat: dict[str, Array] = {}
         actions: list[Any] = []
         for kind, op in zip(self.kinds, self.ops, strict=True):
-            if kind == SEND or kind == RECV:
+            if kind in (SEND, RECV):
                 chunk = op.chunk  # type: ignore[union-attr]
                 name = chunk.buffer
                 if name not in flat:
@@ -103,14 +103,21 @@ class Compiled:
             writes = [self._view(arrays, starts, c) for c in op.writes]
             if kind == NATIVE:
                 assert isinstance(op, Collective) and native is not None
-                blocks = [self._view(arrays, starts, c._replace(start=b, stop=b + 1)) for c in op.reads for b in range(c.start, c.stop)]
+                blocks = [
+                    self._view(arrays, starts, c._replace(start=b, stop=b + 1))
+                    for c in op.reads
+                    for b in range(c.start, c.stop)
+                ]
                 root = self.plan.problem.root
                 actions.append(native(op.name, reads, writes, root, [len(b) for b in blocks]))
             elif kernels and op.kernel in kernels:  # type: ignore[union-attr]
                 actions.append(_call(kernels[op.kernel], reads, writes))  # type: ignore[union-attr]
             else:
                 assert isinstance(op, Compute)
-                dtypes = [buffers[c.buffer].dtype for c in op.reads], [buffers[c.buffer].dtype for c in op.writes]
+                dtypes = (
+                    [buffers[c.buffer].dtype for c in op.reads],
+                    [buffers[c.buffer].dtype for c in op.writes],
+                )
                 actions.append(backend.bind(op.kernel, reads, writes, *dtypes))
         return actions
 
@@ -381,18 +388,30 @@ class Executor:
     def _resize(self, counts: Any) -> None:
         pairs = bool(self.plan.sizes.pairs)
         try:
-            sizes = Sizes(pairs=tuple(tuple(map(int, row)) for row in counts)) if pairs else Sizes(rows=tuple(map(int, counts)))
+            sizes = (
+                Sizes(pairs=tuple(tuple(map(int, row)) for row in counts))
+                if pairs
+                else Sizes(rows=tuple(map(int, counts)))
+            )
         except TypeError as error:
-            raise ShapeError(f"counts are {'rows[source][dest]' if pairs else 'the rows of every rank'}: {error}") from None
+            raise ShapeError(
+                f"counts are {'rows[source][dest]' if pairs else 'the rows of every rank'}: {error}"
+            ) from None
         listed = sizes.pairs if pairs else (sizes.rows,)
-        if (pairs and len(listed) != self.comm.size) or any(len(row) != self.comm.size or min(row) < 0 for row in listed):
-            raise ShapeError(f"counts need a number >= 0 for each of {self.comm.size} ranks{' twice over' if pairs else ''}")
+        if (pairs and len(listed) != self.comm.size) or any(
+            len(row) != self.comm.size or min(row) < 0 for row in listed
+        ):
+            raise ShapeError(
+                f"counts need a number >= 0 for each of {self.comm.size} ranks{' twice over' if pairs else ''}"
+            )
         if sizes == self._sizes:
             return
         extents = sizes.extents(self.comm.rank, self.plan.parts)
         for name, buffer in self.compiled.buffers.items():
             if buffer.axis != "whole" and buffer.shape(extents)[0] > len(self._arrays[name]):
-                raise ShapeError(f"{name} has room for {len(self._arrays[name])} rows, not for {buffer.shape(extents)[0]}")
+                raise ShapeError(
+                    f"{name} has room for {len(self._arrays[name])} rows, not for {buffer.shape(extents)[0]}"
+                )
         self._use(sizes)
 
     # -- one call

@@ -60,16 +60,16 @@ class Link:
             given, result = reads[0].reshape(-1), writes[0].reshape(-1)
             if name == "all_reduce":
                 return lambda: self.comm.Iallreduce(given, result)
-            counts = [n * (given.size // max(1, sum(rows))) for n in rows]
-            return lambda: self.comm.Ireduce_scatter(given, result, counts)
+            each = [n * (given.size // max(1, sum(rows))) for n in rows]
+            return lambda: self.comm.Ireduce_scatter(given, result, each)
         if name == "broadcast":
-            rows = _bytes((reads or writes)[0])
-            return lambda: self.comm.Ibcast(rows, root)
+            everything = _bytes((reads or writes)[0])
+            return lambda: self.comm.Ibcast(everything, root)
         if name == "all_gather":
-            mine, into = _bytes(reads[0]), _placed(writes)
-            return lambda: self.comm.Iallgatherv(mine, into)
-        out, into = _placed(reads), _placed(writes)
-        return lambda: self.comm.Ialltoallv(out, into)
+            mine, gathered = _bytes(reads[0]), _placed(writes)
+            return lambda: self.comm.Iallgatherv(mine, gathered)
+        dealt, arrived = _placed(reads), _placed(writes)
+        return lambda: self.comm.Ialltoallv(dealt, arrived)
 
     def close(self) -> None:
         self.comm.Free()

@@ -49,12 +49,13 @@ class Machine:
         if not isinstance(data, dict):
             raise LayoutError(f"{path}: a machine is an object with the fields {_FIELDS}")
         for field in fields(Machine):
-            value = data.get(field.name, field.default)
-            text = field.name in ("name", "source")
+            value, text = data.get(field.name, field.default), field.name in ("name", "source")
             if not isinstance(value, str if text else (int, float)) or isinstance(value, bool):
                 raise LayoutError(f"{path}: {field.name} must be {'a text' if text else 'a number'}, not {value!r}")
-            if not text and not 0 <= value < float("inf") or field.name.endswith(("rate", "width")) and value == 0:
-                raise LayoutError(f"{path}: {field.name}={value!r} is out of range")
+            if isinstance(value, (int, float)):
+                least = 1e-300 if field.name.endswith(("rate", "width")) else 0  # a divisor
+                if not least <= value < float("inf"):
+                    raise LayoutError(f"{path}: {field.name}={value!r} is out of range")
         if unknown := set(data) - {f.name for f in fields(Machine)}:
             raise LayoutError(f"{path}: unknown field {sorted(unknown)[0]!r}; a machine has {_FIELDS}")
         return Machine(**data)
@@ -67,6 +68,14 @@ PRESETS = {
     for m in (
         Machine("gigabit", 50e-6, 118e6, 5e10, 1e10, 2e-6, "TCP over 1 Gbit/s Ethernet, one core a rank"),
         Machine("laptop", 2e-6, 4e9, 5e10, 1e10, 2e-6, "shared memory, one core a rank"),
-        Machine("h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6, "H100 SXM data sheet: 450 GB/s each way, 990 TFLOP/s"),
+        Machine(
+            "h100-nvlink",
+            3e-6,
+            400e9,
+            6e14,
+            3e12,
+            4e-6,
+            "H100 SXM data sheet: 450 GB/s each way, 990 TFLOP/s",
+        ),
     )
 }

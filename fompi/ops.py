@@ -145,7 +145,10 @@ def _localise(operation: str, arguments: Arguments, size: int) -> Local:
     operands = [dlpack.borrow(h, "operand") for h in arguments.operands]
     out = None if arguments.out is None else dlpack.borrow(arguments.out, "out")
     flat = problems.MEANING[operation].moves in ("all_reduce", "broadcast") and not weights
-    shape, dim = x.array.shape, 0 if flat else _dimension(operation, arguments.dim, x.array, bool(weights or operands))
+    shape, dim = (
+        x.array.shape,
+        0 if flat else _dimension(operation, arguments.dim, x.array, bool(weights or operands)),
+    )
     packing = None
     if flat:
         if not x.array.flags.c_contiguous:
@@ -211,13 +214,20 @@ def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[i
         raise LayoutError(f"{problem.operation}: counts={counts!r}: {error}") from None
     if len(rows) != problem.size or min(rows) < 0 or sum(rows) != total:
         raise LayoutError(
-            f"{problem.operation}: counts={list(rows)} must be {problem.size} numbers >= 0 that add up to {total}, the rows of x"
+            f"{problem.operation}: counts={list(rows)} must be {problem.size} numbers >= 0 that add up to {total}, "
+            "the rows of x"
         )
     return rows
 
 
 def _check_out(
-    problem: Problem, x: Tensor, out: Tensor, shape: tuple[int, ...], dim: int, rows: tuple[int, ...], expects: int
+    problem: Problem,
+    x: Tensor,
+    out: Tensor,
+    shape: tuple[int, ...],
+    dim: int,
+    rows: tuple[int, ...],
+    expects: int,
 ) -> int:
     """Raise unless `out` can be written; the number of rows that it stands for, if others must agree to it."""
     if out.readonly:
@@ -283,26 +293,34 @@ class Pending:
                 self._agreement = None
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
-            text = "" if local is None else self._signature(local)
+            text = "" if local is None else self._common(local)
             size = comm.size
             moving = local is not None and local.problem.moves in ("all_gather", "all_to_all")
             rows = local.rows if moving else (0,) * size  # type: ignore[union-attr]
             expects = local.expects if moving and local.problem.moves == "all_gather" else -1  # type: ignore[union-attr]
-            known = comm.plans.get(text)
-            if known is None and text:
-                known = comm.plans[text] = digest(text)
-            self._agreement = Agreement(comm, self._stamp, known or 0, lambda: text or name, rows, expects, refusal)
+            number = comm.plans.get(text)
+            if number is None:
+                number = comm.plans[text] = digest(text)
+            self._agreement = Agreement(comm, self._stamp, number, self._signature, rows, expects, refusal)
             self._agreement.then = self._agreed
             self._agreement.start()
         if refusal is not None:
             engine.wait(self._agreement, comm.channel)
             raise refusal
 
-    def _signature(self, local: Local) -> str:
-        """What all ranks must have in common, in words."""
+    def _common(self, local: Local) -> str:
+        """What all ranks must agree on."""
+        rows = "" if local.problem.moves in ("all_gather", "all_to_all") else local.rows
+        return f"{local.problem.common} {rows} {self._schedule} {self._slices}"
+
+    def _signature(self) -> str:
+        """The call in words."""
+        local = self._local
+        if local is None:
+            return self._name
         moves = local.problem.moves
-        rows = "" if moves in ("all_gather", "all_to_all") else f", rows {list(local.rows)}"
-        how = "" if (self._schedule, self._slices) == ("auto", None) else f", {self._schedule} {self._slices}"
+        rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
+        how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, {self._slices} slices"
         return f"{local.problem}{rows}{how}"
 
     def _agreed(self, agreement: Any) -> None:
@@ -329,8 +347,13 @@ class Pending:
             extents = sizes.extents(comm.rank, parts)
         self.extents = extents
         arrays, late = self._memory(compiled, extents)
-        self._run = run = Run(compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})")
+        self._run = run = Run(
+            compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})"
+        )
         run.shares_natives = True
+        if comm.recording is not None:
+            traces = comm.recording
+            run.then = lambda: traces.append(self.trace)
         run.error = late
         if late is not None:
             run.tell(late)
@@ -529,9 +552,7 @@ def all_gather_matmul_weight_gradient(d: Any, w: Any, h: Any, *, dim: int = 0) -
     The backward of `matmul_reduce_scatter` with one gather: d (rows of this rank, ..., n), w (n, k), h (all rows, ...,
     k); the gradients (all rows, ..., k) of its x and (k, n) of its w.
     """
-    return Arguments(
-        d, [w], operands=[h], dim=dim, flipped=True, result=lambda outputs: (outputs["y"], outputs["g"])
-    )
+    return Arguments(d, [w], operands=[h], dim=dim, flipped=True, result=lambda outputs: (outputs["y"], outputs["g"]))
 
 
 @Operation
@@ -585,9 +606,7 @@ def all_to_all_weight_gradient(
 
     The gradient of the weight of `all_to_all_matmul`; h has the rows that arrive here.
     """
-    return Arguments(
-        x, operands=[h], dim=dim, counts=counts, out=out, result=lambda outputs: outputs["g"]
-    )
+    return Arguments(x, operands=[h], dim=dim, counts=counts, out=out, result=lambda outputs: outputs["g"])
 
 
 @Operation
@@ -629,5 +648,5 @@ def plan(
     """
     name = operation.name if isinstance(operation, Operation) else operation
     options.setdefault("keep", name in ("all_gather_matmul_many", "all_to_all_matmul_weight_gradient"))
-    made, sizes = problems.from_specs(name, specs, ranks, **options)
-    return plan_for(made, sizes, schedule, slices, window)
+    at, sizes = problems.from_specs(name, specs, ranks, **options)
+    return plan_for(at(0), sizes, schedule, slices, window, at)

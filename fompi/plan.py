@@ -272,7 +272,12 @@ class Plan:
         programs = [
             {"buffers": [asdict(b) for b in p.buffers], "ops": [str(op) for op in p.ops]} for p in self.programs
         ]
-        head = {"schedule": self.schedule, "parts": self.parts, "window": self.window, "sizes": asdict(self.sizes)}
+        head = {
+            "schedule": self.schedule,
+            "parts": self.parts,
+            "window": self.window,
+            "sizes": asdict(self.sizes),
+        }
         return json.dumps({"problem": asdict(self.problem), **head, "programs": programs}, indent=1)
 
 

@@ -10,8 +10,9 @@ Two families cover them all:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -126,10 +127,23 @@ class Problem:
         if self.keep or not (self.weights or self.gradients):
             work.add(self.kept, "output", there, self.row, self.dtype)
         for i in range(len(self.weights)):
-            work.add(self.name("y", i), "output", there if gathers else self.axes[1], self.product_row(i), self.dtype)
+            work.add(
+                self.name("y", i),
+                "output",
+                there if gathers else self.axes[1],
+                self.product_row(i),
+                self.dtype,
+            )
         for i in range(len(self.gradients)):
             work.add(self.name("g", i), "output", "whole", self.gradient_shape(i), self.dtype)
         return work
+
+    @property
+    def common(self) -> str:
+        """What all ranks must have in common: what travels, not what is done with it."""
+        if not self.multiplies_first:
+            return f"{self.operation} {self.dtype} {self.row} {self.root}"
+        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias}"
 
     def __str__(self) -> str:
         parts = [f"{self.dtype}[:, {', '.join(map(str, self.row))}]" if self.row else f"{self.dtype}[:]"]
@@ -221,9 +235,7 @@ def problem(
         if len(h.shape) != len(x.shape) or h.shape[1:-1] != x.shape[1:-1]:
             raise ShapeError(f"{operation}: x {x.shape} and {h.shape} differ in more than rows and columns")
         gradients.append(Gradient(h.shape[1:], flipped))
-    return Problem(
-        operation, size, x.dtype, tuple(x.shape[1:]), tuple(listed), tuple(gradients), keep, root, packed
-    )
+    return Problem(operation, size, x.dtype, tuple(x.shape[1:]), tuple(listed), tuple(gradients), keep, root, packed)
 
 
 def layouts(operation: str, count: int) -> list[layout.Layout]:
@@ -239,37 +251,43 @@ def layouts(operation: str, count: int) -> list[layout.Layout]:
     return [wanted for wanted in listed if wanted is not None]
 
 
-def from_specs(operation: str, specs: Sequence[Spec], ranks: int, **options: Any) -> tuple[Problem, Sizes]:
-    """The Problem, and the even Sizes, of global tensors: x, the weights, the operand of a gradient."""
+def from_specs(
+    operation: str, specs: Sequence[Spec], ranks: int, **options: Any
+) -> tuple[Callable[[int], Problem], Sizes]:
+    """What each rank's Problem is, and the Sizes, of global tensors: x, the weights, the operand of a gradient.
+
+    Rows and columns are spread as evenly as can be, so the problems of the ranks may differ in columns that stay.
+    """
     expected = layouts(operation, len(specs))
     if not isinstance(ranks, int) or ranks < 1:
         raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank")
     for spec, wanted in zip(specs, expected, strict=True):
         if spec.layout != wanted:
             raise LayoutError(f"{operation} takes tensors with the layouts {expected}, not {spec}")
-    forms = [_local(operation, spec, ranks) for spec in specs]
     has_operand = MEANING[operation].operand is not None
-    weights, operands = (forms[1:-1], forms[-1:]) if has_operand else (forms[1:], [])
-    if operands:
-        options.setdefault("flipped", bool(weights))
-    made = problem(operation, ranks, forms[0], weights, (), operands, **options)
-    x = specs[0]
-    rows = split(prod(x.shape) if made.flat else x.shape[0], ranks)
-    if made.moves == "all_to_all":
-        return made, Sizes(pairs=tuple(split(n, ranks) for n in rows))
-    return made, Sizes(rows=rows)
+    if has_operand:
+        options.setdefault("flipped", MEANING[operation].weight is not None)
+
+    @cache
+    def at(rank: int) -> Problem:
+        x, *others = [_local(operation, spec, rank, ranks) for spec in specs]
+        weights, operands = (others[:-1], others[-1:]) if has_operand else (others, [])
+        return problem(operation, ranks, x, weights, (), operands, **options)
+
+    first, x = at(0), specs[0]
+    rows = split(prod(x.shape) if first.flat else x.shape[0], ranks)
+    if first.moves == "all_to_all":
+        return at, Sizes(pairs=tuple(split(n, ranks) for n in rows))
+    return at, Sizes(rows=rows)
 
 
-def _local(operation: str, spec: Spec, ranks: int) -> Form:
-    """One rank's piece of a global tensor, but for its rows when it is sharded by rows: they may be uneven."""
+def _local(operation: str, spec: Spec, rank: int, ranks: int) -> Form:
+    """One rank's piece of a global tensor."""
     shape = list(spec.shape)
     if isinstance(spec.layout, Shard):
-        dim = spec.layout.dim
-        if dim >= len(shape):
-            raise ShapeError(f"{operation}: {spec} has no dimension {dim}")
-        if dim and shape[dim] % ranks:
-            raise LayoutError(f"{operation}: {shape[dim]} columns of {spec} do not divide among {ranks} ranks")
-        shape[dim] //= ranks
+        if spec.layout.dim >= len(shape):
+            raise ShapeError(f"{operation}: {spec} has no dimension {spec.layout.dim}")
+        shape[spec.layout.dim] = split(shape[spec.layout.dim], ranks)[rank]
     return Form(tuple(shape), spec.dtype)
 
 

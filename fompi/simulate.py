@@ -17,7 +17,20 @@ from fompi import kernels, layout
 from fompi.errors import PlanError
 from fompi.layout import Sizes
 from fompi.machine import Machine
-from fompi.plan import Chunk, Collective, Compute, Frontier, Op, Plan, Program, Recv, Send, constraints, lane, messages
+from fompi.plan import (
+    Chunk,
+    Collective,
+    Compute,
+    Frontier,
+    Op,
+    Plan,
+    Program,
+    Recv,
+    Send,
+    constraints,
+    lane,
+    messages,
+)
 from fompi.trace import Event, Trace
 
 
@@ -71,7 +84,9 @@ class _Walk:
         for rank, program in enumerate(self.programs):
             for i, op in enumerate(program.ops):
                 if (rank, i) not in self.start or self.start[rank, i] >= 0:
-                    raise PlanError(f"rank {rank} never completes op {i}, {op}", rank, i, str((*op.reads, *op.writes)[0]))
+                    raise PlanError(
+                        f"rank {rank} never completes op {i}, {op}", rank, i, str((*op.reads, *op.writes)[0])
+                    )
         return self.events
 
     def at(self, time: float, action: Callable[[], None]) -> None:
@@ -148,7 +163,10 @@ class _Walk:
             return
         calls = sorted(self.collective.pop(k))
         peers = max(1, self.plan.size - 1)
-        most = max(sum(self.nbytes(r, c) for c in (*o.reads, *o.writes)) for r, o in ((r, self.programs[r].ops[j]) for r, j in calls))
+        most = max(
+            sum(self.nbytes(r, c) for c in (*o.reads, *o.writes))
+            for r, o in ((r, self.programs[r].ops[j]) for r, j in calls)
+        )
         start = max(self.now, self.port_free["collective", 0])
         end = start + (self.machine.latency * peers + most / self.machine.bandwidth) * self.jitter()
         self.port_free["collective", 0] = end

@@ -156,7 +156,11 @@ class Trace:
             for lane, track in lanes.items():
                 args = {"name": lane}
                 listed.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": args})
-        return {"traceEvents": listed, "displayTimeUnit": "ms", "otherData": {"title": self.title, "kind": self.kind}}
+        return {
+            "traceEvents": listed,
+            "displayTimeUnit": "ms",
+            "otherData": {"title": self.title, "kind": self.kind},
+        }
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.chrome()))

@@ -254,9 +254,7 @@ class _Walk:
 
     def _collective(self, calls: list[Partner]) -> None:
         ops = [self.plan.programs[rank].ops[i] for rank, i in calls]
-        read = [
-            [self._read(rank, i, chunk) for chunk in op.reads] for (rank, i), op in zip(calls, ops, strict=True)
-        ]
+        read = [[self._read(rank, i, chunk) for chunk in op.reads] for (rank, i), op in zip(calls, ops, strict=True)]
         name, size = ops[0].name, len(ops)  # type: ignore[union-attr]
         for rank, op in enumerate(ops):
             if name == "all_gather":
@@ -308,7 +306,10 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
         if got is None:
             last = len(program.ops) - 1
             raise PlanError(
-                f"rank {program.rank}, after its last op, {last}: {chunk} is never written", program.rank, last, str(chunk)
+                f"rank {program.rank}, after its last op, {last}: {chunk} is never written",
+                program.rank,
+                last,
+                str(chunk),
             )
         lacks, extra = _difference(wanted, got), _difference(got, wanted)
         why = "; ".join([f"lacks {t}" for t in lacks[:2]] + [f"holds {t} too often" for t in extra[:2]])

@@ -163,9 +163,7 @@ def worst(*outcomes: str) -> str:
     return min(outcomes, key=(FAILED, PASSED, SKIPPED).index)
 
 
-def gather_output(
-    leg: Leg, logs: Path, finished: job.Finished, reports: dict[int, dict[str, str] | None]
-) -> str:
+def gather_output(leg: Leg, logs: Path, finished: job.Finished, reports: dict[int, dict[str, str] | None]) -> str:
     """Rank 0 speaks for all, unless another rank did not come to its report or knows of other failures."""
     if not leg.ranks:
         return NOISE.sub("", finished.output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def narrow(a: Array, dtype: str) -> Array:
 
 def rows(a: Array) -> Array:
     """All dimensions but the last in one."""
-    return a.reshape(-1, a.shape[-1]) if a.ndim != 2 and a.size else a
+    return a if a.ndim == 2 else a.reshape(prod(a.shape[:-1]), a.shape[-1])
 
 
 class Numpy:
@@ -89,9 +90,7 @@ def _half(
 ) -> None:
     """`work` in float32 on widened operands; a result of half type is rounded at the end."""
     wide = [widen(a, d) for a, d in zip(reads, read_dtypes, strict=True)]
-    results = [
-        np.empty(a.shape, np.float32) if d in HALF else a for a, d in zip(writes, write_dtypes, strict=True)
-    ]
+    results = [np.empty(a.shape, np.float32) if d in HALF else a for a, d in zip(writes, write_dtypes, strict=True)]
     work(find(kernel).rows(wide), wide[len(wide) - KERNELS[kernel].whole :], results)
     for a, result, dtype in zip(writes, results, write_dtypes, strict=True):
         if result is not a:

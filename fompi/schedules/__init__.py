@@ -53,17 +53,30 @@ def parts_of(schedule: str, slices: int) -> int:
     return {"unfused": 1, "bidirectional": 2 * slices}.get(schedule, slices)
 
 
-def write(problem: Problem, schedule: str, slices: int = 1, sizes: Sizes | None = None, window: int | None = None) -> Plan:
-    """The Plan of `problem` by `schedule`, its shards cut into `slices`. Raises PlanError for what cannot be."""
+def write(
+    problem: Problem,
+    schedule: str,
+    slices: int = 1,
+    sizes: Sizes | None = None,
+    window: int | None = None,
+    at: Callable[[int], Problem] | None = None,
+) -> Plan:
+    """The Plan of `problem` by `schedule`, its shards cut into `slices`. Raises PlanError for what cannot be.
+
+    `at(rank)` is the problem of each rank where they differ in columns that do not travel (None: they do not differ).
+    """
     if schedule not in available(problem):
-        raise PlanError(f"{problem.operation} has no schedule {schedule!r}; take one of {', '.join(available(problem))}")
+        raise PlanError(
+            f"{problem.operation} has no schedule {schedule!r}; take one of {', '.join(available(problem))}"
+        )
     if slices < 1 or (window is not None and window < 1):
         raise PlanError(f"slices={slices}, window={window}: both need to be at least 1")
     parts = parts_of(schedule, slices)
 
     def program(rank: int) -> Program:
-        work = problem.workspace(rank, parts)
-        return work.program(SCHEDULES[schedule](problem, work))
+        mine = problem if at is None else at(rank)
+        work = mine.workspace(rank, parts)
+        return work.program(SCHEDULES[schedule](mine, work))
 
     size = problem.size
     nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)

@@ -152,9 +152,7 @@ def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
     yield from local.begin()
     rank, size, y, dtype = work.rank, work.size, work["y"], local.wire
     mine = local.partial(dtype)[:] if local.made else local.x[:]
-    inboxes = {
-        (rank - d) % size: work.scratch(f"inbox{d}", "rows", problem.sent_row, dtype)[:] for d in range(1, size)
-    }
+    inboxes = {(rank - d) % size: work.scratch(f"inbox{d}", "rows", problem.sent_row, dtype)[:] for d in range(1, size)}
     for source, inbox in inboxes.items():
         yield Recv(source, inbox)
     for d in range(1, size):

@@ -59,7 +59,10 @@ def _reduce(local: Scatter) -> Iterator[Op]:
         run = slice(part * size, (part + 1) * size)
         if problem.moves == "all_reduce":  # any runs of rows will do
             blocks = range(run.start, run.stop)
-            target, slices = local.work["y"][run], local.partial(problem.dtype) if problem.multiplies_first else local.x
+            target, slices = (
+                local.work["y"][run],
+                local.partial(problem.dtype) if problem.multiplies_first else local.x,
+            )
         else:
             blocks = range(part, size * local.parts, local.parts)
             target, slices = local.target(part), local.x

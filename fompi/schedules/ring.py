@@ -69,7 +69,11 @@ def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
                 if inbox is None:
                     yield from local.into(local.target(part), owner, part)
                     continue
-                ahead, behind, arriving = (rank + sign) % size, (rank - sign) % size, inbox[owner * local.parts + part]
+                ahead, behind, arriving = (
+                    (rank + sign) % size,
+                    (rank - sign) % size,
+                    inbox[owner * local.parts + part],
+                )
                 if step:
                     yield Recv(behind, arriving)
                 term = yield from local.term(owner, part, dtype)

@@ -123,9 +123,7 @@ class Gather(_Local):
         if len(self.sums) <= i:
             g = self.work[self.problem.name("g", i)]
             wide = accumulator(g.dtype)
-            self.sums.append(
-                g if wide == g.dtype else self.work.scratch(f"{g.name}_wide", "whole", g.row, wide)
-            )
+            self.sums.append(g if wide == g.dtype else self.work.scratch(f"{g.name}_wide", "whole", g.row, wide))
         return self.sums[i]
 
 
@@ -153,7 +151,9 @@ class Scatter(_Local):
         yield from super().begin()
         if self.early:
             partial = self.partial(self.wire)
-            yield from self.products([self.x[b] for b in range(self.x.count)], [partial[b] for b in range(partial.count)])
+            yield from self.products(
+                [self.x[b] for b in range(self.x.count)], [partial[b] for b in range(partial.count)]
+            )
             self.made = True
 
     def has_bias(self, block: int) -> bool:
@@ -167,7 +167,8 @@ class Scatter(_Local):
         for bias in (False, True):
             of_kind = [i for i, chunk in enumerate(x) if self.has_bias(chunk.start) == bias]
             if of_kind:
-                yield self.multiply(0, *merged((x[i] for i in of_kind), (y[i] for i in of_kind)), bias)
+                rows, products = merged((x[i] for i in of_kind), (y[i] for i in of_kind))
+                yield self.multiply(0, rows, products, bias)
 
     def term(self, owner: int, part: int, dtype: str) -> Generator[Op, None, Chunk]:
         """Our term of one block, as a chunk of this dtype."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fompi.duals import Call, flatten, unflatten
 from fompi.ops import Arguments, Operation
@@ -35,8 +35,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensors = [t.detach() for t in ctx.saved_tensors]  # type: ignore[attr-defined]
-        needs = ctx.needs_input_grad[2:]  # type: ignore[attr-defined]
-        found = ctx.call.backward(tensors, grads, needs)  # type: ignore[attr-defined]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors = [t.detach() for t in ctx.saved_tensors]
+        needs = ctx.needs_input_grad[2:]
+        found = ctx.call.backward(tensors, grads, needs)
         return None, None, *found
