@@ -287,9 +287,9 @@ def compare(framework: str, comm, say: Callable[[str], None]) -> None:
     if fompi.launch.detect().local_size == comm.size > 1:
         cores = len(os.sched_getaffinity(0))
         say(
-            f"All {comm.size} ranks share the memory and {cores} cores of one host: a message is a copy by a core that\n"
-            "could compute, and most of the time in a message is waiting for a turn on a core. So there is little to\n"
-            "hide here, and a ratio above 1 comes from cheaper messages rather than from overlap; a network has more."
+            f"All {comm.size} ranks share the memory and {cores} cores of one host: a message is a copy by a core\n"
+            "that could compute, and most of the time in a message is waiting for a turn on a core. So there is\n"
+            "little to hide here, and a ratio above 1 comes from cheaper messages; a network has more to hide."
         )
 
 

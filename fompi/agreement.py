@@ -48,9 +48,8 @@ class Agreement(Task):
         self._arrived: set[int] = set()
 
     def start(self) -> None:
-        comm, channel = self.comm, self.comm.channel
         self.touched = perf_counter()
-        channel.active[self.stamp] = self
+        self.comm.channel.active[self.stamp] = self
         mine = REFUSED if self.refusal is not None else self.digest
         self._exchange(
             _HEADER.size,
@@ -104,7 +103,7 @@ class Agreement(Task):
         for rank, rows in enumerate(expected):
             if rows not in (-1, total):
                 self.error = ShapeError(
-                    f"{self.describe()}: {total} rows are gathered, but rank {rank} gives an operand or out= with {rows}"
+                    f"{self.describe()}: {total} rows are gathered, but rank {rank} has an operand or out= with {rows}"
                 )
                 return
 

@@ -99,9 +99,7 @@ def inputs(problem, sizes, call=0, fill=None):
         extents = sizes.extents(rank, 1)
         buffers = [b for b in problem.workspace(rank, 1).program(()).buffers if b.role == "input"]
         seeds = {b.name: [call, rank, zlib.crc32(b.name.encode())] for b in buffers}
-        given.append(
-            {b.name: fill(np.random.default_rng(seeds[b.name]), b.shape(extents), b.dtype) for b in buffers}
-        )
+        given.append({b.name: fill(np.random.default_rng(seeds[b.name]), b.shape(extents), b.dtype) for b in buffers})
     return given
 
 

@@ -190,9 +190,7 @@ def test_lend_checks_its_arguments():
 def test_versions_devices_and_copies_asked_of_a_lent_tensor():
     array = np.zeros(3)
     lent = Lent(array, "float64")
-    assert '"dltensor"' in repr(lent.__dlpack__()) and '"dltensor"' in repr(
-        lent.__dlpack__(max_version=(0, 8))
-    )
+    assert '"dltensor"' in repr(lent.__dlpack__()) and '"dltensor"' in repr(lent.__dlpack__(max_version=(0, 8)))
     versioned = hasattr(np, "vecdot") and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
     assert ("dltensor_versioned" in repr(lent.__dlpack__(max_version=(1, 0)))) == versioned
     assert lent.__dlpack__(stream=1, dl_device=(1, 0), copy=False)
@@ -444,9 +442,7 @@ def test_a_producer_without_deleter(versioned):
 def test_a_capsule_is_consumed_once(versioned):
     producer = Producer(versioned)
     borrowed = borrow(producer, "w")
-    with pytest.raises(
-        TensorError, match=r"w exported .*used_dltensor.*consumed once; export the tensor again"
-    ):
+    with pytest.raises(TensorError, match=r"w exported .*used_dltensor.*consumed once; export the tensor again"):
         borrow(producer, "w")
     with pytest.raises(TensorError, match="consumed once"):
         borrow(producer.capsule)
@@ -538,9 +534,7 @@ def test_tensors_on_a_device(device, name):
 
 
 def test_a_cupy_array_by_the_name_of_its_class():
-    cupy = type(
-        "ndarray", (), {"__module__": "cupy", "__dlpack__": None, "__dlpack_device__": lambda self: (2, 0)}
-    )
+    cupy = type("ndarray", (), {"__module__": "cupy", "__dlpack__": None, "__dlpack_device__": lambda self: (2, 0)})
     assert framework_of(cupy()) == "cupy"
     with pytest.raises(TensorError, match="cuda:0"):
         borrow(cupy())

@@ -100,8 +100,7 @@ STARTED = "started 8 processes, but MPI has 1 rank, because"
         (
             STEP,
             "MPICH",
-            f"srun {STARTED} Python loaded MPICH:"
-            " use `srun --mpi=pmi2` (`srun --mpi=list` shows what this Slurm has)",
+            f"srun {STARTED} Python loaded MPICH: use `srun --mpi=pmi2` (`srun --mpi=list` shows what this Slurm has)",
         ),
         (
             STEP | PMI,
@@ -135,8 +134,7 @@ STARTED = "started 8 processes, but MPI has 1 rank, because"
         (
             HYDRA,
             "Open MPI",
-            f"the mpirun of MPICH {STARTED} Python loaded Open MPI:"
-            " use the mpirun of Open MPI, /env/bin/mpirun",
+            f"the mpirun of MPICH {STARTED} Python loaded Open MPI: use the mpirun of Open MPI, /env/bin/mpirun",
         ),
         (
             OPENMPI,
@@ -179,8 +177,7 @@ NESTED = "MPICH does not start where an outer launcher left PMIX_NAMESPACE: unse
         ),
         (
             STEP | {"PMIX_RANK": "7", "PMIX_NAMESPACE": "slurm.pmix.7.0"},
-            "srun cannot start MPICH this way:"
-            " use `srun --mpi=pmi2` (`srun --mpi=list` shows what this Slurm has)",
+            "srun cannot start MPICH this way: use `srun --mpi=pmi2` (`srun --mpi=list` shows what this Slurm has)",
         ),
         (
             {"PMIX_NAMESPACE": "x"},
