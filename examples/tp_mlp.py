@@ -273,7 +273,7 @@ def compare(framework: str, comm, say: Callable[[str], None]) -> None:
             scale = 1e3 / comm.size / TIMED_STEPS
             measured[schedule].append(tuple(scale * total(comm, s) for s in row))
     say(
-        f"\n{ROUNDS} rounds of {TIMED_STEPS} steps each, in turns; means over the ranks, median and range of the rounds:"
+        f"\n{ROUNDS} rounds of {TIMED_STEPS} steps each, in turns; means over the ranks, median and range of rounds:"
     )
     medians = {}
     for schedule, name in names.items():

@@ -10,8 +10,9 @@ MPI starts with the first Communicator or operation, not with the import.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fompi.communicator import Communicator, Mesh
 from fompi.errors import (
     DtypeError,
     FompiError,
@@ -25,6 +26,7 @@ from fompi.errors import (
     TensorError,
     WaitTimeout,
 )
+from fompi.executor import Executor, bind
 from fompi.layout import Partial, Replicate, Shard, Spec
 from fompi.machine import Machine
 from fompi.ops import (
@@ -50,10 +52,6 @@ from fompi.plan import Plan
 from fompi.simulate import simulate
 from fompi.trace import Trace
 from fompi.verify import verify
-
-if TYPE_CHECKING:
-    from fompi.communicator import Communicator, Mesh
-    from fompi.executor import Executor, bind
 
 __version__ = "0.1.0"
 
@@ -110,9 +108,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What starts MPI when it is used is loaded when it is first asked for; the adapters too."""
-    if name in _WITH_MPI:
-        return getattr(import_module(f"fompi.{_WITH_MPI[name]}"), name)
+    """The adapters are loaded when they are first asked for."""
     if name in ("torch", "jax"):
         return import_module(f"fompi.{name}")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

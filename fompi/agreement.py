@@ -10,12 +10,15 @@ import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from fompi.communicator import Communicator
-from fompi.engine import DESCRIPTION, HANDSHAKE, Task
+from fompi.engine import CONFIRMATION, DESCRIPTION, HANDSHAKE, MESSAGE_BITS, Task
 from fompi.errors import MismatchError, ShapeError
 
-_HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer, rows expected in all (or -1)
+if TYPE_CHECKING:
+    from fompi.communicator import Communicator
+
+_HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer, rows expected from all (or -1)
 _DESCRIPTION_NBYTES = 1024
 REFUSED = -1
 
@@ -24,8 +27,24 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
 
+def agree(comm: Communicator, text: str, refusal: Exception | None = None) -> None:
+    """Wait until all ranks come to `text`. Raise on all of them if one refuses, or comes to something else."""
+    with comm.engine.lock:
+        stamp, _ = comm.next_call()
+        agreement = Agreement(comm, stamp, digest(text), lambda: text, [0] * comm.size, refusal=refusal)
+        comm.engine.last_call = f"{text} (call {stamp} of {comm.name})"
+        agreement.start()
+    comm.engine.wait(agreement, comm.channel)
+    if agreement.error is not None:
+        raise agreement.error
+
+
 class Agreement(Task):
-    """`then(self)` is called when it is finished: `rows[source]` are what each rank has for us, or `error` is set."""
+    """`then(self)` is called when it is finished: `rows[source]` are what each rank has for us, or `error` is set.
+
+    `expects` (-1: any) is how many rows must arrive here. Unless as many arrive everywhere (`alike`), each rank knows
+    only its own number, and there is a second round in which it says whether it is content.
+    """
 
     def __init__(
         self,
@@ -36,30 +55,41 @@ class Agreement(Task):
         rows: Sequence[int],
         expects: int = -1,
         refusal: Exception | None = None,
+        alike: bool = True,
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
-        self.outgoing, self.expects, self.refusal = rows, expects, refusal
+        self.outgoing, self.expects, self.refusal, self.alike = rows, expects, refusal, alike
         self.rows: list[int] = []
         self.then: Callable[[Agreement], None] | None = None
         self.finished, self.error = False, None
-        self._describing = False
+        self._round = HANDSHAKE
         self._left = 0
         self._inbox = bytearray()
         self._arrived: set[int] = set()
 
     def start(self) -> None:
+        channel = self.comm.channel
         self.touched = perf_counter()
-        self.comm.channel.active[self.stamp] = self
-        mine = REFUSED if self.refusal is not None else self.digest
-        self._exchange(
-            _HEADER.size,
-            HANDSHAKE,
-            [_HEADER.pack(self.stamp, mine, rows, self.expects) for rows in self.outgoing],
-        )
+        channel.begin(self.stamp, self)
+        self._exchange_headers(HANDSHAKE)
+        error, fatal = channel.failures.get(self.stamp, (None, False))
+        if fatal and not self.finished:  # the others have given this call up, but must find our handshake
+            self.abandon(error)
 
-    def _exchange(self, nbytes: int, tag: int, messages: Sequence[bytes]) -> None:
-        """Every rank's message for us into the inbox, `nbytes` each, in the order of ranks."""
+    def _exchange_headers(self, round: int) -> None:
+        mine = REFUSED if self.refusal is not None else self.digest
+        headers = [_HEADER.pack(self.stamp, mine, rows, self.expects) for rows in self.outgoing]
+        self._exchange(_HEADER.size, round, headers)
+
+    def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
+        """Every rank's message for us into the inbox, `nbytes` each, in the order of ranks.
+
+        Handshakes are told apart by the order of calls, later rounds by the last tags of their call.
+        """
         comm, link, engine = self.comm, self.comm.link, self.comm.engine
+        self._round, tag = round, round
+        if round != HANDSHAKE:
+            tag = (comm.slot(self.stamp) + 1 << MESSAGE_BITS) - round
         self._inbox, self._arrived = bytearray(nbytes * comm.size), {comm.rank}
         into = memoryview(self._inbox)
         into[comm.rank * nbytes : (comm.rank + 1) * nbytes] = messages[comm.rank]
@@ -82,30 +112,40 @@ class Agreement(Task):
             self._exchanged()
 
     def _exchanged(self) -> None:
-        if self._describing:
+        if self._round == DESCRIPTION:
             self._disagree()
             return
         headers = list(_HEADER.iter_unpack(self._inbox))
         _, first, *_ = headers[0]
         if first != REFUSED and all(h[0] == self.stamp and h[1] == first for h in headers):
-            self.rows = [h[2] for h in headers]
-            self._check_expected([h[3] for h in headers])
+            if self._round == HANDSHAKE:
+                self.rows = [h[2] for h in headers]
+                if self._check_expected([h[3] for h in headers]):
+                    self._exchange_headers(CONFIRMATION)
+                    return
             self._finish()
             return
-        self._describing = True
         words = f"{type(self.refusal).__name__}: {self.refusal}" if self.refusal is not None else self.describe()
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
 
-    def _check_expected(self, expected: Sequence[int]) -> None:
+    def _check_expected(self, expected: Sequence[int]) -> bool:
+        """Whether the ranks must hear from each other once more, before they know if all are content."""
         total = sum(self.rows)
+        if not self.alike:
+            if self.expects not in (-1, total):
+                self.refusal = ShapeError(
+                    f"{self.describe()}: {total} rows arrive here, but an operand or out= has {self.expects}"
+                )
+            return max(expected) >= 0
         for rank, rows in enumerate(expected):
             if rows not in (-1, total):
                 self.error = ShapeError(
                     f"{self.describe()}: {total} rows are gathered, but rank {rank} has an operand or out= with {rows}"
                 )
-                return
+                break
+        return False
 
     def _disagree(self) -> None:
         said: dict[str, list[int]] = {}
@@ -115,14 +155,15 @@ class Agreement(Task):
             verb = "refuse" if flag else "call"
             said.setdefault(f"{verb} {bytes(text).rstrip(bytes(1)).decode(errors='replace')}", []).append(rank)
         each = "; ".join(f"{_ranks(ranks, what)}" for what, ranks in said.items())
-        where = f"of {self.comm.name}" if self.stamp < 1 << 62 else f"of bind on {self.comm.name}"
-        error = MismatchError(f"the ranks disagree in call {self.stamp & 0xFFFFFFFF} {where}: {each}")
+        error = MismatchError(f"the ranks disagree in call {self.stamp} of {self.comm.name}: {each}")
         self.error = self.refusal or error
         self._finish()
 
     def _finish(self) -> None:
         self.finished = True
         self.comm.channel.active.pop(self.stamp, None)
+        if self.error is not None:
+            self.comm.channel.failures.pop(self.stamp, None)
         if self.then is not None:
             self.then(self)
 
@@ -134,7 +175,7 @@ class Agreement(Task):
     def waits_for(self) -> tuple[int, str] | None:
         for peer in range(self.comm.size):
             if peer not in self._arrived:
-                return peer, f"rank {peer} to come to call {self.stamp & 0xFFFFFFFF}, {self.describe()}"
+                return peer, f"rank {peer} to come to call {self.stamp}, {self.describe()}"
         return None
 
 

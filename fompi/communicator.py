@@ -10,10 +10,11 @@ from math import prod
 from typing import Any
 
 from fompi import faults, launch
+from fompi.agreement import agree
 from fompi.arena import Arena
 from fompi.engine import Channel, Engine, slots
 from fompi.errors import LaunchError, LayoutError, StateError
-from fompi.link import Link, attach, attached, attached_to_process, mpi_communicator, request_testsome
+from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
 from fompi.trace import Trace
 
 ARENA_NBYTES = 1 << 30
@@ -44,9 +45,12 @@ class Communicator:
     """
 
     def __init__(self, comm: Any = None, name: str = "world"):
-        origin = mpi_communicator(comm)
+        origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine: Engine = attached_to_process(_make_engine)
-        self.link = Link(origin, self.engine.timeout)
+        if isinstance(origin, Link):  # ours already, by `split`
+            self.link = origin
+        else:
+            self.link = connect(origin, self.engine.timeout, self.engine.progress)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled
@@ -81,12 +85,17 @@ class Communicator:
 
     def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
         """The ranks with our color, in the order of their keys. Collective."""
+        agree(self, "a split")
         return Communicator(self.link.split(color, key), name or f"{self.name}/{color}")
 
     def next_call(self) -> tuple[int, int]:
         """Stamp and tag slot of the next unbound call: equal on all ranks that call in the same order."""
         self._calls += 1
-        return self._calls, 1 + self._calls % (self._slots - 1)
+        return self._calls, self.slot(self._calls)
+
+    def slot(self, stamp: int) -> int:
+        """The tag slot of an unbound call."""
+        return 1 + stamp % (self._slots - 1)
 
     def next_bound(self) -> int:
         """The number of the next bound operation."""
@@ -115,6 +124,14 @@ class Communicator:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
 
 
+def _refuse_axes(axes: dict[str, int], size: int) -> LayoutError | None:
+    if not axes or any(not isinstance(n, int) or n < 1 for n in axes.values()):
+        return LayoutError(f"a mesh has axes with whole sizes >= 1, like Mesh(dp=2, tp=4), not {axes}")
+    if prod(axes.values()) != size:
+        return LayoutError(f"{' x '.join(map(str, axes.values()))} is not {size}, the number of ranks")
+    return None
+
+
 class Mesh(Mapping[str, Communicator]):
     """All ranks as a grid with named axes: `Mesh(dp=2, tp=4)["tp"]` is the Communicator of our four neighbours.
 
@@ -124,12 +141,8 @@ class Mesh(Mapping[str, Communicator]):
 
     def __init__(self, comm: Any = None, /, **axes: int):
         self.axes = axes
-        if not axes or any(not isinstance(n, int) or n < 1 for n in axes.values()):
-            raise LayoutError(f"a mesh has axes with whole sizes >= 1, like Mesh(dp=2, tp=4), not {axes}")
         self.world = Communicator.of(comm)
-        if prod(axes.values()) != self.world.size:
-            product = " x ".join(map(str, axes.values()))
-            raise LayoutError(f"{product} is not {self.world.size}, the number of ranks")
+        agree(self.world, f"Mesh({axes})", _refuse_axes(axes, self.world.size))
         self.coordinates: dict[str, int] = {}
         rest = self.world.rank
         for name in reversed(axes):

@@ -14,14 +14,20 @@ from threading import RLock
 from time import perf_counter, sleep
 from typing import Any
 
-from fompi.errors import FompiError, PeerError, WaitTimeout
+from fompi.errors import PeerError, WaitTimeout
 from fompi.link import Link
 
-HANDSHAKE, DESCRIPTION, CONTROL = 0, 1, 2
-"""Tags below those of payload (`tags_of`)."""
+HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
+"""The rounds of an agreement."""
+
+CONTROL = 1
+"""Its tag; that of a handshake is 0, and those of payload begin at 1 << MESSAGE_BITS."""
 
 MESSAGE_BITS = 12
-"""A call may send this many messages (as a power of two) to one peer."""
+"""A call has this many tags (as a power of two), the last two of them for its agreement."""
+
+MOST_MESSAGES = (1 << MESSAGE_BITS) - 2
+"""A call may send so many to one peer."""
 
 
 def slots(link: Link) -> int:
@@ -35,6 +41,7 @@ class Task:
     finished = False
     error: BaseException | None = None
     touched = 0.0  # when it last moved, on the clock of perf_counter
+    urgent = False  # completed before other tasks whose requests are done at the same time
 
     def completed(self, key: int) -> None:
         raise NotImplementedError
@@ -111,8 +118,13 @@ class Engine:
             last, owner = self._requests.pop(), self._owners.pop()
             if i < len(self._requests):
                 self._requests[i], self._owners[i] = last, owner
+        if len(owners) > 1:
+            owners.sort(key=_not_urgent)
         for task, key in owners:
-            task.completed(key)
+            try:
+                task.completed(key)
+            except Exception as error:
+                task.abandon(error)
         return True
 
     def wait(self, task: Task, channel: Channel, seconds: float | None = None) -> bool:
@@ -120,7 +132,8 @@ class Engine:
 
         After `timeout` seconds without a move of `task` it is abandoned: its error says who waits for whom.
         """
-        limit = None if seconds is None else perf_counter() + seconds
+        begun = perf_counter()
+        limit = None if seconds is None else begun + seconds
         idle = 0
         self.waiting.append((task, channel))
         try:
@@ -131,7 +144,7 @@ class Engine:
                     idle += 1
                     if idle > self.spins:
                         self._rest(idle - self.spins)
-                        self._check(task, channel)
+                        self._check(task, channel, begun)
                 if limit is not None and not task.finished and perf_counter() > limit:
                     return False
         finally:
@@ -146,11 +159,11 @@ class Engine:
         else:
             sleep(min(times - 99, 10) * 30e-6)
 
-    def _check(self, task: Task, channel: Channel) -> None:
-        """End the wait for a rank that has left, or after the deadline."""
+    def _check(self, task: Task, channel: Channel, begun: float) -> None:
+        """End the wait that began at `begun` for a rank that has left, or after the deadline."""
         if task.finished:
             return
-        silent = perf_counter() - task.touched
+        silent = perf_counter() - max(task.touched, begun)
         if channel.left and silent > 0.2:
             awaited = task.waits_for()
             if awaited and awaited[0] in channel.left:
@@ -161,10 +174,22 @@ class Engine:
                 channel.fail(task, error)
                 return
         if silent > self.timeout and not channel.asking:
-            channel.fail(task, WaitTimeout(channel.explain(task)))
+            moved, words = task.touched, channel.explain(task)
+            if not task.finished and task.touched == moved:  # also not while we asked
+                channel.fail(task, WaitTimeout(words))
+
+
+def _not_urgent(owner: tuple[Task, int]) -> bool:
+    return not owner[0].urgent
 
 
 # ---------------------------------------------------------------------------------------------- the control channel
+
+
+def _series(stamp: int) -> int:
+    """Calls of one series begin in the order of their stamps: all unbound ones, or those of one bound operation."""
+    return stamp >> 24 if stamp >> 62 else 0
+
 
 FAILED, FATAL, LEFT, DYING, ASK, ANSWER = range(6)
 _HEADER = struct.Struct("<iqiI")
@@ -179,11 +204,18 @@ class _Sent(Task):
 
 
 class Channel(Task):
-    """The control messages of one communicator. `failures` and `left` are what the others said."""
+    """The control messages of one communicator. `failures` and `left` are what the others said.
+
+    What a rank says of a failed call precedes all messages of that call that it sends afterwards; so here too it is
+    heard before them.
+    """
+
+    urgent = True
 
     def __init__(self, link: Link, engine: Engine, name: str):
         self.link, self.engine, self.name = link, engine, name
         self.active: dict[int, Task] = {}  # stamp -> the task of that call
+        self.begun: dict[int, int] = {}  # series of calls -> the stamp of the newest that began here
         self.failures: dict[int, tuple[PeerError, bool]] = {}  # stamp -> error, fatal: before its task was there
         self.left: dict[int, str] = {}
         self.dying: set[int] = set()
@@ -197,30 +229,54 @@ class Channel(Task):
             self._listen()
 
     def _listen(self) -> None:
-        self._request = self.link.irecv(self._inbox, self.link.any_source, CONTROL)
+        while True:
+            self._request = self.link.irecv(self._inbox, self.link.any_source, CONTROL)
+            if not self._request.Test():
+                break
+            self._hear()
         self.engine.post(self._request, self, 0)
 
-    def tell(self, dest: int, kind: int, stamp: int, text: str = "") -> None:
-        words = text.encode()[: _NBYTES - _HEADER.size]
-        message = _HEADER.pack(kind, stamp, self.link.rank, len(words)) + words
+    def tell(self, dest: int, kind: int, stamp: int, text: str = "", origin: int | None = None) -> None:
+        """Send words of ours, or pass on those of rank `origin`."""
+        message = self._packed(kind, stamp, text, self.link.rank if origin is None else origin)
         self.engine.post(self.link.isend(message, dest, CONTROL), self._sent, 0)
 
-    def tell_all(self, kind: int, stamp: int, text: str = "") -> None:
+    @staticmethod
+    def _packed(kind: int, stamp: int, text: str, origin: int) -> bytes:
+        words = text.encode()[: _NBYTES - _HEADER.size]
+        return _HEADER.pack(kind, stamp, origin, len(words)) + words
+
+    def tell_all(self, kind: int, stamp: int, text: str = "", heard_seconds: float = 0.0) -> None:
+        """Tell all others that are still there; wait up to `heard_seconds` until it has come to them."""
+        send = self.link.issend if heard_seconds else self.link.isend
         with self.engine.lock:
-            for peer in range(self.link.size):
-                if peer != self.link.rank and peer not in self.left:
-                    self.tell(peer, kind, stamp, text)
+            message = self._packed(kind, stamp, text, self.link.rank)
+            others = [r for r in range(self.link.size) if r != self.link.rank and r not in self.left]
+            requests = [send(message, peer, CONTROL) for peer in others]
+            end = perf_counter() + heard_seconds
+            while requests and perf_counter() < end:
+                requests = [request for request in requests if not request.Test()]
+            for request in requests:
+                self.engine.post(request, self._sent, 0)
+
+    def begin(self, stamp: int, task: Task) -> None:
+        """`task` does the call `stamp` from now on."""
+        self.active[stamp] = task
+        self.begun[_series(stamp)] = stamp
 
     def completed(self, key: int) -> None:
+        self._hear()
+        self._listen()
+
+    def _hear(self) -> None:
         kind, stamp, origin, count = _HEADER.unpack_from(self._inbox)
         text = bytes(self._inbox[_HEADER.size : _HEADER.size + count]).decode(errors="replace")
-        self._listen()
         if kind in (FAILED, FATAL):
             task, error = self.active.get(stamp), PeerError(text, origin)
             if task is not None and kind == FATAL:
                 task.abandon(error)
-            elif task is None or not task.poison(error):
-                self.failures[stamp] = (error, kind == FATAL)
+            elif not task.poison(error) if task is not None else stamp > self.begun.get(_series(stamp), 0):
+                self.failures[stamp] = (error, kind == FATAL)  # the call has not begun here
         elif kind == LEFT:
             self.left[origin] = text
         elif kind == DYING:
@@ -231,21 +287,18 @@ class Channel(Task):
             self._answers[origin] = (stamp, text)
 
     def _state(self) -> tuple[int, str]:
-        """Whom this rank waits for on this channel (-1: nobody), in words."""
+        """The world rank that this rank waits for (-1: nobody), and what for, in words."""
         if not self.engine.waiting:
             return -1, f"does not wait in fompi; its last call was {self.engine.last_call}"
         task, channel = self.engine.waiting[-1]
         awaited = task.waits_for()
         if awaited is None:
             return -1, "works in fompi"
-        if channel is self:
-            return awaited[0], awaited[1]
-        return (
-            -1,
-            f"waits in {channel.name} for {awaited[1]} (world rank {channel.link.world_ranks[awaited[0]]})",
-        )
+        awaited_rank = channel.link.world_ranks[awaited[0]]
+        where = "" if channel is self else f" (on {channel.name}, where that is world rank {awaited_rank})"
+        return awaited_rank, awaited[1] + where
 
-    def fail(self, task: Task, error: FompiError) -> None:
+    def fail(self, task: Task, error: Exception) -> None:
         """End `task` with `error` here and on all other ranks: it cannot go on."""
         stamp = getattr(task, "stamp", None)
         if stamp is not None:
@@ -286,7 +339,9 @@ class Channel(Task):
             if awaited < 0:
                 return [*links, f"rank {peer} at the root {words}"]
             links.append(f"rank {peer} waits for {words}")
-            peer = awaited
+            if awaited not in self.link.world_ranks:
+                return [*links, f"which has no part in {self.name}"]
+            peer = self.link.world_ranks.index(awaited)
 
     def close(self) -> None:
         """Stop listening."""

@@ -15,19 +15,22 @@ from typing import Any
 import numpy as np
 
 from fompi import dlpack
-from fompi.agreement import Agreement, digest
+from fompi.agreement import agree
 from fompi.backends.base import Backend
 from fompi.backends.numpy import Numpy
 from fompi.communicator import Communicator
 from fompi.dlpack import Tensor
-from fompi.engine import FAILED, MESSAGE_BITS, Task
-from fompi.errors import DtypeError, FompiError, PlanError, ShapeError, StateError, TensorError
+from fompi.engine import FAILED, MESSAGE_BITS, MOST_MESSAGES, Task
+from fompi.errors import DtypeError, FompiError, PeerError, PlanError, ShapeError, StateError, TensorError
 from fompi.layout import Extents, Sizes
 from fompi.plan import Collective, Compute, Plan, Recv, Send, constraints, lane, messages, release
 from fompi.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
 COMPUTE, SEND, RECV, NATIVE = range(4)
+HEARD_SECONDS = 1.0
+"""For the other ranks to hear of an error before they are sent anything wrong."""
+
 _KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
 
 
@@ -42,8 +45,8 @@ class Compiled:
         self.lanes = [lane(op) for op in ops]
         self.peers = [peer for _, peer in self.lanes]
         self.numbers = messages(ops)
-        if max(self.numbers, default=0) >= 1 << MESSAGE_BITS:
-            raise PlanError(f"more than {1 << MESSAGE_BITS} messages to one peer: take fewer slices")
+        if max(self.numbers, default=0) >= MOST_MESSAGES:
+            raise PlanError(f"more than {MOST_MESSAGES} messages to one peer: take fewer slices")
         self.waits_for, self.on_start, self.on_done = release(constraints(ops, plan.window))
         self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
         self.natives = self.kinds.count(NATIVE)
@@ -149,6 +152,7 @@ class Run(Task):
         self.natives_left = compiled.natives
         self.natives_held: list[int] = []
         self.shares_natives = False
+        self.warned: set[int] = set()
         self.then: Callable[[], None] | None = None
         self.finished, self.error = False, None
         self.started = self.touched = 0.0
@@ -158,13 +162,20 @@ class Run(Task):
         compiled, channel = self.compiled, self.comm.channel
         self.actions = actions
         self.started = self.touched = perf_counter()
-        channel.active[self.stamp] = self
+        channel.begin(self.stamp, self)
         if self.stamp in channel.failures:
             self.error, fatal = channel.failures.pop(self.stamp)
             if fatal:
                 self.abandon(self.error)
                 return
-        first = compiled.first
+        try:
+            self._start(unready)
+        except Exception as error:  # of MPI
+            channel.fail(self, error)
+            raise
+
+    def _start(self, unready: Mapping[tuple[str, int], list[int]] | None) -> None:
+        first = self.compiled.first
         if unready:
             self.unready = dict(unready)
             for ops in unready.values():
@@ -213,6 +224,8 @@ class Run(Task):
             elif action is None:  # no rows: both ends know
                 queue.extend(self._ended(i))
             elif kind == SEND:
+                if self.error is not None:
+                    self._warn(peers[i])
                 engine.post(link.isend(action, peers[i], self.tag + numbers[i]), self, i)
             else:
                 engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
@@ -249,8 +262,11 @@ class Run(Task):
         if self.error is None:
             try:
                 self.actions[i]()
-            except Exception as error:
+            except BaseException as error:
                 self._kernel_failed(i, error)
+                if not isinstance(error, Exception):  # an interrupt ends more than this call
+                    self.completed(i)
+                    raise
         self.completed(i)
 
     def _finish(self) -> None:
@@ -270,22 +286,29 @@ class Run(Task):
         self.natives_left -= 1
         if self.shares_natives and self.natives_left == 0:
             self.comm.natives.popleft()
-            if self.comm.natives:
-                following = self.comm.natives[0]
-                held, following.natives_held = following.natives_held, []
-                following._begin(held)
+            self._next_native()
+
+    def _next_native(self) -> None:
+        if self.comm.natives:
+            following = self.comm.natives[0]
+            held, following.natives_held = following.natives_held, []
+            following._begin(held)
 
     # -- errors
-    def _kernel_failed(self, i: int, error: Exception) -> None:
+    def _kernel_failed(self, i: int, error: BaseException) -> None:
+        """Tell the other ranks, then go on."""
         where = f"op {i}, {self.compiled.ops[i]}"
         error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
-        self.tell(error, where)
+        words = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
+        self.comm.channel.tell_all(FAILED, self.stamp, words, HEARD_SECONDS if self.natives_left else 0.0)
+        self.warned.update(range(self.comm.size))
         self.poison(error)
 
-    def tell(self, error: Exception, where: str = "before its first op") -> None:
-        """Tell the other ranks of this call that it has failed here."""
-        words = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
-        self.comm.channel.tell_all(FAILED, self.stamp, words)
+    def _warn(self, peer: int) -> None:
+        """What we send after an error is worthless, and peer may not know yet: the rank that failed told us first."""
+        if peer not in self.warned and isinstance(self.error, PeerError):
+            self.warned.add(peer)
+            self.comm.channel.tell(peer, FAILED, self.stamp, str(self.error), self.error.origin)
 
     def poison(self, error: BaseException) -> bool:
         """From now on only messages, so that this call ends everywhere; then `error`."""
@@ -300,6 +323,9 @@ class Run(Task):
             self.comm.engine.kernels_done(self)
         self.error = self.error or error
         self._finish()
+        if self in self.comm.natives:
+            self.comm.natives.remove(self)
+            self._next_native()
 
     def waits_for(self) -> tuple[int, str] | None:
         for wanted in (RECV, SEND):
@@ -427,6 +453,8 @@ class Executor:
             raise StateError(f"{self.compiled.title} is in flight already: wait() before the next start()")
         if counts is not None:
             self._resize(counts)
+        elif self._sizes != self.plan.sizes:
+            self._use(self.plan.sizes)
         unready = {(name, block): ops for name in partial for block, ops in self._readers_of(name).items()}
         self._calls += 1
         stamp, slot = self.comm.bound_call(self._instance, self._calls)
@@ -457,7 +485,9 @@ class Executor:
         writer = self._writers[name][self._block(name, part)]
         if not run.ended[writer]:
             self.comm.engine.progress()
-        return bool(run.ended[writer]) and run.error is None
+        if run.error is not None:
+            raise run.error
+        return bool(run.ended[writer])
 
     def progress(self) -> bool:
         """Move what is in flight; whether this call is finished."""
@@ -510,8 +540,7 @@ class Executor:
         """Give scratch back. All ranks close an executor together if its plan has collectives of the library."""
         if not self.closed:
             self.closed = True
-            self._arrays.clear()
-            self._actions.clear()
+            self._arrays, self._actions = {}, []
             if self._link is not self.comm.link:
                 self._link.close()
 
@@ -550,14 +579,8 @@ def bind(
         borrowed, shapes = _check(plan, communicator, tensors)
     except FompiError as error:
         refusal = error
-    stamp, _ = communicator.next_call()
     text = f"bind({plan.problem} by {plan.schedule}, {plan.parts} parts, window {plan.window}, {plan.sizes})"
-    agree = Agreement(communicator, stamp, digest(text), lambda: text, [0] * communicator.size, refusal=refusal)
-    with communicator.engine.lock:
-        agree.start()
-    communicator.engine.wait(agree, communicator.channel)
-    if agree.error is not None:
-        raise agree.error
+    agree(communicator, text, refusal)
     return Executor(plan, communicator, borrowed, shapes, backend or Numpy(), kernels)
 
 

@@ -83,6 +83,31 @@ def aligned(op: Compute) -> list[Sequence[Chunk]]:
     return groups if kernel.reduces else [*groups, op.writes]
 
 
+def fits(op: Compute, row: Callable[[Chunk], tuple[int, ...]]) -> bool:
+    """Whether the rows of the operands have shapes that go together; `row` gives that of a chunk."""
+    kernel = find(op.kernel)
+    groups = [[row(chunk) for chunk in chunks] for chunks in kernel.rows(op.reads)]
+    whole = [row(chunk) for chunk in op.reads[len(op.reads) - kernel.whole :]]
+    written = [row(chunk) for chunk in op.writes]
+    if kernel.reduces:
+        g = written[0]
+        pairs = zip(*groups, strict=True)
+        return all(a and h and a[:-1] == h[:-1] and g == (a[-1], h[-1]) for a, h in pairs) and whole in ([], [g])
+    if not kernel.whole:
+        return all(len(set(column)) == 1 for column in zip(*groups, written, strict=True))
+    w, *bias = whole
+    if len(w) != 2 or bias not in ([], [w[1:]]):
+        return False
+    return all(x and x[-1] == w[0] and y == (*x[:-1], w[1]) for x, y in zip(*groups, written, strict=True))
+
+
+def in_place(op: Compute, read: int, write: int) -> bool:
+    """Whether the kernel may write its chunk number `write` where it reads number `read`: sums may, in their place."""
+    if op.kernel == "add":
+        return read % len(op.writes) == write
+    return op.kernel == "gradient_add" and read == len(op.reads) - 1
+
+
 def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
     """What the blocks written by `op` hold afterwards, in their order."""
     kernel = find(op.kernel)

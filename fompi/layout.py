@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 from fompi.errors import DtypeError, LayoutError
 
@@ -122,8 +123,7 @@ def blocks(axis: str, rank: int, size: int, parts: int) -> range:
     return range(size * parts)
 
 
-@dataclass(frozen=True)
-class Extents:
+class Extents(NamedTuple):
     """Rows of every block in one call, as `rank` sees them: `rows[owner]`, `send[dest]`, `recv[source]`."""
 
     rank: int
@@ -148,8 +148,7 @@ class Extents:
         return list(counts) if self.parts == 1 else [n for c in counts for n in split(c, self.parts)]
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Rows on all ranks in one call: `rows[owner]`, or `pairs[source][dest]` for an all-to-all."""
 
     rows: tuple[int, ...] = ()

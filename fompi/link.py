@@ -7,7 +7,7 @@ was made from, so no message of ours meets one of the program's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from time import perf_counter, sleep
 from typing import Any
 
@@ -20,33 +20,37 @@ Array = np.ndarray[Any, Any]
 
 
 class Link:
-    """`isend(uint8, dest, tag)`, `irecv(uint8, source, tag)`, `testsome(requests)`, and `collective(...)`."""
+    """`isend(uint8, dest, tag)`, `irecv(uint8, source, tag)`, and `collective(...)`.
 
-    def __init__(self, comm: Any, timeout: float):
+    `comm` is the MPI communicator, and from now on belongs to the Link.
+    """
+
+    def __init__(self, comm: Any):
         MPI = start_mpi()
-        self.timeout = timeout
-        self.comm, request = comm.Idup()
-        _await(request, timeout, comm.Get_rank(), "the creation of a communicator")
+        self.comm = comm
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
         self.isend: Callable[[Any, int, int], Any] = self.comm.Isend
+        self.issend: Callable[[Any, int, int], Any] = self.comm.Issend
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
         self.any_source: int = MPI.ANY_SOURCE
 
-    @property
+    @cached_property
     def world_ranks(self) -> list[int]:
         """The numbers of our members among all ranks that MPI started."""
         group, world = self.comm.Get_group(), start_mpi().COMM_WORLD.Get_group()
-        return list(group.Translate_ranks(None, world))
+        numbers = list(group.Translate_ranks(None, world))
+        group.Free()
+        world.Free()
+        return numbers
 
-    def split(self, color: int, key: int) -> Any:
-        """The MPI communicator of the ranks with our color. Collective."""
-        _await(self.comm.Ibarrier(), self.timeout, self.rank, "a split of its communicator")  # Split has no deadline
-        return self.comm.Split(color, key)
+    def split(self, color: int, key: int) -> Link:
+        """The ranks with our color. Collective, and without a deadline."""
+        return Link(self.comm.Split(color, key))
 
     def duplicate(self) -> Link:
-        """Another Link of the same ranks. Collective."""
-        return Link(self.comm, self.timeout)
+        """Another Link of the same ranks. Collective, and without a deadline."""
+        return Link(self.comm.Dup())
 
     def collective(
         self, name: str, reads: Sequence[Array], writes: Sequence[Array], root: int, rows: Sequence[int]
@@ -75,12 +79,19 @@ class Link:
         self.comm.Free()
 
 
-def _await(request: Any, timeout: float, rank: int, what: str) -> None:
+def connect(comm: Any, timeout: float, progress: Callable[[], bool]) -> Link:
+    """A Link of the ranks of `comm`. Collective; `progress` is called while the others are on their way."""
+    duplicate, request = comm.Idup()
     end = perf_counter() + timeout
     while not request.Test():
         if perf_counter() > end:
-            raise WaitTimeout(f"rank {rank} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks to come to {what}")
-        sleep(1e-4)
+            raise WaitTimeout(
+                f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks to come "
+                "to the creation of a communicator"
+            )
+        if not progress():
+            sleep(1e-4)
+    return Link(duplicate)
 
 
 def request_testsome() -> Callable[[list[Any]], list[int] | None]:

@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi import dlpack, problems
+from fompi.agreement import Agreement, digest
 from fompi.backends.numpy import Numpy
 from fompi.choose import choose, plan_for
+from fompi.communicator import Communicator
 from fompi.dlpack import Tensor
 from fompi.errors import DtypeError, FompiError, LayoutError, ShapeError, TensorError
+from fompi.executor import Compiled, Run
 from fompi.layout import Extents, Sizes, Spec, split
 from fompi.plan import Plan
 from fompi.problems import Form, Problem
@@ -118,16 +121,14 @@ class Operation:
 
     def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
         """Start a call whose tensors carry no gradient."""
-        from fompi.communicator import Communicator
-
         communicator = Communicator.of(comm)
         local, refusal = None, None
         try:
-            local = _localise(self.name, arguments, communicator.size)
-            if schedule != "auto":
+            local = _localise(self.name, arguments, communicator.rank, communicator.size)
+            if schedule != "auto" or slices is not None:
                 plan_for(local.problem, Sizes((0,) * communicator.size), schedule, slices)
-        except FompiError as error:
-            refusal = error
+        except Exception as error:  # the other ranks must not wait for us
+            local, refusal = None, error
         return Pending(self.name, arguments, local, refusal, communicator, schedule, slices)
 
     def __repr__(self) -> str:
@@ -137,7 +138,7 @@ class Operation:
 # ------------------------------------------------------------------------------------------------- this rank's part
 
 
-def _localise(operation: str, arguments: Arguments, size: int) -> Local:
+def _localise(operation: str, arguments: Arguments, rank: int, size: int) -> Local:
     """Check our tensors and put them in the order of rows; nothing here asks another rank."""
     x = dlpack.borrow(arguments.x, "x")
     weights = [dlpack.borrow(w, "w") for w in arguments.weights]
@@ -145,20 +146,18 @@ def _localise(operation: str, arguments: Arguments, size: int) -> Local:
     operands = [dlpack.borrow(h, "operand") for h in arguments.operands]
     out = None if arguments.out is None else dlpack.borrow(arguments.out, "out")
     flat = problems.MEANING[operation].moves in ("all_reduce", "broadcast") and not weights
-    shape, dim = (
-        x.array.shape,
-        0 if flat else _dimension(operation, arguments.dim, x.array, bool(weights or operands)),
-    )
-    packing = None
+    shape, packing, dim = x.array.shape, None, 0
     if flat:
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
-            x = replace(x, array=np.ascontiguousarray(x.array))
+            x.array = np.ascontiguousarray(x.array)
             packing = (begun, perf_counter())
-        x = replace(x, array=x.array.reshape(-1))
-    elif dim:
-        x = replace(x, array=np.moveaxis(x.array, dim, 0))
-        operands = [replace(h, array=np.moveaxis(h.array, dim, 0)) for h in operands]
+        x.array = x.array.reshape(-1)
+    else:
+        dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
+        if dim:
+            for tensor in (x, *operands):
+                tensor.array = np.moveaxis(tensor.array, dim, 0)
     problem = problems.problem(
         operation,
         size,
@@ -182,7 +181,9 @@ def _localise(operation: str, arguments: Arguments, size: int) -> Local:
         arrays[problem.name("h", i)] = h.array
     expects = len(operands[0].array) if operands else -1
     if out is not None:
-        expects = _check_out(problem, x, out, shape, dim, rows, expects)
+        if any(np.may_share_memory(out.array, array) for array in arrays.values()):
+            raise TensorError(f"{operation}: out= shares memory with another operand")
+        expects = _check_out(problem, out, shape, dim, rank, rows, expects)
     return Local(problem, packed, arrays, x, shape, rows, expects, out, packing)
 
 
@@ -222,10 +223,10 @@ def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[i
 
 def _check_out(
     problem: Problem,
-    x: Tensor,
     out: Tensor,
     shape: tuple[int, ...],
     dim: int,
+    rank: int,
     rows: tuple[int, ...],
     expects: int,
 ) -> int:
@@ -239,8 +240,6 @@ def _check_out(
     if dim and any(n != 1 for n in out.array.shape[:dim]):
         raise TensorError(f"{problem.operation}: out= cannot be filled along dim={dim}: its rows do not lie together")
     array = np.moveaxis(out.array, dim, 0) if dim else out.array
-    if np.may_share_memory(array, x.array):
-        raise TensorError(f"{problem.operation}: out= shares memory with x")
     if problem.flat:
         if array.shape != shape:
             raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result {shape}")
@@ -253,10 +252,10 @@ def _check_out(
     row = problem.product_row(0) if problem.weights else problem.row
     if array.ndim != 1 + len(row) or array.shape[1:] != row:
         raise ShapeError(f"{problem.operation}: out= has rows of the shape {array.shape[1:]}, the result {row}")
-    if problem.moves == "all_gather":
+    if problem.moves in ("all_gather", "all_to_all"):
         return len(array)
-    known = {"all_reduce": sum(rows)}.get(problem.moves)
-    if known is not None and len(array) != known:
+    known = sum(rows) if problem.moves == "all_reduce" else rows[rank]
+    if len(array) != known:
         raise ShapeError(f"{problem.operation}: out= has {len(array)} rows, the result {known}")
     return expects
 
@@ -272,13 +271,11 @@ class Pending:
         name: str,
         arguments: Arguments,
         local: Local | None,
-        refusal: FompiError | None,
+        refusal: Exception | None,
         comm: Any,
         schedule: str,
         slices: int | None,
     ):
-        from fompi.agreement import Agreement, digest
-
         self._arguments, self._local, self._comm = arguments, local, comm
         self._schedule, self._slices = schedule, slices
         self._name = name
@@ -293,25 +290,25 @@ class Pending:
                 self._agreement = None
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
-            text = "" if local is None else self._common(local)
-            size = comm.size
-            moving = local is not None and local.problem.moves in ("all_gather", "all_to_all")
-            rows = local.rows if moving else (0,) * size  # type: ignore[union-attr]
-            expects = local.expects if moving and local.problem.moves == "all_gather" else -1  # type: ignore[union-attr]
-            number = comm.plans.get(text)
-            if number is None:
-                number = comm.plans[text] = digest(text)
-            self._agreement = Agreement(comm, self._stamp, number, self._signature, rows, expects, refusal)
+            number, rows, expects, alike = 0, (0,) * comm.size, -1, True
+            if local is not None:
+                number, alike = _digest(self._common(local)), local.problem.moves != "all_to_all"
+                if local.problem.moves in ("all_gather", "all_to_all"):
+                    rows, expects = local.rows, local.expects
+            self._agreement = Agreement(
+                comm, self._stamp, number, self._signature, rows, expects, refusal, alike
+            )
             self._agreement.then = self._agreed
             self._agreement.start()
         if refusal is not None:
             engine.wait(self._agreement, comm.channel)
             raise refusal
 
-    def _common(self, local: Local) -> str:
+    def _common(self, local: Local) -> tuple[object, ...]:
         """What all ranks must agree on."""
-        rows = "" if local.problem.moves in ("all_gather", "all_to_all") else local.rows
-        return f"{local.problem.common} {rows} {self._schedule} {self._slices}"
+        moves = local.problem.moves
+        rows = local.shape if local.problem.flat else () if moves in ("all_gather", "all_to_all") else local.rows
+        return local.problem.common, rows, self._schedule, self._slices
 
     def _signature(self) -> str:
         """The call in words."""
@@ -320,17 +317,23 @@ class Pending:
             return self._name
         moves = local.problem.moves
         rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
+        if local.problem.flat:
+            rows = f" with the shape {local.shape}"
         how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, {self._slices} slices"
         return f"{local.problem}{rows}{how}"
 
     def _agreed(self, agreement: Any) -> None:
-        if agreement.error is None:
+        if agreement.error is not None:
+            return
+        try:
             self._launch(agreement.rows)
+        except Exception as error:
+            if self._run is None:
+                self._comm.channel.fail(agreement, error)
+                agreement.error = error
 
     def _launch(self, arrived: list[int]) -> None:
         """All ranks are here and agree: take a plan, memory for the results, and start."""
-        from fompi.executor import Run
-
         comm, local = self._comm, self._local
         assert local is not None
         problem = local.problem
@@ -346,7 +349,7 @@ class Pending:
         else:
             extents = sizes.extents(comm.rank, parts)
         self.extents = extents
-        arrays, late = self._memory(compiled, extents)
+        actions = compiled.resolve(self._memory(compiled, extents), extents, _BACKEND, comm.link.collective)
         self._run = run = Run(
             compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})"
         )
@@ -354,15 +357,10 @@ class Pending:
         if comm.recording is not None:
             traces = comm.recording
             run.then = lambda: traces.append(self.trace)
-        run.error = late
-        if late is not None:
-            run.tell(late)
-        run.start(compiled.resolve(arrays, extents, _BACKEND, comm.link.collective))
+        run.start(actions)
 
     def _compiled(self, problem: Problem, total: int | None) -> Any:
         """The program of this rank, verified with the whole plan when it is first needed."""
-        from fompi.executor import Compiled
-
         assert self._local is not None
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
@@ -377,25 +375,24 @@ class Pending:
             compiled = self._comm.plans[key] = Compiled(plan, self._comm.rank)
         return compiled
 
-    def _memory(self, compiled: Any, extents: Extents) -> tuple[dict[str, Array], FompiError | None]:
-        """Every buffer of the program as an array, and what turned out wrong only now that the rows are known."""
+    def _memory(self, compiled: Any, extents: Extents) -> dict[str, Array]:
+        """Every buffer of the program as an array."""
         local, take = self._local, self._comm.engine.arena.take
         assert local is not None
-        arrays, late = dict(local.arrays), None
+        arrays = dict(local.arrays)
         for buffer in compiled.program.buffers:
             shape = buffer.shape(extents)
             given = arrays.get(buffer.name)
             if given is None and buffer.role == "output" and local.out is not None and buffer.name in ("y", "g"):
                 given = local.out.array.reshape(shape) if local.out.array.size == _size(shape) else local.out.array
             if given is not None and given.shape != shape:
-                late = ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} arrive here")
-                given = None
+                raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} arrive here")
             if given is None:
                 given = take(shape, _BACKEND.storage(buffer.dtype))
             arrays[buffer.name] = given
             if buffer.role == "output":
                 self._outputs[buffer.name] = given
-        return arrays, late
+        return arrays
 
     # -- what the caller sees
     def done(self) -> bool:
@@ -451,6 +448,11 @@ class Pending:
         begun, ended = self._local.packing
         pack = Event(self._comm.rank, "compute", -1, "pack(x)", begun, ended, self._local.arrays["x"].nbytes)
         return replace(trace, events=(pack, *trace.events))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(agreed: tuple[object, ...]) -> int:
+    return digest(str(agreed))
 
 
 def _size(shape: Sequence[int]) -> int:

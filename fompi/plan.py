@@ -276,7 +276,7 @@ class Plan:
             "schedule": self.schedule,
             "parts": self.parts,
             "window": self.window,
-            "sizes": asdict(self.sizes),
+            "sizes": self.sizes._asdict(),
         }
         return json.dumps({"problem": asdict(self.problem), **head, "programs": programs}, indent=1)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -64,11 +65,11 @@ class Problem:
     root: int = 0
     packed: bool = False
 
-    @property
+    @cached_property
     def moves(self) -> str:
         return MEANING[self.operation].moves
 
-    @property
+    @cached_property
     def multiplies_first(self) -> bool:
         return MEANING[self.operation].family == "scatter" and bool(self.weights)
 
@@ -138,12 +139,19 @@ class Problem:
             work.add(self.name("g", i), "output", "whole", self.gradient_shape(i), self.dtype)
         return work
 
-    @property
+    @cached_property
     def common(self) -> str:
         """What all ranks must have in common: what travels, not what is done with it."""
         if not self.multiplies_first:
             return f"{self.operation} {self.dtype} {self.row} {self.root}"
         return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias}"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.operation, self.size, self.dtype, self.row, self.weights, self.gradients, self.keep, self.packed))
+
+    def __hash__(self) -> int:  # the key of every call: worked out once
+        return self._hash
 
     def __str__(self) -> str:
         parts = [f"{self.dtype}[:, {', '.join(map(str, self.row))}]" if self.row else f"{self.dtype}[:]"]
@@ -210,32 +218,53 @@ def problem(
     if operation not in MEANING:
         raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
     if MEANING[operation].moves in ("all_reduce", "broadcast") and not weights:
-        x = Form((prod(x.shape),), x.dtype)
-    if not x.shape:
+        row: tuple[int, ...] = ()  # its elements are the rows
+    elif x.shape:
+        row = x.shape[1:]
+    else:
         raise ShapeError(f"{operation}: x has no dimension whose rows could be spread over ranks")
+    rows_of_operands = tuple(Form(h.shape[1:], h.dtype) for h in operands)
+    others = tuple(weights), tuple(biases), rows_of_operands
+    return _problem(operation, size, Form(row, x.dtype), *others, flipped, keep, root, packed)
+
+
+@lru_cache(maxsize=4096)
+def _problem(
+    operation: str,
+    size: int,
+    x: Form,
+    weights: tuple[Form, ...],
+    biases: tuple[Form | None, ...],
+    operands: tuple[Form, ...],
+    flipped: bool,
+    keep: bool,
+    root: int,
+    packed: bool,
+) -> Problem:
+    """The same by the shapes of rows: one object for all calls that differ in how many rows they have."""
+    row = x.shape
     if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and x.dtype == "bool":
         raise DtypeError(f"{operation}: a sum of bool has no meaning; convert x to an integer dtype")
     if not 0 <= root < size:
         raise LayoutError(f"{operation}: root {root} is none of the ranks 0 to {size - 1}")
-    if (weights or operands) and len(x.shape) < 2:
-        raise ShapeError(f"{operation}: x needs rows and columns, not the shape {x.shape}")
+    if (weights or operands) and not row:
+        raise ShapeError(f"{operation}: x needs rows and columns")
     for form in (*weights, *(b for b in biases if b), *operands):
         if form.dtype != x.dtype:
             raise DtypeError(f"{operation}: x is {x.dtype}, but another operand is {form.dtype}; convert one of them")
     listed = []
     for i, w in enumerate(weights):
-        if len(w.shape) != 2 or w.shape[0] != x.shape[-1]:
-            raise ShapeError(f"{operation}: x {x.shape} @ w {w.shape}: w needs the shape ({x.shape[-1]}, n)")
+        if len(w.shape) != 2 or w.shape[0] != row[-1]:
+            raise ShapeError(f"{operation}: x has {row[-1]} columns, so w needs the shape ({row[-1]}, n), not {w.shape}")
         bias = biases[i] if i < len(biases) else None
         if bias is not None and bias.shape != w.shape[1:]:
             raise ShapeError(f"{operation}: the bias of w {w.shape} needs the shape {w.shape[1:]}, not {bias.shape}")
         listed.append(Weight(w.shape[1], bias is not None))
-    gradients = []
     for h in operands:
-        if len(h.shape) != len(x.shape) or h.shape[1:-1] != x.shape[1:-1]:
-            raise ShapeError(f"{operation}: x {x.shape} and {h.shape} differ in more than rows and columns")
-        gradients.append(Gradient(h.shape[1:], flipped))
-    return Problem(operation, size, x.dtype, tuple(x.shape[1:]), tuple(listed), tuple(gradients), keep, root, packed)
+        if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
+            raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} differ in more than their columns")
+    gradients = tuple(Gradient(h.shape, flipped) for h in operands)
+    return Problem(operation, size, x.dtype, row, tuple(listed), gradients, keep, root, packed)
 
 
 def layouts(operation: str, count: int) -> list[layout.Layout]:

@@ -4,7 +4,7 @@ Proven for every number of rows, and for every interleaving of the lanes:
 
 * each message has its partner, with blocks of the same lengths, the same rows and dtype; collectives have the same
   order on all ranks;
-* nothing is read before it is written, and no input is written;
+* nothing is read before it is written, no input is written, and no op writes what it reads (but sums in place);
 * it ends, even if every send waits for its receive and every collective for all ranks;
 * at the end every output block holds the sum of exactly the terms that the operation means.
 
@@ -19,9 +19,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import count
 
+from fompi import layout
 from fompi.errors import PlanError
-from fompi.kernels import KERNELS, Value, aligned, evaluate, find, total
-from fompi.layout import Symbol
+from fompi.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, total
+from fompi.layout import AXES, Symbol
 from fompi.plan import Chunk, Collective, Compute, Frontier, Op, Plan, Program, Recv, Send, constraints
 from fompi.problems import after, before
 
@@ -33,7 +34,8 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broa
 
 def verify(plan: Plan) -> None:
     """Raise PlanError unless the plan is right. Takes about 10 us an op; says nothing when all is well."""
-    for program in plan.programs:
+    for rank, program in enumerate(plan.programs):
+        _check_program(plan, rank, program)
         for i, op in enumerate(program.ops):
             _check_op(program, i, op)
     partners = _match(plan)
@@ -50,18 +52,41 @@ def _error(rank: int, op: int, text: object, chunk: object, why: str) -> PlanErr
     return PlanError(f"rank {rank}, op {op}, {text}: {why}", rank, op, str(chunk))
 
 
+def _first(op: Op) -> Chunk | str:
+    """The chunk that an error names when the op as a whole is wrong."""
+    chunks = (*op.writes, *op.reads)
+    return chunks[0] if chunks else ""
+
+
+def _check_program(plan: Plan, rank: int, program: Program) -> None:
+    """It is that of this rank, and has the inputs and outputs of the problem."""
+    if (program.rank, program.size, program.parts) != (rank, plan.size, plan.parts) or plan.size != plan.problem.size:
+        why = f"rank {program.rank} of {program.size} with {program.parts} parts"
+        raise PlanError(f"rank {rank} of {plan.size}: its program is that of {why}, not of {plan.parts}", rank)
+    buffers = {b.name: b for b in program.buffers}
+    for wanted in plan.problem.workspace(rank, plan.parts).program(()).buffers:
+        if (found := buffers.get(wanted.name)) != wanted:
+            raise PlanError(f"rank {rank}: the problem has {wanted}, the program {found}", rank, chunk=str(wanted[:]))
+    for b in program.buffers:
+        numbers = range(b.first, b.first + b.count)
+        if b.axis not in AXES or numbers != layout.blocks(b.axis, rank, plan.size, plan.parts):
+            raise PlanError(f"rank {rank}: {b[:]} are not the blocks of the axis {b.axis!r}", rank, chunk=str(b[:]))
+
+
 def _check_op(program: Program, i: int, op: Op) -> None:
     rank, names = program.rank, {b.name: b for b in program.buffers}
+    if not op.reads and not op.writes:
+        raise _error(rank, i, op, "", "it neither reads nor writes")
     for chunk in (*op.reads, *op.writes):
         buffer = names.get(chunk.buffer)
         if buffer is None:
             raise _error(rank, i, op, chunk, f"there is no buffer {chunk.buffer!r}")
         if not buffer.first <= chunk.start < chunk.stop <= buffer.first + buffer.count:
-            blocks = buffer[:]
-            raise _error(rank, i, op, chunk, f"{chunk} is not within the blocks of this rank, {blocks}")
+            raise _error(rank, i, op, chunk, f"{chunk} is not within the blocks of this rank, {buffer[:]}")
     for chunk in op.writes:
         if names[chunk.buffer].role == "input":
             raise _error(rank, i, op, chunk, f"{chunk} is an input, which nobody may write")
+    _check_overlaps(rank, i, op)
     if isinstance(op, (Send, Recv)):
         peer = op.dest if isinstance(op, Send) else op.source
         if not 0 <= peer < program.size or peer == rank:
@@ -69,24 +94,44 @@ def _check_op(program: Program, i: int, op: Op) -> None:
     elif isinstance(op, Compute):
         _check_kernel(program, i, op)
     elif op.name not in COLLECTIVES:
-        raise _error(rank, i, op, (*op.reads, *op.writes)[0], f"no collective {op.name!r}")
+        raise _error(rank, i, op, _first(op), f"no collective {op.name!r}")
+
+
+def _check_overlaps(rank: int, i: int, op: Op) -> None:
+    """No op writes a block twice, or one that it reads, but for sums in place."""
+    for w, written in enumerate(op.writes):
+        for other in op.writes[:w]:
+            if _overlap(written, other):
+                raise _error(rank, i, op, written, f"{written} is written twice")
+        for r, read in enumerate(op.reads):
+            if _overlap(written, read):
+                same = written == read and isinstance(op, Compute) and op.kernel in KERNELS
+                if not (same and in_place(op, r, w)):  # type: ignore[arg-type]
+                    raise _error(rank, i, op, written, f"{written} is written while {read} is read")
+
+
+def _overlap(a: Chunk, b: Chunk) -> bool:
+    return a.buffer == b.buffer and a.start < b.stop and b.start < a.stop
 
 
 def _check_kernel(program: Program, i: int, op: Compute) -> None:
+    rank = program.rank
     if op.kernel not in KERNELS:
-        raise _error(program.rank, i, op, op.writes[0] if op.writes else "", f"no kernel {op.kernel!r}")
-    groups = aligned(op)
-    if not groups:
-        raise _error(program.rank, i, op, op.writes[0] if op.writes else "", "the kernel takes other operands")
-    first = [s for chunk in groups[0] for s in _symbols(program, chunk)]
+        raise _error(rank, i, op, _first(op), f"no kernel {op.kernel!r}")
+    kernel, groups = find(op.kernel), aligned(op)
+    if not groups or (kernel.reduces and len(op.writes) != 1):
+        raise _error(rank, i, op, _first(op), "the kernel takes other operands")
+    first = [_symbols(program, chunk) for chunk in groups[0]]
     for group in groups[1:]:
-        if [s for chunk in group for s in _symbols(program, chunk)] != first:
-            raise _error(program.rank, i, op, group[0], "its operands have not equally many rows")
-    kernel = find(op.kernel)
-    whole = [*op.reads[len(op.reads) - kernel.whole :]] if kernel.whole else []
-    for chunk in [*whole, *(op.writes if kernel.reduces else ())]:
+        if [_symbols(program, chunk) for chunk in group] != first:
+            raise _error(rank, i, op, group[0], "its operands have not equally many rows")
+    whole = op.reads[len(op.reads) - kernel.whole :]
+    for chunk in (*whole, *(op.writes if kernel.reduces else ())):
         if program.buffer(chunk.buffer).axis != "whole":
-            raise _error(program.rank, i, op, chunk, f"{chunk} comes in rows; the kernel takes a whole operand there")
+            raise _error(rank, i, op, chunk, f"{chunk} comes in rows; the kernel takes a whole operand there")
+    if not fits(op, lambda chunk: program.buffer(chunk.buffer).row):
+        rows = ", ".join(f"{chunk} {list(program.buffer(chunk.buffer).row)}" for chunk in (*op.reads, *op.writes))
+        raise _error(rank, i, op, _first(op), f"the shapes of the rows do not fit: {rows}")
 
 
 def _symbols(program: Program, chunk: Chunk) -> list[Symbol]:
@@ -117,7 +162,7 @@ def _match(plan: Plan) -> dict[Partner, Partner]:
             if len(mine) > len(theirs):
                 i, peer = mine[len(theirs)], dest if rank == source else source
                 op = plan.programs[rank].ops[i]
-                raise _error(rank, i, op, (*op.reads, *op.writes)[0], f"rank {peer} never {verb} it")
+                raise _error(rank, i, op, _first(op), f"rank {peer} never {verb} it")
     return partners
 
 
@@ -130,10 +175,10 @@ def _check_message(source: Program, i: int, dest: Program, j: int) -> None:
 def _check_same_rows(source: Program, i: int, out: Chunk, dest: Program, j: int, into: Chunk) -> None:
     a, b = source.buffer(out.buffer), dest.buffer(into.buffer)
     if _symbols(source, out) != _symbols(dest, into):
-        why = f"its rows are not those of {into} on rank {dest.rank}, op {j}, {dest.ops[j]}"
+        why = f"the rows of {out} are not those of {into} on rank {dest.rank}, op {j}, {dest.ops[j]}"
         raise _error(source.rank, i, source.ops[i], out, why)
     if (a.row, a.dtype) != (b.row, b.dtype):
-        why = f"{a.dtype}{list(a.row)} arrives as {b.dtype}{list(b.row)} in {into} on rank {dest.rank}, op {j}"
+        why = f"{out}, {a.dtype}{list(a.row)}, arrives as {b.dtype}{list(b.row)} in {into} on rank {dest.rank}, op {j}"
         raise _error(source.rank, i, source.ops[i], out, why)
 
 
@@ -146,31 +191,39 @@ def _check_collectives(plan: Plan) -> None:
     listed = [_collectives(program) for program in plan.programs]
     for rank, mine in enumerate(listed):
         for k in range(max(len(mine), len(listed[0]))):
-            if k >= len(mine) or k >= len(listed[0]) or mine[k][1].name != listed[0][k][1].name:
-                lacking = rank if k >= len(mine) else 0 if k >= len(listed[0]) else rank
-                there = rank if k < len(mine) else 0
-                i, op = listed[there][k]
-                chunk = (*op.reads, *op.writes)[0]
-                raise _error(there, i, op, chunk, f"rank {lacking} has no such collective in this place")
-    for k in range(len(listed[0])):
-        for rank, (i, op) in enumerate(mine[k] for mine in listed):
-            _check_collective(plan, rank, i, op, [mine[k] for mine in listed])
+            here = mine[k][1].name if k < len(mine) else "none"
+            first = listed[0][k][1].name if k < len(listed[0]) else "none"
+            if here != first:
+                at, (other, name) = (rank, (0, first)) if k < len(mine) else (0, (rank, here))
+                i, op = listed[at][k]
+                raise _error(at, i, op, _first(op), f"collective {k} of this rank, but that of rank {other} is {name}")
+    for calls in zip(*listed, strict=True):
+        for rank, (i, op) in enumerate(calls):
+            _check_arity(plan, rank, i, op)
+        for rank in range(plan.size):
+            _check_collective(plan, rank, calls)
 
 
-def _check_collective(plan: Plan, rank: int, i: int, op: Collective, all_of_it: list[tuple[int, Collective]]) -> None:
-    size, program = plan.size, plan.programs[rank]
-    roots = [r for r, (_, other) in enumerate(all_of_it) if other.reads]
-    expected = {
+def _check_arity(plan: Plan, rank: int, i: int, op: Collective) -> None:
+    """How many chunks it reads and writes."""
+    size = plan.size
+    reads, writes = {
         "all_gather": (1, size),
         "all_to_all": (size, size),
         "reduce_scatter": (1, 1),
         "all_reduce": (1, 1),
-        "broadcast": (1, 0) if [rank] == roots else (0, 1),
+        "broadcast": (1, 0) if rank == plan.problem.root else (0, 1),
     }[op.name]
-    chunk = (*op.reads, *op.writes, Chunk("?", 0, 1))[0]
-    if (len(op.reads), len(op.writes)) != expected:
-        raise _error(rank, i, op, chunk, f"{op.name} takes {expected[0]} chunks here and gives {expected[1]}")
-    for source, (j, other) in enumerate(all_of_it):
+    if (len(op.reads), len(op.writes)) != (reads, writes):
+        raise _error(rank, i, op, _first(op), f"{op.name} reads {reads} and writes {writes} chunks here")
+    if op.name == "reduce_scatter" and (op.reads[0].stop - op.reads[0].start) % size:
+        raise _error(rank, i, op, op.reads[0], f"{op.reads[0]} has not equally many blocks for each of {size} ranks")
+
+
+def _check_collective(plan: Plan, rank: int, calls: Sequence[tuple[int, Collective]]) -> None:
+    """What this rank gets has the rows, shape and dtype of what it writes."""
+    size, program, (i, op) = plan.size, plan.programs[rank], calls[rank]
+    for source, (j, other) in enumerate(calls):
         theirs = plan.programs[source]
         if op.name == "all_gather":
             _check_same_rows(theirs, j, other.reads[0], program, i, op.writes[source])
@@ -275,10 +328,8 @@ class _Walk:
         for rank, program in enumerate(self.plan.programs):
             for i, op in enumerate(program.ops):
                 if i in self.started[rank] and i not in self.done[rank]:
-                    chunk = (*op.reads, *op.writes)[0]
-                    raise PlanError(
-                        f"rank {rank} never completes op {i}, {op}: {self._why(rank, i)}", rank, i, str(chunk)
-                    )
+                    why = f"rank {rank} never completes op {i}, {op}: {self._why(rank, i)}"
+                    raise PlanError(why, rank, i, str(_first(op)))
 
     def _why(self, rank: int, i: int) -> str:
         """What the partner of a stuck op waits for."""
@@ -304,13 +355,9 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
         chunk = Chunk(name, block, block + 1)
         writers = [i for i, op in enumerate(program.ops) if any((name, block) in c.blocks for c in op.writes)]
         if got is None:
-            last = len(program.ops) - 1
-            raise PlanError(
-                f"rank {program.rank}, after its last op, {last}: {chunk} is never written",
-                program.rank,
-                last,
-                str(chunk),
-            )
+            last = len(program.ops) - 1 if program.ops else None
+            at = f"rank {program.rank}, after its last op, {last}" if program.ops else f"rank {program.rank} has no ops"
+            raise PlanError(f"{at}: {chunk} is never written", program.rank, last, str(chunk))
         lacks, extra = _difference(wanted, got), _difference(got, wanted)
         why = "; ".join([f"lacks {t}" for t in lacks[:2]] + [f"holds {t} too often" for t in extra[:2]])
         raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, f"at the end {chunk} {why}")

@@ -1,0 +1,285 @@
+"""Plans that are wrong in one place: what a slip in a schedule, or in an executor, would make of a right one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from fompi.kernels import KERNELS
+from fompi.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
+from fompi.verify import COLLECTIVES
+
+
+def mutant(plan: Plan, random) -> tuple[str, Plan]:
+    """What was changed, in a word, and the changed plan."""
+    while True:
+        name = random.choice(list(MUTATIONS))
+        try:
+            found = MUTATIONS[name](plan, random)
+        except LookupError:  # there is nothing of that kind in this plan
+            continue
+        if found != plan:
+            return name, found
+
+
+# ------------------------------------------------------------------------------------------------ tools
+
+
+def with_ops(plan: Plan, rank: int, ops: list[Op]) -> Plan:
+    return plan.with_program(replace(plan.programs[rank], ops=tuple(ops)))
+
+
+def somewhere(plan: Plan, random, kinds: tuple[type, ...] = (Send, Recv, Compute, Collective)):
+    """(rank, its ops as a list, the number of one of these kinds). LookupError: there is none."""
+    places = [(p.rank, i) for p in plan.programs for i, op in enumerate(p.ops) if isinstance(op, kinds)]
+    rank, i = random.choice(places)
+    return rank, list(plan.programs[rank].ops), i
+
+
+def chunks(op: Op) -> list[Chunk]:
+    return [*op.reads, *op.writes]
+
+
+def with_chunk(op: Op, number: int, chunk: Chunk) -> Op:
+    """The op with another chunk in this place of `chunks(op)`."""
+    if isinstance(op, (Send, Recv)):
+        return replace(op, chunk=chunk)
+    listed = chunks(op)
+    listed[number] = chunk
+    return replace(op, reads=tuple(listed[: len(op.reads)]), writes=tuple(listed[len(op.reads) :]))
+
+
+def change_chunk(change, plan: Plan, random) -> Plan:
+    """`change(random, program, chunk)` for one chunk of one op."""
+    rank, ops, i = somewhere(plan, random)
+    number, chunk = random.choice(list(enumerate(chunks(ops[i]))))
+    ops[i] = with_chunk(ops[i], number, change(random, plan.programs[rank], chunk))
+    return with_ops(plan, rank, ops)
+
+
+# ------------------------------------------------------------------------------------------------ ops in their order
+
+
+def drop(plan, random):
+    rank, ops, i = somewhere(plan, random)
+    del ops[i]
+    return with_ops(plan, rank, ops)
+
+
+def double(plan, random):
+    rank, ops, i = somewhere(plan, random)
+    ops.insert(i, ops[i])
+    return with_ops(plan, rank, ops)
+
+
+def double_later(plan, random):
+    rank, ops, i = somewhere(plan, random)
+    ops.insert(random.randrange(i, len(ops)) + 1, ops[i])
+    return with_ops(plan, rank, ops)
+
+
+def swap(plan, random):
+    rank, ops, i = somewhere(plan, random)
+    j = random.randrange(len(ops))
+    ops[i], ops[j] = ops[j], ops[i]
+    return with_ops(plan, rank, ops)
+
+
+def swap_neighbours(plan, random):
+    rank, ops, i = somewhere(plan, random)
+    j = (i + 1) % len(ops)
+    ops[i], ops[j] = ops[j], ops[i]
+    return with_ops(plan, rank, ops)
+
+
+def move(plan, random):
+    rank, ops, i = somewhere(plan, random)
+    op = ops.pop(i)
+    ops.insert(random.randrange(len(ops) + 1), op)
+    return with_ops(plan, rank, ops)
+
+
+def exchange_programs(plan, random):
+    """Two ranks with each other's ops."""
+    a, b = random.randrange(plan.size), random.randrange(plan.size)
+    return with_ops(with_ops(plan, a, plan.programs[b].ops), b, plan.programs[a].ops)
+
+
+def everywhere(change, plan, random):
+    """The same change of the ops at the same places, on all ranks: messages and collectives still pair up."""
+    numbers = range(min(len(p.ops) for p in plan.programs))
+    i, j = random.choice(numbers), random.choice(numbers)
+    for program in plan.programs:
+        ops = list(program.ops)
+        change(ops, i, j)
+        plan = with_ops(plan, program.rank, ops)
+    return plan
+
+
+def _drop_at(ops, i, j):
+    del ops[i]
+
+
+def _swap_at(ops, i, j):
+    ops[i], ops[j] = ops[j], ops[i]
+
+
+def _double_at(ops, i, j):
+    ops.insert(max(i, j), ops[i])
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def divert(plan, random):
+    """A message to, or from, another rank."""
+    rank, ops, i = somewhere(plan, random, (Send, Recv))
+    peer = random.randrange(-1, plan.size + 1)
+    ops[i] = replace(ops[i], dest=peer) if isinstance(ops[i], Send) else replace(ops[i], source=peer)
+    return with_ops(plan, rank, ops)
+
+
+def turn_round(plan, random):
+    """A Send for a Recv, or a Recv for a Send."""
+    rank, ops, i = somewhere(plan, random, (Send, Recv))
+    op = ops[i]
+    ops[i] = Recv(op.dest, op.chunk) if isinstance(op, Send) else Send(op.source, op.chunk)
+    return with_ops(plan, rank, ops)
+
+
+def both_ends(change, plan, random):
+    """The same change at both ends of one message."""
+    source, ops, i = somewhere(plan, random, (Send,))
+    dest = ops[i].dest
+    number = [j for j, op in enumerate(ops) if isinstance(op, Send) and op.dest == dest].index(i)
+    theirs = list(plan.programs[dest].ops)
+    arrivals = [j for j, op in enumerate(theirs) if isinstance(op, Recv) and op.source == source]
+    change(ops, i, random)
+    change(theirs, arrivals[number], random)
+    return with_ops(with_ops(plan, source, ops), dest, theirs)
+
+
+def _drop_one(ops, i, random):
+    del ops[i]
+
+
+def _double_one(ops, i, random):
+    ops.insert(i, ops[i])
+
+
+def _move_one(ops, i, random):
+    op = ops.pop(i)
+    ops.insert(random.randrange(len(ops) + 1), op)
+
+
+def exchange_chunks(plan, random):
+    """Two ops of one kind on a rank exchange what they send, receive, read or write."""
+    rank, ops, i = somewhere(plan, random)
+    j = random.choice([j for j, op in enumerate(ops) if type(op) is type(ops[i]) and j != i])
+    n = random.choice(range(min(len(chunks(ops[i])), len(chunks(ops[j])))))
+    a, b = chunks(ops[i])[n], chunks(ops[j])[n]
+    ops[i], ops[j] = with_chunk(ops[i], n, b), with_chunk(ops[j], n, a)
+    return with_ops(plan, rank, ops)
+
+
+# ------------------------------------------------------------------------------------------------ chunks, kernels
+
+
+def _shifted(random, program: Program, chunk: Chunk):
+    by = random.choice((-2, -1, 1, 2))
+    return chunk._replace(start=chunk.start + by, stop=chunk.stop + by)
+
+
+def _resized(random, program: Program, chunk: Chunk):
+    return chunk._replace(stop=chunk.stop + random.choice((-1, 1)))
+
+
+def _moved(random, program: Program, chunk: Chunk):
+    """Any block of the same buffer."""
+    buffer, count = program.buffer(chunk.buffer), chunk.stop - chunk.start
+    start = buffer.first + random.choice(range(buffer.count - count + 1))
+    return chunk._replace(start=start, stop=start + count)
+
+
+def _elsewhere(random, program: Program, chunk: Chunk):
+    """Another buffer: the same blocks, or any."""
+    buffer = random.choice(program.buffers)
+    if random.random() < 0.5:
+        return chunk._replace(buffer=buffer.name)
+    start = buffer.first + random.randrange(buffer.count)
+    return Chunk(buffer.name, start, start + 1)
+
+
+def exchange_operands(plan, random):
+    """Two operands of one op, read or written."""
+    rank, ops, i = somewhere(plan, random, (Compute, Collective))
+    listed = chunks(ops[i])
+    a, b = random.choice(range(len(listed))), random.choice(range(len(listed)))
+    ops[i] = with_chunk(with_chunk(ops[i], a, listed[b]), b, listed[a])
+    return with_ops(plan, rank, ops)
+
+
+def change_operands(plan, random):
+    """One operand more, or one less."""
+    rank, ops, i = somewhere(plan, random, (Compute, Collective))
+    side = random.choice(("reads", "writes"))
+    listed = list(getattr(ops[i], side))
+    if listed and random.random() < 0.5:
+        del listed[random.randrange(len(listed))]
+    else:
+        listed.insert(random.randint(0, len(listed)), random.choice(chunks(ops[i])))
+    ops[i] = replace(ops[i], **{side: tuple(listed)})
+    return with_ops(plan, rank, ops)
+
+
+def other_kernel(plan, random):
+    rank, ops, i = somewhere(plan, random, (Compute, Collective))
+    if isinstance(ops[i], Compute):
+        ops[i] = replace(ops[i], kernel=random.choice((*KERNELS, "nothing")))
+    else:
+        ops[i] = replace(ops[i], name=random.choice((*COLLECTIVES, "nothing")))
+    return with_ops(plan, rank, ops)
+
+
+def other_memory(plan, random):
+    """Scratch of another dtype or another shape, on all ranks alike."""
+    name = random.choice([b.name for p in plan.programs for b in p.buffers if b.role == "scratch"])
+    dtype, row = random.choice(("float32", "bfloat16", "int64")), random.choice(((), (1,), (3,), (4,)))
+    change = random.choice(({"dtype": dtype}, {"dtype": plan.problem.dtype}, {"row": row}))
+    for program in plan.programs:
+        buffers = tuple(replace(b, **change) if b.name == name else b for b in program.buffers)
+        plan = plan.with_program(replace(program, buffers=buffers))
+    return plan
+
+
+def window(plan, random):
+    return replace(plan, window=random.choice((1, 2, 3)))
+
+
+MUTATIONS = {
+    "drop": drop,
+    "double": double,
+    "double later": double_later,
+    "swap": swap,
+    "swap neighbours": swap_neighbours,
+    "move": move,
+    "exchange programs": exchange_programs,
+    "drop everywhere": partial(everywhere, _drop_at),
+    "swap everywhere": partial(everywhere, _swap_at),
+    "double everywhere": partial(everywhere, _double_at),
+    "divert": divert,
+    "turn round": turn_round,
+    "drop both ends": partial(both_ends, _drop_one),
+    "double both ends": partial(both_ends, _double_one),
+    "move both ends": partial(both_ends, _move_one),
+    "exchange chunks": exchange_chunks,
+    "shift": partial(change_chunk, _shifted),
+    "resize": partial(change_chunk, _resized),
+    "another block": partial(change_chunk, _moved),
+    "another buffer": partial(change_chunk, _elsewhere),
+    "exchange operands": exchange_operands,
+    "change operands": change_operands,
+    "other kernel": other_kernel,
+    "other memory": other_memory,
+    "window": window,
+}
