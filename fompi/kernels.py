@@ -40,6 +40,11 @@ def product(name: str, a: Value, b: Value) -> Value:
     return tuple(sorted((name, s, t) for s in a for t in b))
 
 
+def is_result(value: Value) -> bool:
+    """Whether it was computed: a sum or a product, not a block of an input as it came."""
+    return len(value) != 1 or isinstance(value[0][1], tuple)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """`groups` lists of rows that go together block by block, then `whole` operands; `reduces` to one whole block."""

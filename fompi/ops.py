@@ -295,9 +295,7 @@ class Pending:
                 number, alike = _digest(self._common(local)), local.problem.moves != "all_to_all"
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
-            self._agreement = Agreement(
-                comm, self._stamp, number, self._signature, rows, expects, refusal, alike
-            )
+            self._agreement = Agreement(comm, self._stamp, number, self._signature, rows, expects, refusal, alike)
             self._agreement.then = self._agreed
             self._agreement.start()
         if refusal is not None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -148,7 +147,9 @@ class Problem:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.operation, self.size, self.dtype, self.row, self.weights, self.gradients, self.keep, self.packed))
+        return hash(
+            (self.operation, self.size, self.dtype, self.row, self.weights, self.gradients, self.keep, self.packed)
+        )
 
     def __hash__(self) -> int:  # the key of every call: worked out once
         return self._hash
@@ -255,7 +256,9 @@ def _problem(
     listed = []
     for i, w in enumerate(weights):
         if len(w.shape) != 2 or w.shape[0] != row[-1]:
-            raise ShapeError(f"{operation}: x has {row[-1]} columns, so w needs the shape ({row[-1]}, n), not {w.shape}")
+            raise ShapeError(
+                f"{operation}: x has {row[-1]} columns, so w needs the shape ({row[-1]}, n), not {w.shape}"
+            )
         bias = biases[i] if i < len(biases) else None
         if bias is not None and bias.shape != w.shape[1:]:
             raise ShapeError(f"{operation}: the bias of w {w.shape} needs the shape {w.shape[1:]}, not {bias.shape}")

@@ -6,7 +6,8 @@ Proven for every number of rows, and for every interleaving of the lanes:
   order on all ranks;
 * nothing is read before it is written, no input is written, and no op writes what it reads (but sums in place);
 * it ends, even if every send waits for its receive and every collective for all ranks;
-* at the end every output block holds the sum of exactly the terms that the operation means.
+* at the end every output block holds the sum of exactly the terms that the operation means, and what has a half type
+  was rounded once.
 
 One walk over the plan is enough. What an op needs is derived from all that it reads and writes (`plan.constraints`),
 so two ops that touch the same block, one of them writing, never run at the same time; and starting an op never stops
@@ -21,8 +22,8 @@ from itertools import count
 
 from fompi import layout
 from fompi.errors import PlanError
-from fompi.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, total
-from fompi.layout import AXES, Symbol
+from fompi.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, is_result, total
+from fompi.layout import AXES, HALF, Symbol
 from fompi.plan import Chunk, Collective, Compute, Frontier, Op, Plan, Program, Recv, Send, constraints
 from fompi.problems import after, before
 
@@ -71,6 +72,10 @@ def _check_program(plan: Plan, rank: int, program: Program) -> None:
         numbers = range(b.first, b.first + b.count)
         if b.axis not in AXES or numbers != layout.blocks(b.axis, rank, plan.size, plan.parts):
             raise PlanError(f"rank {rank}: {b[:]} are not the blocks of the axis {b.axis!r}", rank, chunk=str(b[:]))
+        if b.dtype not in (plan.problem.dtype, plan.problem.accumulator):
+            raise PlanError(
+                f"rank {rank}: {b[:]} is {b.dtype} in a plan of {plan.problem.dtype}", rank, chunk=str(b[:])
+            )
 
 
 def _check_op(program: Program, i: int, op: Op) -> None:
@@ -274,7 +279,7 @@ class _Walk:
         """The ops that are done now that this one has started."""
         op = self.plan.programs[rank].ops[i]
         if isinstance(op, Compute):
-            results = evaluate(op, lambda chunk: self._read(rank, i, chunk))
+            results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk))
             self._write(rank, op.writes, results)
             return [(rank, i)]
         if isinstance(op, Collective):
@@ -300,6 +305,17 @@ class _Walk:
                 missing = Chunk(block[0], block[1], block[1] + 1)
                 raise _error(rank, i, op, missing, f"{missing} is read before anything is written there")
         return [held[block] for block in chunk.blocks]
+
+    def _operand(self, rank: int, i: int, op: Compute, chunk: Chunk) -> list[Value]:
+        """What a kernel reads. A result of half type has been rounded: it may be moved, but not computed with again."""
+        values = self._read(rank, i, chunk)
+        if self.plan.problem.half:
+            program = self.plan.programs[rank]
+            source, into = program.buffer(chunk.buffer).dtype, program.buffer(op.writes[0].buffer).dtype
+            moves = op.kernel in ("copy", "pack") and source == into
+            if source in HALF and not moves and any(map(is_result, values)):
+                raise _error(rank, i, op, chunk, f"{chunk} has been rounded to {source}; this would round it again")
+        return values
 
     def _write(self, rank: int, chunks: Sequence[Chunk], values: Sequence[Value]) -> None:
         blocks = [block for chunk in chunks for block in chunk.blocks]

@@ -1,13 +1,16 @@
 """Kernels on host memory with NumPy and the BLAS below it.
 
 bfloat16 has no NumPy dtype of its own: it is kept in uint16. Both half types are widened to float32 for every
-kernel, and rounded once, to the nearest even, when the result is written.
+kernel, and rounded once, to the nearest even, when the result is written. Large bfloat16 arrays go by Numba, where it
+is installed: NumPy takes 7 ns an element for what compiled code does in 0.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -74,10 +77,33 @@ class Numpy:
                 return partial(np.copyto, writes[0], reads[0])
             if kernel == "matmul" and len(reads) == 2:
                 return partial(np.matmul, rows(reads[0]), reads[1], rows(writes[0]))
+        compiled = None if plain else _compiled(kernel, reads, writes, (*read_dtypes, *write_dtypes))
+        if compiled is not None:
+            return compiled
         work = _WORK[kernel]
         if plain:
             return partial(work, find(kernel).rows(reads), reads[len(reads) - KERNELS[kernel].whole :], writes)
         return partial(_half, work, kernel, reads, writes, read_dtypes, write_dtypes)
+
+
+LARGE = 1 << 18
+"""Elements from which on a pass of compiled code is worth the second that Numba takes to come."""
+
+
+@cache
+def _numba() -> Any:
+    """The compiled kernels, where Numba is installed."""
+    return import_module("fompi.backends.numba") if find_spec("numba") else None
+
+
+def _compiled(kernel: str, reads: Sequence[Array], writes: Sequence[Array], dtypes: Sequence[str]) -> Kernel | None:
+    """The kernel by Numba: sums and copies of large bfloat16 arrays. A call compiles when it first runs."""
+    arrays = (*reads, *writes)
+    if kernel not in ("add", "copy") or len(writes) > 1 or writes[0].size < LARGE or "float16" in dtypes:
+        return None
+    if not all(a.flags.c_contiguous for a in arrays) or _numba() is None:
+        return None
+    return partial(getattr(_numba(), kernel), *arrays)
 
 
 def _half(

@@ -1,0 +1,104 @@
+"""Kernels compiled by Numba: bfloat16, which NumPy does not know, in one pass instead of eight.
+
+Loaded by the NumPy backend for large arrays, where Numba is installed. The bits are the same: float32 sums, rounded to
+the nearest even. The compiled code is kept on disk, so only the first run on a machine waits for the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+Array = np.ndarray[Any, Any]
+
+
+@intrinsic
+def _as_float(typing: Any, bits: Any) -> Any:
+    """The float32 of these 32 bits."""
+    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], context.get_value_type(types.float32)
+    )
+
+
+@intrinsic
+def _as_bits(typing: Any, value: Any) -> Any:
+    """The 32 bits of this float32."""
+    return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], context.get_value_type(types.uint32)
+    )
+
+
+def _wide(x):
+    """A bfloat16 (in uint16) or a float32, as float32."""
+
+
+@overload(_wide, inline="always")
+def _wide_of(x):
+    if x == types.uint16:
+        return lambda x: _as_float(np.uint32(np.uint32(x) << np.uint32(16)))
+    return lambda x: x
+
+
+def _put(c, i, value):
+    """c[i] = value, rounded if c is bfloat16."""
+
+
+@overload(_put, inline="always")
+def _put_in(c, i, value):
+    if c.dtype != types.uint16:
+
+        def plain(c, i, value):
+            c[i] = value
+
+        return plain
+
+    def rounded(c, i, value):
+        bits = _as_bits(value)
+        up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        c[i] = np.uint16(0x7FC0) if is_nan else np.uint16(np.uint32(bits + up) >> np.uint32(16))
+
+    return rounded
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    try:
+        return njit(cache=True, error_model="numpy", nogil=True)(function)
+    except RuntimeError:  # nowhere to keep the code
+        return njit(error_model="numpy", nogil=True)(function)
+
+
+def _add(a: Any, b: Any, c: Any) -> None:
+    for i in range(a.size):
+        _put(c, i, _wide(a[i]) + _wide(b[i]))
+
+
+def _accumulate(c: Any, b: Any) -> None:
+    for i in range(c.size):  # not by `add`: the compiler must see that only two arrays can overlap
+        _put(c, i, _wide(c[i]) + _wide(b[i]))
+
+
+def _copy(a: Any, c: Any) -> None:
+    for i in range(a.size):
+        _put(c, i, _wide(a[i]))
+
+
+_add_into, _accumulate_into, _copy_into = _compiled(_add), _compiled(_accumulate), _compiled(_copy)
+
+
+def add(a: Array, b: Array, c: Array) -> None:
+    """c = a + b, on contiguous arrays, each of float32 or of bfloat16 kept in uint16; c may be a or b."""
+    for summed, other in ((a, b), (b, a)):
+        if summed.ctypes.data == c.ctypes.data:
+            _accumulate_into(c.reshape(-1), other.reshape(-1))
+            return
+    _add_into(a.reshape(-1), b.reshape(-1), c.reshape(-1))
+
+
+def copy(a: Array, c: Array) -> None:
+    """c = a, widened or rounded, on arrays as those of `add`."""
+    _copy_into(a.reshape(-1), c.reshape(-1))
