@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -211,6 +212,21 @@ def deviation(comm, ours: list, alone: list) -> float:
     return float(np.sqrt(off / norm).max())
 
 
+def on_a_terminal() -> bool:
+    """Whether the launcher above us writes to a terminal. Our own output is a pipe to it, or the terminal itself."""
+    pid = os.getpid()
+    while pid > 1 and not sys.stderr.isatty():
+        process = Path(f"/proc/{pid}")
+        try:
+            name, parent = (process / "comm").read_text().strip(), (process / "stat").read_text().rpartition(")")[2]
+            if name.startswith(("mpirun", "mpiexec", "prterun", "prun", "srun")):
+                return os.readlink(process / "fd" / "2").startswith(("/dev/pts/", "/dev/tty"))
+        except OSError:
+            return False
+        pid = int(parent.split()[1])
+    return pid > 1
+
+
 def total(comm, value: float) -> float:
     return float(fompi.all_reduce(np.array(value, np.float64), comm=comm))
 
@@ -232,7 +248,8 @@ def train(framework: str, comm, say: Callable[[str], None]) -> float:
     per_epoch = len(training.images) // BATCH
     losses, first, batches = [], [], []
     begun = perf_counter()
-    with tqdm(total=EPOCHS * per_epoch, disable=None if comm.rank == 0 else True, unit="step", leave=False) as bar:
+    quiet = comm.rank > 0 or not on_a_terminal()
+    with tqdm(total=EPOCHS * per_epoch, disable=quiet, unit="step", leave=False, ncols=80) as bar:
         for epoch in range(EPOCHS):
             for _ in range(per_epoch):
                 batches.append(training.batch())
