@@ -46,6 +46,8 @@ class Agreement(Task):
     only its own number, and there is a second round in which it says whether it is content.
     """
 
+    begins = True
+
     def __init__(
         self,
         comm: Communicator,
@@ -72,9 +74,12 @@ class Agreement(Task):
         self.touched = perf_counter()
         channel.begin(self.stamp, self)
         self._exchange_headers(HANDSHAKE)
-        error, fatal = channel.failures.get(self.stamp, (None, False))
-        if fatal and not self.finished:  # the others have given this call up, but must find our handshake
-            self.abandon(error)
+        if self.stamp in channel.failures and not self.finished:
+            error, fatal = channel.failures[self.stamp]
+            if (
+                fatal
+            ):  # the others have given this call up; they found our handshake, so the next one is the next call's
+                self.abandon(error)
 
     def _exchange_headers(self, round: int) -> None:
         mine = REFUSED if self.refusal is not None else self.digest

@@ -91,7 +91,7 @@ def borrow(x: Any, name: str = "x") -> Tensor:
     if family == "tracer":
         raise TensorError(
             f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad; "
-            "use fompi.jax.<operation> in jax.grad, outside jit"
+            "use fompi.jax.<operation> in jax.grad, outside jit (and not in the grad of a grad)"
         )
     if not _exports(x):
         raise _no_tensor(x, name)
@@ -109,8 +109,8 @@ def is_tracer(x: Any) -> bool:
 
 
 def requires_grad(x: Any) -> bool:
-    """Whether `x` is a torch tensor whose gradient somebody wants."""
-    return _family(type(x)) == "torch" and x.requires_grad
+    """Whether `x` is a torch tensor whose gradient somebody wants. Under torch.no_grad nobody does."""
+    return _family(type(x)) == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled()
 
 
 def framework_of(x: Any) -> str:
@@ -155,13 +155,14 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
     dtype = _torch_name(x.dtype)
     if dtype is None:
         raise _unknown_dtype(name, x.dtype)
-    if x.requires_grad:
+    torch = sys.modules["torch"]
+    if x.requires_grad and torch.is_grad_enabled():
         raise TensorError(f"{name} requires grad, and raw memory carries none: pass {name}.detach() to do without it")
-    if sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None:
+    if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
         raise TensorError(f"{name} carries a forward-mode tangent, which raw memory does not")
     try:
-        carrier = _CARRIERS.get(dtype)
-        array = (x.view(getattr(sys.modules["torch"], carrier)) if carrier else x).numpy()
+        carrier, plain = _CARRIERS.get(dtype), x.detach() if x.requires_grad else x
+        array = (plain.view(getattr(torch, carrier)) if carrier else plain).numpy()
     except (RuntimeError, TypeError) as error:  # on a GPU, sparse, conjugate, traced, ...
         if x.device.type != "cpu":
             raise TensorError(f"{name} is on {x.device}; this communicator works on host memory") from None

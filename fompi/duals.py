@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from fompi import ops
+from fompi.communicator import Communicator
 from fompi.errors import TensorError
 from fompi.layout import HALF, Extents
 from fompi.ops import Arguments, Operation, Pending
@@ -32,7 +33,10 @@ from fompi.ops import Arguments, Operation, Pending
 
 @dataclass
 class Call:
-    """A differentiable call: `forward` runs it, `backward` gives the gradients of its tensors."""
+    """A differentiable call: `forward` runs it, `backward` gives the gradients of its tensors.
+
+    It keeps no tensor: whoever runs it hands them in both times.
+    """
 
     operation: Operation
     arguments: Arguments
@@ -42,12 +46,18 @@ class Call:
     _extents: Extents | None = None
 
     def __post_init__(self) -> None:
-        if self.operation.name not in _DUALS:
-            raise TensorError(f"fompi.{self.operation.name} is a gradient itself and has none: pass detached tensors")
-        if self.arguments.out is not None:
-            raise TensorError(f"fompi.{self.operation.name}: out= cannot be given where a gradient is wanted")
+        self.arguments = self.arguments.with_tensors([...] * len(self.arguments.tensors))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the backward reads the tensors: that of what only moves or adds does not."""
+        return bool(self.arguments.weights)
 
     def forward(self, tensors: Sequence[Any]) -> Any:
+        if self.operation.name not in _DUALS:
+            self.refuse(" is a gradient itself and has none: pass detached tensors")
+        if self.arguments.out is not None:
+            self.refuse(": out= cannot be given where a gradient is wanted")
         arguments = self.arguments.with_tensors(tensors)
         pending: Pending = self.operation.begin(arguments, self.comm, self.schedule, self.slices)
         result = pending.wait()
@@ -60,6 +70,13 @@ class Call:
         if all(g is None for g in grads):
             return [None] * len(tensors)
         return _DUALS[self.operation.name](self, arguments, grads, needs)
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise, and tell the other ranks, who would wait for us in this call."""
+        error = TensorError(f"fompi.{self.operation.name}{why}")
+        comm = Communicator.of(self.comm)
+        Pending(self.operation.name, self.arguments, None, error, comm, self.schedule, self.slices)
+        raise error
 
     @property
     def extents(self) -> Extents:
@@ -98,9 +115,13 @@ def _all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[
 
 
 def _bias(a: Arguments, d: Any) -> list[Any]:
-    """The gradient of a bias, if there is one: the sum over everything but the columns."""
-    has_bias = any(b is not None for b in a.biases)
-    return [d.reshape(-1, d.shape[-1]).sum(0)] if has_bias else []
+    """The gradient of a bias, if there is one."""
+    return [_columns(d)] if any(b is not None for b in a.biases) else []
+
+
+def _columns(d: Any) -> Any:
+    """The sum over everything but the columns."""
+    return d.sum(tuple(range(d.ndim - 1)))
 
 
 def _all_gather_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
@@ -113,19 +134,17 @@ def _all_gather_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Se
 def _all_gather_matmul_many(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     """x_full is a result, but not kept for the backward: the rows are gathered again, as for one weight."""
     rows, (dfull, *dys) = call.extents.rows, grads
-    dx = None if dfull is None else call.run(ops.reduce_scatter, dfull, counts=rows)
+    dx = None if dfull is None or not needs[0] else call.run(ops.reduce_scatter, dfull, counts=rows)
     dws: list[Any] = []
     dbs: list[Any] = []
     for i, (w, dy) in enumerate(zip(a.weights, dys, strict=True)):
-        if dy is None:
-            dws.append(None)
-            dbs += [None] * (i < len(a.biases) and a.biases[i] is not None)
-            continue
-        term = call.run(ops.matmul_reduce_scatter, dy, w.T, counts=rows) if needs[0] else None
-        dx = term if dx is None else dx + term
-        dws.append(call.run(ops.all_gather_weight_gradient, a.x, dy) if needs[1 + i] else None)
+        if dy is not None and needs[0]:
+            term = call.run(ops.matmul_reduce_scatter, dy, w.T, counts=rows)
+            dx = term if dx is None else dx + term
+        wanted = dy is not None and needs[1 + i]
+        dws.append(call.run(ops.all_gather_weight_gradient, a.x, dy) if wanted else None)
         if i < len(a.biases) and a.biases[i] is not None:
-            dbs.append(dy.reshape(-1, dy.shape[-1]).sum(0))
+            dbs.append(None if dy is None else _columns(dy))
     return [dx, *dws, *dbs]
 
 

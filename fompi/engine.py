@@ -42,6 +42,7 @@ class Task:
     error: BaseException | None = None
     touched = 0.0  # when it last moved, on the clock of perf_counter
     urgent = False  # completed before other tasks whose requests are done at the same time
+    begins = False  # what it waits for is that others begin the same
 
     def completed(self, key: int) -> None:
         raise NotImplementedError
@@ -52,6 +53,10 @@ class Task:
     def waits_for(self) -> tuple[int, str] | None:
         """The rank of the communicator whose message is missing, and which message; None: nobody's."""
         return None
+
+    def can_finish(self) -> bool:
+        """False if it waits for this rank's program, not for others."""
+        return True
 
     def poison(self, error: BaseException) -> bool:
         """A peer failed in this call: go on without kernels, then raise `error`. False: not yet, tell me later."""
@@ -166,7 +171,7 @@ class Engine:
         silent = perf_counter() - max(task.touched, begun)
         if channel.left and silent > 0.2:
             awaited = task.waits_for()
-            if awaited and awaited[0] in channel.left:
+            if awaited and awaited[0] in (channel.left if task.begins else channel.gone):
                 error = PeerError(
                     f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[awaited[0]]}",
                     awaited[0],
@@ -191,7 +196,7 @@ def _series(stamp: int) -> int:
     return stamp >> 24 if stamp >> 62 else 0
 
 
-FAILED, FATAL, LEFT, DYING, ASK, ANSWER = range(6)
+FAILED, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(7)
 _HEADER = struct.Struct("<iqiI")
 _NBYTES = 2048
 ANSWER_SECONDS = 1.0
@@ -206,6 +211,7 @@ class _Sent(Task):
 class Channel(Task):
     """The control messages of one communicator. `failures` and `left` are what the others said.
 
+    A rank that has `left` begins no call any more; once it is `gone` it does not finish one either.
     What a rank says of a failed call precedes all messages of that call that it sends afterwards; so here too it is
     heard before them.
     """
@@ -218,6 +224,7 @@ class Channel(Task):
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the newest that began here
         self.failures: dict[int, tuple[PeerError, bool]] = {}  # stamp -> error, fatal: before its task was there
         self.left: dict[int, str] = {}
+        self.gone: set[int] = set()
         self.dying: set[int] = set()
         self.asking = False
         self._answers: dict[int, tuple[int, str]] = {}
@@ -247,11 +254,11 @@ class Channel(Task):
         return _HEADER.pack(kind, stamp, origin, len(words)) + words
 
     def tell_all(self, kind: int, stamp: int, text: str = "", heard_seconds: float = 0.0) -> None:
-        """Tell all others that are still there; wait up to `heard_seconds` until it has come to them."""
+        """Tell all others; wait up to `heard_seconds` until it has come to them."""
         send = self.link.issend if heard_seconds else self.link.isend
         with self.engine.lock:
             message = self._packed(kind, stamp, text, self.link.rank)
-            others = [r for r in range(self.link.size) if r != self.link.rank and r not in self.left]
+            others = [r for r in range(self.link.size) if r != self.link.rank]  # they listen until all are gone
             requests = [send(message, peer, CONTROL) for peer in others]
             end = perf_counter() + heard_seconds
             while requests and perf_counter() < end:
@@ -279,6 +286,8 @@ class Channel(Task):
                 self.failures[stamp] = (error, kind == FATAL)  # the call has not begun here
         elif kind == LEFT:
             self.left[origin] = text
+        elif kind == GONE:
+            self.gone.add(origin)
         elif kind == DYING:
             self.dying.add(origin)
         elif kind == ASK:
@@ -342,6 +351,14 @@ class Channel(Task):
             if awaited not in self.link.world_ranks:
                 return [*links, f"which has no part in {self.name}"]
             peer = self.link.world_ranks.index(awaited)
+
+    def can_finish(self) -> bool:
+        """Whether something is in flight here that may end without new calls of this rank."""
+        for task in self.active.values():
+            awaited = task.waits_for()
+            if task.can_finish() and not (awaited and awaited[0] in (self.left if task.begins else self.gone)):
+                return True
+        return False
 
     def close(self) -> None:
         """Stop listening."""

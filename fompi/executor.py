@@ -159,7 +159,7 @@ class Run(Task):
 
     def start(self, actions: list[Any], unready: Mapping[tuple[str, int], list[int]] | None = None) -> None:
         """Begin all that can begin. `unready`: parts of inputs that `ready()` will announce, and who reads them."""
-        compiled, channel = self.compiled, self.comm.channel
+        channel = self.comm.channel
         self.actions = actions
         self.started = self.touched = perf_counter()
         channel.begin(self.stamp, self)
@@ -326,6 +326,9 @@ class Run(Task):
         if self in self.comm.natives:
             self.comm.natives.remove(self)
             self._next_native()
+
+    def can_finish(self) -> bool:
+        return not self.unready
 
     def waits_for(self) -> tuple[int, str] | None:
         for wanted in (RECV, SEND):

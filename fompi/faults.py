@@ -10,10 +10,11 @@ import atexit
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from time import perf_counter, sleep
 from types import TracebackType
 
-from fompi.engine import DYING, LEFT, Engine
+from fompi.engine import DYING, GONE, LEFT, Channel, Engine
 from fompi.errors import PeerError
 from fompi.link import abort, finalized
 
@@ -28,7 +29,10 @@ def install(engine: Engine) -> None:
         _end(engine, error, lambda: hook(kind, error, trace))
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-        _end(engine, args.exc_value, lambda: thread_hook(args))
+        if issubclass(args.exc_type, SystemExit):  # ends the thread, and nothing else
+            thread_hook(args)
+        else:
+            _end(engine, args.exc_value, lambda: thread_hook(args))
 
     sys.excepthook, threading.excepthook = uncaught, uncaught_in_thread
     atexit.register(_leave, engine)
@@ -60,17 +64,32 @@ def _speaks(engine: Engine, error: BaseException | None) -> bool:
         _listen(engine, 0.0)
         if any(channel.dying for channel in engine.channels):
             return False
-        gone = {rank for channel in engine.channels for rank in channel.left}
-        follows = isinstance(error, PeerError) and error.origin not in gone
+        follows = _follows(engine, error)
         if not follows:
             for channel in engine.channels:
                 channel.tell_all(DYING, 0)
         _listen(engine, HEAR_SECONDS)
         if follows:
             return False
-        return not any(peer < channel.link.rank for channel in engine.channels for peer in channel.dying)
+        return not any(_is_lower(channel, peer) for channel in engine.channels for peer in channel.dying)
     finally:
         engine.lock.release()
+
+
+def _follows(engine: Engine, error: BaseException | None) -> bool:
+    """Whether this error only reports that of another rank, which will speak for itself."""
+    gone = {rank for channel in engine.channels for rank in channel.left}
+    while error is not None:
+        if isinstance(error, PeerError) and error.origin not in gone:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_lower(channel: Channel, peer: int) -> bool:
+    """Whether a rank of this channel comes before us among all ranks that MPI started."""
+    numbers = channel.link.world_ranks
+    return numbers[peer] < numbers[channel.link.rank]
 
 
 def _listen(engine: Engine, seconds: float) -> None:
@@ -84,16 +103,22 @@ def _listen(engine: Engine, seconds: float) -> None:
 
 
 def _leave(engine: Engine) -> None:
-    """Say goodbye, and stay until all others have: their last messages to us must find us."""
+    """Say goodbye, finish what we started, and stay until all others have: their last words must find us."""
     if finalized():
         return
-    for channel in list(engine.channels):
+    channels = list(engine.channels)
+    for channel in channels:
         channel.tell_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
+    _drive(engine, lambda: any(channel.can_finish() for channel in channels))
+    for channel in channels:
+        channel.tell_all(GONE, 0)
+    _drive(engine, lambda: any(len(channel.gone) < channel.link.size - 1 for channel in channels))
+    for channel in channels:
+        channel.close()
+
+
+def _drive(engine: Engine, unfinished: Callable[[], bool]) -> None:
     end = perf_counter() + engine.timeout
-    while perf_counter() < end:
-        if all(len(c.left) >= c.link.size - 1 for c in engine.channels):
-            break
+    while unfinished() and perf_counter() < end:
         if not engine.progress():
             sleep(1e-3)
-    for channel in list(engine.channels):
-        channel.close()

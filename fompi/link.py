@@ -86,8 +86,8 @@ def connect(comm: Any, timeout: float, progress: Callable[[], bool]) -> Link:
     while not request.Test():
         if perf_counter() > end:
             raise WaitTimeout(
-                f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks to come "
-                "to the creation of a communicator"
+                f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks "
+                "to come to the creation of a communicator"
             )
         if not progress():
             sleep(1e-4)

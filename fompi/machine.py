@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from fompi.errors import LayoutError
@@ -50,11 +50,13 @@ class Machine:
             raise LayoutError(f"{path}: a machine is an object with the fields {_FIELDS}")
         for field in fields(Machine):
             value, text = data.get(field.name, field.default), field.name in ("name", "source")
+            if value is MISSING:
+                raise LayoutError(f"{path}: {field.name} is missing; a machine has {_FIELDS}")
             if not isinstance(value, str if text else (int, float)) or isinstance(value, bool):
                 raise LayoutError(f"{path}: {field.name} must be {'a text' if text else 'a number'}, not {value!r}")
             if isinstance(value, (int, float)):
                 least = 1e-300 if field.name.endswith(("rate", "width")) else 0  # a divisor
-                if not least <= value < float("inf"):
+                if not least <= value <= 1e300:
                     raise LayoutError(f"{path}: {field.name}={value!r} is out of range")
         if unknown := set(data) - {f.name for f in fields(Machine)}:
             raise LayoutError(f"{path}: unknown field {sorted(unknown)[0]!r}; a machine has {_FIELDS}")

@@ -106,7 +106,13 @@ _CHUNK = re.compile(r"(\w+)\[(\d+)(?::(\d+))?\]")
 
 
 def _chunks(text: str) -> tuple[Chunk, ...]:
-    return tuple(Chunk(m[1], int(m[2]), int(m[3] or int(m[2]) + 1)) for m in _CHUNK.finditer(text))
+    return tuple(map(_chunk, text.split(", "))) if text else ()
+
+
+def _chunk(text: str) -> Chunk:
+    if found := _CHUNK.fullmatch(text):
+        return Chunk(found[1], int(found[2]), int(found[3] or int(found[2]) + 1))
+    raise PlanError(f"not a chunk: {text!r}")
 
 
 def parse(text: str) -> Op:

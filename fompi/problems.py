@@ -294,19 +294,26 @@ def from_specs(
     if not isinstance(ranks, int) or ranks < 1:
         raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank")
     for spec, wanted in zip(specs, expected, strict=True):
+        if not isinstance(spec, Spec):
+            raise LayoutError(f"{operation} is planned on a fompi.Spec for each tensor, not on {spec!r}")
         if spec.layout != wanted:
             raise LayoutError(f"{operation} takes tensors with the layouts {expected}, not {spec}")
     has_operand = MEANING[operation].operand is not None
     if has_operand:
         options.setdefault("flipped", MEANING[operation].weight is not None)
 
-    @cache
-    def at(rank: int) -> Problem:
-        x, *others = [_local(operation, spec, rank, ranks) for spec in specs]
-        weights, operands = (others[:-1], others[-1:]) if has_operand else (others, [])
+    def made(x: Form, *others: Form) -> Problem:
+        weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
         return problem(operation, ranks, x, weights, (), operands, **options)
 
+    @cache
+    def at(rank: int) -> Problem:
+        return made(*(_local(operation, spec, rank, ranks) for spec in specs))
+
+    made(*(Form(spec.shape, spec.dtype) for spec in specs))  # what fits as a whole fits in pieces on every rank
     first, x = at(0), specs[0]
+    if has_operand and specs[-1].shape[0] != x.shape[0]:
+        raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but h has {specs[-1].shape[0]}")
     rows = split(prod(x.shape) if first.flat else x.shape[0], ranks)
     if first.moves == "all_to_all":
         return at, Sizes(pairs=tuple(split(n, ranks) for n in rows))

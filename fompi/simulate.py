@@ -55,6 +55,8 @@ class _Walk:
         self.posted: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.kernels_ready: list[list[int]] = [[] for _ in self.programs]
         self.computing = [False] * plan.size
+        self.outgoing: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in self.programs]
+        self.woken = [-1.0] * plan.size
         self.port_free: defaultdict[tuple[str, int], float] = defaultdict(float)
         self.collective: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.collectives_passed = [count() for _ in self.programs]
@@ -143,10 +145,27 @@ class _Walk:
             return
         other = self.posted.pop(key)
         s, d = ((rank, i), other) if isinstance(op, Send) else (other, (rank, i))
-        out, into = ("out", source), ("in", dest)
-        start = max(self.now, self.port_free[out], self.port_free[into])
-        seconds = self.machine.message(self.nbytes(rank, op.chunk)) * self.jitter()
-        self.port_free[out] = self.port_free[into] = start + max(0.0, seconds - self.machine.latency)
+        heapq.heappush(self.outgoing[source], (s[1], d))
+        self.at(self.now, lambda: self.next_message(source))
+
+    def next_message(self, source: int) -> None:
+        """Messages that both ends wait for leave in the order of the program, when both ends of the link are free."""
+        queue = self.outgoing[source]
+        while queue:
+            i, (dest, _) = queue[0]
+            free = max(self.port_free["out", source], self.port_free["in", dest])
+            if free > self.now:
+                if self.woken[source] != free:
+                    self.woken[source] = free
+                    self.at(free, lambda: self.next_message(source))
+                return
+            self.transfer((source, i), heapq.heappop(queue)[1])
+
+    def transfer(self, s: tuple[int, int], d: tuple[int, int]) -> None:
+        op = self.programs[s[0]].ops[s[1]]
+        seconds = self.machine.message(self.nbytes(s[0], op.reads[0])) * self.jitter()
+        free = self.now + max(0.0, seconds - self.machine.latency)
+        self.port_free["out", s[0]] = self.port_free["in", d[0]] = free
 
         def finish() -> None:
             self.message_ends(s, d)
@@ -154,7 +173,7 @@ class _Walk:
             self.done(*d)
 
         self.message_begins(s, d)
-        self.at(start + seconds, finish)
+        self.at(self.now + seconds, finish)
 
     def join_collective(self, rank: int, i: int, op: Collective) -> None:
         k = next(self.collectives_passed[rank])

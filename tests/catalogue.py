@@ -68,8 +68,14 @@ def problems(size, dtype="float64"):
     return listed
 
 
-MOVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-"""The operations that only move or add: these take any dtype (sums: any but bool)."""
+SUMS = ("reduce_scatter", "all_reduce")
+MOVES = ("all_gather", "all_to_all", "broadcast", *SUMS)
+
+
+def moves(size, dtype):
+    """The operations that only move or add, which take any dtype (but there is no sum of bool)."""
+    names = [name for name in MOVES if dtype != "bool" or name not in SUMS]
+    return {name: problem(name, size, Form((0, 3), dtype)) for name in names}
 
 
 def sizes(problem, how, seed=0):

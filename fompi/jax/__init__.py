@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 from fompi import ops
+from fompi.dlpack import is_tracer
 from fompi.duals import _DUALS, Call, flatten
 from fompi.ops import Operation
 
@@ -28,13 +30,20 @@ def _differentiable(operation: Operation) -> Any:
         def run(*tensors: jax.Array) -> Any:
             return state.forward(tensors)
 
-        def forward(*tensors: jax.Array) -> Any:
-            return state.forward(tensors), tensors
+        needs: list[bool] = []
+
+        def forward(*primals: Any) -> Any:
+            needs[:] = [p.perturbed for p in primals]
+            tensors = [p.value for p in primals]
+            return state.forward(tensors), tensors if state.keeps else [None] * len(tensors)
 
         def backward(tensors: Sequence[jax.Array], grads: Any) -> tuple[Any, ...]:
-            return tuple(state.backward(tensors, flatten(grads), [True] * len(tensors)))
+            there = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]
+            if any(map(is_tracer, there)):
+                state.refuse(": its gradient can neither be differentiated again nor run under jax.jit")
+            return tuple(state.backward(tensors, there, needs))
 
-        run.defvjp(forward, backward)
+        run.defvjp(forward, backward, symbolic_zeros=True)
         return run(*arguments.tensors)
 
     return call

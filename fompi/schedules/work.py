@@ -140,8 +140,9 @@ class Scatter(_Local):
 
     @property
     def wire(self) -> str:
-        """The dtype in which a single term travels: products unrounded."""
-        return self.problem.accumulator if self.problem.multiplies_first else self.problem.dtype
+        """The dtype in which a single term travels: products unrounded, if they are to be summed."""
+        summed = self.problem.multiplies_first and self.problem.moves != "all_to_all"
+        return self.problem.accumulator if summed else self.problem.dtype
 
     def partial(self, dtype: str) -> Buffer:
         axis = "send" if self.problem.moves == "all_to_all" else "rows"

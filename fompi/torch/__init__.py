@@ -18,6 +18,9 @@ from fompi.ops import Arguments, Operation
 def differentiable(operation: Operation, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Any:
     """The result of the operation, attached to the graph of its tensors."""
     call = Call(operation, arguments, comm, schedule, slices)
+    for tensor in arguments.tensors:
+        if not isinstance(tensor, torch.Tensor):
+            call.refuse(f": {type(tensor).__name__} beside a torch tensor that requires grad; make it one of torch too")
     shape: list[Any] = []
     outputs = _Fused.apply(call, shape, *arguments.tensors)
     return unflatten(shape[0], list(outputs))
@@ -28,7 +31,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, call: Call, shape: list[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*(tensors if call.keeps else ()))
         result = call.forward([t.detach() for t in tensors])
         shape.append(result)
         return tuple(flatten(result))
@@ -36,7 +39,12 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensors = [t.detach() for t in ctx.saved_tensors]
         needs = ctx.needs_input_grad[2:]
-        found = ctx.call.backward(tensors, grads, needs)
-        return None, None, *found
+        tensors = [t.detach() for t in ctx.saved_tensors] or [None] * len(needs)
+        found = ctx.call.backward(tensors, [_conjugate(g) for g in grads], needs)
+        return None, None, *map(_conjugate, found)
+
+
+def _conjugate(t: torch.Tensor | None) -> torch.Tensor | None:
+    """torch's gradient is the conjugate of the transpose's product; a tensor of real numbers stays as it is."""
+    return None if t is None else t.conj().resolve_conj()

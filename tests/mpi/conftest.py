@@ -16,15 +16,26 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import fompi
+
 GRACE_SECONDS = 10  # for the others to come back after a failure here
 REPORT_BYTES = 16384  # the end of a report, where the error stands
 FAILURES = pytest.StashKey[list[str]]()
 COLLECTION_ERRORS = []
 
+# Where a test waits in vain, fompi says for whom, before the test's own deadline.
+os.environ.setdefault("FOMPI_TIMEOUT", "20")
+
 
 @pytest.fixture(scope="session")
 def comm():
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session")
+def world():
+    """All ranks, as fompi's Communicator."""
+    return fompi.Communicator.of(None)
 
 
 @functools.cache

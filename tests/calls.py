@@ -1,0 +1,89 @@
+"""From a problem of the catalogue to the public operation: what a user on one rank would type, and what comes back."""
+
+from __future__ import annotations
+
+import catalogue
+import ml_dtypes
+import numpy as np
+
+import fompi
+from fompi.layout import Sizes, split
+from fompi.problems import reference
+
+
+NAMES = [name for name in catalogue.problems(1) if "weight_gradient flipped" not in name]
+"""Those of the catalogue that a public operation asks for."""
+
+
+def spread(problem, how, seed=0):
+    """Rows of every rank, or pair of ranks. An all-reduce owns its rows as evenly as can be, whoever asks."""
+    sizes = catalogue.sizes(problem, how, seed)
+    if problem.moves in ("all_reduce", "broadcast"):
+        return Sizes(rows=split(sum(sizes.rows), problem.size))
+    return sizes
+
+
+def tensors(problem, given):
+    """The inputs of one rank as a user has them: bfloat16 as ml_dtypes' own, a packed x with gaps between its elements."""
+    found = {name: as_user(array, problem.dtype) for name, array in given.items()}
+    if problem.packed:
+        found["x"] = with_gaps(found["x"])
+    return found
+
+
+def as_user(array, dtype):
+    return array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
+
+
+def as_stored(array):
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+def with_gaps(array):
+    """The same numbers, no two of them side by side."""
+    holder = np.full((*array.shape, 2), 99).astype(array.dtype)
+    holder[..., 0] = array
+    return holder[..., 0]
+
+
+def arguments(problem, given, sizes, rank):
+    """Positional and keyword arguments of the operation."""
+    mine, name = tensors(problem, given), problem.name
+    weights = [mine[name("w", i)] for i in range(len(problem.weights))]
+    biases = [mine[name("b", i)] if w.bias else None for i, w in enumerate(problem.weights)]
+    operands = [mine[name("h", i)] for i in range(len(problem.gradients))]
+    options = {}
+    if problem.operation == "all_gather_matmul_many":
+        return [mine["x"], weights], {"biases": biases}
+    if any(b is not None for b in biases):
+        options["bias"] = biases[0]
+    if problem.moves == "all_to_all":
+        options["counts"] = sizes.pairs[rank]
+    elif problem.moves == "reduce_scatter":
+        options["counts"] = sizes.rows
+    elif problem.moves == "broadcast":
+        options["root"] = problem.root
+    return [mine["x"], *weights, *operands], options
+
+
+def call(problem, given, sizes, comm, **options):
+    """Call the operation on this rank: its results by the names of the outputs, in storage dtype."""
+    positional, named = arguments(problem, given, sizes, comm.rank)
+    result = getattr(fompi, problem.operation)(*positional, comm=comm, **named, **options)
+    return by_name(problem, result)
+
+
+def by_name(problem, result):
+    if problem.operation == "all_gather_matmul_many":
+        full, products = result
+        result = (full, *products)
+    names = [problem.kept] if problem.keep or not (problem.weights or problem.gradients) else []
+    names += [problem.name("y", i) for i in range(len(problem.weights))]
+    names += [problem.name("g", i) for i in range(len(problem.gradients))]
+    results = result if isinstance(result, tuple) else (result,)
+    return {name: as_stored(array) for name, array in zip(names, results, strict=True)}
+
+
+def meant(problem, inputs, sizes, rank):
+    """The same results by the unfused meaning."""
+    return reference(problem, inputs, sizes, np)[rank]

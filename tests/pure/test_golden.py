@@ -1,0 +1,66 @@
+"""What a plan prints: the grid of ranks, compared with tests/golden/*.txt.
+
+After a change that is meant, `FOMPI_GOLDEN=write python -m pytest tests/pure/test_golden.py` writes the files anew;
+read the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import fompi
+from fompi import Partial, Replicate, Shard, Spec
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+
+X, W = Spec((8, 6), "float32", Shard(0)), Spec((6, 8), "float32", Shard(1))
+PLANS = {
+    "all_gather_matmul-ring-4": (fompi.all_gather_matmul, (X, W), {"ranks": 4, "schedule": "ring"}),
+    "all_gather-bidirectional-3": (fompi.all_gather, (X,), {"ranks": 3, "schedule": "bidirectional"}),
+    "all_gather_weight_gradient-direct-2-bfloat16": (
+        fompi.all_gather_weight_gradient,
+        (Spec((8, 6), "bfloat16", Shard(0)), Spec((8, 4), "bfloat16", Shard(1))),
+        {"ranks": 2, "schedule": "direct", "packed": True},
+    ),
+    "matmul_reduce_scatter-direct-4": (
+        fompi.matmul_reduce_scatter,
+        (Spec((8, 8), "float32", Shard(1)), Spec((8, 5), "float32", Shard(0))),
+        {"ranks": 4, "schedule": "direct"},
+    ),
+    "all_reduce-sliced-3": (
+        fompi.all_reduce,
+        (Spec((100,), "float64", Partial()),),
+        {"ranks": 3, "schedule": "sliced", "slices": 2},
+    ),
+    "all_reduce-exchange-3-bfloat16": (
+        fompi.all_reduce,
+        (Spec((100,), "bfloat16", Partial()),),
+        {"ranks": 3, "schedule": "exchange"},
+    ),
+    "all_to_all-direct-3": (fompi.all_to_all, (X,), {"ranks": 3, "schedule": "direct", "slices": 2, "window": 1}),
+    "broadcast-ring-4": (
+        fompi.broadcast,
+        (Spec((4, 3), "int64", Replicate()),),
+        {"ranks": 4, "schedule": "ring", "root": 2},
+    ),
+    "all_gather-ring-12": (fompi.all_gather, (X,), {"ranks": 12, "schedule": "ring"}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_grid(name):
+    operation, specs, options = PLANS[name]
+    plan = fompi.plan(operation, *specs, **options)
+    fompi.verify(plan)
+    printed, path = f"{plan}\n", GOLDEN / f"{name}.txt"
+    if os.environ.get("FOMPI_GOLDEN") == "write":
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(printed)
+    assert printed == path.read_text()
+
+
+def test_every_golden_text_has_a_plan():
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(PLANS)

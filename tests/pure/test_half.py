@@ -1,0 +1,125 @@
+"""Half types: sums accumulate in float32 and round once; products are made in float32 and rounded once.
+
+The inputs are chosen so that all float32 arithmetic is exact: the result must be, bit for bit, the exact one rounded to
+the nearest even. The same inputs, rounded after every step, give other bits: these tests would see it.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import catalogue
+import numpy as np
+import pytest
+from catalogue import RANKS, rounded, wide
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fompi import schedules
+from fompi.backends.numpy import Numpy, narrow, widen
+from fompi.layout import HALF
+from fompi.problems import reference
+from fompi.simulate import twin
+
+BACKEND = Numpy()
+NAMES = list(catalogue.problems(1))
+DIGITS = {"float16": 11, "bfloat16": 8}
+
+
+def all_digits(random, shape, dtype):
+    """Numbers that use all digits of the mantissa, over six powers of two; sums of a hundred are exact in float32."""
+    whole = random.integers(-(2 ** DIGITS[dtype]) + 1, 2 ** DIGITS[dtype], shape)
+    return rounded(np.ldexp(whole.astype(float), random.integers(-8, -2, shape)), dtype)
+
+
+def few_digits(random, shape, dtype):
+    """Numbers whose products use more digits than the dtype has; sums of a hundred are exact in float32, and finite."""
+    return rounded(random.integers(-100, 101, shape) / 16, dtype)
+
+
+def half_problems(size, dtype):
+    for name, problem in catalogue.problems(size, dtype).items():
+        multiplies = problem.weights or problem.gradients
+        yield name, problem, few_digits if multiplies else all_digits
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("size", RANKS)
+def test_every_result_is_the_exact_one_rounded_once(size, dtype):
+    for name, problem, fill in half_problems(size, dtype):
+        sizes = catalogue.sizes(problem, "uneven", seed=size)
+        inputs = catalogue.inputs(problem, sizes, fill=fill)
+        exact = reference(problem, catalogue.widened(inputs, dtype), sizes, np)
+        for schedule in schedules.available(problem):
+            outputs = twin(schedules.write(problem, schedule, 1 + size % 2), inputs, BACKEND, sizes=sizes, seed=size)
+            for got, wanted in zip(outputs, exact, strict=True):
+                for key, array in wanted.items():
+                    np.testing.assert_array_equal(got[key], rounded(array, dtype), err_msg=f"{name} {schedule} {key}")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "name", ["reduce_scatter", "all_reduce", "matmul_reduce_scatter", "all_gather_weight_gradient"]
+)
+def test_rounding_at_every_step_would_show(name, dtype):
+    """The inputs of the test above tell one rounding from several."""
+    problem = catalogue.problems(8, dtype)[name]
+    sizes = catalogue.sizes(problem, "uneven", seed=8)
+    fill = few_digits if problem.weights or problem.gradients else all_digits
+    data = catalogue.widened(catalogue.inputs(problem, sizes, fill=fill), dtype)
+    if problem.gradients:
+        x, h = np.concatenate([d["x"] for d in data]), data[0]["h"]
+        terms = [np.outer(a, b) for a, b in zip(x, h, strict=True)]
+    else:
+        terms = [d["x"] @ d["w"] if problem.weights else d["x"] for d in data]
+    several = terms[0]
+    for term in terms[1:]:
+        several = wide(rounded(several + wide(rounded(term, dtype), dtype), dtype), dtype)
+    once = wide(rounded(sum(terms), dtype), dtype)
+    assert np.mean(several != once) > 0.05
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("schedule", ["ring", "bidirectional", "direct", "unfused_p2p", "exchange"])
+def test_a_sum_of_any_numbers_is_within_half_an_ulp(schedule, dtype):
+    """Of the exact sum, but for what eight float32 additions lose."""
+    problem = catalogue.problems(8, dtype)["all_reduce"]
+    sizes = catalogue.sizes(problem, "even")._replace(rows=(200,) * 8)
+
+    def fill(random, shape, dtype):
+        return rounded(random.standard_normal(shape) * np.exp2(random.integers(-4, 5, shape)), dtype)
+
+    inputs = catalogue.inputs(problem, sizes, fill=fill)
+    terms = [d["x"] for d in catalogue.widened(inputs, dtype)]
+    exact, most = sum(terms), sum(map(np.abs, terms))
+    got = wide(twin(schedules.write(problem, schedule), inputs, BACKEND, sizes=sizes)[0]["y"], dtype)
+    ulp = np.exp2(np.frexp(exact)[1] - DIGITS[dtype])
+    assert (np.abs(got - exact) <= ulp / 2 + 8 * 2**-24 * most).all()
+
+
+def test_the_mpi_library_is_not_asked_to_sum_half_types():
+    for size, dtype in product((1, 4), HALF):
+        for name in ("reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce"):
+            assert not {"unfused", "sliced"} & set(schedules.available(catalogue.problems(size, dtype)[name]))
+
+
+def test_every_bfloat16_survives_widening():
+    every = np.arange(1 << 16, dtype=np.uint16)
+    numbers = widen(every, "bfloat16")
+    back = narrow(numbers, "bfloat16")
+    np.testing.assert_array_equal(back[~np.isnan(numbers)], every[~np.isnan(numbers)])
+    assert np.isnan(widen(back, "bfloat16")[np.isnan(numbers)]).all()
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
+def test_narrowing_rounds_to_the_nearest_even(numbers):
+    """Against the catalogue's own rounding, from the exact number in float64."""
+    array = np.array(numbers, np.float32)
+    normal = array[(np.abs(array) >= 2.0**-126) & (np.abs(array) < 3.38e38)]
+    np.testing.assert_array_equal(narrow(normal, "bfloat16"), rounded(normal.astype(float), "bfloat16"))
+
+
+def test_ties_go_to_the_even_neighbour():
+    ties = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 2**-133 * 0.5], np.float32)
+    assert [hex(n) for n in narrow(ties, "bfloat16")] == ["0x3f80", "0x3f82", "0xbf80", "0x0"]
+    assert narrow(np.array([3.4e38, np.inf, -np.inf], np.float32), "bfloat16").tolist() == [0x7F80, 0x7F80, 0xFF80]

@@ -1,0 +1,126 @@
+"""Rows, blocks and their symbols: equal symbols mean equally many rows, in every call and on every rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fompi.errors import DtypeError, LayoutError
+from fompi.layout import (
+    AXES,
+    ITEMSIZE,
+    Extents,
+    Shard,
+    Sizes,
+    Spec,
+    accumulator,
+    blocks,
+    itemsize,
+    nbytes,
+    offsets,
+    split,
+    symbol,
+)
+
+counts = st.integers(0, 9)
+
+
+@st.composite
+def all_sizes(draw):
+    """Rows of owners and rows of pairs, of one number of ranks."""
+    size = draw(st.integers(1, 6))
+    rows = draw(st.lists(counts, min_size=size, max_size=size))
+    pairs = draw(st.lists(st.lists(counts, min_size=size, max_size=size), min_size=size, max_size=size))
+    return size, Sizes(rows=tuple(rows)), Sizes(pairs=tuple(map(tuple, pairs)))
+
+
+@given(st.integers(0, 1000), st.integers(1, 20))
+def test_split_is_as_even_as_can_be(total, pieces):
+    parts = split(total, pieces)
+    assert len(parts) == pieces and sum(parts) == total
+    assert max(parts) - min(parts) <= 1 and list(parts) == sorted(parts, reverse=True)
+
+
+@given(st.lists(counts))
+def test_offsets_begin_each_run(runs):
+    assert offsets(runs) == [sum(runs[:i]) for i in range(len(runs) + 1)]
+
+
+@given(all_sizes(), st.integers(1, 4))
+def test_equal_symbols_have_equally_many_rows(given_sizes, parts):
+    """On whatever rank, in whatever buffer: the rows of a message, of a sum, of a product fit in every call."""
+    size, by_owner, by_pair = given_sizes
+    known = {}
+    for axis in AXES:
+        if axis == "whole":
+            continue
+        sizes = by_pair if axis in ("send", "recv") else by_owner
+        for rank in range(size):
+            listed = sizes.extents(rank, parts).counts(axis)
+            numbers = blocks(axis, rank, size, parts)
+            assert len(listed) == len(numbers)
+            for block, rows in zip(numbers, listed, strict=True):
+                assert known.setdefault(symbol(axis, rank, size, parts, block), rows) == rows
+
+
+@given(all_sizes(), st.integers(1, 4))
+def test_rows_add_up(given_sizes, parts):
+    size, by_owner, by_pair = given_sizes
+    for rank in range(size):
+        owned, paired = by_owner.extents(rank, parts), by_pair.extents(rank, parts)
+        assert sum(owned.counts("rows")) == sum(owned.counts("slices")) == sum(by_owner.rows)
+        assert sum(owned.counts("own")) == by_owner.rows[rank]
+        assert sum(owned.counts("copies")) == size * by_owner.rows[rank]
+        assert sum(paired.counts("send")) == sum(by_pair.pairs[rank])
+        assert sum(paired.counts("recv")) == sum(row[rank] for row in by_pair.pairs)
+
+
+def test_the_axes_by_example():
+    """3 ranks, 2 parts, rows 4, 3 and 0: on rank 1."""
+    extents = Sizes(rows=(4, 3, 0)).extents(1, 2)
+    assert extents.counts("rows") == [2, 2, 2, 1, 0, 0]
+    assert extents.counts("own") == [2, 1]
+    assert extents.counts("copies") == [2, 1, 2, 1, 2, 1]
+    assert extents.counts("slices") == [2, 2, 0, 2, 1, 0]
+    pairs = Sizes(pairs=((1, 2, 3), (4, 5, 6), (7, 8, 9))).extents(1, 2)
+    assert (pairs.send, pairs.recv) == ((4, 5, 6), (2, 5, 8))
+    assert pairs.counts("recv") == [1, 1, 3, 2, 4, 4]
+    assert list(blocks("own", 1, 3, 2)) == [2, 3] and list(blocks("whole", 1, 3, 2)) == [0]
+    assert symbol("slices", 1, 3, 2, 4) == symbol("rows", 0, 3, 2, 3) == ("rows", 1, 1)
+    assert symbol("send", 1, 3, 2, 5) == symbol("recv", 2, 3, 2, 3) == ("pair", 1, 2, 1)
+
+
+def test_a_whole_buffer_has_no_rows():
+    with pytest.raises(LayoutError, match="a shape of its own"):
+        Extents(0, 1, 1).counts("whole")
+
+
+# ------------------------------------------------------------------------------------------------ dtypes, specs
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_dtypes(dtype):
+    assert nbytes((3, 2), dtype) == 6 * itemsize(dtype)
+    assert accumulator(dtype) == ("float32" if dtype in ("float16", "bfloat16") else dtype)
+
+
+def test_an_unknown_dtype():
+    with pytest.raises(DtypeError, match="unknown dtype 'float8'; known: float64, float32"):
+        Spec((3,), "float8")
+
+
+@pytest.mark.parametrize("shape", [(-1,), (3, 2.0), ("3",), (None,)])
+def test_shapes_that_cannot_be(shape):
+    with pytest.raises(LayoutError, match="whole numbers >= 0"):
+        Spec(shape)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((), 0), ((3,), 1), ((3, 4), -3)])
+def test_dimensions_that_are_not_there(shape, dim):
+    with pytest.raises(LayoutError, match=rf"Shard\({dim}\) of a tensor with {len(shape)} dimensions"):
+        Spec(shape, "float32", Shard(dim))
+
+
+def test_specs_are_values():
+    assert Spec([3, 4]) == Spec((3, 4)) and hash(Spec([3, 4])) == hash(Spec((3, 4)))

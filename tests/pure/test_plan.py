@@ -1,0 +1,257 @@
+"""A plan is text, JSON and a value; what its ops wait for is derived from what they read and write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import catalogue
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fompi import schedules
+from fompi.errors import PlanError
+from fompi.layout import Sizes
+from fompi.plan import (
+    Chunk,
+    Collective,
+    Compute,
+    Frontier,
+    Plan,
+    Programs,
+    Recv,
+    Send,
+    constraints,
+    dependencies,
+    format_nbytes,
+    lane,
+    messages,
+    parse,
+    programs_from_json,
+)
+
+names = st.sampled_from(["x", "y", "x_full", "w0", "inbox12"])
+chunks = st.builds(
+    lambda name, start, count: Chunk(name, start, start + count), names, st.integers(0, 5), st.integers(1, 3)
+)
+runs = st.lists(chunks, max_size=3).map(tuple)
+peers = st.integers(0, 3)
+ops = st.one_of(
+    st.builds(Send, peers, chunks),
+    st.builds(Recv, peers, chunks),
+    st.builds(Compute, st.sampled_from(["copy", "matmul_bias", "gradient_add"]), runs, runs),
+    st.builds(Collective, st.sampled_from(["all_gather", "all_reduce"]), runs, runs),
+)
+programs = st.lists(ops, max_size=25)
+windows = st.none() | st.integers(1, 3)
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+@given(ops)
+def test_an_op_is_what_its_text_says(op):
+    assert parse(str(op)) == op
+
+
+@pytest.mark.parametrize(
+    ("text", "op"),
+    [
+        ("x[3]>1", Send(1, Chunk("x", 3, 4))),
+        ("y[0:2]<1", Recv(1, Chunk("y", 0, 2))),
+        ("matmul(x[3], w[0]) -> y[3]", Compute("matmul", (Chunk("x", 3, 4), Chunk("w", 0, 1)), (Chunk("y", 3, 4),))),
+        ("all_gather{x[3] -> y[0:8]}", Collective("all_gather", (Chunk("x", 3, 4),), (Chunk("y", 0, 8),))),
+        ("broadcast{ -> y[0]}", Collective("broadcast", (), (Chunk("y", 0, 1),))),
+    ],
+)
+def test_the_text_of_each_op(text, op):
+    assert str(op) == text and parse(text) == op
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x[3]", "x[a]>1", "x[1:2:3]>1", "x>1", "x[3]>", "copy(x[0] -> y[0]", "copy(x[0] y[1]) -> y[0]", "-> y[0]"],
+)
+def test_what_is_no_op(text):
+    with pytest.raises(PlanError, match="not a"):
+        parse(kernel.format(text))
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+@pytest.mark.parametrize("name", catalogue.problems(1))
+def test_json_keeps_everything(name):
+    problem = catalogue.problems(3)[name]
+    sizes = catalogue.sizes(problem, "uneven")
+    for schedule in schedules.available(problem):
+        plan = schedules.write(problem, schedule, 2, sizes, window=2)
+        described, fields = programs_from_json(plan.to_json())
+        assert json.loads(json.dumps(asdict(problem))) == described
+        assert Plan(problem, **fields) == plan
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda data: data.pop("programs"),
+    lambda data: data.update(programs=3),
+    lambda data: data["programs"][0].update(ops=["x[0]"]),
+    lambda data: data["programs"][0].update(ops=[7]),
+    lambda data: data["programs"][1]["buffers"][0].pop("axis"),
+    lambda data: data["programs"][1]["buffers"][0].update(color="red"),
+    lambda data: data.update(sizes=[]),
+])  # fmt: skip
+def test_what_is_no_plan(spoil):
+    data = json.loads(schedules.write(catalogue.problems(2)["all_gather"], "ring").to_json())
+    spoil(data)
+    with pytest.raises(PlanError, match="not the JSON of a plan"):
+        programs_from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"programs": '])
+def test_what_is_no_json(text):
+    with pytest.raises(PlanError, match="not the JSON of a plan"):
+        programs_from_json(text)
+
+
+# ------------------------------------------------------------------------------------------------ dependencies
+
+
+def conflict(a, b):
+    """Whether two ops touch the same block, and at least one writes it."""
+
+    def blocks(listed):
+        return {block for chunk in listed for block in chunk.blocks}
+
+    return bool(blocks(a.writes) & (blocks(b.reads) | blocks(b.writes)) or blocks(b.writes) & blocks(a.reads))
+
+
+def closure(needs):
+    """All that is before each op, directly or not."""
+    before = []
+    for direct in needs:
+        before.append(set(direct).union(*(before[i] for i in direct)))
+    return before
+
+
+@given(programs)
+def test_dependencies_are_those_of_all_pairs(program):
+    """Each is a conflict, and what follows from them orders every pair of ops in conflict."""
+    slow = [[i for i in range(j) if conflict(program[i], program[j])] for j in range(len(program))]
+    needs = dependencies(program)
+    assert all(set(fast) <= set(pairs) for fast, pairs in zip(needs, slow, strict=True))
+    assert closure(needs) == closure(slow)
+
+
+def test_dependencies_name_the_last_writer_and_the_readers_since():
+    program = [
+        parse(t) for t in ("x[0]>1", "y[0:2]<1", "copy(y[0]) -> z[0]", "y[1]>1", "copy(x[0]) -> y[0]", "y[0:2]>2")
+    ]
+    assert dependencies(program) == [[], [], [1], [1], [1, 2], [1, 4]]
+
+
+@given(programs, windows)
+def test_constraints(program, window):
+    """Beside dependencies: sends, receives and collectives start in order, lane by lane; sends wait for the window."""
+    needs, behind = constraints(program, window)
+    for j, op in enumerate(program):
+        kind = type(op)
+        one_line = kind is Send and window is not None  # whoever they go to
+        same = [i for i in range(j) if type(program[i]) is kind and (one_line or lane(program[i]) == lane(op))]
+        assert behind[j] == (same[-1] if same and kind is not Compute else -1)
+        paced = {same[-window]} if one_line and len(same) >= window else set()
+        assert set(needs[j]) == set(dependencies(program)[j]) | paced
+
+
+@given(programs, windows, st.randoms(use_true_random=False))
+def test_every_order_of_events_ends(program, window, random):
+    """If each op that may start is done some time later, all are done, each once, and none before what it needs."""
+    limits = constraints(program, window)
+    frontier, started, done = Frontier(limits), set(), []
+    may_start, running = frontier.begin(), []
+    while may_start or running:
+        if may_start and (not running or random.random() < 0.5):
+            op = may_start.pop(random.randrange(len(may_start)))
+            assert op not in started and started >= {limits.behind[op]} - {-1} and set(done) >= set(limits.needs[op])
+            started.add(op)
+            running.append(op)
+            may_start += frontier.started(op)
+        else:
+            done.append(running.pop(random.randrange(len(running))))
+            may_start += frontier.done(done[-1])
+    assert sorted(done) == list(range(len(program)))
+
+
+@given(programs)
+def test_messages_are_numbered_peer_by_peer(program):
+    seen = {}
+    for op, number in zip(program, messages(program), strict=True):
+        if isinstance(op, (Send, Recv)):
+            key = type(op), op.dest if isinstance(op, Send) else op.source
+            assert number == seen.get(key, 0)
+            seen[key] = number + 1
+        else:
+            assert number == -1
+
+
+# ------------------------------------------------------------------------------------------------ buffers, programs
+
+
+def test_chunks_by_index():
+    work = catalogue.problems(3)["all_gather_matmul"].workspace(1, 2)
+    x, y, w = work["x"], work["y"], work["w"]
+    assert [str(c) for c in (x[:], x[2], x[3:], y[:], y[0:3], y[4:], w[:])] == [
+        "x[2:4]", "x[2]", "x[3]", "y[0:6]", "y[0:3]", "y[4:6]", "w[0]",
+    ]  # fmt: skip
+    extents = Sizes(rows=(3, 4, 5)).extents(1, 2)
+    assert (x.offsets(extents), x.shape(extents)) == ([0, 2, 4], (4, 3))
+    assert (y.offsets(extents), y.shape(extents)) == ([0, 2, 3, 5, 7, 10, 12], (12, 4))
+    assert (w.offsets(extents), w.shape(extents)) == ([0, 3], (3, 4))
+    assert (x.row_nbytes, w.row_nbytes) == (24, 96)
+
+
+def test_an_unknown_buffer():
+    program = schedules.write(catalogue.problems(2)["all_gather"], "ring").programs[1]
+    with pytest.raises(PlanError, match="rank 1 has no buffer 'z'"):
+        program.buffer("z")
+
+
+def test_programs_are_written_when_asked_for():
+    """A rank of a cluster writes its own program, not those of all others."""
+    written = []
+    plan = schedules.write(catalogue.problems(1000)["all_gather"], "ring")
+
+    def write(rank):
+        written.append(rank)
+        return plan.programs[rank]
+
+    listed = Programs(1000, write)
+    assert len(listed) == 1000 and listed[7] is listed[7] and written == [7]
+    assert [p.rank for p in listed[3:5]] == [3, 4]
+    with pytest.raises(IndexError):
+        listed[1000]
+    assert len(plan.programs[999].ops) == 2 * 999 + 1
+
+
+def test_plans_are_values():
+    problem = catalogue.problems(3)["matmul_reduce_scatter"]
+    plan, again = (schedules.write(problem, "direct", 2) for _ in range(2))
+    assert plan == again and hash(plan) == hash(again)
+    assert plan != schedules.write(problem, "direct", 1) and plan != replace(plan, window=1)
+    assert plan != plan.with_program(replace(plan.programs[1], ops=()))
+    assert plan.with_program(plan.programs[1]) == plan
+
+
+def test_scratch_is_counted():
+    """direct: a reduce-scatter keeps `size` copies of our own shard of float64."""
+    problem = catalogue.problems(4)["reduce_scatter"]
+    plan = schedules.write(problem, "direct", 1, Sizes(rows=(2, 3, 0, 1)))
+    assert [p.scratch_nbytes(plan.extents(p.rank)) for p in plan.programs] == [4 * n * 24 for n in (2, 3, 0, 1)]
+    assert "scratch 288 B a rank" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
+)
+def test_bytes_for_people(count, text):
+    assert format_nbytes(count) == text

@@ -1,0 +1,152 @@
+"""The event walk on machines so simple that a formula says how long a plan takes."""
+
+from __future__ import annotations
+
+import json
+
+import catalogue
+import pytest
+
+from fompi import schedules
+from fompi.layout import Sizes
+from fompi.machine import Machine
+from fompi.simulate import simulate
+
+ROWS, K, N = 16, 3, 4  # of each rank's x, and the columns of x and w, in the catalogue
+SHARD = ROWS * K * 8  # bytes
+FLOPS = 2 * ROWS * K * N
+
+
+def machine(message, matmul=0.0, latency=0.0):
+    """Where the shard of a rank is `message` seconds under way, and multiplied in `matmul`; memory costs nothing."""
+    rate = FLOPS / matmul if matmul else float("inf")
+    return Machine("simple", latency, SHARD / message, rate, float("inf"), 0.0)
+
+
+def timed(name, schedule, where, size, slices=1):
+    problem = catalogue.problems(size)[name]
+    sizes = Sizes(pairs=((ROWS,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(ROWS,) * size)
+    return simulate(schedules.write(problem, schedule, slices, sizes), where)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_a_ring_takes_one_message_after_the_other(size):
+    """all-gather: (n - 1) (latency + bytes / bandwidth), every rank alike."""
+    trace = timed("all_gather", "ring", machine(3.0, latency=0.25), size)
+    assert trace.seconds == pytest.approx((size - 1) * 3.25)
+    assert {trace.summary(rank).nbytes for rank in range(size)} == {2 * (size - 1) * SHARD}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_half_of_a_ring_each_way_round(size):
+    """Both halves share the link, but not the wait for the neighbour."""
+    one_way = timed("all_gather", "ring", machine(3.0, latency=0.25), size, 2).seconds
+    both_ways = timed("all_gather", "bidirectional", machine(3.0, latency=0.25), size).seconds
+    assert (size - 1) * 3.0 <= both_ways <= one_way + 1e-9
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_direct_messages_take_turns_on_the_link(size):
+    """No rank can send, or receive, more than one shard at a time."""
+    trace = timed("all_gather", "direct", machine(3.0, latency=0.25), size)
+    assert (size - 1) * 3.0 + 0.25 <= trace.seconds + 1e-9 <= 2 * (size - 1) * 3.0
+    for rank in range(size):
+        arrivals = sorted(e.end for e in trace.events if e.rank == rank and e.lane.startswith("recv"))
+        assert all(b - a >= 3.0 - 1e-9 for a, b in zip(arrivals, arrivals[1:], strict=False))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_unfused_is_the_collective_and_then_the_kernel(size):
+    """Nothing is hidden: (n - 1) latency + (own + gathered bytes) / bandwidth, then n matmuls in one."""
+    trace = timed("all_gather_matmul", "unfused", machine(3.0, matmul=5.0, latency=0.25), size)
+    assert trace.seconds == pytest.approx((size - 1) * 0.25 + (1 + size) * 3.0 + size * 5.0)
+    summary = trace.summary(0)
+    assert summary.hidden == pytest.approx(0) and summary.compute == pytest.approx(size * 5.0)
+    assert summary.exposed == pytest.approx(summary.communication)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_ring_hides_messages_behind_products(size):
+    """Faster messages than products: only the products count. Slower: the last message, and one product after it."""
+    hidden = timed("all_gather_matmul", "ring", machine(2.0, matmul=5.0), size)
+    assert hidden.seconds == pytest.approx(size * 5.0)
+    assert all(hidden.summary(rank).exposed == pytest.approx(0) for rank in range(size))
+    assert all(hidden.summary(rank).overlap == pytest.approx(1) for rank in range(size))
+    waiting = timed("all_gather_matmul", "ring", machine(5.0, matmul=2.0), size)
+    assert waiting.seconds == pytest.approx((size - 1) * 5.0 + 2.0)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["direct", "ring"])
+def test_after_the_last_product_of_a_reduce_scatter_comes_one_sum(schedule, size):
+    """With messages that take (nearly) no time: n products, n - 1 sums, and only one of these behind the last product."""
+    trace = timed("matmul_reduce_scatter", schedule, machine(1e-9, matmul=6.0), size)
+    one_sum = ROWS * N / FLOPS * 6.0
+    assert trace.seconds == pytest.approx(size * 6.0 + (size - 1) * one_sum, rel=1e-6)
+    for rank in range(size):
+        kernels = [e for e in trace.events if e.rank == rank and e.is_compute]
+        last_product = max(e.end for e in kernels if e.name.startswith("matmul"))
+        assert [e.name[:3] for e in kernels if e.start >= last_product] == ["add"]
+        assert not [e for e in trace.events if e.rank == rank and e.lane.startswith("send") and e.start >= last_product]
+
+
+def test_slices_let_a_native_collective_overlap():
+    """Two slices: the second is on its way while the first is multiplied."""
+    whole = timed("all_gather_matmul", "unfused", machine(1.0, matmul=5.0), 4)
+    halves = timed("all_gather_matmul", "sliced", machine(1.0, matmul=5.0), 4, 2)
+    assert whole.summary(0).hidden == 0 and halves.summary(0).hidden > 0
+    assert halves.seconds < whole.seconds
+
+
+def test_a_window_paces_the_sends():
+    """With one send in flight, the next is not posted before the last one is done."""
+    problem = catalogue.problems(5)["all_gather"]
+    sizes = Sizes(rows=(ROWS,) * 5)
+    paced = simulate(schedules.write(problem, "direct", 1, sizes, window=1), machine(3.0))
+    for rank in range(5):
+        sends = sorted((e.start, e.end) for e in paced.events if e.rank == rank and e.lane.startswith("send"))
+        assert all(end <= start for (_, end), (start, _) in zip(sends, sends[1:], strict=False))
+
+
+def test_other_sizes_than_those_of_the_plan():
+    problem = catalogue.problems(3)["all_gather"]
+    plan = schedules.write(problem, "ring", 1, Sizes(rows=(1, 1, 1)))
+    assert simulate(plan, machine(3.0), Sizes(rows=(ROWS,) * 3)).seconds == pytest.approx(6.0)
+    assert simulate(plan, machine(3.0, latency=0.5), Sizes(rows=(0,) * 3)).seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", catalogue.problems(1))
+def test_every_op_is_in_the_trace(name, tmp_path):
+    """Once, with a time, on the lane that it has; the file has a process for every rank."""
+    problem = catalogue.problems(3)[name]
+    for schedule in schedules.available(problem):
+        plan = schedules.write(problem, schedule, 2, catalogue.sizes(problem, "uneven"))
+        trace = simulate(plan, Machine.load("laptop"))
+        assert trace.kind == "predicted" and "laptop" in trace.title and schedule in trace.title
+        for program in plan.programs:
+            mine = sorted((e for e in trace.events if e.rank == program.rank), key=lambda e: e.op)
+            assert [e.name for e in mine] == [str(op) for op in program.ops]
+            assert all(0 <= e.start <= e.end for e in mine)
+            kernels = union_length(e for e in mine if e.is_compute)
+            assert kernels == pytest.approx(sum(e.end - e.start for e in mine if e.is_compute))  # one at a time
+        trace.save(tmp_path / "step.json")
+        listed = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+        assert len([e for e in listed if e["name"] == "process_name"]) == 3
+
+
+def union_length(events):
+    from fompi.trace import length, union
+
+    return length(union((e.start, e.end) for e in events))
+
+
+def test_a_prediction_is_the_same_every_time():
+    problem = catalogue.problems(4)["matmul_all_reduce bias"]
+    plan = schedules.write(problem, "bidirectional", 2, Sizes(rows=(5, 0, 7, 1)))
+    assert simulate(plan, Machine.load("gigabit")) == simulate(plan, Machine.load("gigabit"))
+
+
+def test_64_ranks():
+    trace = timed("all_gather_matmul", "ring", machine(2.0, matmul=5.0), 64)
+    assert trace.seconds == pytest.approx(64 * 5.0)
+    assert len(trace.events) == 64 * (64 + 2 * 63)

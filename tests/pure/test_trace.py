@@ -1,0 +1,116 @@
+"""What is said of the events of a call: times, overlap, and the file that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fompi.trace import Event, Trace, intersection, length, union
+
+intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda i: (i[0], i[0] + i[1])), max_size=8)
+lanes = st.sampled_from(["compute", "send to 1", "recv from 1", "collective"])
+events = st.lists(
+    st.builds(
+        lambda rank, lane, start, count: Event(rank, lane, 0, "op", start, start + count, 8 * count),
+        st.integers(0, 2), lanes, st.integers(0, 20), st.integers(0, 6),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+def seconds_in(listed):
+    """The seconds that these intervals cover: {3, 4} for (3, 5)."""
+    return {second for start, end in listed for second in range(start, end)}
+
+
+@given(intervals)
+def test_union_covers_the_same_time_without_overlap(listed):
+    merged = union(listed)
+    assert seconds_in(merged) == seconds_in(listed)
+    assert length(merged) == len(seconds_in(listed))
+    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+
+
+@given(intervals, intervals)
+def test_intersection_is_the_time_of_both(a, b):
+    both = intersection(union(a), union(b))
+    assert seconds_in(both) == seconds_in(a) & seconds_in(b)
+    assert length(both) == len(seconds_in(a) & seconds_in(b))
+
+
+@given(events)
+def test_the_summary_counts_seconds(listed):
+    """Against sets of seconds; the wall time begins when the first rank begins."""
+    trace = Trace("measured", "", tuple(listed))
+    for rank in trace.ranks:
+        mine = [e for e in listed if e.rank == rank]
+        busy = seconds_in((e.start, e.end) for e in mine if e.is_compute)
+        moving = seconds_in((e.start, e.end) for e in mine if not e.is_compute)
+        begin, end = min(e.start for e in listed), max(e.end for e in mine)
+        s = trace.summary(rank)
+        assert (s.wall, s.compute, s.communication) == (end - begin, len(busy), len(moving))
+        assert (s.hidden, s.exposed) == (len(busy & moving), len(moving - busy))
+        assert s.overlap == (len(busy & moving) / len(moving) if moving else 1.0)
+        assert s.tail == end - max((e.end for e in mine if e.is_compute), default=begin)
+        assert s.nbytes == sum(e.nbytes for e in mine if not e.is_compute)
+
+
+EVENTS = (
+    Event(0, "recv from 1", 0, "y[1]<1", 10.000, 10.003, 24),
+    Event(0, "compute", 1, "matmul(x[0], w[0]) -> y[0]", 10.000, 10.002, 48),
+    Event(0, "compute", 2, "matmul(y[1], w[0]) -> y[1]", 10.003, 10.005, 48),
+    Event(1, "send to 0", 0, "x[1]>0", 10.001, 10.003, 24),
+)
+TRACE = Trace("measured", "all_gather_matmul by ring", EVENTS)
+
+
+def test_the_table():
+    assert str(TRACE) == TRACE.table() == (
+        "measured: all_gather_matmul by ring\n"
+        "rank     wall  compute     comm   hidden  exposed     tail  overlap   (ms)\n"
+        "   0    5.000    4.000    3.000    2.000    1.000    0.000    66.7%\n"
+        "   1    3.000    0.000    2.000    0.000    2.000    3.000     0.0%"
+    )  # fmt: skip
+    assert TRACE.seconds == pytest.approx(0.005)
+
+
+def test_beside_another_trace():
+    twice = Trace("predicted", "", tuple(e._replace(start=2 * e.start, end=2 * e.end) for e in EVENTS))
+    assert TRACE.compare(twice) == (
+        "rank    measured wall predicted wall  ratio   exposed   exposed   (ms)\n"
+        "   0            5.000         10.000   0.50     1.000     2.000\n"
+        "   1            3.000          6.000   0.50     2.000     4.000"
+    )
+
+
+def test_nothing_happened():
+    empty = Trace("measured", "nothing", ())
+    assert empty.seconds == 0 and empty.ranks == [] and empty.summary(0).overlap == 1.0
+    assert len(str(empty).splitlines()) == 2 and empty.chrome()["traceEvents"] == []
+    assert "nan" in TRACE.compare(empty)
+
+
+def test_the_file_for_perfetto(tmp_path):
+    """A process per rank, a track per lane, one box per event, microseconds from the first start."""
+    TRACE.save(tmp_path / "step.json")
+    data = json.loads((tmp_path / "step.json").read_text())
+    boxes = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    named = [e for e in data["traceEvents"] if e["name"] == "process_name"]
+    tracks = {(e["pid"], e["args"]["name"]): e["tid"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    assert [(e["pid"], e["args"]["name"]) for e in named] == [(0, "rank 0"), (1, "rank 1")]
+    assert len(boxes) == 4 and data["otherData"] == {"title": TRACE.title, "kind": "measured"}
+    assert [round(e["ts"]) for e in boxes] == [0, 0, 3000, 1000]
+    assert [round(e["dur"]) for e in boxes] == [3000, 2000, 2000, 2000]
+    assert [e["tid"] for e in boxes] == [tracks[e.rank, e.lane] for e in EVENTS]
+    assert boxes[0]["args"] == {"op": 0, "nbytes": 24}
+
+
+@given(events)
+def test_no_two_lanes_share_a_track(listed):
+    data = Trace("measured", "", tuple(listed)).chrome()["traceEvents"]
+    tracks = [(e["pid"], e["tid"]) for e in data if e["name"] == "thread_name"]
+    assert len(tracks) == len(set(tracks)) == len({(e.rank, e.lane) for e in listed})
+    assert {e["pid"] for e in data if e["name"] == "process_name"} == {e.rank for e in listed}

@@ -1,0 +1,143 @@
+"""The digital twin: every schedule, run with data on all ranks in this process, is the unfused meaning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import catalogue
+import numpy as np
+import pytest
+from catalogue import RANKS, ROWS
+
+import fompi
+from fompi import schedules
+from fompi.backends.numpy import Numpy
+from fompi.layout import ITEMSIZE, Spec
+from fompi.plan import Compute
+from fompi.problems import layouts, reference
+from fompi.simulate import twin
+from fompi.verify import verify
+
+BACKEND = Numpy()
+NAMES = list(catalogue.problems(1))
+SLICES = (1, 2, 3)
+WINDOWS = (None, 1, 2)
+
+
+def bits(outputs):
+    """What can be compared for equality, NaN and signed zero included."""
+    return [{name: (array.shape, array.tobytes()) for name, array in arrays.items()} for arrays in outputs]
+
+
+def assert_close(got, wanted, what):
+    for rank, (mine, meant) in enumerate(zip(got, wanted, strict=True)):
+        assert mine.keys() == meant.keys()
+        for name, array in meant.items():
+            np.testing.assert_allclose(
+                mine[name], array, rtol=1e-12, atol=1e-12, err_msg=f"{name} of rank {rank}, {what}"
+            )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", RANKS)
+def test_every_plan_is_verified_and_means_its_operation(size, name):
+    """Every schedule x slices, rows spread in two of the five ways each, the window and the interleaving in turn."""
+    problem = catalogue.problems(size)[name]
+    for call, (schedule, slices) in enumerate(product(schedules.available(problem), SLICES)):
+        plan = schedules.write(problem, schedule, slices, window=WINDOWS[(call + size) % 3])
+        verify(plan)
+        for how in (ROWS[(call + size) % 5], ROWS[(call + size + 2) % 5]):
+            sizes = catalogue.sizes(problem, how)
+            inputs = catalogue.inputs(problem, sizes, call)
+            outputs = twin(plan, inputs, BACKEND, sizes=sizes, seed=call)
+            assert_close(outputs, reference(problem, inputs, sizes, np), f"{schedule} {slices} {how} {plan.window}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_interleaving_gives_the_same_bits(name):
+    """The order of each sum is part of the plan. The numbers are such that another order would give other bits."""
+    problem = catalogue.problems(5)[name]
+    sizes = catalogue.sizes(problem, "uneven")
+    inputs = catalogue.inputs(problem, sizes)
+    for schedule, slices in product(schedules.available(problem), (1, 2)):
+        plan = schedules.write(problem, schedule, slices)
+        first, *others = (bits(twin(plan, inputs, BACKEND, sizes=sizes, seed=seed)) for seed in range(4))
+        assert all(other == first for other in others), schedule
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_every_dtype_is_moved_and_added(dtype):
+    """Bit for bit, but for sums of floats, which depend on their order."""
+    one = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "complex64": 1e-6}.get(dtype, 1e-15)
+    for size in (1, 3, 4):
+        for name, problem in catalogue.moves(size, dtype).items():
+            sizes = catalogue.sizes(problem, "uneven")
+            inputs = catalogue.inputs(problem, sizes)
+            meant = reference(problem, catalogue.widened(inputs, dtype), sizes, np)
+            for schedule, slices in product(schedules.available(problem), (1, 2)):
+                plan = schedules.write(problem, schedule, slices)
+                verify(plan)
+                got = twin(plan, inputs, BACKEND, sizes=sizes, seed=size)
+                if name in catalogue.SUMS and ("float" in dtype or "complex" in dtype):
+                    for mine, wanted in zip(catalogue.widened(got, dtype), meant, strict=True):
+                        np.testing.assert_allclose(mine["y"], wanted["y"], rtol=2 * one, atol=8 * one)
+                else:
+                    assert bits(got) == bits([{"y": catalogue.rounded(y["y"], dtype)} for y in meant])
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int8", "complex64", "float32"])
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul 3-d", "matmul_all_reduce bias", "all_to_all_matmul_weight_gradient"]
+)
+def test_products_of_other_dtypes(name, dtype):
+    """Integers wrap as they do in NumPy; float32 and complex64 stay what they are."""
+    problem = catalogue.problems(4, dtype)[name]
+    sizes = catalogue.sizes(problem, "uneven")
+    inputs = catalogue.inputs(problem, sizes)
+    for schedule in schedules.available(problem):
+        outputs = twin(schedules.write(problem, schedule, 2), inputs, BACKEND, sizes=sizes)
+        for mine, meant in zip(outputs, reference(problem, inputs, sizes, np), strict=True):
+            for key, array in meant.items():
+                assert mine[key].dtype == np.dtype(dtype)
+                np.testing.assert_allclose(mine[key], array, rtol=1e-4, atol=0 if dtype.startswith("int") else 1e-4)
+
+
+@pytest.mark.parametrize("columns", [2, 7])
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "all_gather_weight_gradient", "matmul_reduce_scatter"])
+def test_columns_that_do_not_divide(operation, columns):
+    """What stays on a rank may have another number of columns there, and none where there are more ranks."""
+    x, w = {
+        "all_gather_matmul": ((10, 3), (3, columns)),
+        "all_gather_weight_gradient": ((10, 3), (10, columns)),
+        "matmul_reduce_scatter": ((10, columns), (columns, 3)),
+    }[operation]
+    specs = [Spec(shape, "float64", lay) for shape, lay in zip((x, w), layouts(operation, 2), strict=True)]
+    for schedule in ("unfused", "ring", "direct"):
+        plan = fompi.plan(operation, *specs, ranks=3, schedule=schedule)
+        verify(plan)
+        inputs = []
+        for program in plan.programs:
+            draw, extents = np.random.default_rng(program.rank).standard_normal, plan.extents(program.rank)
+            inputs.append({b.name: draw(b.shape(extents)) for b in program.buffers if b.role == "input"})
+        assert_close(twin(plan, inputs, BACKEND), reference(plan.problem, inputs, plan.sizes, np), schedule)
+
+
+def test_payloads_are_not_met_twice():
+    """The catalogue's numbers differ between ranks, buffers, blocks and calls: a block in a wrong place shows."""
+    problem = catalogue.problems(4)["all_gather_matmul_weight_gradient"]
+    sizes = catalogue.sizes(problem, "even")
+    arrays = [a for call in range(3) for rank in catalogue.inputs(problem, sizes, call) for a in rank.values()]
+    numbers = np.concatenate([a.ravel() for a in arrays])
+    assert len(np.unique(numbers)) == len(numbers)
+
+
+def test_what_was_never_written_is_nan():
+    """Without its last copy, the twin of an all-gather shows NaN where our own block belongs."""
+    problem = catalogue.problems(2)["all_gather"]
+    plan = schedules.write(problem, "direct")
+    kept = tuple(op for op in plan.programs[1].ops if not isinstance(op, Compute))
+    lacking = plan.with_program(replace(plan.programs[1], ops=kept))
+    sizes = catalogue.sizes(problem, "even")
+    outputs = twin(lacking, catalogue.inputs(problem, sizes), BACKEND, sizes=sizes)
+    assert np.isnan(outputs[1]["y"][3:]).all() and not np.isnan(outputs[1]["y"][:3]).any()
