@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from fompi.call import Pending
 from fompi.communicator import Communicator, Mesh
 from fompi.errors import (
     DtypeError,
@@ -30,7 +31,6 @@ from fompi.executor import Executor, bind
 from fompi.layout import Partial, Replicate, Shard, Spec
 from fompi.machine import Machine
 from fompi.ops import (
-    Pending,
     all_gather,
     all_gather_matmul,
     all_gather_matmul_many,

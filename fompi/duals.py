@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fompi import ops
+from fompi.call import Arguments, Operation, Pending
 from fompi.communicator import Communicator
 from fompi.errors import TensorError
 from fompi.layout import HALF, Extents
-from fompi.ops import Arguments, Operation, Pending
 
 
 @dataclass

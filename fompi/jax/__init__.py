@@ -13,9 +13,9 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from fompi import ops
+from fompi.call import Operation
 from fompi.dlpack import is_tracer
 from fompi.duals import _DUALS, Call, flatten
-from fompi.ops import Operation
 
 __all__ = list(_DUALS)
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from fompi.call import Arguments, Operation
 from fompi.duals import Call, flatten, unflatten
-from fompi.ops import Arguments, Operation
 
 
 def differentiable(operation: Operation, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Any:

@@ -69,13 +69,19 @@ def test_the_text_of_each_op(text, op):
     assert str(op) == text and parse(text) == op
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "x[3]", "x[a]>1", "x[1:2:3]>1", "x>1", "x[3]>", "copy(x[0] -> y[0]", "copy(x[0] y[1]) -> y[0]", "-> y[0]"],
-)
+@pytest.mark.parametrize("text", ["", "x[3]", "x[a]>1", "x[1:2:3]>1", "x>1", "x[3]>", "x[3]>-1", "-> y[0]"])
 def test_what_is_no_op(text):
-    with pytest.raises(PlanError, match="not a"):
-        parse(kernel.format(text))
+    with pytest.raises(PlanError, match="not an? "):
+        parse(text)
+
+
+@pytest.mark.parametrize("chunk", ["x", "x[]", "x[0] x[1]", "x[0],x[1]", "x[a]", "x[0:1:2]", "x[-1]"])
+@pytest.mark.parametrize(
+    "op", ["copy({}) -> y[0]", "add(x[0], {}) -> y[0]", "all_gather{{x[0] -> {}}}", "{}>1", "{}<1"]
+)
+def test_what_is_no_chunk(op, chunk):
+    with pytest.raises(PlanError, match="not an? "):
+        parse(op.format(chunk))
 
 
 # ------------------------------------------------------------------------------------------------ JSON

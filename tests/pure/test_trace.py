@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ def test_union_covers_the_same_time_without_overlap(listed):
     merged = union(listed)
     assert seconds_in(merged) == seconds_in(listed)
     assert length(merged) == len(seconds_in(listed))
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(merged))
 
 
 @given(intervals, intervals)

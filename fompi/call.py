@@ -1,0 +1,455 @@
+"""One call of an operation: its arguments, this rank's part of them, and what is in flight.
+
+An `Operation` is a public function with `start`. `_localise` checks what one rank was given, by itself; a `Pending`
+takes it to the other ranks, to a cached plan, a run, and back to a tensor of the caller's framework.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi import dlpack, problems
+from fompi.agreement import Agreement, digest
+from fompi.backends.numpy import Numpy
+from fompi.choose import choose, plan_for
+from fompi.communicator import Communicator
+from fompi.dlpack import Tensor
+from fompi.errors import DtypeError, FompiError, LayoutError, ShapeError, TensorError
+from fompi.executor import Compiled, Run
+from fompi.layout import Extents, Sizes, split
+from fompi.problems import Form, Problem
+from fompi.schedules import write
+from fompi.trace import Event, Trace
+from fompi.verify import verify
+
+Array = np.ndarray[Any, Any]
+
+VERIFIED_RANKS = 8
+"""Plans for so many ranks are verified when they are first used here; larger ones are proven by the tests alone."""
+
+
+@dataclass
+class Arguments:
+    """What an operation was called with, in the terms of `fompi.problems`."""
+
+    x: Any
+    weights: Sequence[Any] = ()
+    biases: Sequence[Any] = ()
+    operands: Sequence[Any] = ()
+    dim: int = 0
+    counts: Sequence[int] | None = None
+    root: int = 0
+    out: Any = None
+    flipped: bool = False
+    keep: bool = False
+    result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])
+
+    @property
+    def tensors(self) -> list[Any]:
+        """x, the weights, the biases that there are, the operands."""
+        return [self.x, *self.weights, *(b for b in self.biases if b is not None), *self.operands]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Arguments:
+        """The same call on other tensors, in the order of `tensors`."""
+        given = iter(tensors)
+        return replace(
+            self,
+            x=next(given),
+            weights=[next(given) for _ in self.weights],
+            biases=[None if b is None else next(given) for b in self.biases],
+            operands=[next(given) for _ in self.operands],
+        )
+
+
+class Local(NamedTuple):
+    """One rank's part of a call, checked: the problem, our arrays by name, and how many rows go to whom."""
+
+    problem: Problem
+    packed: bool
+    arrays: dict[str, Array]
+    like: Tensor
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]  # to each rank, or of each rank where all know them
+    expects: int
+    out: Tensor | None
+    packing: tuple[float, float] | None
+
+
+class Operation:
+    """A public operation: `op(x, ...)` waits, `op.start(x, ...)` returns a Pending, `fompi.plan(op, ...)` its plan."""
+
+    def __init__(self, arguments: Callable[..., Arguments]):
+        functools.update_wrapper(self, arguments)
+        self.name = arguments.__name__
+        self._arguments = arguments
+
+    def __call__(
+        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
+    ) -> Any:
+        arguments = self._arguments(*args, **options)
+        if any(map(dlpack.requires_grad, arguments.tensors)):
+            return import_module("fompi.torch").differentiable(self, arguments, comm, schedule, slices)
+        return self.begin(arguments, comm, schedule, slices).wait()
+
+    def arguments(self, *args: Any, **options: Any) -> Arguments:
+        """What a call with these arguments is about."""
+        return self._arguments(*args, **options)
+
+    def start(
+        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
+    ) -> Pending:
+        """Begin, and return at once. The tensors may be used again when the Pending is done."""
+        arguments = self._arguments(*args, **options)
+        if any(map(dlpack.requires_grad, arguments.tensors)):
+            raise TensorError(
+                f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
+                "grad, or pass x.detach()"
+            )
+        return self.begin(arguments, comm, schedule, slices)
+
+    def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
+        """Start a call whose tensors carry no gradient."""
+        communicator = Communicator.of(comm)
+        local, refusal = None, None
+        try:
+            local = _localise(self.name, arguments, communicator.rank, communicator.size)
+            if schedule != "auto" or slices is not None:
+                plan_for(local.problem, Sizes((0,) * communicator.size), schedule, slices)
+        except Exception as error:  # the other ranks must not wait for us
+            local, refusal = None, error
+        return Pending(self.name, arguments, local, refusal, communicator, schedule, slices)
+
+    def __repr__(self) -> str:
+        return f"fompi.{self.name}"
+
+
+# ------------------------------------------------------------------------------------------------- this rank's part
+
+
+def _localise(operation: str, arguments: Arguments, rank: int, size: int) -> Local:
+    """Check our tensors and put them in the order of rows; nothing here asks another rank."""
+    x = dlpack.borrow(arguments.x, "x")
+    weights = [dlpack.borrow(w, "w") for w in arguments.weights]
+    biases = [None if b is None else dlpack.borrow(b, "bias") for b in arguments.biases]
+    operands = [dlpack.borrow(h, "operand") for h in arguments.operands]
+    out = None if arguments.out is None else dlpack.borrow(arguments.out, "out")
+    flat = problems.MEANING[operation].moves in ("all_reduce", "broadcast") and not weights
+    shape, packing, dim = x.array.shape, None, 0
+    if flat:
+        if not x.array.flags.c_contiguous:
+            begun = perf_counter()
+            x.array = np.ascontiguousarray(x.array)
+            packing = (begun, perf_counter())
+        x.array = x.array.reshape(-1)
+    else:
+        dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
+        if dim:
+            for tensor in (x, *operands):
+                tensor.array = np.moveaxis(tensor.array, dim, 0)
+    problem = problems.problem(
+        operation,
+        size,
+        _form(x),
+        [_form(w) for w in weights],
+        [None if b is None else _form(b) for b in biases],
+        [_form(h) for h in operands],
+        flipped=arguments.flipped,
+        keep=arguments.keep,
+        root=arguments.root,
+    )
+    rows = _rows(problem, len(x.array), arguments.counts)
+    packed = not problem.multiplies_first and not x.array.flags.c_contiguous
+    arrays = {"x": x.array}
+    for i, w in enumerate(weights):
+        arrays[problem.name("w", i)] = w.array
+        bias = biases[i] if i < len(biases) else None
+        if bias is not None:
+            arrays[problem.name("b", i)] = bias.array
+    for i, h in enumerate(operands):
+        arrays[problem.name("h", i)] = h.array
+    expects = len(operands[0].array) if operands else -1
+    if out is not None:
+        if any(np.may_share_memory(out.array, array) for array in arrays.values()):
+            raise TensorError(f"{operation}: out= shares memory with another operand")
+        expects = _check_out(problem, out, shape, dim, rank, rows, expects)
+    return Local(problem, packed, arrays, x, shape, rows, expects, out, packing)
+
+
+def _form(tensor: Tensor) -> Form:
+    return Form(tensor.array.shape, tensor.dtype)
+
+
+def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
+    count = x.ndim
+    if not isinstance(dim, int) or not -count <= dim < count:
+        raise ShapeError(f"{operation}: dim={dim!r} is no dimension of x with the shape {x.shape}")
+    dim %= count
+    if multiplied and dim == count - 1:
+        raise ShapeError(f"{operation}: dim={dim} is the last dimension of x, which is multiplied; rows are before it")
+    return dim
+
+
+def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[int, ...]:
+    """Rows to each rank (all-to-all), of each rank where all know it, or our own, once for each rank."""
+    if problem.moves == "all_gather":
+        if counts is not None:
+            raise LayoutError(f"{problem.operation} gathers what each rank has; it takes no counts")
+        return (total,) * problem.size
+    if counts is None:
+        return split(total, problem.size)
+    try:
+        rows = tuple(map(int, counts))
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"{problem.operation}: counts={counts!r}: {error}") from None
+    if len(rows) != problem.size or min(rows) < 0 or sum(rows) != total:
+        raise LayoutError(
+            f"{problem.operation}: counts={list(rows)} must be {problem.size} numbers >= 0 that add up to {total}, "
+            "the rows of x"
+        )
+    return rows
+
+
+def _check_out(
+    problem: Problem,
+    out: Tensor,
+    shape: tuple[int, ...],
+    dim: int,
+    rank: int,
+    rows: tuple[int, ...],
+    expects: int,
+) -> int:
+    """Raise unless `out` can be written; the number of rows that it stands for, if others must agree to it."""
+    if out.readonly:
+        raise TensorError(f"{problem.operation}: out= is read-only")
+    if not out.array.flags.c_contiguous:
+        raise TensorError(f"{problem.operation}: out= is strided; give a contiguous tensor")
+    if out.dtype != problem.dtype:
+        raise DtypeError(f"{problem.operation}: out= is {out.dtype}, the result is {problem.dtype}")
+    if dim and any(n != 1 for n in out.array.shape[:dim]):
+        raise TensorError(f"{problem.operation}: out= cannot be filled along dim={dim}: its rows do not lie together")
+    array = np.moveaxis(out.array, dim, 0) if dim else out.array
+    if problem.flat:
+        if array.shape != shape:
+            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result {shape}")
+        return expects
+    if problem.gradients:
+        wanted: tuple[int, ...] = problem.gradient_shape(0)
+        if array.shape != wanted:
+            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result {wanted}")
+        return expects
+    row = problem.product_row(0) if problem.weights else problem.row
+    if array.ndim != 1 + len(row) or array.shape[1:] != row:
+        raise ShapeError(f"{problem.operation}: out= has rows of the shape {array.shape[1:]}, the result {row}")
+    if problem.moves in ("all_gather", "all_to_all"):
+        return len(array)
+    known = sum(rows) if problem.moves == "all_reduce" else rows[rank]
+    if len(array) != known:
+        raise ShapeError(f"{problem.operation}: out= has {len(array)} rows, the result {known}")
+    return expects
+
+
+# ----------------------------------------------------------------------------------------------------- in flight
+
+
+class Pending:
+    """An operation in flight. `done()` drives it; `wait()` returns its result; `result` is that of a finished one."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        local: Local | None,
+        refusal: Exception | None,
+        comm: Any,
+        schedule: str,
+        slices: int | None,
+    ):
+        self._arguments, self._local, self._comm = arguments, local, comm
+        self._schedule, self._slices = schedule, slices
+        self._name = name
+        self._outputs: dict[str, Array] = {}
+        self._run: Any = None
+        self.extents: Extents | None = None
+        engine = comm.engine
+        with engine.lock:
+            self._stamp, self._slot = comm.next_call()
+            engine.last_call = f"{name} (call {self._stamp} of {comm.name})"
+            if comm.size == 1 and refusal is None:
+                self._agreement = None
+                self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
+                return
+            number, rows, expects, alike = 0, (0,) * comm.size, -1, True
+            if local is not None:
+                number, alike = _digest(self._common(local)), local.problem.moves != "all_to_all"
+                if local.problem.moves in ("all_gather", "all_to_all"):
+                    rows, expects = local.rows, local.expects
+            self._agreement = Agreement(comm, self._stamp, number, self._signature, rows, expects, refusal, alike)
+            self._agreement.then = self._agreed
+            self._agreement.start()
+        if refusal is not None:
+            engine.wait(self._agreement, comm.channel)
+            raise refusal
+
+    def _common(self, local: Local) -> tuple[object, ...]:
+        """What all ranks must agree on."""
+        moves = local.problem.moves
+        rows = local.shape if local.problem.flat else () if moves in ("all_gather", "all_to_all") else local.rows
+        return local.problem.common, rows, self._schedule, self._slices
+
+    def _signature(self) -> str:
+        """The call in words."""
+        local = self._local
+        if local is None:
+            return self._name
+        moves = local.problem.moves
+        rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
+        if local.problem.flat:
+            rows = f" with the shape {local.shape}"
+        how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, {self._slices} slices"
+        return f"{local.problem}{rows}{how}"
+
+    def _agreed(self, agreement: Any) -> None:
+        if agreement.error is not None:
+            return
+        try:
+            self._launch(agreement.rows)
+        except Exception as error:
+            if self._run is None:
+                self._comm.channel.fail(agreement, error)
+                agreement.error = error
+
+    def _launch(self, arrived: list[int]) -> None:
+        """All ranks are here and agree: take a plan, memory for the results, and start."""
+        comm, local = self._comm, self._local
+        assert local is not None
+        problem = local.problem
+        if problem.moves == "all_to_all":
+            sizes, total = None, None
+        else:
+            sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
+            total = sum(sizes.rows)
+        compiled = self._compiled(problem, total)
+        parts = compiled.plan.parts
+        if sizes is None:
+            extents = Extents(comm.rank, comm.size, parts, send=local.rows, recv=tuple(arrived))
+        else:
+            extents = sizes.extents(comm.rank, parts)
+        self.extents = extents
+        actions = compiled.resolve(self._memory(compiled, extents), extents, _BACKEND, comm.link.collective)
+        self._run = run = Run(
+            compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})"
+        )
+        run.shares_natives = True
+        if comm.recording is not None:
+            traces = comm.recording
+            run.then = lambda: traces.append(self.trace)
+        run.start(actions)
+
+    def _compiled(self, problem: Problem, total: int | None) -> Any:
+        """The program of this rank, verified with the whole plan when it is first needed."""
+        assert self._local is not None
+        schedule, slices = self._schedule, self._slices
+        if schedule == "auto":
+            schedule, cut = choose(problem, total)
+            slices = cut if slices is None else slices
+        key = (problem, schedule, slices, self._local.packed)
+        compiled = self._comm.plans.get(key)
+        if compiled is None:
+            plan = write(replace(problem, packed=self._local.packed), schedule, slices or 1)
+            if self._comm.size <= VERIFIED_RANKS:
+                verify(plan)
+            compiled = self._comm.plans[key] = Compiled(plan, self._comm.rank)
+        return compiled
+
+    def _memory(self, compiled: Any, extents: Extents) -> dict[str, Array]:
+        """Every buffer of the program as an array."""
+        local, take = self._local, self._comm.engine.arena.take
+        assert local is not None
+        arrays = dict(local.arrays)
+        for buffer in compiled.program.buffers:
+            shape = buffer.shape(extents)
+            given = arrays.get(buffer.name)
+            if given is None and buffer.role == "output" and local.out is not None and buffer.name in ("y", "g"):
+                given = local.out.array.reshape(shape) if local.out.array.size == _size(shape) else local.out.array
+            if given is not None and given.shape != shape:
+                raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} arrive here")
+            if given is None:
+                given = take(shape, _BACKEND.storage(buffer.dtype))
+            arrays[buffer.name] = given
+            if buffer.role == "output":
+                self._outputs[buffer.name] = given
+        return arrays
+
+    # -- what the caller sees
+    def done(self) -> bool:
+        """Whether it is finished; moves it if it is not."""
+        if not self._task.finished:
+            self._comm.engine.progress()
+        return bool(self._task.finished)
+
+    @property
+    def _task(self) -> Any:
+        agreement = self._agreement
+        return self._run if self._run is not None else agreement
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result. Raises what went wrong, and TimeoutError after `timeout` seconds (the operation goes on)."""
+        engine, channel = self._comm.engine, self._comm.channel
+        end = None if timeout is None else perf_counter() + timeout
+        while not self._task.finished or (self._run is None and self._task.error is None):
+            left = None if end is None else max(0.0, end - perf_counter())
+            if not engine.wait(self._task, channel, left):
+                raise TimeoutError(f"fompi.{self._name} is not finished after {timeout:g} s")
+        return self.result
+
+    @property
+    def result(self) -> Any:
+        """The tensor, or tensors, of a finished operation."""
+        task = self._task
+        if not task.finished:
+            raise FompiError(f"fompi.{self._name} is in flight: wait() for it, or ask done()")
+        if task.error is not None:
+            raise task.error
+        local, dim = self._local, self._arguments.dim
+        assert local is not None
+        if local.out is not None:
+            return self._arguments.out
+        outputs = {}
+        for buffer in self._run.compiled.outputs:
+            array = self._outputs[buffer.name]
+            if local.problem.flat:
+                array = array.reshape(local.shape)
+            elif dim and buffer.axis != "whole":
+                array = np.moveaxis(array, 0, dim)
+            outputs[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
+        return self._arguments.result(outputs)
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did when; of a finished operation."""
+        assert self._local is not None and self.extents is not None
+        trace: Trace = self._run.trace(self.extents)
+        if self._local.packing is None:
+            return trace
+        begun, ended = self._local.packing
+        pack = Event(self._comm.rank, "compute", -1, "pack(x)", begun, ended, self._local.arrays["x"].nbytes)
+        return replace(trace, events=(pack, *trace.events))
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(agreed: tuple[object, ...]) -> int:
+    return digest(str(agreed))
+
+
+def _size(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+_BACKEND = Numpy()
