@@ -290,6 +290,7 @@ class Pending:
                 number, alike = _digest(self._common(local)), local.problem.moves != "all_to_all"
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
+            comm.turns.append(self._stamp)
             self._agreement = Agreement(comm, self._stamp, number, self._signature, rows, expects, refusal, alike)
             self._agreement.then = self._agreed
             self._agreement.start()
@@ -316,14 +317,15 @@ class Pending:
         return f"{local.problem}{rows}{how}"
 
     def _agreed(self, agreement: Any) -> None:
-        if agreement.error is not None:
-            return
-        try:
-            self._launch(agreement.rows)
-        except Exception as error:
-            if self._run is None:
-                self._comm.channel.fail(agreement, error)
-                agreement.error = error
+        if agreement.error is None:
+            try:
+                self._launch(agreement.rows)
+            except Exception as error:
+                if self._run is None:
+                    self._comm.channel.fail(agreement, error)
+                    agreement.error = error
+        if self._run is None:
+            self._comm.end_turn(self._stamp)
 
     def _launch(self, arrived: list[int]) -> None:
         """All ranks are here and agree: take a plan, memory for the results, and start."""
@@ -346,7 +348,7 @@ class Pending:
         self._run = run = Run(
             compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})"
         )
-        run.shares_natives = True
+        run.takes_turns = comm.size > 1
         if comm.recording is not None:
             traces = comm.recording
             run.then = lambda: traces.append(self.trace)

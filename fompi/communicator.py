@@ -54,7 +54,7 @@ class Communicator:
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled
-        self.natives: deque[Any] = deque()  # runs that take turns at the library's collectives
+        self.turns: deque[int] = deque()  # stamps of the unbound calls that may use the library's collectives
         self.recording: list[Any] | None = None
         self.closed = False
         self._slots = slots(self.link)
@@ -96,6 +96,13 @@ class Communicator:
     def slot(self, stamp: int) -> int:
         """The tag slot of an unbound call."""
         return 1 + stamp % (self._slots - 1)
+
+    def end_turn(self, stamp: int) -> None:
+        """A call will start no more collectives of the library, which all ranks must start in one order."""
+        if stamp in self.turns:
+            self.turns.remove(stamp)
+            if self.turns:
+                self.channel.active[self.turns[0]].take_turn()
 
     def next_bound(self) -> int:
         """The number of the next bound operation."""

@@ -54,6 +54,9 @@ class Task:
         """The rank of the communicator whose message is missing, and which message; None: nobody's."""
         return None
 
+    def take_turn(self) -> None:
+        """The library's collectives may be used now (`Communicator.turns`)."""
+
     def can_finish(self) -> bool:
         """False if it waits for this rank's program, not for others."""
         return True

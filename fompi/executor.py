@@ -151,7 +151,7 @@ class Run(Task):
         self.unready: dict[tuple[str, int], list[int]] = {}
         self.natives_left = compiled.natives
         self.natives_held: list[int] = []
-        self.shares_natives = False
+        self.takes_turns = False
         self.warned: set[int] = set()
         self.then: Callable[[], None] | None = None
         self.finished, self.error = False, None
@@ -182,8 +182,8 @@ class Run(Task):
                 for i in ops:
                     self.waits[i] += 1
             first = [i for i in first if self.waits[i] == 0]
-        if self.shares_natives and self.natives_left:
-            self.comm.natives.append(self)
+        if self.takes_turns and not self.natives_left:
+            self.comm.end_turn(self.stamp)
         self._begin(list(first))
         if self.left == 0:
             self._finish()
@@ -275,24 +275,21 @@ class Run(Task):
         if self.then is not None:
             self.then()
 
-    # -- the library's collectives: every rank must start them in one order, so runs of one communicator take turns
+    # -- the library's collectives: every rank must start them in one order, so unbound calls take turns, in theirs
     def _may_go_native(self, i: int) -> bool:
-        if self.shares_natives and self.comm.natives[0] is not self:
+        if self.takes_turns and self.comm.turns[0] != self.stamp:
             self.natives_held.append(i)
             return False
         return True
 
     def _native_begun(self) -> None:
         self.natives_left -= 1
-        if self.shares_natives and self.natives_left == 0:
-            self.comm.natives.popleft()
-            self._next_native()
+        if self.takes_turns and self.natives_left == 0:
+            self.comm.end_turn(self.stamp)
 
-    def _next_native(self) -> None:
-        if self.comm.natives:
-            following = self.comm.natives[0]
-            held, following.natives_held = following.natives_held, []
-            following._begin(held)
+    def take_turn(self) -> None:
+        held, self.natives_held = self.natives_held, []
+        self._begin(held)
 
     # -- errors
     def _kernel_failed(self, i: int, error: BaseException) -> None:
@@ -323,9 +320,7 @@ class Run(Task):
             self.comm.engine.kernels_done(self)
         self.error = self.error or error
         self._finish()
-        if self in self.comm.natives:
-            self.comm.natives.remove(self)
-            self._next_native()
+        self.comm.end_turn(self.stamp)
 
     def can_finish(self) -> bool:
         return not self.unready
@@ -422,7 +417,7 @@ class Executor:
                 if pairs
                 else Sizes(rows=tuple(map(int, counts)))
             )
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ShapeError(
                 f"counts are {'rows[source][dest]' if pairs else 'the rows of every rank'}: {error}"
             ) from None

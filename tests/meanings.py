@@ -1,7 +1,7 @@
 """What each differentiable operation means, as code on the tensors of all ranks, in one process, by torch's autograd.
 
 `CASES` are calls with uneven rows, none on some ranks; `tensors(case, ranks)` is what each rank gives, `means` what
-each rank gets, `gradients` the derivative of the sum of all ranks' losses. The tests compare a rank with its place here.
+each rank gets, `gradients` the derivative of the sum of all ranks' losses. A test compares its rank with that.
 """
 
 from __future__ import annotations

@@ -145,13 +145,15 @@ def _matmul(groups: Groups, whole: Arrays, writes: Arrays) -> None:
 
 
 def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
-    add = bool(whole)
+    g, add = writes[0], bool(whole)
+    if add and whole[0] is not g:
+        g[...] = whole[0]
     for a, h in zip(*groups, strict=True):
         left = rows(a).T
         if add:
-            writes[0][...] += left @ rows(h)
+            g += left @ rows(h)
         else:
-            np.matmul(left, rows(h), out=writes[0])
+            np.matmul(left, rows(h), out=g)
         add = True
 
 

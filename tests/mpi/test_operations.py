@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import ops, schedules
+from fompi import call, schedules
 from fompi.layout import HALF, ITEMSIZE
 
 
@@ -24,7 +24,7 @@ def assert_same(got, wanted, what):
 @pytest.fixture
 def proven_before(monkeypatch):
     """These plans have been proven, in `tests/pure`; to prove each again on each rank would take most of the time."""
-    monkeypatch.setattr(ops, "VERIFIED_RANKS", 0)
+    monkeypatch.setattr(call, "VERIFIED_RANKS", 0)
 
 
 def variants(problem, turn=0, most=20):

@@ -71,7 +71,7 @@ def test_the_text_of_each_op(text, op):
 
 @pytest.mark.parametrize("text", ["", "x[3]", "x[a]>1", "x[1:2:3]>1", "x>1", "x[3]>", "x[3]>-1", "-> y[0]"])
 def test_what_is_no_op(text):
-    with pytest.raises(PlanError, match="not an? "):
+    with pytest.raises(PlanError, match=r"not an op|not a chunk"):
         parse(text)
 
 
@@ -80,7 +80,7 @@ def test_what_is_no_op(text):
     "op", ["copy({}) -> y[0]", "add(x[0], {}) -> y[0]", "all_gather{{x[0] -> {}}}", "{}>1", "{}<1"]
 )
 def test_what_is_no_chunk(op, chunk):
-    with pytest.raises(PlanError, match="not an? "):
+    with pytest.raises(PlanError, match=r"not an op|not a chunk"):
         parse(op.format(chunk))
 
 

@@ -1,0 +1,211 @@
+"""Operations in flight: started, asked, waited for in any order, from many threads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from random import Random
+
+import numpy as np
+import pytest
+
+import fompi
+
+SCHEDULES = ("auto", "unfused", "ring", "sliced", "direct", "bidirectional")
+
+
+def test_start_and_wait(world):
+    pending = fompi.all_reduce.start(np.ones(5), comm=world)
+    y = pending.wait()
+    np.testing.assert_array_equal(y, np.full(5, float(world.size)), strict=True)
+    assert pending.done() and pending.wait() is not None
+    np.testing.assert_array_equal(pending.result, y)
+
+
+def test_done_drives(world):
+    """Nobody waits: asking is enough."""
+    pending = fompi.all_gather_matmul.start(np.full((2, 3), float(world.rank)), np.eye(3), comm=world)
+    while not pending.done():
+        pass
+    np.testing.assert_array_equal(pending.result[:, 0], np.arange(world.size).repeat(2))
+
+
+def test_one_wait_drives_all(world):
+    first, *others = [fompi.all_reduce.start(np.full(4, float(i)), comm=world) for i in range(6)]
+    others[-1].wait()
+    for i, pending in enumerate((first, *others)):
+        pending.wait()
+        assert (pending.result == i * world.size).all()
+
+
+def test_wait_for_some_time(world, comm):
+    """The operation goes on after a wait that was too short."""
+    if world.rank == 0 and world.size > 1:
+        pending = fompi.all_reduce.start(np.ones(3), comm=world)
+        with pytest.raises(TimeoutError, match=r"all_reduce is not finished after 0\.05 s"):
+            pending.wait(timeout=0.05)
+        with pytest.raises(fompi.FompiError, match="in flight"):
+            _ = pending.result
+        comm.Barrier()
+    else:
+        comm.Barrier()
+        pending = fompi.all_reduce.start(np.ones(3), comm=world)
+    assert (pending.wait(timeout=20) == world.size).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_many_in_flight_waited_for_in_any_order(world, schedule):
+    """Started in one order on all ranks, finished in another on each; the library's collectives among them."""
+    draw = Random(world.rank)
+    pending = []
+    for i in range(24):
+        how = {"schedule": schedule, "slices": 2 if schedule == "sliced" else None, "comm": world}
+        x = np.full((world.size, 2), float(i))
+        operation = (fompi.all_reduce, fompi.all_gather, fompi.reduce_scatter, fompi.broadcast)[i % 4]
+        pending.append((i, operation.start(x, **how)))
+        if draw.random() < 0.2:
+            pending[draw.randrange(len(pending))][1].done()
+    draw.shuffle(pending)
+    for i, one in pending:
+        y = one.wait()
+        assert (y == i * (world.size if i % 2 == 0 else 1)).all(), i
+        assert len(y) == (world.size, world.size**2, 1, world.size)[i % 4]
+
+
+def test_the_library_s_collectives_start_in_one_order(world):
+    """Agreements may end in any order; sums of equal shape that start in another on some rank would swap silently."""
+    draw = Random(world.rank)
+    for repeat in range(20):
+        pending = []
+        for i in range(8):
+            pending.append(fompi.all_reduce.start(np.full(3, float(i)), comm=world, schedule="unfused"))
+            for _ in range(draw.randrange(3)):
+                world.engine.progress()
+        for i in draw.sample(range(8), 8):
+            assert (pending[i].wait() == i * world.size).all(), repeat
+
+
+def test_the_input_may_be_used_again_when_done(world):
+    x = np.ones(1000)
+    for i in range(10):
+        x[...] = i
+        pending = fompi.all_gather.start(x, comm=world)
+        y = pending.wait()
+        x[...] = np.nan
+        assert (y == i).all()
+
+
+def test_the_trace_of_an_operation(world):
+    pending = fompi.all_gather_matmul.start(np.ones((2, 3)), np.eye(3), comm=world, schedule="ring")
+    pending.wait()
+    names = [event.name for event in pending.trace.events]
+    assert sum(name.startswith("matmul(") for name in names) == world.size
+    assert sum(event.lane.startswith("send to") for event in pending.trace.events) == world.size - 1
+    assert "call" in pending.trace.title and "world" in pending.trace.title
+
+
+def test_record_collects_the_traces(world):
+    with world.record() as traces:
+        fompi.all_reduce(np.ones(3), comm=world)
+        pending = [fompi.all_gather.start(np.ones(3), comm=world) for _ in range(2)]
+        for one in pending:
+            one.wait()
+    fompi.all_reduce(np.ones(3), comm=world)
+    assert sorted(trace.title.split()[0] for trace in traces) == ["all_gather", "all_gather", "all_reduce"]
+
+
+def test_nobody_holds_it(world):
+    """A Pending that is dropped goes on, and its memory comes back."""
+    gc.collect()
+    before = world.engine.arena.stats().lent_nbytes
+    for _ in range(10):
+        fompi.all_reduce.start(np.ones(1000), comm=world)
+    gc.collect()
+    assert (fompi.all_reduce(np.ones(1000), comm=world) == world.size).all()
+    while world.channel.active:
+        world.engine.progress()
+    gc.collect()
+    assert world.engine.arena.stats().lent_nbytes <= before
+
+
+def test_threads_on_communicators_of_their_own(world):
+    """Each thread has its own communicator and program; any of them drives all."""
+    communicators = [world.split(0, world.rank, f"thread {i}") for i in range(4)]
+    failed = []
+
+    def program(i):
+        try:
+            draw = Random(i)
+            for call in range(15):
+                n = draw.randrange(1, 50)
+                x = np.full((n, 3), float(world.rank + i + call))
+                y = fompi.all_reduce(x, comm=communicators[i], schedule=SCHEDULES[(i + call) % 3])
+                assert (y == sum(range(world.size)) + world.size * (i + call)).all()
+                z = fompi.all_gather_matmul(x, np.eye(3), comm=communicators[i])
+                np.testing.assert_array_equal(z[::n, 0], np.arange(world.size) + i + call)
+        except BaseException as error:
+            failed.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    threads = [threading.Thread(target=program, args=(i,)) for i in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    for communicator in communicators:
+        communicator.close()
+    assert not failed, failed[0]
+
+
+def test_started_here_waited_for_there(world):
+    """A Pending may be waited for on another thread, as autograd and XLA do."""
+    results = {}
+    pending = {i: fompi.all_reduce.start(np.full(3, float(i)), comm=world) for i in range(6)}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: pending[i].wait()})) for i in pending]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((results[i] == i * world.size).all() for i in range(6))
+
+
+def test_bound_operations_on_threads(world):
+    """Different executors of one communicator, each on its own thread, in whatever order they come."""
+    spec = fompi.Spec((40,), "float64", fompi.Partial())
+    plan = fompi.plan(fompi.all_reduce, spec, ranks=world.size, schedule="ring")
+    inputs = [np.empty(40) for _ in range(3)]
+    steps = [fompi.bind(plan, comm=world, x=x) for x in inputs]
+    failed = []
+
+    def program(i):
+        try:
+            for call in range(20):
+                inputs[i][...] = i + call + world.rank
+                assert (steps[i]() == sum(range(world.size)) + world.size * (i + call)).all()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=program, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for step in steps:
+        step.close()
+    assert not failed, failed[0]
+
+
+def test_no_false_alarm_after_a_long_computation(world, monkeypatch):
+    """The deadline counts from the beginning of the wait, not from the start of what is waited for."""
+    monkeypatch.setattr(world.engine, "timeout", 1.5)
+    pending = fompi.all_reduce.start(np.ones(3), comm=world) if world.rank == 0 else None
+    time.sleep(1.6 if world.rank == 0 else 1.7)
+    if pending is None:
+        pending = fompi.all_reduce.start(np.ones(3), comm=world)
+    assert (pending.wait() == world.size).all()

@@ -1,0 +1,255 @@
+"""What operations take and give: any number of dimensions, dim=, out=, strides, weights as views, odd sizes."""
+
+from __future__ import annotations
+
+import calls
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fompi
+from fompi.layout import split
+
+DTYPES = ["float64", "float32", "float16", ml_dtypes.bfloat16, "int32", "uint8", "complex128"]
+
+
+def whole(seed, shape, dtype="float64"):
+    """Small whole numbers: sums and products of a few are exact in every dtype."""
+    return np.random.default_rng(seed).integers(0, 4, shape).astype(dtype)
+
+
+def shards(world, shape, dim, dtype="float64", seed=0):
+    """A tensor for every rank: rank r has r % 3 rows more than the first, along `dim`."""
+    given = []
+    for rank in range(world.size):
+        rows = list(shape)
+        rows[dim] += rank % 3
+        given.append(whole([seed, rank], rows, dtype))
+    return given
+
+
+def alike(world, shape, dtype="float64", seed=0):
+    return [whole([seed, rank], shape, dtype) for rank in range(world.size)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((2,), 0), ((2, 3), 0), ((3, 2), 1), ((3, 2), -1), ((2, 3, 4), 0), ((3, 1, 4), 1), ((2, 3, 0), -1)]
+)
+def test_all_gather(world, shape, dim, dtype):
+    """y = concatenate([x of rank 0, x of rank 1, ...], dim)"""
+    x = shards(world, shape, dim, dtype)
+    y = fompi.all_gather(x[world.rank], dim=dim, comm=world)
+    np.testing.assert_array_equal(y, np.concatenate(x, dim), strict=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((7,), 0), ((5, 3), 0), ((3, 10), 1), ((2, 9, 4), 1), ((2, 3, 8), -1), ((0, 3), 0), ((1, 2), 0)]
+)
+def test_reduce_scatter(world, shape, dim, dtype):
+    """y = sum(x of all ranks)[rows of this rank]; an even spread, and everything to the last rank."""
+    x = alike(world, shape, dtype)
+    total = sum(x[1:], x[0])
+    rows = shape[dim]
+    for counts in (None, [0] * (world.size - 1) + [rows]):
+        y = fompi.reduce_scatter(x[world.rank], dim=dim, counts=counts, comm=world)
+        ends = np.cumsum(counts or split(rows, world.size))
+        np.testing.assert_array_equal(y, np.split(total, ends[:-1], dim)[world.rank], strict=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (5,), (3, 2), (2, 0, 3), (2, 3, 5)])
+def test_all_reduce_and_broadcast_of_any_shape(world, shape, dtype):
+    """y = sum(x of all ranks); y = x of rank `root`"""
+    x = alike(world, shape, dtype)
+    total = np.asarray(sum(x[1:], x[0]))
+    for schedule in ("auto", "ring"):
+        y = fompi.all_reduce(x[world.rank], comm=world, schedule=schedule)
+        np.testing.assert_array_equal(y, total, strict=True)
+        for root in {0, world.size - 1}:
+            y = fompi.broadcast(x[world.rank], root=root, comm=world, schedule=schedule)
+            np.testing.assert_array_equal(y, x[root], strict=True)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((), 0), ((3,), 0), ((3, 2), 0), ((3,), 1)])
+def test_all_to_all(world, shape, dim):
+    """y = concatenate([rows that rank 0 has for us, ...], dim), with other counts on every rank."""
+    sizes = np.random.default_rng(5).integers(0, 4, (world.size, world.size))
+    shape = list(shape)
+    x = []
+    for rank, counts in enumerate(sizes):
+        x.append(whole(rank, [*shape[:dim], counts.sum(), *shape[dim:]]))
+    pieces = [np.split(x[r], np.cumsum(sizes[r])[:-1], dim)[world.rank] for r in range(world.size)]
+    y = fompi.all_to_all(x[world.rank], dim=dim, counts=sizes[world.rank], comm=world)
+    np.testing.assert_array_equal(y, np.concatenate(pieces, dim), strict=True)
+
+
+def test_all_to_all_of_equal_parts(world):
+    x = np.arange(2 * world.size) + 100 * world.rank
+    y = fompi.all_to_all(x, comm=world)
+    np.testing.assert_array_equal(y.reshape(-1, 2)[:, 0], 100 * np.arange(world.size) + 2 * world.rank)
+
+
+def test_fused_operations_along_another_dim(world):
+    """Batches first: rows in the middle, as a sequence is for attention."""
+    rank, k, n = world.rank, 3, 5
+    x, w, b = shards(world, (2, 1, k), 1), alike(world, (k, n), seed=1), alike(world, (n,), seed=2)
+    full = np.concatenate(x, 1)
+    y = fompi.all_gather_matmul(x[rank], w[rank], bias=b[rank], dim=1, comm=world)
+    np.testing.assert_array_equal(y, full @ w[rank] + b[rank], strict=True)
+
+    kept, (first, second) = fompi.all_gather_matmul_many(
+        x[rank], (w[rank], w[rank][:, :2]), biases=(b[rank], None), dim=1, comm=world
+    )
+    np.testing.assert_array_equal(kept, full, strict=True)
+    np.testing.assert_array_equal(first, y, strict=True)
+    np.testing.assert_array_equal(second, full @ w[rank][:, :2], strict=True)
+
+    h = whole(rank, (2, full.shape[1], 4))
+    g = fompi.all_gather_weight_gradient(x[rank], h, dim=1, comm=world)
+    np.testing.assert_array_equal(g, np.einsum("btk,btn->kn", full, h), strict=True)
+
+    y, g = fompi.all_gather_matmul_weight_gradient(x[rank], w[rank], h, dim=1, comm=world)
+    np.testing.assert_array_equal(y, full @ w[rank], strict=True)
+    np.testing.assert_array_equal(g, np.einsum("btk,btn->kn", h, full), strict=True)
+
+    z = alike(world, (2, 6, k), seed=3)
+    total = sum(a @ v for a, v in zip(z, w, strict=True))
+    ends = np.cumsum(split(6, world.size))[:-1]
+    y = fompi.matmul_reduce_scatter(z[rank], w[rank], bias=b[0], dim=1, comm=world)
+    np.testing.assert_array_equal(y, np.split(total, ends, 1)[rank] + b[0], strict=True)
+    y = fompi.matmul_all_reduce(z[rank], w[rank], bias=b[0], dim=1, comm=world)
+    np.testing.assert_array_equal(y, total + b[0], strict=True)
+    y = fompi.matmul_all_to_all(z[rank], w[rank], bias=b[rank], dim=1, comm=world)
+    parts = [np.split(a @ v + c, ends, 1)[rank] for a, v, c in zip(z, w, b, strict=True)]
+    np.testing.assert_array_equal(y, np.concatenate(parts, 1), strict=True)
+    arrived = np.concatenate([np.split(a, ends, 1)[rank] for a in z], 1)
+    y = fompi.all_to_all_matmul(z[rank], w[rank], bias=b[rank], dim=1, comm=world)
+    np.testing.assert_array_equal(y, arrived @ w[rank] + b[rank], strict=True)
+
+
+def transposed(a):
+    return np.ascontiguousarray(a.T).T
+
+
+def every_other_column(a):
+    return calls.with_gaps(a)
+
+
+def backwards(a):
+    return np.ascontiguousarray(a[::-1, ::-1])[::-1, ::-1]
+
+
+@pytest.mark.parametrize("view", [transposed, every_other_column, backwards])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64"])
+def test_weights_with_any_strides(world, view, dtype):
+    x, w = alike(world, (4, 3), dtype), view(whole(world.rank, (3, 5), dtype))
+    assert not w.flags.c_contiguous
+    y = fompi.all_gather_matmul(x[world.rank], w, comm=world)
+    np.testing.assert_array_equal(y, np.concatenate(x) @ w, strict=True)
+    total = sum(a @ whole(rank, (3, 5), dtype) for rank, a in enumerate(x))
+    np.testing.assert_array_equal(fompi.matmul_all_reduce(x[world.rank], w, comm=world), total, strict=True)
+
+
+@pytest.mark.parametrize("view", [transposed, every_other_column, backwards])
+@pytest.mark.parametrize("schedule", ["auto", "ring", "unfused"])
+def test_strided_inputs_are_packed_and_the_trace_shows_it(world, view, schedule):
+    rank = world.rank
+    x = alike(world, (world.size + 2, 4))
+    strided = view(x[rank])
+    options = {"comm": world, "schedule": schedule}
+    for operation, wanted in (
+        (fompi.all_gather, np.concatenate(x)),
+        (fompi.reduce_scatter, np.split(sum(x), np.cumsum(split(world.size + 2, world.size))[:-1])[rank]),
+        (fompi.all_reduce, sum(x)),
+        (fompi.broadcast, x[0]),
+    ):
+        pending = operation.start(strided, **options)
+        np.testing.assert_array_equal(pending.wait(), wanted, strict=True)
+        if operation is not fompi.broadcast or rank == 0:  # only the root's x is read
+            assert any(event.name.startswith("pack(") for event in pending.trace.events), operation
+        dense = operation.start(x[rank], **options)
+        np.testing.assert_array_equal(dense.wait(), wanted, strict=True)
+        assert not any(event.name.startswith("pack(") for event in dense.trace.events)
+
+
+def test_a_strided_x_is_multiplied_where_it_lies(world):
+    x = alike(world, (world.size, 2, 3))
+    for strided in (every_other_column(x[world.rank]), np.ascontiguousarray(x[world.rank].swapaxes(0, 1)).swapaxes(0, 1)):
+        pending = fompi.matmul_all_reduce.start(strided, np.eye(3), comm=world)
+        np.testing.assert_array_equal(pending.wait(), sum(x))
+        assert not any("pack" in event.name for event in pending.trace.events)
+
+
+def test_some_ranks_strided(world):
+    """Each rank packs for itself: the others need not know."""
+    x = alike(world, (3, 4))
+    mine = transposed(x[world.rank]) if world.rank % 2 else x[world.rank]
+    np.testing.assert_array_equal(fompi.all_gather(mine, comm=world), np.concatenate(x))
+    np.testing.assert_array_equal(fompi.all_reduce(mine, comm=world), sum(x))
+
+
+def test_read_only_inputs(world):
+    x = whole(world.rank, (4, 3))
+    x.flags.writeable = False
+    np.testing.assert_array_equal(fompi.all_reduce(x, comm=world), sum(alike_rank(world)))
+    assert fompi.all_gather(x, comm=world).flags.writeable
+
+
+def alike_rank(world):
+    return [whole(rank, (4, 3)) for rank in range(world.size)]
+
+
+def test_out_is_filled_and_returned(world):
+    rank, size = world.rank, world.size
+    x, w = alike(world, (size, 3)), alike(world, (3, 2), seed=1)
+    full, total = np.concatenate(x), sum(x)
+    products = sum(a @ v for a, v in zip(x, w, strict=True))
+    counts = split(size, size)
+    arrived = np.stack([a[rank] for a in x])
+    h = whole(0, (size * size, 2))
+    cases = [
+        (fompi.all_gather, (x[rank],), {}, full),
+        (fompi.reduce_scatter, (x[rank],), {"counts": counts}, total[[rank]]),
+        (fompi.all_reduce, (x[rank],), {}, total),
+        (fompi.all_to_all, (x[rank],), {}, arrived),
+        (fompi.broadcast, (x[rank],), {}, x[0]),
+        (fompi.all_gather_matmul, (x[rank], w[rank]), {}, full @ w[rank]),
+        (fompi.matmul_reduce_scatter, (x[rank], w[rank]), {}, products[[rank]]),
+        (fompi.matmul_all_reduce, (x[rank], w[rank]), {}, products),
+        (fompi.matmul_all_to_all, (x[rank], w[rank]), {}, np.stack([(a @ v)[rank] for a, v in zip(x, w, strict=True)])),
+        (fompi.all_to_all_matmul, (x[rank], w[rank]), {}, arrived @ w[rank]),
+        (fompi.all_gather_weight_gradient, (x[rank], h), {}, full.T @ h),
+        (fompi.all_to_all_weight_gradient, (x[rank], h[:size]), {}, arrived.T @ h[:size]),
+    ]
+    for operation, given, options, wanted in cases:
+        out = np.full(wanted.shape, 99.0)
+        assert operation(*given, **options, out=out, comm=world) is out
+        np.testing.assert_array_equal(out, wanted, err_msg=operation.name)
+
+
+def test_out_along_another_dim(world):
+    """Rows in the middle lie together where there is one batch."""
+    x = alike(world, (1, 2, 3))
+    out = np.empty((1, 2 * world.size, 3))
+    assert fompi.all_gather(x[world.rank], dim=1, out=out, comm=world) is out
+    np.testing.assert_array_equal(out, np.concatenate(x, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_sums_of_half_types_round_once(world, dtype):
+    """Big, then many small ones: rounded after every addition they would all be lost."""
+    x = np.full((3, 4), 256.0 if world.rank == 0 else 1.0).astype(dtype)
+    exact = np.array(256.0 + (world.size - 1)).astype(dtype)
+    for schedule in ("auto", "ring", "direct"):
+        y = fompi.all_reduce(x, comm=world, schedule=schedule)
+        assert y.dtype == np.dtype(dtype) and (y == exact).all()
+
+
+def test_results_are_fresh_memory(world):
+    """A result is never overwritten by a later call, as long as somebody holds it."""
+    held = [fompi.all_reduce(np.full(100, float(i)), comm=world) for i in range(20)]
+    for i, y in enumerate(held):
+        assert (y == i * world.size).all()
+        assert y.ctypes.data % 64 == 0

@@ -1,0 +1,132 @@
+"""The kernels on NumPy arrays, against what their names mean; and what they cost."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import catalogue
+import numpy as np
+import pytest
+from catalogue import rounded, wide
+
+from fompi.backends.numpy import Numpy
+from fompi.errors import PlanError
+from fompi.kernels import KERNELS, cost, find
+
+MEANING = {
+    "copy": lambda a: a,
+    "pack": lambda a: a,
+    "add": lambda a, b: a + b,
+    "matmul": lambda x, w: x @ w,
+    "matmul_bias": lambda x, w, b: x @ w + b,
+    "gradient": lambda a, h: np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
+    "gradient_add": lambda a, h, g: g + np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
+}
+SHAPES = {
+    "copy": ["rk"], "pack": ["rk"], "add": ["rk", "rk"], "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
+    "gradient": ["rk", "rn"], "gradient_add": ["rk", "rn", "kn"],
+}  # fmt: skip
+BACKEND = Numpy()
+
+
+def operands(kernel, rows, between, k, n, dtype):
+    sizes = {"r": (rows, *between), "k": (k,), "n": (n,)}
+    random = np.random.default_rng(7)
+    fill = catalogue.whole if dtype in ("float16", "bfloat16") else catalogue.drawn
+    shapes = [sum((sizes[letter] for letter in text), ()) for text in SHAPES[kernel]]
+    return [fill(random, shape, dtype) for shape in shapes]
+
+
+def run(kernel, reads, write, read_dtypes, write_dtype):
+    BACKEND.bind(kernel, reads, [write], read_dtypes, [write_dtype])()
+    return write
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "complex64", "float16", "bfloat16"])
+@pytest.mark.parametrize("kernel", MEANING)
+def test_every_kernel_means_what_its_name_says(kernel, dtype):
+    """Also without rows or columns, and with dimensions between them."""
+    for rows, between, (k, n) in product((0, 1, 5), ((), (2,), (2, 0)), ((3, 4), (1, 1), (0, 2), (3, 0))):
+        reads = operands(kernel, rows, between, k, n, dtype)
+        meant = MEANING[kernel](*(wide(a, dtype) for a in reads))
+        got = run(kernel, reads, BACKEND.poisoned(meant.shape, dtype), [dtype] * len(reads), dtype)
+        np.testing.assert_allclose(wide(got, dtype), wide(rounded(meant, dtype), dtype), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "bfloat16"])
+@pytest.mark.parametrize("kernel", ["add", "gradient_add"])
+def test_sums_in_place(kernel, dtype):
+    """Where they are: the result is written over an operand."""
+    for place in (0, 1) if kernel == "add" else (2,):
+        reads = operands(kernel, 5, (), 3, 4, dtype)
+        meant = MEANING[kernel](*(wide(a, dtype) for a in reads))
+        got = run(kernel, reads, reads[place], [dtype] * len(reads), dtype)
+        np.testing.assert_allclose(wide(got, dtype), wide(rounded(meant, dtype), dtype), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["copy", "add", "matmul", "matmul_bias", "gradient", "gradient_add"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_rows_in_several_runs(kernel, dtype):
+    """One call on three runs of rows, one of them empty, is one call on all rows."""
+    reads = operands(kernel, 7, (), 3, 4, dtype)
+    meant = MEANING[kernel](*(wide(a, dtype) for a in reads))
+    cuts = [slice(0, 4), slice(4, 4), slice(4, 7)]
+    described = find(kernel)
+    runs = [a[cut] for a in reads[: described.groups] for cut in cuts]
+    whole = reads[described.groups :]
+    result = BACKEND.poisoned(meant.shape, dtype)
+    writes = [result] if described.reduces else [result[cut] for cut in cuts]
+    BACKEND.bind(kernel, [*runs, *whole], writes, [dtype] * (len(runs) + len(whole)), [dtype] * len(writes))()
+    np.testing.assert_allclose(wide(result, dtype), wide(rounded(meant, dtype), dtype), rtol=1e-12)
+
+
+def test_strided_operands():
+    """x as it came, and a weight in columns: read in place."""
+    base = np.arange(48.0).reshape(6, 8)
+    x, w = base[::2, ::2], base[:4, :5][::-1].T[:4, :4]
+    np.testing.assert_array_equal(run("matmul", [x, w], np.empty((3, 4)), ["float64"] * 2, "float64"), x @ w)
+    x3 = np.moveaxis(np.arange(24.0).reshape(2, 3, 4), 1, 0)
+    np.testing.assert_array_equal(run("pack", [x3], np.empty(x3.shape), ["float64"], "float64"), x3)
+    np.testing.assert_array_equal(run("gradient", [x3, x3], np.empty((4, 4)), ["float64"] * 2, "float64"),
+                                  x3.reshape(6, 4).T @ x3.reshape(6, 4))  # fmt: skip
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_between_half_types_and_float32(half):
+    """Widening is exact; narrowing rounds once; a product of half operands may stay in float32."""
+    numbers = rounded(np.linspace(-3, 3, 12).reshape(4, 3), half)
+    up = run("copy", [numbers], np.empty((4, 3), np.float32), [half], "float32")
+    np.testing.assert_array_equal(up, wide(numbers, half))
+    fine = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
+    down = run("copy", [fine], BACKEND.poisoned((4, 3), half), ["float32"], half)
+    np.testing.assert_array_equal(down, rounded(fine.astype(float), half))
+    w = rounded(np.eye(3) / 3, half)
+    y = run("matmul", [numbers, w], np.empty((4, 3), np.float32), [half] * 2, "float32")
+    np.testing.assert_array_equal(y, (up @ wide(w, half).astype(np.float32)))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "complex64", "int8", "uint64", "bool"])
+def test_poison_shows(dtype):
+    array = BACKEND.poisoned((2, 3), dtype)
+    assert array.shape == (2, 3) and array.dtype == BACKEND.storage(dtype)
+    if dtype in ("int8", "uint64", "bool"):
+        assert (array == (True if dtype == "bool" else np.iinfo(dtype).max)).all()
+    else:
+        assert np.isnan(wide(array, dtype)).all()
+
+
+def test_what_they_cost():
+    """A product counts 2 operations per multiplication, a sum one per element; moving is free of them."""
+    assert cost("matmul", [(5, 3), (3, 4)], [(5, 4)]) == 2 * 5 * 3 * 4
+    assert cost("matmul", [(5, 3), (2, 3), (3, 4)], [(5, 4), (2, 4)]) == 2 * 7 * 3 * 4
+    assert cost("matmul_bias", [(5, 2, 3), (3, 4), (4,)], [(5, 2, 4)]) == 2 * 10 * 3 * 4
+    assert cost("gradient", [(5, 3), (5, 4)], [(3, 4)]) == 2 * 5 * 3 * 4
+    assert cost("gradient_add", [(5, 3), (2, 3), (5, 4), (2, 4), (3, 4)], [(3, 4)]) == 2 * 7 * 3 * 4
+    assert cost("add", [(5, 3), (5, 3)], [(5, 3)]) == 15
+    assert cost("copy", [(5, 3)], [(5, 3)]) == cost("matmul", [(0, 3), (3, 4)], [(0, 4)]) == 0
+
+
+def test_the_list_of_kernels():
+    assert set(KERNELS) == set(MEANING)
+    with pytest.raises(PlanError, match="no kernel 'softmax'; there are copy, pack, add"):
+        find("softmax")

@@ -1,0 +1,230 @@
+"""`fompi.plan` on Specs alone: what it makes, and what it says of tensors, ranks and schedules that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+import fompi
+from fompi import (
+    DtypeError,
+    LayoutError,
+    Partial,
+    PlanError,
+    Replicate,
+    ShapeError,
+    Shard,
+    Spec,
+    choose,
+    problems,
+    schedules,
+)
+from fompi.layout import Sizes
+from fompi.ops import OPERATIONS
+from fompi.problems import MEANING, Form, layouts, problem
+
+ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
+
+
+def specs_of(operation, rows=12, k=6, n=9, dtype="float32"):
+    """Global tensors that the operation takes: x (rows, k), w (k, n), h (rows, n)."""
+    meaning = MEANING[operation]
+    shapes = [(rows, k), *[(k, n)] * (meaning.weight is not None), *[(rows, n)] * (meaning.operand is not None)]
+    return [Spec(s, dtype, lay) for s, lay in zip(shapes, layouts(operation, len(shapes)), strict=True)]
+
+
+@pytest.mark.parametrize("operation", MEANING)
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_every_operation_is_planned(operation, ranks):
+    """By its name or itself; rows and columns spread as evenly as can be; by every schedule."""
+    for schedule in ("auto", *schedules.available(problem_of(operation, ranks))):
+        plan = fompi.plan(OPERATIONS[operation], *specs_of(operation), ranks=ranks, schedule=schedule)
+        fompi.verify(plan)
+        assert plan == fompi.plan(operation, *specs_of(operation), ranks=ranks, schedule=schedule)
+        assert plan.size == ranks and (schedule == "auto" or plan.schedule == schedule)
+        assert sum(plan.sizes.rows) + sum(map(sum, plan.sizes.pairs)) == (72 if plan.problem.flat else 12)
+        assert fompi.simulate(plan, fompi.Machine.load("laptop")).seconds >= 0
+
+
+def problem_of(operation, ranks):
+    at, _ = problems.from_specs(operation, specs_of(operation), ranks)
+    return at(0)
+
+
+def test_operations_and_meanings_are_the_same_list():
+    assert set(OPERATIONS) == set(MEANING)
+
+
+def test_the_example_of_the_readme():
+    x, w = Spec((4096, 4096), "bfloat16", ROWS), Spec((4096, 14336), "bfloat16", COLUMNS)
+    plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=8)
+    fompi.verify(plan)
+    assert plan.problem.product_row(0) == (14336 // 8,) and plan.sizes.rows == (512,) * 8
+    assert plan.parts == 1  # 4 MiB a shard
+
+
+def test_uneven_rows_and_columns():
+    plan = fompi.plan("matmul_reduce_scatter", *specs_of("matmul_reduce_scatter", rows=7, k=8), ranks=3)
+    assert plan.sizes.rows == (3, 2, 2)
+    assert [p.buffer("w").row for p in plan.programs] == [(3, 9), (3, 9), (2, 9)]
+    pairs = fompi.plan("all_to_all", Spec((7, 2), "int8", ROWS), ranks=2).sizes.pairs
+    assert pairs == ((2, 2), (2, 1))
+
+
+def test_what_is_planned_by_options():
+    x = Spec((6, 2), "float64", ALL)
+    plan = fompi.plan(fompi.broadcast, x, ranks=3, root=2, packed=True, window=1, schedule="ring", slices=2)
+    assert (plan.problem.root, plan.problem.packed, plan.window, plan.parts) == (2, True, 1, 2)
+    kept = fompi.plan("all_gather_matmul_many", *specs_of("all_gather_matmul"), ranks=2).problem
+    assert kept.keep and kept.kept == "x_full"
+    back = fompi.plan("all_to_all_matmul_weight_gradient", *specs_of("all_to_all_matmul_weight_gradient"), ranks=2)
+    assert back.problem.keep and back.problem.gradients[0].flipped
+    assert not fompi.plan("all_gather_weight_gradient", *specs_of("all_gather_weight_gradient"), ranks=2).problem.keep
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be
+
+
+def refused(kind, text, *args, **options):
+    with pytest.raises(kind) as caught:
+        fompi.plan(*args, **{"ranks": 2, **options})
+    assert text in str(caught.value)
+
+
+X = Spec((12, 6), "float32", ROWS)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, None, "2"])
+def test_numbers_of_ranks(ranks):
+    refused(LayoutError, f"ranks={ranks!r}", fompi.all_gather, X, ranks=ranks)
+
+
+def test_operations_that_are_not_there():
+    refused(LayoutError, "no operation 'gather'; there are all_gather, broadcast, reduce_scatter", "gather", X)
+
+
+@pytest.mark.parametrize("operation", MEANING)
+def test_schedules_that_are_not_there(operation):
+    """The message lists those that are, for this operation."""
+    names = ", ".join(schedules.available(problem_of(operation, 2)))
+    text = f"no schedule 'tree' for {operation}; take auto, {names}"
+    refused(PlanError, text, operation, *specs_of(operation), schedule="tree")
+
+
+def test_schedules_that_an_operation_does_not_have():
+    refused(PlanError, "no schedule 'ring' for all_to_all; take auto, unfused", fompi.all_to_all, X, schedule="ring")
+    refused(PlanError, "no schedule 'exchange' for all_gather", fompi.all_gather, X, schedule="exchange")
+    half = Spec((6,), "float16", TERM)
+    refused(PlanError, "take auto, unfused_p2p, direct, ring", fompi.all_reduce, half, schedule="unfused")
+    with pytest.raises(PlanError, match="all_gather has no schedule 'auto'"):
+        schedules.write(problem("all_gather", 2, Form((3,), "int8")), "auto")
+
+
+@pytest.mark.parametrize("options", [{"slices": 0}, {"slices": -2}, {"window": 0}])
+def test_slices_and_windows(options):
+    refused(PlanError, "both need to be at least 1", fompi.all_gather, X, **options)
+
+
+@pytest.mark.parametrize("root", [-1, 2, 7])
+def test_roots(root):
+    refused(LayoutError, f"root {root} is none of the ranks 0 to 1", "broadcast", Spec((6,), "float32", ALL), root=root)
+
+
+@pytest.mark.parametrize("operation", MEANING)
+def test_layouts_of_every_tensor(operation):
+    """Another layout of any of its tensors; the message has those that the operation takes."""
+    right = specs_of(operation)
+    for i, spec in enumerate(right):
+        for wrong in (ROWS, COLUMNS, ALL, TERM):
+            if wrong != spec.layout:
+                specs = [*right[:i], Spec(spec.shape, spec.dtype, wrong), *right[i + 1 :]]
+                refused(LayoutError, f"{operation} takes tensors with the layouts [", operation, *specs)
+
+
+@pytest.mark.parametrize("operation", MEANING)
+def test_numbers_of_tensors(operation):
+    refused(LayoutError, f"{operation} takes x", operation)
+    if not operation.endswith("_many"):
+        refused(LayoutError, f"{operation} takes x", operation, *specs_of(operation), Spec((6, 9), "float32", COLUMNS))
+    if len(specs_of(operation)) > 1:
+        refused(LayoutError, f"{operation} takes x, ", operation, specs_of(operation)[0])
+
+
+@pytest.mark.parametrize("tensor", [(12, 6), "x", None, 3])
+def test_what_is_no_spec(tensor):
+    refused(LayoutError, f"fompi.Spec for each tensor, not on {tensor!r}", fompi.all_gather, tensor)
+
+
+@pytest.mark.parametrize("operation", [name for name in MEANING if MEANING[name].weight is not None])
+@pytest.mark.parametrize("shape", [(7, 9), (5, 9), (6,), (6, 9, 1)])
+def test_weights_that_do_not_fit(operation, shape):
+    """As a whole: 7 rows on 2 ranks would look like 6 on the last of them."""
+    specs = specs_of(operation)
+    specs[1] = Spec(shape, "float32", specs[1].layout if len(shape) > 1 else ALL)
+    kind = LayoutError if specs[1].layout != specs_of(operation)[1].layout else ShapeError
+    with pytest.raises(kind):
+        fompi.plan(operation, *specs, ranks=2)
+
+
+@pytest.mark.parametrize("operation", [name for name in MEANING if MEANING[name].operand is not None])
+@pytest.mark.parametrize("shape", [(11, 9), (12, 2, 9)])
+def test_operands_that_do_not_fit(operation, shape):
+    specs = specs_of(operation)
+    specs[-1] = Spec(shape, "float32", specs[-1].layout)
+    with pytest.raises(ShapeError):
+        fompi.plan(operation, *specs, ranks=2)
+
+
+def test_dtypes():
+    w = Spec((6, 9), "float64", COLUMNS)
+    refused(DtypeError, "x is float32, but another operand is float64", fompi.all_gather_matmul, X, w)
+    for operation in ("reduce_scatter", "all_reduce"):
+        refused(DtypeError, "a sum of bool has no meaning", operation, Spec((6, 2), "bool", TERM))
+
+
+def test_ranks_of_tensors():
+    line = Spec((12,), "float32", ROWS)
+    refused(ShapeError, "x needs rows and columns", fompi.all_gather_matmul, line, Spec((6, 9), "float32", COLUMNS))
+    assert fompi.plan(fompi.all_reduce, Spec((), "float32", TERM), ranks=3).sizes.rows == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("forms", "text"),
+    [
+        ({"x": Form((), "float32")}, "x has no dimension whose rows could be spread"),
+        ({"x": Form((4, 3), "float32"), "weights": [Form((2, 5), "float32")]}, "w needs the shape (3, n), not (2, 5)"),
+        (
+            {"x": Form((4, 3), "float32"), "weights": [Form((3, 5), "float32")], "biases": [Form((3,), "float32")]},
+            "the bias of w (3, 5) needs the shape (5,), not (3,)",
+        ),
+        (
+            {"x": Form((4, 2, 3), "float32"), "operands": [Form((4, 3, 5), "float32")]},
+            "rows of x (2, 3) and of h (3, 5) differ in more than their columns",
+        ),
+    ],
+)
+def test_local_tensors_that_do_not_fit(forms, text):
+    with pytest.raises(ShapeError) as caught:
+        problem("all_gather_matmul", 2, **forms)
+    assert text in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ auto
+
+
+def test_the_choice_is_one_that_every_rank_can_make():
+    """It depends on the problem and on rows that all ranks know, and it is a schedule of the problem."""
+    for operation in MEANING:
+        for ranks in (1, 2, 8):
+            made = problem_of(operation, ranks)
+            for rows in (None, 0, 10, 10**9):
+                name, slices = choose.choose(made, rows)
+                assert name in schedules.available(made) and slices >= 1
+
+
+def test_small_sums_take_one_step_and_large_products_two_slices():
+    small, large = Sizes(rows=(100,) * 4), Sizes(rows=(10**8,) * 4)
+    sums, products = problem_of("all_reduce", 4), problem_of("all_gather_matmul", 4)
+    assert choose.plan_for(sums, small).schedule == "exchange" and choose.plan_for(sums, large).schedule == "direct"
+    assert choose.plan_for(products, small).parts == 1 and choose.plan_for(products, large).parts == 2
+    assert choose.plan_for(products, large, slices=3).parts == 3
+    assert choose.plan_for(products, large, "bidirectional").parts == 2
