@@ -171,7 +171,7 @@ def _localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loc
         arrays[problem.name("w", i)] = w.array
         bias = biases[i] if i < len(biases) else None
         if bias is not None:
-            arrays[problem.name("b", i)] = bias.array
+            arrays[problem.name("bias", i)] = bias.array
     for i, h in enumerate(operands):
         arrays[problem.name("h", i)] = h.array
     expects = len(operands[0].array) if operands else -1

@@ -150,7 +150,7 @@ class Mesh(Mapping[str, Communicator]):
         self.axes = axes
         self.world = Communicator.of(comm)
         agree(self.world, f"Mesh({axes})", _refuse_axes(axes, self.world.size))
-        self.coordinates: dict[str, int] = {}
+        self.coordinates = dict.fromkeys(axes, 0)
         rest = self.world.rank
         for name in reversed(axes):
             rest, self.coordinates[name] = divmod(rest, axes[name])

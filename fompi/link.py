@@ -135,24 +135,24 @@ def _placed(runs: Sequence[Array]) -> list[Any]:
 
 
 @cache
-def _keyval() -> int:
+def _keyval(kind: str) -> int:
     return int(start_mpi().Comm.Create_keyval())
 
 
-def attached(comm: Any) -> Any:
+def attached(comm: Any, kind: str = "communicator") -> Any:
     """What `attach` hung on this MPI communicator, or None."""
-    return comm.Get_attr(_keyval())
+    return comm.Get_attr(_keyval(kind))
 
 
-def attach(comm: Any, value: object) -> None:
-    comm.Set_attr(_keyval(), value)
+def attach(comm: Any, value: object, kind: str = "communicator") -> None:
+    comm.Set_attr(_keyval(kind), value)
 
 
 def attached_to_process(make: Callable[[], Any]) -> Any:
     """The one value of this process, hung on MPI's communicator of one rank; made when first asked for."""
     own = start_mpi().COMM_SELF
-    value = attached(own)
+    value = attached(own, "process")
     if value is None:
         value = make()
-        attach(own, value)
+        attach(own, value, "process")
     return value

@@ -196,14 +196,16 @@ def plan(
     schedule: str = "auto",
     slices: int | None = None,
     window: int | None = None,
-    **options: Any,
+    bias: bool = False,
+    root: int = 0,
+    packed: bool = False,
 ) -> Plan:
     """The Plan of an operation on global tensors, x first: no MPI, no data.
 
     `ranks` how many; `schedule` and `slices` as for the operations; `window` bounds the sends in flight of a rank;
-    `root` for a broadcast, `packed=True` for an x that will come strided. Rows are spread as evenly as can be.
+    `bias=True` adds one to each weight; `root` is that of a broadcast; `packed=True` is for an x that will come
+    strided. Rows and columns are spread as evenly as can be. Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = operation.name if isinstance(operation, Operation) else operation
-    options.setdefault("keep", name in ("all_gather_matmul_many", "all_to_all_matmul_weight_gradient"))
-    at, sizes = problems.from_specs(name, specs, ranks, **options)
+    at, sizes = problems.from_specs(name, specs, ranks, bias=bias, root=root, packed=packed)
     return plan_for(at(0), sizes, schedule, slices, window, at)

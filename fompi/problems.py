@@ -98,7 +98,7 @@ class Problem:
         return (right, left) if self.gradients[i].flipped else (left, right)
 
     def name(self, kind: str, i: int) -> str:
-        """The buffer of the i-th weight w, bias b, product y, operand h or gradient g."""
+        """The buffer of the i-th weight w, bias, product y, operand h or gradient g."""
         count = len(self.gradients) if kind in "hg" else len(self.weights)
         return kind if count <= 1 else f"{kind}{i}"
 
@@ -121,7 +121,7 @@ class Problem:
         for i, weight in enumerate(self.weights):
             work.add(self.name("w", i), "input", "whole", (self.row[-1], weight.columns), self.dtype)
             if weight.bias:
-                work.add(self.name("b", i), "input", "whole", (weight.columns,), self.dtype)
+                work.add(self.name("bias", i), "input", "whole", (weight.columns,), self.dtype)
         for i, gradient in enumerate(self.gradients):
             work.add(self.name("h", i), "input", there, gradient.row, self.dtype)
         if self.keep or not (self.weights or self.gradients):
@@ -171,6 +171,7 @@ class Meaning(NamedTuple):
     y: layout.Layout
     weight: layout.Layout | None = None
     operand: layout.Layout | None = None
+    keeps: bool = False  # the gathered rows are a result, beside others
 
 
 _AXES = {
@@ -190,12 +191,12 @@ MEANING: dict[str, Meaning] = {
     "all_reduce": Meaning("scatter", "all_reduce", _TERM, _ALL),
     "all_to_all": Meaning("gather", "all_to_all", _ROWS, _ROWS),
     "all_gather_matmul": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS),
-    "all_gather_matmul_many": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS),
+    "all_gather_matmul_many": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, None, True),
     "all_gather_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, None, _COLUMNS),
     "all_gather_matmul_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, _COLUMNS),
     "all_to_all_matmul": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL),
     "all_to_all_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _TERM, None, _ROWS),
-    "all_to_all_matmul_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL, _ROWS),
+    "all_to_all_matmul_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL, _ROWS, True),
     "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", _COLUMNS, _ROWS, _ROWS),
     "matmul_all_reduce": Meaning("scatter", "all_reduce", _COLUMNS, _ALL, _ROWS),
     "matmul_all_to_all": Meaning("scatter", "all_to_all", _ROWS, _ROWS, _ALL),
@@ -284,7 +285,7 @@ def layouts(operation: str, count: int) -> list[layout.Layout]:
 
 
 def from_specs(
-    operation: str, specs: Sequence[Spec], ranks: int, **options: Any
+    operation: str, specs: Sequence[Spec], ranks: int, *, bias: bool = False, root: int = 0, packed: bool = False
 ) -> tuple[Callable[[int], Problem], Sizes]:
     """What each rank's Problem is, and the Sizes, of global tensors: x, the weights, the operand of a gradient.
 
@@ -298,13 +299,14 @@ def from_specs(
             raise LayoutError(f"{operation} is planned on a fompi.Spec for each tensor, not on {spec!r}")
         if spec.layout != wanted:
             raise LayoutError(f"{operation} takes tensors with the layouts {expected}, not {spec}")
-    has_operand = MEANING[operation].operand is not None
-    if has_operand:
-        options.setdefault("flipped", MEANING[operation].weight is not None)
+    meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
+    flipped = has_operand and meaning.weight is not None
 
     def made(x: Form, *others: Form) -> Problem:
         weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
-        return problem(operation, ranks, x, weights, (), operands, **options)
+        biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
+        options = {"flipped": flipped, "keep": meaning.keeps, "packed": packed}
+        return problem(operation, ranks, x, weights, biases, operands, root=root, **options)
 
     @cache
     def at(rank: int) -> Problem:
@@ -347,7 +349,7 @@ def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Valu
 
     def weighted(x: Value, i: int, at: int, bias: bool = True) -> Value:
         y = product("matmul", x, ((problem.name("w", i), at, 0),))
-        return total(y, ((problem.name("b", i), at, 0),)) if bias and problem.weights[i].bias else y
+        return total(y, ((problem.name("bias", i), at, 0),)) if bias and problem.weights[i].bias else y
 
     def scattered(b: int) -> Value:
         terms = [((("x", r, b),)) for r in range(size)]
@@ -399,7 +401,7 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
 
     def weighted(x: Any, data: dict[str, Any], i: int) -> Any:
         y = x @ data[problem.name("w", i)]
-        return y + data[problem.name("b", i)] if problem.weights[i].bias else y
+        return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
 
     xs = [data["x"] for data in inputs]
     if problem.moves in ("reduce_scatter", "all_reduce"):
@@ -408,7 +410,7 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
             summed = sum(without[1:], without[0])
             owners = [summed[rows(sizes.rows, r)] for r in range(size)]
             if problem.weights[0].bias:
-                owners = [y + data["b"] for y, data in zip(owners, inputs, strict=True)]
+                owners = [y + data["bias"] for y, data in zip(owners, inputs, strict=True)]
         else:
             summed = sum(xs[1:], xs[0])
             owners = [summed[rows(sizes.rows, r)] for r in range(size)]

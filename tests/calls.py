@@ -50,7 +50,7 @@ def arguments(problem, given, sizes, rank):
     """Positional and keyword arguments of the operation."""
     mine, name = tensors(problem, given), problem.name
     weights = [mine[name("w", i)] for i in range(len(problem.weights))]
-    biases = [mine[name("b", i)] if w.bias else None for i, w in enumerate(problem.weights)]
+    biases = [mine[name("bias", i)] if w.bias else None for i, w in enumerate(problem.weights)]
     operands = [mine[name("h", i)] for i in range(len(problem.gradients))]
     options = {}
     if problem.operation == "all_gather_matmul_many":

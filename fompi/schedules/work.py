@@ -45,7 +45,7 @@ class _Local:
 
     def multiply(self, i: int, x: Iterable[Chunk], y: Iterable[Chunk], bias: bool) -> Op:
         if bias:
-            operands = (self.weights[i][:], self.work[self.problem.name("b", i)][:])
+            operands = (self.weights[i][:], self.work[self.problem.name("bias", i)][:])
             return Compute("matmul_bias", (*x, *operands), tuple(y))
         return Compute("matmul", (*x, self.weights[i][:]), tuple(y))
 

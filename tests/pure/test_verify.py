@@ -203,9 +203,9 @@ def test_a_message_of_another_dtype():
         (GATHER, "copy(x[0]) -> wide[0]", "the shapes of the rows do not fit: x[0] [3], wide[0] [4]", 0, "wide[0]"),
         (MATMUL, "matmul(x[0]) -> y[0]", "the kernel takes other operands", 0, "y[0]"),
         (MATMUL, "matmul(x[0], x[0]) -> y[0]", "x[0] comes in rows; the kernel takes a whole operand", 0, "x[0]"),
-        (MATMUL, "matmul(x[0], b[0]) -> y[0]", "the shapes of the rows do not fit", 0, "y[0]"),
+        (MATMUL, "matmul(x[0], bias[0]) -> y[0]", "the shapes of the rows do not fit", 0, "y[0]"),
         (MATMUL, "matmul(x[0], w[0]) -> x_full[0]", "the shapes of the rows do not fit", 0, "x_full[0]"),
-        (MATMUL, "matmul_bias(x[0], b[0], w[0]) -> y[0]", "the shapes of the rows do not fit", 0, "y[0]"),
+        (MATMUL, "matmul_bias(x[0], bias[0], w[0]) -> y[0]", "the shapes of the rows do not fit", 0, "y[0]"),
         (MANY, "matmul(x[0], w1[0]) -> y0[0]", "the shapes of the rows do not fit", 0, "y0[0]"),
         (GRADIENT, "gradient(x[0], h[0]) -> x_full[0]", "x_full[0] comes in rows", 0, "x_full[0]"),
         (GRADIENT, "gradient(h[0], x[0]) -> g[0]", "the shapes of the rows do not fit", 0, "g[0]"),
@@ -290,9 +290,9 @@ def test_a_sum_of_other_terms(change, why):
 def test_a_bias_added_by_every_rank():
     """The sum of the products has the bias once."""
     bias = problem("matmul_all_reduce", 2, X, [W], [Form((4,), "float64")])
-    program = "matmul_bias(x[0:2], w[0], b[0]) -> s[0:2]; all_reduce{s[0:2] -> y[0:2]}"
+    program = "matmul_bias(x[0:2], w[0], bias[0]) -> s[0:2]; all_reduce{s[0:2] -> y[0:2]}"
     plan = made(bias, program, program, scratch=[("s", "rows", (4,), "float64")])
-    assert_refused(plan, "at the end y[0] holds b[0] of rank 1 too often", 0, 1, "y[0]")
+    assert_refused(plan, "at the end y[0] holds bias[0] of rank 1 too often", 0, 1, "y[0]")
 
 
 # ------------------------------------------------------------------------------------------------ programs, memory

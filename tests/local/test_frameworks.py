@@ -1,0 +1,196 @@
+"""torch and JAX on one rank: gradients against finite differences, and the transforms that have none get an error."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import meanings
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from meanings import CASES
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import fompi
+import fompi.jax
+from fompi.dlpack import Lent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def x64():
+    """JAX holds float64 only when told so."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(scope="module")
+def tp():
+    return fompi.Communicator.of(None)
+
+
+def drawn(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# ------------------------------------------------------------------------------------------------------ gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_finite_differences(tp, case, dtype):
+    """torch.autograd.gradcheck, for real and for complex numbers, by every tensor."""
+    shapes = [t.shape for t in meanings.tensors(case, 1, meanings.normal)[0]]
+    leaves = [drawn(*shape, dtype=dtype).requires_grad_() for shape in shapes]
+    assert torch.autograd.gradcheck(lambda *given: tuple(case.call(fompi, 1, 0, given, comm=tp)), leaves)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize("case", [c for c in CASES if any(c.biased) and not c.options], ids=str)
+def test_gradients_of_nothing(tp, case, rows, columns):
+    """No rows, or weights without columns: zeros of the right shapes."""
+    shapes = [(rows, 4), *[(4, columns)] * len(case.weights), *[(columns,)] * sum(case.biased)]
+
+    def call(namespace, *tensors):
+        x, weights, biases = case.sorted(tensors)
+        operation = getattr(namespace, case.operation)
+        if case.operation.endswith("_many"):
+            return operation(x, weights, biases=biases, comm=tp)[1][0]
+        return operation(x, *weights, bias=biases[0], comm=tp)
+
+    y, pull = jax.vjp(lambda *tensors: call(fompi.jax, *tensors), *[jnp.ones(shape) for shape in shapes])
+    leaves = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    by_torch = torch.autograd.grad(call(fompi, *leaves).sum(), leaves, materialize_grads=True)
+    for grads in (pull(y), by_torch):
+        assert [tuple(g.shape) for g in grads] == shapes
+        assert rows or not any(np.asarray(g).any() for g in grads)
+
+
+def test_one_tensor_in_two_places(tp):
+    """Its gradients add up, those of hooks and views too."""
+    x, w = drawn(2, 4).requires_grad_(), drawn(4, 4).requires_grad_()
+    seen = []
+    y = fompi.all_gather_matmul(x, w, comm=tp)
+    y.register_hook(lambda g: seen.append(g.clone()))
+    z = fompi.matmul_reduce_scatter(y, w.T, comm=tp)
+    (z * x).sum().backward()
+    u, v = x.detach().requires_grad_(), w.detach().requires_grad_()
+    ((u @ v @ v.T) * u).sum().backward()
+    assert torch.allclose(x.grad, u.grad) and torch.allclose(w.grad, v.grad)
+    assert len(seen) == 1 and torch.allclose(seen[0], x.detach() @ w.detach())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(tp, reentrant):
+    """The forward runs twice, the gradient is the same."""
+    x, w = drawn(2, 4).requires_grad_(), drawn(4, 3).requires_grad_()
+
+    def layer(x):
+        return torch.tanh(fompi.all_gather_matmul(x, w, comm=tp))
+
+    wanted = torch.autograd.grad(layer(x).sum(), (x, w))
+    checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad, wanted[0]) and torch.equal(w.grad, wanted[1])
+
+
+def test_backward_on_threads(tp):
+    """Several threads with graphs of their own share one communicator."""
+    found = {}
+
+    def work(seed):
+        x, w = (seed * drawn(2, 4)).requires_grad_(), drawn(4, 3).requires_grad_()
+        for _ in range(20):
+            w.grad = None
+            fompi.all_gather_matmul(x, w, comm=tp).sum().backward()
+        found[seed] = w.grad
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.allclose(found[seed], seed * found[1]) for seed in range(1, 5))
+
+
+# ------------------------------------------------------------------------------------- whose tensor in, whose out
+
+
+def test_the_result_is_of_the_kind_of_x(tp):
+    x, w = np.ones((2, 3)), np.full((3, 2), 2.0)
+    forms = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray, "dlpack": lambda a: Lent(a, "float64")}
+    kinds = {"numpy": np.ndarray, "torch": torch.Tensor, "jax": jax.Array, "dlpack": Lent}
+    for framework, form in forms.items():
+        for other in forms.values():
+            y = fompi.all_gather_matmul(form(x), other(w), comm=tp)
+            assert isinstance(y, kinds[framework])
+            assert (np.asarray(getattr(y, "array", y)) == 6).all()
+    half = fompi.all_gather(np.ones(3, ml_dtypes.bfloat16), comm=tp)
+    assert type(half) is np.ndarray and half.dtype == ml_dtypes.bfloat16
+    parameter = fompi.all_gather(torch.nn.Parameter(torch.ones(3)), comm=tp)
+    assert type(parameter) is torch.Tensor and parameter.requires_grad
+
+
+def test_the_adapter_of_jax_is_the_operation_for_others(tp):
+    y = fompi.jax.all_gather_matmul(np.ones((2, 3)), np.ones((3, 2)), comm=tp)
+    assert (np.asarray(y) == 3).all()
+    assert fompi.jax.all_reduce.__doc__ == fompi.all_reduce.__doc__
+    assert set(fompi.jax.__all__) == {case.operation for case in CASES}
+
+
+# ------------------------------------------------------------------------------------- transforms without an answer
+
+
+def test_transforms_of_torch_get_an_error(tp):
+    """None of them gives a result that lost a derivative."""
+    x, w = drawn(2, 3), drawn(3, 2)
+
+    def product(w):
+        return fompi.all_gather_matmul(x, w, comm=tp).sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian, torch.vmap):
+        with pytest.raises((RuntimeError, fompi.TensorError)):
+            transform(product)(w.expand(4, 3, 2) if transform is torch.vmap else w)
+    with pytest.raises(fompi.TensorError):
+        torch.func.jvp(product, (w,), (w,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(w, w)
+        with pytest.raises(fompi.TensorError, match="forward-mode tangent"):
+            product(dual)
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            product(forward_ad.make_dual(w.requires_grad_(), w.detach()))
+
+
+def test_transforms_of_jax_get_an_error(tp):
+    x = jnp.ones((2, 3))
+
+    def total(x):
+        return (fompi.jax.all_reduce(x, comm=tp) ** 2).sum()
+
+    assert (jax.grad(total)(x) == 2).all()
+    message = r"not in the grad of a grad|its gradient can neither be differentiated again nor run under jax.jit"
+    for refused in (
+        jax.jit(total),
+        jax.vmap(total),
+        jax.make_jaxpr(total),
+        jax.hessian(total),
+        jax.jacrev(jax.grad(total)),
+        jax.grad(jax.checkpoint(total)),
+        jax.jit(jax.grad(total)),
+    ):
+        with pytest.raises(fompi.TensorError, match=message):
+            refused(x)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(total, (x,), (x,))
+    assert (jax.grad(total)(x) == 2).all()
+
+
+def test_start_has_no_gradient(tp):
+    x = drawn(2, 3).requires_grad_()
+    with pytest.raises(fompi.TensorError, match=r"start has no gradient|pass x\.detach\(\)"):
+        fompi.all_gather.start(x, comm=tp)
+    assert torch.equal(fompi.all_gather.start(x.detach(), comm=tp).wait(), x)
