@@ -136,7 +136,11 @@ def _placed(runs: Sequence[Array]) -> list[Any]:
 
 @cache
 def _keyval(kind: str) -> int:
-    return int(start_mpi().Comm.Create_keyval())
+    def delete(comm: Any, keyval: int, value: Any) -> None:
+        if kind == "communicator":
+            value.close()
+
+    return int(start_mpi().Comm.Create_keyval(delete_fn=delete))
 
 
 def attached(comm: Any, kind: str = "communicator") -> Any:
@@ -145,6 +149,7 @@ def attached(comm: Any, kind: str = "communicator") -> Any:
 
 
 def attach(comm: Any, value: object, kind: str = "communicator") -> None:
+    """Hang `value` on this MPI communicator; as a communicator of ours, it is closed when that one is freed."""
     comm.Set_attr(_keyval(kind), value)
 
 

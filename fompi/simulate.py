@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from fompi import kernels, layout
-from fompi.errors import PlanError
+from fompi.errors import LayoutError, PlanError
 from fompi.layout import Sizes
 from fompi.machine import Machine
 from fompi.plan import (
@@ -45,6 +45,8 @@ class _Walk:
     """Time moves from event to event. A rank runs one kernel at a time, sends one message and receives one."""
 
     def __init__(self, plan: Plan, sizes: Sizes, machine: Machine):
+        if len(sizes.pairs or sizes.rows) != plan.size:
+            raise LayoutError(f"sizes for {len(sizes.pairs or sizes.rows)} ranks, but the plan has {plan.size}")
         self.plan, self.machine, self.programs = plan, machine, plan.programs
         self.extents = [sizes.extents(rank, plan.parts) for rank in range(plan.size)]
         self.offsets = [

@@ -352,7 +352,9 @@ class _Walk:
     def _why(self, rank: int, i: int) -> str:
         """What the partner of a stuck op waits for."""
         if (rank, i) not in self.partners:
-            return "a rank never comes to this collective"
+            there = {r for calls in self.at_collective.values() if (rank, i) in calls for r, _ in calls}
+            missing = min(set(range(self.plan.size)) - there)
+            return f"rank {missing} never comes to this collective."
         peer, j = self.partners[rank, i]
         needs, behind = self.limits[peer]
         other = self.plan.programs[peer].ops[j]

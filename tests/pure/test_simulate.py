@@ -9,6 +9,7 @@ import catalogue
 import pytest
 
 from fompi import schedules
+from fompi.errors import LayoutError
 from fompi.layout import Sizes
 from fompi.machine import Machine
 from fompi.simulate import simulate
@@ -156,3 +157,9 @@ def test_64_ranks():
     trace = timed("all_gather_matmul", "ring", machine(2.0, matmul=5.0), 64)
     assert trace.seconds == pytest.approx(64 * 5.0)
     assert len(trace.events) == 64 * (64 + 2 * 63)
+
+
+def test_sizes_for_another_number_of_ranks_are_refused():
+    plan = schedules.write(catalogue.problems(2)["all_gather"], "ring")
+    with pytest.raises(LayoutError, match="sizes for 3 ranks, but the plan has 2"):
+        simulate(plan, Machine.load("gigabit"), Sizes((1, 2, 3)))
