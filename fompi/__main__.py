@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import fompi
@@ -28,15 +29,20 @@ def main(argv: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="benchmarks, for mpirun")
     bench.add_argument("suite", choices=["overhead"])
     bench.add_argument("--json", action="store_true", help="figures as JSON")
-    if arguments[:1] == ["info"]:
-        return info.main(arguments[1:])
-    options = parser.parse_args(arguments)
     try:
+        if arguments[:1] == ["info"]:
+            return info.main(arguments[1:])
+        options = parser.parse_args(arguments)
         if options.command == "bench":
             from fompi.bench import overhead
 
             return overhead.main(options.json)
-        return _plan(options)
+        status = _plan(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (FompiError, OSError) as error:
         print(f"fompi: {error}", file=sys.stderr)
         return 2

@@ -49,6 +49,7 @@ class Arguments:
     out: Any = None
     flipped: bool = False
     keep: bool = False
+    gradient: bool = False  # whether somebody wants one: then all ranks will run the backward, so all must want it
     result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])
 
     @property
@@ -106,19 +107,18 @@ class Operation:
         self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
     ) -> Pending:
         """Begin, and return at once. The tensors may be used again when the Pending is done."""
-        arguments = self._arguments(*args, **options)
-        if any(map(dlpack.requires_grad, arguments.tensors)):
-            raise TensorError(
-                f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
-                "grad, or pass x.detach()"
-            )
-        return self.begin(arguments, comm, schedule, slices)
+        return self.begin(self._arguments(*args, **options), comm, schedule, slices)
 
     def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
         """Start a call whose tensors carry no gradient."""
         communicator = Communicator.of(comm)
         local, refusal = None, None
         try:
+            if any(map(dlpack.requires_grad, arguments.tensors)):
+                raise TensorError(
+                    f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
+                    "grad, or pass x.detach()"
+                )
             local = _localise(self.name, arguments, communicator.rank, communicator.size)
             if schedule != "auto" or slices is not None:
                 plan_for(local.problem, Sizes((0,) * communicator.size), schedule, slices)
@@ -287,7 +287,7 @@ class Pending:
                 return
             number, rows, expects, alike = 0, (0,) * comm.size, -1, True
             if local is not None:
-                number, alike = _digest(self._common(local)), local.problem.moves != "all_to_all"
+                number, alike = self._common(local), local.problem.moves != "all_to_all"
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
@@ -298,11 +298,12 @@ class Pending:
             engine.wait(self._agreement, comm.channel)
             raise refusal
 
-    def _common(self, local: Local) -> tuple[object, ...]:
-        """What all ranks must agree on."""
-        moves = local.problem.moves
-        rows = local.shape if local.problem.flat else () if moves in ("all_gather", "all_to_all") else local.rows
-        return local.problem.common, rows, self._schedule, self._slices
+    def _common(self, local: Local) -> int:
+        """What all ranks must agree on, as a number."""
+        number = _digest((local.problem.common, self._schedule, self._slices, self._arguments.gradient))
+        if local.problem.moves in ("all_gather", "all_to_all"):
+            return number
+        return number ^ digest(str(local.shape if local.problem.flat else local.rows))  # may differ at every call
 
     def _signature(self) -> str:
         """The call in words."""
@@ -314,7 +315,7 @@ class Pending:
         if local.problem.flat:
             rows = f" with the shape {local.shape}"
         how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, {self._slices} slices"
-        return f"{local.problem}{rows}{how}"
+        return f"{local.problem}{rows}{how}{' for a gradient' if self._arguments.gradient else ''}"
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
@@ -348,6 +349,9 @@ class Pending:
         self._run = run = Run(
             compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})"
         )
+        self._agreement = None  # it knows us: what we hold, the results too, would wait for the cycle collector
+        if local.out is not None:
+            dlpack.written(local.out.owner)
         run.takes_turns = comm.size > 1
         if comm.recording is not None:
             traces = comm.recording
@@ -445,7 +449,7 @@ class Pending:
         return replace(trace, events=(pack, *trace.events))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _digest(agreed: tuple[object, ...]) -> int:
     return digest(str(agreed))
 

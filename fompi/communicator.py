@@ -50,7 +50,7 @@ class Communicator:
         if isinstance(origin, Link):  # ours already, by `split`
             self.link = origin
         else:
-            self.link = connect(origin, self.engine.timeout, self.engine.progress)
+            self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.left)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled

@@ -113,6 +113,12 @@ def requires_grad(x: Any) -> bool:
     return _family(type(x)) == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled()
 
 
+def written(x: Any) -> None:
+    """Tell torch that we write to `x`: a graph that has saved it raises then, instead of taking the new numbers."""
+    if _family(type(x)) == "torch" and not x.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(x)
+
+
 def framework_of(x: Any) -> str:
     """Whose tensor `x` is: "numpy", "torch", "jax", "cupy", or "dlpack" for any other with `__dlpack__`."""
     family = _family(type(x))

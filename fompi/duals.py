@@ -21,7 +21,7 @@ is nothing to divide.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fompi import ops
@@ -53,12 +53,12 @@ class Call:
         """Whether the backward reads the tensors: that of what only moves or adds does not."""
         return bool(self.arguments.weights)
 
-    def forward(self, tensors: Sequence[Any]) -> Any:
+    def forward(self, tensors: Sequence[Any], gradient: bool) -> Any:
         if self.operation.name not in _DUALS:
             self.refuse(" is a gradient itself and has none: pass detached tensors")
         if self.arguments.out is not None:
             self.refuse(": out= cannot be given where a gradient is wanted")
-        arguments = self.arguments.with_tensors(tensors)
+        arguments = replace(self.arguments.with_tensors(tensors), gradient=gradient)
         pending: Pending = self.operation.begin(arguments, self.comm, self.schedule, self.slices)
         result = pending.wait()
         self._extents = pending.extents

@@ -159,6 +159,15 @@ class Engine:
             self.waiting.remove((task, channel))
         return True
 
+    def left(self, world_ranks: Sequence[int]) -> PeerError | None:
+        """What to say to who waits for all of these to make a communicator, if one of them has left."""
+        for channel in self.channels:
+            for rank, words in channel.left.items():
+                if channel.link.world_ranks[rank] in world_ranks:
+                    wait = f"rank {channel.link.rank} waits for all ranks to come to the creation of a communicator"
+                    return PeerError(f"{wait}, but {words}", rank)
+        return None
+
     @staticmethod
     def _rest(times: int) -> None:
         """Leave the core to others: first for a moment, then for longer."""

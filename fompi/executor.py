@@ -272,8 +272,9 @@ class Run(Task):
     def _finish(self) -> None:
         self.finished = True
         self.comm.channel.active.pop(self.stamp, None)
-        if self.then is not None:
-            self.then()
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
     # -- the library's collectives: every rank must start them in one order, so unbound calls take turns, in theirs
     def _may_go_native(self, i: int) -> bool:
@@ -408,6 +409,8 @@ class Executor:
                     array = array.reshape(self._shapes[buffer.name])
             results.append(dlpack.lend(array, buffer.dtype, self._tensors.get(buffer.name, self._tensors["x"])))
         self._results = tuple(results)
+        given = [self._tensors[b.name].owner for b in self.compiled.outputs if b.name in self._tensors]
+        self._written = [x for x in (*results, *given) if dlpack.framework_of(x) == "torch"]
 
     def _resize(self, counts: Any) -> None:
         pairs = bool(self.plan.sizes.pairs)
@@ -459,6 +462,8 @@ class Executor:
         engine = self.comm.engine
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot, self._title)
+            for tensor in self._written:
+                dlpack.written(tensor)
             engine.last_call = run.title
             run.start(self._actions, unready)
         return self

@@ -19,6 +19,8 @@ from fompi.errors import PeerError
 from fompi.link import abort, finalized
 
 HEAR_SECONDS, DEFER_SECONDS = 0.1, 1.0
+READ_SECONDS = 0.2
+"""For the launcher to read what we said, before it ends us."""
 
 
 def install(engine: Engine) -> None:
@@ -38,39 +40,35 @@ def install(engine: Engine) -> None:
     atexit.register(_leave, engine)
 
 
-def _end(engine: Engine, error: BaseException | None, report: object) -> None:
+def _end(engine: Engine, error: BaseException | None, report: Callable[[], object]) -> None:
     """Print the traceback unless another rank prints its own, then end all ranks."""
     try:
-        if _speaks(engine, error):
-            report()  # type: ignore[operator]
-            sys.stderr.flush()
-        else:
-            sleep(DEFER_SECONDS)  # the other rank ends us before this is over; if not, it is us who must speak
-            report()  # type: ignore[operator]
+        if _follows(engine, error):
+            sleep(DEFER_SECONDS)  # the rank that failed ends us before this is over, unless it goes on
+        if not _is_first(engine):
+            sleep(DEFER_SECONDS)  # the first ends us before this is over; if not, it is us who must speak
+        report()
     except Exception:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        sleep(READ_SECONDS)
         if not finalized():
             abort(1)
 
 
-def _speaks(engine: Engine, error: BaseException | None) -> bool:
-    """Of all ranks that are ending, the first one speaks; of several at once, the lowest. Never one that follows."""
+def _is_first(engine: Engine) -> bool:
+    """Of all ranks that are ending, the first one; of several at once, the lowest."""
     if not engine.lock.acquire(timeout=HEAR_SECONDS):  # another thread is inside MPI
         return True
     try:
         _listen(engine, 0.0)
         if any(channel.dying for channel in engine.channels):
             return False
-        follows = _follows(engine, error)
-        if not follows:
-            for channel in engine.channels:
-                channel.tell_all(DYING, 0)
+        for channel in engine.channels:
+            channel.tell_all(DYING, 0)
         _listen(engine, HEAR_SECONDS)
-        if follows:
-            return False
         return not any(_is_lower(channel, peer) for channel in engine.channels for peer in channel.dying)
     finally:
         engine.lock.release()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.errors import LaunchError, WaitTimeout
+from fompi.errors import LaunchError, PeerError, WaitTimeout
 from fompi.transport import start_mpi
 
 Array = np.ndarray[Any, Any]
@@ -38,11 +38,7 @@ class Link:
     @cached_property
     def world_ranks(self) -> list[int]:
         """The numbers of our members among all ranks that MPI started."""
-        group, world = self.comm.Get_group(), start_mpi().COMM_WORLD.Get_group()
-        numbers = list(group.Translate_ranks(None, world))
-        group.Free()
-        world.Free()
-        return numbers
+        return world_ranks(self.comm)
 
     def split(self, color: int, key: int) -> Link:
         """The ranks with our color. Collective, and without a deadline."""
@@ -79,19 +75,39 @@ class Link:
         self.comm.Free()
 
 
-def connect(comm: Any, timeout: float, progress: Callable[[], bool]) -> Link:
-    """A Link of the ranks of `comm`. Collective; `progress` is called while the others are on their way."""
+def connect(
+    comm: Any, timeout: float, progress: Callable[[], bool], left: Callable[[list[int]], PeerError | None]
+) -> Link:
+    """A Link of the ranks of `comm`. Collective.
+
+    While the others are on their way `progress()` is called, and `left(world ranks)`, which tells if one never comes.
+    """
     duplicate, request = comm.Idup()
-    end = perf_counter() + timeout
+    members = world_ranks(comm)
+    begun = perf_counter()
     while not request.Test():
-        if perf_counter() > end:
+        if progress():
+            continue
+        sleep(1e-4)
+        waited = perf_counter() - begun
+        error = left(members) if waited > 0.2 else None
+        if error is not None:
+            raise error
+        if waited > timeout:
             raise WaitTimeout(
                 f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks "
                 "to come to the creation of a communicator"
             )
-        if not progress():
-            sleep(1e-4)
     return Link(duplicate)
+
+
+def world_ranks(comm: Any) -> list[int]:
+    """The numbers of the members of `comm` among all ranks that MPI started."""
+    group, world = comm.Get_group(), start_mpi().COMM_WORLD.Get_group()
+    numbers = list(group.Translate_ranks(None, world))
+    group.Free()
+    world.Free()
+    return numbers
 
 
 def request_testsome() -> Callable[[list[Any]], list[int] | None]:

@@ -245,6 +245,8 @@ def _problem(
 ) -> Problem:
     """The same by the shapes of rows: one object for all calls that differ in how many rows they have."""
     row = x.shape
+    if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
+        raise ShapeError(f"{operation} was given {len(weights)} weights and {len(biases)} biases")
     if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and x.dtype == "bool":
         raise DtypeError(f"{operation}: a sum of bool has no meaning; convert x to an integer dtype")
     if not 0 <= root < size:

@@ -28,14 +28,14 @@ def _differentiable(operation: Operation) -> Any:
 
         @jax.custom_vjp
         def run(*tensors: jax.Array) -> Any:
-            return state.forward(tensors)
+            return state.forward(tensors, gradient=False)
 
         needs: list[bool] = []
 
         def forward(*primals: Any) -> Any:
             needs[:] = [p.perturbed for p in primals]
             tensors = [p.value for p in primals]
-            return state.forward(tensors), tensors if state.keeps else [None] * len(tensors)
+            return state.forward(tensors, gradient=True), tensors if state.keeps else [None] * len(tensors)
 
         def backward(tensors: Sequence[jax.Array], grads: Any) -> tuple[Any, ...]:
             there = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]

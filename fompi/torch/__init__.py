@@ -32,7 +32,7 @@ class _Fused(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(tensors if call.keeps else ()))
-        result = call.forward([t.detach() for t in tensors])
+        result = call.forward([t.detach() for t in tensors], gradient=True)
         shape.append(result)
         return tuple(flatten(result))
 

@@ -228,3 +228,10 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose.plan_for(products, small).parts == 1 and choose.plan_for(products, large).parts == 2
     assert choose.plan_for(products, large, slices=3).parts == 3
     assert choose.plan_for(products, large, "bidirectional").parts == 2
+
+
+@pytest.mark.parametrize("weights, biases", [(0, 0), (1, 2)])
+def test_weights_and_biases_that_do_not_go_together(weights, biases):
+    x, w, b = Form((0, 3), "float32"), Form((3, 4), "float32"), Form((4,), "float32")
+    with pytest.raises(ShapeError, match=f"was given {weights} weights and {biases} biases"):
+        problems.problem("all_gather_matmul_many", 2, x, [w] * weights, [b] * biases, keep=True)

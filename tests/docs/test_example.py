@@ -1,0 +1,48 @@
+"""The main job, as a user starts it: it learns, it follows a single process, and it says what overlap gained."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+EXAMPLE = "examples/tp_mlp.py"
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize(
+    ("ranks", "framework"), [*((n, "numpy") for n in (1, 2, 3, 4, 8)), (2, "torch"), (2, "jax"), (3, "torch")]
+)
+def test_the_main_job(mpirun, ranks, framework):
+    """Accuracy, deviations and the comparison are read off its output, which rank 0 alone writes."""
+    options = [] if framework == "numpy" else ["--framework", framework]
+    done = mpirun(ranks, EXAMPLE, *options, seconds=160)
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+    lines = done.stdout.splitlines()
+    assert f"{ranks} ranks, {framework}:" in lines[0]
+
+    epochs = [re.fullmatch(r"epoch +(\d+)  loss (\d\.\d+)  test accuracy (\d+\.\d)%", line) for line in lines]
+    epochs = [(int(m[1]), float(m[2]), float(m[3])) for m in epochs if m]
+    assert [number for number, _, _ in epochs] == list(range(1, len(epochs) + 1)) and len(epochs) >= 10
+    assert epochs[-1][1] < epochs[0][1] / 5
+    assert float(re.fullmatch(r"test accuracy (\d+\.\d)%", lines[-1])[1]) == epochs[-1][2] >= 95
+
+    (follows,) = [line for line in lines if line.startswith("against a single process")]
+    found = re.search(r"first gradients within (\S+), (\d+) losses within (\S+)$", follows)
+    assert float(found[1]) <= 1e-5 and int(found[2]) == 50 and float(found[3]) <= 1e-3
+
+    compared = [line for line in lines if "ms a step" in line]
+    assert [line.split("  ")[1].strip() for line in compared] == ["with overlap", "without"]
+    for line in compared:
+        numbers = re.search(r"([\d.]+) ms a step \(([\d.]+) to ([\d.]+)\); .* ([\d.]+) ms hidden, ([\d.]+) ms", line)
+        median, least, most, hidden, exposed = map(float, numbers.groups())
+        assert 0 < least <= median <= most and hidden >= 0 and exposed >= 0
+    assert any(re.match(r"  ratio \d+\.\d\d \(above 1: overlap is faster\)", line) for line in lines)
+    assert any("share the memory" in line for line in lines) == (ranks > 1)
+
+
+def test_an_unknown_framework(mpirun):
+    """One message of argparse from each rank, no traceback, a status that is not 0."""
+    done = mpirun(2, EXAMPLE, "--framework", "tensorflow")
+    assert done.returncode != 0 and not done.left_behind
+    assert "invalid choice: 'tensorflow'" in done.output and "Traceback" not in done.output

@@ -1,0 +1,73 @@
+"""What the pages show is run: Python blocks that name an mpirun, commands of fompi, links, job scripts.
+
+A block runs if its first line is `# mpirun -n N python NAME.py`; `tests/blocks.py` lists them:
+
+    python tests/blocks.py
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+
+import blocks
+import pytest
+
+RUNNABLE = [block for block in blocks.python() if block.ranks]
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("block", RUNNABLE, ids=str)
+def test_a_block_runs(mpirun, tmp_path, block):
+    """With as many ranks as it says, in an empty folder."""
+    script = tmp_path / block.file
+    script.write_text(block.code)
+    done = mpirun(block.ranks, script, seconds=90, cwd=tmp_path, env={"PYTHONPATH": str(blocks.ROOT)})
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+
+
+def test_the_readme_shows_a_program():
+    """Twenty lines of use, not less: an extractor that finds nothing proves nothing."""
+    assert any(block.page == "README.md" and block.ranks >= 2 for block in RUNNABLE)
+
+
+@pytest.mark.parametrize("block", blocks.python(), ids=str)
+def test_every_block_is_python(block):
+    compile(block.code, block.page, "exec")
+
+
+@pytest.mark.parametrize("command", blocks.commands(), ids=str)
+def test_a_command_is_understood(command):
+    """`python -m fompi plan` and `simulate` on the pages do what they say; info and bench have tests of their own."""
+    words = shlex.split(command.partition("#")[0])
+    at = words.index("-m")
+    if words[at + 2] in ("plan", "simulate"):
+        done = subprocess.run([blocks.PYTHON, *words[at:]], cwd=blocks.ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout, done.stderr
+    else:
+        assert words[at + 2] in ("info", "bench")
+
+
+@pytest.mark.parametrize("page", blocks.pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Those to files of ours."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in target:
+            path, _, _ = target.partition("#")
+            assert not path or (page.parent / path).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("script", sorted(blocks.ROOT.glob("examples/slurm/*.sbatch")), ids=lambda path: path.name)
+def test_job_scripts_are_bash(script):
+    """`bash -n`; and what they start is there."""
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    text = script.read_text()
+    assert "#SBATCH --ntasks-per-node" in text and "python -m fompi info" in text
+    for example in re.findall(r"examples/\w+\.py", text):
+        assert (blocks.ROOT / example).is_file()
+
+
+def test_there_are_job_scripts():
+    assert len(list(blocks.ROOT.glob("examples/slurm/*.sbatch"))) >= 2

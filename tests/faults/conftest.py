@@ -1,0 +1,80 @@
+"""Jobs that fail, hang or end early. Each test writes a script, launches it on some ranks, and judges how it ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import job
+import pytest
+
+PRELUDE = """\
+import os, signal, sys, threading, time
+import numpy as np
+import fompi
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one line in one piece: the ranks share the output
+
+def event():
+    say("EVENT", time.time())
+
+"""
+WORLD = """\
+world = fompi.Communicator()
+rank, size = world.rank, world.size
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended, and how long after its first event."""
+
+    finished: job.Finished
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return self.finished.output
+
+    @property
+    def tracebacks(self) -> int:
+        return len(re.findall(r"^Traceback \(most recent call last\)", self.output, re.MULTILINE))
+
+    def lines(self, word: str) -> list[str]:
+        """What the ranks printed after `word`."""
+        return sorted(re.findall(rf"^{word} (.*)$", self.finished.stdout, re.MULTILINE))
+
+    def assert_clean(self) -> None:
+        """A normal end: nothing on stderr, no process left, exit status 0."""
+        assert not self.finished.timed_out and not self.finished.left_behind, self.output
+        assert self.finished.returncode == 0 and self.tracebacks == 0, self.output
+        assert self.finished.stderr.strip() == "", self.output
+
+    def assert_failed(self, *words: str) -> None:
+        """All ranks ended within two seconds of the event, with a status, and one traceback that says `words`."""
+        assert not self.finished.timed_out and not self.finished.left_behind, self.output
+        assert self.finished.returncode != 0, self.output
+        assert self.tracebacks == 1, self.output
+        for word in words:
+            assert word in self.output, (word, self.output)
+        busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+        assert self.seconds < (4.0 if busy else 2.0), (self.seconds, self.output)
+
+
+@pytest.fixture
+def launch(mpirun, tmp_path):
+    """launch(ranks, "code", timeout=2) -> Ended; the code finds world, rank, size, say(), event()."""
+
+    def run(ranks, code, timeout=20.0, seconds=40, prelude=PRELUDE + WORLD, env=None):
+        script = tmp_path / "script.py"
+        script.write_text(prelude + code)
+        variables = {"FOMPI_TIMEOUT": str(timeout), **(env or {})}
+        finished = mpirun(ranks, script, seconds=seconds, env=variables, cwd=tmp_path)
+        ended = time.time()
+        events = [float(text) for text in re.findall(r"EVENT ([\d.]+)", finished.stdout)]
+        return Ended(finished, ended - min(events, default=ended))
+
+    return run

@@ -1,0 +1,419 @@
+"""How a program ends: with an error on one rank or on all, early, or as it should."""
+
+from __future__ import annotations
+
+import pytest
+
+STEPS = """
+def steps(count):
+    for _ in range(count):
+        fompi.all_gather_matmul(np.ones((4, 3)), np.eye(3), comm=world)
+        fompi.all_reduce(np.ones(5), comm=world)
+
+def go_on():
+    while True:
+        steps(10)
+"""
+
+
+# ------------------------------------------------------------------------------------- an exception that nobody catches
+
+
+def test_before_the_first_operation(launch):
+    ended = launch(
+        3,
+        STEPS
+        + """
+if rank == 1:
+    time.sleep(0.3)
+    event()
+    raise RuntimeError("the first words")
+go_on()
+""",
+    )
+    ended.assert_failed("RuntimeError: the first words")
+
+
+def test_between_operations(launch):
+    """On the last rank, while the others are in the next operation already."""
+    ended = launch(
+        4,
+        STEPS
+        + """
+steps(20)
+if rank == size - 1:
+    event()
+    raise RuntimeError("the first words")
+go_on()
+""",
+    )
+    ended.assert_failed("RuntimeError: the first words")
+
+
+@pytest.mark.parametrize("schedule", ["ring", "unfused"])
+def test_inside_an_operation(launch, schedule):
+    """The others get a PeerError, which they do not catch: it is not shown."""
+    ended = launch(
+        4,
+        f"""
+from fompi import Partial, Shard, Spec
+
+def matmul(reads, writes):
+    if rank == 2 and call == 5:
+        event()
+        raise RuntimeError("a bad product")
+    np.matmul(*reads, out=writes[0])
+
+specs = Spec((8, 2 * size), "float64", Shard(1)), Spec((2 * size, 3), "float64", Shard(0))
+plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=size, schedule={schedule!r})
+step = fompi.bind(plan, comm=world, x=np.ones((8, 2)), w=np.ones((2, 3)), kernels={{"matmul": matmul}})
+for call in range(1000):
+    step()
+""",
+    )
+    ended.assert_failed("RuntimeError: a bad product", "fompi: on rank 2 in matmul_all_reduce by")
+    assert "PeerError" not in ended.output
+
+
+def test_on_all_ranks_at_once(launch):
+    """The lowest speaks."""
+    ended = launch(
+        4,
+        """
+fompi.all_reduce(np.ones(1), comm=world)
+event()
+raise RuntimeError(f"said by {rank}")
+""",
+    )
+    ended.assert_failed("RuntimeError: said by ")
+
+
+def test_all_ranks_disagree(launch):
+    """Each gets the same error; one is enough to read."""
+    ended = launch(
+        4,
+        """
+event()
+fompi.all_reduce(np.ones(rank), comm=world)
+""",
+    )
+    ended.assert_failed("MismatchError: the ranks disagree in call 1 of world: rank 0 calls all_reduce(")
+
+
+def test_on_ranks_whose_numbers_differ(launch):
+    """Two communicators that number the ranks in opposite orders still find one speaker."""
+    ended = launch(
+        3,
+        """
+other = world.split(0, -rank, "reversed")
+fompi.all_reduce(np.ones(1), comm=other)
+fompi.all_reduce(np.ones(1), comm=world)
+event()
+raise RuntimeError("the first words")
+""",
+    )
+    ended.assert_failed("RuntimeError: the first words")
+
+
+def test_an_error_made_of_a_peer_s(launch):
+    """Programs wrap errors in their own. What follows from another rank's error is not the first."""
+    ended = launch(
+        3,
+        """
+from fompi import Partial, Spec
+
+def add(reads, writes):
+    if rank == 2:
+        event()
+        raise ValueError("the first words")
+    np.add(*reads, out=writes[0])
+
+plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
+step = fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})
+try:
+    step()
+except fompi.PeerError as error:
+    raise RuntimeError("training failed") from error
+""",
+    )
+    ended.assert_failed("ValueError: the first words")
+
+
+def test_a_peer_s_error_that_only_the_others_raise(launch):
+    """The rank at fault caught its own: then the others speak, one of them."""
+    ended = launch(
+        3,
+        """
+from fompi import Partial, Spec
+
+def add(reads, writes):
+    if rank == 2:
+        event()
+        raise ValueError("the first words")
+    np.add(*reads, out=writes[0])
+
+plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
+step = fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})
+try:
+    step()
+except ValueError:
+    time.sleep(30)
+""",
+    )
+    ended.assert_failed("PeerError: rank 2 failed in all_reduce by ring", "ValueError: the first words")
+
+
+def test_in_a_thread(launch):
+    ended = launch(
+        3,
+        STEPS
+        + """
+def work():
+    time.sleep(0.3)
+    event()
+    raise RuntimeError("the first words")
+
+if rank == 1:
+    threading.Thread(target=work, name="worker").start()
+go_on()
+""",
+    )
+    ended.assert_failed("Exception in thread worker", "RuntimeError: the first words")
+
+
+def test_in_a_thread_while_the_main_one_computes(launch):
+    """And the other ranks too: nobody is in fompi or MPI."""
+    ended = launch(
+        3,
+        """
+def work():
+    event()
+    raise RuntimeError("the first words")
+
+fompi.all_reduce(np.ones(1), comm=world)
+if rank == 1:
+    threading.Thread(target=work, name="worker").start()
+while True:
+    sum(range(1000))
+""",
+    )
+    ended.assert_failed("RuntimeError: the first words")
+
+
+def test_while_the_others_compute(launch):
+    ended = launch(
+        3,
+        """
+fompi.all_reduce(np.ones(1), comm=world)
+if rank == 1:
+    event()
+    raise RuntimeError("the first words")
+time.sleep(30)
+""",
+    )
+    ended.assert_failed("RuntimeError: the first words")
+
+
+def test_an_interrupt_while_waiting(launch):
+    """As the launcher sends it on Ctrl-C; here one rank gets it, inside a wait."""
+    ended = launch(
+        3,
+        """
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupt():
+    event()
+    os.kill(os.getpid(), signal.SIGINT)
+
+if rank == 0:
+    threading.Timer(0.5, interrupt).start()
+    fompi.all_reduce(np.ones(1), comm=world)
+else:
+    time.sleep(30)
+""",
+    )
+    ended.assert_failed("KeyboardInterrupt")
+
+
+def test_an_interrupt_inside_a_kernel(launch):
+    ended = launch(
+        3,
+        """
+from fompi import Partial, Spec
+
+def add(reads, writes):
+    if rank == 1:
+        event()
+        raise KeyboardInterrupt
+    np.add(*reads, out=writes[0])
+
+plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
+fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})()
+""",
+    )
+    ended.assert_failed("KeyboardInterrupt")
+
+
+def test_in_a_program_with_a_hook_of_its_own(launch):
+    """A hook that was there before is called; it prints what it likes."""
+    ended = launch(
+        2,
+        """
+def hook(kind, error, trace):
+    print("HOOKED", error, file=sys.stderr, flush=True)
+
+sys.excepthook = hook
+world = fompi.Communicator()
+event()
+if world.rank == 1:
+    raise RuntimeError("the first words")
+time.sleep(30)
+""",
+        prelude=PRELUDE_WITHOUT_WORLD,
+    )
+    assert ended.finished.returncode != 0 and ended.output.count("HOOKED the first words") == 1
+    assert not ended.finished.timed_out
+
+
+PRELUDE_WITHOUT_WORLD = """\
+import os, signal, sys, threading, time
+import numpy as np
+import fompi
+
+def event():
+    os.write(1, f"EVENT {time.time()}\\n".encode())
+"""
+
+
+# ----------------------------------------------------------------------------------------------------------- early ends
+
+
+def test_exit_with_a_status_on_one_rank(launch):
+    """The others wait for it in vain, and say so, once."""
+    ended = launch(
+        3,
+        STEPS
+        + """
+steps(3)
+if rank == 1:
+    event()
+    sys.exit(3)
+go_on()
+""",
+    )
+    ended.assert_failed("PeerError: rank ", "but rank 1 has ended; its last call was all_reduce (call 6 of world)")
+
+
+def test_exit_with_a_status_at_the_end(launch):
+    """Nobody waits for anybody: the status is the job's."""
+    ended = launch(3, STEPS + "steps(3)\nsys.exit(3 if rank == 1 else 0)")
+    assert ended.finished.returncode == 3 and ended.tracebacks == 0, ended.output
+    assert not ended.finished.timed_out
+
+
+@pytest.mark.parametrize("call", ["fompi.all_reduce(np.ones(3), comm=world)", "fompi.Mesh(a=size)", "step()"])
+def test_the_end_before_the_others(launch, call):
+    """One rank has one call less than the others."""
+    ended = launch(
+        3,
+        f"""
+plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="ring")
+step = fompi.bind(plan, comm=world, x=np.ones(9))
+step()
+if rank == 0:
+    event()
+else:
+    {call}
+""",
+    )
+    ended.assert_failed("rank 0 has ended; its last call was all_reduce by ring (bound 1, call 1)")
+
+
+def test_exit_of_a_thread(launch):
+    """SystemExit ends a thread, not the job."""
+    ended = launch(
+        2,
+        STEPS
+        + """
+thread = threading.Thread(target=sys.exit)
+thread.start()
+thread.join()
+steps(3)
+""",
+    )
+    ended.assert_clean()
+
+
+# ---------------------------------------------------------------------------------------------------------- normal ends
+
+NORMAL = {
+    "nothing": "",
+    "operations": "steps(5)",
+    "closed": "steps(2)\nworld.close()",
+    "used with with": """
+with fompi.Communicator() as other, fompi.Mesh(a=size, b=1) as mesh:
+    fompi.all_reduce(np.ones(3), comm=other)
+    fompi.all_reduce(np.ones(3), comm=mesh["a"])
+""",
+    "never closed": """
+mesh = fompi.Mesh(a=1, b=size)
+plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="unfused")
+step = fompi.bind(plan, comm=mesh["b"], x=np.ones(9))
+step()
+""",
+    "never waited for": """
+pending = [fompi.all_reduce.start(np.ones(50000), comm=world, schedule=s) for s in ("ring", "unfused", "auto")]
+""",
+    "never waited for, and slow": """
+if rank == 0:
+    time.sleep(1)
+fompi.all_gather_matmul.start(np.ones((50, 30)), np.ones((30, 40)), comm=world, schedule="ring")
+if rank == 1:
+    time.sleep(1)
+""",
+    "a started executor": """
+plan = fompi.plan(fompi.all_reduce, fompi.Spec((50000,), "float64", fompi.Partial()), ranks=size, schedule="ring")
+step = fompi.bind(plan, comm=world, x=np.ones(50000))
+step.start()
+""",
+    "never ready": """
+plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="ring")
+step = fompi.bind(plan, comm=world, x=np.ones(9))
+step.start("x")
+step.ready("x", 0)
+""",
+    "one rank is slow": "steps(2)\nif rank == 1:\n    time.sleep(1.5)",
+    "caught": """
+try:
+    fompi.all_reduce(np.ones(rank), comm=world)
+except fompi.MismatchError:
+    steps(2)
+""",
+    "MPI finalised by the program": "steps(2)\nfrom mpi4py import MPI\nworld.close()\nMPI.Finalize()",
+    "large messages": """
+x = np.ones((300000, 2))
+for schedule in ("ring", "direct", "unfused"):
+    fompi.all_reduce(x, comm=world, schedule=schedule)
+    fompi.broadcast(x, comm=world, schedule=schedule)
+""",
+}
+
+
+@pytest.mark.parametrize("what", NORMAL)
+def test_normal_ends(launch, what):
+    """No word, no status, nothing left, and soon."""
+    ended = launch(3, STEPS + NORMAL[what])
+    ended.assert_clean()
+    assert ended.finished.seconds < 15
+
+
+def test_a_rank_that_started_alone(launch):
+    """It is not waited for for ever: the others never come to that call."""
+    ended = launch(2, "if rank == 0:\n    pending = fompi.all_reduce.start(np.ones(3), comm=world)")
+    ended.assert_clean()
+    assert ended.finished.seconds < 15
+
+
+def test_singleton(launch):
+    """Without mpirun: one rank."""
+    ended = launch(1, STEPS + "steps(3)\nassert size == 1")
+    ended.assert_clean()

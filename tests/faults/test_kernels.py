@@ -1,0 +1,161 @@
+"""A kernel that raises on one rank: an error there, a PeerError on the others, and everything goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+SCRIPT = """
+from fompi import Shard, Spec
+specs = Spec((6, 2 * size), "float64", Shard(1)), Spec((2 * size, 3), "float64", Shard(0))
+x, w = np.ones((6, 2)), np.ones((2, 3))
+failing = False
+
+def matmul(reads, writes):
+    if failing and CULPRIT:
+        raise ValueError("a bad weight")
+    *xs, w = reads
+    for x, y in zip(xs, writes, strict=True):
+        np.matmul(x, w, out=y)
+
+def run(schedule, slices, calls):
+    global failing
+    said = {}
+    plan = fompi.plan("OPERATION", *specs, ranks=size, schedule=schedule, slices=slices)
+    with fompi.bind(plan, comm=world, x=x, w=w, kernels={"matmul": matmul}) as step:
+        for call in range(calls):
+            failing = call % 2 == 1
+            try:
+                y = step()
+            except (ValueError, fompi.PeerError) as error:
+                assert failing
+                kind = type(error).__name__
+                said[kind] = " ".join([kind, str(error), *getattr(error, "__notes__", ())])
+            else:
+                assert not failing, f"rank {rank} did not hear of it in call {call}, {schedule}"
+                assert (y == 2 * size).all()
+    for words in said.values():
+        say("SAID", schedule, rank, words)
+    for again in ("auto", "unfused"):
+        assert (fompi.all_reduce(np.ones(3), comm=world, schedule=again) == size).all()
+    assert not world.channel.active and not world.channel.failures
+
+for schedule, slices in SCHEDULES:
+    run(schedule, slices, CALLS)
+"""
+SCHEDULES = {"direct": 2, "ring": 1, "bidirectional": 1, "unfused_p2p": 1, "unfused": 1, "sliced": 2}
+
+
+def script(operation="matmul_all_reduce", schedules=tuple(SCHEDULES.items()), culprit="rank == size - 1", calls=20):
+    text = SCRIPT.replace("OPERATION", operation).replace("SCHEDULES", repr(schedules))
+    return text.replace("CULPRIT", culprit).replace("CALLS", str(calls))
+
+
+@pytest.mark.parametrize("operation", ["matmul_all_reduce", "matmul_reduce_scatter"])
+def test_caught_on_all_ranks(launch, operation):
+    """Again and again: what is made without the kernel is sent, so that the call ends, but never taken for a result."""
+    ended = launch(4, script(operation))
+    ended.assert_clean()
+    said = ended.lines("SAID")
+    for schedule in SCHEDULES:
+        mine = [line.removeprefix(schedule + " ") for line in said if line.startswith(schedule + " ")]
+        assert len(mine) == 4
+        for rank in range(3):
+            assert mine[rank].startswith(f"{rank} PeerError rank 3 failed in {operation} by {schedule} (bound ")
+            assert ", op " in mine[rank] and "matmul(x[" in mine[rank]
+            assert mine[rank].endswith("ValueError: a bad weight")
+        assert mine[3].startswith("3 ValueError a bad weight fompi: on rank 3 in ")
+
+
+def test_two_ranks_at_once(launch):
+    """Each has its own error, unless it hears of the other's before; the third hears of one of them."""
+    ended = launch(3, script(schedules=(("ring", 1), ("direct", 1)), culprit="rank >= 1"))
+    ended.assert_clean()
+    said = {tuple(line.split()[1:3]) for line in ended.lines("SAID")}
+    assert ("0", "PeerError") in said and ("0", "ValueError") not in said
+    assert said & {("1", "ValueError"), ("2", "ValueError")}
+
+
+def test_unbound(launch):
+    """The same for an operation that is called: its next call agrees anew."""
+    ended = launch(
+        3,
+        """
+from fompi import call
+bind, failing = call._BACKEND.bind, False
+
+def bad(kernel, *operands):
+    if failing and rank == 1 and kernel == "add":
+        return lambda: 1 / 0
+    return bind(kernel, *operands)
+
+call._BACKEND.bind = bad
+for number in range(30):
+    failing = number % 3 == 1
+    try:
+        assert (fompi.all_reduce(np.ones(300), comm=world, schedule=("ring", "direct")[number % 2]) == size).all()
+        assert not failing
+    except ZeroDivisionError:
+        assert failing and rank == 1
+    except fompi.PeerError as error:
+        assert failing and error.origin == 1 and "ZeroDivisionError: division by zero" in str(error)
+        assert f"(call {number + 1} of world), op " in str(error)
+""",
+    )
+    ended.assert_clean()
+
+
+def test_one_of_several_in_flight(launch):
+    """Only the call that failed ends with an error."""
+    ended = launch(
+        3,
+        """
+from fompi import Partial, Spec
+
+def bad(reads, writes):
+    if rank == 2:
+        raise ValueError("a bad sum")
+    np.add(*reads, out=writes[0])
+
+plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
+x = np.ones(9)
+good, sick = fompi.bind(plan, comm=world, x=x), fompi.bind(plan, comm=world, x=x, kernels={"add": bad})
+for call in range(20):
+    order = [good, sick] if (call + rank) % 2 else [sick, good]
+    pending = fompi.all_reduce.start(x, comm=world)
+    for step in order:
+        step.start()
+    assert (pending.wait() == size).all()
+    assert (good.wait() == size).all()
+    try:
+        sick.wait()
+    except (ValueError if rank == 2 else fompi.PeerError) as error:
+        assert "a bad sum" in str(error)
+    else:
+        raise AssertionError("no error")
+""",
+    )
+    ended.assert_clean()
+
+
+def test_arrived_raises_too(launch):
+    """Who only asks whether a part is there must not ask for ever."""
+    ended = launch(
+        2,
+        """
+from fompi import Partial, Spec
+
+def bad(reads, writes):
+    raise ValueError("a bad sum")
+
+plan = fompi.plan(fompi.all_reduce, Spec((8,), "float64", Partial()), ranks=size, schedule="direct")
+step = fompi.bind(plan, comm=world, x=np.ones(8), kernels={"add": bad} if rank else None)
+step.start()
+try:
+    while not step.arrived("y", 1):
+        pass
+except (fompi.PeerError if rank == 0 else ValueError):
+    say("SAID", rank)
+""",
+    )
+    ended.assert_clean()
+    assert ended.lines("SAID") == ["0", "1"]

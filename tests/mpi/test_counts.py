@@ -1,0 +1,125 @@
+"""Structure once, sizes at will: other counts at every call, without a new proof, without memory left behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fompi
+from fompi import call as module
+from fompi import verify
+
+CALLS = {1: 2000, 2: 10_000}
+"""By number of ranks; with more, enough to see a leak."""
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """The plans that were verified since the test began."""
+    seen = []
+
+    def counted(plan):
+        seen.append(plan)
+        verify(plan)
+
+    monkeypatch.setattr(module, "verify", counted)
+    return seen
+
+
+class Footprint:
+    """What is held in this process: Python's memory blocks, its resident pages, requests, the arena's bytes."""
+
+    def __init__(self, world):
+        for _ in range(3):
+            gc.collect()
+        self.blocks = sys.getallocatedblocks()
+        resident = Path("/proc/self/statm").read_text().split()[1]
+        self.mebibytes = int(resident) * 4096 / 2**20
+        self.requests = len(world.engine._requests)
+        self.lent = world.engine.arena.stats().lent_nbytes
+        self.plans = len(world.plans)
+
+    def assert_flat(self, before):
+        assert self.blocks - before.blocks < 300
+        assert self.mebibytes - before.mebibytes < 4
+        assert self.requests <= before.requests and self.plans == before.plans
+        assert self.lent <= before.lent
+
+
+def run(world, one_call, calls, limit=6):
+    """`one_call(counts)` with random counts for every pair of ranks; a tenth of the calls to warm up."""
+    draw = np.random.default_rng(7)
+    for call in range(calls + calls // 10):
+        if call == calls // 10:
+            before = Footprint(world)
+        one_call(draw.integers(0, limit, (world.size, world.size)))
+    world.engine.progress()
+    Footprint(world).assert_flat(before)
+
+
+@pytest.mark.timeout(120)
+def test_all_to_all(world, proofs):
+    rank, size = world.rank, world.size
+
+    def one_call(counts):
+        mine = counts[rank].tolist()
+        x = np.repeat(100.0 * rank + np.arange(size), mine)
+        y = fompi.all_to_all(x, counts=mine, comm=world)
+        np.testing.assert_array_equal(y, np.repeat(100.0 * np.arange(size) + rank, counts[:, rank]))
+
+    fompi.all_to_all(np.ones(size), comm=world)
+    proofs.clear()
+    run(world, one_call, CALLS.get(size, 300))
+    assert not proofs
+
+
+@pytest.mark.timeout(120)
+def test_bound_all_gather(world, proofs):
+    rank, size = world.rank, world.size
+    plan = fompi.plan(fompi.all_gather, fompi.Spec((5 * size, 2), "float64", fompi.Shard(0)), ranks=size)
+    x = np.full((5, 2), float(rank))
+    with fompi.bind(plan, comm=world, x=x) as step:
+
+        def one_call(counts):
+            np.testing.assert_array_equal(step(counts=counts[0].tolist())[:, 0], np.repeat(np.arange(size), counts[0]))
+
+        run(world, one_call, CALLS.get(size, 300))
+    assert not proofs
+
+
+def test_every_operation_stays_flat(world, proofs):
+    """Others too: gathers with other rows on every rank, sums with other counts, fused ones, sliced ones."""
+    rank, size = world.rank, world.size
+    w = np.eye(2)
+
+    def one_call(counts):
+        rows, total = counts[0], counts[0].sum()
+        x = np.full((rows[rank], 2), float(rank))
+        y = fompi.all_gather_matmul(x, w, comm=world, schedule="ring", slices=2)
+        np.testing.assert_array_equal(y[:, 1], np.repeat(np.arange(size), rows))
+        z = fompi.matmul_reduce_scatter(np.ones((total, 2)), w, counts=rows.tolist(), comm=world)
+        np.testing.assert_array_equal(z, np.full((rows[rank], 2), float(size)))
+        assert (fompi.all_reduce(np.ones(total), comm=world, schedule="unfused") == size).all()
+
+    rows = np.ones((size, size), int)
+    one_call(rows)
+    proofs.clear()
+    run(world, one_call, {1: 1000, 2: 1000}.get(size, 60))
+    assert not proofs
+
+
+def test_errors_stay_flat(world):
+    """Disagreements and refusals leave nothing behind either."""
+
+    def one_call(_):
+        with pytest.raises(fompi.PlanError):
+            fompi.all_reduce(np.ones(2), schedule="fastest", comm=world)
+        if world.size > 1:
+            with pytest.raises(fompi.MismatchError):
+                fompi.all_reduce(np.ones(2 + (world.rank == 0)), comm=world)
+
+    run(world, one_call, 200 if world.size < 4 else 50)

@@ -1,0 +1,294 @@
+"""Bad input: a typed error on every rank before any payload moves, outputs untouched, and the next call works."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fompi
+
+UNTOUCHED = 99.0
+
+
+@pytest.fixture(autouse=True)
+def goes_on_working(world):
+    """After every test the communicator does what it did before, and nothing is left in flight."""
+    requests = len(world.engine._requests)
+    yield
+    for schedule in ("auto", "ring", "unfused"):
+        y = fompi.all_gather(np.full((2, 3), float(world.rank)), comm=world, schedule=schedule)
+        np.testing.assert_array_equal(y[::2, 0], np.arange(world.size))
+    assert not world.channel.active and not world.turns and not world.channel.failures
+    world.engine.progress()
+    assert len(world.engine._requests) <= requests
+
+
+@pytest.fixture
+def last(world):
+    """Whether this is the one rank that does something else."""
+    return world.rank == world.size - 1
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def expect_disagreement(call, *words):
+    """`call` raises a MismatchError that tells what each rank wants."""
+    with pytest.raises(fompi.MismatchError) as caught:
+        call()
+    for word in ("the ranks disagree in call", "of world", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        (np.ones((2, 3)), np.ones((2, 4)), ["[:, 3]", "[:, 4]"]),
+        (np.ones((2, 3)), np.ones((2, 3, 1)), ["[:, 3]", "[:, 3, 1]"]),
+        (np.ones((2, 3)), np.ones((2, 3), np.float32), ["float64", "float32"]),
+        (np.ones((2, 3), np.int32), np.ones((2, 3), np.float32), ["int32", "float32"]),
+    ],
+)
+def test_other_tensors(world, last, mine, theirs, words):
+    if world.size == 1:
+        return
+    x = theirs if last else mine
+    for operation in (fompi.all_gather, fompi.reduce_scatter, fompi.all_to_all):
+        expect_disagreement(lambda: operation(x, comm=world), operation.name, *words)  # noqa: B023
+    for operation in (fompi.all_reduce, fompi.broadcast):
+        expect_disagreement(lambda: operation(x, comm=world), operation.name)  # noqa: B023
+
+
+def test_other_shapes_of_equal_size(world, last):
+    if world.size > 1:
+        x = np.ones((3, 2) if last else (2, 3))
+        for operation in (fompi.all_reduce, fompi.broadcast):
+            expect_disagreement(lambda: operation(x, comm=world), "(3, 2)", "(2, 3)")  # noqa: B023
+
+
+def test_other_rows_of_what_all_share(world, last):
+    if world.size > 1:
+        x = np.ones((5 if last else 4, 3))
+        expect_disagreement(lambda: fompi.reduce_scatter(x, comm=world), "rows [")
+        expect_disagreement(lambda: fompi.matmul_reduce_scatter(x, np.eye(3), comm=world), "rows [")
+        expect_disagreement(lambda: fompi.matmul_all_reduce(x, np.eye(3), comm=world), "rows [")
+
+
+def test_other_counts(world, last):
+    if world.size > 1:
+        first, end = [4] + [0] * (world.size - 1), [0] * (world.size - 1) + [4]
+        counts = end if last else first
+        expect_disagreement(lambda: fompi.reduce_scatter(np.ones((4, 3)), counts=counts, comm=world), "rows [4")
+
+
+def test_other_operations(world, last):
+    """The order of calls differs too: the next ones agree again."""
+    if world.size == 1:
+        return
+    x = np.ones((2, 3))
+    calls = [fompi.all_gather, fompi.all_reduce]
+    for operation in reversed(calls) if last else calls:
+        expect_disagreement(lambda: operation(x, comm=world), "all_gather", "all_reduce")  # noqa: B023
+    expect_disagreement(
+        lambda: fompi.all_gather(x, comm=world) if last else fompi.all_gather_matmul(x, np.eye(3), comm=world),
+        f"rank {world.size - 1} calls all_gather(",
+    )
+
+
+def test_other_schedules_roots_and_biases(world, last):
+    if world.size == 1:
+        return
+    x, w, b = np.ones((2, 3)), np.eye(3), np.ones(3)
+    expect_disagreement(lambda: fompi.all_reduce(x, comm=world, schedule="ring" if last else "direct"), "ring", "direct")
+    expect_disagreement(lambda: fompi.all_reduce(x, comm=world, slices=2 if last else 3), "2 slices", "3 slices")
+    expect_disagreement(lambda: fompi.broadcast(x, root=int(last), comm=world), "root 0", "root 1")
+    expect_disagreement(lambda: fompi.matmul_all_reduce(x, w, bias=b if last else None, comm=world), "+ b")
+
+
+def test_three_opinions(world):
+    """The message names all ranks of each."""
+    if world.size >= 3:
+        x = np.ones((2, 3 + world.rank % 3))
+        expect_disagreement(lambda: fompi.all_gather(x, comm=world), "[:, 3]", "[:, 4]", "rank 2 calls" if world.size < 6
+                            else "ranks 2, 5 call")  # fmt: skip
+
+
+def test_bind_against_call(world, last):
+    if world.size > 1:
+        plan = fompi.plan(fompi.all_reduce, fompi.Spec((3,), "float64", fompi.Partial()), ranks=world.size)
+        x = np.ones(3)
+        expect_disagreement(
+            lambda: fompi.bind(plan, comm=world, x=x) if last else fompi.all_reduce(x, comm=world), "calls bind("
+        )
+
+
+# ------------------------------------------------------------------------------- one rank cannot do what it is asked
+
+X, W = np.ones((4, 3)), np.ones((3, 2))
+BAD = [
+    (fompi.all_gather, ([[1.0, 2.0]],), {}, fompi.TensorError),
+    (fompi.all_gather, (np.ones((2, 3), object),), {}, fompi.DtypeError),
+    (fompi.all_gather, (np.float64(1.0),), {}, fompi.TensorError),
+    (fompi.all_gather, (np.array(1.0),), {}, fompi.ShapeError),
+    (fompi.all_gather, (X.astype(">f8"),), {}, fompi.DtypeError),
+    (fompi.all_gather, (X,), {"dim": 2}, fompi.ShapeError),
+    (fompi.all_gather, (X,), {"dim": None}, fompi.ShapeError),
+    (fompi.all_gather, (X,), {"schedule": "fastest"}, fompi.PlanError),
+    (fompi.all_gather, (X,), {"schedule": "exchange"}, fompi.PlanError),
+    (fompi.all_gather, (X,), {"schedule": "ring", "slices": 0}, fompi.PlanError),
+    (fompi.all_gather, (X,), {"slices": -1}, fompi.PlanError),
+    (fompi.all_reduce, (X.astype(np.float16),), {"schedule": "unfused"}, fompi.PlanError),
+    (fompi.all_reduce, (X > 0,), {}, fompi.DtypeError),
+    (fompi.broadcast, (X,), {"root": 99}, fompi.LayoutError),
+    (fompi.broadcast, (X,), {"root": -1}, fompi.LayoutError),
+    (fompi.reduce_scatter, (X,), {"counts": [1]}, fompi.LayoutError),
+    (fompi.reduce_scatter, (X,), {"counts": "many"}, fompi.LayoutError),
+    (fompi.all_to_all, (X,), {"counts": [-1, 5]}, fompi.LayoutError),
+    (fompi.all_gather_matmul, (X, np.ones((4, 2))), {}, fompi.ShapeError),
+    (fompi.all_gather_matmul, (X, np.ones(3)), {}, fompi.ShapeError),
+    (fompi.all_gather_matmul, (X, W.astype(np.float32)), {}, fompi.DtypeError),
+    (fompi.all_gather_matmul, (X, W), {"bias": np.ones(3)}, fompi.ShapeError),
+    (fompi.all_gather_matmul, (X, W), {"dim": 1}, fompi.ShapeError),
+    (fompi.all_gather_matmul, (np.ones(3), W), {}, fompi.ShapeError),
+    (fompi.matmul_reduce_scatter, (X, None), {}, fompi.TensorError),
+    (fompi.all_gather_weight_gradient, (X, np.ones((4, 1, 2))), {}, fompi.ShapeError),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD)))
+def test_one_rank_is_asked_for_what_cannot_be(world, last, case):
+    """That rank says what is wrong; the others that it refused, and why. On all ranks alike it is the same error."""
+    operation, args, options, error = BAD[case]
+    with pytest.raises(error):
+        operation(*args, **options, comm=world)
+    if world.size > 1:
+        with pytest.raises(error if last else fompi.MismatchError) as caught:
+            if last:
+                operation(*args, **options, comm=world)
+            else:
+                fompi.all_gather(X, comm=world)
+        if not last:
+            assert f"rank {world.size - 1} refuses {error.__name__}: " in str(caught.value)
+
+
+def outs(world):
+    """Operations with an out= that cannot be, for one rank, and what every other rank gives."""
+    n = world.size
+    x, good = np.ones((n, 3)), np.full((n * n, 3), UNTOUCHED)
+    wrong = [
+        (read_only(good.copy()), fompi.TensorError),
+        (np.full((n * n, 6), UNTOUCHED)[:, ::2], fompi.TensorError),
+        (good.astype(np.float32), fompi.DtypeError),
+        (np.full((n * n, 4), UNTOUCHED), fompi.ShapeError),
+        (np.full((n * n, 3, 1), UNTOUCHED), fompi.ShapeError),
+        (np.full((n * n + 1, 3), UNTOUCHED), fompi.ShapeError),
+        ([1.0], fompi.TensorError),
+    ]
+    yield from ((fompi.all_gather, (x,), good, bad, error) for bad, error in wrong)
+    own = np.full((1, 3), UNTOUCHED)
+    yield fompi.reduce_scatter, (x,), own, np.full((2, 3), UNTOUCHED), fompi.ShapeError
+    yield fompi.matmul_reduce_scatter, (x, np.eye(3)), own, np.full((0, 3), UNTOUCHED), fompi.ShapeError
+    same = np.full((n, 3), UNTOUCHED)
+    for operation in (fompi.all_reduce, fompi.broadcast, fompi.all_to_all):
+        yield operation, (x,), same, np.full((n + 1, 3), UNTOUCHED), fompi.ShapeError
+    yield fompi.matmul_all_reduce, (x, np.eye(3)), same, np.full((n + 1, 3), UNTOUCHED), fompi.ShapeError
+    yield fompi.all_to_all_matmul, (x, np.eye(3)), same, np.full((n + 2, 3), UNTOUCHED), fompi.ShapeError
+    yield fompi.matmul_all_to_all, (x, np.eye(3)), same, np.full((n + 2, 3), UNTOUCHED), fompi.ShapeError
+    h, g = np.ones((n * n, 2)), np.full((3, 2), UNTOUCHED)
+    yield fompi.all_gather_weight_gradient, (x, h), g, np.full((2, 3), UNTOUCHED), fompi.ShapeError
+
+
+def test_out_that_cannot_be_written(world, last):
+    """On one rank, then on all of them. Nobody's out= is touched."""
+    for operation, args, good, bad, error in outs(world):
+        for everywhere in (False, True):
+            out = bad if last or everywhere else good
+            with pytest.raises(error if last or everywhere else (fompi.MismatchError, error)):
+                operation(*args, out=out, comm=world)
+            for _ in range(20):
+                world.engine.progress()
+            assert (good == UNTOUCHED).all() and (isinstance(bad, list) or (bad == UNTOUCHED).all()), operation
+
+
+def test_out_that_is_also_an_input(world):
+    x = np.ones((world.size, 3))
+    for operation in (fompi.all_reduce, fompi.broadcast, fompi.all_to_all):
+        with pytest.raises(fompi.TensorError, match="shares memory"):
+            operation(x, out=x, comm=world)
+    w = np.ones((3, 3))
+    with pytest.raises(fompi.TensorError, match="shares memory"):
+        fompi.matmul_reduce_scatter(np.ones((3 * world.size, 3)), w, out=w, comm=world)
+
+
+def test_rows_that_do_not_match_what_arrives(world, last):
+    """An operand in rows, on one rank: only with the others' counts does it turn out too long."""
+    x, n = np.ones((2, 3)), 2 * world.size
+    rows = n + 1 if last else n
+    for operation, args in (
+        (fompi.all_gather_weight_gradient, (np.ones((rows, 2)),)),
+        (fompi.all_gather_matmul_weight_gradient, (np.ones((3, 4)), np.ones((rows, 2)))),
+    ):
+        with pytest.raises(fompi.ShapeError, match=f"rank {world.size - 1} has an operand" if world.size > 1 else "rows"):
+            operation(x, *args, comm=world)
+    x, rows = np.ones((world.size, 3)), world.size + last
+    for operation, args in (
+        (fompi.all_to_all_weight_gradient, (np.ones((rows, 2)),)),
+        (fompi.all_to_all_matmul_weight_gradient, (np.ones((3, 4)), np.ones((rows, 2)))),
+    ):
+        with pytest.raises(fompi.ShapeError if last else fompi.MismatchError, match=f"{world.size} rows arrive here|arrive"):
+            operation(x, *args, comm=world)
+
+
+def test_started_ones_fail_when_waited_for(world, last):
+    """`start` returns on the ranks that did nothing wrong; the error comes with `wait`, `done` says it is over."""
+    if world.size == 1:
+        return
+    if last:
+        with pytest.raises(fompi.PlanError):
+            fompi.all_gather.start(X, comm=world, schedule="fastest")
+    else:
+        pending = fompi.all_gather.start(X, comm=world)
+        while not pending.done():
+            pass
+        for _ in range(2):
+            with pytest.raises(fompi.MismatchError, match="refuses PlanError"):
+                pending.wait()
+
+
+def test_good_ones_in_flight_beside_bad_ones(world, last):
+    """A disagreement ends its own call only."""
+    if world.size == 1:
+        return
+    pending = []
+    for i in range(9):
+        how = {"schedule": ("auto", "unfused")[i % 2], "comm": world}
+        pending.append(fompi.all_reduce.start(np.full(3 + (last and i % 3 == 0), float(i)), **how))
+    for i in reversed(range(9)):
+        if i % 3 == 0:
+            with pytest.raises(fompi.MismatchError, match=rf"\({4 if last else 3},\)"):
+                pending[i].wait()
+        else:
+            assert (pending[i].wait() == i * world.size).all()
+
+
+def test_a_closed_capsule(world, last):
+    """A consumed DLPack capsule on one rank."""
+    capsule = np.ones(3).__dlpack__()
+    np.from_dlpack(_Once(capsule))
+    with pytest.raises(fompi.TensorError if last else fompi.MismatchError):
+        fompi.all_gather(capsule if last else np.ones(3), comm=world)
+
+
+class _Once:
+    """Hands its capsule on."""
+
+    def __init__(self, capsule):
+        self.capsule = capsule
+
+    def __dlpack__(self, **_):
+        return self.capsule
+
+    def __dlpack_device__(self):
+        return 1, 0
