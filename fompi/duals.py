@@ -107,7 +107,7 @@ def _all_reduce(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[
 
 def _broadcast(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     total = ops.all_reduce(grads[0], comm=call.comm)
-    return [total if call.extents.rank == a.root else total * 0]
+    return [total if call.extents.rank == a.root else None]
 
 
 def _all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -55,6 +55,7 @@ class _Walk:
         self.frontiers = [Frontier(constraints(p.ops, plan.window)) for p in self.programs]
         self.numbers = [messages(p.ops) for p in self.programs]
         self.posted: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.released: deque[tuple[int, int]] = deque()
         self.kernels_ready: list[list[int]] = [[] for _ in self.programs]
         self.computing = [False] * plan.size
         self.outgoing: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in self.programs]
@@ -79,12 +80,12 @@ class _Walk:
 
     # -- the walk
     def run(self) -> list[Event]:
-        for rank, frontier in enumerate(self.frontiers):
-            for i in frontier.begin():
-                self.begin(rank, i)
+        self.released.extend((rank, i) for rank, frontier in enumerate(self.frontiers) for i in frontier.begin())
+        self.begin_released()
         while self.queue:
             self.now, _, action = heapq.heappop(self.queue)
             action()
+            self.begin_released()
         for rank, program in enumerate(self.programs):
             for i, op in enumerate(program.ops):
                 if (rank, i) not in self.start or self.start[rank, i] >= 0:
@@ -96,6 +97,10 @@ class _Walk:
     def at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (time, next(self.order), action))
 
+    def begin_released(self) -> None:
+        while self.released:
+            self.begin(*self.released.popleft())
+
     def begin(self, rank: int, i: int) -> None:
         op = self.programs[rank].ops[i]
         self.start[rank, i] = self.now
@@ -106,8 +111,7 @@ class _Walk:
             self.join_collective(rank, i, op)
         else:
             self.post(rank, i, op)
-        for free in self.frontiers[rank].started(i):
-            self.begin(rank, free)
+        self.released.extend((rank, free) for free in self.frontiers[rank].started(i))
 
     def done(self, rank: int, i: int) -> None:
         op = self.programs[rank].ops[i]
@@ -116,8 +120,7 @@ class _Walk:
         track = {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
         size = sum(self.nbytes(rank, c) for c in (op.writes if isinstance(op, Recv) else op.reads))
         self.events.append(Event(rank, track, i, str(op), begun, self.now, size))
-        for free in self.frontiers[rank].done(i):
-            self.begin(rank, free)
+        self.released.extend((rank, free) for free in self.frontiers[rank].done(i))
 
     def next_kernel(self, rank: int) -> None:
         if self.computing[rank] or not self.kernels_ready[rank]:
@@ -132,6 +135,7 @@ class _Walk:
             self.computing[rank] = False
             self.kernel_ends(rank, op)
             self.done(rank, i)
+            self.begin_released()  # among them kernels that come before others
             self.next_kernel(rank)
 
         reads, writes = [self.shape(rank, c) for c in op.reads], [self.shape(rank, c) for c in op.writes]

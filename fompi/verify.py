@@ -24,7 +24,7 @@ from itertools import count
 from fompi import layout
 from fompi.errors import PlanError
 from fompi.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, is_result, total
-from fompi.layout import AXES, HALF, Symbol
+from fompi.layout import HALF, AXES, Symbol
 from fompi.plan import Chunk, Collective, Compute, Frontier, Op, Plan, Program, Recv, Send, constraints
 from fompi.problems import after, before
 
@@ -102,6 +102,8 @@ def _check_op(program: Program, i: int, op: Op) -> None:
         _check_kernel(program, i, op)
     elif op.name not in COLLECTIVES:
         raise _error(rank, i, op, _first(op), f"no collective {op.name!r}")
+    elif op.name in ("reduce_scatter", "all_reduce") and any(names[c.buffer].dtype in HALF for c in op.reads):
+        raise _error(rank, i, op, _first(op), "MPI libraries sum half types wrongly or not at all")
 
 
 def _check_overlaps(rank: int, i: int, op: Op) -> None:

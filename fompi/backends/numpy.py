@@ -69,14 +69,15 @@ class Numpy:
         read_dtypes: Sequence[str],
         write_dtypes: Sequence[str],
     ) -> Kernel:
-        plain = not any(d in HALF for d in (*read_dtypes, *write_dtypes))
-        if plain and len(writes) == 1:
+        moves = kernel in ("copy", "pack") and {*read_dtypes} == {*write_dtypes}
+        plain = moves or not any(d in HALF for d in (*read_dtypes, *write_dtypes))
+        if plain and len(writes) == 1:  # the usual cases, without a detour
             if kernel == "add":
                 return partial(np.add, reads[0], reads[1], writes[0])
-            if kernel in ("copy", "pack") and len(reads) == 1:
+            if moves and len(reads) == 1:
                 return partial(np.copyto, writes[0], reads[0])
-            if kernel == "matmul" and len(reads) == 2:
-                return partial(np.matmul, rows(reads[0]), reads[1], rows(writes[0]))
+            if kernel == "matmul" and len(reads) == 2 and (reads[0].ndim == 2 or reads[0].flags.c_contiguous):
+                return partial(np.matmul, rows(reads[0]), reads[1], rows(writes[0]))  # views: read at every call
         compiled = None if plain else _compiled(kernel, reads, writes, (*read_dtypes, *write_dtypes))
         if compiled is not None:
             return compiled

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fompi.errors import PlanError
 from fompi.plan import Chunk, Collective, Compute, Op, Workspace
 from fompi.problems import Problem
 from fompi.schedules.work import Gather, Scatter
@@ -16,11 +15,6 @@ from fompi.schedules.work import Gather, Scatter
 
 def sliced(problem: Problem, work: Workspace) -> Iterator[Op]:
     if problem.moves in ("reduce_scatter", "all_reduce"):
-        if problem.half:
-            raise PlanError(
-                f"MPI libraries sum {problem.dtype} wrongly or not at all: take a schedule of messages "
-                "(ring, direct, unfused_p2p) for this dtype"
-            )
         yield from _reduce(Scatter(problem, work))
     elif problem.moves == "broadcast":
         yield from _broadcast(Gather(problem, work))

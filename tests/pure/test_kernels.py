@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from catalogue import rounded, wide
 
-from fompi.backends.numpy import Numpy
+from fompi.backends.numpy import Numpy, storage
 from fompi.errors import PlanError
 from fompi.kernels import KERNELS, cost, find
 
@@ -130,3 +130,23 @@ def test_the_list_of_kernels():
     assert set(KERNELS) == set(MEANING)
     with pytest.raises(PlanError, match="no kernel 'softmax'; there are copy, pack, add"):
         find("softmax")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_only_moves_keeps_its_bits(dtype):
+    """Also those of a NaN: a block that stays must be that which travels."""
+    bits = np.array([0x7FC1, 0x7E01, 0xFFFF, 0x0001, 0x8000], np.uint16)
+    a = bits.view(storage(dtype))
+    for kernel in ("copy", "pack"):
+        c = np.zeros_like(a)
+        Numpy().bind(kernel, [a], [c], [dtype], [dtype])()
+        assert np.array_equal(c.view(np.uint16), bits)
+
+
+def test_strided_rows_are_read_when_the_kernel_runs():
+    x, w = np.ones((3, 2, 4)).transpose(1, 0, 2), np.ones((4, 2))
+    y = np.empty((2, 3, 2))
+    call = Numpy().bind("matmul", [x, w], [y], ["float64", "float64"], ["float64"])
+    x *= 2
+    call()
+    assert (y == 8).all()

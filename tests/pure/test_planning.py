@@ -197,7 +197,11 @@ def test_ranks_of_tensors():
             "the bias of w (3, 5) needs the shape (5,), not (3,)",
         ),
         (
-            {"x": Form((4, 2, 3), "float32"), "operands": [Form((4, 3, 5), "float32")]},
+            {
+                "x": Form((4, 2, 3), "float32"),
+                "weights": [Form((3, 5), "float32")],
+                "operands": [Form((4, 3, 5), "float32")],
+            },
             "rows of x (2, 3) and of h (3, 5) differ in more than their columns",
         ),
     ],

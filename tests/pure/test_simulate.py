@@ -163,3 +163,8 @@ def test_sizes_for_another_number_of_ranks_are_refused():
     plan = schedules.write(catalogue.problems(2)["all_gather"], "ring")
     with pytest.raises(LayoutError, match="sizes for 3 ranks, but the plan has 2"):
         simulate(plan, Machine.load("gigabit"), Sizes((1, 2, 3)))
+
+
+def test_many_ops_in_one_lane():
+    """No recursion: a lane of thousands of messages is walked like any other."""
+    assert timed("all_gather", "direct", machine(3.0), 2, slices=3000).seconds == pytest.approx(3.0)
