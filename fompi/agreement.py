@@ -76,9 +76,7 @@ class Agreement(Task):
         self._exchange_headers(HANDSHAKE)
         if self.stamp in channel.failures and not self.finished:
             error, fatal = channel.failures[self.stamp]
-            if (
-                fatal
-            ):  # the others have given this call up; they found our handshake, so the next one is the next call's
+            if fatal:  # the others have given this call up, and found our handshake
                 self.abandon(error)
 
     def _exchange_headers(self, round: int) -> None:
@@ -165,17 +163,21 @@ class Agreement(Task):
         self._finish()
 
     def _finish(self) -> None:
-        self.finished = True
         self.comm.channel.active.pop(self.stamp, None)
         if self.error is not None:
             self.comm.channel.failures.pop(self.stamp, None)
-        if self.then is not None:
-            self.then(self)
+        then, self.then = self.then, None
+        if then is not None:
+            then(self)
+        self.finished = True  # last: a thread that waits for it looks for what `then` has made
 
     def abandon(self, error: BaseException) -> None:
         if not self.finished:
             self.error = self.error or error
             self._finish()
+
+    def broke(self, error: Exception) -> None:
+        self.comm.channel.fail(self, error)
 
     def waits_for(self) -> tuple[int, str] | None:
         for peer in range(self.comm.size):

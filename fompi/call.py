@@ -21,10 +21,11 @@ from fompi.backends.numpy import Numpy
 from fompi.choose import choose, plan_for
 from fompi.communicator import Communicator
 from fompi.dlpack import Tensor
-from fompi.errors import DtypeError, FompiError, LayoutError, ShapeError, TensorError
-from fompi.executor import Compiled, Run
+from fompi.engine import Task
+from fompi.errors import DtypeError, LayoutError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.layout import Extents, Sizes, split
 from fompi.problems import Form, Problem
+from fompi.run import Compiled, Run
 from fompi.schedules import write
 from fompi.trace import Event, Trace
 from fompi.verify import verify
@@ -275,14 +276,14 @@ class Pending:
         self._schedule, self._slices = schedule, slices
         self._name = name
         self._outputs: dict[str, Array] = {}
-        self._run: Any = None
+        self._run: Run | None = None
+        self._task: Task  # the agreement, then the run: then nothing of ours knows the agreement, nor it us
         self.extents: Extents | None = None
         engine = comm.engine
         with engine.lock:
             self._stamp, self._slot = comm.next_call()
             engine.last_call = f"{name} (call {self._stamp} of {comm.name})"
             if comm.size == 1 and refusal is None:
-                self._agreement = None
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
             number, rows, expects, alike = 0, (0,) * comm.size, -1, True
@@ -291,11 +292,13 @@ class Pending:
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
-            self._agreement = Agreement(comm, self._stamp, number, self._signature, rows, expects, refusal, alike)
-            self._agreement.then = self._agreed
-            self._agreement.start()
+            self._task = agreement = Agreement(
+                comm, self._stamp, number, self._signature, rows, expects, refusal, alike
+            )
+            agreement.then = self._agreed
+            agreement.start()
         if refusal is not None:
-            engine.wait(self._agreement, comm.channel)
+            engine.wait(agreement, comm.channel)
             raise refusal
 
     def _common(self, local: Local) -> int:
@@ -346,10 +349,9 @@ class Pending:
             extents = sizes.extents(comm.rank, parts)
         self.extents = extents
         actions = compiled.resolve(self._memory(compiled, extents), extents, _BACKEND, comm.link.collective)
-        self._run = run = Run(
+        self._task = self._run = run = Run(
             compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})"
         )
-        self._agreement = None  # it knows us: what we hold, the results too, would wait for the cycle collector
         if local.out is not None:
             dlpack.written(local.out.owner)
         run.takes_turns = comm.size > 1
@@ -398,21 +400,16 @@ class Pending:
         """Whether it is finished; moves it if it is not."""
         if not self._task.finished:
             self._comm.engine.progress()
-        return bool(self._task.finished)
-
-    @property
-    def _task(self) -> Any:
-        agreement = self._agreement
-        return self._run if self._run is not None else agreement
+        return self._task.finished
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result. Raises what went wrong, and TimeoutError after `timeout` seconds (the operation goes on)."""
+        """The result. Raises what went wrong, and WaitTimeout after `timeout` seconds (the operation goes on)."""
         engine, channel = self._comm.engine, self._comm.channel
         end = None if timeout is None else perf_counter() + timeout
-        while not self._task.finished or (self._run is None and self._task.error is None):
+        for _ in ("agreement", "run"):
             left = None if end is None else max(0.0, end - perf_counter())
             if not engine.wait(self._task, channel, left):
-                raise TimeoutError(f"fompi.{self._name} is not finished after {timeout:g} s")
+                raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
         return self.result
 
     @property
@@ -420,15 +417,15 @@ class Pending:
         """The tensor, or tensors, of a finished operation."""
         task = self._task
         if not task.finished:
-            raise FompiError(f"fompi.{self._name} is in flight: wait() for it, or ask done()")
+            raise StateError(f"fompi.{self._name} is in flight: wait() for it, or ask done()")
         if task.error is not None:
             raise task.error
-        local, dim = self._local, self._arguments.dim
-        assert local is not None
+        local, dim, run = self._local, self._arguments.dim, self._run
+        assert local is not None and run is not None
         if local.out is not None:
             return self._arguments.out
         outputs = {}
-        for buffer in self._run.compiled.outputs:
+        for buffer in run.compiled.outputs:
             array = self._outputs[buffer.name]
             if local.problem.flat:
                 array = array.reshape(local.shape)
@@ -440,8 +437,9 @@ class Pending:
     @property
     def trace(self) -> Trace:
         """What this rank did when; of a finished operation."""
-        assert self._local is not None and self.extents is not None
-        trace: Trace = self._run.trace(self.extents)
+        if self._run is None or not self._run.finished or self._local is None or self.extents is None:
+            raise StateError(f"fompi.{self._name} is not finished: there is no trace yet")
+        trace = self._run.trace(self.extents)
         if self._local.packing is None:
             return trace
         begun, ended = self._local.packing

@@ -31,8 +31,7 @@ def _make_engine() -> Engine:
     if not timeout > 0:
         raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
     local_size = launch.detect().local_size or 1
-    cores = len(os.sched_getaffinity(0))
-    engine = Engine(request_testsome(), timeout, spins=200 if local_size <= cores else 0)
+    engine = Engine(request_testsome(), timeout, spins=200 if local_size <= launch.cores() else 0)
     engine.arena = Arena(ARENA_NBYTES)
     faults.install(engine)
     return engine
@@ -64,15 +63,26 @@ class Communicator:
     def of(comm: Any) -> Communicator:
         """`comm` as it is, or the Communicator of an MPI.Comm (None: of all ranks), made when first asked for."""
         if isinstance(comm, Communicator):
-            if comm.closed:
-                raise StateError(f"the communicator {comm.name!r} is closed")
+            comm.check()
             return comm
         origin = mpi_communicator(comm)
         known: Communicator | None = attached(origin)
         if known is None or known.closed:
             known = Communicator(origin, "world" if comm is None else origin.Get_name() or "comm")
             attach(origin, known)
+        known.check()
         return known
+
+    def check(self) -> None:
+        """Raise StateError if nothing can be called on this communicator any more."""
+        if self.closed:
+            raise StateError(f"the communicator {self.name!r} is closed")
+        if self.channel.broken is not None:
+            cause = self.channel.broken
+            raise StateError(
+                f"the communicator {self.name!r} cannot be used after a call that was given up, since its messages may "
+                f"still be under way: {type(cause).__name__}: {cause}"
+            ) from cause
 
     @contextmanager
     def record(self) -> Iterator[list[Trace]]:
@@ -110,8 +120,8 @@ class Communicator:
         return self._bound
 
     def bound_call(self, instance: int, call: int) -> tuple[int, int]:
-        """Stamp and tag slot of a call of a bound operation."""
-        return (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots + (4 * instance + call % 4) % self._slots
+        """Stamp and tag slot of a call of a bound operation; MPI keeps the messages of its calls in their order."""
+        return (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots + instance % self._slots
 
     def close(self) -> None:
         """Collective: all ranks close a communicator together."""
@@ -124,8 +134,9 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:  # else the channel is needed for last words
+            self.close()
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
@@ -180,8 +191,9 @@ class Mesh(Mapping[str, Communicator]):
     def __enter__(self) -> Mesh:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
 
     def __repr__(self) -> str:
         at = ", ".join(f"{name}={self.coordinates[name]} of {n}" for name, n in self.axes.items())

@@ -35,6 +35,10 @@ def slots(link: Link) -> int:
     return 1 << min(link.tag_bits - MESSAGE_BITS - 1, 18)
 
 
+ANYONE = -1
+"""The rank that is waited for, when all are: in a collective of the library."""
+
+
 class Task:
     """Something in flight. The engine calls `completed(key)` for each of its requests, and `work()` while `ready`."""
 
@@ -68,6 +72,10 @@ class Task:
     def abandon(self, error: BaseException) -> None:
         """End with `error` at once, whatever is still in flight."""
         self.error, self.finished = self.error or error, True
+
+    def broke(self, error: Exception) -> None:
+        """MPI, or we, failed in the middle of it."""
+        self.abandon(error)
 
 
 class Engine:
@@ -111,7 +119,11 @@ class Engine:
         with self.lock:
             moved = self.poll()
             if self._ready:
-                self._ready[0].work()
+                task = self._ready[0]
+                try:
+                    task.work()
+                except Exception as error:
+                    task.broke(error)
                 moved = True
             return moved
 
@@ -132,7 +144,7 @@ class Engine:
             try:
                 task.completed(key)
             except Exception as error:
-                task.abandon(error)
+                task.broke(error)
         return True
 
     def wait(self, task: Task, channel: Channel, seconds: float | None = None) -> bool:
@@ -142,17 +154,19 @@ class Engine:
         """
         begun = perf_counter()
         limit = None if seconds is None else begun + seconds
-        idle = 0
+        idle = rounds = 0
         self.waiting.append((task, channel))
         try:
             while not task.finished:
+                rounds += 1
                 if self.progress():
                     idle = 0
                 else:
                     idle += 1
                     if idle > self.spins:
                         self._rest(idle - self.spins)
-                        self._check(task, channel, begun)
+                if idle > self.spins or rounds % 256 == 0:  # others may move while this task does not
+                    self._check(task, channel, begun)
                 if limit is not None and not task.finished and perf_counter() > limit:
                     return False
         finally:
@@ -183,12 +197,10 @@ class Engine:
         silent = perf_counter() - max(task.touched, begun)
         if channel.left and silent > 0.2:
             awaited = task.waits_for()
-            if awaited and awaited[0] in (channel.left if task.begins else channel.gone):
-                error = PeerError(
-                    f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[awaited[0]]}",
-                    awaited[0],
-                )
-                channel.fail(task, error)
+            missing = channel.missing(task.begins, awaited)
+            if missing is not None:
+                words = f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[missing]}"  # type: ignore[index]
+                channel.fail(task, PeerError(words, missing))
                 return
         if silent > self.timeout and not channel.asking:
             moved, words = task.touched, channel.explain(task)
@@ -212,6 +224,9 @@ FAILED, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(7)
 _HEADER = struct.Struct("<iqiI")
 _NBYTES = 2048
 ANSWER_SECONDS = 1.0
+
+
+_SILENT = "it computes outside fompi, is stopped, or is dead"
 
 
 class _Sent(Task):
@@ -238,6 +253,7 @@ class Channel(Task):
         self.left: dict[int, str] = {}
         self.gone: set[int] = set()
         self.dying: set[int] = set()
+        self.broken: BaseException | None = None  # why a call was given up with messages under way
         self.asking = False
         self._answers: dict[int, tuple[int, str]] = {}
         self._inbox = bytearray(_NBYTES)
@@ -287,11 +303,17 @@ class Channel(Task):
         self._hear()
         self._listen()
 
+    def broke(self, error: Exception) -> None:
+        """We hear no more: whoever uses this communicator is told."""
+        self.broken = self.broken or error
+
     def _hear(self) -> None:
         kind, stamp, origin, count = _HEADER.unpack_from(self._inbox)
         text = bytes(self._inbox[_HEADER.size : _HEADER.size + count]).decode(errors="replace")
         if kind in (FAILED, FATAL):
             task, error = self.active.get(stamp), PeerError(text, origin)
+            if kind == FATAL:
+                self.broken = self.broken or error
             if task is not None and kind == FATAL:
                 task.abandon(error)
             elif not task.poison(error) if task is not None else stamp > self.begun.get(_series(stamp), 0):
@@ -315,16 +337,29 @@ class Channel(Task):
         awaited = task.waits_for()
         if awaited is None:
             return -1, "works in fompi"
+        if awaited[0] == ANYONE:
+            return ANYONE, f"waits for {awaited[1]}"
         awaited_rank = channel.link.world_ranks[awaited[0]]
         where = "" if channel is self else f" (on {channel.name}, where that is world rank {awaited_rank})"
         return awaited_rank, awaited[1] + where
 
     def fail(self, task: Task, error: Exception) -> None:
         """End `task` with `error` here and on all other ranks: it cannot go on."""
-        stamp = getattr(task, "stamp", None)
-        if stamp is not None:
-            self.tell_all(FATAL, stamp, f"rank {self.link.rank} gave up: {error}")
-        task.abandon(error)
+        with self.engine.lock:
+            stamp = getattr(task, "stamp", None)
+            if stamp is not None:
+                self.broken = self.broken or error
+                self.tell_all(FATAL, stamp, f"rank {self.link.rank} gave up: {error}")
+            task.abandon(error)
+
+    def missing(self, begins: bool, awaited: tuple[int, str] | None) -> int | None:
+        """The rank that is awaited and will not come, as it has left."""
+        absent = self.left if begins else self.gone
+        if awaited is None:
+            return None
+        if awaited[0] == ANYONE:
+            return min(absent, default=None)
+        return awaited[0] if awaited[0] in absent else None
 
     def explain(self, task: Task) -> str:
         """Who waits for whom, from this rank back to the one at the root."""
@@ -341,9 +376,21 @@ class Channel(Task):
             while perf_counter() < end and len(self._answers) < expected:
                 if not self.engine.progress():
                     sleep(1e-3)
-            return f"after {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(self._chain(*awaited))
+            chain = self._all(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
+            return f"after {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(chain)
         finally:
             self.asking = False
+
+    def _all(self, what: str) -> Sequence[str]:
+        """Who of all has not come to what all must come to."""
+        first = f"rank {self.link.rank} waits for {what}"
+        for rank in range(self.link.size):
+            awaited, words = self._answers.get(rank, (ANYONE, "does not answer: " + _SILENT))
+            if rank != self.link.rank and words != f"waits for {what}":
+                if awaited == ANYONE:
+                    return [first, self.left.get(rank, f"rank {rank} at the root {words}")]
+                return [first, f"rank {rank} waits for {words}"]
+        return [first, "all of them wait for it: the library does not move"]
 
     def _chain(self, peer: int, what: str) -> Sequence[str]:
         links, seen = [f"rank {self.link.rank} waits for {what}"], {self.link.rank}
@@ -354,8 +401,7 @@ class Channel(Task):
                 return [*links, f"and so on from rank {peer}: a circle"]
             seen.add(peer)
             if peer not in self._answers:
-                why = "it computes outside fompi, is stopped, or is dead"
-                return [*links, f"rank {peer} at the root does not answer: {why}"]
+                return [*links, f"rank {peer} at the root does not answer: {_SILENT}"]
             awaited, words = self._answers[peer]
             if awaited < 0:
                 return [*links, f"rank {peer} at the root {words}"]
@@ -367,8 +413,7 @@ class Channel(Task):
     def can_finish(self) -> bool:
         """Whether something is in flight here that may end without new calls of this rank."""
         for task in self.active.values():
-            awaited = task.waits_for()
-            if task.can_finish() and not (awaited and awaited[0] in (self.left if task.begins else self.gone)):
+            if task.can_finish() and self.missing(task.begins, task.waits_for()) is None:
                 return True
         return False
 

@@ -1,16 +1,11 @@
-"""One rank's program at work: `Compiled` (made once), `Run` (one call in flight), `Executor` (bound to addresses).
-
-The loop is the one of the design: start the next op of each lane, wait only for what it needs. What an op needs is
-worked out once, by `plan.constraints`; a run counts down.
-"""
+"""A plan bound to a communicator and to fixed addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from heapq import heappop, heappush
-from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,340 +15,11 @@ from fompi.backends.base import Backend
 from fompi.backends.numpy import Numpy
 from fompi.communicator import Communicator
 from fompi.dlpack import Tensor
-from fompi.engine import FAILED, MESSAGE_BITS, MOST_MESSAGES, Task
-from fompi.errors import DtypeError, FompiError, PeerError, PlanError, ShapeError, StateError, TensorError
-from fompi.layout import Extents, Sizes
-from fompi.plan import Collective, Compute, Plan, Recv, Send, constraints, lane, messages, release
-from fompi.trace import Event, Trace
-
-Array = np.ndarray[Any, Any]
-COMPUTE, SEND, RECV, NATIVE = range(4)
-HEARD_SECONDS = 1.0
-"""For the other ranks to hear of an error before they are sent anything wrong."""
-
-_KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
-
-
-class Compiled:
-    """A program with everything worked out that does not depend on sizes or addresses."""
-
-    def __init__(self, plan: Plan, rank: int):
-        self.plan, self.program = plan, plan.programs[rank]
-        ops = self.program.ops
-        self.ops = ops
-        self.kinds = [_KINDS[type(op)] for op in ops]
-        self.lanes = [lane(op) for op in ops]
-        self.peers = [peer for _, peer in self.lanes]
-        self.numbers = messages(ops)
-        if max(self.numbers, default=0) >= MOST_MESSAGES:
-            raise PlanError(f"more than {MOST_MESSAGES} messages to one peer: take fewer slices")
-        self.waits_for, self.on_start, self.on_done = release(constraints(ops, plan.window))
-        self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
-        self.natives = self.kinds.count(NATIVE)
-        self.buffers = {b.name: b for b in self.program.buffers}
-        self.scratch = [b for b in self.program.buffers if b.role == "scratch"]
-        self.outputs = [b for b in self.program.buffers if b.role == "output"]
-        self.title = f"{plan.problem.operation} by {plan.schedule}"
-
-    def readers(self, name: str) -> dict[int, list[int]]:
-        """For each block of an input the ops that read it."""
-        found: dict[int, list[int]] = {b: [] for b in self._blocks(name)}
-        for i, op in enumerate(self.ops):
-            for chunk in op.reads:
-                if chunk.buffer == name:
-                    for block in range(chunk.start, chunk.stop):
-                        found[block].append(i)
-        return found
-
-    def last_writers(self, name: str) -> dict[int, int]:
-        """For each block of an output the op that writes it last."""
-        found: dict[int, int] = {}
-        for i, op in enumerate(self.ops):
-            for chunk in op.writes:
-                if chunk.buffer == name:
-                    found.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
-        return found
-
-    def _blocks(self, name: str) -> range:
-        buffer = self.buffers[name]
-        return range(buffer.first, buffer.first + buffer.count)
-
-    def resolve(
-        self,
-        arrays: Mapping[str, Array],
-        extents: Extents,
-        backend: Backend,
-        native: Callable[..., Any] | None = None,
-        kernels: Mapping[str, Callable[..., object]] | None = None,
-    ) -> list[Any]:
-        """What each op does, on these arrays: bytes to send or to fill (None: no rows), or a call."""
-        buffers = self.buffers
-        starts = {name: b.offsets(extents) for name, b in buffers.items() if b.axis != "whole"}
-        flat: dict[str, Array] = {}
-        actions: list[Any] = []
-        for kind, op in zip(self.kinds, self.ops, strict=True):
-            if kind in (SEND, RECV):
-                chunk = op.chunk  # type: ignore[union-attr]
-                name = chunk.buffer
-                if name not in flat:
-                    flat[name] = arrays[name].reshape(-1).view(np.uint8)
-                offsets, buffer = starts[name], buffers[name]
-                first, last = offsets[chunk.start - buffer.first], offsets[chunk.stop - buffer.first]
-                width = buffer.row_nbytes
-                actions.append(flat[name][first * width : last * width] if last > first else None)
-                continue
-            reads = [self._view(arrays, starts, c) for c in op.reads]
-            writes = [self._view(arrays, starts, c) for c in op.writes]
-            if kind == NATIVE:
-                assert isinstance(op, Collective) and native is not None
-                blocks = [
-                    self._view(arrays, starts, c._replace(start=b, stop=b + 1))
-                    for c in op.reads
-                    for b in range(c.start, c.stop)
-                ]
-                root = self.plan.problem.root
-                actions.append(native(op.name, reads, writes, root, [len(b) for b in blocks]))
-            elif kernels and op.kernel in kernels:  # type: ignore[union-attr]
-                actions.append(_call(kernels[op.kernel], reads, writes))  # type: ignore[union-attr]
-            else:
-                assert isinstance(op, Compute)
-                dtypes = (
-                    [buffers[c.buffer].dtype for c in op.reads],
-                    [buffers[c.buffer].dtype for c in op.writes],
-                )
-                actions.append(backend.bind(op.kernel, reads, writes, *dtypes))
-        return actions
-
-    def _view(self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]], chunk: Any) -> Array:
-        name, start, stop = chunk
-        if name not in starts:
-            return arrays[name]
-        offsets, first = starts[name], self.buffers[name].first
-        return arrays[name][offsets[start - first] : offsets[stop - first]]
-
-
-def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> Callable[[], object]:
-    return lambda: kernel(reads, writes)
-
-
-class Run(Task):
-    """One call of a compiled program. After an error it goes on without kernels, so that every message is taken in."""
-
-    def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int, title: str):
-        self.compiled, self.comm, self.stamp, self.title = compiled, comm, stamp, title
-        self.tag = slot << MESSAGE_BITS
-        self.waits = list(compiled.waits_for)
-        self.left = len(compiled.ops)
-        self.ready: list[int] = []
-        self.begun = [0.0] * self.left
-        self.ended = [0.0] * self.left
-        self.actions: list[Any] = []
-        self.unready: dict[tuple[str, int], list[int]] = {}
-        self.natives_left = compiled.natives
-        self.natives_held: list[int] = []
-        self.takes_turns = False
-        self.warned: set[int] = set()
-        self.then: Callable[[], None] | None = None
-        self.finished, self.error = False, None
-        self.started = self.touched = 0.0
-
-    def start(self, actions: list[Any], unready: Mapping[tuple[str, int], list[int]] | None = None) -> None:
-        """Begin all that can begin. `unready`: parts of inputs that `ready()` will announce, and who reads them."""
-        channel = self.comm.channel
-        self.actions = actions
-        self.started = self.touched = perf_counter()
-        channel.begin(self.stamp, self)
-        if self.stamp in channel.failures:
-            self.error, fatal = channel.failures.pop(self.stamp)
-            if fatal:
-                self.abandon(self.error)
-                return
-        try:
-            self._start(unready)
-        except Exception as error:  # of MPI
-            channel.fail(self, error)
-            raise
-
-    def _start(self, unready: Mapping[tuple[str, int], list[int]] | None) -> None:
-        first = self.compiled.first
-        if unready:
-            self.unready = dict(unready)
-            for ops in unready.values():
-                for i in ops:
-                    self.waits[i] += 1
-            first = [i for i in first if self.waits[i] == 0]
-        if self.takes_turns and not self.natives_left:
-            self.comm.end_turn(self.stamp)
-        self._begin(list(first))
-        if self.left == 0:
-            self._finish()
-
-    def ready_part(self, name: str, block: int) -> None:
-        free = []
-        for i in self.unready.pop((name, block), ()):
-            self.waits[i] -= 1
-            if self.waits[i] == 0:
-                free.append(i)
-        self._begin(free)
-        if self.left == 0 and not self.finished:
-            self._finish()
-
-    def _begin(self, queue: list[int]) -> None:
-        """Start these ops, and all that they release by starting (or by being done at once)."""
-        compiled, engine, link = self.compiled, self.comm.engine, self.comm.link
-        kinds, peers, numbers, on_start, waits = (
-            compiled.kinds, compiled.peers, compiled.numbers, compiled.on_start, self.waits,
-        )  # fmt: skip
-        at = 0
-        while at < len(queue):
-            i = queue[at]
-            at += 1
-            kind = kinds[i]
-            if kind == COMPUTE:
-                if not self.ready:
-                    engine.kernels_ready(self)
-                heappush(self.ready, i)
-                continue
-            if kind == NATIVE and not self._may_go_native(i):
-                continue
-            self.begun[i] = perf_counter()
-            action = self.actions[i]
-            if kind == NATIVE:
-                engine.post(action(), self, i)
-                self._native_begun()
-            elif action is None:  # no rows: both ends know
-                queue.extend(self._ended(i))
-            elif kind == SEND:
-                if self.error is not None:
-                    self._warn(peers[i])
-                engine.post(link.isend(action, peers[i], self.tag + numbers[i]), self, i)
-            else:
-                engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
-            for j in on_start[i]:
-                waits[j] -= 1
-                if waits[j] == 0:
-                    queue.append(j)
-
-    def _ended(self, i: int) -> list[int]:
-        """Op i is done: the ops that may start now."""
-        self.ended[i] = self.touched = perf_counter()
-        self.left -= 1
-        waits, free = self.waits, []
-        for j in self.compiled.on_done[i]:
-            waits[j] -= 1
-            if waits[j] == 0:
-                free.append(j)
-        return free
-
-    def completed(self, key: int) -> None:
-        if self.finished:  # abandoned
-            return
-        free = self._ended(key)
-        if free:
-            self._begin(free)
-        if self.left == 0:
-            self._finish()
-
-    def work(self) -> None:
-        i = heappop(self.ready)
-        if not self.ready:
-            self.comm.engine.kernels_done(self)
-        self.begun[i] = perf_counter()
-        if self.error is None:
-            try:
-                self.actions[i]()
-            except BaseException as error:
-                self._kernel_failed(i, error)
-                if not isinstance(error, Exception):  # an interrupt ends more than this call
-                    self.completed(i)
-                    raise
-        self.completed(i)
-
-    def _finish(self) -> None:
-        self.finished = True
-        self.comm.channel.active.pop(self.stamp, None)
-        then, self.then = self.then, None
-        if then is not None:
-            then()
-
-    # -- the library's collectives: every rank must start them in one order, so unbound calls take turns, in theirs
-    def _may_go_native(self, i: int) -> bool:
-        if self.takes_turns and self.comm.turns[0] != self.stamp:
-            self.natives_held.append(i)
-            return False
-        return True
-
-    def _native_begun(self) -> None:
-        self.natives_left -= 1
-        if self.takes_turns and self.natives_left == 0:
-            self.comm.end_turn(self.stamp)
-
-    def take_turn(self) -> None:
-        held, self.natives_held = self.natives_held, []
-        self._begin(held)
-
-    # -- errors
-    def _kernel_failed(self, i: int, error: BaseException) -> None:
-        """Tell the other ranks, then go on."""
-        where = f"op {i}, {self.compiled.ops[i]}"
-        error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
-        words = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
-        self.comm.channel.tell_all(FAILED, self.stamp, words, HEARD_SECONDS if self.natives_left else 0.0)
-        self.warned.update(range(self.comm.size))
-        self.poison(error)
-
-    def _warn(self, peer: int) -> None:
-        """What we send after an error is worthless, and peer may not know yet: the rank that failed told us first."""
-        if peer not in self.warned and isinstance(self.error, PeerError):
-            self.warned.add(peer)
-            self.comm.channel.tell(peer, FAILED, self.stamp, str(self.error), self.error.origin)
-
-    def poison(self, error: BaseException) -> bool:
-        """From now on only messages, so that this call ends everywhere; then `error`."""
-        self.error = self.error or error
-        for name, block in list(self.unready):
-            self.ready_part(name, block)
-        return True
-
-    def abandon(self, error: BaseException) -> None:
-        if self.ready:
-            self.ready.clear()
-            self.comm.engine.kernels_done(self)
-        self.error = self.error or error
-        self._finish()
-        self.comm.end_turn(self.stamp)
-
-    def can_finish(self) -> bool:
-        return not self.unready
-
-    def waits_for(self) -> tuple[int, str] | None:
-        for wanted in (RECV, SEND):
-            for i, kind in enumerate(self.compiled.kinds):
-                if kind == wanted and self.begun[i] and not self.ended[i]:
-                    peer = self.compiled.peers[i]
-                    verb = "to send" if kind == RECV else "to receive"
-                    return peer, f"rank {peer} {verb} in {self.title}, op {i}, {self.compiled.ops[i]}"
-        return None
-
-    # -- afterwards
-    def trace(self, extents: Extents) -> Trace:
-        """What this rank did when, in this call."""
-        compiled, rank = self.compiled, self.comm.rank
-        offsets = {name: b.offsets(extents) for name, b in compiled.buffers.items()}
-        events = []
-        for i, op in enumerate(compiled.ops):
-            name, peer = compiled.lanes[i]
-            track = {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
-            nbytes = 0
-            for chunk in op.writes if isinstance(op, Recv) else op.reads:
-                buffer = compiled.buffers[chunk.buffer]
-                rows = offsets[chunk.buffer]
-                whole = buffer.axis == "whole"
-                n = rows[-1] if whole else rows[chunk.stop - buffer.first] - rows[chunk.start - buffer.first]
-                width = buffer.row_nbytes // max(1, buffer.row[0]) if whole and buffer.row else buffer.row_nbytes
-                nbytes += n * width
-            events.append(Event(rank, track, i, str(op), self.begun[i], self.ended[i], nbytes))
-        return Trace("measured", self.title, tuple(events))
+from fompi.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, WaitTimeout
+from fompi.layout import Sizes
+from fompi.plan import Collective, Plan, Send
+from fompi.run import Compiled, Run
+from fompi.trace import Trace
 
 
 class Executor:
@@ -371,75 +37,70 @@ class Executor:
 
     def __init__(
         self,
-        plan: Plan,
+        compiled: Compiled,
         comm: Communicator,
-        tensors: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
+        bound: _Bound,
         backend: Backend,
         kernels: Mapping[str, Callable[..., object]] | None = None,
     ):
-        self.plan, self.comm, self.backend, self.kernels = plan, comm, backend, kernels
-        self.compiled = Compiled(plan, comm.rank)
+        self.plan, self.compiled, self.comm = compiled.plan, compiled, comm
+        self.backend, self.kernels = backend, kernels
         self.closed = False
         self._instance, self._calls = comm.next_bound(), 0
-        self._tensors, self._shapes = tensors, shapes
-        self._like = tensors["x"].framework
-        self._link = comm.link.duplicate() if self.compiled.natives else comm.link
-        self._arrays = {name: t.array for name, t in tensors.items()}
-        take, extents = comm.engine.arena.take, plan.extents(comm.rank)
-        for buffer in (*self.compiled.scratch, *self.compiled.outputs):
-            if buffer.name not in self._arrays:
-                self._arrays[buffer.name] = take(buffer.shape(extents), backend.storage(buffer.dtype))
+        self._tensors, self._shapes, self._arrays = bound
+        self._link = comm.link.duplicate() if compiled.natives else comm.link
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
-        self._use(plan.sizes)
         self._run: Run | None = None
+        self._use(self.plan.sizes)
 
     def _use(self, sizes: Sizes) -> None:
         """Work out what every op does with these sizes."""
         self._sizes, self._extents = sizes, sizes.extents(self.comm.rank, self.plan.parts)
         native = self._link.collective
         self._actions = self.compiled.resolve(self._arrays, self._extents, self.backend, native, self.kernels)
-        results = []
+        self._outputs = []
         for buffer in self.compiled.outputs:
             array = self._arrays[buffer.name]
             if buffer.axis != "whole":
                 array = array[: sum(self._extents.counts(buffer.axis))]
                 if buffer.name in self._shapes and sizes == self.plan.sizes:
                     array = array.reshape(self._shapes[buffer.name])
-            results.append(dlpack.lend(array, buffer.dtype, self._tensors.get(buffer.name, self._tensors["x"])))
-        self._results = tuple(results)
+            self._outputs.append((array, buffer.dtype, self._tensors.get(buffer.name, self._tensors["x"])))
+        self._results = self._lent()
         given = [self._tensors[b.name].owner for b in self.compiled.outputs if b.name in self._tensors]
-        self._written = [x for x in (*results, *given) if dlpack.framework_of(x) == "torch"]
+        self._written = [x for x in (*self._results, *given) if dlpack.framework_of(x) == "torch"]
+
+    def _lent(self) -> tuple[Any, ...]:
+        """The outputs as tensors. JAX arrays must not change at the next call, so they get memory of their own."""
+        lent = []
+        for array, dtype, like in self._outputs:
+            if like.framework == "jax":
+                own = self.comm.engine.arena.take(array.shape, array.dtype)
+                own[...] = array
+                array = own
+            lent.append(dlpack.lend(array, dtype, like))
+        return tuple(lent)
 
     def _resize(self, counts: Any) -> None:
-        pairs = bool(self.plan.sizes.pairs)
+        """Use other rows. What is wrong with them is wrong on all ranks: every rank looks at the counts of all."""
+        most = self.plan.sizes
+        form = "rows[source][dest]" if most.pairs else "the rows of every rank"
         try:
-            sizes = (
-                Sizes(pairs=tuple(tuple(map(int, row)) for row in counts))
-                if pairs
-                else Sizes(rows=tuple(map(int, counts)))
-            )
-        except (TypeError, ValueError) as error:
-            raise ShapeError(
-                f"counts are {'rows[source][dest]' if pairs else 'the rows of every rank'}: {error}"
-            ) from None
-        listed = sizes.pairs if pairs else (sizes.rows,)
-        if (pairs and len(listed) != self.comm.size) or any(
-            len(row) != self.comm.size or min(row) < 0 for row in listed
-        ):
-            raise ShapeError(
-                f"counts need a number >= 0 for each of {self.comm.size} ranks{' twice over' if pairs else ''}"
-            )
-        if sizes == self._sizes:
-            return
-        extents = sizes.extents(self.comm.rank, self.plan.parts)
-        for name, buffer in self.compiled.buffers.items():
-            if buffer.axis != "whole" and buffer.shape(extents)[0] > len(self._arrays[name]):
-                raise ShapeError(
-                    f"{name} has room for {len(self._arrays[name])} rows, not for {buffer.shape(extents)[0]}"
-                )
-        self._use(sizes)
+            table = [[operator.index(n) for n in row] for row in (counts if most.pairs else [counts])]
+        except TypeError as error:
+            raise ShapeError(f"counts are {form}: {error}") from None
+        allowed = most.pairs or (most.rows,)
+        if [len(row) for row in table] != [len(row) for row in allowed]:
+            raise ShapeError(f"counts are {form}, for {self.comm.size} ranks, not {counts}")
+        for row, limits in zip(table, allowed, strict=True):
+            for rank, (n, limit) in enumerate(zip(row, limits, strict=True)):
+                if not 0 <= n <= limit:
+                    raise ShapeError(f"counts have {n} rows for rank {rank}, where the plan has room for 0 to {limit}")
+        rows = tuple(map(tuple, table))
+        sizes = Sizes(pairs=rows) if most.pairs else Sizes(rows[0])
+        if sizes != self._sizes:
+            self._use(sizes)
 
     # -- one call
     def __call__(self, counts: Any = None) -> Any:
@@ -448,8 +109,9 @@ class Executor:
 
     def start(self, *partial: str, counts: Any = None) -> Executor:
         """Begin a call. The inputs named in `partial` become ready part by part."""
-        if self.closed or self.comm.closed:
+        if self.closed:
             raise StateError(f"{self.compiled.title}: the executor is closed")
+        self.comm.check()
         if self._run is not None and not self._run.finished:
             raise StateError(f"{self.compiled.title} is in flight already: wait() before the next start()")
         if counts is not None:
@@ -503,17 +165,19 @@ class Executor:
     def wait(self, timeout: float | None = None) -> Any:
         """The result of this call: one tensor, or a tuple in the order of the plan's outputs.
 
-        Raises the error that ended the call on this rank, PeerError if it began on another one, and TimeoutError
+        Raises the error that ended the call on this rank, PeerError if it began on another one, and WaitTimeout
         after `timeout` seconds (the call goes on).
         """
         run = self._current()
-        if run.unready and timeout is None:
+        if run.unready and run.error is None and timeout is None:
             missing = ", ".join(sorted({f"{name}[{block}]" for name, block in run.unready}))
             raise StateError(f"wait() for {self.compiled.title}, but ready() was never called for {missing}")
         if not self.comm.engine.wait(run, self.comm.channel, timeout):
-            raise TimeoutError(f"{self.compiled.title} is not finished after {timeout:g} s")
+            raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
         if run.error is not None:
             raise run.error
+        if any(like.framework == "jax" for _, _, like in self._outputs):
+            self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results
 
     @property
@@ -540,9 +204,15 @@ class Executor:
         return self._readers[name]
 
     def close(self) -> None:
-        """Give scratch back. All ranks close an executor together if its plan has collectives of the library."""
+        """Give scratch back, after the call in flight. All ranks close an executor together if its plan has collectives
+        of the library. A call that still waits for `ready()` is given up, on all ranks."""
         if not self.closed:
             self.closed = True
+            run = self._run
+            if run is not None and not run.finished:
+                if run.unready:
+                    self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
+                self.comm.engine.wait(run, self.comm.channel)
             self._arrays, self._actions = {}, []
             if self._link is not self.comm.link:
                 self._link.close()
@@ -575,22 +245,28 @@ def bind(
     communicator = Communicator.of(comm)
     if out is not None:
         tensors["y"] = out
+    backend = backend or Numpy()
     refusal: Exception | None = None
-    borrowed: dict[str, Tensor] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        borrowed, shapes = _check(plan, communicator, tensors)
-    except FompiError as error:
+    try:  # all that may go wrong here goes wrong before the ranks agree
+        bound = _check(plan, communicator, tensors, backend)
+        compiled = Compiled(plan, communicator.rank)
+    except Exception as error:
         refusal = error
     text = f"bind({plan.problem} by {plan.schedule}, {plan.parts} parts, window {plan.window}, {plan.sizes})"
     agree(communicator, text, refusal)
-    return Executor(plan, communicator, borrowed, shapes, backend or Numpy(), kernels)
+    return Executor(compiled, communicator, bound, backend, kernels)
 
 
-def _check(
-    plan: Plan, comm: Communicator, tensors: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """The tensors as arrays of the shapes that the plan's buffers have, and the shapes that they came in."""
+class _Bound(NamedTuple):
+    """The tensors given; the shape that a flat output is to have; every buffer as an array."""
+
+    tensors: dict[str, Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    arrays: dict[str, Any]
+
+
+def _check(plan: Plan, comm: Communicator, tensors: Mapping[str, Any], backend: Backend) -> _Bound:
+    """The tensors as arrays of the shapes that the plan's buffers have, and memory for all other buffers."""
     if plan.size != comm.size:
         raise PlanError(f"the plan is for {plan.size} ranks, {comm!r} has {comm.size}")
     program, extents = plan.programs[comm.rank], plan.extents(comm.rank)
@@ -618,4 +294,16 @@ def _check(
             shapes["y"] = tensor.array.shape
             tensor = replace(tensor, array=tensor.array.reshape(shape))
         borrowed[name] = tensor
-    return borrowed, shapes
+    for name, tensor in borrowed.items():
+        for other in borrowed:
+            if (
+                named[name].role == "output"
+                and other != name
+                and np.may_share_memory(tensor.array, borrowed[other].array)
+            ):
+                raise TensorError(f"{name} shares memory with {other}")
+    arrays = {name: tensor.array for name, tensor in borrowed.items()}
+    for buffer in program.buffers:
+        if buffer.name not in arrays:
+            arrays[buffer.name] = comm.engine.arena.take(buffer.shape(extents), backend.storage(buffer.dtype))
+    return _Bound(borrowed, shapes, arrays)

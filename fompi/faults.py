@@ -17,6 +17,7 @@ from types import TracebackType
 from fompi.engine import DYING, GONE, LEFT, Channel, Engine
 from fompi.errors import PeerError
 from fompi.link import abort, finalized
+from fompi.transport import world
 
 HEAR_SECONDS, DEFER_SECONDS = 0.1, 1.0
 READ_SECONDS = 0.2
@@ -60,6 +61,8 @@ def _end(engine: Engine, error: BaseException | None, report: Callable[[], objec
 
 def _is_first(engine: Engine) -> bool:
     """Of all ranks that are ending, the first one; of several at once, the lowest."""
+    if not engine.channels:  # the first communicator was never made: we cannot ask
+        sleep(DEFER_SECONDS * min(world()[0], 4) / 4)
     if not engine.lock.acquire(timeout=HEAR_SECONDS):  # another thread is inside MPI
         return True
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 # What a launcher is called in a sentence.
@@ -172,3 +173,11 @@ def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node is not None and node < len(counts) else None
+
+
+def cores() -> int:
+    """Cores for all ranks of this host together: of the launcher above us too, if it bound each rank to its own."""
+    found = len(os.sched_getaffinity(0))
+    with suppress(OSError):  # the parent is another user's, or has ended
+        found = max(found, len(os.sched_getaffinity(os.getppid())))
+    return found

@@ -67,9 +67,9 @@ class Link:
             return lambda: self.comm.Ibcast(everything, root)
         if name == "all_gather":
             mine, gathered = _bytes(reads[0]), _placed(writes)
-            return lambda: self.comm.Iallgatherv(mine, gathered)
+            return _holding((reads, writes), lambda: self.comm.Iallgatherv(mine, gathered))
         dealt, arrived = _placed(reads), _placed(writes)
-        return lambda: self.comm.Ialltoallv(dealt, arrived)
+        return _holding((reads, writes), lambda: self.comm.Ialltoallv(dealt, arrived))
 
     def close(self) -> None:
         self.comm.Free()
@@ -137,6 +137,15 @@ def mpi_communicator(comm: Any) -> Any:
 
 def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
+
+
+def _holding(arrays: object, start: Callable[[], Any]) -> Callable[[], Any]:
+    """`start`, keeping `arrays` for as long as it lives: a memory given by its address keeps nothing."""
+
+    def started(held: object = arrays) -> Any:
+        return start()
+
+    return started
 
 
 def _placed(runs: Sequence[Array]) -> list[Any]:

@@ -24,7 +24,7 @@ from itertools import count
 from fompi import layout
 from fompi.errors import PlanError
 from fompi.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, is_result, total
-from fompi.layout import HALF, AXES, Symbol
+from fompi.layout import AXES, HALF, Symbol
 from fompi.plan import Chunk, Collective, Compute, Frontier, Op, Plan, Program, Recv, Send, constraints
 from fompi.problems import after, before
 

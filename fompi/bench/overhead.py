@@ -214,7 +214,7 @@ def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
 
 def planning() -> list[Row]:
     """A cold plan for 8 ranks, as the first call of an operation makes it: written, verified, compiled."""
-    from fompi.executor import Compiled
+    from fompi.run import Compiled
 
     seconds = []
     for _ in range(ROUNDS):

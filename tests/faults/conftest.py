@@ -66,13 +66,12 @@ class Ended:
 
 @pytest.fixture
 def launch(mpirun, tmp_path):
-    """launch(ranks, "code", timeout=2) -> Ended; the code finds world, rank, size, say(), event()."""
+    """launch(ranks, "code", timeout=2) -> Ended; the code finds say(), event(), and unless world=False world, rank, size."""
 
-    def run(ranks, code, timeout=20.0, seconds=40, prelude=PRELUDE + WORLD, env=None):
+    def run(ranks, code, timeout=20.0, world=True):
         script = tmp_path / "script.py"
-        script.write_text(prelude + code)
-        variables = {"FOMPI_TIMEOUT": str(timeout), **(env or {})}
-        finished = mpirun(ranks, script, seconds=seconds, env=variables, cwd=tmp_path)
+        script.write_text(PRELUDE + WORLD * world + code)
+        finished = mpirun(ranks, script, seconds=40, env={"FOMPI_TIMEOUT": str(timeout)}, cwd=tmp_path)
         ended = time.time()
         events = [float(text) for text in re.findall(r"EVENT ([\d.]+)", finished.stdout)]
         return Ended(finished, ended - min(events, default=ended))

@@ -268,20 +268,10 @@ if world.rank == 1:
     raise RuntimeError("the first words")
 time.sleep(30)
 """,
-        prelude=PRELUDE_WITHOUT_WORLD,
+        world=False,
     )
     assert ended.finished.returncode != 0 and ended.output.count("HOOKED the first words") == 1
     assert not ended.finished.timed_out
-
-
-PRELUDE_WITHOUT_WORLD = """\
-import os, signal, sys, threading, time
-import numpy as np
-import fompi
-
-def event():
-    os.write(1, f"EVENT {time.time()}\\n".encode())
-"""
 
 
 # ----------------------------------------------------------------------------------------------------------- early ends
@@ -310,7 +300,9 @@ def test_exit_with_a_status_at_the_end(launch):
     assert not ended.finished.timed_out
 
 
-@pytest.mark.parametrize("call", ["fompi.all_reduce(np.ones(3), comm=world)", "fompi.Mesh(a=size)", "step()"])
+@pytest.mark.parametrize(
+    "call", ["fompi.all_reduce(np.ones(3), comm=world)", "fompi.Mesh(a=size)", "step()", "native()"]
+)
 def test_the_end_before_the_others(launch, call):
     """One rank has one call less than the others."""
     ended = launch(
@@ -318,6 +310,8 @@ def test_the_end_before_the_others(launch, call):
         f"""
 plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="ring")
 step = fompi.bind(plan, comm=world, x=np.ones(9))
+plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="unfused")
+native = fompi.bind(plan, comm=world, x=np.ones(9))
 step()
 if rank == 0:
     event()

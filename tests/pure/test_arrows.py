@@ -32,6 +32,7 @@ PURE = {
 WORLD = {
     "backends", "launch", "transport", "link", "engine", "agreement", "faults", "communicator", "arena", "dlpack",
     "executor",
+    "run",
 }  # fmt: skip
 """The rooms below the line: they carry plans out, and know nothing of how plans are made or proven."""
 

@@ -1,0 +1,358 @@
+"""One rank's program at work: `Compiled` (made once) and `Run` (one call in flight).
+
+The loop is the one of the design: start the next op of each lane, wait only for what it needs. What an op needs is
+worked out once, by `plan.constraints`; a run counts down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.base import Backend
+from fompi.communicator import Communicator
+from fompi.engine import ANYONE, FAILED, MESSAGE_BITS, MOST_MESSAGES, Task
+from fompi.errors import PeerError, PlanError
+from fompi.layout import Extents
+from fompi.plan import Collective, Compute, Plan, Recv, Send, constraints, lane, messages, release
+from fompi.trace import Event, Trace
+
+Array = np.ndarray[Any, Any]
+COMPUTE, SEND, RECV, NATIVE = range(4)
+HEARD_SECONDS = 1.0
+"""For the other ranks to hear of an error before they are sent anything wrong."""
+
+_KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
+
+
+class Compiled:
+    """A program with everything worked out that does not depend on sizes or addresses."""
+
+    def __init__(self, plan: Plan, rank: int):
+        self.plan, self.program = plan, plan.programs[rank]
+        ops = self.program.ops
+        self.ops = ops
+        self.kinds = [_KINDS[type(op)] for op in ops]
+        self.lanes = [lane(op) for op in ops]
+        self.peers = [peer for _, peer in self.lanes]
+        self.numbers = messages(ops)
+        if max(self.numbers, default=0) >= MOST_MESSAGES:
+            raise PlanError(f"more than {MOST_MESSAGES} messages to one peer: take fewer slices")
+        self.waits_for, self.on_start, self.on_done = release(constraints(ops, plan.window))
+        self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
+        self.natives = self.kinds.count(NATIVE)
+        self.buffers = {b.name: b for b in self.program.buffers}
+        self.scratch = [b for b in self.program.buffers if b.role == "scratch"]
+        self.outputs = [b for b in self.program.buffers if b.role == "output"]
+        self.title = f"{plan.problem.operation} by {plan.schedule}"
+
+    def readers(self, name: str) -> dict[int, list[int]]:
+        """For each block of an input the ops that read it."""
+        found: dict[int, list[int]] = {b: [] for b in self._blocks(name)}
+        for i, op in enumerate(self.ops):
+            for chunk in op.reads:
+                if chunk.buffer == name:
+                    for block in range(chunk.start, chunk.stop):
+                        found[block].append(i)
+        return found
+
+    def last_writers(self, name: str) -> dict[int, int]:
+        """For each block of an output the op that writes it last."""
+        found: dict[int, int] = {}
+        for i, op in enumerate(self.ops):
+            for chunk in op.writes:
+                if chunk.buffer == name:
+                    found.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
+        return found
+
+    def _blocks(self, name: str) -> range:
+        buffer = self.buffers[name]
+        return range(buffer.first, buffer.first + buffer.count)
+
+    def resolve(
+        self,
+        arrays: Mapping[str, Array],
+        extents: Extents,
+        backend: Backend,
+        native: Callable[..., Any] | None = None,
+        kernels: Mapping[str, Callable[..., object]] | None = None,
+    ) -> list[Any]:
+        """What each op does, on these arrays: bytes to send or to fill (None: no rows), or a call."""
+        buffers = self.buffers
+        starts = {name: b.offsets(extents) for name, b in buffers.items() if b.axis != "whole"}
+        flat: dict[str, Array] = {}
+        actions: list[Any] = []
+        for kind, op in zip(self.kinds, self.ops, strict=True):
+            if kind in (SEND, RECV):
+                chunk = op.chunk  # type: ignore[union-attr]
+                name = chunk.buffer
+                if name not in flat:
+                    flat[name] = arrays[name].reshape(-1).view(np.uint8)
+                offsets, buffer = starts[name], buffers[name]
+                first, last = offsets[chunk.start - buffer.first], offsets[chunk.stop - buffer.first]
+                width = buffer.row_nbytes
+                actions.append(flat[name][first * width : last * width] if last > first else None)
+                continue
+            reads = [self._view(arrays, starts, c) for c in op.reads]
+            writes = [self._view(arrays, starts, c) for c in op.writes]
+            if kind == NATIVE:
+                assert isinstance(op, Collective) and native is not None
+                blocks = [
+                    self._view(arrays, starts, c._replace(start=b, stop=b + 1))
+                    for c in op.reads
+                    for b in range(c.start, c.stop)
+                ]
+                root = self.plan.problem.root
+                actions.append(native(op.name, reads, writes, root, [len(b) for b in blocks]))
+            elif kernels and op.kernel in kernels:  # type: ignore[union-attr]
+                actions.append(_call(kernels[op.kernel], reads, writes))  # type: ignore[union-attr]
+            else:
+                assert isinstance(op, Compute)
+                dtypes = (
+                    [buffers[c.buffer].dtype for c in op.reads],
+                    [buffers[c.buffer].dtype for c in op.writes],
+                )
+                actions.append(backend.bind(op.kernel, reads, writes, *dtypes))
+        return actions
+
+    def _view(self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]], chunk: Any) -> Array:
+        name, start, stop = chunk
+        if name not in starts:
+            return arrays[name]
+        offsets, first = starts[name], self.buffers[name].first
+        return arrays[name][offsets[start - first] : offsets[stop - first]]
+
+
+def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> Callable[[], object]:
+    return lambda: kernel(reads, writes)
+
+
+class Run(Task):
+    """One call of a compiled program. After an error it goes on without kernels, so that every message is taken in."""
+
+    def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int, title: str):
+        self.compiled, self.comm, self.stamp, self.title = compiled, comm, stamp, title
+        self.tag = slot << MESSAGE_BITS
+        self.waits = list(compiled.waits_for)
+        self.left = len(compiled.ops)
+        self.ready: list[int] = []
+        self.begun = [0.0] * self.left
+        self.ended = [0.0] * self.left
+        self.actions: list[Any] = []
+        self.unready: dict[tuple[str, int], list[int]] = {}
+        self.natives_left = compiled.natives
+        self.natives_held: list[int] = []
+        self.takes_turns = False
+        self.warned: set[int] = set()
+        self.then: Callable[[], None] | None = None
+        self.finished, self.error = False, None
+        self.started = self.touched = 0.0
+
+    def start(self, actions: list[Any], unready: Mapping[tuple[str, int], list[int]] | None = None) -> None:
+        """Begin all that can begin. `unready`: parts of inputs that `ready()` will announce, and who reads them."""
+        channel = self.comm.channel
+        self.actions = actions
+        self.started = self.touched = perf_counter()
+        channel.begin(self.stamp, self)
+        if self.stamp in channel.failures:
+            self.error, fatal = channel.failures.pop(self.stamp)
+            if fatal:
+                self.abandon(self.error)
+                return
+        try:
+            self._start(unready)
+        except Exception as error:  # of MPI
+            channel.fail(self, error)
+            raise
+
+    def _start(self, unready: Mapping[tuple[str, int], list[int]] | None) -> None:
+        first = self.compiled.first
+        if unready:
+            self.unready = dict(unready)
+            for ops in unready.values():
+                for i in ops:
+                    self.waits[i] += 1
+            first = [i for i in first if self.waits[i] == 0]
+        if self.takes_turns and not self.natives_left:
+            self.comm.end_turn(self.stamp)
+        self._begin(list(first))
+        if self.left == 0:
+            self._finish()
+
+    def ready_part(self, name: str, block: int) -> None:
+        free = []
+        for i in self.unready.pop((name, block), ()):
+            self.waits[i] -= 1
+            if self.waits[i] == 0:
+                free.append(i)
+        self._begin(free)
+        if self.left == 0 and not self.finished:
+            self._finish()
+
+    def _begin(self, queue: list[int]) -> None:
+        """Start these ops, and all that they release by starting (or by being done at once)."""
+        compiled, engine, link = self.compiled, self.comm.engine, self.comm.link
+        kinds, peers, numbers, on_start, waits = (
+            compiled.kinds, compiled.peers, compiled.numbers, compiled.on_start, self.waits,
+        )  # fmt: skip
+        at = 0
+        while at < len(queue):
+            i = queue[at]
+            at += 1
+            kind = kinds[i]
+            if kind == COMPUTE:
+                if not self.ready:
+                    engine.kernels_ready(self)
+                heappush(self.ready, i)
+                continue
+            if kind == NATIVE and not self._may_go_native(i):
+                continue
+            self.begun[i] = perf_counter()
+            action = self.actions[i]
+            if kind == NATIVE:
+                engine.post(action(), self, i)
+                self._native_begun()
+            elif action is None:  # no rows: both ends know
+                queue.extend(self._ended(i))
+            elif kind == SEND:
+                if self.error is not None:
+                    self._warn(peers[i])
+                engine.post(link.isend(action, peers[i], self.tag + numbers[i]), self, i)
+            else:
+                engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
+            for j in on_start[i]:
+                waits[j] -= 1
+                if waits[j] == 0:
+                    queue.append(j)
+
+    def _ended(self, i: int) -> list[int]:
+        """Op i is done: the ops that may start now."""
+        self.ended[i] = self.touched = perf_counter()
+        self.left -= 1
+        waits, free = self.waits, []
+        for j in self.compiled.on_done[i]:
+            waits[j] -= 1
+            if waits[j] == 0:
+                free.append(j)
+        return free
+
+    def completed(self, key: int) -> None:
+        if self.finished:  # abandoned
+            return
+        free = self._ended(key)
+        if free:
+            self._begin(free)
+        if self.left == 0:
+            self._finish()
+
+    def work(self) -> None:
+        i = heappop(self.ready)
+        if not self.ready:
+            self.comm.engine.kernels_done(self)
+        self.begun[i] = perf_counter()
+        if self.error is None:
+            try:
+                self.actions[i]()
+            except BaseException as error:
+                self._kernel_failed(i, error)
+                if not isinstance(error, Exception):  # an interrupt ends more than this call
+                    self.completed(i)
+                    raise
+        self.completed(i)
+
+    def _finish(self) -> None:
+        self.finished = True
+        self.comm.channel.active.pop(self.stamp, None)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+    # -- the library's collectives: every rank must start them in one order, so unbound calls take turns, in theirs
+    def _may_go_native(self, i: int) -> bool:
+        if self.takes_turns and self.comm.turns[0] != self.stamp:
+            self.natives_held.append(i)
+            return False
+        return True
+
+    def _native_begun(self) -> None:
+        self.natives_left -= 1
+        if self.takes_turns and self.natives_left == 0:
+            self.comm.end_turn(self.stamp)
+
+    def take_turn(self) -> None:
+        held, self.natives_held = self.natives_held, []
+        self._begin(held)
+
+    # -- errors
+    def _kernel_failed(self, i: int, error: BaseException) -> None:
+        """Tell the other ranks, then go on."""
+        where = f"op {i}, {self.compiled.ops[i]}"
+        error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
+        words = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
+        self.comm.channel.tell_all(FAILED, self.stamp, words, HEARD_SECONDS if self.natives_left else 0.0)
+        self.warned.update(range(self.comm.size))
+        self.poison(error)
+
+    def _warn(self, peer: int) -> None:
+        """What we send after an error is worthless, and peer may not know yet: the rank that failed told us first."""
+        if peer not in self.warned and isinstance(self.error, PeerError):
+            self.warned.add(peer)
+            self.comm.channel.tell(peer, FAILED, self.stamp, str(self.error), self.error.origin)
+
+    def poison(self, error: BaseException) -> bool:
+        """From now on only messages, so that this call ends everywhere; then `error`."""
+        self.error = self.error or error
+        for name, block in list(self.unready):
+            self.ready_part(name, block)
+        return True
+
+    def abandon(self, error: BaseException) -> None:
+        if self.ready:
+            self.ready.clear()
+            self.comm.engine.kernels_done(self)
+        self.unready.clear()
+        self.error = self.error or error
+        self._finish()
+        self.comm.end_turn(self.stamp)
+
+    def broke(self, error: Exception) -> None:
+        self.comm.channel.fail(self, error)
+
+    def can_finish(self) -> bool:
+        return not self.unready
+
+    def waits_for(self) -> tuple[int, str] | None:
+        for wanted in (RECV, SEND):
+            for i, kind in enumerate(self.compiled.kinds):
+                if kind == wanted and self.begun[i] and not self.ended[i]:
+                    peer = self.compiled.peers[i]
+                    verb = "to send" if kind == RECV else "to receive"
+                    return peer, f"rank {peer} {verb} in {self.title}, op {i}, {self.compiled.ops[i]}"
+        for i, kind in enumerate(self.compiled.kinds):
+            if kind == NATIVE and self.begun[i] and not self.ended[i]:
+                return ANYONE, f"all ranks to come to {self.title}, op {i}, {self.compiled.ops[i]}"
+        return None
+
+    # -- afterwards
+    def trace(self, extents: Extents) -> Trace:
+        """What this rank did when, in this call."""
+        compiled, rank = self.compiled, self.comm.rank
+        offsets = {name: b.offsets(extents) for name, b in compiled.buffers.items()}
+        events = []
+        for i, op in enumerate(compiled.ops):
+            name, peer = compiled.lanes[i]
+            track = {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
+            nbytes = 0
+            for chunk in op.writes if isinstance(op, Recv) else op.reads:
+                buffer = compiled.buffers[chunk.buffer]
+                rows = offsets[chunk.buffer]
+                whole = buffer.axis == "whole"
+                n = rows[-1] if whole else rows[chunk.stop - buffer.first] - rows[chunk.start - buffer.first]
+                width = buffer.row_nbytes // max(1, buffer.row[0]) if whole and buffer.row else buffer.row_nbytes
+                nbytes += n * width
+            events.append(Event(rank, track, i, str(op), self.begun[i], self.ended[i], nbytes))
+        return Trace("measured", self.title, tuple(events))
