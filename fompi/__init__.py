@@ -55,13 +55,6 @@ from fompi.verify import verify
 
 __version__ = "0.1.0"
 
-_WITH_MPI = {
-    "Communicator": "communicator",
-    "Mesh": "communicator",
-    "Executor": "executor",
-    "bind": "executor",
-}
-
 __all__ = [
     "Communicator",
     "DtypeError",

@@ -86,7 +86,10 @@ class Communicator:
 
     @contextmanager
     def record(self) -> Iterator[list[Trace]]:
-        """The traces, on this rank, of all operations that finish on this communicator within the `with`."""
+        """The traces, on this rank, of the operations started on this communicator within the `with`, as they finish.
+
+        Those of an executor are not among them: it has a `trace` of its own.
+        """
         before, self.recording = self.recording, []
         try:
             yield self.recording

@@ -107,7 +107,13 @@ def _all_reduce(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[
 
 def _broadcast(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     total = ops.all_reduce(grads[0], comm=call.comm)
-    return [total if call.extents.rank == a.root else None]
+    return [total if call.extents.rank == a.root else _zeros(total)]
+
+
+def _zeros(like: Any) -> Any:
+    """Zeros of its shape and dtype, in any framework, whatever it holds: 0 * inf is none."""
+    nowhere = (like == like) & (like != like)
+    return nowhere.astype(like.dtype) if hasattr(nowhere, "astype") else nowhere.to(like.dtype)
 
 
 def _all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:

@@ -7,6 +7,7 @@ waits for a rank that has left gets an error.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import traceback
@@ -26,19 +27,26 @@ READ_SECONDS = 0.2
 
 def install(engine: Engine) -> None:
     """Hook into the end of this process. Called once, when the first communicator is made."""
-    hook, thread_hook = sys.excepthook, threading.excepthook
+    hook, thread_hook, process = sys.excepthook, threading.excepthook, os.getpid()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _end(engine, error, lambda: hook(kind, error, trace))
+        if os.getpid() != process:  # a child by fork has no part in MPI
+            hook(kind, error, trace)
+        else:
+            _end(engine, error, lambda: hook(kind, error, trace))
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-        if issubclass(args.exc_type, SystemExit):  # ends the thread, and nothing else
+        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # that ends the thread, and nothing else
             thread_hook(args)
         else:
             _end(engine, args.exc_value, lambda: thread_hook(args))
 
+    def at_exit() -> None:
+        if os.getpid() == process:
+            _leave(engine)
+
     sys.excepthook, threading.excepthook = uncaught, uncaught_in_thread
-    atexit.register(_leave, engine)
+    atexit.register(at_exit)
 
 
 def _end(engine: Engine, error: BaseException | None, report: Callable[[], object]) -> None:

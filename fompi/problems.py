@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fompi import layout
 from fompi.errors import DtypeError, LayoutError, ShapeError
 from fompi.kernels import Value, product, total
-from fompi.layout import HALF, Extents, Partial, Replicate, Shard, Sizes, Spec, accumulator, split
+from fompi.layout import HALF, Partial, Replicate, Shard, Sizes, Spec, accumulator, split
 from fompi.plan import Program, Workspace
 
 
@@ -443,9 +443,3 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
             result[problem.name("g", i)] = flat.T @ right.reshape(prod(right.shape[:-1]), right.shape[-1])
         results.append(result)
     return results
-
-
-def sizes_of(problem: Problem, extents: Extents) -> tuple[int, ...]:
-    """Rows of x and rows of the results on one rank."""
-    here, there = problem.axes
-    return sum(extents.counts(here)), sum(extents.counts(there))

@@ -10,7 +10,6 @@ import fompi
 from fompi.layout import Sizes, split
 from fompi.problems import reference
 
-
 NAMES = [name for name in catalogue.problems(1) if "weight_gradient flipped" not in name]
 """Those of the catalogue that a public operation asks for."""
 
@@ -24,7 +23,7 @@ def spread(problem, how, seed=0):
 
 
 def tensors(problem, given):
-    """The inputs of one rank as a user has them: bfloat16 as ml_dtypes' own, a packed x with gaps between its elements."""
+    """The inputs of one rank as a user has them: bfloat16 as ml_dtypes' own, a packed x with gaps."""
     found = {name: as_user(array, problem.dtype) for name, array in given.items()}
     if problem.packed:
         found["x"] = with_gaps(found["x"])

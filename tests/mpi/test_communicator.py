@@ -33,7 +33,9 @@ def test_halves_of_mpi4py(world):
     members = [r for r in reversed(range(world.size)) if r % 2 == color]
     y = fompi.all_gather(np.array([world.rank]), comm=half)
     np.testing.assert_array_equal(y, members)
-    np.testing.assert_array_equal(fompi.broadcast(np.array([world.rank]), root=len(members) - 1, comm=half), members[-1])
+    np.testing.assert_array_equal(
+        fompi.broadcast(np.array([world.rank]), root=len(members) - 1, comm=half), members[-1]
+    )
     fompi.Communicator.of(half).close()
     half.Free()
 
@@ -55,9 +57,7 @@ def test_split(world):
         assert (third.rank, third.size, third.name) == (members.index(world.rank), len(members), "third")
         np.testing.assert_array_equal(fompi.all_gather(np.array([world.rank]), comm=third), members)
         with third.split(0) as again:
-            np.testing.assert_array_equal(
-                fompi.all_reduce(np.array([world.rank]), comm=again), sum(members)
-            )
+            np.testing.assert_array_equal(fompi.all_reduce(np.array([world.rank]), comm=again), sum(members))
 
 
 def test_mesh(world):
@@ -68,12 +68,8 @@ def test_mesh(world):
             assert mesh.coordinates == {"dp": world.rank // b, "tp": world.rank % b}
             assert (mesh["dp"].size, mesh["tp"].size) == (a, b)
             mine = np.array([world.rank])
-            np.testing.assert_array_equal(
-                fompi.all_gather(mine, comm=mesh["tp"]), world.rank // b * b + np.arange(b)
-            )
-            np.testing.assert_array_equal(
-                fompi.all_gather(mine, comm=mesh["dp"]), world.rank % b + b * np.arange(a)
-            )
+            np.testing.assert_array_equal(fompi.all_gather(mine, comm=mesh["tp"]), world.rank // b * b + np.arange(b))
+            np.testing.assert_array_equal(fompi.all_gather(mine, comm=mesh["dp"]), world.rank % b + b * np.arange(a))
             assert f"tp={world.rank % b} of {b}" in repr(mesh)
 
 
@@ -182,7 +178,7 @@ def test_communicators_come_and_go(world):
 
 
 def test_messages_of_the_user(world, comm):
-    """The program's own messages and collectives, on the same MPI communicator, with any tag, while ours are in flight."""
+    """The program's own messages and collectives on the same MPI communicator, with any tag, while ours are in flight."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for call in range(10):
         pending = fompi.all_gather.start(np.full((10, 3), float(world.rank)), comm=comm)

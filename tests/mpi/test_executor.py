@@ -179,10 +179,9 @@ def test_several_in_flight_in_any_order(world):
         steps.append(fompi.bind(plan, comm=world, x=x, w=w))
         inputs.append(x)
         meant.append(
-            lambda call, i=i, rows=rows, w=w: np.concatenate(
-                [numbers((rows[r], 4), call, i, r) for r in range(size)]
+            lambda call, i=i, rows=rows, w=w: (
+                np.concatenate([numbers((rows[r], 4), call, i, r) for r in range(size)]) @ w
             )
-            @ w
         )
     for call in range(10):
         order = Random(100 * call + rank)
@@ -271,7 +270,7 @@ def test_other_rows_between_every_pair(world):
 
 
 def test_counts_that_do_not_fit(world):
-    plan, rows = gather_matmul(world, 2 * world.size)
+    plan, _ = gather_matmul(world, 2 * world.size)
     with fompi.bind(plan, comm=world, x=np.ones((2, 4)), w=np.ones((4, 3))) as step:
         for counts in ([3] * world.size, [-1] * world.size, [1] * (world.size + 1), 5, ["a"] * world.size):
             with pytest.raises(fompi.ShapeError):
@@ -280,7 +279,7 @@ def test_counts_that_do_not_fit(world):
 
 
 def test_the_trace_of_a_call(world):
-    plan, rows = gather_matmul(world, 3 * world.size, "ring")
+    plan, _ = gather_matmul(world, 3 * world.size, "ring")
     x, w = np.ones((3, 4)), np.ones((4, 3))
     with fompi.bind(plan, comm=world, x=x, w=w) as step:
         with pytest.raises(fompi.StateError, match="not started"):
@@ -305,7 +304,7 @@ def test_a_kernel_of_the_user(world):
         seen.append(x.shape)
         np.multiply(x @ w, 10, out=writes[0])
 
-    plan, rows = gather_matmul(world, 2 * world.size)
+    plan, _ = gather_matmul(world, 2 * world.size)
     x, w = numbers((2, 4), world.rank), numbers((4, 3), world.rank)
     everything = np.concatenate([numbers((2, 4), r) for r in range(world.size)])
     with fompi.bind(plan, comm=world, x=x, w=w, kernels={"matmul": scaled}) as step:

@@ -48,7 +48,7 @@ def test_every_schedule(world, name):
 
 
 def without_overflow(random, shape, dtype):
-    """As the catalogue draws, but the sum of eight fits: Open MPI's own sums of small integers do not wrap as NumPy's."""
+    """As the catalogue draws, but the sum of eight fits: Open MPI's sums of small integers do not wrap as NumPy's."""
     drawn = catalogue.drawn(random, shape, dtype)
     return drawn // 8 if dtype.startswith(("int", "uint")) else drawn
 
@@ -71,7 +71,7 @@ def test_every_dtype_is_moved_and_added(world, dtype, proven_before):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "int8", "complex64"])
 def test_products_of_other_dtypes(world, dtype, proven_before):
-    """Small whole numbers, so that every product and sum is exact in the accumulator, and rounded once for half types."""
+    """Small whole numbers, so that all products and sums are exact in the accumulator, and rounded once for half types."""
 
     def small(random, shape, dtype):
         return catalogue.rounded(random.integers(-3, 4, shape).astype(float), dtype)

@@ -101,7 +101,9 @@ def test_other_schedules_roots_and_biases(world, last):
     if world.size == 1:
         return
     x, w, b = np.ones((2, 3)), np.eye(3), np.ones(3)
-    expect_disagreement(lambda: fompi.all_reduce(x, comm=world, schedule="ring" if last else "direct"), "ring", "direct")
+    expect_disagreement(
+        lambda: fompi.all_reduce(x, comm=world, schedule="ring" if last else "direct"), "ring", "direct"
+    )
     expect_disagreement(lambda: fompi.all_reduce(x, comm=world, slices=2 if last else 3), "2 slices", "3 slices")
     expect_disagreement(lambda: fompi.broadcast(x, root=int(last), comm=world), "root 0", "root 1")
     expect_disagreement(lambda: fompi.matmul_all_reduce(x, w, bias=b if last else None, comm=world), "+ b")
@@ -111,8 +113,8 @@ def test_three_opinions(world):
     """The message names all ranks of each."""
     if world.size >= 3:
         x = np.ones((2, 3 + world.rank % 3))
-        expect_disagreement(lambda: fompi.all_gather(x, comm=world), "[:, 3]", "[:, 4]", "rank 2 calls" if world.size < 6
-                            else "ranks 2, 5 call")  # fmt: skip
+        who = "rank 2 calls" if world.size < 6 else "ranks 2, 5 call"
+        expect_disagreement(lambda: fompi.all_gather(x, comm=world), "[:, 3]", "[:, 4]", who)
 
 
 def test_bind_against_call(world, last):
@@ -230,14 +232,18 @@ def test_rows_that_do_not_match_what_arrives(world, last):
         (fompi.all_gather_weight_gradient, (np.ones((rows, 2)),)),
         (fompi.all_gather_matmul_weight_gradient, (np.ones((3, 4)), np.ones((rows, 2)))),
     ):
-        with pytest.raises(fompi.ShapeError, match=f"rank {world.size - 1} has an operand" if world.size > 1 else "rows"):
+        with pytest.raises(
+            fompi.ShapeError, match=f"rank {world.size - 1} has an operand" if world.size > 1 else "rows"
+        ):
             operation(x, *args, comm=world)
     x, rows = np.ones((world.size, 3)), world.size + last
     for operation, args in (
         (fompi.all_to_all_weight_gradient, (np.ones((rows, 2)),)),
         (fompi.all_to_all_matmul_weight_gradient, (np.ones((3, 4)), np.ones((rows, 2)))),
     ):
-        with pytest.raises(fompi.ShapeError if last else fompi.MismatchError, match=f"{world.size} rows arrive here|arrive"):
+        with pytest.raises(
+            fompi.ShapeError if last else fompi.MismatchError, match=f"{world.size} rows arrive here|arrive"
+        ):
             operation(x, *args, comm=world)
 
 

@@ -34,7 +34,8 @@ def alike(world, shape, dtype="float64", seed=0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "dim"), [((2,), 0), ((2, 3), 0), ((3, 2), 1), ((3, 2), -1), ((2, 3, 4), 0), ((3, 1, 4), 1), ((2, 3, 0), -1)]
+    ("shape", "dim"),
+    [((2,), 0), ((2, 3), 0), ((3, 2), 1), ((3, 2), -1), ((2, 3, 4), 0), ((3, 1, 4), 1), ((2, 3, 0), -1)],
 )
 def test_all_gather(world, shape, dim, dtype):
     """y = concatenate([x of rank 0, x of rank 1, ...], dim)"""
@@ -176,7 +177,10 @@ def test_strided_inputs_are_packed_and_the_trace_shows_it(world, view, schedule)
 
 def test_a_strided_x_is_multiplied_where_it_lies(world):
     x = alike(world, (world.size, 2, 3))
-    for strided in (every_other_column(x[world.rank]), np.ascontiguousarray(x[world.rank].swapaxes(0, 1)).swapaxes(0, 1)):
+    for strided in (
+        every_other_column(x[world.rank]),
+        np.ascontiguousarray(x[world.rank].swapaxes(0, 1)).swapaxes(0, 1),
+    ):
         pending = fompi.matmul_all_reduce.start(strided, np.eye(3), comm=world)
         np.testing.assert_array_equal(pending.wait(), sum(x))
         assert not any("pack" in event.name for event in pending.trace.events)
