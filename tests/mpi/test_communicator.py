@@ -178,7 +178,7 @@ def test_communicators_come_and_go(world):
 
 
 def test_messages_of_the_user(world, comm):
-    """The program's own messages and collectives on the same MPI communicator, with any tag, while ours are in flight."""
+    """The program's own messages and collectives, on the same MPI communicator, while ours are in flight."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for call in range(10):
         pending = fompi.all_gather.start(np.full((10, 3), float(world.rank)), comm=comm)

@@ -71,7 +71,7 @@ def test_every_dtype_is_moved_and_added(world, dtype, proven_before):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "int8", "complex64"])
 def test_products_of_other_dtypes(world, dtype, proven_before):
-    """Small whole numbers, so that all products and sums are exact in the accumulator, and rounded once for half types."""
+    """Small whole numbers: products and sums are exact in the accumulator, and rounded once for half types."""
 
     def small(random, shape, dtype):
         return catalogue.rounded(random.integers(-3, 4, shape).astype(float), dtype)
