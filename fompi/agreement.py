@@ -32,7 +32,7 @@ def agree(comm: Communicator, text: str, refusal: Exception | None = None) -> No
     with comm.engine.lock:
         stamp, _ = comm.next_call()
         agreement = Agreement(comm, stamp, digest(text), lambda: text, [0] * comm.size, refusal=refusal)
-        comm.engine.last_call = f"{text} (call {stamp} of {comm.name})"
+        comm.begins(text, stamp)
         agreement.start()
     comm.engine.wait(agreement, comm.channel)
     if agreement.error is not None:

@@ -282,7 +282,7 @@ class Pending:
         engine = comm.engine
         with engine.lock:
             self._stamp, self._slot = comm.next_call()
-            engine.last_call = f"{name} (call {self._stamp} of {comm.name})"
+            comm.begins(name, self._stamp)
             if comm.size == 1 and refusal is None:
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
@@ -349,9 +349,7 @@ class Pending:
             extents = sizes.extents(comm.rank, parts)
         self.extents = extents
         actions = compiled.resolve(self._memory(compiled, extents), extents, _BACKEND, comm.link.collective)
-        self._task = self._run = run = Run(
-            compiled, comm, self._stamp, self._slot, f"{compiled.title} (call {self._stamp} of {comm.name})"
-        )
+        self._task = self._run = run = Run(compiled, comm, self._stamp, self._slot)
         if local.out is not None:
             dlpack.written(local.out.owner)
         run.takes_turns = comm.size > 1
@@ -381,8 +379,9 @@ class Pending:
         local, take = self._local, self._comm.engine.arena.take
         assert local is not None
         arrays = dict(local.arrays)
+        shapes = compiled.sized(extents).shapes
         for buffer in compiled.program.buffers:
-            shape = buffer.shape(extents)
+            shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
             if given is None and buffer.role == "output" and local.out is not None and buffer.name in ("y", "g"):
                 given = local.out.array.reshape(shape) if local.out.array.size == _size(shape) else local.out.array

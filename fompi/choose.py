@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from fompi import layout
 from fompi.errors import PlanError
@@ -18,6 +19,7 @@ LARGE_NBYTES = 8 << 20
 """From this size of a shard on a block of compute is cut in two, so that messages begin earlier."""
 
 
+@lru_cache(maxsize=4096)
 def choose(problem: Problem, rows: int | None) -> tuple[str, int]:
     """Schedule and slices for `rows` in all (None: not known to all ranks).
 

@@ -117,6 +117,16 @@ class Communicator:
             if self.turns:
                 self.channel.active[self.turns[0]].take_turn()
 
+    def call_name(self, stamp: int) -> str:
+        """Which call it is, in words."""
+        if stamp >> 62:
+            return f"bound {stamp >> 24 & (1 << 38) - 1}, call {stamp & 0xFFFFFF}"
+        return f"call {stamp} of {self.name}"
+
+    def begins(self, what: str, stamp: int) -> None:
+        """Note the last thing that this rank began, for those who will wait for it."""
+        self.engine.last_began = what, self, stamp
+
     def next_bound(self) -> int:
         """The number of the next bound operation."""
         self._bound += 1

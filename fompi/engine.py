@@ -86,12 +86,20 @@ class Engine:
         self.lock = RLock()
         self.channels: list[Channel] = []
         self.waiting: list[tuple[Task, Channel]] = []  # innermost last
-        self.last_call = "none yet"
+        self.last_began: tuple[str, Any, int] | None = None  # what, the communicator, the stamp
         self._testsome = testsome
         self.arena: Any = None  # where outputs and scratch come from
         self._requests: list[Any] = []
         self._owners: list[tuple[Task, int]] = []
         self._ready: list[Task] = []
+
+    @property
+    def last_call(self) -> str:
+        """The last call that began here, in words: they are made only when somebody asks."""
+        if self.last_began is None:
+            return "none yet"
+        what, comm, stamp = self.last_began
+        return f"{what} ({comm.call_name(stamp)})"
 
     def post(self, request: Any, task: Task, key: int) -> None:
         """Call `task.completed(key)` once `request` is done."""

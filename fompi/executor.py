@@ -123,16 +123,12 @@ class Executor:
         stamp, slot = self.comm.bound_call(self._instance, self._calls)
         engine = self.comm.engine
         with engine.lock:
-            self._run = run = Run(self.compiled, self.comm, stamp, slot, self._title)
+            self._run = run = Run(self.compiled, self.comm, stamp, slot)
             for tensor in self._written:
                 dlpack.written(tensor)
-            engine.last_call = run.title
+            self.comm.begins(self.compiled.title, stamp)
             run.start(self._actions, unready)
         return self
-
-    @property
-    def _title(self) -> str:
-        return f"{self.compiled.title} (bound {self._instance}, call {self._calls})"
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` may be read from now on, in this call."""
@@ -224,7 +220,7 @@ class Executor:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Executor({self._title} on {self.comm!r})"
+        return f"Executor({self.compiled.title} (bound {self._instance}) on {self.comm!r})"
 
 
 def bind(

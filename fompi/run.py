@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from fompi.backends.base import Backend
 from fompi.communicator import Communicator
 from fompi.engine import ANYONE, FAILED, MESSAGE_BITS, MOST_MESSAGES, Task
 from fompi.errors import PeerError, PlanError
-from fompi.layout import Extents
-from fompi.plan import Collective, Compute, Plan, Recv, Send, constraints, lane, messages, release
+from fompi.layout import Extents, nbytes, offsets
+from fompi.plan import Chunk, Collective, Compute, Plan, Recv, Send, constraints, lane, messages, release
 from fompi.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
@@ -27,6 +27,22 @@ HEARD_SECONDS = 1.0
 """For the other ranks to hear of an error before they are sent anything wrong."""
 
 _KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
+
+
+class Place(NamedTuple):
+    """A chunk, counted from the first block that its buffer has on this rank; `width` bytes a row."""
+
+    buffer: str
+    start: int
+    stop: int
+    width: int
+
+
+class Sized(NamedTuple):
+    """What depends on the rows of a call: the first row of each block (and the end), and the shape of each buffer."""
+
+    starts: dict[str, list[int]]
+    shapes: dict[str, tuple[int, ...]]
 
 
 class Compiled:
@@ -49,6 +65,32 @@ class Compiled:
         self.scratch = [b for b in self.program.buffers if b.role == "scratch"]
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
         self.title = f"{plan.problem.operation} by {plan.schedule}"
+        self._reads = [[self._place(c) for c in op.reads] for op in ops]
+        self._writes = [[self._place(c) for c in op.writes] for op in ops]
+        self._dtypes = [
+            ([self.buffers[c.buffer].dtype for c in op.reads], [self.buffers[c.buffer].dtype for c in op.writes])
+            for op in ops
+        ]
+        self._sized: tuple[Extents, Sized] | None = None
+
+    def _place(self, chunk: Chunk) -> Place:
+        buffer = self.buffers[chunk.buffer]
+        return Place(chunk.buffer, chunk.start - buffer.first, chunk.stop - buffer.first, buffer.row_nbytes)
+
+    def places(self, i: int) -> list[Place]:
+        """What op i moves or works on: what it receives, else what it reads."""
+        return self._writes[i] if self.kinds[i] == RECV else self._reads[i]
+
+    def sized(self, extents: Extents) -> Sized:
+        """Where blocks begin, and the shapes of buffers, with these rows; those of the last call are kept."""
+        if self._sized is None or self._sized[0] != extents:
+            by_axis = {
+                axis: offsets(extents.counts(axis)) for axis in {b.axis for b in self.buffers.values()} - {"whole"}
+            }
+            starts = {name: by_axis[b.axis] for name, b in self.buffers.items() if b.axis != "whole"}
+            shapes = {n: (starts[n][-1], *b.row) if n in starts else b.row for n, b in self.buffers.items()}
+            self._sized = extents, Sized(starts, shapes)
+        return self._sized[1]
 
     def readers(self, name: str) -> dict[int, list[int]]:
         """For each block of an input the ops that read it."""
@@ -82,49 +124,41 @@ class Compiled:
         kernels: Mapping[str, Callable[..., object]] | None = None,
     ) -> list[Any]:
         """What each op does, on these arrays: bytes to send or to fill (None: no rows), or a call."""
-        buffers = self.buffers
-        starts = {name: b.offsets(extents) for name, b in buffers.items() if b.axis != "whole"}
+        starts = self.sized(extents).starts
         flat: dict[str, Array] = {}
         actions: list[Any] = []
-        for kind, op in zip(self.kinds, self.ops, strict=True):
+        for i, kind in enumerate(self.kinds):
             if kind in (SEND, RECV):
-                chunk = op.chunk  # type: ignore[union-attr]
-                name = chunk.buffer
+                ((name, start, stop, width),) = self._reads[i] or self._writes[i]
                 if name not in flat:
                     flat[name] = arrays[name].reshape(-1).view(np.uint8)
-                offsets, buffer = starts[name], buffers[name]
-                first, last = offsets[chunk.start - buffer.first], offsets[chunk.stop - buffer.first]
-                width = buffer.row_nbytes
-                actions.append(flat[name][first * width : last * width] if last > first else None)
+                first, last = starts[name][start] * width, starts[name][stop] * width
+                actions.append(flat[name][first:last] if last > first else None)
                 continue
-            reads = [self._view(arrays, starts, c) for c in op.reads]
-            writes = [self._view(arrays, starts, c) for c in op.writes]
-            if kind == NATIVE:
-                assert isinstance(op, Collective) and native is not None
-                blocks = [
-                    self._view(arrays, starts, c._replace(start=b, stop=b + 1))
-                    for c in op.reads
-                    for b in range(c.start, c.stop)
+            reads = [_view(arrays, starts, place) for place in self._reads[i]]
+            writes = [_view(arrays, starts, place) for place in self._writes[i]]
+            op = self.ops[i]
+            if isinstance(op, Collective):
+                assert native is not None
+                rows = [
+                    starts[name][block + 1] - starts[name][block]
+                    for name, start, stop, _ in self._reads[i]
+                    for block in range(start, stop)
                 ]
-                root = self.plan.problem.root
-                actions.append(native(op.name, reads, writes, root, [len(b) for b in blocks]))
-            elif kernels and op.kernel in kernels:  # type: ignore[union-attr]
-                actions.append(_call(kernels[op.kernel], reads, writes))  # type: ignore[union-attr]
-            else:
-                assert isinstance(op, Compute)
-                dtypes = (
-                    [buffers[c.buffer].dtype for c in op.reads],
-                    [buffers[c.buffer].dtype for c in op.writes],
-                )
-                actions.append(backend.bind(op.kernel, reads, writes, *dtypes))
+                actions.append(native(op.name, reads, writes, self.plan.problem.root, rows))
+            elif isinstance(op, Compute):
+                if kernels and op.kernel in kernels:
+                    actions.append(_call(kernels[op.kernel], reads, writes))
+                else:
+                    actions.append(backend.bind(op.kernel, reads, writes, *self._dtypes[i]))
         return actions
 
-    def _view(self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]], chunk: Any) -> Array:
-        name, start, stop = chunk
-        if name not in starts:
-            return arrays[name]
-        offsets, first = starts[name], self.buffers[name].first
-        return arrays[name][offsets[start - first] : offsets[stop - first]]
+
+def _view(arrays: Mapping[str, Array], starts: Mapping[str, list[int]], place: Place) -> Array:
+    name, start, stop, _ = place
+    if name not in starts:
+        return arrays[name]
+    return arrays[name][starts[name][start] : starts[name][stop]]
 
 
 def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> Callable[[], object]:
@@ -134,8 +168,8 @@ def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequenc
 class Run(Task):
     """One call of a compiled program. After an error it goes on without kernels, so that every message is taken in."""
 
-    def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int, title: str):
-        self.compiled, self.comm, self.stamp, self.title = compiled, comm, stamp, title
+    def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int):
+        self.compiled, self.comm, self.stamp = compiled, comm, stamp
         self.tag = slot << MESSAGE_BITS
         self.waits = list(compiled.waits_for)
         self.left = len(compiled.ops)
@@ -151,6 +185,10 @@ class Run(Task):
         self.then: Callable[[], None] | None = None
         self.finished, self.error = False, None
         self.started = self.touched = 0.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.compiled.title} ({self.comm.call_name(self.stamp)})"
 
     def start(self, actions: list[Any], unready: Mapping[tuple[str, int], list[int]] | None = None) -> None:
         """Begin all that can begin. `unready`: parts of inputs that `ready()` will announce, and who reads them."""
@@ -341,18 +379,16 @@ class Run(Task):
     def trace(self, extents: Extents) -> Trace:
         """What this rank did when, in this call."""
         compiled, rank = self.compiled, self.comm.rank
-        offsets = {name: b.offsets(extents) for name, b in compiled.buffers.items()}
+        starts, shapes = compiled.sized(extents)
         events = []
         for i, op in enumerate(compiled.ops):
             name, peer = compiled.lanes[i]
             track = {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
-            nbytes = 0
-            for chunk in op.writes if isinstance(op, Recv) else op.reads:
-                buffer = compiled.buffers[chunk.buffer]
-                rows = offsets[chunk.buffer]
-                whole = buffer.axis == "whole"
-                n = rows[-1] if whole else rows[chunk.stop - buffer.first] - rows[chunk.start - buffer.first]
-                width = buffer.row_nbytes // max(1, buffer.row[0]) if whole and buffer.row else buffer.row_nbytes
-                nbytes += n * width
-            events.append(Event(rank, track, i, str(op), self.begun[i], self.ended[i], nbytes))
+            moved = 0
+            for place in compiled.places(i):
+                buffer, start, stop, width = place
+                rows = starts[buffer][stop] - starts[buffer][start] if buffer in starts else None
+                dtype = compiled.buffers[buffer].dtype
+                moved += nbytes(shapes[buffer], dtype) if rows is None else rows * width
+            events.append(Event(rank, track, i, str(op), self.begun[i], self.ended[i], moved))
         return Trace("measured", self.title, tuple(events))
