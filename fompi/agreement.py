@@ -96,7 +96,7 @@ class Agreement(Task):
         self._inbox, self._arrived = bytearray(nbytes * comm.size), {comm.rank}
         into = memoryview(self._inbox)
         into[comm.rank * nbytes : (comm.rank + 1) * nbytes] = messages[comm.rank]
-        self._left = 2 * (comm.size - 1)
+        self._left = comm.size - 1  # to arrive; our own go by themselves
         for peer in range(comm.size):
             if peer != comm.rank:
                 engine.post(link.irecv(into[peer * nbytes : (peer + 1) * nbytes], peer, tag), self, peer)
@@ -107,9 +107,10 @@ class Agreement(Task):
             self._exchanged()
 
     def completed(self, key: int) -> None:
+        if key < 0:  # sent
+            return
         self.touched = perf_counter()
-        if key >= 0:
-            self._arrived.add(key)
+        self._arrived.add(key)
         self._left -= 1
         if self._left == 0 and not self.finished:
             self._exchanged()

@@ -98,7 +98,7 @@ class Operation:
         arguments = self._arguments(*args, **options)
         if any(map(dlpack.requires_grad, arguments.tensors)):
             return import_module("fompi.torch").differentiable(self, arguments, comm, schedule, slices)
-        return self.begin(arguments, comm, schedule, slices).wait()
+        return self._begin(arguments, comm, schedule, slices).wait()
 
     def arguments(self, *args: Any, **options: Any) -> Arguments:
         """What a call with these arguments is about."""
@@ -111,15 +111,22 @@ class Operation:
         return self.begin(self._arguments(*args, **options), comm, schedule, slices)
 
     def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
-        """Start a call whose tensors carry no gradient."""
-        communicator = Communicator.of(comm)
-        local, refusal = None, None
+        """Start a call whose tensors must carry no gradient."""
+        refusal = None
+        if any(map(dlpack.requires_grad, arguments.tensors)):
+            refusal = TensorError(
+                f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
+                "grad, or pass x.detach()"
+            )
+        return self._begin(arguments, comm, schedule, slices, refusal)
+
+    def _begin(
+        self, arguments: Arguments, comm: Any, schedule: str, slices: int | None, refusal: Exception | None = None
+    ) -> Pending:
+        communicator, local = Communicator.of(comm), None
         try:
-            if any(map(dlpack.requires_grad, arguments.tensors)):
-                raise TensorError(
-                    f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
-                    "grad, or pass x.detach()"
-                )
+            if refusal is not None:
+                raise refusal
             local = _localise(self.name, arguments, communicator.rank, communicator.size)
             if schedule != "auto" or slices is not None:
                 plan_for(local.problem, Sizes((0,) * communicator.size), schedule, slices)

@@ -142,7 +142,7 @@ class Engine:
         if not done:
             return False
         owners = [self._owners[i] for i in done]
-        for i in sorted(done, reverse=True):
+        for i in sorted(done, reverse=True) if len(done) > 1 else done:
             last, owner = self._requests.pop(), self._owners.pop()
             if i < len(self._requests):
                 self._requests[i], self._owners[i] = last, owner

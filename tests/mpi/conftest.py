@@ -7,6 +7,7 @@ aborts the job. A test that hangs on all ranks is ended by its deadline.
 """
 
 import functools
+import gc
 import os
 import re
 import signal
@@ -52,6 +53,8 @@ def pytest_collectreport(report):
 
 def pytest_collection_finish(session):
     others = exchange(session.config, "collection", "\n".join(COLLECTION_ERRORS))
+    gc.collect()
+    gc.freeze()  # what was imported stays: a collection in a test takes its time from eight ranks on two cores
     if others:
         pytest.exit(f"the collection failed on other ranks\n{others}", returncode=1)
 
