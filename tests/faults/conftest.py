@@ -66,7 +66,7 @@ class Ended:
 
 @pytest.fixture
 def launch(mpirun, tmp_path):
-    """launch(ranks, "code", timeout=2) -> Ended; the code finds say(), event(), and unless world=False world, rank, size."""
+    """launch(ranks, "code", timeout=2) -> Ended; the code finds say(), event() (and world, rank, size)."""
 
     def run(ranks, code, timeout=20.0, world=True):
         script = tmp_path / "script.py"

@@ -43,9 +43,10 @@ for schedule, slices in SCHEDULES:
     run(schedule, slices, CALLS)
 """
 SCHEDULES = {"direct": 2, "ring": 1, "bidirectional": 1, "unfused_p2p": 1, "unfused": 1, "sliced": 2}
+ALL = tuple(SCHEDULES.items())
 
 
-def script(operation="matmul_all_reduce", schedules=tuple(SCHEDULES.items()), culprit="rank == size - 1", calls=20):
+def script(operation="matmul_all_reduce", schedules=ALL, culprit="rank == size - 1", calls=20):
     text = SCRIPT.replace("OPERATION", operation).replace("SCHEDULES", repr(schedules))
     return text.replace("CULPRIT", culprit).replace("CALLS", str(calls))
 
