@@ -54,7 +54,8 @@ class Link:
         """The call that starts the library's own `name` on runs of contiguous rows; it returns a request.
 
         `reads` and `writes` are the chunks of the op, each side in one buffer; `rows` are those of each block that
-        is read (a reduce-scatter leaves one block to each rank). Only sums look at the dtype.
+        is read (a reduce-scatter leaves one block to each rank). Only sums look at the dtype. Keep the call until the
+        request is done: it holds the arrays, which mpi4py's request does not for some of the collectives.
         """
         if name in ("all_reduce", "reduce_scatter"):
             given, result = reads[0].reshape(-1), writes[0].reshape(-1)

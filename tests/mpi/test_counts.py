@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -34,6 +35,10 @@ class Footprint:
     """What is held in this process: Python's memory blocks, its resident pages, requests, the arena's bytes."""
 
     def __init__(self, world):
+        world.link.comm.Barrier()
+        end = perf_counter() + 5
+        while len(world.engine._requests) > len(world.engine.channels) and perf_counter() < end:
+            world.engine.progress()  # the last handshakes of ours are on their way
         for _ in range(3):
             gc.collect()
         self.blocks = sys.getallocatedblocks()
