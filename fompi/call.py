@@ -422,10 +422,10 @@ class Pending:
     def result(self) -> Any:
         """The tensor, or tensors, of a finished operation."""
         task = self._task
-        if not task.finished:
-            raise StateError(f"fompi.{self._name} is in flight: wait() for it, or ask done()")
         if task.error is not None:
             raise task.error
+        if not task.finished:
+            raise StateError(f"fompi.{self._name} is in flight: wait() for it, or ask done()")
         local, dim, run = self._local, self._arguments.dim, self._run
         assert local is not None and run is not None
         if local.out is not None:

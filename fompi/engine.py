@@ -45,7 +45,7 @@ class Task:
     finished = False
     error: BaseException | None = None
     touched = 0.0  # when it last moved, on the clock of perf_counter
-    urgent = False  # completed before other tasks whose requests are done at the same time
+    failed = 0.0  # when it got its error
     begins = False  # what it waits for is that others begin the same
 
     def completed(self, key: int) -> None:
@@ -65,9 +65,12 @@ class Task:
         """False if it waits for this rank's program, not for others."""
         return True
 
-    def poison(self, error: BaseException) -> bool:
-        """A peer failed in this call: go on without kernels, then raise `error`. False: not yet, tell me later."""
+    def poison(self, error: BaseException, sender: int) -> bool:
+        """`sender` says that this call failed: go on without kernels, then raise `error`. False: tell me later."""
         return False
+
+    def heard(self, rank: int) -> None:
+        """This rank knows now that the call failed."""
 
     def abandon(self, error: BaseException) -> None:
         """End with `error` at once, whatever is still in flight."""
@@ -92,6 +95,7 @@ class Engine:
         self._requests: list[Any] = []
         self._owners: list[tuple[Task, int]] = []
         self._ready: list[Task] = []
+        self._polls = 0
 
     @property
     def last_call(self) -> str:
@@ -105,15 +109,6 @@ class Engine:
         """Call `task.completed(key)` once `request` is done."""
         self._requests.append(request)
         self._owners.append((task, key))
-
-    def withdraw(self, request: Any) -> None:
-        """Cancel a receive that nothing will come to."""
-        for i, posted in enumerate(self._requests):
-            if posted is request:
-                del self._requests[i], self._owners[i]
-                request.Cancel()
-                request.Wait()
-                return
 
     def kernels_ready(self, task: Task) -> None:
         if task not in self._ready:
@@ -136,18 +131,19 @@ class Engine:
             return moved
 
     def poll(self) -> bool:
+        """Take in what has arrived; now and then, what the other ranks say. False: nothing had."""
+        self._polls += 1
+        heard = self._polls % 64 == 0 and self.hear()
         if not self._requests:
-            return False
+            return heard
         done = self._testsome(self._requests)
         if not done:
-            return False
+            return heard
         owners = [self._owners[i] for i in done]
         for i in sorted(done, reverse=True) if len(done) > 1 else done:
             last, owner = self._requests.pop(), self._owners.pop()
             if i < len(self._requests):
                 self._requests[i], self._owners[i] = last, owner
-        if len(owners) > 1:
-            owners.sort(key=_not_urgent)
         for task, key in owners:
             try:
                 task.completed(key)
@@ -155,10 +151,16 @@ class Engine:
                 task.broke(error)
         return True
 
-    def wait(self, task: Task, channel: Channel, seconds: float | None = None) -> bool:
+    def hear(self) -> bool:
+        """Take in the control messages that have come. False: none had."""
+        with self.lock:
+            return any([channel.hear() for channel in list(self.channels)])
+
+    def wait(self, task: Task, channel: Channel, seconds: float | None = None, patient: bool = False) -> bool:
         """Drive everything until `task` is finished; False if `seconds` pass before.
 
-        After `timeout` seconds without a move of `task` it is abandoned: its error says who waits for whom.
+        After `timeout` seconds without a move of `task` it is abandoned: its error says who waits for whom. Unless we
+        are `patient`, a task with an error is not waited for for long: other ranks may come to it late.
         """
         begun = perf_counter()
         limit = None if seconds is None else begun + seconds
@@ -175,6 +177,8 @@ class Engine:
                         self._rest(idle - self.spins)
                 if idle > self.spins or rounds % 256 == 0:  # others may move while this task does not
                     self._check(task, channel, begun)
+                    if task.error is not None and not patient and perf_counter() - task.failed > ERROR_SECONDS:
+                        break
                 if limit is not None and not task.finished and perf_counter() > limit:
                     return False
         finally:
@@ -200,6 +204,7 @@ class Engine:
 
     def _check(self, task: Task, channel: Channel, begun: float) -> None:
         """End the wait that began at `begun` for a rank that has left, or after the deadline."""
+        self.hear()
         if task.finished:
             return
         silent = perf_counter() - max(task.touched, begun)
@@ -216,10 +221,6 @@ class Engine:
                 channel.fail(task, WaitTimeout(words))
 
 
-def _not_urgent(owner: tuple[Task, int]) -> bool:
-    return not owner[0].urgent
-
-
 # ---------------------------------------------------------------------------------------------- the control channel
 
 
@@ -228,12 +229,10 @@ def _series(stamp: int) -> int:
     return stamp >> 24 if stamp >> 62 else 0
 
 
-FAILED, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(7)
-_HEADER = struct.Struct("<iqiI")
+FAILED, HEARD, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(8)
+_HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, whose words these are, how many bytes
 _NBYTES = 2048
-ANSWER_SECONDS = 1.0
-
-
+ANSWER_SECONDS, ERROR_SECONDS = 1.0, 0.5
 _SILENT = "it computes outside fompi, is stopped, or is dead"
 
 
@@ -243,15 +242,11 @@ class _Sent(Task):
     def completed(self, key: int) -> None: ...
 
 
-class Channel(Task):
+class Channel:
     """The control messages of one communicator. `failures` and `left` are what the others said.
 
     A rank that has `left` begins no call any more; once it is `gone` it does not finish one either.
-    What a rank says of a failed call precedes all messages of that call that it sends afterwards; so here too it is
-    heard before them.
     """
-
-    urgent = True
 
     def __init__(self, link: Link, engine: Engine, name: str):
         self.link, self.engine, self.name = link, engine, name
@@ -266,57 +261,36 @@ class Channel(Task):
         self._answers: dict[int, tuple[int, str]] = {}
         self._inbox = bytearray(_NBYTES)
         self._sent = _Sent()
-        self._request: Any = None
         engine.channels.append(self)
-        if link.size > 1:
-            self._listen()
-
-    def _listen(self) -> None:
-        while True:
-            self._request = self.link.irecv(self._inbox, self.link.any_source, CONTROL)
-            if not self._request.Test():
-                break
-            self._hear()
-        self.engine.post(self._request, self, 0)
 
     def tell(self, dest: int, kind: int, stamp: int, text: str = "", origin: int | None = None) -> None:
         """Send words of ours, or pass on those of rank `origin`."""
-        message = self._packed(kind, stamp, text, self.link.rank if origin is None else origin)
+        words, own = text.encode()[: _NBYTES - _HEADER.size], self.link.rank
+        message = _HEADER.pack(kind, stamp, own, own if origin is None else origin, len(words)) + words
         self.engine.post(self.link.isend(message, dest, CONTROL), self._sent, 0)
 
-    @staticmethod
-    def _packed(kind: int, stamp: int, text: str, origin: int) -> bytes:
-        words = text.encode()[: _NBYTES - _HEADER.size]
-        return _HEADER.pack(kind, stamp, origin, len(words)) + words
-
-    def tell_all(self, kind: int, stamp: int, text: str = "", heard_seconds: float = 0.0) -> None:
-        """Tell all others; wait up to `heard_seconds` until it has come to them."""
-        send = self.link.issend if heard_seconds else self.link.isend
+    def tell_all(self, kind: int, stamp: int, text: str = "") -> None:
         with self.engine.lock:
-            message = self._packed(kind, stamp, text, self.link.rank)
-            others = [r for r in range(self.link.size) if r != self.link.rank]  # they listen until all are gone
-            requests = [send(message, peer, CONTROL) for peer in others]
-            end = perf_counter() + heard_seconds
-            while requests and perf_counter() < end:
-                requests = [request for request in requests if not request.Test()]
-            for request in requests:
-                self.engine.post(request, self._sent, 0)
+            for peer in range(self.link.size):  # they listen until all are gone
+                if peer != self.link.rank:
+                    self.tell(peer, kind, stamp, text)
 
     def begin(self, stamp: int, task: Task) -> None:
         """`task` does the call `stamp` from now on."""
         self.active[stamp] = task
         self.begun[_series(stamp)] = stamp
 
-    def completed(self, key: int) -> None:
-        self._hear()
-        self._listen()
+    def hear(self) -> bool:
+        """Take in all that has come. A probe: MPICH over UCX never completes a receive from any source."""
+        heard = False
+        while self.link.size > 1 and (message := self.link.improbe(self.link.any_source, CONTROL)) is not None:
+            message.Recv(self._inbox)
+            self._take_in()
+            heard = True
+        return heard
 
-    def broke(self, error: Exception) -> None:
-        """We hear no more: whoever uses this communicator is told."""
-        self.broken = self.broken or error
-
-    def _hear(self) -> None:
-        kind, stamp, origin, count = _HEADER.unpack_from(self._inbox)
+    def _take_in(self) -> None:
+        kind, stamp, sender, origin, count = _HEADER.unpack_from(self._inbox)
         text = bytes(self._inbox[_HEADER.size : _HEADER.size + count]).decode(errors="replace")
         if kind in (FAILED, FATAL):
             task, error = self.active.get(stamp), PeerError(text, origin)
@@ -324,8 +298,13 @@ class Channel(Task):
                 self.broken = self.broken or error
             if task is not None and kind == FATAL:
                 task.abandon(error)
-            elif not task.poison(error) if task is not None else stamp > self.begun.get(_series(stamp), 0):
+            elif not task.poison(error, sender) if task is not None else stamp > self.begun.get(_series(stamp), 0):
                 self.failures[stamp] = (error, kind == FATAL)  # the call has not begun here
+            if kind == FAILED:
+                self.tell(sender, HEARD, stamp)
+        elif kind == HEARD:
+            if stamp in self.active:
+                self.active[stamp].heard(sender)
         elif kind == LEFT:
             self.left[origin] = text
         elif kind == GONE:
@@ -382,7 +361,7 @@ class Channel(Task):
             end = perf_counter() + ANSWER_SECONDS
             expected = self.link.size - 1 - len(self.left)
             while perf_counter() < end and len(self._answers) < expected:
-                if not self.engine.progress():
+                if not self.engine.progress() and not self.engine.hear():
                     sleep(1e-3)
             chain = self._all(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
             return f"after {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(chain)
@@ -430,4 +409,3 @@ class Channel(Task):
         with self.engine.lock:
             if self in self.engine.channels:
                 self.engine.channels.remove(self)
-                self.engine.withdraw(self._request)

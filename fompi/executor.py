@@ -113,7 +113,9 @@ class Executor:
             raise StateError(f"{self.compiled.title}: the executor is closed")
         self.comm.check()
         if self._run is not None and not self._run.finished:
-            raise StateError(f"{self.compiled.title} is in flight already: wait() before the next start()")
+            if self._run.error is None:
+                raise StateError(f"{self.compiled.title} is in flight already: wait() before the next start()")
+            self.comm.engine.wait(self._run, self.comm.channel, patient=True)
         if counts is not None:
             self._resize(counts)
         elif self._sizes != self.plan.sizes:
@@ -208,7 +210,7 @@ class Executor:
             if run is not None and not run.finished:
                 if run.unready:
                     self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
-                self.comm.engine.wait(run, self.comm.channel)
+                self.comm.engine.wait(run, self.comm.channel, patient=True)
             self._arrays, self._actions = {}, []
             if self._link is not self.comm.link:
                 self._link.close()
@@ -216,8 +218,9 @@ class Executor:
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:  # else nobody knows whether the others come to what is in flight
+            self.close()
 
     def __repr__(self) -> str:
         return f"Executor({self.compiled.title} (bound {self._instance}) on {self.comm!r})"

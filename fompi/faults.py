@@ -105,7 +105,7 @@ def _listen(engine: Engine, seconds: float) -> None:
     """Take in what the others say; run no kernels."""
     end = perf_counter() + seconds
     while True:
-        if not engine.poll() and perf_counter() >= end:
+        if not engine.hear() and perf_counter() >= end:
             return
         if seconds:
             sleep(1e-3)
@@ -129,5 +129,5 @@ def _leave(engine: Engine) -> None:
 def _drive(engine: Engine, unfinished: Callable[[], bool]) -> None:
     end = perf_counter() + engine.timeout
     while unfinished() and perf_counter() < end:
-        if not engine.progress():
+        if not engine.progress() and not engine.hear():
             sleep(1e-3)

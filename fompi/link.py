@@ -31,8 +31,8 @@ class Link:
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
         self.isend: Callable[[Any, int, int], Any] = self.comm.Isend
-        self.issend: Callable[[Any, int, int], Any] = self.comm.Issend
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
+        self.improbe: Callable[[int, int], Any] = self.comm.Improbe
         self.any_source: int = MPI.ANY_SOURCE
 
     @cached_property

@@ -23,9 +23,6 @@ from fompi.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
 COMPUTE, SEND, RECV, NATIVE = range(4)
-HEARD_SECONDS = 1.0
-"""For the other ranks to hear of an error before they are sent anything wrong."""
-
 _KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
 
 
@@ -181,7 +178,9 @@ class Run(Task):
         self.natives_left = compiled.natives
         self.natives_held: list[int] = []
         self.takes_turns = False
-        self.warned: set[int] = set()
+        self.told: set[int] = set()  # the ranks that we told of our error
+        self.aware: set[int] = set()  # those that know
+        self.held: list[int] = []  # what would take something worthless to others
         self.then: Callable[[], None] | None = None
         self.finished, self.error = False, None
         self.started = self.touched = 0.0
@@ -198,6 +197,7 @@ class Run(Task):
         channel.begin(self.stamp, self)
         if self.stamp in channel.failures:
             self.error, fatal = channel.failures.pop(self.stamp)
+            self.failed = perf_counter()
             if fatal:
                 self.abandon(self.error)
                 return
@@ -249,16 +249,16 @@ class Run(Task):
                 continue
             if kind == NATIVE and not self._may_go_native(i):
                 continue
-            self.begun[i] = perf_counter()
             action = self.actions[i]
+            if self.error is not None and action is not None and self._hold(i):
+                continue
+            self.begun[i] = perf_counter()
             if kind == NATIVE:
                 engine.post(action(), self, i)
                 self._native_begun()
             elif action is None:  # no rows: both ends know
                 queue.extend(self._ended(i))
             elif kind == SEND:
-                if self.error is not None:
-                    self._warn(peers[i])
                 engine.post(link.isend(action, peers[i], self.tag + numbers[i]), self, i)
             else:
                 engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
@@ -331,22 +331,42 @@ class Run(Task):
         where = f"op {i}, {self.compiled.ops[i]}"
         error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
         words = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
-        self.comm.channel.tell_all(FAILED, self.stamp, words, HEARD_SECONDS if self.natives_left else 0.0)
-        self.warned.update(range(self.comm.size))
-        self.poison(error)
+        self.comm.channel.tell_all(FAILED, self.stamp, words)
+        self.told.update(range(self.comm.size))
+        self.poison(error, self.comm.rank)
 
-    def _warn(self, peer: int) -> None:
-        """What we send after an error is worthless, and peer may not know yet: the rank that failed told us first."""
-        if peer not in self.warned and isinstance(self.error, PeerError):
-            self.warned.add(peer)
-            self.comm.channel.tell(peer, FAILED, self.stamp, str(self.error), self.error.origin)
-
-    def poison(self, error: BaseException) -> bool:
+    def poison(self, error: BaseException, sender: int) -> bool:
         """From now on only messages, so that this call ends everywhere; then `error`."""
-        self.error = self.error or error
+        self.aware.add(sender)
+        if self.error is None:
+            self.error, self.failed = error, perf_counter()
         for name, block in list(self.unready):
             self.ready_part(name, block)
         return True
+
+    def _hold(self, i: int) -> bool:
+        """Hold op i back until who gets something worthless from it knows that. The rank that failed tells all."""
+        kind, error = self.compiled.kinds[i], self.error
+        if kind == SEND:
+            ignorant = {self.compiled.peers[i]} - self.aware
+        elif kind == NATIVE and not isinstance(error, PeerError):
+            ignorant = set(range(self.comm.size)) - self.aware
+        else:
+            return False
+        if isinstance(error, PeerError):
+            for peer in ignorant - self.told:
+                self.comm.channel.tell(peer, FAILED, self.stamp, str(error), error.origin)
+            self.told |= ignorant
+        if ignorant:
+            self.held.append(i)
+        return bool(ignorant)
+
+    def heard(self, rank: int) -> None:
+        self.aware.add(rank)
+        held, self.held = self.held, []
+        self._begin(held)
+        if self.left == 0 and not self.finished:
+            self._finish()
 
     def abandon(self, error: BaseException) -> None:
         if self.ready:

@@ -75,6 +75,28 @@ for call in range(1000):
     assert "PeerError" not in ended.output
 
 
+def test_inside_an_operation_to_which_the_others_come_late(launch):
+    """The error is not kept back until they come."""
+    ended = launch(
+        3,
+        """
+from fompi import Partial, Shard, Spec
+
+def matmul(reads, writes):
+    event()
+    raise RuntimeError("a bad product")
+
+specs = Spec((8, 2 * size), "float64", Shard(1)), Spec((2 * size, 3), "float64", Shard(0))
+plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=size, schedule="ring")
+with fompi.bind(plan, comm=world, x=np.ones((8, 2)), w=np.ones((2, 3)), kernels={"matmul": matmul}) as step:
+    if rank != 2:
+        time.sleep(30)
+    step()
+""",
+    )
+    ended.assert_failed("RuntimeError: a bad product")
+
+
 def test_on_all_ranks_at_once(launch):
     """The lowest speaks."""
     ended = launch(

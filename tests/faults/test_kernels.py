@@ -76,6 +76,44 @@ def test_two_ranks_at_once(launch):
     assert said & {("1", "ValueError"), ("2", "ValueError")}
 
 
+def test_the_others_come_late(launch):
+    """The rank that failed does not wait for them; its next call does, and all agree again."""
+    ended = launch(
+        3,
+        """
+from fompi import Shard, Spec
+failing = False
+
+def matmul(reads, writes):
+    if failing:
+        raise ValueError("a bad product")
+    np.matmul(*reads, out=writes[0])
+
+specs = Spec((6, 2 * size), "float64", Shard(1)), Spec((2 * size, 3), "float64", Shard(0))
+for schedule in ("ring", "unfused"):
+    plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=size, schedule=schedule)
+    step = fompi.bind(plan, comm=world, x=np.ones((6, 2)), w=np.ones((2, 3)), kernels={"matmul": matmul})
+    failing = rank == 1
+    if rank != 1:
+        time.sleep(2)
+    begun = time.perf_counter()
+    try:
+        step()
+    except (ValueError if rank == 1 else fompi.PeerError) as error:
+        assert "a bad product" in str(error)
+    else:
+        raise AssertionError("no error")
+    assert rank != 1 or time.perf_counter() - begun < 1.8
+    failing = False
+    for _ in range(3):
+        assert (step() == 2 * size).all()
+    step.close()
+assert (fompi.all_reduce(np.ones(3), comm=world) == size).all()
+""",
+    )
+    ended.assert_clean()
+
+
 def test_unbound(launch):
     """The same for an operation that is called: its next call agrees anew."""
     ended = launch(
