@@ -107,8 +107,10 @@ class Operation:
     def start(
         self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
     ) -> Pending:
-        """Begin, and return at once. The tensors may be used again when the Pending is done."""
-        return self.begin(self._arguments(*args, **options), comm, schedule, slices)
+        """Begin, and return at once; it goes on by itself. The tensors may be used again when the Pending is done."""
+        pending = self.begin(self._arguments(*args, **options), comm, schedule, slices)
+        Communicator.of(comm).engine.assist()
+        return pending
 
     def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
         """Start a call whose tensors must carry no gradient."""
@@ -363,7 +365,7 @@ class Pending:
         if comm.recording is not None:
             traces = comm.recording
             run.then = lambda: traces.append(self.trace)
-        run.start(actions)
+        run.start(actions, is_long=compiled.is_long(compiled.sized(extents)))
 
     def _compiled(self, problem: Problem, total: int | None) -> Any:
         """The program of this rank, verified with the whole plan when it is first needed."""

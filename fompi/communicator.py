@@ -12,10 +12,13 @@ from typing import Any
 from fompi import faults, launch
 from fompi.agreement import agree
 from fompi.arena import Arena
-from fompi.engine import Channel, Engine, slots
+from fompi.channel import Channel
+from fompi.engine import Engine, slots
 from fompi.errors import LaunchError, LayoutError, StateError
 from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
+from fompi.progress import MODES, Helper, seconds_between_polls
 from fompi.trace import Trace
+from fompi.transport import thread_levels
 
 ARENA_NBYTES = 1 << 30
 DEFAULT_TIMEOUT = 300.0
@@ -30,8 +33,15 @@ def _make_engine() -> Engine:
         timeout = 0.0
     if not timeout > 0:
         raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
-    local_size = launch.detect().local_size or 1
-    engine = Engine(request_testsome(), timeout, spins=200 if local_size <= launch.cores() else 0)
+    mode = os.environ.get("FOMPI_PROGRESS", MODES[0])
+    if mode not in MODES:
+        raise LaunchError(f"FOMPI_PROGRESS={mode}: give one of {', '.join(MODES)}")
+    cores = launch.cores() / (launch.detect().local_size or 1)
+    if thread_levels()[1] != "multiple":
+        mode = "poll"  # the program may be inside MPI at any time
+    seconds = seconds_between_polls(mode, cores)
+    helper = None if mode == "poll" else lambda engine: Helper(engine, seconds)
+    engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES)
     faults.install(engine)
     return engine

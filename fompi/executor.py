@@ -57,6 +57,7 @@ class Executor:
     def _use(self, sizes: Sizes) -> None:
         """Work out what every op does with these sizes."""
         self._sizes, self._extents = sizes, sizes.extents(self.comm.rank, self.plan.parts)
+        self._is_long = not self.compiled.asynchronous and self.compiled.is_long(self.compiled.sized(self._extents))
         native = self._link.collective
         self._actions = self.compiled.resolve(self._arrays, self._extents, self.backend, native, self.kernels)
         self._outputs = []
@@ -104,11 +105,16 @@ class Executor:
 
     # -- one call
     def __call__(self, counts: Any = None) -> Any:
-        self.start(counts=counts)
+        self._start((), counts)
         return self.wait()
 
     def start(self, *partial: str, counts: Any = None) -> Executor:
-        """Begin a call. The inputs named in `partial` become ready part by part."""
+        """Begin a call; it goes on by itself. The inputs named in `partial` become ready part by part."""
+        self._start(partial, counts)
+        self.comm.engine.assist()
+        return self
+
+    def _start(self, partial: tuple[str, ...], counts: Any) -> None:
         if self.closed:
             raise StateError(f"{self.compiled.title}: the executor is closed")
         self.comm.check()
@@ -129,8 +135,7 @@ class Executor:
             for tensor in self._written:
                 dlpack.written(tensor)
             self.comm.begins(self.compiled.title, stamp)
-            run.start(self._actions, unready)
-        return self
+            run.start(self._actions, unready, self._is_long)
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` may be read from now on, in this call."""
@@ -248,7 +253,7 @@ def bind(
     refusal: Exception | None = None
     try:  # all that may go wrong here goes wrong before the ranks agree
         bound = _check(plan, communicator, tensors, backend)
-        compiled = Compiled(plan, communicator.rank)
+        compiled = Compiled(plan, communicator.rank, backend.name if backend.asynchronous else "")
     except Exception as error:
         refusal = error
     text = f"bind({plan.problem} by {plan.schedule}, {plan.parts} parts, window {plan.window}, {plan.sizes})"

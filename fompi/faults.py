@@ -15,7 +15,8 @@ from collections.abc import Callable
 from time import perf_counter, sleep
 from types import TracebackType
 
-from fompi.engine import DYING, GONE, LEFT, Channel, Engine
+from fompi.channel import DYING, GONE, LEFT, Channel
+from fompi.engine import Engine
 from fompi.errors import PeerError
 from fompi.link import abort, finalized
 from fompi.transport import world
@@ -124,6 +125,8 @@ def _leave(engine: Engine) -> None:
     _drive(engine, lambda: any(len(channel.gone) < channel.link.size - 1 for channel in channels))
     for channel in channels:
         channel.close()
+    if engine.helper is not None:
+        engine.helper.stop()
 
 
 def _drive(engine: Engine, unfinished: Callable[[], bool]) -> None:

@@ -311,10 +311,12 @@ def _buffer(fields: dict[str, Any]) -> Buffer:
 
 
 class Constraints(NamedTuple):
-    """When the ops of a program may start: after all of `needs[i]` are done and `behind[i]` (or -1) has started."""
+    """When the ops of a program may start: after all of `needs[i]` are done, and `behind[i]` (or -1) and all of
+    `follows[i]` have started."""
 
     needs: list[list[int]]
     behind: list[int]
+    follows: Sequence[Sequence[int]] = ()
 
 
 def dependencies(ops: Sequence[Op]) -> list[list[int]]:
@@ -369,7 +371,7 @@ class Frontier:
 
 def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[list[int]]]:
     """For each op: how many events it waits for; whom it releases when it starts; whom when it is done."""
-    needs, behind = constraints
+    needs, behind, follows = constraints
     waits_for = [len(before) + (ahead >= 0) for before, ahead in zip(needs, behind, strict=True)]
     on_start: list[list[int]] = [[] for _ in needs]
     on_done: list[list[int]] = [[] for _ in needs]
@@ -378,16 +380,26 @@ def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[
             on_done[earlier].append(i)
         if ahead >= 0:
             on_start[ahead].append(i)
+    for i, started in enumerate(follows):
+        waits_for[i] += len(started)
+        for earlier in started:
+            on_start[earlier].append(i)
     return waits_for, on_start, on_done
 
 
+MERGES = frozenset(("add", "copy", "pack"))
+"""Kernels that are bound by memory, and have a lane of their own."""
+
+
 def lane(op: Op) -> tuple[str, int]:
-    """Ops of one lane start in program order, but for the lane of kernels: there, the first that can."""
+    """Ops of one lane start in program order, but for the two lanes of kernels: there, the first that can."""
     if isinstance(op, Send):
         return ("send", op.dest)
     if isinstance(op, Recv):
         return ("recv", op.source)
-    return ("collective" if isinstance(op, Collective) else "compute", 0)
+    if isinstance(op, Collective):
+        return ("collective", 0)
+    return ("merge" if op.kernel in MERGES else "compute", 0)
 
 
 def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
@@ -398,7 +410,7 @@ def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
         one_line = window is not None and isinstance(op, Send)
         lanes[("send", -1) if one_line else lane(op)].append(i)
     for key, members in lanes.items():
-        if key[0] == "compute":
+        if key[0] in ("compute", "merge"):
             continue
         for earlier, later in pairwise(members):
             behind[later] = earlier
@@ -406,6 +418,14 @@ def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
             for earlier, later in zip(members, members[window:], strict=False):
                 needs[later] = sorted({*needs[later], earlier})
     return Constraints(needs, behind)
+
+
+def enqueued(ops: Sequence[Op], found: Constraints) -> Constraints:
+    """The same for kernels that are enqueued on a device: they may be, as soon as those that they need have been."""
+    kernels = {i for i, op in enumerate(ops) if isinstance(op, Compute)}
+    follows = [[j for j in needs if j in kernels] if i in kernels else [] for i, needs in enumerate(found.needs)]
+    needs = [[j for j in needs if j not in follows[i]] for i, needs in enumerate(found.needs)]
+    return Constraints(needs, found.behind, follows)
 
 
 def messages(ops: Sequence[Op]) -> list[int]:

@@ -13,16 +13,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi.backends.base import Backend
+from fompi import kernels
+from fompi.backends.base import Backend, Token
+from fompi.channel import FAILED
 from fompi.communicator import Communicator
-from fompi.engine import ANYONE, FAILED, MESSAGE_BITS, MOST_MESSAGES, Task
+from fompi.engine import ANYONE, MESSAGE_BITS, MOST_MESSAGES, Task
 from fompi.errors import PeerError, PlanError
 from fompi.layout import Extents, nbytes, offsets
-from fompi.plan import Chunk, Collective, Compute, Plan, Recv, Send, constraints, lane, messages, release
+from fompi.plan import Chunk, Collective, Compute, Plan, Recv, Send, constraints, enqueued, lane, messages, release
 from fompi.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
 COMPUTE, SEND, RECV, NATIVE = range(4)
+LONG_FLOPS, LONG_NBYTES = 4e6, 4e6
+"""A kernel of so many operations, or on so many bytes, may keep a rank busy for longer than messages should rest."""
+
 _KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
 
 
@@ -45,8 +50,9 @@ class Sized(NamedTuple):
 class Compiled:
     """A program with everything worked out that does not depend on sizes or addresses."""
 
-    def __init__(self, plan: Plan, rank: int):
-        self.plan, self.program = plan, plan.programs[rank]
+    def __init__(self, plan: Plan, rank: int, device: str = ""):
+        """`device`: the name of what runs kernels by itself, if there is one."""
+        self.plan, self.program, self.asynchronous = plan, plan.programs[rank], bool(device)
         ops = self.program.ops
         self.ops = ops
         self.kinds = [_KINDS[type(op)] for op in ops]
@@ -55,13 +61,18 @@ class Compiled:
         self.numbers = messages(ops)
         if max(self.numbers, default=0) >= MOST_MESSAGES:
             raise PlanError(f"more than {MOST_MESSAGES} messages to one peer: take fewer slices")
-        self.waits_for, self.on_start, self.on_done = release(constraints(ops, plan.window))
+        found = constraints(ops, plan.window)
+        if device:
+            found = enqueued(ops, found)
+        self.follows = found.follows
+        self.merges = [name == "merge" for name, _ in map(lane, ops)]
+        self.waits_for, self.on_start, self.on_done = release(found)
         self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
         self.natives = self.kinds.count(NATIVE)
         self.buffers = {b.name: b for b in self.program.buffers}
         self.scratch = [b for b in self.program.buffers if b.role == "scratch"]
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
-        self.title = f"{plan.problem.operation} by {plan.schedule}"
+        self.title = f"{plan.problem.operation} by {plan.schedule}" + (f" on an {device}" if device else "")
         self._reads = [[self._place(c) for c in op.reads] for op in ops]
         self._writes = [[self._place(c) for c in op.writes] for op in ops]
         self._dtypes = [
@@ -69,6 +80,7 @@ class Compiled:
             for op in ops
         ]
         self._sized: tuple[Extents, Sized] | None = None
+        self._long: tuple[Sized, bool] | None = None
 
     def _place(self, chunk: Chunk) -> Place:
         buffer = self.buffers[chunk.buffer]
@@ -88,6 +100,19 @@ class Compiled:
             shapes = {n: (starts[n][-1], *b.row) if n in starts else b.row for n, b in self.buffers.items()}
             self._sized = extents, Sized(starts, shapes)
         return self._sized[1]
+
+    def is_long(self, sized: Sized) -> bool:
+        """Whether some kernel takes so long that somebody else must move messages meanwhile."""
+        if self._long is None or self._long[0] is not sized:
+            self._long = sized, any(self._is_long(sized, i) for i in range(len(self.ops)) if self.kinds[i] == COMPUTE)
+        return self._long[1]
+
+    def _is_long(self, sized: Sized, i: int) -> bool:
+        op = self.ops[i]
+        assert isinstance(op, Compute)
+        shapes = [[_shape(sized, place) for place in places] for places in (self._reads[i], self._writes[i])]
+        moved = sum(p.width * s[0] for p, s in zip(self._reads[i], shapes[0], strict=True) if p.buffer in sized.starts)
+        return moved > LONG_NBYTES or kernels.cost(op.kernel, *shapes) > LONG_FLOPS
 
     def readers(self, name: str) -> dict[int, list[int]]:
         """For each block of an input the ops that read it."""
@@ -151,11 +176,20 @@ class Compiled:
         return actions
 
 
+def _shape(sized: Sized, place: Place) -> tuple[int, ...]:
+    shape, starts = sized.shapes[place.buffer], sized.starts.get(place.buffer)
+    return shape if starts is None else (starts[place.stop] - starts[place.start], *shape[1:])
+
+
 def _view(arrays: Mapping[str, Array], starts: Mapping[str, list[int]], place: Place) -> Array:
     name, start, stop, _ = place
     if name not in starts:
         return arrays[name]
     return arrays[name][starts[name][start] : starts[name][stop]]
+
+
+def _nothing() -> None:
+    """In place of a kernel, once the call has failed."""
 
 
 def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> Callable[[], object]:
@@ -171,6 +205,8 @@ class Run(Task):
         self.waits = list(compiled.waits_for)
         self.left = len(compiled.ops)
         self.ready: list[int] = []
+        self.ready_merges: list[int] = []
+        self.tokens: dict[int, Token] = {}
         self.begun = [0.0] * self.left
         self.ended = [0.0] * self.left
         self.actions: list[Any] = []
@@ -189,10 +225,20 @@ class Run(Task):
     def title(self) -> str:
         return f"{self.compiled.title} ({self.comm.call_name(self.stamp)})"
 
-    def start(self, actions: list[Any], unready: Mapping[tuple[str, int], list[int]] | None = None) -> None:
-        """Begin all that can begin. `unready`: parts of inputs that `ready()` will announce, and who reads them."""
+    def start(
+        self,
+        actions: list[Any],
+        unready: Mapping[tuple[str, int], list[int]] | None = None,
+        is_long: bool = False,
+    ) -> None:
+        """Begin all that can begin. `unready`: parts of inputs that `ready()` will announce, and who reads them.
+
+        `is_long`: somebody must move messages while kernels run.
+        """
         channel = self.comm.channel
         self.actions = actions
+        if is_long and self.comm.size > 1:
+            self.comm.engine.assist()
         self.started = self.touched = perf_counter()
         channel.begin(self.stamp, self)
         if self.stamp in channel.failures:
@@ -243,9 +289,12 @@ class Run(Task):
             at += 1
             kind = kinds[i]
             if kind == COMPUTE:
-                if not self.ready:
+                if compiled.asynchronous:
+                    self._enqueue(i, queue)
+                    continue
+                if not (self.ready or self.ready_merges):
                     engine.kernels_ready(self)
-                heappush(self.ready, i)
+                heappush(self.ready_merges if compiled.merges[i] else self.ready, i)
                 continue
             if kind == NATIVE and not self._may_go_native(i):
                 continue
@@ -281,26 +330,50 @@ class Run(Task):
     def completed(self, key: int) -> None:
         if self.finished:  # abandoned
             return
+        if key in self.tokens:
+            token = self.tokens.pop(key)
+            self.begun[key] = token.begun
         free = self._ended(key)
         if free:
             self._begin(free)
         if self.left == 0:
             self._finish()
 
-    def work(self) -> None:
-        i = heappop(self.ready)
-        if not self.ready:
+    def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
+        """The next kernel: sums and copies first, since others wait for them, then in the order of the program."""
+        if self.ready_merges:
+            i = heappop(self.ready_merges)
+        elif self.ready and not merges_only:
+            i = heappop(self.ready)
+        else:
+            return None
+        if not (self.ready or self.ready_merges):
             self.comm.engine.kernels_done(self)
+        return i, self.actions[i] if self.error is None else _nothing
+
+    def ran(self, key: int, begun: float, error: BaseException | None) -> None:
+        self.begun[key] = begun
+        if error is not None and not self.finished:
+            self._kernel_failed(key, error)
+        self.completed(key)
+
+    def _enqueue(self, i: int, queue: list[int]) -> None:
+        """Hand a kernel to the device, behind those that it follows; kernels that follow it may be enqueued now."""
         self.begun[i] = perf_counter()
         if self.error is None:
             try:
-                self.actions[i]()
-            except BaseException as error:
+                token = self.actions[i]([self.tokens[j] for j in self.compiled.follows[i] if j in self.tokens])
+            except Exception as error:
                 self._kernel_failed(i, error)
-                if not isinstance(error, Exception):  # an interrupt ends more than this call
-                    self.completed(i)
-                    raise
-        self.completed(i)
+            else:
+                self.tokens[i] = token
+                self.comm.engine.launched(token, self, i)
+        for j in self.compiled.on_start[i]:
+            self.waits[j] -= 1
+            if self.waits[j] == 0:
+                queue.append(j)
+        if self.error is not None:
+            queue.extend(self._ended(i))
 
     def _finish(self) -> None:
         self.finished = True
@@ -369,8 +442,9 @@ class Run(Task):
             self._finish()
 
     def abandon(self, error: BaseException) -> None:
-        if self.ready:
+        if self.ready or self.ready_merges:
             self.ready.clear()
+            self.ready_merges.clear()
             self.comm.engine.kernels_done(self)
         self.unready.clear()
         self.error = self.error or error

@@ -358,7 +358,7 @@ class _Walk:
             missing = min(set(range(self.plan.size)) - there)
             return f"rank {missing} never comes to this collective."
         peer, j = self.partners[rank, i]
-        needs, behind = self.limits[peer]
+        needs, behind, _ = self.limits[peer]
         other = self.plan.programs[peer].ops[j]
         verb = "sends it" if isinstance(other, Send) else "receives it"
         for k in (*needs[j], behind[j]):

@@ -50,6 +50,7 @@ def rows(a: Array) -> Array:
 
 class Numpy:
     name = "numpy"
+    asynchronous = False
 
     def storage(self, dtype: str) -> np.dtype[Any]:
         return storage(dtype)

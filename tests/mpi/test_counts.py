@@ -36,9 +36,8 @@ class Footprint:
 
     def __init__(self, world):
         world.link.comm.Barrier()
-        listening = sum(channel.link.size > 1 for channel in world.engine.channels)
         end = perf_counter() + 1
-        while len(world.engine._requests) > listening and perf_counter() < end:
+        while world.engine._requests and perf_counter() < end:
             world.engine.progress()  # the last handshakes of ours are on their way
         for _ in range(3):
             gc.collect()

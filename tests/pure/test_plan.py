@@ -159,7 +159,7 @@ def test_dependencies_name_the_last_writer_and_the_readers_since():
 @given(programs, windows)
 def test_constraints(program, window):
     """Beside dependencies: sends, receives and collectives start in order, lane by lane; sends wait for the window."""
-    needs, behind = constraints(program, window)
+    needs, behind, _ = constraints(program, window)
     for j, op in enumerate(program):
         kind = type(op)
         one_line = kind is Send and window is not None  # whoever they go to
