@@ -5,6 +5,7 @@
 | `unfused`       | kernel, then the native collective                   | 1               |
 | `sliced`        | `slices` asynchronous native collectives             | slices          |
 | `unfused_p2p`   | kernel, then pairwise messages                       | slices          |
+| `sliced_p2p`    | the same, a slice of every shard at a time           | slices          |
 | `direct`        | pairwise, between the pieces of the kernel           | slices          |
 | `ring`          | to the next rank, between the pieces of the kernel   | slices          |
 | `bidirectional` | half of the parts each way round                     | 2 * slices      |
@@ -19,7 +20,7 @@ from fompi.errors import PlanError
 from fompi.layout import Sizes
 from fompi.plan import Op, Plan, Program, Programs, Workspace
 from fompi.problems import Problem
-from fompi.schedules.direct import direct, exchange, unfused_p2p
+from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
 from fompi.schedules.native import sliced
 from fompi.schedules.ring import bidirectional, ring
 
@@ -29,6 +30,7 @@ SCHEDULES: dict[str, Schedule] = {
     "unfused": sliced,
     "sliced": sliced,
     "unfused_p2p": unfused_p2p,
+    "sliced_p2p": sliced_p2p,
     "direct": direct,
     "ring": ring,
     "bidirectional": bidirectional,
@@ -40,7 +42,7 @@ def available(problem: Problem) -> list[str]:
     """The schedules that this problem can be carried out by."""
     names = list(SCHEDULES)
     if problem.moves == "all_to_all":  # each rank's block is wanted by one rank only: a ring would carry it past others
-        names = ["unfused", "sliced", "unfused_p2p", "direct"]
+        names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct"]
     if problem.moves != "all_reduce" and "exchange" in names:
         names.remove("exchange")
     if problem.half and problem.moves in ("reduce_scatter", "all_reduce"):

@@ -2,8 +2,8 @@
 
 The same bytes as a ring without its chain of dependencies: a slow rank delays only what it sends itself. Own block
 first for gathers, last for sums (TransformerEngine, PyTorch's async-TP, the attention of arXiv 2604.24013).
-`unfused_p2p` is the same exchange with the compute in one piece before or after it; `exchange` an all-reduce in one
-step for small tensors.
+`unfused_p2p` is the same exchange with the compute in one piece before or after it, `sliced_p2p` with the compute cut
+as in `sliced`: one part of every shard at a time. `exchange` is an all-reduce in one step for small tensors.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from fompi.schedules.work import Gather, Scatter
 
 
 def direct(problem: Problem, work: Workspace) -> Iterator[Op]:
-    yield from _write(problem, work, fused=True)
+    yield from _write(problem, work)
 
 
 def unfused_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
-    yield from _write(problem, work, fused=False)
+    yield from _write(problem, work, whole=True)
 
 
-def _write(problem: Problem, work: Workspace, fused: bool) -> Iterator[Op]:
+def sliced_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
+    yield from _write(problem, work, by_slices=True)
+
+
+def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bool = False) -> Iterator[Op]:
     if problem.moves == "broadcast":
         yield from _broadcast(Gather(problem, work))
     elif problem.multiplies_first or problem.moves in ("reduce_scatter", "all_reduce"):
-        scatter = Scatter(problem, work, early=not fused)
+        scatter = Scatter(problem, work, early=whole, by_slices=by_slices)
         yield from scatter.begin()
         if problem.moves == "all_to_all":
             yield from _deal(scatter)
@@ -36,24 +40,30 @@ def _write(problem: Problem, work: Workspace, fused: bool) -> Iterator[Op]:
         if problem.moves == "all_reduce":
             yield from _all_gather_sums(scatter)
     else:
-        gather = Gather(problem, work, late=not fused)
+        gather = Gather(problem, work, late=whole)
         yield from gather.begin()
-        yield from _gather(gather)
+        yield from _gather(gather, by_slices)
         yield from gather.finish()
 
 
-def _gather(local: Gather) -> Iterator[Op]:
+def _gather(local: Gather, by_slices: bool) -> Iterator[Op]:
     """All-gather and all-to-all: only what goes out differs."""
     rank, size, parts = local.rank, local.size, range(local.parts)
-    for d in range(1, size):
+    blocks = [(d, part) for d in range(1, size) for part in parts]
+    if by_slices:
+        blocks.sort(key=lambda block: block[1])
+    for d, part in blocks:
+        yield Recv((rank - d) % size, local.land((rank - d) % size, part))
+    for d, part in blocks:
+        yield Send((rank + d) % size, local.outgoing((rank + d) % size, part))
+    if by_slices:
+        yield from local.copy_own()
         for part in parts:
-            yield Recv((rank - d) % size, local.land((rank - d) % size, part))
-    for d in range(1, size):
-        for part in parts:
-            yield Send((rank + d) % size, local.outgoing((rank + d) % size, part))
-    for d in range(size):
-        for part in parts:
-            yield from local.use((rank - d) % size, part) if d else local.use_own(part)
+            yield from local.use_slice(part)
+        return
+    yield from local.use_own()
+    for d, part in blocks:
+        yield from local.use((rank - d) % size, part)
 
 
 def _deal(local: Scatter) -> Iterator[Op]:
@@ -64,21 +74,18 @@ def _deal(local: Scatter) -> Iterator[Op]:
         source = (rank - d) % size
         for part in parts:
             yield Recv(source, y[source * local.parts + part])
-    for d in range(1, size):
+    for d, part in local.order(range(1, size)):
         dest = (rank + d) % size
-        for part in parts:
-            term = yield from local.term(dest, part, out)
-            yield Send(dest, term)
-    for part in parts:
-        yield from local.into(y[rank * local.parts + part], rank, part)
+        term = yield from local.term(dest, part, out)
+        yield Send(dest, term)
+    yield from local.own_into(local.targets)
 
 
 def _reduce_scatter(local: Scatter) -> Iterator[Op]:
     """The terms of others are summed while our own is made: after it one add remains, and no message."""
     rank, size, parts, wide = local.rank, local.size, range(local.parts), local.problem.accumulator
     if size == 1:
-        for part in parts:
-            yield from local.into(local.target(part), rank, part)
+        yield from local.own_into(local.targets)
         return
     inbox = local.work.scratch("inbox", "copies", local.problem.sent_row, local.wire)
     sums = inbox if local.wire == wide else local.work.scratch("sums", "own", local.problem.sent_row, wide)
@@ -92,19 +99,18 @@ def _reduce_scatter(local: Scatter) -> Iterator[Op]:
     for d in range(1, size):
         for part in parts:
             yield Recv((rank - d) % size, arrived(d, part))
-    for d in range(1, size):
+    for d, part in local.order(range(1, size)):
         owner = (rank + d) % size
-        for part in parts:
-            term = yield from local.term(owner, part, local.wire)
-            yield Send(owner, term)
+        term = yield from local.term(owner, part, local.wire)
+        yield Send(owner, term)
     for d in range(2, size):
         for part in parts:
             before = arrived(1, part) if d == 2 else summed(part)
             yield Compute("add", (before, arrived(d, part)), (summed(part),))
+    own = yield from local.own_terms(local.wire)
     for part in parts:
-        own = yield from local.term(rank, part, local.wire)
         before = arrived(1, part) if size == 2 else summed(part)
-        yield Compute("add", (before, own), (local.target(part),))
+        yield Compute("add", (before, own[part]), (local.target(part),))
 
 
 def _all_gather_sums(local: Scatter) -> Iterator[Op]:

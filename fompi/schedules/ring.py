@@ -56,34 +56,35 @@ def _all_gather(local: Gather, own: Callable[[int, int], Chunk], directions: Dir
                 if step < size - 1:
                     yield Recv((rank - sign) % size, local.land((owner - sign) % size, part))
                     yield Send((rank + sign) % size, local.land(owner, part) if step else own(rank, part))
-                yield from local.use(owner, part) if step else local.use_own(part)
+                if step:
+                    yield from local.use(owner, part)
+        if step == 0:
+            yield from local.use_own()
 
 
 def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
     rank, size, dtype = local.rank, local.size, local.problem.accumulator
-    inbox = local.work.scratch("inbox", "rows", local.problem.sent_row, dtype) if size > 1 else None
-    for step in range(size):
+    if size == 1:
+        yield from local.own_into(local.targets)
+        return
+    inbox = local.work.scratch("inbox", "rows", local.problem.sent_row, dtype)
+    for step in range(size - 1):
         for sign, parts in directions:
             owner = (rank - sign * (1 + step)) % size
             for part in parts:
-                if inbox is None:
-                    yield from local.into(local.target(part), owner, part)
-                    continue
-                ahead, behind, arriving = (
-                    (rank + sign) % size,
-                    (rank - sign) % size,
-                    inbox[owner * local.parts + part],
-                )
+                arriving = inbox[owner * local.parts + part]
                 if step:
-                    yield Recv(behind, arriving)
+                    yield Recv((rank - sign) % size, arriving)
                 term = yield from local.term(owner, part, dtype)
-                if step == 0:
-                    yield Send(ahead, term)
-                elif step < size - 1:
+                if step:
                     yield Compute("add", (arriving, term), (arriving,))
-                    yield Send(ahead, arriving)
-                else:
-                    yield Compute("add", (arriving, term), (local.target(part),))
+                yield Send((rank + sign) % size, arriving if step else term)
+    for sign, parts in directions:
+        for part in parts:
+            yield Recv((rank - sign) % size, inbox[rank * local.parts + part])
+    own = yield from local.own_terms(dtype)
+    for part in range(local.parts):
+        yield Compute("add", (inbox[rank * local.parts + part], own[part]), (local.target(part),))
 
 
 def _all_gather_sums(local: Scatter, directions: Directions) -> Iterator[Op]:

@@ -77,12 +77,25 @@ class Gather(_Local):
         """Where the block of source arrives, in its standard place."""
         return self.full[source * self.parts + part]
 
-    def use_own(self, part: int) -> Iterator[Op]:
-        """Our own block needs no message."""
-        own = self.outgoing(self.rank, part)
+    def _own(self) -> tuple[Chunk, Chunk]:
+        """Our own blocks, where they are and where they belong."""
+        parts = range(self.parts)
+        (own,), (place,) = merged(
+            [self.outgoing(self.rank, part) for part in parts], [self.land(self.rank, part) for part in parts]
+        )
+        return own, place
+
+    def copy_own(self) -> Iterator[Op]:
+        """Put our own blocks to those that arrive."""
+        own, place = self._own()
+        yield Compute("copy", (own,), (place,))
+
+    def use_own(self) -> Iterator[Op]:
+        """Our own blocks need no message: they are used in one call."""
         if self.keeps or self.late:
-            yield Compute("copy", (own,), (self.land(self.rank, part),))
-        yield from self._use([own], [self.land(self.rank, part)])
+            yield from self.copy_own()
+        own, place = self._own()
+        yield from self._use([own], [place])
 
     def use(self, source: int, part: int) -> Iterator[Op]:
         yield from self._use([self.land(source, part)], [self.land(source, part)])
@@ -130,13 +143,21 @@ class Gather(_Local):
 class Scatter(_Local):
     """Our term of each block is given (x) or made (x @ w); a schedule sends it to where the terms are summed.
 
-    `early`: make everything in one call before the first message, instead of block by block.
+    `early`: make everything in one call before the first message, instead of block by block. `by_slices`: make one
+    part of every shard in a call.
     """
 
-    def __init__(self, problem: Problem, work: Workspace, early: bool = False):
+    def __init__(self, problem: Problem, work: Workspace, early: bool = False, by_slices: bool = False):
         super().__init__(problem, work)
         self.early = early and problem.multiplies_first
+        self.by_slices = by_slices and problem.multiplies_first
         self.made = False
+        self.made_slices: set[int] = set()
+
+    def order(self, distances: Iterable[int]) -> list[tuple[int, int]]:
+        """(distance, part) of all blocks for others, in the order in which they are made."""
+        pairs = [(d, part) for d in distances for part in range(self.parts)]
+        return sorted(pairs, key=lambda pair: pair[1]) if self.by_slices else pairs
 
     @property
     def wire(self) -> str:
@@ -177,7 +198,9 @@ class Scatter(_Local):
         x = self.x[block]
         if self.made:
             return self.partial(dtype)[block]
-        if self.problem.multiplies_first:
+        if self.by_slices:
+            yield from self.slice(part, dtype)
+        elif self.problem.multiplies_first:
             yield self.multiply(0, [x], [self.partial(dtype)[block]], self.has_bias(block))
         elif dtype != self.problem.dtype:
             yield Compute("copy", (x,), (self.partial(dtype)[block],))
@@ -185,16 +208,42 @@ class Scatter(_Local):
             return x
         return self.partial(dtype)[block]
 
-    def into(self, target: Chunk, owner: int, part: int) -> Iterator[Op]:
-        """Our term of one block, written where it is wanted."""
-        block = owner * self.parts + part
-        if self.made:
-            yield Compute("copy", (self.partial(self.wire)[block],), (target,))
+    def slice(self, part: int, dtype: str) -> Iterator[Op]:
+        """Our terms of one part of every shard."""
+        if part not in self.made_slices:
+            self.made_slices.add(part)
+            blocks = [owner * self.parts + part for owner in range(self.size)]
+            yield from self.products([self.x[b] for b in blocks], [self.partial(dtype)[b] for b in blocks])
+
+    def own_terms(self, dtype: str) -> Generator[Op, None, list[Chunk]]:
+        """Our terms of our own blocks, made in one call: no message waits for a part of it."""
+        blocks = range(self.rank * self.parts, (self.rank + 1) * self.parts)
+        if self.made or self.by_slices or not self.problem.multiplies_first:
+            terms = []
+            for part in range(self.parts):
+                terms.append((yield from self.term(self.rank, part, dtype)))
+            return terms
+        partial = self.partial(dtype)
+        run = slice(blocks.start, blocks.stop)
+        yield self.multiply(0, [self.x[run]], [partial[run]], self.has_bias(blocks.start))
+        return [partial[block] for block in blocks]
+
+    def own_into(self, target: Chunk) -> Iterator[Op]:
+        """Our terms of our own blocks, written where they are wanted."""
+        run = slice(self.rank * self.parts, (self.rank + 1) * self.parts)
+        if self.made or self.by_slices:
+            for part in range(self.parts if self.by_slices else 0):
+                yield from self.slice(part, self.wire)
+            yield Compute("copy", (self.partial(self.wire)[run],), (target,))
         elif self.problem.multiplies_first:
-            yield self.multiply(0, [self.x[block]], [target], self.has_bias(block))
+            yield self.multiply(0, [self.x[run]], [target], self.has_bias(run.start))
         else:
-            yield Compute("copy", (self.x[block],), (target,))
+            yield Compute("copy", (self.x[run],), (target,))
 
     def target(self, part: int) -> Chunk:
         """Where our own block of the sum belongs."""
         return self.work["y"][self.rank * self.parts + part]
+
+    @property
+    def targets(self) -> Chunk:
+        return self.work["y"][self.rank * self.parts : (self.rank + 1) * self.parts]

@@ -42,7 +42,7 @@ def run(schedule, slices, calls):
 for schedule, slices in SCHEDULES:
     run(schedule, slices, CALLS)
 """
-SCHEDULES = {"direct": 2, "ring": 1, "bidirectional": 1, "unfused_p2p": 1, "unfused": 1, "sliced": 2}
+SCHEDULES = {"direct": 2, "ring": 1, "bidirectional": 1, "unfused_p2p": 1, "sliced_p2p": 2, "unfused": 1, "sliced": 2}
 ALL = tuple(SCHEDULES.items())
 
 

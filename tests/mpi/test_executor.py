@@ -15,7 +15,7 @@ from fompi import Partial, Replicate, Shard, Spec, schedules
 from fompi.layout import Sizes, split
 from fompi.problems import Form, problem
 
-EVERY_SCHEDULE = ("unfused", "sliced", "unfused_p2p", "direct", "ring", "bidirectional")
+EVERY_SCHEDULE = ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional")
 
 
 def numbers(shape, *seed):

@@ -128,7 +128,7 @@ def test_large_tensors(world):
     everything = np.random.default_rng(1).integers(0, 100, (size, rows * size, 256)).astype(float)
     mine, total = everything[world.rank], everything.sum(0)
     own = slice(world.rank * rows, (world.rank + 1) * rows)
-    for schedule in ("unfused", "sliced", "unfused_p2p", "direct", "ring", "bidirectional"):
+    for schedule in ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional"):
         options = {"comm": world, "schedule": schedule, "slices": 1 if schedule == "unfused" else 2}
         np.testing.assert_array_equal(fompi.all_reduce(mine, **options), total)
         np.testing.assert_array_equal(fompi.reduce_scatter(mine, **options), total[own])

@@ -80,7 +80,7 @@ def test_rounding_at_every_step_would_show(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("schedule", ["ring", "bidirectional", "direct", "unfused_p2p", "exchange"])
+@pytest.mark.parametrize("schedule", ["ring", "bidirectional", "direct", "unfused_p2p", "sliced_p2p", "exchange"])
 def test_a_sum_of_any_numbers_is_within_half_an_ulp(schedule, dtype):
     """Of the exact sum, but for what eight float32 additions lose."""
     problem = catalogue.problems(8, dtype)["all_reduce"]

@@ -114,7 +114,7 @@ def test_schedules_that_an_operation_does_not_have():
     refused(PlanError, "no schedule 'ring' for all_to_all; take auto, unfused", fompi.all_to_all, X, schedule="ring")
     refused(PlanError, "no schedule 'exchange' for all_gather", fompi.all_gather, X, schedule="exchange")
     half = Spec((6,), "float16", TERM)
-    refused(PlanError, "take auto, unfused_p2p, direct, ring", fompi.all_reduce, half, schedule="unfused")
+    refused(PlanError, "take auto, unfused_p2p, sliced_p2p, direct, ring", fompi.all_reduce, half, schedule="unfused")
     with pytest.raises(PlanError, match="all_gather has no schedule 'auto'"):
         schedules.write(problem("all_gather", 2, Form((3,), "int8")), "auto")
 
