@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from fompi.alignment import gather_traces, read_clocks
 from fompi.call import Pending
 from fompi.communicator import Communicator, Mesh
 from fompi.errors import (
@@ -20,6 +21,7 @@ from fompi.errors import (
     LaunchError,
     LayoutError,
     MismatchError,
+    OverlapWarning,
     PeerError,
     PlanError,
     ShapeError,
@@ -49,7 +51,9 @@ from fompi.ops import (
     reduce_scatter,
 )
 from fompi.plan import Plan
+from fompi.proof import Needs, Proof, prove
 from fompi.simulate import simulate
+from fompi.timeline import timeline, timelines
 from fompi.trace import Trace
 from fompi.verify import verify
 
@@ -65,11 +69,14 @@ __all__ = [
     "Machine",
     "Mesh",
     "MismatchError",
+    "Needs",
+    "OverlapWarning",
     "Partial",
     "PeerError",
     "Pending",
     "Plan",
     "PlanError",
+    "Proof",
     "Replicate",
     "ShapeError",
     "Shard",
@@ -90,12 +97,17 @@ __all__ = [
     "all_to_all_weight_gradient",
     "bind",
     "broadcast",
+    "gather_traces",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "plan",
+    "prove",
+    "read_clocks",
     "reduce_scatter",
     "simulate",
+    "timeline",
+    "timelines",
     "verify",
 ]
 

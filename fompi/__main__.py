@@ -27,16 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     ):
         _plan_arguments(commands.add_parser(name, help=what, epilog=EXAMPLE), name)
     bench = commands.add_parser("bench", help="benchmarks, for mpirun")
-    bench.add_argument("suite", choices=["overhead"])
-    bench.add_argument("--json", action="store_true", help="figures as JSON")
+    _bench_arguments(bench)
     try:
         if arguments[:1] == ["info"]:
             return info.main(arguments[1:])
         options = parser.parse_args(arguments)
         if options.command == "bench":
-            from fompi.bench import overhead
+            from fompi.bench import suites
 
-            return overhead.main(options.json)
+            measure = suites.Options(options.rounds, options.quick)
+            return suites.run(options.suite, measure, options.json, options.markdown, options.plot)
         status = _plan(options)
         sys.stdout.flush()
         return status
@@ -46,6 +46,15 @@ def main(argv: list[str] | None = None) -> int:
     except (FompiError, OSError) as error:
         print(f"fompi: {error}", file=sys.stderr)
         return 2
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("suite", choices=["collectives", "fused", "papers", "peers", "overhead"])
+    parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="all samples as JSON (no FILE: print it)")
+    parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown")
+    parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
 
 
 def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:

@@ -104,10 +104,10 @@ def _read(comm: Communicator, line: _Line) -> None:
 def gather_traces(traces: Trace | Iterable[Trace], comm: Any = None) -> Trace | None:
     """One Trace of all ranks, on the clock of rank 0: there; None on the other ranks. Collective.
 
-        fompi.read_clocks(comm)                              # before a long run: worth it where clocks drift
-        with comm.record() as traces: ...
-        trace = fompi.gather_traces(traces, comm)
-        if trace is not None: trace.save("all.json")         # opens in Perfetto
+    fompi.read_clocks(comm)                              # before a long run: worth it where clocks drift
+    with comm.record() as traces: ...
+    trace = fompi.gather_traces(traces, comm)
+    if trace is not None: trace.save("all.json")         # opens in Perfetto
     """
     communicator = Communicator.of(comm)
     mine = merge([traces] if isinstance(traces, Trace) else list(traces))
@@ -121,4 +121,4 @@ def gather_traces(traces: Trace | Iterable[Trace], comm: Any = None) -> Trace | 
     clocks = {rank: fit(batches) for rank, batches in communicator.clock_readings.items()}
     gathered = [mine, *(Trace.from_json(texts[rank]).shifted(clocks[rank]) for rank in range(1, communicator.size))]
     whole = merge(gathered)
-    return Trace(whole.kind or "measured", whole.title, whole.events, tuple(hosts))
+    return Trace("measured", whole.title, whole.events, tuple(hosts))

@@ -1,4 +1,4 @@
-"""The yardsticks of a Proof: what this rank's kernels take without messages, and what the messages take without kernels.
+"""The yardsticks of a Proof: what a rank's kernels take without messages, and what the messages take without kernels.
 
 Both run on fresh memory, so that a call may be measured at any time.
 """
@@ -63,14 +63,14 @@ def compute_alone(
     kernels: Mapping[str, Callable[..., object]] | None = None,
     rounds: int = ROUNDS,
 ) -> Alone:
-    """Run the kernels of a program one after the other, without any message, after a round to warm up."""
+    """Run the kernels of a program in its order, without any message, after a round to warm up."""
     arrays = _memory(compiled, extents, backend, take)
     actions = compiled.resolve(arrays, extents, backend, lambda *collective: None, kernels)
     ours = [i for i, kind in enumerate(compiled.kinds) if kind == COMPUTE]
     totals, each = [], []
     for _ in range(rounds + 1):
         begun = perf_counter()
-        each.append(_enqueued(actions, ours) if compiled.asynchronous else _called(actions, ours))
+        each.append(_enqueued(actions, ours, compiled.follows) if compiled.asynchronous else _called(actions, ours))
         totals.append(perf_counter() - begun)
     return Alone(median(totals[1:]), {i: median(seconds[i] for seconds in each[1:]) for i in ours})
 
@@ -84,10 +84,11 @@ def _called(actions: Sequence[Any], ours: Sequence[int]) -> dict[int, float]:
     return seconds
 
 
-def _enqueued(actions: Sequence[Any], ours: Sequence[int]) -> dict[int, float]:
+def _enqueued(actions: Sequence[Any], ours: Sequence[int], follows: Sequence[Sequence[int]]) -> dict[int, float]:
+    """On a device, which may run kernels at one time that do not follow each other."""
     tokens: dict[int, Any] = {}
     for i in ours:
-        tokens[i] = actions[i]([*tokens.values()][-1:])
+        tokens[i] = actions[i]([tokens[j] for j in follows[i]])
     for token in tokens.values():
         while not token.done():
             sleep(max(0.0, min(1e-3, token.due - perf_counter() - 1e-4)))
@@ -101,13 +102,18 @@ def messages_alone(
 
     Collective. The ranks meet before every round; there is one more to warm up.
     """
-    arrays = _memory(compiled, extents, backend, comm.engine.arena.take)
+    what, refusal = f"the messages of {compiled.title} alone", None
+    try:
+        arrays = _memory(compiled, extents, backend, comm.engine.arena.take)
+    except Exception as error:
+        refusal = error
+    agree(comm, what, refusal)
     link = comm.link.duplicate() if NATIVE in compiled.kinds else comm.link
     actions = compiled.resolve(arrays, extents, backend, link.collective)
     actions = [_nothing if kind == COMPUTE else a for kind, a in zip(compiled.kinds, actions, strict=True)]
     instance, seconds = comm.next_bound(), []
     for call in range(rounds + 1):
-        agree(comm, f"the messages of {compiled.title} alone")
+        agree(comm, what)
         begun = perf_counter()
         with comm.engine.lock:
             run = Run(compiled, comm, *comm.bound_call(instance, call + 1))

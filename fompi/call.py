@@ -362,10 +362,15 @@ class Pending:
         if local.out is not None:
             dlpack.written(local.out.owner)
         run.takes_turns = comm.size > 1
-        if comm.recording is not None:
-            traces = comm.recording
-            run.then = lambda: traces.append(self.trace)
+        if comm.recording is not None or comm.engine.report is not None:
+            run.then = functools.partial(self._note, comm.recording, run)
         run.start(actions, is_long=compiled.is_long(compiled.sized(extents)))
+
+    def _note(self, recording: list[Trace] | None, run: Run) -> None:
+        if recording is not None:
+            recording.append(self.trace)
+        if self._comm.engine.report is not None:
+            self._comm.engine.report.note(run, self.trace, self.extents, _BACKEND)
 
     def _compiled(self, problem: Problem, total: int | None) -> Any:
         """The program of this rank, verified with the whole plan when it is first needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,16 @@ def _make_engine() -> Engine:
     helper = None if mode == "poll" else lambda engine: Helper(engine, seconds)
     engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES)
+    asked = os.environ.get("FOMPI_REPORT", "0")
+    if asked in ("", "0"):
+        faults.install(engine)
+        return engine
+    from fompi.report import Report  # it looks at communicators from outside
+
+    engine.report = report = Report(asked)
+    atexit.register(report.finish)  # what is registered first comes last: after the ranks have said goodbye
     faults.install(engine)
+    atexit.register(report.settle_all)
     return engine
 
 
@@ -65,6 +75,7 @@ class Communicator:
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled
         self.turns: deque[int] = deque()  # stamps of the unbound calls that may use the library's collectives
         self.recording: list[Any] | None = None
+        self.clock_readings: dict[int, list[Any]] = {}  # rank 0: samples of the clocks of the others (`alignment`)
         self.closed = False
         self._slots = slots(self.link)
         self._calls = self._bound = 0
@@ -149,6 +160,8 @@ class Communicator:
     def close(self) -> None:
         """Collective: all ranks close a communicator together."""
         if not self.closed:
+            if self.engine.report is not None:
+                self.engine.report.settle(self)
             self.closed = True
             self.channel.close()
             self.plans.clear()

@@ -51,5 +51,9 @@ class PeerError(FompiError, RuntimeError):
         self.origin = origin
 
 
+class OverlapWarning(UserWarning):
+    """An overlap that was asked for did not happen: the call took about as long as without."""
+
+
 class WaitTimeout(FompiError, TimeoutError):
     """A wait reached its deadline. The message names who waits for whom, back to the rank at the root."""

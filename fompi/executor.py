@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi import dlpack
+from fompi import alone, dlpack
 from fompi.agreement import agree
 from fompi.backends.base import Backend
 from fompi.backends.numpy import Numpy
@@ -18,6 +18,7 @@ from fompi.dlpack import Tensor
 from fompi.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.layout import Sizes
 from fompi.plan import Collective, Plan, Send
+from fompi.proof import Needs, Proof, prove
 from fompi.run import Compiled, Run
 from fompi.trace import Trace
 
@@ -52,6 +53,9 @@ class Executor:
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
         self._run: Run | None = None
+        self._needs: Needs | None = None
+        self._alone: tuple[Any, float | None] = (None, None)  # measured by itself, with these extents
+        self._bare: tuple[Any, float | None] = (None, None)
         self._use(self.plan.sizes)
 
     def _use(self, sizes: Sizes) -> None:
@@ -132,6 +136,9 @@ class Executor:
         engine = self.comm.engine
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
+            if engine.report is not None:
+                extents, backend, kernels = self._extents, self.backend, self.kernels
+                run.then = lambda: engine.report.note(run, run.trace(extents), extents, backend, kernels)
             for tensor in self._written:
                 dlpack.written(tensor)
             self.comm.begins(self.compiled.title, stamp)
@@ -187,6 +194,33 @@ class Executor:
     def trace(self) -> Trace:
         """What this rank did in the last call."""
         return self._current().trace(self._extents)
+
+    def compute_seconds(self, rounds: int = alone.ROUNDS) -> float:
+        """What this rank's kernels take alone, without messages, on memory of their own: the median of `rounds`."""
+        take = self.comm.engine.arena.take
+        found = alone.compute_alone(self.compiled, self._extents, self.backend, take, self.kernels, rounds)
+        self._alone = self._extents, found.seconds
+        if self.comm.engine.report is not None:
+            self.comm.engine.report.measured(self.compiled, self._extents, found.seconds)
+        return found.seconds
+
+    def messages_seconds(self, rounds: int = alone.ROUNDS) -> float:
+        """What the messages take without kernels, on memory of their own. Collective."""
+        found = alone.messages_alone(self.compiled, self.comm, self._extents, self.backend, rounds)
+        self._bare = self._extents, found
+        return found
+
+    @property
+    def proof(self) -> Proof:
+        """How much of the last call was exposed, and why; judged if the two above were measured, for these sizes."""
+        run = self._current()
+        if not run.finished or run.error is not None:
+            raise StateError(f"{self.compiled.title} has no finished call to judge")
+        if self._needs is None:
+            self._needs = Needs(self.plan, self.comm.rank)
+        known = [seconds if extents == self._extents else None for extents, seconds in (self._alone, self._bare)]
+        mode = self.comm.engine.progress_mode
+        return prove(self.trace, self._needs, alone=known[0], bare=known[1], progress=mode)
 
     def _current(self) -> Run:
         if self._run is None:

@@ -330,10 +330,10 @@ class Run(Task):
     def completed(self, key: int) -> None:
         if self.finished:  # abandoned
             return
+        free = self._ended(key)
         if key in self.tokens:
             token = self.tokens.pop(key)
-            self.begun[key] = token.begun
-        free = self._ended(key)
+            self.begun[key], self.ended[key] = token.begun, token.due
         if free:
             self._begin(free)
         if self.left == 0:

@@ -1,16 +1,20 @@
 """What happened when: events of one or all ranks, predicted by the simulator or measured by the executor.
 
-`print(trace)` is a table; `trace.save("step.json")` writes Chrome's trace format, which Perfetto opens.
+`print(trace)` is a table; `trace.save("step.json")` writes Chrome's trace format, which Perfetto opens. What the
+figures prove is said by `fompi.proof`, how a trace looks by `fompi.timeline`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+
+KERNEL_LANES = ("compute", "merge")
+"""The lanes of kernels, and that of sums and copies; the others are messages."""
 
 
 class Event(NamedTuple):
@@ -26,7 +30,7 @@ class Event(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        return self.lane == "compute"
+        return self.lane in KERNEL_LANES
 
 
 class Summary(NamedTuple):
@@ -79,11 +83,15 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one call. `kind` says where they come from: "predicted" or "measured"."""
+    """The events of one call, or of several. `kind` says where they come from: "predicted" or "measured".
+
+    `hosts`: the name of each rank's host, where it is known.
+    """
 
     kind: str
     title: str
     events: tuple[Event, ...]
+    hosts: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> list[int]:
@@ -137,13 +145,17 @@ class Trace:
             )
         return "\n".join(lines)
 
+    def shifted(self, clock: Callable[[float], float]) -> Trace:
+        """The same events, on the clock that shows `clock(t)` when ours shows t (`fompi.clocks`)."""
+        return replace(self, events=tuple(e._replace(start=clock(e.start), end=clock(e.end)) for e in self.events))
+
     def chrome(self) -> dict[str, object]:
-        """Chrome's trace format: a process per rank, a track per lane, microseconds."""
+        """Chrome's trace format: a process per rank, a track per lane (kernels first), microseconds."""
         begin = min((e.start for e in self.events), default=0.0)
         tracks: defaultdict[int, dict[str, int]] = defaultdict(dict)
         listed: list[dict[str, object]] = []
         for e in self.events:
-            track = tracks[e.rank].setdefault(e.lane, 0 if e.is_compute else len(tracks[e.rank]) + 1)
+            track = tracks[e.rank].setdefault(e.lane, len(tracks[e.rank]))
             listed.append(
                 {
                     "name": e.name, "cat": "compute" if e.is_compute else "communication", "ph": "X",
@@ -151,11 +163,19 @@ class Trace:
                     "args": {"op": e.op, "nbytes": e.nbytes},
                 }
             )  # fmt: skip
-        for rank, lanes in tracks.items():
-            listed.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+
+        def says(name: str, value: object, pid: int, **track: int) -> None:
+            args = {"sort_index" if name.endswith("index") else "name": value}
+            listed.append({"name": name, "ph": "M", "pid": pid, **track, "args": args})
+
+        for rank, lanes in sorted(tracks.items()):
+            host = f" ({self.hosts[rank]})" if rank < len(self.hosts) else ""
+            says("process_name", f"rank {rank}{host}", rank)
+            says("process_sort_index", rank, rank)
             for lane, track in lanes.items():
-                args = {"name": lane}
-                listed.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": args})
+                says("thread_name", lane, rank, tid=track)
+                first = KERNEL_LANES.index(lane) if lane in KERNEL_LANES else len(KERNEL_LANES) + track
+                says("thread_sort_index", first, rank, tid=track)
         return {
             "traceEvents": listed,
             "displayTimeUnit": "ms",
@@ -164,3 +184,22 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.chrome()))
+
+    def to_json(self) -> str:
+        """All of it, as text that `from_json` reads; times as they are, on this rank's clock."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Trace:
+        data = json.loads(text)
+        events = tuple(Event(*event) for event in data["events"])
+        return Trace(data["kind"], data["title"], events, tuple(data["hosts"]))
+
+
+def merge(traces: Sequence[Trace]) -> Trace:
+    """One trace of the events of all, on one clock, by their start."""
+    events = sorted((e for trace in traces for e in trace.events), key=lambda e: (e.start, e.rank, e.end))
+    some = [trace for trace in traces if trace.events]
+    kinds, titles = {trace.kind for trace in some}, dict.fromkeys(trace.title for trace in some)
+    hosts = max((trace.hosts for trace in traces), key=len, default=())
+    return Trace(" and ".join(sorted(kinds)), ", ".join(titles), tuple(events), hosts)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter, sleep
 from types import ModuleType
+from typing import Any
 
 from fompi import launch
 from fompi.errors import LaunchError
@@ -107,6 +110,52 @@ def gather_records(record: bytes) -> list[bytes]:
     everything = bytearray(len(record) * comm.Get_size())
     comm.Allgather(record, everything)
     return [bytes(everything[at : at + len(record)]) for at in range(0, len(everything), len(record))]
+
+
+_LAST_WORDS_TAG = 32749
+_COUNT = struct.Struct("<q")
+
+
+def gather_last_words(words: bytes, rank: int, seconds: float) -> dict[int, bytes]:
+    """On rank 0 the words of all ranks that come here within `seconds`, by rank; nothing on the others.
+
+    For the end of a program: nobody waits for long for a rank that does not come. A rank says how much it has, and
+    sends it once rank 0 asks for it.
+    """
+    MPI = start_mpi()
+    found = {rank: words} if rank == 0 else {}
+    if MPI.Is_finalized():
+        return found
+    comm, end = MPI.COMM_WORLD, perf_counter() + seconds
+
+    def done(request: Any, until: float) -> bool:
+        while not request.Test():
+            if perf_counter() > until:
+                request.Cancel()
+                return False
+            sleep(1e-3)
+        return True
+
+    if rank:
+        header, nothing = _COUNT.pack(len(words)), bytearray(1)
+        comm.Isend(header, 0, _LAST_WORDS_TAG).Free()  # so few bytes go by themselves
+        if done(comm.Irecv(nothing, 0, _LAST_WORDS_TAG), end):
+            done(comm.Isend(words, 0, _LAST_WORDS_TAG), end + seconds)
+        return found
+    while len(found) < comm.Get_size() and perf_counter() < end:
+        status = MPI.Status()
+        message = comm.Improbe(MPI.ANY_SOURCE, _LAST_WORDS_TAG, status)
+        if message is None:
+            sleep(1e-3)
+            continue
+        count, source = bytearray(_COUNT.size), status.Get_source()
+        message.Recv(count)
+        inbox = bytearray(*_COUNT.unpack(count))
+        receiving = comm.Irecv(inbox, source, _LAST_WORDS_TAG)
+        comm.Isend(b"!", source, _LAST_WORDS_TAG).Free()
+        if done(receiving, end + seconds):
+            found[source] = bytes(inbox)
+    return found
 
 
 def _load_mpi() -> ModuleType:

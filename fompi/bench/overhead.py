@@ -11,6 +11,8 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,10 +20,11 @@ import numpy as np
 
 import fompi
 from fompi import ops
+from fompi.bench.measure import alternate
 from fompi.layout import Partial, Shard, Spec
 from fompi.link import request_testsome
 
-ROUNDS, CALLS = 15, 300
+ROUNDS, CALLS, WARMUP = 15, 300, 10
 NBYTES = 1024
 CHANGING_CALLS = 10_000
 US = 1e6
@@ -47,35 +50,22 @@ class Row:
         return text
 
 
-def main(as_json: bool) -> int:
-    """Print the table on rank 0."""
+def main(json_to: str | None) -> int:
+    """Print the table on rank 0, or write JSON to a file ("-": print it)."""
     with fompi.Communicator() as comm:
         rows = [*all_reduces(comm), *per_op(comm), *changing_sizes(comm), *planning()]
         if comm.rank == 0:
-            if as_json:
-                print(json.dumps([asdict(row) for row in rows], indent=1))
+            text = json.dumps([asdict(row) for row in rows], indent=1)
+            if json_to == "-":
+                print(text)
             else:
+                if json_to is not None:
+                    Path(json_to).write_text(text + "\n")
                 print(f"{comm.size} ranks, us a call: median of {ROUNDS} alternating rounds (and their range)")
                 print("\n".join(map(str, rows)))
                 if comm.size != 2:
                     print("the figures to reach are for 2 ranks: mpirun -n 2 python -m fompi bench overhead")
     return 0
-
-
-def alternate(comm: Any, calls: int, **contestants: Callable[[], object]) -> dict[str, list[float]]:
-    """Seconds a call of each contestant, round by round, all of them in every round."""
-    measured: dict[str, list[float]] = {name: [] for name in contestants}
-    for call in contestants.values():  # plans, memory and connections are made here
-        for _ in range(10):
-            call()
-    for _ in range(ROUNDS):
-        for name, call in contestants.items():
-            comm.link.comm.Barrier()
-            begun = perf_counter()
-            for _ in range(calls):
-                call()
-            measured[name].append((perf_counter() - begun) / calls)
-    return measured
 
 
 def row(what: str, seconds: list[float], yardstick: list[float] | None = None, allowed: float | None = None) -> Row:
@@ -89,11 +79,15 @@ def all_reduces(comm: Any) -> list[Row]:
     plan = fompi.plan(fompi.all_reduce, Spec(x.shape, "float32", Partial()), ranks=comm.size)
     with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
         measured = alternate(
-            comm,
-            CALLS,
-            native=lambda: comm.link.comm.Allreduce(x, y),
-            bound=bound,
-            unbound=lambda: ops.all_reduce(x, comm=comm),
+            comm.link.comm,
+            {
+                "native": lambda: comm.link.comm.Allreduce(x, y),
+                "bound": bound,
+                "unbound": lambda: ops.all_reduce(x, comm=comm),
+            },
+            ROUNDS,
+            calls=CALLS,
+            warmup=WARMUP,
         )
     native = measured["native"]
     return [
@@ -115,7 +109,8 @@ def per_op(comm: Any) -> list[Row]:
     y = np.empty((len(x) * comm.size, 1), np.float32)
     with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
         bare = bare_exchange(comm, [x[i * width : (i + 1) * width] for i in range(slices)], y)
-        measured = alternate(comm, CALLS // 10, bound=bound, bare=bare)
+        contestants = {"bound": bound, "bare": bare}
+        measured = alternate(comm.link.comm, contestants, ROUNDS, calls=CALLS // 10, warmup=WARMUP)
     each = [s / count for s in measured["bound"]]
     return [
         row(f"an op of a bound plan, {count} ops in all", each, None, 5),
@@ -160,22 +155,20 @@ def changing_sizes(comm: Any) -> list[Row]:
     ]
     data = np.ones((capacity * size, 4), np.float32)
     plan = fompi.plan(fompi.all_gather, Spec((capacity * size, 4), "float32", Shard(0)), ranks=size)
-    seconds: dict[str, list[float]] = {"a2a": [], "bare a2a": [], "gather": [], "bare gather": []}
-    per_round = CHANGING_CALLS // ROUNDS
     with fompi.bind(plan, comm=comm, x=data[:capacity].copy()) as bound:
-        for i in range(ROUNDS):
-            batch = tables[i * per_round : (i + 1) * per_round]
-            for name, call in (
-                ("a2a", lambda table: unbound_all_to_all(comm, data, table)),
-                ("bare a2a", lambda table: bare_all_to_all(comm, data, table)),
-                ("gather", lambda table: bound(counts=table[0])),
-                ("bare gather", lambda table: bare_all_to_all(comm, data, tuple((n,) * size for n in table[0]))),
-            ):
-                comm.link.comm.Barrier()
-                begun = perf_counter()
-                for table in batch:
-                    call(table)
-                seconds[name].append((perf_counter() - begun) / per_round)
+
+        def in_turn(call: Callable[[Any], object]) -> Callable[[], object]:
+            """Every call takes the next counts, the same for every contestant."""
+            following = cycle(tables)
+            return lambda: call(next(following))
+
+        contestants = {
+            "a2a": in_turn(lambda table: unbound_all_to_all(comm, data, table)),
+            "bare a2a": in_turn(lambda table: bare_all_to_all(comm, data, table)),
+            "gather": in_turn(lambda table: bound(counts=table[0])),
+            "bare gather": in_turn(lambda table: bare_all_to_all(comm, data, tuple((n,) * size for n in table[0]))),
+        }
+        seconds = alternate(comm.link.comm, contestants, ROUNDS, calls=CHANGING_CALLS // ROUNDS, warmup=WARMUP)
     return [
         row("bare messages of an all-to-all, new counts at every call", seconds["bare a2a"]),
         row("all_to_all (unbound), new counts at every call", seconds["a2a"], seconds["bare a2a"], 50),

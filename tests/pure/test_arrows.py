@@ -56,8 +56,10 @@ FRONT = {
 
 FOREIGN = {
     "mpi4py": {"transport.py"},
-    "torch": {"torch"},
-    "jax": {"jax"},
+    "torch": {"torch", "bench/gloo.py"},
+    "jax": {"jax", "bench/xla.py"},
+    "mpi4jax": {"bench/xla.py"},
+    "matplotlib": {"bench/table.py"},
     "numba": {"backends/numba.py"},
     "cupy": {"backends/cupy.py"},
     "ml_dtypes": set(),
@@ -150,7 +152,7 @@ plan = fompi.plan(fompi.all_gather_matmul, Spec((64, 8), "bfloat16", Shard(0)), 
 fompi.verify(plan)
 assert len(str(plan).splitlines()) > 10
 print(fompi.simulate(plan, fompi.Machine.load("laptop")))
-foreign = {"mpi4py", "torch", "jax", "jaxlib", "cupy", "numba", "ml_dtypes", "scipy", "tqdm"}
+foreign = {"mpi4py", "torch", "jax", "jaxlib", "cupy", "numba", "ml_dtypes", "scipy", "tqdm", "matplotlib"}
 loaded = foreign & {name.partition(".")[0] for name in sys.modules}
 assert not loaded, loaded
 """

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.trace import Event, Trace, intersection, length, union
+from fompi.clocks import Clock
+from fompi.trace import Event, Trace, intersection, length, merge, union
 
 intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda i: (i[0], i[0] + i[1])), max_size=8)
-lanes = st.sampled_from(["compute", "send to 1", "recv from 1", "collective"])
+lanes = st.sampled_from(["compute", "merge", "send to 1", "recv from 1", "collective"])
 events = st.lists(
     st.builds(
         lambda rank, lane, start, count: Event(rank, lane, 0, "op", start, start + count, 8 * count),
@@ -115,3 +116,32 @@ def test_no_two_lanes_share_a_track(listed):
     tracks = [(e["pid"], e["tid"]) for e in data if e["name"] == "thread_name"]
     assert len(tracks) == len(set(tracks)) == len({(e.rank, e.lane) for e in listed})
     assert {e["pid"] for e in data if e["name"] == "process_name"} == {e.rank for e in listed}
+
+
+def test_tracks_are_in_order():
+    """Ranks by number, with their hosts; kernels above sums above messages, whatever came first."""
+    listed = [Event(r, lane, 0, "", 0.0, 1.0) for r in (1, 0) for lane in ("recv from 1", "merge", "compute")]
+    data = Trace("measured", "", tuple(listed), ("a", "b")).chrome()["traceEvents"]
+    named = {(e["pid"], e.get("tid"), e["name"]): e["args"] for e in data if e["ph"] == "M"}
+    for rank, host in enumerate("ab"):
+        assert named[rank, None, "process_name"] == {"name": f"rank {rank} ({host})"}
+        assert named[rank, None, "process_sort_index"] == {"sort_index": rank}
+        tids = [t for p, t, name in named if p == rank and name == "thread_name"]
+        ordered = sorted(tids, key=lambda t: named[rank, t, "thread_sort_index"]["sort_index"])
+        assert [named[rank, t, "thread_name"]["name"] for t in ordered] == ["compute", "merge", "recv from 1"]
+
+
+@given(events)
+def test_as_text_and_back(listed):
+    trace = Trace("measured", "some call", tuple(listed), ("a", "b", "c"))
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_ranks_on_one_clock():
+    """Two ranks whose clocks differ: shifted, what was at one time is at one time; merged, by start."""
+    there = Trace("measured", "t", (Event(1, "recv from 0", 0, "", 110.0, 112.0),), ("a", "b"))
+    here = Trace("measured", "t", (Event(0, "send to 1", 0, "", 20.0, 21.0), Event(0, "compute", 1, "", 9.0, 9.5)))
+    both = merge([here, there.shifted(Clock(110.0, -90.0, -0.5, 0.0))])
+    assert [(e.rank, e.start, e.end) for e in both.events] == [(0, 9.0, 9.5), (0, 20.0, 21.0), (1, 20.0, 21.0)]
+    assert (both.kind, both.title, both.hosts) == ("measured", "t", ("a", "b"))
+    assert merge([]) == Trace("", "", ())

@@ -1,0 +1,220 @@
+"""How times are taken and compared: contestants in turns, medians, paired intervals, and rows that hold them.
+
+Rounds are interleaved (A B C, B C A, C A B, ...), so that whatever disturbs the machine disturbs all alike, and ratios
+are made within a round. A contestant whose result is wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi.errors import FompiError
+
+TOLERANCE = 1e-5
+"""Of the largest element, for products in float32 against float64."""
+
+
+class WrongResult(FompiError, ArithmeticError):
+    """A contestant that computes something else than what was asked."""
+
+
+class Interval(NamedTuple):
+    """Where the median lies with probability `level`."""
+
+    low: float
+    high: float
+    level: float
+
+    def __str__(self) -> str:
+        return f"{self.low:.3f} to {self.high:.3f}" + (f" ({self.level:.0%})" if self.level < 0.95 else "")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that stands for a row: what it is to be at least or at most, and what physics allows."""
+
+    name: str
+    value: float
+    unit: str = ""
+    interval: Interval | None = None
+    least: float | None = None
+    most: float | None = None
+    limit: float | None = None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it is as good as asked; None if nothing was asked."""
+        if self.least is None and self.most is None:
+            return None
+        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting and all who ran in it: seconds of each contestant, round by round, the slowest rank's.
+
+    `base` is the contestant with which the table compares the others. `limits` are times, by name, that nothing can
+    beat. `absent` says why a contestant did not run, `errors` how far from the reference each was before it was timed,
+    `progress` how messages progressed, `marks` what must be said with any of these figures.
+    """
+
+    what: str
+    setup: str
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    base: str | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+    figures: Sequence[Figure] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+    progress: str = ""
+    marks: Sequence[str] = ()
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.samples[name])
+
+    def best(self, names: Iterable[str]) -> str:
+        """Who of these is the fastest by its median."""
+        return min((name for name in names if name in self.samples), key=self.median)
+
+    def ratio(self, slow: str, fast: str, **asked: float) -> Figure:
+        """How many times faster `fast` is than `slow`, with the paired interval; `asked`: least, most, limit."""
+        return ratio(f"{slow} / {fast}", self.samples[slow], self.samples[fast], **asked)
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether every figure of which something was asked is as good as asked."""
+        verdicts = [figure.reached for figure in self.figures if figure.reached is not None]
+        return all(verdicts) if verdicts else None
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """The value below which a share `q` of the samples lies, between two of them if need be."""
+    return float(np.quantile(np.asarray(samples, float), q))
+
+
+def median_interval(samples: Sequence[float], level: float = 0.95) -> Interval:
+    """Where the median lies, by the sign test: two of the samples, whatever their distribution.
+
+    Below six samples there is no interval of 95 %: then it is their range, and `level` what that is worth.
+    """
+    ordered, n = sorted(samples), len(samples)
+    if not n:
+        raise ValueError("no samples, no interval")
+    beyond = 0.0  # the chance that fewer than k of n samples fall on one side of the median
+    k, chance = 0, 0.5**n
+    while k < n // 2 and 2 * (beyond + chance) <= 1 - level:
+        beyond += chance
+        k += 1
+        chance = math.comb(n, k) * 0.5**n
+    if k == 0:
+        k, beyond = 1, 0.5**n
+    return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - 2 * beyond))
+
+
+def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **asked: float) -> Figure:
+    """The ratio of the medians, with the interval of the median of the ratios of each round."""
+    paired = [a / b for a, b in zip(slow, fast, strict=True)]
+    value = statistics.median(slow) / statistics.median(fast)
+    return Figure(name, value, "", median_interval(paired), **asked)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+# --------------------------------------------------------------------------------------------------------- the loop
+
+
+class Contestant(NamedTuple):
+    """What is timed; `error(result)` tells how far a result is from the reference on this rank."""
+
+    call: Callable[[], Any]
+    error: Callable[[Any], float] | None = None
+
+
+def relative_error(result: Any, reference: np.ndarray) -> float:
+    """The largest difference, in units of the largest element; infinite if the shapes differ."""
+    result = np.asarray(result)
+    if result.shape != reference.shape:
+        return math.inf
+    if not reference.size:
+        return 0.0
+    largest = float(np.max(np.abs(reference)))
+    return float(np.max(np.abs(result - reference))) / (largest or 1.0)
+
+
+def checked(comm: Any, contestants: Mapping[str, Contestant], tolerance: float = TOLERANCE) -> dict[str, float]:
+    """Call each once: its error, the largest of all ranks. Raises WrongResult, on all ranks, for a wrong one."""
+    errors = {}
+    for name, contestant in contestants.items():
+        result = contestant.call()
+        if contestant.error is not None:
+            mine = np.array([contestant.error(result)])
+            errors[name] = float(np.max(_of_all_ranks(comm, mine)))
+            if not errors[name] <= tolerance:  # a NaN is wrong too
+                raise WrongResult(f"{name} is wrong: relative error {errors[name]:.2g}, at most {tolerance:g} allowed")
+    return errors
+
+
+def alternate(
+    comm: Any,
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    calls: int = 1,
+    warmup: int = 2,
+    idle: float = 0.0,
+) -> dict[str, list[float]]:
+    """Seconds a call of each contestant, round by round: those of the slowest rank. Collective over `comm` of mpi4py.
+
+    Each turn begins together after `idle` seconds of silence (connections lose their window, token buckets fill: all
+    begin alike), and is `calls` calls long. `warmup` calls before all that make plans, memory and connections.
+    """
+    seconds = np.zeros((len(contestants), rounds))
+    listed = list(contestants.values())
+    for call in listed:
+        for _ in range(warmup):
+            call()
+    for i in range(rounds):
+        for turn in range(len(listed)):
+            k = (i + turn) % len(listed)
+            call = listed[k]
+            sleep(idle)
+            meet(comm)
+            begun = perf_counter()
+            for _ in range(calls):
+                call()
+            seconds[k, i] = (perf_counter() - begun) / calls
+    slowest = _of_all_ranks(comm, seconds).max(axis=0)
+    return dict(zip(contestants, slowest.tolist(), strict=True))
+
+
+def meet(comm: Any) -> None:
+    """A barrier that leaves the cores to those who still work; the second one lets all go together."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        sleep(5e-5)
+    comm.Barrier()
+
+
+def texts(comm: Any, mine: str) -> list[str]:
+    """A short text of every rank, on every rank. Collective."""
+    sent = np.frombuffer(mine.encode()[:512].ljust(512, b"\0"), np.uint8)
+    rows = _of_all_ranks(comm, sent)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _of_all_ranks(comm: Any, mine: np.ndarray) -> np.ndarray:
+    everything = np.empty((comm.Get_size(), *mine.shape), mine.dtype)
+    comm.Allgather(mine, everything)
+    return everything

@@ -1,0 +1,117 @@
+"""FOMPI_REPORT in jobs of their own: printed once after a clean end, silent and without delay after any other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+WORK = """
+for _ in range(4):
+    fompi.all_gather_matmul(np.ones((64, 32)), np.ones((32, 16)))
+    fompi.all_reduce(np.ones(100))
+"""
+
+
+@pytest.fixture
+def reporting(launch, monkeypatch, tmp_path):
+    """The jobs of this test report to report.json, or as `to` says."""
+
+    def run(ranks, code, to="1", **options):
+        monkeypatch.setenv("FOMPI_REPORT", to)
+        return launch(ranks, code, world=False, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_is_printed_once(reporting, ranks):
+    ended = reporting(ranks, WORK)
+    finished = ended.finished
+    assert finished.returncode == 0 and not finished.left_behind and ended.tracebacks == 0, ended.output
+    assert finished.stdout == "" and finished.stderr.count("fompi report: ") == 1
+    head, _, blocks = finished.stderr.partition("\n\n")
+    assert f"{ranks} ranks" in head and "progress: " in head and "nothing came" not in head
+    for block, title in zip(blocks.split("\n\n")[:2], ("all_gather_matmul by ", "all_reduce by "), strict=True):
+        lines = block.splitlines()
+        assert lines[0].startswith(title) and lines[0].endswith("4 calls")
+        assert [line.split()[0] for line in lines[2 : 2 + ranks]] == [str(rank) for rank in range(ranks)]
+        for line in lines[2 : 2 + ranks]:
+            p50, p99, *rest = map(float, line.split()[1:])
+            assert 0 < p50 <= p99 and len(rest) == 7
+
+
+def test_a_closed_communicator_is_in_it(reporting, tmp_path):
+    """Its yardsticks were measured when it was closed; the file has everything, stderr nothing."""
+    ended = reporting(
+        2,
+        """
+with fompi.Communicator(name="inner") as inner:
+    fompi.all_gather(np.ones((50, 2)), comm=inner)
+""",
+        to=str(tmp_path / "report.json"),
+    )
+    ended.assert_clean()
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["size"] == 2 and [rank["rank"] for rank in written["ranks"]] == [0, 1]
+    for rank in written["ranks"]:
+        (operation,) = rank["operations"]
+        assert operation["communicator"] == "inner" and operation["bare"] > 0 and operation["alone"] is not None
+
+
+def test_an_overlap_that_did_not_happen(reporting):
+    """Rank 1 is late by more than its messages take: rank 0 warns, once, and says for whom it waits."""
+    ended = reporting(
+        2,
+        """
+from fompi import Shard, Spec
+
+def matmul(reads, writes):
+    time.sleep(0.006)
+
+rank = fompi.Communicator.of(None).rank
+x, w = Spec((3 << 20, 8), "float32", Shard(0)), Spec((8, 2), "float32", Shard(1))
+plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=2, schedule="direct")
+tensors = {"x": np.ones((3 << 19, 8), np.float32), "w": np.ones((8, 1), np.float32)}
+step = fompi.bind(plan, kernels={"matmul": matmul}, **tensors)
+for _ in range(9):
+    fompi.all_reduce(np.ones(1))
+    time.sleep(0.02 * rank)
+    step()
+step.compute_seconds()
+""",
+    )
+    assert ended.finished.returncode == 0 and ended.tracebacks == 0, ended.output
+    (warning,) = [line for line in ended.finished.stderr.splitlines() if "OverlapWarning: " in line]
+    assert "all_gather_matmul by direct: " in warning and " on rank 0: " in warning, ended.output
+    assert "ms for full[1] from rank 1" in warning and ". Progress: " in warning, ended.output
+
+
+def test_no_report_after_a_failure(reporting):
+    """It does not hold up the end."""
+    ended = reporting(3, WORK + """
+if fompi.Communicator.of(None).rank == 1:
+    event()
+    raise RuntimeError("the first words")
+fompi.all_reduce(np.ones(100))
+""")  # fmt: skip
+    ended.assert_failed("RuntimeError: the first words")
+    assert "fompi report" not in ended.output
+
+
+def test_a_rank_that_leaves_without_a_word(reporting):
+    """os._exit on one rank: the others end as they would without a report, or say who is missing."""
+    ended = reporting(2, WORK + """
+if fompi.Communicator.of(None).rank == 1:
+    os._exit(0)
+""", timeout=3)  # fmt: skip
+    assert not ended.finished.timed_out and not ended.finished.left_behind, ended.output
+
+
+def test_mpi_that_was_finalized_before(reporting):
+    """Nothing can be gathered then: rank 0 reports what it has."""
+    ended = reporting(2, WORK + """
+from mpi4py import MPI
+MPI.Finalize()
+""")  # fmt: skip
+    assert ended.finished.returncode == 0 and ended.tracebacks == 0, ended.output

@@ -1,0 +1,60 @@
+"""What rank 0 prints of the notes of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from fompi.report import overlap_warnings, percentile, text
+
+
+def noted(rank, **fields):
+    known = {
+        "title": "all_gather_matmul by direct", "problem": "all_gather_matmul(float32[:, 8], w[8, 4])",
+        "communicator": "tp", "members": [0, 2], "stamp": 7, "rank": rank, "calls": 12, "p50": 0.2, "p99": 0.25,
+        "wall": 0.2, "kernels": 0.11, "alone": 0.1, "compute": 0.1, "slowdown": 1.1, "communication": 0.15,
+        "bare": 0.1, "hidden": 0.0, "exposed": 0.1 + 0.01 * rank, "tail": 0.001, "idle": 0.09, "nbytes": 4096,
+        "warning": f"no overlap on rank {rank}", "waits": [[0.08, "80.000 ms for x[1] from rank 1"]],
+    }  # fmt: skip
+    return {**known, **fields}
+
+
+REPORT = {
+    "mpi": "MPICH 5.0.2",
+    "size": 3,
+    "progress": "helper",
+    "ranks": [
+        {"rank": 0, "host": "a", "operations": [noted(0), noted(0, stamp=9, title="all_reduce by ring", waits=[])]},
+        {"rank": 2, "host": "b", "operations": [noted(1, alone=None, bare=None, warning=None)]},
+    ],
+}
+
+
+def test_the_text():
+    """A block for each operation; what was not measured, and who said nothing."""
+    assert text(REPORT) == (
+        "fompi report: 3 ranks, MPICH 5.0.2, progress: helper\n"
+        "nothing came from rank 1\n"
+        "\n"
+        "all_gather_matmul by direct on tp: all_gather_matmul(float32[:, 8], w[8, 4]), 12 calls\n"
+        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (ms, the median)\n"
+        "   0  200.000  250.000  100.000     1.10  150.000  100.000    0.000  100.000    1.000\n"
+        "   1  200.000  250.000  100.000     1.10  150.000        -    0.000  110.000    1.000   compute in the call\n"
+        "  rank 0 waited 80.000 ms for x[1] from rank 1\n"
+        "  rank 1 waited 80.000 ms for x[1] from rank 1\n"
+        "\n"
+        "all_reduce by ring on tp: all_gather_matmul(float32[:, 8], w[8, 4]), 12 calls\n"
+        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (ms, the median)\n"
+        "   0  200.000  250.000  100.000     1.10  150.000  100.000    0.000  100.000    1.000"
+    )
+
+
+def test_one_warning_for_an_operation():
+    """In the words of the rank that is exposed most."""
+    assert overlap_warnings(REPORT) == ["no overlap on rank 0"] * 2
+    worse = {**REPORT, "ranks": [{"rank": r, "operations": [noted(r)]} for r in range(3)]}
+    assert overlap_warnings(worse) == ["no overlap on rank 2"]
+
+
+@pytest.mark.parametrize(("count", "share", "expected"), [(1, 0.99, 0), (100, 0.5, 50), (100, 0.99, 99), (3, 0.5, 1)])
+def test_percentiles(count, share, expected):
+    assert percentile(range(count), share) == expected

@@ -1,0 +1,204 @@
+"""Yardsticks, proofs of real calls, traces of all ranks on one clock, and what a rank notes for FOMPI_REPORT."""
+
+from __future__ import annotations
+
+import json
+from time import sleep
+
+import numpy as np
+import pytest
+
+import fompi
+from fompi import Shard, Spec, report
+from fompi.backends.emulated import Emulated
+from fompi.plan import Compute
+from fompi.trace import Trace
+
+KERNEL_SECONDS = 0.004
+
+
+@pytest.fixture
+def step(world):
+    """A bound all_gather_matmul whose kernels take a known time."""
+    n = world.size
+    x, w = Spec((4 * n, 8), "float32", Shard(0)), Spec((8, 2 * n), "float32", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=n, schedule="direct")
+
+    def matmul(reads, writes):
+        sleep(KERNEL_SECONDS)
+        np.matmul(*reads, out=writes[0])
+
+    tensors = {"x": np.full((4, 8), world.rank + 1.0, np.float32), "w": np.ones((8, 2), np.float32)}
+    with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, **tensors) as bound:
+        yield bound
+
+
+def kernels_of(step):
+    return sum(isinstance(op, Compute) and op.kernel == "matmul" for op in step.compiled.ops)
+
+
+def test_compute_alone_and_messages_alone(world, step):
+    """The kernels one after the other; the messages without them; neither touches the tensors of the step."""
+    result = step().copy()
+    seconds = step.compute_seconds()
+    expected = kernels_of(step) * KERNEL_SECONDS
+    assert expected <= seconds < 3 * expected + 0.1
+    assert 0 <= step.messages_seconds(rounds=2) < 5
+    rows = np.repeat(np.arange(world.size) + 1.0, 4)[:, None]
+    np.testing.assert_array_equal(result, 8 * rows * np.ones((1, 2)))
+    np.testing.assert_array_equal(step._results[0], result)
+
+
+def test_every_schedule_has_yardsticks(world):
+    """Messages, collectives of the library, half types, and sums: on memory full of ones."""
+    n = world.size
+    for dtype in ("float32", "bfloat16"):
+        for schedule in ("unfused", "sliced", "direct", "ring", "bidirectional"):
+            if dtype == "bfloat16" and schedule in ("unfused", "sliced"):
+                continue  # the library cannot add these
+            x, w = Spec((4 * n, 8 * n), dtype, Shard(1)), Spec((8 * n, 3), dtype, Shard(0))
+            plan = fompi.plan(fompi.matmul_reduce_scatter, x, w, ranks=n, schedule=schedule)
+            stored = np.uint16 if dtype == "bfloat16" else np.float32
+            if stored is np.uint16:
+                ml_dtypes = pytest.importorskip("ml_dtypes")
+                stored = ml_dtypes.bfloat16
+            tensors = {"x": np.ones((4 * n, 8), stored), "w": np.ones((8, 3), stored)}
+            with fompi.bind(plan, comm=world, **tensors) as bound:
+                bound()
+                assert bound.compute_seconds(rounds=1) > 0 and bound.messages_seconds(rounds=1) >= 0
+
+
+def test_on_an_accelerator(world):
+    """Kernels that are enqueued: alone they take what the machine says, and a call hides its messages behind them."""
+    n = world.size
+    x, w = Spec((8 * n, 8), "float32", Shard(0)), Spec((8, 4 * n), "float32", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=n, schedule="direct")
+    machine = fompi.Machine("slow", 0.0, 1e9, 2 * 8 * 8 * 4 / 0.01, 1e12, 0.0)
+    tensors = {"x": np.ones((8, 8), np.float32), "w": np.ones((8, 4), np.float32)}
+    with fompi.bind(plan, comm=world, backend=Emulated(machine), **tensors) as step:
+        assert 0.01 * n <= step.compute_seconds() < 0.02 * n
+        assert step.messages_seconds(rounds=9) < 0.01
+        step()
+        assert 0.0099 * n <= step.proof.kernels <= step.proof.wall
+
+
+def test_the_proof_of_a_call(world, step):
+    """Wall, compute and waits fit together; the waits name ranks of this communicator."""
+    with pytest.raises(fompi.StateError):
+        _ = step.proof
+    step()
+    assert step.proof.alone is None and step.proof.warning is None
+    compute, messages = step.compute_seconds(), step.messages_seconds()
+    step()
+    proof = step.proof
+    assert (proof.alone, proof.bare, proof.rank) == (compute, messages, world.rank)
+    assert proof.exposed == max(0.0, proof.wall - compute)
+    assert proof.idle == pytest.approx(proof.wall - proof.kernels, abs=1e-9)
+    assert proof.kernels >= kernels_of(step) * KERNEL_SECONDS
+    assert {w.peer for w in proof.waits} <= {None, *range(world.size)} - {world.rank}
+    assert proof.progress == world.engine.progress_mode and "exposed" in str(proof)
+
+
+def test_a_late_rank_is_named(world, step):
+    """All others wait for the last rank, and their proofs say so."""
+    late = world.size - 1
+    if world.size == 1:
+        pytest.skip("nobody to wait for")
+    step()
+    world.link.comm.Barrier()
+    if world.rank == late:
+        sleep(0.15)
+    step()
+    if world.rank != late:
+        longest = step.proof.waits[0]
+        assert (longest.kind, longest.peer) == ("recv", late) and longest.seconds > 0.05
+        assert f"from rank {late}" in str(longest)
+
+
+def test_traces_of_all_ranks(world, step, tmp_path):
+    """On rank 0, with hosts, every event of every rank: and a message is not done before its send began."""
+    fompi.read_clocks(world)
+    world.link.comm.Barrier()
+    step()
+    mine = step.trace
+    whole = fompi.gather_traces(mine, world)
+    if world.rank:
+        assert whole is None
+        return
+    assert whole.ranks == list(range(world.size)) and len(whole.hosts) == world.size
+    assert [e for e in whole.events if e.rank == 0] == sorted(mine.events, key=lambda e: (e.start, e.rank, e.end))
+    begun = {(e.rank, int(e.lane.split()[-1])): e.start for e in whole.events if e.lane.startswith("send to")}
+    for e in whole.events:
+        if e.lane.startswith("recv from"):
+            assert e.end >= begun[int(e.lane.split()[-1]), e.rank] - 0.02
+    whole.save(tmp_path / "all.json")
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert {e["pid"] for e in data["traceEvents"]} == set(range(world.size))
+
+
+def test_several_traces_and_none(world):
+    """The recorded calls of a rank, or no call at all."""
+    with world.record() as traces:
+        for _ in range(3):
+            fompi.all_reduce(np.ones(4), comm=world)
+    whole = fompi.gather_traces(traces, world)
+    assert (whole is None) == (world.rank > 0)
+    empty = fompi.gather_traces([], world)
+    assert world.rank or (empty == Trace("measured", "", (), whole.hosts) and whole.title.startswith("all_reduce by"))
+
+
+@pytest.fixture
+def noting(world):
+    """A report for the time of a test."""
+    world.engine.report = noted = report.Report("1")
+    yield noted
+    world.engine.report = None
+
+
+def test_what_is_noted(world, step, noting):
+    """Bound and unbound calls, told apart by sizes; yardsticks of both.
+
+    Kernels of the user's own are only run alone if the program asks for it.
+    """
+    x = np.ones((4, 8))
+    for _ in range(3):
+        fompi.all_gather_matmul(x, np.eye(8), comm=world, schedule="ring")
+    fompi.all_gather_matmul(x[:2], np.eye(8), comm=world, schedule="ring")
+    for _ in range(2):
+        step()
+    noting.settle(world)
+    assert [o.alone is None for o in noting.operations.values()] == [False, False, True]
+    assert step.compute_seconds() == max(o.alone for o in noting.operations.values())
+    records = sorted((o.record() for o in noting.operations.values()), key=lambda r: r["stamp"])
+    assert [r["calls"] for r in records] == [3, 1, 2]
+    assert [r["title"] for r in records] == ["all_gather_matmul by ring"] * 2 + ["all_gather_matmul by direct"]
+    for r in records:
+        assert r["bare"] is not None and r["members"] == list(range(world.size)) and r["rank"] == world.rank
+        assert 0 < r["p50"] <= r["p99"] and r["kernels"] > 0
+        assert r["exposed"] == max(0.0, r["wall"] - r["compute"])
+    assert all(r["alone"] is not None for r in records)
+    json.dumps(records)
+
+
+def test_failed_calls_are_not_noted(world, noting):
+    def fails(reads, writes):
+        raise RuntimeError("as planned")
+
+    plan = fompi.plan(fompi.all_gather_matmul, Spec((4 * world.size, 8), "float64", Shard(0)),
+                      Spec((8, 2 * world.size), "float64", Shard(1)), ranks=world.size, schedule="direct")  # fmt: skip
+    kernels = {"matmul": fails}
+    with fompi.bind(plan, comm=world, kernels=kernels, x=np.ones((4, 8)), w=np.ones((8, 2))) as step:
+        with pytest.raises((RuntimeError, fompi.PeerError)):
+            step()
+        assert not noting.operations
+
+
+def test_so_many_sizes(world, noting, monkeypatch):
+    """Beyond a bound all other sizes count as one operation, without yardsticks."""
+    monkeypatch.setattr(report, "MOST_OPERATIONS", 2)
+    for rows in range(1, 6):
+        fompi.all_gather(np.ones((rows, 2)), comm=world)
+    noting.settle(world)
+    operations = list(noting.operations.values())
+    assert [o.calls for o in operations] == [1, 1, 3]
+    assert [o.bare is None for o in operations] == [False, False, True]
