@@ -85,6 +85,8 @@ def legs() -> list[Leg]:
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, ("--with-mpi", "tests/mpi"), ranks=size))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("tests/faults",)))
+    for mpi in ENVIRONMENTS:
+        found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))
     if (ROOT / "tests/docs").exists():
         found.append(Leg("docs", "mpich", 300, ("tests/docs",)))
     return found

@@ -1,0 +1,356 @@
+"""The cluster on one machine: its links are what they are said to be, it refuses when they are not, nothing stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import netlab as tool
+import pytest
+from cluster import namespaces
+from cluster.hosts import LAB
+from cluster.launcher import Mpi
+from cluster.links import Times, fault, table
+from cluster.values import Change, Lab, Rate, Refused
+
+MEASURE = """
+import os, socket, sys, time
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+rank, size = world.rank, world.size
+buffer = bytearray(20_000_000)
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def wait(request, seconds=20.0):
+    end = time.perf_counter() + seconds
+    while not request.Test() and time.perf_counter() < end:
+        time.sleep(1e-4)
+    return request == MPI.REQUEST_NULL
+
+def mbit(source, dest, nbytes):
+    "Of a message from source to dest that is answered, to 1448/1514 of the rate; on source, the others get None."
+    world.Barrier()
+    time.sleep(0.3)
+    start = time.perf_counter()
+    if rank == source:
+        answer = world.Irecv([bytearray(1), 1, MPI.BYTE], dest)
+        assert wait(world.Isend([buffer, nbytes, MPI.BYTE], dest)) and wait(answer)
+        return nbytes * 8 / 1e6 / (time.perf_counter() - start) * 1514 / 1448
+    if rank == dest:
+        assert wait(world.Irecv([buffer, nbytes, MPI.BYTE], source))
+        world.Send([bytearray(1), 1, MPI.BYTE], source)
+
+def show(source, dest, nbytes):
+    mbit(source, dest, 10)
+    reached = [mbit(source, dest, nbytes) for _ in range(3)]  # somebody else may need the cores too
+    if rank == source:
+        say("RATE", source, dest, round(max(reached), 1))
+"""
+
+
+def rates(finished):
+    """(source, dest) -> Mbit/s, the last that the job said of each."""
+    said = re.findall(r"^RATE (\d+) (\d+) ([\d.]+)$", finished.stdout, re.MULTILINE)
+    return {(int(source), int(dest)): float(rate) for source, dest, rate in said}
+
+
+def near(rate):
+    """Within what a busy machine does to a figure."""
+    return pytest.approx(rate, rel=0.08)
+
+
+# ------------------------------------------------------------------------------------------------------- real clusters
+
+
+def test_unequal_links_places_and_the_exit_status(netlab):
+    finished = netlab(
+        *("--trust", "--rates=400mbit,400mbit,100mbit", "--ranks=4"),
+        code=MEASURE
+        + """
+say("PLACE", rank, socket.gethostname(), socket.gethostbyname(socket.gethostname()), *os.sched_getaffinity(0))
+show(0, 1, 4_000_000)
+show(1, 2, 1_000_000)
+show(2, 3, 4_000_000)
+world.Barrier()
+sys.exit(7 if rank == 0 else 0)
+""",
+    )
+    assert finished.returncode == 7, finished.output
+    cores = sorted(os.sched_getaffinity(0))
+    places = sorted(re.findall(r"^PLACE (.*)$", finished.stdout, re.MULTILINE))
+    hosts = (0, 1, 2, 2)  # block by block, the last one with two
+    assert places == [
+        f"{rank} h{host} 10.77.0.{host + 1} {cores[rank % len(cores)]}" for rank, host in enumerate(hosts)
+    ]
+    reached = rates(finished)
+    assert reached[0, 1] == near(400) and reached[1, 2] == near(100), finished.output
+    assert reached[2, 3] > 1000, "two ranks of one host need no link"
+    assert "h1 -> h2" in finished.stderr and "netlab" not in finished.stdout
+    assert not finished.left_behind
+
+
+def test_groups_with_a_slow_link_between(netlab):
+    finished = netlab(
+        *("--trust", "--groups=2x2", "--rate=400mbit", "--between=50mbit"),
+        code=MEASURE + "show(0, 1, 4_000_000); show(1, 2, 500_000); show(3, 2, 4_000_000); show(3, 0, 500_000)",
+    )
+    assert finished.returncode == 0, finished.output
+    assert rates(finished) == {(0, 1): near(400), (1, 2): near(50), (3, 2): near(400), (3, 0): near(50)}
+
+
+def test_links_change_while_a_job_runs(netlab):
+    finished = netlab(
+        *("--trust", "--hosts=2", "--rate=400mbit", "--at=0 h0 200mbit"),
+        code=MEASURE
+        + """
+def control(*lines):
+    world.Barrier()
+    if rank == 0:
+        with open(os.environ["NETLAB_CONTROL"], "w") as fifo:
+            print(*lines, sep="\\n", file=fifo)
+    time.sleep(0.3)
+    world.Barrier()
+
+show(0, 1, 2_000_000)
+control("h9 cut", "h1 50mbit")
+show(1, 0, 500_000)
+control("h1 250mbit")
+world.Barrier()
+if rank == 0:
+    with open(os.environ["NETLAB_CONTROL"], "w") as fifo:
+        print("h1 cut", file=fifo)
+    time.sleep(0.3)
+    request = world.Isend([buffer, 4_000_000, MPI.BYTE], 1)
+    say("CUT", wait(request, 0.5))
+    with open(os.environ["NETLAB_CONTROL"], "w") as fifo:
+        print("h1 restore", file=fifo)
+    say("RESTORED", wait(request))
+else:
+    wait(world.Irecv([buffer, 4_000_000, MPI.BYTE], 0))
+""",
+    )
+    assert finished.returncode == 0, finished.output
+    assert rates(finished) == {(0, 1): near(200), (1, 0): near(50)}
+    assert "CUT False" in finished.stdout and "RESTORED True" in finished.stdout
+    assert "netlab: 'h9 cut' is no change of a link" in finished.stderr
+    changes = re.findall(r"^netlab: after [\d.]+ s: (.*)$", finished.stderr, re.MULTILINE)
+    assert changes == ["h0 200mbit", "h1 50mbit", "h1 250mbit", "h1 cut", "h1 restore"]
+
+
+def test_a_deep_bucket_is_refused(netlab):
+    finished = netlab("--hosts=2", "--rate=400mbit", "--burst=1000000", code="print('ran')")
+    assert finished.returncode == 3 and "ran" not in finished.stdout, finished.output
+    assert re.search(r"^netlab: tcp moves .* its bucket is too deep", finished.stderr, re.MULTILINE), finished.output
+    trusted = netlab("--hosts=2", "--rate=400mbit", "--burst=1000000", "--trust", code="print('ran')")
+    assert trusted.returncode == 0 and trusted.stdout.count("ran") == 2 and "(trusted)" in trusted.stderr
+
+
+@pytest.fixture
+def site(tmp_path):
+    """site("shell code for mpirun") -> a python beside which lies such an mpirun."""
+    real = Path(sys.executable).parent
+
+    def make(code):
+        for name, text in (("python", f'exec {real}/python "$@"'), ("mpirun", code)):
+            (tmp_path / name).write_text(
+                f'#!/bin/sh\ncase "$1" in --version) exec {real}/{name} "$@" ;; esac\n{text}\n'
+            )
+            (tmp_path / name).chmod(0o755)
+        return tmp_path / "python"
+
+    return make
+
+
+def test_an_mpi_that_goes_by_shared_memory_is_refused(netlab, site):
+    """An mpirun that does not care for the hosts: all ranks are on one, and the messages never see a link."""
+    here = (
+        'for word; do shift; [ "$word" = h0:1,h1:1 ] && word=h0:2; set -- "$@" "$word"; done\n'
+        f'exec {Path(sys.executable).parent}/mpirun "$@"'
+    )
+    finished = netlab("--hosts=2", "--rate=400mbit", code="print('ran')", python=site(here))
+    assert finished.returncode == 3 and "ran" not in finished.stdout, finished.output
+    assert re.search(r"^netlab: (mpich|openmpi) moves .* goes round the links", finished.stderr, re.MULTILINE)
+
+
+def test_an_mpi_that_does_not_start_is_refused(netlab, site):
+    finished = netlab("--hosts=2", "--rate=400mbit", code="print('ran')", python=site("echo no licence; exit 1"))
+    assert finished.returncode == 3 and "ran" not in finished.stdout, finished.output
+    assert "cannot be started on the hosts" in finished.stderr and "    no licence" in finished.stderr
+
+
+def test_without_being_root(netlab):
+    """The same cluster in a user namespace, for whoever may not make the others."""
+    drop = ("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin") if os.geteuid() == 0 else ()
+    possible = subprocess.run([*drop, "unshare", "--user", "--map-root-user", "true"], capture_output=True, text=True)
+    if possible.returncode:
+        pytest.skip(f"this kernel makes no user namespaces: {possible.stderr.strip()}")
+    finished = netlab("--trust", "--hosts=2", "--rate=400mbit", before=drop, code=MEASURE + "show(0, 1, 4_000_000)")
+    assert finished.returncode == 0 and rates(finished) == {(0, 1): near(400)}, finished.output
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_nothing_stays(kernel, tmp_path, ending):
+    """However it ends: no process, no interface, no mount, no file of the launcher."""
+    script, mark = tmp_path / "script.py", f"NETLAB_TEST={uuid.uuid4()}"
+    script.write_text(
+        "from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nprint('up', flush=True)\nimport time\ntime.sleep(60)"
+    )
+    before = surroundings()
+    name, value = mark.split("=")
+    process = subprocess.Popen(
+        [sys.executable, tool.__file__, "run", "--trust", "--hosts=2", "--rate=100mbit", "--", sys.executable, script],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout.readline().startswith(b"up")
+        alive = marked(mark)
+        assert len(alive) > 8  # ours, the first inside, two hosts, mpirun, its daemons, the ranks
+        files = {path for pid in alive for path in open_files(pid)} - {str(script)}
+        process.send_signal(ending)
+        assert process.wait(10) == (-ending if ending == signal.SIGKILL else 128 + ending)
+    finally:
+        process.kill()
+    deadline = time.monotonic() + 2
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not marked(mark)
+    assert surroundings() == before
+    assert not [
+        path for path in files if path.startswith(("/tmp/hydra", "/tmp/prte", "/dev/shm/")) and Path(path).exists()
+    ]
+
+
+def marked(mark):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def open_files(pid):
+    folder = Path(f"/proc/{pid}/fd")
+    return [os.readlink(link) for link in folder.glob("*") if link.is_symlink()]
+
+
+def surroundings():
+    interfaces = sorted(os.listdir("/sys/class/net"))
+    return (
+        interfaces,
+        Path("/proc/self/mounts").read_text(),
+        LAB.exists(),
+        os.listdir("/run/netns") if Path("/run/netns").exists() else [],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--rate 3furlong", "'3furlong' is no rate"),
+        ("--rate 1kbit", "cannot be shaped faithfully: take 1mbit to"),
+        ("--rate 90gbit", "cannot be shaped faithfully"),
+        ("--rate 1gbit --capacity 3gbit", "4 Gbit/s of all hosts together are more than this machine can carry"),
+        ("--groups 2x2", "--between 100mbit"),
+        ("--groups two", "write it as 2x4"),
+        ("--groups 2x2 --hosts 5 --between 10mbit", "makes 4 hosts, not 5"),
+        ("--between 10mbit", "say --groups"),
+        ("--rates 10mbit,20mbit --hosts 3", "3 hosts but 2 rates"),
+        ("--hosts 1", "take 2 to 250"),
+        ("--hosts 0", "take 2 to 250"),
+        ("--ranks 3", "leave some of 4 hosts without one"),
+        ("--size 8", "write it as 8MB"),
+        ("--at soon", "write it as '2.5 h1 100mbit'"),
+        ("--at 1_h4_cut", "is no change of a link"),
+        ("--at 1_h3_fast", "'fast' is no rate"),
+        ("--at 1_between_cut", "with LINK of h0, h1, h2, h3"),
+    ],
+)
+def test_bad_input_is_one_line_with_a_remedy(options, words, capsys):
+    arguments = [word.replace("_", " ") for word in options.split()]
+    assert tool.main(["run", "--rate=100mbit", *arguments, "--", sys.executable]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and said.startswith("netlab: ")
+
+
+def test_a_missing_tool_or_program(capsys, monkeypatch):
+    assert tool.main(["run", "--rate=100mbit", "--", "no-such-program"]) == 2
+    monkeypatch.setattr(tool, "search_path", lambda: "/nowhere")
+    assert tool.main(["run", "--rate=100mbit", "--", sys.executable]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "no program no-such-program" in first and "there is no ip: install iproute2" in second
+
+
+def test_a_kernel_that_forbids(capsys, monkeypatch):
+    def forbid(name, *_):
+        raise PermissionError(1, f"{name}: Operation not permitted")
+
+    monkeypatch.setattr(namespaces, "libc", forbid)
+    assert tool.main(["run", "--rate=100mbit", "--", sys.executable]) == 2
+    assert (
+        "lets us make no network namespace (unshare: Operation not permitted): run as root" in capsys.readouterr().err
+    )
+
+
+def test_another_mpi_than_wanted_or_none(tmp_path, monkeypatch):
+    own = Mpi.beside([sys.executable], None).name
+    other = {"mpich": "openmpi", "openmpi": "mpich"}[own]
+    with pytest.raises(Refused, match=f"is that of {own}: for {other} call the python"):
+        Mpi.beside([sys.executable], other)
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Refused, match="there is no mpirun beside"):
+        Mpi.beside(["python"], None)
+    assert shutil.which("mpirun") is None
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def test_rates_read_and_print():
+    assert [str(Rate.parse(text)) for text in ("1gbit", "2500Mbit", "1500kbit", "0.25gbit")] == [
+        *("1gbit", "2.5gbit", "1.5mbit", "250mbit"),
+    ]
+    assert Rate.parse("1gbit").goodput == pytest.approx(119.55e6, rel=1e-4)
+
+
+def test_a_lab_knows_its_ways():
+    fast, slow = Rate.parse("1gbit"), Rate.parse("100mbit")
+    lab = Lab((fast,) * 4, groups=2, between=slow, ranks=10)
+    assert [lab.group(host) for host in range(4)] == [0, 0, 1, 1]
+    assert [lab.expected(host) for host in range(4)] == [fast, slow, fast, slow]
+    assert lab.slots() == "h0:2,h1:3,h2:2,h3:3"
+    assert lab.message(0) == 8_000_000 and lab.message(1) == pytest.approx(800_000, rel=0.01)
+    assert str(Change.parse("between 50mbit", lab)) == "between 50mbit"
+    assert Lab((fast, slow)).expected(0) == Lab((fast, slow)).expected(1) == slow
+
+
+def test_what_a_measurement_says():
+    lab = Lab((Rate.parse("1gbit"),) * 2)
+    right = lab.message(0) / lab.expected(0).goodput
+    good = Times((right, right / 1.01), (right, right * 1.03))
+    assert fault(lab, "tcp", good) == ""
+    assert "119.6   119.6 (100%)" in table(lab, {"tcp": good})
+    assert "a larger --size" in fault(lab, "tcp", Times((right, right / 1.05), (right, right)))
+    assert "goes round the links" in fault(lab, "mpich", Times((right, right / 20), (right, right)))
+    slow = Times((right, right), (right, right * 1.2))
+    assert "end what else runs here" in fault(lab, "tcp", slow) and "(all at once)" in fault(lab, "tcp", slow)
+    assert slow.best(good) == good.best(slow) == Times(good.alone, good.together)

@@ -1,0 +1,152 @@
+"""The hosts and the links between them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+from pathlib import Path
+
+from cluster.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, leave, libc, mount, tool
+from cluster.values import Change, Lab, Rate, Refused
+
+LAB = Path("/dev/shm/netlab")  # in a tmpfs of our own: nobody else sees it, nothing stays of it
+SUBNET, CONTROL = "10.77.0", "10.78.0"
+
+
+class Cluster:
+    """The hosts and their links, made: a process for each host, whose namespaces are the host."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        mount("none", "/", flags=MS_REC | MS_PRIVATE)
+        mount("proc", "/proc", "proc")
+        mount("tmpfs", "/dev/shm", "tmpfs")
+        LAB.mkdir()
+        names = [f"{SUBNET}.{host + 1} {name}\n" for host, name in enumerate(lab.names)]
+        (LAB / "hosts").write_text("".join(["127.0.0.1 localhost\n", f"{CONTROL}.254 switch\n", *names]))
+        mount(str(LAB / "hosts"), "/etc/hosts", flags=MS_BIND)
+        socket.sethostname("switch")
+        self.pids = [start_host(name) for name in lab.names]
+        self._lay_links()
+        self._write_scripts()
+
+    def _lay_links(self) -> None:
+        lab = self.lab
+        make = ["link set lo up", f"address add {CONTROL}.254/24 dev control"]
+        make[1:1] = [
+            f"link {verb}" for name in ("lab", "control") for verb in (f"add {name} type bridge", f"set {name} up")
+        ]
+        switches = ["lab"]
+        if lab.between:
+            switches = [f"group{group}" for group in range(lab.groups)]
+            for group, switch in enumerate(switches):
+                up, down = f"up{group}", f"down{group}"
+                make += [
+                    f"link add {switch} type bridge",
+                    f"link add {up} type veth peer {down}",
+                    f"link set {up} master {switch} up",
+                    f"link set {down} master lab up",
+                    f"link set {switch} up",
+                ]
+        for host, pid in enumerate(self.pids):
+            make += [
+                f"link add port{host} type veth peer eth0 netns {pid}",
+                f"link set port{host} master {switches[lab.group(host)]} up",
+                f"link add control{host} type veth peer eth1 netns {pid}",
+                f"link set control{host} master control up",
+                f"link set control{host} type bridge_slave isolated on",
+            ]
+        tool("ip", "-batch", "-", text="\n".join(make))
+        for host, pid in enumerate(self.pids):
+            inside = ["link set lo up", "link set eth0 up", "link set eth1 up"]
+            inside += [f"address add {net}.{host + 1}/24 dev eth{i}" for i, net in enumerate((SUBNET, CONTROL))]
+            tool("ip", "-batch", "-", text="\n".join(inside), pid=pid)
+        for host, rate in enumerate(lab.rates):
+            self.apply(Change(f"h{host}", rate))
+        if lab.between:
+            self.apply(Change("between", lab.between))
+
+    def _write_scripts(self) -> None:
+        """What stands for ssh, and what stands before a rank."""
+        for name, pid in zip(self.lab.names, self.pids, strict=True):
+            (LAB / name).write_text(f"{pid}\n")
+        for name, text in (("agent", AGENT), ("rank", rank_script(self.lab.pinned))):
+            (LAB / name).write_text(text)
+            (LAB / name).chmod(0o755)
+
+    def apply(self, change: Change) -> None:
+        """Change a link, both directions of it; of the links between groups, all."""
+        if change.link == "between":
+            links: list[tuple[str, str, int | None]] = [(f"down{k}", f"up{k}", None) for k in range(self.lab.groups)]
+        else:
+            host = self.lab.names.index(change.link)
+            links = [(f"port{host}", "eth0", self.pids[host])]
+        for port, far, pid in links:  # the far end lies in the namespace of this process
+            if isinstance(change.what, Rate):
+                shape = change.what.shape(self.lab.burst)
+                tool("tc", "-batch", "-", text=f"qdisc replace dev {port} root {shape}")
+                tool("tc", "-batch", "-", text=f"qdisc replace dev {far} root {shape}", pid=pid)
+            else:  # packets into a port that is down are lost, silently
+                tool("ip", "link", "set", port, "down" if change.what == "cut" else "up")
+
+
+# ssh-like: agent [options] host command. A launcher's daemon, when killed, leaves files in /tmp: it writes into a layer
+# above /tmp that goes with it. (Where the kernel has no overlays it writes to /tmp itself.)
+AGENT = f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=$1; shift
+exec nsenter --target "$(cat {LAB}/$host)" --net --uts --mount -- unshare --mount sh -c '
+    layer={LAB}/layer-$(hostname)-$$
+    mkdir -p $layer/upper $layer/work
+    mount -t overlay overlay -o lowerdir=/tmp,upperdir=$layer/upper,workdir=$layer/work /tmp 2>/dev/null
+    exec sh -c "$0"' "$*"
+"""
+
+
+def rank_script(pinned: bool) -> str:
+    """A rank leaves the daemon's /tmp and takes its core."""
+    before = os.environ.get("TMPDIR")
+    own_folder = f"export TMPDIR={shlex.quote(before)}" if before else "unset TMPDIR"
+    cores = sorted(os.sched_getaffinity(0))
+    turn = f"$((${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}} % {len(cores)}))"
+    pins = [f'{turn}) set -- taskset -c {core} "$@" ;;' for turn, core in enumerate(cores)] if pinned else []
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            own_folder,
+            f'case "{turn}" in',
+            *pins,
+            "esac",
+            f'exec nsenter --target "$(cat {LAB}/$(hostname))" --mount -- sh -c \'cd "$0" && exec "$@"\' "$PWD" "$@"',
+            "",
+        ]
+    )
+
+
+def start_host(name: str) -> int:
+    """A process in namespaces of its own, which then only waits; its pid, once they are made."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+
+        def body() -> int:
+            libc("unshare", NEWNS | NEWNET | NEWUTS)
+            socket.sethostname(name)
+            shared = os.open(LAB, os.O_PATH)
+            mount("tmpfs", "/dev/shm", "tmpfs")
+            LAB.mkdir()
+            mount(f"/proc/self/fd/{shared}", str(LAB), flags=MS_BIND)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # the host stands until the cluster falls
+            os.write(writing, b"!")
+            while True:
+                signal.pause()
+
+        leave(body)
+    os.close(writing)
+    if not os.read(reading, 1):
+        raise Refused(f"host {name} cannot be made: see the lines above")
+    os.close(reading)
+    return child

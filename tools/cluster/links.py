@@ -1,0 +1,250 @@
+"""What the links really carry, by plain TCP and by MPI, and whether that is what they were shaped to."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from cluster.hosts import SUBNET, Cluster
+from cluster.launcher import Mpi, python_of
+from cluster.namespaces import NEWNET, end, leave, libc, say
+from cluster.values import REFUSED, Lab, Refused
+
+TOOLS = Path(__file__).resolve().parent.parent
+WIRE = TOOLS.parent / "fompi" / "bench" / "wire.py"
+PORT = 5077  # of the TCP measurement: the hosts' ports are all free
+IDLE_SECONDS = 0.3
+TOO_FAST, TOO_SLOW = 1.03, 0.93
+ATTEMPTS = 3
+TOGETHER = "all at once"
+
+
+class Ring(Protocol):
+    """What can carry bytes round the hosts: plain TCP, or MPI."""
+
+    def send(self, nbytes: int) -> float: ...
+    def receive(self, nbytes: int) -> None: ...
+    def exchange(self, nbytes: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one message from every host to the next: each alone, in turn, and all at once."""
+
+    alone: tuple[float, ...]
+    together: tuple[float, ...]
+
+    def best(self, other: Times | None) -> Times:
+        if other is None:
+            return self
+        return Times(tuple(map(min, self.alone, other.alone)), min(self.together, other.together, key=max))
+
+
+def take_turns(rank: int, sizes: Sequence[int], ring: Ring) -> tuple[float, float]:
+    """One rank's part. A message goes round after an idle gap; when it is back all send at once, after another."""
+    ring.exchange(1000)  # whatever the first message of a connection costs
+    time.sleep(IDLE_SECONDS)
+    if rank:
+        ring.receive(sizes[rank - 1])
+    alone = ring.send(sizes[rank])
+    if not rank:
+        ring.receive(sizes[-1])
+    if rank:
+        ring.receive(1)
+    ring.send(1)
+    if not rank:
+        ring.receive(1)
+    time.sleep(IDLE_SECONDS)
+    return alone, ring.exchange(min(sizes))
+
+
+def deadline(lab: Lab) -> float:
+    """Seconds after which a measurement has failed."""
+    return 10 + 4 * sum(lab.message(host) / lab.expected(host).goodput for host in range(len(lab.rates)))
+
+
+def measure_tcp(cluster: Cluster) -> Times:
+    """From a process in each host's network namespace."""
+    specification = importlib.util.spec_from_file_location("wire", WIRE)  # importing fompi would need NumPy
+    assert specification and specification.loader
+    wire = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(wire)
+    hosts = len(cluster.pids)
+    addresses = [(f"{SUBNET}.{host + 1}", PORT) for host in range(hosts)]
+    sizes = [cluster.lab.message(host) for host in range(hosts)]
+    seconds = deadline(cluster.lab)
+    cores = sorted(os.sched_getaffinity(0))
+    pipes = []
+    for host, pid in enumerate(cluster.pids):
+        reading, writing = os.pipe()
+        if not os.fork():
+
+            def body(host: int = host, pid: int = pid, writing: int = writing) -> int:
+                with open(f"/proc/{pid}/ns/net") as space:
+                    libc("setns", space.fileno(), NEWNET)
+                os.sched_setaffinity(0, {cores[host % len(cores)]})
+                try:
+                    with wire.Wire(host, addresses, wire.listen(*addresses[host]), seconds) as ring:
+                        os.write(writing, json.dumps(take_turns(host, sizes, ring)).encode())
+                except OSError as error:
+                    say(f"h{host}: {error}")
+                return 0
+
+            leave(body)
+        os.close(writing)
+        pipes.append(reading)
+    answers = []
+    for reading in pipes:
+        with open(reading) as pipe:
+            answers.append(pipe.read())
+    if not all(answers):
+        raise Refused("plain TCP does not pass between the hosts: see the lines above", REFUSED)
+    alone, together = zip(*map(json.loads, answers), strict=True)
+    return Times(alone, together)
+
+
+def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str]) -> Times:
+    """By a small job, launched as the real one will be, one rank on each host."""
+    lab = cluster.lab
+    hosts = len(lab.rates)
+    sizes = [lab.message(host) for host in range(hosts)]
+    slots = ",".join(f"{name}:1" for name in lab.names)
+    program = [python_of(command), str(TOOLS / "netlab.py"), "probe", json.dumps(sizes)]
+    seconds = 20 + deadline(lab)
+    launched = [*mpi.launch(hosts, slots), *program]
+    job = subprocess.Popen(
+        launched, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        said = job.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        said = f"{end(job, signal.SIGTERM)}no end within {seconds:.0f} s"
+    found = re.search(r'^\{"alone".*\}$', said, re.MULTILINE)
+    if job.returncode or not found:
+        output = "\n".join(f"    {line}" for line in said.strip().splitlines()[-20:])
+        raise Refused(
+            f"{mpi.name} cannot be started on the hosts: is mpi4py there, made for {mpi.mpirun}? It said:\n{output}",
+            REFUSED,
+        )
+    return Times(**{name: tuple(values) for name, values in json.loads(found[0]).items()})
+
+
+def probe(sizes: Sequence[int]) -> int:
+    """The small job: a rank of it."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.size != len(sizes):
+        print(f"{world.size} ranks instead of {len(sizes)}: this mpi4py does not belong to this mpirun")
+        return 1
+    times = world.gather(take_turns(world.rank, sizes, MpiRing(MPI, max(sizes))))
+    if times is not None:
+        alone, together = zip(*times, strict=True)
+        print(json.dumps({"alone": alone, "together": together}), flush=True)
+    return 0
+
+
+class MpiRing:
+    """Waits by polling with sleeps: the ranks share the cores with the network."""
+
+    def __init__(self, mpi: Any, most: int) -> None:
+        self._mpi, self._world = mpi, mpi.COMM_WORLD
+        rank, size = self._world.rank, self._world.size
+        self._next, self._previous = (rank + 1) % size, (rank - 1) % size
+        self._outgoing, self._incoming = bytearray(most), bytearray(most)
+
+    def _await(self, *requests: Any) -> None:
+        while not self._mpi.Request.Testall(requests):
+            time.sleep(50e-6)
+
+    def send(self, nbytes: int) -> float:
+        start = time.perf_counter()
+        answer = self._world.Irecv([bytearray(1), 1, self._mpi.BYTE], self._next, 1)
+        self._await(self._world.Isend([self._outgoing, nbytes, self._mpi.BYTE], self._next), answer)
+        return time.perf_counter() - start
+
+    def receive(self, nbytes: int) -> None:
+        self._await(self._world.Irecv([self._incoming, nbytes, self._mpi.BYTE], self._previous))
+        self._await(self._world.Isend([bytearray(1), 1, self._mpi.BYTE], self._previous, 1))
+
+    def exchange(self, nbytes: int) -> float:
+        start = time.perf_counter()
+        incoming = self._world.Irecv([self._incoming, nbytes, self._mpi.BYTE], self._previous)
+        self._await(incoming, self._world.Isend([self._outgoing, nbytes, self._mpi.BYTE], self._next))
+        return time.perf_counter() - start
+
+
+def shares(lab: Lab, times: Times) -> Iterator[tuple[str, float, float]]:
+    """Each row of the table: what, the goodput that its links allow, the part of it that was reached."""
+    hosts = range(len(lab.rates))
+    for host in hosts:
+        rate = lab.expected(host).goodput
+        way = f"{lab.names[host]} -> {lab.names[(host + 1) % len(hosts)]}"
+        yield way, rate, lab.message(host) / times.alone[host] / rate
+    slowest = min(lab.expected(host).goodput for host in hosts)
+    size = min(map(lab.message, hosts))
+    yield TOGETHER, slowest, size / max(times.together) / slowest
+
+
+def table(lab: Lab, measured: dict[str, Times]) -> str:
+    sizes = {f"{lab.message(host) / 1e6:g}" for host in range(len(lab.rates))}
+    heading = f"{'/'.join(sorted(sizes, key=float))} MB after {IDLE_SECONDS} s of silence; MB/s"
+    lines = [f"{heading:<40}{'shaped':>8}" + "".join(f"{name:>16}" for name in measured)]
+    for cells in zip(*(shares(lab, times) for times in measured.values()), strict=True):
+        way, rate, _ = cells[0]
+        columns = (f"{share * rate / 1e6:>8.1f} ({share:>4.0%})" for _, _, share in cells)
+        lines.append(f"{way:<40}{rate / 1e6:>8.1f}" + "".join(columns))
+    return "\n".join(lines)
+
+
+def too_slow(lab: Lab, way: str, share: float) -> bool:
+    """All at once over unequal links is not judged: the queue before a slow one also delays the answers to others."""
+    unequal = len({lab.expected(host) for host in range(len(lab.rates))}) > 1
+    return share < TOO_SLOW and not (way == TOGETHER and unequal)
+
+
+def fault(lab: Lab, name: str, times: Times) -> str:
+    """What is wrong with a measurement, and what helps; empty if nothing is."""
+    for way, rate, share in shares(lab, times):
+        if share <= TOO_FAST and not too_slow(lab, way, share):
+            continue
+        reached = f"{name} moves {share * rate / 1e6:.1f} MB/s where the links carry {rate / 1e6:.1f} ({way})"
+        if share <= TOO_FAST:
+            return f"{reached}: end what else runs here, lower --rate, or say --trust"
+        if name == "tcp":
+            return f"{reached}: its bucket is too deep for so short a message: take a larger --size"
+        return f"{reached}: it goes round the links, by shared memory? It must use TCP over eth0"
+    return ""
+
+
+def measure(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str], trust: bool) -> None:
+    """Print what the links carry, and refuse to go on where it is not what they were shaped to.
+
+    What was too slow is tried again: it may have been somebody else's load. The fastest counts, so nothing too fast
+    is overlooked.
+    """
+    methods: dict[str, Callable[[], Times]] = {
+        "tcp": lambda: measure_tcp(cluster),
+        mpi.name: lambda: measure_mpi(cluster, mpi, command, environment),
+    }
+    measured: dict[str, Times] = {}
+    for name, method in methods.items():
+        for _ in range(ATTEMPTS):
+            measured[name] = method().best(measured.get(name))
+            if not any(too_slow(cluster.lab, way, share) for way, _, share in shares(cluster.lab, measured[name])):
+                break
+    say(table(cluster.lab, measured))
+    faults = [line for name, times in measured.items() if (line := fault(cluster.lab, name, times))]
+    for line in faults:
+        say(f"{line} (trusted)" if trust else line)
+    if faults and not trust:
+        raise Refused("the links are not what was asked for: the job was not started", REFUSED)

@@ -1,0 +1,134 @@
+"""Namespaces below one process, straight from the kernel: no names, and nothing that outlives the process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from cluster.values import Refused
+
+NEWNS, NEWUTS, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+PR_SET_PDEATHSIG = 1
+
+GRACE_SECONDS = 5.0  # for a job that is told to end
+
+
+class Interrupted(BaseException):
+    """Somebody wants us to end: Ctrl-C, SIGTERM, SIGHUP."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def libc(name: str, *arguments: Any) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str | None = None, flags: int = 0) -> None:
+    try:
+        libc("mount", source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), None)
+    except OSError as error:
+        raise Refused(f"{target} cannot be mounted ({error.strerror}): in a container say --privileged") from None
+
+
+def enclose(body: Callable[[], int]) -> int:
+    """Call `body` as the first process of namespaces of its own; its exit status.
+
+    Whatever it starts ends with it, and it ends with us: both are the kernel's doing, so a SIGKILL leaves nothing.
+    """
+    user, group = os.getuid(), os.getgid()
+    try:
+        try:
+            libc("unshare", NEWNS | NEWPID | NEWNET | NEWUTS)
+        except PermissionError:
+            # Not root: the same in a user namespace, where we are.
+            libc("unshare", NEWUSER | NEWNS | NEWPID | NEWNET | NEWUTS)
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+            Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    except OSError as error:
+        raise Refused(
+            f"this kernel lets us make no network namespace ({error.strerror}): run as root, or allow user namespaces "
+            "(sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone); in a container: --privileged"
+        ) from None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    child = os.fork()
+    if not child:
+        libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+        leave(body)
+    while True:
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256
+        except Interrupted as interrupted:
+            signal.signal(interrupted.number, lambda *_: os.kill(child, signal.SIGKILL))  # asked twice
+            os.kill(child, interrupted.number)
+
+
+def interrupt(number: int, _: FrameType | None) -> NoReturn:
+    raise Interrupted(number)
+
+
+def leave(body: Callable[[], int]) -> NoReturn:
+    """End a forked process with what `body` returns, as `main` would."""
+    status = 1
+    try:
+        status = speak(body)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def speak(body: Callable[[], int]) -> int:
+    try:
+        return body()
+    except Refused as refused:
+        say(str(refused))
+        return refused.status
+    except Interrupted as interrupted:
+        return 128 + interrupted.number
+
+
+def say(line: str) -> None:
+    """To stderr: the standard output is the job's."""
+    print(f"netlab: {line}", file=sys.stderr, flush=True)
+
+
+def search_path() -> str:
+    """Where ip and tc may be: often not in a user's PATH."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def tool(*command: str, text: str = "", pid: int | None = None) -> None:
+    """Run ip or tc, in the network namespace of a process; they get their commands as text."""
+    inside = ["nsenter", f"--target={pid}", "--net", "--"] if pid else []
+    environment = {**os.environ, "PATH": search_path()}
+    done = subprocess.run([*inside, *command], input=text, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().splitlines()[:1]
+        raise Refused(f"{command[0]} fails: {' '.join(reason)}; this kernel needs the modules veth, bridge, sch_tbf")
+
+
+def end(job: subprocess.Popen[Any], number: int) -> str:
+    """Let a job end by itself; what does not, ends with the cluster. What it still said, if that is read."""
+    for kind in (number, signal.SIGTERM, signal.SIGKILL):
+        job.send_signal(kind)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return job.communicate(timeout=GRACE_SECONDS)[0] or ""
+    return ""

@@ -1,0 +1,171 @@
+"""What can be asked for: rates, changes of links, the whole cluster; values, checked before anything is made."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from dataclasses import dataclass
+
+GOODPUT = 1448 / 1514  # TCP's payload in a full Ethernet frame, as tbf counts it
+CORE_BITS = 2_450_000_000  # of all links together that one core can carry: measured, 4.9 Gbit/s on two
+SUPERPACKET = 66_000  # what the kernel hands down at once where the bucket takes it: smaller ones cost more
+FRAMES = 4096  # a bucket that holds less passes nothing
+LATENCY = "100ms"  # the longest queue
+SIZE_SECONDS = 0.067  # a measured message lasts as long as 8 MB at 1 Gbit/s
+LEAST_SIZE = 250_000
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SIZES = {"B": 1, "kB": 10**3, "MB": 10**6, "KiB": 2**10, "MiB": 2**20}
+
+BAD_INPUT, REFUSED = 2, 3  # exit statuses of our own; otherwise it is the job's
+
+
+class Refused(Exception):
+    """One line that says what is wrong and what helps."""
+
+    def __init__(self, line: str, status: int = BAD_INPUT) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bits a second, and as tc reads and writes them."""
+
+    bits: int
+
+    @classmethod
+    def parse(cls, text: str) -> Rate:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]bit)", text.strip().lower())
+        if not match:
+            raise Refused(f"'{text}' is no rate: write it as 250mbit or 1gbit")
+        bits = round(float(match[1]) * UNITS[match[2]])
+        if not 10**6 <= bits <= 32 * 10**9:
+            raise Refused(f"a rate of {text} cannot be shaped faithfully: take 1mbit to 32gbit")
+        return cls(bits)
+
+    def __str__(self) -> str:
+        unit = max((unit for unit, size in UNITS.items() if self.bits >= size), key=UNITS.__getitem__)
+        return f"{self.bits / UNITS[unit]:g}{unit}"
+
+    @property
+    def goodput(self) -> float:
+        """Bytes a second that a TCP stream carries."""
+        return self.bits / 8 * GOODPUT
+
+    def shape(self, burst: int | None) -> str:
+        """As tc wants it. The bucket is shallow, 1 ms or, below a superpacket, 1.5 ms: a deep one lets a message after
+        a gap pass above the rate, one that is shallower still loses what a late timer does not use."""
+        in_a_second = self.bits // 8
+        burst = burst or max(in_a_second // 1000, min(in_a_second * 3 // 2000, SUPERPACKET), FRAMES)
+        return f"tbf rate {self.bits}bit burst {burst} latency {LATENCY}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A link gets another rate, is cut or restored; `link` is a host, or `between` for the links between groups."""
+
+    link: str
+    what: Rate | str  # "cut", "restore"
+
+    @classmethod
+    def parse(cls, line: str, lab: Lab) -> Change:
+        link, what = [*line.split(), "", ""][:2]
+        links = [*lab.names, *(["between"] if lab.between else [])]
+        if link not in links or len(line.split()) != 2:
+            raise Refused(f"'{line}' is no change of a link: write LINK RATE, LINK cut or LINK restore, with LINK of "
+                          f"{', '.join(links)}")  # fmt: skip
+        return cls(link, what if what in ("cut", "restore") else Rate.parse(what))
+
+    def __str__(self) -> str:
+        return f"{self.link} {self.what}"
+
+
+@dataclass(frozen=True)
+class Lab:
+    """The cluster that is asked for."""
+
+    rates: tuple[Rate, ...]  # of the hosts
+    groups: int = 1
+    between: Rate | None = None  # of the link of each group to the others
+    ranks: int = 0
+    size: int | None = None  # of the messages that measure
+    burst: int | None = None
+    pinned: bool = True  # rank i to core i, modulo cores
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"h{host}" for host in range(len(self.rates)))
+
+    def group(self, host: int) -> int:
+        return host * self.groups // len(self.rates)
+
+    def slots(self) -> str:
+        """How many ranks each host takes, block by block, as both launchers read it."""
+        hosts = len(self.rates)
+        return ",".join(f"h{i}:{(i + 1) * self.ranks // hosts - i * self.ranks // hosts}" for i in range(hosts))
+
+    def expected(self, host: int) -> Rate:
+        """Of the way from a host to the next one: that of its narrowest link."""
+        after = (host + 1) % len(self.rates)
+        ways = [self.rates[host], self.rates[after]]
+        if self.between and self.group(host) != self.group(after):
+            ways.append(self.between)
+        return min(ways, key=lambda rate: rate.bits)
+
+    def message(self, host: int) -> int:
+        """Bytes of the message that measures this way."""
+        most = round(Rate(10**9).goodput * SIZE_SECONDS, -6)
+        return self.size or int(min(max(self.expected(host).goodput * SIZE_SECONDS, LEAST_SIZE), most))
+
+
+def asked(options: argparse.Namespace) -> Lab:
+    """The cluster of these options, if there can be one."""
+    between = Rate.parse(options.between) if options.between else None
+    groups, hosts = 1, options.hosts
+    if options.groups:
+        match = re.fullmatch(r"([0-9]+)x([0-9]+)", options.groups)
+        if not match or int(match[1]) < 2 or not int(match[2]):
+            raise Refused(f"--groups {options.groups}: write it as 2x4, for two groups of four hosts")
+        groups = int(match[1])
+        if hosts not in (None, groups * int(match[2])):
+            raise Refused(f"--groups {options.groups} makes {groups * int(match[2])} hosts, not {hosts}: drop --hosts")
+        hosts = groups * int(match[2])
+        if not between:
+            raise Refused("--groups needs the rate of the slow link between them: --between 100mbit")
+    elif between:
+        raise Refused("--between is a link between groups: say --groups 2x2 too")
+    if options.rates:
+        rates = tuple(Rate.parse(text) for text in options.rates.split(","))
+    else:
+        rates = (Rate.parse(options.rate),) * (4 if hosts is None else hosts)
+    if hosts not in (None, len(rates)):
+        raise Refused(f"{hosts} hosts but {len(rates)} rates: give --rates one for each host")
+    if not 2 <= len(rates) <= 250:
+        raise Refused(f"a cluster of {len(rates)} hosts is not possible: take 2 to 250")
+    ranks = len(rates) if options.ranks is None else options.ranks
+    if ranks < len(rates):
+        raise Refused(f"{ranks} ranks leave some of {len(rates)} hosts without one: take fewer hosts")
+    capacity = Rate.parse(options.capacity).bits if options.capacity else CORE_BITS * len(os.sched_getaffinity(0))
+    total = sum(rate.bits for rate in rates)
+    if total > capacity:
+        raise Refused(f"{total / 1e9:g} Gbit/s of all hosts together are more than this machine can carry (about "
+                      f"{capacity / 1e9:g}): lower --rate, take fewer hosts, or say --capacity")  # fmt: skip
+    return Lab(rates, groups, between, ranks, size_of(options.size), options.burst, options.pin)
+
+
+def size_of(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]+)(B|kB|MB|KiB|MiB)?", text)
+    if not match or not 10**5 <= (size := int(match[1]) * SIZES[match[2] or "B"]) <= 10**9:
+        raise Refused(f"--size {text}: write it as 8MB; 100kB to 1000MB can be measured")
+    return size
+
+
+def planned_change(text: str, lab: Lab) -> tuple[float, Change]:
+    seconds, _, change = text.strip().partition(" ")
+    try:
+        return float(seconds), Change.parse(change, lab)
+    except ValueError:
+        raise Refused(f"--at '{text}': write it as '2.5 h1 100mbit', the seconds first") from None
