@@ -8,6 +8,7 @@ import sys
 
 import fompi
 from fompi import info, problems
+from fompi.bench import suites
 from fompi.errors import FompiError
 from fompi.layout import Spec
 from fompi.problems import MEANING
@@ -33,9 +34,11 @@ def main(argv: list[str] | None = None) -> int:
             return info.main(arguments[1:])
         options = parser.parse_args(arguments)
         if options.command == "bench":
-            from fompi.bench import suites
-
             measure = suites.Options(options.rounds, options.quick)
+            if options.like is not None:
+                return suites.like(_numbers(options.like), options.ranks, measure)
+            if options.suite is None:
+                parser.error(f"bench: name a suite ({', '.join(suites.SUITES)}), or a shape with --like M,K,N")
             return suites.run(options.suite, measure, options.json, options.markdown, options.plot)
         status = _plan(options)
         sys.stdout.flush()
@@ -49,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("suite", choices=["collectives", "fused", "papers", "peers", "overhead"])
+    parser.add_argument("suite", nargs="?", choices=suites.SUITES)
+    parser.add_argument("--like", metavar="M,K,N", help="what overlap would gain here for x[M, K] @ w[K, N]")
+    parser.add_argument("--ranks", type=int, default=2, help="with --like, outside of mpirun: how many to start (2)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="all samples as JSON (no FILE: print it)")
@@ -95,6 +100,14 @@ def _plan(options: argparse.Namespace) -> int:
     if options.save:
         trace.save(options.save)
     return 0
+
+
+def _numbers(text: str) -> tuple[int, int, int]:
+    try:
+        m, k, n = (int(part) for part in text.split(","))
+    except ValueError:
+        raise fompi.ShapeError(f"--like takes M,K,N, for example 4096,4096,4096, not {text!r}") from None
+    return m, k, n
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class Row:
         """Who of these is the fastest by its median."""
         return min((name for name in names if name in self.samples), key=self.median)
 
-    def ratio(self, slow: str, fast: str, **asked: float) -> Figure:
+    def ratio(self, slow: str, fast: str, **asked: float | None) -> Figure:
         """How many times faster `fast` is than `slow`, with the paired interval; `asked`: least, most, limit."""
         return ratio(f"{slow} / {fast}", self.samples[slow], self.samples[fast], **asked)
 
@@ -121,7 +121,7 @@ def median_interval(samples: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - 2 * beyond))
 
 
-def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **asked: float) -> Figure:
+def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **asked: float | None) -> Figure:
     """The ratio of the medians, with the interval of the median of the ratios of each round."""
     paired = [a / b for a, b in zip(slow, fast, strict=True)]
     value = statistics.median(slow) / statistics.median(fast)
@@ -174,27 +174,32 @@ def alternate(
     calls: int = 1,
     warmup: int = 2,
     idle: float = 0.0,
+    before: Callable[[str], object] | None = None,
+    after: Callable[[str, Any], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds a call of each contestant, round by round: those of the slowest rank. Collective over `comm` of mpi4py.
 
     Each turn begins together after `idle` seconds of silence (connections lose their window, token buckets fill: all
-    begin alike), and is `calls` calls long. `warmup` calls before all that make plans, memory and connections.
+    begin alike), and is `calls` calls long. `warmup` turns before all that make plans, memory and connections.
+    `before(name)` and `after(name, result)` each turn are not timed.
     """
-    seconds = np.zeros((len(contestants), rounds))
-    listed = list(contestants.values())
-    for call in listed:
-        for _ in range(warmup):
-            call()
-    for i in range(rounds):
-        for turn in range(len(listed)):
-            k = (i + turn) % len(listed)
-            call = listed[k]
+    seconds = np.zeros((len(contestants), warmup + rounds))
+    names = list(contestants)
+    for i in range(warmup + rounds):
+        for turn in range(len(names)):
+            k = (i + turn) % len(names)
+            call = contestants[names[k]]
+            if before is not None:
+                before(names[k])
             sleep(idle)
             meet(comm)
             begun = perf_counter()
             for _ in range(calls):
-                call()
+                result = call()
             seconds[k, i] = (perf_counter() - begun) / calls
+            if after is not None:
+                after(names[k], result)
+    seconds = seconds[:, warmup:].copy()
     slowest = _of_all_ranks(comm, seconds).max(axis=0)
     return dict(zip(contestants, slowest.tolist(), strict=True))
 

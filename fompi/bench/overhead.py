@@ -24,7 +24,7 @@ from fompi.bench.measure import alternate
 from fompi.layout import Partial, Shard, Spec
 from fompi.link import request_testsome
 
-ROUNDS, CALLS, WARMUP = 15, 300, 10
+ROUNDS, CALLS, WARMUP = 15, 300, 1
 NBYTES = 1024
 CHANGING_CALLS = 10_000
 US = 1e6
@@ -109,7 +109,7 @@ def per_op(comm: Any) -> list[Row]:
     y = np.empty((len(x) * comm.size, 1), np.float32)
     with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
         bare = bare_exchange(comm, [x[i * width : (i + 1) * width] for i in range(slices)], y)
-        contestants = {"bound": bound, "bare": bare}
+        contestants: dict[str, Callable[[], object]] = {"bound": bound, "bare": bare}
         measured = alternate(comm.link.comm, contestants, ROUNDS, calls=CALLS // 10, warmup=WARMUP)
     each = [s / count for s in measured["bound"]]
     return [

@@ -1,0 +1,134 @@
+"""Plain collectives against the wire and against the MPI library's own: mpirun -n 4 python -m fompi bench collectives
+
+| operation        | x on each rank | result on each rank | bytes that each rank sends  |
+|------------------|----------------|---------------------|-----------------------------|
+| `all_gather`     | total / N      | total               | (N - 1) / N of total        |
+| `reduce_scatter` | total          | total / N           | (N - 1) / N of total        |
+| `all_to_all`     | total          | total               | (N - 1) / N of total        |
+| `all_reduce`     | total          | total               | twice (N - 1) / N of total  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fompi
+from fompi import problems
+from fompi.bench.cluster import Cluster
+from fompi.bench.measure import Contestant, Row, alternate, checked, relative_error
+from fompi.bench.suites import Options
+from fompi.layout import Shard, Spec
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+MIB = 1 << 20
+TOTALS, QUICK_TOTALS = (4 * MIB, 16 * MIB, 64 * MIB), (4 * MIB,)
+COLUMNS = 256
+OF_WIRE = {"all_reduce": 0.92}
+LEAST_OF_WIRE, LEAST_OF_NATIVE = 0.95, 0.97
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "fompi direct": {"schedule": "direct"},
+    "fompi direct, window 1": {"schedule": "direct", "window": 1},
+    "fompi direct, window 2": {"schedule": "direct", "window": 2},
+    "fompi direct, 4 slices, window 2": {"schedule": "direct", "slices": 4, "window": 2},
+    "fompi ring, 4 slices": {"schedule": "ring", "slices": 4},
+}
+
+
+def rows(comm: Any, options: Options) -> list[Row]:
+    totals = QUICK_TOTALS if options.quick else TOTALS
+    with Cluster(comm.link.comm) as cluster:
+        return [measured(comm, cluster, name, total, options.rounds) for name in OPERATIONS for total in totals]
+
+
+def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: int) -> Row:
+    size = comm.size
+    x, reference = given(operation, total, comm.rank, size)
+    error = partial(relative_error, reference=reference)
+    contestants = {"native": Contestant(native(operation, comm.link.comm, x, reference.shape), error)}
+    with ExitStack() as bound:
+        for name, how in CANDIDATES.items():
+            if operation != "all_to_all" or how["schedule"] != "ring":
+                step = bound.enter_context(fompi.bind(plan(operation, x, size, **how), comm=comm, x=x))
+                contestants[name] = Contestant(step, error)
+        errors = checked(comm.link.comm, contestants)
+        calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
+        if not cluster.shared:
+            sent = total * (size - 1) // size * (2 if operation == "all_reduce" else 1)
+            calls["wire"] = lambda: cluster.exchange(sent)
+        samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
+    row = Row(f"{operation} of {total // MIB} MiB", str(cluster), samples, "native", errors=errors)
+    best = row.best(CANDIDATES)
+    if cluster.shared:
+        return replace(row, figures=[row.ratio("native", best)], progress=progress(comm))
+    return replace(
+        row,
+        limits={"wire": row.median("wire")},
+        figures=[
+            row.ratio("wire", best, least=OF_WIRE.get(operation, LEAST_OF_WIRE), limit=1.0),
+            row.ratio("native", best, least=LEAST_OF_NATIVE),
+        ],
+        progress=progress(comm),
+    )
+
+
+def progress(comm: Any) -> str:
+    """How messages of ours progress here, in words."""
+    return f"progress of fompi: {comm.engine.progress_mode}"
+
+
+def given(operation: str, total: int, rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """x of this rank, and the result that it is to get. Whole numbers: sums are exact in any order."""
+    length = total // (4 * COLUMNS) // size  # rows of a shard
+    rows = length if operation == "all_gather" else length * size
+    own = slice(rank * length, (rank + 1) * length)
+
+    def x_of(source: int) -> np.ndarray:
+        draw = np.random.default_rng([source, rows])
+        return draw.integers(0, 100, (rows, COLUMNS), dtype=np.int32).astype(np.float32)
+
+    x = x_of(rank)
+    if operation == "all_gather":
+        return x, np.concatenate([x_of(source) for source in range(size)])
+    if operation == "all_to_all":
+        return x, np.concatenate([x_of(source)[own] for source in range(size)])
+    summed = x.astype(float)
+    for source in range(size):
+        if source != rank:
+            summed += x_of(source)
+    return x, summed if operation == "all_reduce" else summed[own]
+
+
+def native(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
+    """The library's own blocking call."""
+    y = np.empty(shape, x.dtype)
+    collective = {
+        "all_gather": comm.Allgather,
+        "reduce_scatter": comm.Reduce_scatter_block,
+        "all_to_all": comm.Alltoall,
+        "all_reduce": comm.Allreduce,
+    }[operation]
+
+    def call() -> np.ndarray:
+        collective(x, y)
+        return y
+
+    return call
+
+
+def plan(operation: str, *tensors: Any, **how: Any) -> fompi.Plan:
+    """A plan for operands of which every rank has one of the same shape; the number of ranks comes last."""
+    *operands, size = tensors
+    specs = []
+    for operand, layout in zip(operands, problems.layouts(operation, len(operands)), strict=True):
+        shape = list(operand.shape)
+        if isinstance(layout, Shard):
+            shape[layout.dim] *= size
+        specs.append(Spec(tuple(shape), str(operand.dtype), layout))
+    return fompi.plan(operation, *specs, ranks=size, **how)

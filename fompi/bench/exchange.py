@@ -1,0 +1,42 @@
+"""The bare exchange: what a collective must move, with nothing around it. T_m of every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import sleep
+from typing import Any
+
+import numpy as np
+
+from fompi.link import request_testsome
+
+NAP_SECONDS = 1e-4
+
+
+def bare_exchange(comm: Any, nbytes: int, pieces: int, round_the_ring: bool = False) -> Callable[[], object]:
+    """Every rank sends a shard of `nbytes` for each other rank, in pieces, paced: the next when one has left.
+
+    In the permutations rank -> rank + d, or all of them to the next rank, as a ring does. `comm` is mpi4py's, all
+    receives are posted first, and the wait sleeps.
+    """
+    own = comm.Dup()
+    rank, size, testsome = own.Get_rank(), own.Get_size(), request_testsome()
+    cuts = [nbytes * i // pieces for i in range(pieces + 1)]
+    outgoing, incoming = np.ones((size, nbytes), np.uint8), np.empty((size, nbytes), np.uint8)
+    steps = [(d, i, 1 if round_the_ring else d) for d in range(1, size) for i in range(pieces)]
+
+    def exchange() -> None:
+        receives = [
+            own.Irecv(incoming[d, cuts[i] : cuts[i + 1]], (rank - hop) % size, d * pieces + i) for d, i, hop in steps
+        ]
+        for d, i, hop in steps:
+            send = own.Isend(outgoing[d, cuts[i] : cuts[i + 1]], (rank + hop) % size, d * pieces + i)
+            while not send.Test():
+                sleep(NAP_SECONDS)
+        while receives:
+            done = testsome(receives) or []
+            receives = [request for i, request in enumerate(receives) if i not in done]
+            if receives and not done:
+                sleep(NAP_SECONDS)
+
+    return exchange

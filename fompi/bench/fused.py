@@ -1,0 +1,205 @@
+"""The fused operations on real GEMMs against what physics allows: mpirun -n 2 python -m fompi bench fused
+
+The settings are those of `fompi.bench.peers`. A row's limit is
+
+    bound = max(T_c + c_m, T_m)
+
+where T_c is the kernel alone in one call, T_m the bare exchange, and c_m the CPU time that the bare exchange costs a
+rank while its wait sleeps: with one core for a rank, it is taken from the kernel. A row in which c_m is more than a
+tenth of T_m is void. Which of our schedules runs is decided by some rounds before those that count.
+
+`like` measures one shape in the same way, for a user's own: python -m fompi bench --like M,K,N
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from time import process_time
+from typing import Any
+
+import numpy as np
+
+import fompi
+from fompi.bench import rivals
+from fompi.bench.cluster import Cluster
+from fompi.bench.collectives import plan, progress
+from fompi.bench.exchange import bare_exchange
+from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error
+from fompi.bench.peers import KS, QUICK_KS, Case, M
+from fompi.bench.rivals import OPERATIONS
+from fompi.bench.suites import Options
+from fompi.errors import ShapeError
+
+SLICES = (2, 4, 8)
+OURS: dict[str, dict[str, Any]] = {
+    f"fompi {schedule}, {slices} slices": {"schedule": schedule, "slices": slices}
+    for schedule in ("direct", "ring")
+    for slices in (1, 2, 4, 8)
+}
+KERNEL, BARE = "kernel alone", "bare exchange"
+UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
+UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
+PILOT_ROUNDS, PIECES = 3, 4
+LEAST_BOUND, LEAST_OVER_UNFUSED, MOST_SLOWER, LEAST_SLICED, LEAST_SLICED_CASE = 0.94, 1.55, 1.02, 1.0, 0.97
+MOST_CPU = 0.1
+
+
+def rows(comm: Any, options: Options) -> list[Row]:
+    edge, ks = (M // 2, QUICK_KS) if options.quick else (M, KS)
+    with Cluster(comm.link.comm) as cluster:
+        found = [
+            measured(comm, cluster, Case(operation, edge, edge, k), options.rounds)
+            for operation in OPERATIONS
+            for k in ks
+        ]
+        return [*found, summary(found, cluster)]
+
+
+def like(comm: Any, m: int, k: int, n: int, options: Options) -> list[Row]:
+    """Every fused operation on the global shapes x[m, k] @ w[k, n], over the ranks that there are."""
+    size = comm.size
+    if min(m, k, n) < 1 or any(length % (size * max(SLICES)) for length in (m, k, n)):
+        raise ShapeError(f"M={m}, K={k}, N={n}: each must be a multiple of {size * max(SLICES)}, for {size} ranks")
+    cases = [
+        Case("all_gather_matmul", m, k, n // size),
+        Case("matmul_reduce_scatter", m, n, k // size),
+        Case("matmul_all_reduce", m, n, k // size),
+        Case("matmul_all_to_all", m, n, k),
+    ]
+    with Cluster(comm.link.comm) as cluster:
+        return [measured(comm, cluster, case, options.rounds) for case in cases]
+
+
+def in_words(row: Row) -> str:
+    """One line: the time without overlap and with it, and whether that is a gain."""
+    operation = row.what.partition(",")[0]
+    assert row.base is not None
+    unfused = row.best(UNFUSED)
+    gain = row.ratio(unfused, row.base)
+    assert gain.interval is not None
+    times = f"{1e3 * row.median(unfused):.2f} ms without overlap, {1e3 * row.median(row.base):.2f} with ({row.base})"
+    verdict = f"{gain.value:.2f}x ({gain.interval})"
+    if gain.interval.low <= 1:
+        verdict = ("nothing gained: " if gain.interval.high >= 1 else "slower: ") + verdict
+    return f"{operation:22} {times}: {verdict}; at most {row.figures[1].limit:.2f}x"
+
+
+def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:
+    mpi, operation = comm.link.comm, case.operation
+    x, w = case.operands(comm.rank, comm.size)
+    error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
+    with ExitStack() as held:
+
+        def bind(how: dict[str, Any]) -> Contestant:
+            made = plan(operation, x, w, comm.size, **how)
+            return Contestant(held.enter_context(fompi.bind(made, comm=comm, x=x, w=w)), error)
+
+        def rival(made: rivals.Rival) -> Contestant:
+            held.callback(made.close)
+            return Contestant(made.call, error)
+
+        ours = {name: bind(how) for name, how in OURS.items() if available(operation, how)}
+        others = {
+            UNFUSED_P2P: bind({"schedule": "unfused_p2p"}),
+            BLOCKING: rival(rivals.blocking(operation, mpi, x, w)),
+            PAIRWISE: rival(rivals.pairwise(operation, mpi, x, w)),
+            **{f"{s} slices, native": rival(rivals.native_slices(operation, mpi, x, w, s)) for s in SLICES},
+            **{f"{s} slices, P2P": rival(rivals.pairwise(operation, mpi, x, w, s)) for s in SLICES},
+        }
+        errors = checked(mpi, ours | others)
+        tried = alternate(mpi, {name: c.call for name, c in ours.items()}, PILOT_ROUNDS, idle=cluster.idle)
+        best = min(tried, key=lambda name: median(tried[name]))
+        exchange = exchange_of(mpi, case, comm.size)
+        yardsticks: dict[str, Callable[[], object]] = {KERNEL: kernel_of(case), BARE: exchange}
+        calls = yardsticks | {best: ours[best].call} | {name: c.call for name, c in others.items()}
+        samples = alternate(mpi, calls, rounds, idle=cluster.idle)
+        cpu = cpu_seconds(mpi, exchange, cluster.idle)
+    return judged(comm, cluster, case, best, cpu, replace(Row(str(case), str(cluster), samples), errors=errors))
+
+
+def available(operation: str, how: dict[str, Any]) -> bool:
+    return operation != "matmul_all_to_all" or how["schedule"] == "direct"
+
+
+def judged(comm: Any, cluster: Cluster, case: Case, best: str, cpu: float, row: Row) -> Row:
+    t_c, t_m = row.median(KERNEL), row.median(BARE)
+    bound = max(t_c + cpu, t_m)
+    unfused, sliced = row.best(UNFUSED), row.best(name for name in row.samples if "slices," in name and name != best)
+    void = cpu > MOST_CPU * t_m
+    slower = row.ratio(best, unfused)
+    assert slower.interval is not None
+    asked = not cluster.shared
+    headline = asked and case.operation == "matmul_reduce_scatter" and case.k == 1024
+    return replace(
+        row,
+        base=best,
+        limits={"T_c": t_c, "T_m": t_m, "bound": bound},
+        figures=[
+            Figure("bound / time", bound / row.median(best), limit=1.0),
+            row.ratio(unfused, best, least=LEAST_OVER_UNFUSED if headline else None, limit=(t_c + t_m) / bound),
+            Figure(f"low end of {slower.name}", slower.interval.low, most=MOST_SLOWER if asked else None),
+            row.ratio(sliced, best, least=LEAST_SLICED_CASE if asked else None),
+            Figure("c_m / T_m", cpu / t_m, most=MOST_CPU if asked else None),
+        ],
+        marks=["void: the exchange costs too much CPU time"] if void and asked else [],
+        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls",
+    )
+
+
+def summary(found: list[Row], cluster: Cluster) -> Row:
+    counted = [row for row in found if not row.marks]
+    asked = not cluster.shared
+    means = []
+    if counted:
+        means.append(
+            Figure(
+                f"bound / time, geometric mean of {len(counted)} rows",
+                geometric_mean(row.figures[0].value for row in counted),
+                least=LEAST_BOUND if asked else None,
+                limit=1.0,
+            )
+        )
+    sliced = geometric_mean(row.figures[3].value for row in found)
+    means.append(Figure("best slices / fompi, geometric mean", sliced, least=LEAST_SLICED if asked else None))
+    return Row("all rows", str(cluster), figures=means)
+
+
+def kernel_of(case: Case) -> Callable[[], object]:
+    """What one rank multiplies, in one call."""
+    inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
+    a, b = np.ones((case.m, inner), np.float32), np.ones((inner, outer), np.float32)
+    return partial(np.matmul, a, b, out=np.empty((case.m, outer), np.float32))
+
+
+def exchange_of(mpi: Any, case: Case, size: int) -> Callable[[], object]:
+    """The messages of the operation; an all-reduce moves its shards twice."""
+    once = bare_exchange(mpi, case.m // size * case.n * 4, PIECES)
+    if case.operation != "matmul_all_reduce":
+        return once
+
+    def twice() -> None:
+        once()
+        once()
+
+    return twice
+
+
+def cpu_seconds(mpi: Any, exchange: Callable[[], object], idle: float) -> float:
+    """CPU time of a rank in the bare exchange, the mean of the ranks."""
+    spent: list[float] = []
+    begun = [0.0]
+
+    def before(name: str) -> None:
+        begun[0] = process_time()
+
+    def after(name: str, result: object) -> None:
+        spent.append(process_time() - begun[0])
+
+    alternate(mpi, {BARE: exchange}, 7, idle=idle, before=before, after=after)
+    everyone = np.empty(mpi.Get_size())
+    mpi.Allgather(np.array([median(spent)]), everyone)
+    return float(everyone.mean())

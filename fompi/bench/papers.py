@@ -1,0 +1,195 @@
+"""The papers' settings, on emulated accelerators and over real messages: mpirun -n 4 python -m fompi bench papers
+
+Every rank multiplies M x K by K x N, and M x N travel. The bare exchange takes T_m, whatever the wire is; the emulated
+accelerator is then made so fast that the product takes T_c = T_m / ratio:
+
+| T_m / T_c | what it stands for                                                                          |
+|-----------|---------------------------------------------------------------------------------------------|
+| 0.56      | the MLP of CommFuse (arXiv 2604.24013): 43.8 ms of communication beside 78.5 of computation |
+| 1         | balanced: the most that overlap can give, a factor of two                                   |
+| 2         | bound by communication: the kernel is to vanish                                             |
+
+All contestants run on the same emulated accelerator, which works for real on the first elements of each row: these are
+other ones in every round, and checked in every round. `exposed` is the time beyond the kernel alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import fompi
+from fompi.backends.emulated import CORNER, Emulated, corner
+from fompi.bench.cluster import Cluster
+from fompi.bench.collectives import plan, progress
+from fompi.bench.exchange import bare_exchange
+from fompi.bench.measure import Figure, Row, WrongResult, alternate
+from fompi.bench.suites import Options
+from fompi.machine import Machine
+from fompi.transport import library
+
+Array = np.ndarray[Any, Any]
+M, K, N = 2048, 1024, 4096
+OPERATIONS = ("matmul_reduce_scatter", "all_gather_matmul")
+RATIOS = (0.56, 1.0, 2.0)
+PIECES = (1, 4, 8)
+"""Of a shard, in the bare exchange: the best of these is T_m."""
+
+OURS: dict[str, dict[str, Any]] = {
+    f"fompi {schedule}, {slices} slices": {"schedule": schedule, "slices": slices}
+    for schedule in ("direct", "ring")
+    for slices in (1, 4, 8, 16)
+}
+UNFUSED: dict[str, dict[str, Any]] = {
+    "unfused, native": {"schedule": "unfused"},
+    "unfused, P2P": {"schedule": "unfused_p2p"},
+    "unfused, P2P paced": {"schedule": "unfused_p2p", "window": 1},
+}
+SLICED: dict[str, dict[str, Any]] = {
+    f"{slices} slices, {kind}": {"schedule": schedule, "slices": slices}
+    for kind, schedule in (("native", "sliced"), ("P2P", "sliced_p2p"))
+    for slices in (2, 4, 8)
+}
+KERNEL, BARE = "kernel alone", "bare exchange"
+EXPOSED = {"MPICH": 0.002, "Open MPI": 0.005}
+"""At most, of the communication: 0.2 % is the paper's figure."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The problem of one rank, and the corners of its operands in a round: whole numbers, other ones in each."""
+
+    operation: str
+    rank: int
+    size: int
+
+    @property
+    def gathers(self) -> bool:
+        return self.operation == "all_gather_matmul"
+
+    def operands(self) -> tuple[Array, Array]:
+        shapes = [(M // self.size, N), (N, K)] if self.gathers else [(M, K), (K, N)]
+        x, w = (np.zeros(shape, np.float32) for shape in shapes)
+        corner(w, whole=True)[...] = self.weight(self.rank)
+        return x, w
+
+    @staticmethod
+    def weight(rank: int) -> Array:
+        return np.arange(1.0, CORNER**2 + 1, dtype=np.float32).reshape(CORNER, CORNER) + rank
+
+    def given(self, rank: int, turn: int) -> Array:
+        """The corner of x on a rank."""
+        rows = M // self.size if self.gathers else M
+        return np.random.default_rng([rank, turn]).integers(0, 100, (rows, CORNER)).astype(np.float32)
+
+    def expected(self, turn: int) -> Array:
+        """The corner of this rank's result."""
+        ranks = range(self.size)
+        if self.gathers:
+            return np.concatenate([self.given(rank, turn) for rank in ranks]) @ self.weight(self.rank)
+        own = slice(self.rank * M // self.size, (self.rank + 1) * M // self.size)
+        return sum((self.given(rank, turn)[own] @ self.weight(rank) for rank in ranks), np.zeros((), np.float32))
+
+
+def rows(comm: Any, options: Options) -> list[Row]:
+    found = []
+    with Cluster(comm.link.comm) as cluster:
+        for operation in OPERATIONS if not options.quick else OPERATIONS[:1]:
+            setting = Setting(operation, comm.rank, comm.size)
+            exchange = best_exchange(comm, cluster, setting)
+            for ratio in RATIOS:
+                found.append(measured(comm, cluster, setting, exchange, ratio, options.rounds))
+    return found
+
+
+def best_exchange(comm: Any, cluster: Cluster, setting: Setting) -> Callable[[], object]:
+    """The exchange of the operation without its kernels, in the pieces that suit this MPI."""
+    shard = M // setting.size * N * 4
+    exchanges = {
+        f"{pieces} {to}": bare_exchange(comm.link.comm, shard, pieces, round_the_ring=to == "next")
+        for pieces in PIECES
+        for to in ("each", "next")
+    }
+    tried = alternate(comm.link.comm, exchanges, 3, idle=cluster.idle)
+    return exchanges[min(tried, key=lambda name: median(tried[name]))]
+
+
+def measured(
+    comm: Any, cluster: Cluster, setting: Setting, exchange: Callable[[], object], ratio: float, rounds: int
+) -> Row:
+    mpi = comm.link.comm
+    t_m = median(alternate(mpi, {BARE: exchange}, 5, idle=cluster.idle)[BARE])
+    flops = 2 * M * K * N
+    machine = Machine("emulated accelerator", 0.0, 1.0, flops * ratio / t_m, 1e12, 5e-6)
+    x, w = setting.operands()
+    turns = [0]
+
+    def renew(name: str) -> None:
+        turns[0] += 1
+        corner(x)[...] = setting.given(setting.rank, turns[0])
+
+    def check(name: str, result: Any) -> None:
+        if name in calls and not np.array_equal(corner(result), setting.expected(turns[0])):
+            raise WrongResult(f"{name} is wrong on rank {setting.rank} in turn {turns[0]}")
+
+    with ExitStack() as held:
+        bind = partial(bound, comm, setting, x, w, machine, held)
+        alone = held.enter_context(comm.split(comm.rank, name="one rank"))
+        yardsticks = {KERNEL: kernel_alone(alone, setting, machine, held), BARE: exchange}
+        calls: dict[str, Callable[[], Any]] = {name: bind(how) for name, how in OURS.items()}
+        tried = alternate(mpi, calls, 3, idle=cluster.idle, before=renew, after=check)
+        ours = min(tried, key=lambda name: median(tried[name]))
+        calls = {ours: calls[ours]} | {name: bind(how) for name, how in {**UNFUSED, **SLICED}.items()}
+        samples = alternate(mpi, yardsticks | calls, rounds, idle=cluster.idle, before=renew, after=check)
+    return judged(comm, cluster, setting, ratio, ours, samples)
+
+
+def judged(
+    comm: Any, cluster: Cluster, setting: Setting, ratio: float, ours: str, samples: dict[str, list[float]]
+) -> Row:
+    row = Row(f"{setting.operation}, T_m / T_c = {ratio:g}", str(cluster), samples, base=ours)
+    t_c, t_m = row.median(KERNEL), row.median(BARE)
+    exposed = [(t - c) / t_m for t, c in zip(samples[ours], samples[KERNEL], strict=True)]
+    unfused, sliced = row.best(UNFUSED), row.best(SLICED)
+    if ratio < 1:
+        figures = [
+            Figure("exposed / communication", median(exposed), most=EXPOSED.get(library().name, 0.005)),
+            row.ratio(unfused, ours, least=1.55, limit=(t_c + t_m) / max(t_c, t_m)),
+            row.ratio(sliced, ours, least=1.055),
+        ]
+    elif ratio == 1:
+        figures = [row.ratio(unfused, ours, least=1.93, limit=(t_c + t_m) / max(t_c, t_m)), row.ratio(sliced, ours)]
+    else:
+        figures = [row.ratio(ours, BARE, most=1.04), row.ratio(unfused, ours), row.ratio(sliced, ours)]
+    if cluster.shared:
+        figures = [replace(figure, least=None, most=None) for figure in figures]
+    return replace(
+        row,
+        limits={"T_c": t_c, "T_m": t_m},
+        figures=figures,
+        progress=f"{progress(comm)} (kernels are enqueued: the caller polls)",
+        marks=["emulated accelerator"],
+    )
+
+
+def bound(
+    comm: Any, setting: Setting, x: Array, w: Array, machine: Machine, held: ExitStack, how: dict[str, Any]
+) -> Callable[[], Any]:
+    return held.enter_context(
+        fompi.bind(plan(setting.operation, x, w, setting.size, **how), comm=comm, x=x, w=w, backend=Emulated(machine))
+    )
+
+
+def kernel_alone(alone: Any, setting: Setting, machine: Machine, held: ExitStack) -> Callable[[], Any]:
+    """The product of a rank in one call, on one rank of its own."""
+    x, w = setting.operands()
+    if setting.gathers:
+        x = np.zeros((M, N), np.float32)
+    step = fompi.bind(plan("all_gather_matmul", x, w, 1), comm=alone, x=x, w=w, backend=Emulated(machine))
+    return held.enter_context(step)

@@ -1,0 +1,251 @@
+"""The fused operations beside their peers, on real GEMMs: mpirun -n 2 python -m fompi bench peers
+
+Every rank multiplies M x K by K x N in float32, and M x N travel: the product, or for an all-gather what is to be
+multiplied, so that the wire takes as long for every K (twice as long for an all-reduce), and the kernel K's share.
+
+Peers run in one process and in turns: their threads sleep when they have nothing to do. Each is checked first; one that
+cannot run is in the table with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+import fompi
+from fompi.bench import rivals
+from fompi.bench.cluster import Cluster
+from fompi.bench.collectives import plan, progress
+from fompi.bench.gloo import Gloo
+from fompi.bench.measure import (
+    Contestant,
+    Figure,
+    Row,
+    alternate,
+    checked,
+    geometric_mean,
+    relative_error,
+    texts,
+)
+from fompi.bench.rivals import OPERATIONS, Array, Rival
+from fompi.bench.suites import Options
+from fompi.bench.xla import Mpi4jax, Xla
+
+M = N = 2048
+KS, QUICK_KS = (512, 1024, 2048, 4096), (1024,)
+SLICES, QUICK_SLICES = (2, 4, 8), (2,)
+FUSED: dict[str, dict[str, Any]] = {
+    f"fompi direct, {slices} slice{'s' * (slices > 1)}": {"schedule": "direct", "slices": slices}
+    for slices in (1, 2, 4)
+}
+KERNEL, WIRE, UNFUSED_P2P = "kernel alone", "wire", "fompi unfused_p2p"
+NATIVE, PAIRWISE = "native slices", "P2P slices"
+UNFUSED = ("mpi4py blocking", "mpi4py P2P", UNFUSED_P2P)
+
+LEAST_SLOWER, LEAST_SLICED_CASE, LEAST_OTHERS = 1.02, 0.97, 1.3
+BALANCED = (0.5, 2.0)
+"""T_m / T_c of the settings that count against other peers: elsewhere there is little to hide, or little to hide it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation and one size: of the kernel, M x K x N on every rank."""
+
+    operation: str
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.operation}, M={self.m} N={self.n} K={self.k}"
+
+    def operands(self, rank: int, size: int) -> tuple[Array, Array]:
+        """x and w of a rank."""
+        draw = np.random.default_rng([rank, self.k])
+        shapes = [(self.m, self.k), (self.k, self.n)]
+        if self.operation == "all_gather_matmul":
+            shapes = [(self.m // size, self.n), (self.n, self.k)]
+        x, w = (draw.standard_normal(shape, np.float32) for shape in shapes)
+        return x, w
+
+    def reference(self, rank: int, size: int) -> Array:
+        """The result of a rank, in float64."""
+        x, w = (operand.astype(float) for operand in self.operands(rank, size))
+        if self.operation == "all_gather_matmul":
+            return np.concatenate([self.operands(source, size)[0] for source in range(size)]).astype(float) @ w
+        rows = self.m // size
+        own = slice(None) if self.operation == "matmul_all_reduce" else slice(rank * rows, (rank + 1) * rows)
+        terms = []
+        for source in range(size):
+            x, w = (operand.astype(float) for operand in self.operands(source, size))
+            terms.append(x[own] @ w)
+        return np.concatenate(terms) if self.operation == "matmul_all_to_all" else sum(terms[1:], terms[0])
+
+    def sent(self, size: int) -> int:
+        """Bytes that each rank sends."""
+        return self.m * self.n * 4 * (size - 1) // size * (2 if self.operation == "matmul_all_reduce" else 1)
+
+
+def rows(comm: Any, options: Options) -> list[Row]:
+    """A row for every operation and K, and one that sums them up."""
+    edge, ks, slices = (M, KS, SLICES) if not options.quick else (M // 2, QUICK_KS, QUICK_SLICES)
+    with Cluster(comm.link.comm) as cluster, frameworks(cluster, slices) as (peers, absent):
+        found = []
+        for case in (Case(operation, edge, edge, k) for operation in OPERATIONS for k in ks):
+            with ExitStack() as held:
+                contestants = made(comm, peers, case, slices, held)
+                found.append(measured(comm, cluster, case, contestants, absent, options.rounds))
+        return [*found, summary(found, cluster)]
+
+
+Peer = Callable[[str, Array, Array], Rival]
+
+
+@contextmanager
+def frameworks(cluster: Cluster, slices: Sequence[int]) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
+    """The peers by their names, and for those that cannot run here the reason. Collective."""
+    comm = cluster.comm
+    if cluster.shared:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # helpers of rivals poll while kernels run: 5 ms would be what they measure
+    peers: dict[str, Peer] = {}
+    absent: dict[str, str] = {}
+    with ExitStack() as held:
+        held.callback(sys.setswitchinterval, before)
+
+        def start(name: str, module: str, make: Callable[[str], Any]) -> Any:
+            """What `make` makes of an address, or None if some rank cannot. Nobody waits for one that cannot import."""
+            made: list[Any] = []
+            place = cluster.rendezvous()
+            reason = _said(comm, lambda: import_module(module)) or _said(comm, lambda: made.append(make(place)))
+            if reason:
+                absent[name] = reason
+                return None
+            held.callback(made[0].close)
+            return made[0]
+
+        if gloo := start("gloo", "torch", lambda place: Gloo(comm, place)):
+            peers["gloo blocking"] = gloo.blocking
+            peers.update({f"gloo, {s} slices": partial(gloo.slices, s) for s in slices})
+        if xla := start("JAX", "jax", lambda place: Xla(comm, place, cluster.host)):
+            peers |= {"JAX collectives": xla.collectives, "JAX ppermute ring": xla.ring}
+        if mpi4jax := start("mpi4jax", "mpi4jax", lambda place: Mpi4jax(comm)):
+            peers["mpi4jax"] = mpi4jax.collectives
+        yield peers, absent
+
+
+def _said(comm: Any, do: Callable[[], object]) -> str:
+    """Why some rank cannot do this; empty if all can. Collective."""
+    reason = ""
+    try:
+        do()
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} is not installed"
+    except Exception as error:  # whatever a foreign library raises: it stands in the table
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return next(filter(None, texts(comm, reason)), "")
+
+
+def made(
+    comm: Any, peers: Mapping[str, Peer], case: Case, slices: Sequence[int], held: ExitStack
+) -> dict[str, Contestant]:
+    """All contestants bound to their arrays; `held` gives back what they hold."""
+    mpi, operation = comm.link.comm, case.operation
+    x, w = case.operands(comm.rank, comm.size)
+    error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, how in {**FUSED, UNFUSED_P2P: {"schedule": "unfused_p2p"}}.items():
+        calls[name] = held.enter_context(fompi.bind(plan(operation, x, w, comm.size, **how), comm=comm, x=x, w=w))
+    bound = {
+        "mpi4py blocking": rivals.blocking(operation, mpi, x, w),
+        "mpi4py P2P": rivals.pairwise(operation, mpi, x, w),
+        **{f"{NATIVE} {s}": rivals.native_slices(operation, mpi, x, w, s) for s in slices},
+        **{f"{PAIRWISE} {s}": rivals.pairwise(operation, mpi, x, w, s) for s in slices},
+        **{name: peer(operation, x, w) for name, peer in peers.items()},
+    }
+    for name, rival in bound.items():
+        held.callback(rival.close)
+        calls[name] = rival.call
+    return {name: Contestant(call, error) for name, call in calls.items()}
+
+
+def measured(
+    comm: Any,
+    cluster: Cluster,
+    case: Case,
+    contestants: Mapping[str, Contestant],
+    absent: Mapping[str, str],
+    rounds: int,
+) -> Row:
+    """Check them, time them in turns with the bare kernel and the bare wire, and compare."""
+    errors = checked(comm.link.comm, contestants)
+    calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
+    a, b = np.ones((case.m, case.k), np.float32), np.ones((case.k, case.n), np.float32)
+    y = np.empty((case.m, case.n), np.float32)
+    if case.operation == "all_gather_matmul":
+        a, b, y = y, b.T.copy(), a
+        a[...] = 1.0
+    calls[KERNEL] = partial(np.matmul, a, b, out=y)
+    if not cluster.shared:
+        calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))
+    samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
+    row = Row(str(case), str(cluster), samples)
+    best = row.best(FUSED)
+    limits = {"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"wire": row.median(WIRE)})
+    return replace(
+        row,
+        base=row.best(UNFUSED),
+        limits=limits,
+        figures=figures(row, best, asked=not cluster.shared),
+        absent=absent,
+        errors=errors,
+        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls",
+    )
+
+
+def figures(row: Row, best: str, asked: bool) -> list[Figure]:
+    """The best of ours against the best of each kind of rival; what is to be reached only where there is a wire."""
+    unfused = row.best(UNFUSED)
+    sliced = row.best(name for name in row.samples if name.startswith((NATIVE, PAIRWISE)))
+    other = row.best(others(row))
+    slower = row.ratio(best, unfused)
+    assert slower.interval is not None
+    found = [
+        row.ratio(unfused, best),
+        Figure(f"low end of {slower.name}", slower.interval.low, most=LEAST_SLOWER if asked else None),
+        row.ratio(sliced, best, **({"least": LEAST_SLICED_CASE} if asked else {})),
+        row.ratio(other, best),
+    ]
+    if asked:
+        found.append(Figure("T_m / T_c", row.median(WIRE) / row.median(KERNEL)))
+    return found
+
+
+def others(row: Row) -> list[str]:
+    """Peers that are not of this house."""
+    return [name for name in row.samples if name.startswith(("mpi4py", "gloo", "JAX", "mpi4jax"))]
+
+
+def summary(found: Sequence[Row], cluster: Cluster) -> Row:
+    """Geometric means over the rows: of the slices over all, of the other peers over those that are balanced."""
+    sliced = [row.figures[2].value for row in found]
+    balanced = [
+        row.figures[3].value
+        for row in found
+        if cluster.shared or BALANCED[0] <= row.median(WIRE) / row.median(KERNEL) <= BALANCED[1]
+    ]
+    asked = not cluster.shared
+    means = [Figure("best slices / fompi, geometric mean", geometric_mean(sliced), least=1.0 if asked else None)]
+    if balanced:
+        name = f"best other peer / fompi, geometric mean of {len(balanced)} balanced rows"
+        means.append(Figure(name, geometric_mean(balanced), least=LEAST_OTHERS if asked else None))
+    return Row("all rows", str(cluster), figures=means)

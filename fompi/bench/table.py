@@ -1,0 +1,136 @@
+"""Rows for machines (JSON), for pages (Markdown) and for the eye (a plot)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fompi import info
+from fompi.bench.measure import Figure, Row, quantile
+
+MS = 1e3
+
+
+def about(command: str) -> dict[str, Any]:
+    """Where and with what the rows were made. Collective."""
+    facts = info.collect()
+    kept = {key: facts[key] for key in ("versions", "mpi", "ranks", "cores_per_rank")}
+    return {"command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"), **kept}
+
+
+def to_json(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
+    return json.dumps({"about": dict(facts), "rows": [_plain(row) for row in rows]}, indent=1)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    plain = asdict(row)
+    plain["seconds"] = {
+        name: {"median": row.median(name), "p99": quantile(s, 0.99), "least": min(s), "most": max(s)}
+        for name, s in row.samples.items()
+    }
+    plain["figures"] = [
+        {**asdict(figure), "interval": figure.interval and figure.interval._asdict(), "reached": figure.reached}
+        for figure in row.figures
+    ]
+    plain["reached"] = row.reached
+    return plain
+
+
+# --------------------------------------------------------------------------------------------------------- Markdown
+
+
+def markdown(rows: Sequence[Row], facts: Mapping[str, Any]) -> str:
+    """What was asked and found, in one table, then the times of each row."""
+    mpi = facts["mpi"]["library"] + " " + facts["mpi"]["version"] if facts["mpi"] else "no MPI"
+    lines = [f"`{facts['command']}`", f"{mpi}, {facts['cores_per_rank']:.4g} cores per rank, {facts['date']}", ""]
+    lines += _figures(rows)
+    for row in rows:
+        if row.samples or row.absent:
+            lines += ["", *_times(row)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield _line(head)
+    yield _line(["---"] * len(head))
+    yield from map(_line, body)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _figures(rows: Iterable[Row]) -> Iterator[str]:
+    body = [[row.what, *_figure(figure), ", ".join(row.marks)] for row in rows for figure in row.figures]
+    if body:
+        yield from _table(["what", "figure", "value", "95 % interval", "to reach", "limit", "reached", ""], body)
+
+
+def _figure(figure: Figure) -> list[str]:
+    bounds = [("≥", figure.least), ("≤", figure.most)]
+    asked = " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
+    return [
+        figure.name,
+        f"{figure.value:.3f}{' ' * bool(figure.unit)}{figure.unit}",
+        str(figure.interval or ""),
+        asked,
+        "" if figure.limit is None else f"{figure.limit:.4g}",
+        {None: "", True: "yes", False: "**no**"}[figure.reached],
+    ]
+
+
+def _times(row: Row) -> Iterator[str]:
+    rounds = max(map(len, row.samples.values()), default=0)
+    title = [row.what, row.setup, f"{rounds} rounds" * bool(rounds), *row.marks, row.progress]
+    yield "**" + ", ".join(filter(None, title)) + "**"
+    yield ""
+    head = ["", "median ms", "range", "p99"] + ([f"{row.base} / it"] if row.base else [])
+    body = []
+    for name in sorted(row.samples, key=row.median):
+        ms = [MS * s for s in row.samples[name]]
+        cells = [
+            name,
+            f"{MS * row.median(name):.2f}",
+            f"{min(ms):.2f} to {max(ms):.2f}",
+            f"{quantile(ms, 0.99):.2f}",
+        ]
+        if row.base:
+            against = row.ratio(row.base, name)
+            cells.append(f"{against.value:.3f} ({against.interval})")
+        body.append(cells)
+    body += [[f"limit: {name}", f"{MS * seconds:.2f}"] + [""] * (len(head) - 2) for name, seconds in row.limits.items()]
+    body += [[f"{name}: {reason}"] + [""] * (len(head) - 1) for name, reason in row.absent.items()]
+    yield from _table(head, body)
+
+
+# ------------------------------------------------------------------------------------------------------------- plot
+
+
+def plot(rows: Sequence[Row], path: str | Path) -> None:
+    """Medians as bars with their ranges, limits as lines; PNG or SVG, by the name of the file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    drawn = [row for row in rows if row.samples]
+    heights = [0.9 + 0.28 * len(row.samples) for row in drawn]
+    canvas = Canvas(figsize=(8, sum(heights, 0.4)), layout="constrained")
+    FigureCanvasAgg(canvas)
+    grid = canvas.subplots(max(1, len(drawn)), 1, squeeze=False, height_ratios=heights or [1])
+    for axes, row in zip(grid[:, 0], drawn, strict=False):
+        names = sorted(row.samples, key=row.median, reverse=True)
+        medians = [MS * row.median(name) for name in names]
+        below = [m - MS * min(row.samples[name]) for name, m in zip(names, medians, strict=True)]
+        above = [MS * max(row.samples[name]) - m for name, m in zip(names, medians, strict=True)]
+        colors = ["tab:blue" if name.startswith("fompi") else "lightgray" for name in names]
+        axes.barh(names, medians, xerr=[below, above], color=colors, error_kw={"elinewidth": 0.8})
+        for name, seconds in row.limits.items():
+            axes.axvline(MS * seconds, color="tab:red", linestyle="--", linewidth=1)
+            axes.annotate(name, (MS * seconds, 1), xycoords=("data", "axes fraction"), fontsize=7, color="tab:red")
+        axes.set_title(", ".join([row.what, row.setup, *row.marks]), fontsize=9, loc="left")
+        axes.tick_params(labelsize=7)
+        axes.set_xlabel("ms", fontsize=7)
+    canvas.savefig(path, dpi=120)
