@@ -1,0 +1,256 @@
+"""Statistics of the benchmarks, their loop in one process, and what becomes of their rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fompi.bench import table
+from fompi.bench.measure import (
+    Contestant,
+    Figure,
+    Row,
+    WrongResult,
+    alternate,
+    checked,
+    geometric_mean,
+    median_interval,
+    quantile,
+    ratio,
+    relative_error,
+    texts,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS = {
+    "command": "python -m fompi bench none",
+    "date": "2026-01-01",
+    "mpi": {"library": "Some MPI", "version": "1.0"},
+    "versions": {},
+    "ranks": [],
+    "cores_per_rank": 1.0,
+}
+
+
+class Alone:
+    """The communicator of a single rank."""
+
+    def Get_size(self):
+        return 1
+
+    def Ibarrier(self):
+        return self
+
+    def Test(self):
+        return True
+
+    def Barrier(self):
+        pass
+
+    def Allgather(self, mine, everything):
+        everything[0] = mine
+
+
+class Two(Alone):
+    """Two ranks, of which the other one always has twice of what we have."""
+
+    def Get_size(self):
+        return 2
+
+    def Allgather(self, mine, everything):
+        everything[0], everything[1] = mine, 2 * mine
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+@pytest.mark.parametrize(("n", "place"), [(6, 1), (8, 1), (9, 2), (15, 4), (20, 6), (50, 18), (100, 40)])
+def test_the_interval_of_the_tables(n, place):
+    """The two order statistics that tables of the sign test name for 95 %."""
+    interval = median_interval([*range(n, 0, -1)])
+    assert (interval.low, interval.high) == (place, n + 1 - place) and 0.95 <= interval.level < 1
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_few_samples_have_their_range_and_say_so(n):
+    interval = median_interval([*range(n)])
+    assert (interval.low, interval.high) == (0, n - 1)
+    assert interval.level == pytest.approx(1 - 2 * 0.5**n) and interval.level < 0.95
+    assert f"({interval.level:.0%})" in str(interval)
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    """Of a skewed distribution, whose median is known."""
+    draw = np.random.default_rng(1)
+    inside = 0
+    for _ in range(1000):
+        low, high, level = median_interval(draw.exponential(size=15).tolist())
+        inside += low <= math.log(2) <= high
+    assert inside / 1000 == pytest.approx(level, abs=0.025)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40))
+def test_the_median_lies_in_its_interval(samples):
+    interval = median_interval(samples)
+    assert interval.low <= statistics.median(samples) <= interval.high
+
+
+def test_no_samples():
+    with pytest.raises(ValueError, match="no samples"):
+        median_interval([])
+
+
+def test_a_ratio_is_of_medians_its_interval_of_pairs():
+    """Rounds that are slow for both do not widen it."""
+    disturbed = [1.0, 5.0, 1.0, 3.0, 1.0, 9.0, 1.0]
+    found = ratio("a / b", [2 * s for s in disturbed], disturbed, least=1.9, limit=2.0)
+    assert found.value == 2 and found.interval[:2] == (2, 2) and found.reached and found.limit == 2
+    with pytest.raises(ValueError):
+        ratio("a / b", [1.0], [1.0, 2.0])
+
+
+def test_geometric_mean_and_quantiles():
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1) and geometric_mean([3.0]) == pytest.approx(3)
+    assert quantile([1.0, 2.0, 3.0], 0.5) == 2 and quantile([*range(101)], 0.99) == pytest.approx(99)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reached"),
+    [({}, None), ({"least": 1.0}, True), ({"least": 1.1}, False), ({"most": 1.0}, True), ({"most": 0.9}, False),
+     ({"least": 0.9, "most": 1.1}, True), ({"least": 0.9, "most": 0.95}, False)],
+)  # fmt: skip
+def test_what_is_reached(asked, reached):
+    figure = Figure("", 1.0, **asked)
+    assert figure.reached is reached and Row("", "", figures=[figure]).reached is reached
+    assert Row("", "", figures=[figure, Figure("", 0.0, least=1.0)]).reached is False
+    assert Figure("", math.nan, **asked).reached in (None, False)
+
+
+# -------------------------------------------------------------------------------------------------------- the loop
+
+
+def test_rounds_are_interleaved_and_their_start_goes_round():
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ABC"}
+    measured = alternate(Alone(), calls, 3, calls=2, warmup=1)
+    assert "".join(order) == "AABBCC" + "BBCCAA" + "CCAABB" + "AABBCC"  # the first of them warms up
+    assert measured.keys() == calls.keys() and all(len(s) == 3 and min(s) > 0 for s in measured.values())
+
+
+def test_what_stands_before_and_after_a_turn_is_not_timed():
+    seen = []
+    measured = alternate(
+        Alone(),
+        {"a": lambda: len(seen)},
+        2,
+        calls=3,
+        before=lambda name: seen.append(name) or time.sleep(0.02),
+        after=lambda name, result: seen.append(result) or time.sleep(0.02),
+    )
+    assert seen == ["a", 1, "a", 3, "a", 5, "a", 7] and max(measured["a"]) < 0.01
+
+
+def test_the_time_is_that_of_a_call_on_the_slowest_rank():
+    seconds = {"nap": lambda: time.sleep(0.01)}
+    mine, slowest = (min(alternate(comm, seconds, 3, calls=2)["nap"]) for comm in (Alone(), Two()))
+    assert 0.01 <= mine < 0.019 and 0.02 <= slowest < 0.038
+
+
+def test_a_wrong_result_is_not_timed():
+    right, wrong = np.arange(4.0), np.array([0.0, 1.0, 2.0, 3.1])
+
+    def contestant(result):
+        return Contestant(lambda: result, lambda y: relative_error(y, right))
+
+    assert checked(Alone(), {"a": contestant(right), "unchecked": Contestant(lambda: None)}) == {"a": 0}
+    for result in (wrong, right[:3], np.full(4, np.nan)):
+        with pytest.raises(WrongResult, match="b is wrong"):
+            checked(Alone(), {"a": contestant(right), "b": contestant(result)})
+    nearly = right * (1 + 7e-6)
+    assert checked(Alone(), {"a": contestant(nearly)})["a"] == pytest.approx(7e-6)
+    with pytest.raises(WrongResult):  # on the other rank
+        checked(Two(), {"a": contestant(nearly)})
+
+
+def test_errors_are_relative_to_the_largest():
+    assert relative_error(np.zeros((0, 3)), np.zeros((0, 3))) == 0
+    assert relative_error(np.zeros(2), np.zeros(2)) == 0
+    assert relative_error(np.array([99.0, 1.0]), np.array([100.0, 1.0])) == pytest.approx(0.01)
+
+
+def test_texts_of_all_ranks():
+    assert texts(Alone(), "Zürich") == ["Zürich"]
+    assert len(texts(Alone(), "x" * 1000)[0]) == 512
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.fixture
+def rows():
+    samples = {"native": [0.2, 0.21, 0.22], "fompi | direct": [0.1, 0.1, 0.1]}
+    row = Row(
+        "all_gather",
+        "2 ranks",
+        samples,
+        "native",
+        {"wire": 0.09},
+        absent={"other": "not installed"},
+        errors={"native": 1e-7},
+        progress="polling",
+        marks=("emulated accelerator",),
+    )
+    reached = row.ratio("native", "fompi | direct", least=2.0, limit=2.5)
+    missed = Figure("exposed", 0.5, "%", most=0.2)
+    return [
+        Row(**{**row.__dict__, "figures": (reached, missed)}),
+        Row("all rows", "", figures=[Figure("mean", 1.0)]),
+    ]
+
+
+def test_json_holds_every_sample(rows):
+    read = json.loads(table.to_json(rows, FACTS))
+    assert read["about"] == FACTS
+    first, last = read["rows"]
+    assert first["samples"] == {name: list(s) for name, s in rows[0].samples.items()}
+    assert first["seconds"]["native"] == {"median": 0.21, "p99": pytest.approx(0.2198), "least": 0.2, "most": 0.22}
+    assert [figure["reached"] for figure in first["figures"]] == [True, False] and first["reached"] is False
+    assert first["figures"][0]["interval"]["low"] == pytest.approx(2) and last["reached"] is None
+    assert first["marks"] == ["emulated accelerator"] and first["absent"] == {"other": "not installed"}
+
+
+def test_markdown_says_all(rows):
+    text = table.markdown(rows, FACTS)
+    figures, times = text.split("\n\n", 2)[1:]
+    assert "| 2.100 | 2.000 to 2.200 (75%) | ≥ 2 | 2.5 | yes | emulated accelerator |" in figures
+    assert "| 0.500 % |  | ≤ 0.2 |  | **no** |" in figures and "| all rows | mean | 1.000 |" in figures
+    assert times.startswith("**all_gather, 2 ranks, 3 rounds, emulated accelerator, polling**")
+    body = [line for line in times.splitlines() if line.startswith("|")]
+    assert body[2].startswith("| fompi \\| direct | 100.00 | 100.00 to 100.00 | 100.00 | 2.100")  # the fastest first
+    assert "| limit: wire | 90.00 |" in times and "| other: not installed |" in times
+    assert len({line.replace("\\|", "").count("|") for line in body}) == 1, "as many cells in every line"
+
+
+@pytest.mark.parametrize(("name", "begins"), [("rows.png", b"\x89PNG"), ("rows.svg", b"<?xml")])
+def test_a_plot(rows, tmp_path, name, begins):
+    table.plot(rows, tmp_path / name)
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(begins) and len(drawn) > 5000
+
+
+def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path):
+    """By a path on which it cannot be found."""
+    code = "import sys; sys.modules['matplotlib'] = None; from fompi.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "bench", "collectives", "--plot", str(tmp_path / "x.png")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2 and 'pip install "fompi[plot]"' in done.stderr and "Traceback" not in done.stderr

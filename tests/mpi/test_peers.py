@@ -1,0 +1,105 @@
+"""The rivals compute what they are measured at: on every number of ranks, several calls in a row."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import fompi
+from fompi.bench import collectives, peers, rivals
+from fompi.bench.cluster import Cluster
+from fompi.bench.gloo import Gloo
+from fompi.bench.measure import relative_error
+from fompi.bench.peers import Case
+from fompi.errors import LayoutError
+
+MAKERS = {
+    "blocking": rivals.blocking,
+    "pairwise": rivals.pairwise,
+    **{f"pairwise {s}": partial(rivals.pairwise, slices=s) for s in (2, 4)},
+    "pairwise 4, window 1": partial(rivals.pairwise, slices=4, window=1),
+    **{f"native {s}": partial(rivals.native_slices, slices=s) for s in (1, 2, 4)},
+    "native 4, window 1": partial(rivals.native_slices, slices=4, window=1),
+}
+
+
+def case(operation, size):
+    return Case(operation, m=8 * size * size, n=5, k=7)
+
+
+def meant(operation, comm):
+    """The reference of the benchmark, against the reference of the library."""
+    this = case(operation, comm.size)
+    return this.operands(comm.rank, comm.size), this.reference(comm.rank, comm.size)
+
+
+@pytest.mark.parametrize("operation", rivals.OPERATIONS)
+def test_the_reference_is_the_meaning(world, operation):
+    (x, w), reference = meant(operation, world)
+    y = getattr(fompi, operation)(x, w, comm=world)
+    assert relative_error(y, reference) < 1e-6
+
+
+@pytest.mark.parametrize("operation", rivals.OPERATIONS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_rivals_are_right(comm, operation, name):
+    """And follow what x holds at each call."""
+    (x, w), reference = meant(operation, comm)
+    rival = MAKERS[name](operation, comm, x, w)
+    for factor in (1.0, 2.0, -3.0):
+        x *= factor
+        reference *= factor
+        assert relative_error(rival.call(), reference) < 1e-6
+    rival.close()
+
+
+@pytest.mark.parametrize("operation", rivals.OPERATIONS)
+def test_rivals_refuse_rows_that_do_not_divide(comm, operation):
+    x, w = np.ones((3, 2), np.float32), np.ones((2, 2), np.float32)
+    with pytest.raises(LayoutError, match=f"{operation}: 3 rows do not divide by"):
+        rivals.pairwise(operation, comm, x, w, 2 * comm.size)
+
+
+def test_gloo_is_right(comm, monkeypatch):
+    """Blocking and in slices."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with Cluster(comm) as cluster:
+        gloo = Gloo(comm, cluster.rendezvous())
+        for operation in rivals.OPERATIONS:
+            (x, w), reference = meant(operation, comm)
+            for make in (gloo.blocking, partial(gloo.slices, 2), partial(gloo.slices, 4)):
+                rival = make(operation, x, w)
+                for _ in range(2):
+                    assert relative_error(rival.call(), reference) < 1e-6
+        gloo.close()
+
+
+def test_a_peer_that_one_rank_cannot_start_is_absent_on_all(comm):
+    def start():
+        if comm.rank == comm.size - 1:
+            raise RuntimeError("no such interface\nand more")
+
+    assert peers._said(comm, start) == "RuntimeError: no such interface"
+    assert peers._said(comm, lambda: None) == ""
+
+
+def test_a_cluster_of_one_host(comm):
+    with Cluster(comm) as cluster:
+        assert cluster.shared and cluster.idle == 0 and "shared memory: no wire" in str(cluster)
+        address = cluster.rendezvous()
+        assert comm.allgather(address) == [address] * comm.size
+        with pytest.raises(ValueError, match="no wire"):
+            cluster.exchange(1)
+
+
+@pytest.mark.parametrize("operation", collectives.OPERATIONS)
+def test_collectives_are_compared_with_the_native_ones(world, operation):
+    """A row of the suite, small: every candidate agrees with the reference to the last bit."""
+    with Cluster(world.link.comm) as cluster:
+        row = collectives.measured(world, cluster, operation, 4 * collectives.COLUMNS * 16 * world.size, rounds=2)
+    assert row.base == "native" and set(row.errors.values()) == {0.0} and row.errors.keys() == row.samples.keys()
+    assert len(row.samples) == (5 if operation == "all_to_all" else 6)
+    (figure,) = row.figures
+    assert figure.reached is None and figure.name.startswith("native / fompi")
