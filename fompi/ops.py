@@ -128,7 +128,8 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None) -> Arguments:
     """y = all_reduce(x @ w) + bias
 
-    x (rows, ..., k) with our columns, w (k, n) with our rows; y (rows, ..., n) on every rank. A bias is added once.
+    x (rows, ..., k) with our columns, w (k, n) with our rows; y (rows, ..., n) on every rank. A bias, the same on
+    all ranks, is added once.
     """
     return Arguments(x, [w], [bias], dim=dim, out=out)
 

@@ -178,7 +178,7 @@ _AXES = {
     "all_gather": ("own", "rows"),
     "broadcast": ("rows", "rows"),
     "reduce_scatter": ("rows", "own"),
-    "all_reduce": ("rows", "rows"),
+    "all_reduce": ("slices", "slices"),
     "all_to_all": ("send", "recv"),
 }
 
@@ -357,7 +357,7 @@ def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Valu
         terms = [((("x", r, b),)) for r in range(size)]
         if not problem.multiplies_first:
             return total(*terms)
-        added = rank if problem.moves == "reduce_scatter" else b // parts  # by the owner of the rows
+        added = rank if problem.moves == "reduce_scatter" else b % size  # by the owner of the rows
         return total(*(weighted(x, 0, r, bias=r == added) for r, x in enumerate(terms)))
 
     everything = range(size * parts)
@@ -410,8 +410,10 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
         if problem.multiplies_first:
             without = [x @ data["w"] for x, data in zip(xs, inputs, strict=True)]
             summed = sum(without[1:], without[0])
+            if problem.weights[0].bias and problem.moves == "all_reduce":  # which is the same on all ranks
+                summed = summed + inputs[0]["bias"]
             owners = [summed[rows(sizes.rows, r)] for r in range(size)]
-            if problem.weights[0].bias:
+            if problem.weights[0].bias and problem.moves == "reduce_scatter":
                 owners = [y + data["bias"] for y, data in zip(owners, inputs, strict=True)]
         else:
             summed = sum(xs[1:], xs[0])

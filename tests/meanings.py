@@ -131,7 +131,9 @@ def tensors(case, ranks, draw):
     for rank in range(ranks):
         shapes = [shape(case, ranks, rank), *[(K, n) for n in case.weights]]
         shapes += [(n,) for n, has in zip(case.weights, case.biased, strict=True) if has]
-        given.append([draw(np.random.default_rng([rank, i]), s) for i, s in enumerate(shapes)])
+        shared = len(shapes) - 1 if case.operation == "matmul_all_reduce" and any(case.biased) else -1  # its bias
+        seeds = [[0 if i == shared else rank, i] for i in range(len(shapes))]
+        given.append([draw(np.random.default_rng(seed), s) for seed, s in zip(seeds, shapes, strict=True)])
     return given
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fompi.link import request_testsome
 
-NAP_SECONDS = 1e-4
+NAP_SECONDS = 3e-4
 
 
 def bare_exchange(comm: Any, nbytes: int, pieces: int, round_the_ring: bool = False) -> Callable[[], object]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from fompi.plan import Chunk, Compute, Op, Recv, Send, Workspace
 from fompi.problems import Problem
-from fompi.schedules.work import Gather, Scatter
+from fompi.schedules.work import Gather, Scatter, skewed
 
 
 def direct(problem: Problem, work: Workspace) -> Iterator[Op]:
@@ -35,10 +35,12 @@ def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bo
         yield from scatter.begin()
         if problem.moves == "all_to_all":
             yield from _deal(scatter)
+        elif problem.size == 1:
+            yield from scatter.own_into(scatter.targets)
+        elif problem.moves == "all_reduce":
+            yield from skewed(_all_reduce(scatter, part) for part in range(scatter.parts))
         else:
             yield from _reduce_scatter(scatter)
-        if problem.moves == "all_reduce":
-            yield from _all_gather_sums(scatter)
     else:
         gather = Gather(problem, work, late=whole)
         yield from gather.begin()
@@ -81,47 +83,69 @@ def _deal(local: Scatter) -> Iterator[Op]:
     yield from local.own_into(local.targets)
 
 
+class _Sums:
+    """Where the terms of others arrive, and where they are summed: in the place of the first, if it is wide enough."""
+
+    def __init__(self, local: Scatter):
+        self.local, problem = local, local.problem
+        self.inbox = local.work.scratch("inbox", "copies", problem.sent_row, local.wire)
+        self.sums = self.inbox
+        if local.wire != problem.accumulator:
+            self.sums = local.work.scratch("sums", "own", problem.sent_row, problem.accumulator)
+
+    def arrived(self, d: int, part: int) -> Chunk:
+        return self.inbox[(d - 1) * self.local.parts + part]
+
+    def add(self, part: int) -> Iterator[Op]:
+        """The terms of all others, one after the other."""
+        for d in range(2, self.local.size):
+            before = self.arrived(1, part) if d == 2 else self._sum(part)
+            yield Compute("add", (before, self.arrived(d, part)), (self._sum(part),))
+
+    def finish(self, part: int, own: Chunk) -> Op:
+        before = self.arrived(1, part) if self.local.size == 2 else self._sum(part)
+        return Compute("add", (before, own), (self.local.target(part),))
+
+    def _sum(self, part: int) -> Chunk:
+        return (
+            self.arrived(1, part) if self.sums is self.inbox else self.sums[self.local.rank * self.local.parts + part]
+        )
+
+
 def _reduce_scatter(local: Scatter) -> Iterator[Op]:
     """The terms of others are summed while our own is made: after it one add remains, and no message."""
-    rank, size, parts, wide = local.rank, local.size, range(local.parts), local.problem.accumulator
-    if size == 1:
-        yield from local.own_into(local.targets)
-        return
-    inbox = local.work.scratch("inbox", "copies", local.problem.sent_row, local.wire)
-    sums = inbox if local.wire == wide else local.work.scratch("sums", "own", local.problem.sent_row, wide)
-
-    def arrived(d: int, part: int) -> Chunk:
-        return inbox[(d - 1) * local.parts + part]
-
-    def summed(part: int) -> Chunk:
-        return arrived(1, part) if sums is inbox else sums[rank * local.parts + part]
-
-    for d in range(1, size):
-        for part in parts:
-            yield Recv((rank - d) % size, arrived(d, part))
+    rank, size, parts, sums = local.rank, local.size, range(local.parts), _Sums(local)
+    for d, part in local.order(range(1, size)):
+        yield Recv((rank - d) % size, sums.arrived(d, part))
     for d, part in local.order(range(1, size)):
         owner = (rank + d) % size
         term = yield from local.term(owner, part, local.wire)
         yield Send(owner, term)
-    for d in range(2, size):
-        for part in parts:
-            before = arrived(1, part) if d == 2 else summed(part)
-            yield Compute("add", (before, arrived(d, part)), (summed(part),))
+    for part in parts:
+        yield from sums.add(part)
     own = yield from local.own_terms(local.wire)
     for part in parts:
-        before = arrived(1, part) if size == 2 else summed(part)
-        yield Compute("add", (before, own[part]), (local.target(part),))
+        yield sums.finish(part, own[part])
 
 
-def _all_gather_sums(local: Scatter) -> Iterator[Op]:
-    rank, size, parts, y = local.rank, local.size, range(local.parts), local.work["y"]
+def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
+    """One slice: its rows are summed by their owners, then gathered while the next slices are made and summed."""
+    rank, size, y, sums = local.rank, local.size, local.work["y"], _Sums(local)
+    for d in range(1, size):
+        yield Recv((rank - d) % size, sums.arrived(d, part))
+    for d in range(1, size):
+        owner = (rank + d) % size
+        term = yield from local.term(owner, part, local.wire)
+        yield Send(owner, term)
+    own = yield from local.term(rank, part, local.wire)
+    yield None
+    yield from sums.add(part)
+    yield sums.finish(part, own)
     for d in range(1, size):
         source = (rank - d) % size
-        for part in parts:
-            yield Recv(source, y[source * local.parts + part])
+        yield Recv(source, y[local.block(source, part)])
     for d in range(1, size):
-        for part in parts:
-            yield Send((rank + d) % size, local.target(part))
+        yield Send((rank + d) % size, local.target(part))
 
 
 def _broadcast(local: Gather) -> Iterator[Op]:
@@ -158,7 +182,7 @@ def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
     yield from local.begin()
     rank, size, y, dtype = work.rank, work.size, work["y"], local.wire
     mine = local.partial(dtype)[:] if local.made else local.x[:]
-    inboxes = {(rank - d) % size: work.scratch(f"inbox{d}", "rows", problem.sent_row, dtype)[:] for d in range(1, size)}
+    inboxes = {(rank - d) % size: work.scratch(f"inbox{d}", y.axis, problem.sent_row, dtype)[:] for d in range(1, size)}
     for source, inbox in inboxes.items():
         yield Recv(source, inbox)
     for d in range(1, size):
@@ -167,7 +191,7 @@ def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
         yield Compute("copy", (mine,), (y[:],))
         return
     terms = [inboxes.get(r, mine) for r in range(size)]
-    sums = y if problem.dtype == problem.accumulator else work.scratch("sums", "rows", y.row, problem.accumulator)
+    sums = y if problem.dtype == problem.accumulator else work.scratch("sums", y.axis, y.row, problem.accumulator)
     before = terms[0]
     for r in range(1, size):
         after = y[:] if r == size - 1 else sums[:]

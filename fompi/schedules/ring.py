@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from fompi.plan import Chunk, Compute, Op, Recv, Send, Workspace
 from fompi.problems import Problem
-from fompi.schedules.work import Gather, Scatter
+from fompi.schedules.work import Gather, Scatter, skewed
 
 Directions = list[tuple[int, range]]
 """(+1, parts that travel to the right), (-1, parts that travel to the left)."""
@@ -42,9 +42,13 @@ def _write(problem: Problem, work: Workspace, directions: Directions) -> Iterato
     else:
         scatter = Scatter(problem, work)
         yield from scatter.begin()
-        yield from _reduce_scatter(scatter, directions)
-        if problem.moves == "all_reduce":
-            yield from _all_gather_sums(scatter, directions)
+        if problem.size == 1:
+            yield from scatter.own_into(scatter.targets)
+        elif problem.moves == "all_reduce":
+            way = {part: sign for sign, parts in directions for part in parts}
+            yield from skewed(_all_reduce(scatter, way[part], part) for part in range(scatter.parts))
+        else:
+            yield from _reduce_scatter(scatter, directions)
 
 
 def _all_gather(local: Gather, own: Callable[[int, int], Chunk], directions: Directions) -> Iterator[Op]:
@@ -64,9 +68,6 @@ def _all_gather(local: Gather, own: Callable[[int, int], Chunk], directions: Dir
 
 def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
     rank, size, dtype = local.rank, local.size, local.problem.accumulator
-    if size == 1:
-        yield from local.own_into(local.targets)
-        return
     inbox = local.work.scratch("inbox", "rows", local.problem.sent_row, dtype)
     for step in range(size - 1):
         for sign, parts in directions:
@@ -87,15 +88,28 @@ def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
         yield Compute("add", (inbox[rank * local.parts + part], own[part]), (local.target(part),))
 
 
-def _all_gather_sums(local: Scatter, directions: Directions) -> Iterator[Op]:
-    """The second half of an all-reduce: the sums go round as they stand in y."""
-    rank, size, y = local.rank, local.size, local.work["y"]
+def _all_reduce(local: Scatter, sign: int, part: int) -> Iterator[Op | None]:
+    """One part: its terms are summed on their way round, then the sums go round as they stand in y."""
+    rank, size, y, dtype = local.rank, local.size, local.work["y"], local.problem.accumulator
+    inbox = local.work.scratch("inbox", y.axis, local.problem.sent_row, dtype)
+    ahead, behind = (rank + sign) % size, (rank - sign) % size
+    for step in range(size):
+        owner = (rank - sign * (1 + step)) % size
+        arriving = inbox[local.block(owner, part)]
+        if step:
+            yield Recv(behind, arriving)
+        term = yield from local.term(owner, part, dtype)
+        if step == size - 1:
+            yield Compute("add", (arriving, term), (local.target(part),))
+        elif step:
+            yield Compute("add", (arriving, term), (arriving,))
+        if step < size - 1:
+            yield Send(ahead, arriving if step else term)
+            yield None
     for step in range(size - 1):
-        for sign, parts in directions:
-            owner = (rank - sign * step) % size
-            for part in parts:
-                yield Recv((rank - sign) % size, y[(owner - sign) % size * local.parts + part])
-                yield Send((rank + sign) % size, y[owner * local.parts + part])
+        yield Send(ahead, y[local.block((rank - sign * step) % size, part)])
+        yield None
+        yield Recv(behind, y[local.block((rank - sign * (step + 1)) % size, part)])
 
 
 def _broadcast(local: Gather, directions: Directions) -> Iterator[Op]:

@@ -24,6 +24,27 @@ def merged(*columns: Iterable[Chunk]) -> list[tuple[Chunk, ...]]:
     return list(zip(*runs, strict=True))
 
 
+def skewed(pieces: Iterable[Iterator[Op | None]]) -> Iterator[Op]:
+    """Pieces that begin one step after the other; each says None where a step ends.
+
+    piece 0   0   1   2                 the newest piece goes first: what its first step sends waits for nobody
+    piece 1       0   1   2
+    piece 2           0   1   2
+    """
+    waiting, active = iter(pieces), list[Iterator[Op | None]]()
+    while True:
+        active[:0] = [piece for piece in (next(waiting, None),) if piece is not None]
+        if not active:
+            return
+        for piece in list(active):
+            for op in piece:
+                if op is None:
+                    break
+                yield op
+            else:
+                active.remove(piece)
+
+
 class _Local:
     """What both families begin with: x packed if it came strided, half weights widened once."""
 
@@ -149,10 +170,14 @@ class Scatter(_Local):
 
     def __init__(self, problem: Problem, work: Workspace, early: bool = False, by_slices: bool = False):
         super().__init__(problem, work)
+        self.dealt = problem.moves == "all_reduce"  # slices of consecutive rows, dealt to the ranks
         self.early = early and problem.multiplies_first
-        self.by_slices = by_slices and problem.multiplies_first
+        self.by_slices = (by_slices or (self.dealt and self.parts > 1)) and problem.multiplies_first
         self.made = False
         self.made_slices: set[int] = set()
+
+    def block(self, owner: int, part: int) -> int:
+        return part * self.size + owner if self.dealt else owner * self.parts + part
 
     def order(self, distances: Iterable[int]) -> list[tuple[int, int]]:
         """(distance, part) of all blocks for others, in the order in which they are made."""
@@ -166,8 +191,7 @@ class Scatter(_Local):
         return self.problem.accumulator if summed else self.problem.dtype
 
     def partial(self, dtype: str) -> Buffer:
-        axis = "send" if self.problem.moves == "all_to_all" else "rows"
-        return self.work.scratch("partial", axis, self.problem.sent_row, dtype)
+        return self.work.scratch("partial", self.x.axis, self.problem.sent_row, dtype)
 
     def begin(self) -> Iterator[Op]:
         yield from super().begin()
@@ -182,7 +206,8 @@ class Scatter(_Local):
         """Whether our product of this block carries the bias: an all-to-all adds it before sending, a sum once."""
         if not self.problem.weights or not self.problem.weights[0].bias:
             return False
-        return self.problem.moves == "all_to_all" or block // self.parts == self.rank
+        owner = block % self.size if self.dealt else block // self.parts
+        return self.problem.moves == "all_to_all" or owner == self.rank
 
     def products(self, x: list[Chunk], y: list[Chunk]) -> Iterator[Op]:
         """One call for neighbours that agree on the bias."""
@@ -194,7 +219,7 @@ class Scatter(_Local):
 
     def term(self, owner: int, part: int, dtype: str) -> Generator[Op, None, Chunk]:
         """Our term of one block, as a chunk of this dtype."""
-        block = owner * self.parts + part
+        block = self.block(owner, part)
         x = self.x[block]
         if self.made:
             return self.partial(dtype)[block]
@@ -212,21 +237,20 @@ class Scatter(_Local):
         """Our terms of one part of every shard."""
         if part not in self.made_slices:
             self.made_slices.add(part)
-            blocks = [owner * self.parts + part for owner in range(self.size)]
+            blocks = [self.block(owner, part) for owner in range(self.size)]
             yield from self.products([self.x[b] for b in blocks], [self.partial(dtype)[b] for b in blocks])
 
     def own_terms(self, dtype: str) -> Generator[Op, None, list[Chunk]]:
         """Our terms of our own blocks, made in one call: no message waits for a part of it."""
-        blocks = range(self.rank * self.parts, (self.rank + 1) * self.parts)
         if self.made or self.by_slices or not self.problem.multiplies_first:
             terms = []
             for part in range(self.parts):
                 terms.append((yield from self.term(self.rank, part, dtype)))
             return terms
-        partial = self.partial(dtype)
-        run = slice(blocks.start, blocks.stop)
-        yield self.multiply(0, [self.x[run]], [partial[run]], self.has_bias(blocks.start))
-        return [partial[block] for block in blocks]
+        first, partial = self.block(self.rank, 0), self.partial(dtype)
+        run = slice(first, first + self.parts)
+        yield self.multiply(0, [self.x[run]], [partial[run]], self.has_bias(first))
+        return [partial[block] for block in range(run.start, run.stop)]
 
     def own_into(self, target: Chunk) -> Iterator[Op]:
         """Our terms of our own blocks, written where they are wanted."""
@@ -242,7 +266,7 @@ class Scatter(_Local):
 
     def target(self, part: int) -> Chunk:
         """Where our own block of the sum belongs."""
-        return self.work["y"][self.rank * self.parts + part]
+        return self.work["y"][self.block(self.rank, part)]
 
     @property
     def targets(self) -> Chunk:
