@@ -18,20 +18,29 @@ SMALL_NBYTES = 64 << 10
 LARGE_NBYTES = 8 << 20
 """From this size of a shard on a block of compute is cut in two, so that messages begin earlier."""
 
+STREAM_NBYTES, STREAM_SLICES = 1 << 20, 4
+"""Over a network: shards of this size go round a ring, in so many slices."""
+
 
 @lru_cache(maxsize=4096)
-def choose(problem: Problem, rows: int | None) -> tuple[str, int]:
+def choose(problem: Problem, rows: int | None, network: bool = False) -> tuple[str, int]:
     """Schedule and slices for `rows` in all (None: not known to all ranks).
 
-    Messages go straight to who wants them: no chain of ranks to wait for, and the same bytes as a ring.
+    Messages go straight to who wants them: no chain of ranks to wait for, and the same bytes as a ring. Large ones
+    over a network of hosts do not: one stream into each host and one out of it leave no port shared, and TCP at its
+    best (docs/benchmarks.md).
     """
     if rows is None or problem.size == 1:
         return "direct", 1
     nbytes = layout.nbytes((rows, *problem.sent_row), problem.dtype)
     if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES:
         return "exchange", 1
-    computes = bool(problem.weights or problem.gradients)
-    return "direct", 2 if computes and nbytes // problem.size >= LARGE_NBYTES else 1
+    shard, computes = nbytes // problem.size, bool(problem.weights or problem.gradients)
+    if network and shard >= STREAM_NBYTES and problem.moves != "all_to_all":
+        return "ring", STREAM_SLICES
+    if computes and problem.moves == "all_reduce" and shard >= STREAM_NBYTES:
+        return "direct", STREAM_SLICES  # slice j is gathered while the next are made
+    return "direct", 2 if computes and shard >= LARGE_NBYTES else 1
 
 
 def plan_for(

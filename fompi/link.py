@@ -29,6 +29,7 @@ class Link:
         MPI = start_mpi()
         self.comm = comm
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.world_size = MPI.COMM_WORLD.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
         self.isend: Callable[[Any, int, int], Any] = self.comm.Isend
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 import fompi
@@ -220,8 +222,8 @@ def test_the_choice_is_one_that_every_rank_can_make():
     for operation in MEANING:
         for ranks in (1, 2, 8):
             made = problem_of(operation, ranks)
-            for rows in (None, 0, 10, 10**9):
-                name, slices = choose.choose(made, rows)
+            for rows, network in product((None, 0, 10, 10**9), (False, True)):
+                name, slices = choose.choose(made, rows, network)
                 assert name in schedules.available(made) and slices >= 1
 
 
@@ -232,6 +234,8 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose.plan_for(products, small).parts == 1 and choose.plan_for(products, large).parts == 2
     assert choose.plan_for(products, large, slices=3).parts == 3
     assert choose.plan_for(products, large, "bidirectional").parts == 2
+    assert choose.choose(sums, 10**8, network=True) == choose.choose(products, 10**8, network=True) == ("ring", 4)
+    assert choose.choose(products, 100, network=True) == ("direct", 1)
 
 
 @pytest.mark.parametrize("weights, biases", [(0, 0), (1, 2)])
