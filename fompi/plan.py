@@ -392,7 +392,7 @@ MERGES = frozenset(("add", "copy", "pack"))
 
 
 def lane(op: Op) -> tuple[str, int]:
-    """Ops of one lane start in program order, but for the two lanes of kernels: there, the first that can."""
+    """Kernels start as they become ready, and so do sends without a window; the ops of other lanes in program order."""
     if isinstance(op, Send):
         return ("send", op.dest)
     if isinstance(op, Recv):
@@ -410,7 +410,7 @@ def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
         one_line = window is not None and isinstance(op, Send)
         lanes[("send", -1) if one_line else lane(op)].append(i)
     for key, members in lanes.items():
-        if key[0] in ("compute", "merge"):
+        if key[0] in ("compute", "merge") or (key[0] == "send" and window is None):
             continue
         for earlier, later in pairwise(members):
             behind[later] = earlier

@@ -24,6 +24,7 @@ from fompi.plan import (
     Send,
     constraints,
     dependencies,
+    enqueued,
     format_nbytes,
     lane,
     messages,
@@ -158,13 +159,14 @@ def test_dependencies_name_the_last_writer_and_the_readers_since():
 
 @given(programs, windows)
 def test_constraints(program, window):
-    """Beside dependencies: sends, receives and collectives start in order, lane by lane; sends wait for the window."""
+    """Beside dependencies: receives, collectives and paced sends start in order; sends wait for the window."""
     needs, behind, _ = constraints(program, window)
     for j, op in enumerate(program):
         kind = type(op)
         one_line = kind is Send and window is not None  # whoever they go to
         same = [i for i in range(j) if type(program[i]) is kind and (one_line or lane(program[i]) == lane(op))]
-        assert behind[j] == (same[-1] if same and kind is not Compute else -1)
+        in_order = kind is not Compute and (kind is not Send or one_line)
+        assert behind[j] == (same[-1] if same and in_order else -1)
         paced = {same[-window]} if one_line and len(same) >= window else set()
         assert set(needs[j]) == set(dependencies(program)[j]) | paced
 
@@ -185,6 +187,53 @@ def test_every_order_of_events_ends(program, window, random):
         else:
             done.append(running.pop(random.randrange(len(running))))
             may_start += frontier.done(done[-1])
+    assert sorted(done) == list(range(len(program)))
+
+
+@given(programs, windows)
+def test_enqueued_kernels_wait_for_no_kernel(program, window):
+    """They follow those that they need, and wait for messages alone; for messages nothing changes."""
+    found = constraints(program, window)
+    needs, behind, follows = enqueued(program, found)
+    kernels = {i for i, op in enumerate(program) if isinstance(op, Compute)}
+    assert behind == found.behind
+    for i, before in enumerate(found.needs):
+        assert {*needs[i], *follows[i]} == set(before) and not {*needs[i]} & {*follows[i]}
+        assert follows[i] == ([j for j in before if j in kernels] if i in kernels else [])
+
+
+@given(programs, windows, st.randoms(use_true_random=False))
+def test_every_order_of_events_ends_on_a_device(program, window, random):
+    """A device runs what is enqueued lane by lane, each kernel after those it follows, whenever it likes."""
+    found = constraints(program, window)
+    limits = enqueued(program, found)
+    frontier, done, queues, moving = Frontier(limits), [], {}, []
+    may_start = frontier.begin()
+
+    def at_their_turn():
+        heads = [queue[0] for queue in queues.values() if queue]
+        return [i for i in heads if set(done) >= set(limits.follows[i])]
+
+    while may_start or moving or at_their_turn():
+        choices = [name for name, some in (("start", may_start), ("arrive", moving), ("run", at_their_turn())) if some]
+        event = random.choice(choices)
+        if event == "start":
+            op = may_start.pop(random.randrange(len(may_start)))
+            if isinstance(program[op], Compute):
+                queues.setdefault(lane(program[op]), []).append(op)
+            else:
+                assert set(done) >= set(found.needs[op])
+                moving.append(op)
+            may_start += frontier.started(op)
+            continue
+        if event == "arrive":
+            op = moving.pop(random.randrange(len(moving)))
+        else:
+            op = random.choice(at_their_turn())
+            assert set(done) >= set(found.needs[op]), "a kernel ran before what it needs"
+            queues[lane(program[op])].pop(0)
+        done.append(op)
+        may_start += frontier.done(op)
     assert sorted(done) == list(range(len(program)))
 
 
