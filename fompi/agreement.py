@@ -29,6 +29,7 @@ def digest(text: str) -> int:
 
 def agree(comm: Communicator, text: str, refusal: Exception | None = None) -> None:
     """Wait until all ranks come to `text`. Raise on all of them if one refuses, or comes to something else."""
+    comm.check()
     with comm.engine.lock:
         stamp, _ = comm.next_call()
         agreement = Agreement(comm, stamp, digest(text), lambda: text, [0] * comm.size, refusal=refusal)

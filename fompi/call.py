@@ -368,16 +368,16 @@ class Pending:
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
         if recording is not None:
-            recording.append(self.trace)
+            recording.append(self._traced(run))
         if self._comm.engine.report is not None:
-            self._comm.engine.report.note(run, self.trace, self.extents, _BACKEND)
+            self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND)
 
     def _compiled(self, problem: Problem, total: int | None) -> Any:
         """The program of this rank, verified with the whole plan when it is first needed."""
         assert self._local is not None
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
-            schedule, cut = choose(problem, total)
+            schedule, cut = choose(problem, total, self._comm.network)
             slices = cut if slices is None else slices
         key = (problem, schedule, slices, self._local.packed)
         compiled = self._comm.plans.get(key)
@@ -450,9 +450,13 @@ class Pending:
     @property
     def trace(self) -> Trace:
         """What this rank did when; of a finished operation."""
-        if self._run is None or not self._run.finished or self._local is None or self.extents is None:
+        if self._run is None or not self._run.finished:
             raise StateError(f"fompi.{self._name} is not finished: there is no trace yet")
-        trace = self._run.trace(self.extents)
+        return self._traced(self._run)
+
+    def _traced(self, run: Run) -> Trace:
+        assert self._local is not None and self.extents is not None
+        trace = run.trace(self.extents)
         if self._local.packing is None:
             return trace
         begun, ended = self._local.packing

@@ -24,7 +24,10 @@ FAILED, HEARD, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(8)
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, whose words these are, how many bytes
 _NBYTES = 2048
 ANSWER_SECONDS = 1.0
-_SILENT = "it computes outside fompi, is stopped, or is dead"
+_SILENT = (
+    "it computes outside fompi, is stopped or dead, or cannot be reached: is its process alive, and the link to its "
+    "host up? A larger FOMPI_TIMEOUT waits longer"
+)
 
 
 class _Sent(Task):
@@ -109,9 +112,10 @@ class Channel:
 
     def _state(self) -> tuple[int, str]:
         """The world rank that this rank waits for (-1: nobody), and what for, in words."""
-        if not self.engine.waiting:
+        innermost = self.engine.waiting[-1:]  # in one step: other threads begin and end waits
+        if not innermost:
             return -1, f"does not wait in fompi; its last call was {self.engine.last_call}"
-        task, channel = self.engine.waiting[-1]
+        ((task, channel),) = innermost
         awaited = task.waits_for()
         if awaited is None:
             return -1, "works in fompi"
@@ -163,12 +167,22 @@ class Channel:
         """Who of all has not come to what all must come to."""
         first = f"rank {self.link.rank} waits for {what}"
         for rank in range(self.link.size):
-            awaited, words = self._answers.get(rank, (ANYONE, "does not answer: " + _SILENT))
-            if rank != self.link.rank and words != f"waits for {what}":
-                if awaited == ANYONE:
-                    return [first, self.left.get(rank, f"rank {rank} at the root {words}")]
-                return [first, f"rank {rank} waits for {words}"]
+            if rank == self.link.rank:
+                continue
+            if rank in self.left:
+                return [first, self.left[rank]]
+            if rank not in self._answers:
+                return [first, self._silence(rank)]
+            awaited, words = self._answers[rank]
+            if words != f"waits for {what}":
+                return [first, f"rank {rank} at the root {words}" if awaited < 0 else f"rank {rank} waits for {words}"]
         return [first, "all of them wait for it: the library does not move"]
+
+    def _silence(self, rank: int) -> str:
+        """That this rank does not answer, and which others do not either."""
+        others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.left.keys()
+        too = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
+        return f"rank {rank} at the root does not answer{too}: {_SILENT}"
 
     def _chain(self, peer: int, what: str) -> Sequence[str]:
         links, seen = [f"rank {self.link.rank} waits for {what}"], {self.link.rank}
@@ -179,7 +193,7 @@ class Channel:
                 return [*links, f"and so on from rank {peer}: a circle"]
             seen.add(peer)
             if peer not in self._answers:
-                return [*links, f"rank {peer} at the root does not answer: {_SILENT}"]
+                return [*links, self._silence(peer)]
             awaited, words = self._answers[peer]
             if awaited < 0:
                 return [*links, f"rank {peer} at the root {words}"]

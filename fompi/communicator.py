@@ -17,7 +17,7 @@ from fompi.channel import Channel
 from fompi.engine import Engine, slots
 from fompi.errors import LaunchError, LayoutError, StateError
 from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
-from fompi.progress import MODES, Helper, seconds_between_polls
+from fompi.progress import HELPED, Helper, choose_mode, seconds_between_polls
 from fompi.trace import Trace
 from fompi.transport import thread_levels
 
@@ -34,14 +34,10 @@ def _make_engine() -> Engine:
         timeout = 0.0
     if not timeout > 0:
         raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
-    mode = os.environ.get("FOMPI_PROGRESS", MODES[0])
-    if mode not in MODES:
-        raise LaunchError(f"FOMPI_PROGRESS={mode}: give one of {', '.join(MODES)}")
-    cores = launch.cores() / (launch.detect().local_size or 1)
-    if thread_levels()[1] != "multiple":
-        mode = "poll"  # the program may be inside MPI at any time
+    mode = choose_mode(os.environ.get("FOMPI_PROGRESS", "auto"), thread_levels()[1])
+    cores = launch.cores_per_rank()
     seconds = seconds_between_polls(mode, cores)
-    helper = None if mode == "poll" else lambda engine: Helper(engine, seconds)
+    helper = (lambda engine: Helper(engine, seconds)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES)
     asked = os.environ.get("FOMPI_REPORT", "0")
@@ -76,6 +72,7 @@ class Communicator:
         self.turns: deque[int] = deque()  # stamps of the unbound calls that may use the library's collectives
         self.recording: list[Any] | None = None
         self.clock_readings: dict[int, list[Any]] = {}  # rank 0: samples of the clocks of the others (`alignment`)
+        self.network = self.size > 1 and launch.several_hosts(self.link.world_size)
         self.closed = False
         self._slots = slots(self.link)
         self._calls = self._bound = 0

@@ -149,6 +149,11 @@ class Engine:
         """Whether nothing is in flight."""
         return not (self._requests or self._ready or self._launched)
 
+    @property
+    def attended(self) -> bool:
+        """Whether a thread of the program is at it, which runs kernels itself."""
+        return self.computing > 0 or bool(self.waiting)
+
     def assist(self) -> None:
         """Others must move what is in flight: the caller goes on with work of its own, or with a long kernel."""
         if self.helper is not None:
@@ -289,7 +294,7 @@ class Engine:
                 words = f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[missing]}"  # type: ignore[index]
                 channel.fail(task, PeerError(words, missing))
                 return
-        if silent > self.timeout and not channel.asking:
+        if silent > self.timeout and not channel.asking and not self.computing:  # else it may be its kernel that runs
             moved, words = task.touched, channel.explain(task)
             if not task.finished and task.touched == moved:  # also not while we asked
                 channel.fail(task, WaitTimeout(words))

@@ -64,7 +64,7 @@ def collect() -> dict[str, Any]:
     """
     launched = launch.detect()
     rank, processes = 0, [_this_process(launched.local_rank or 0)]
-    mpi, mpi_error, warning = None, None, None
+    mpi, mpi_error, warning, progress = None, None, None, None
     try:
         from fompi import transport
 
@@ -72,6 +72,7 @@ def collect() -> dict[str, Any]:
         mpi = _mpi_facts()
         warning = launch.warning(launched, size, mpi["library"], mpi["mpirun"])
         processes = [Process.unpack(record) for record in transport.gather_records(processes[0].pack())]
+        progress = _progress_facts(mpi["thread_provided"])
     except LaunchError as error:
         mpi_error = str(error)
     versions = {name: _version(distributions) for name, distributions in _PACKAGES.items()}
@@ -83,6 +84,7 @@ def collect() -> dict[str, Any]:
         "rank": rank,
         "ranks": table(processes),
         **crowding(processes),
+        "progress": progress,
         "warning": warning,
     }
 
@@ -94,7 +96,7 @@ def text(facts: dict[str, Any]) -> str:
     lines = [(name, version or "not installed") for name, version in facts["versions"].items()]
     lines += [("", ""), *_mpi_lines(facts["mpi"])]
     lines += [("launcher", launcher["launcher"] + meant)]
-    lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank")]
+    lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank"), *_progress_lines(facts["progress"])]
     blocks = ["\n".join(f"{name:<10} {value}".rstrip() for name, value in lines), _aligned(facts["ranks"])]
     blocks += [f"{kind}: {facts[key]}" for kind, key in _REMARKS.items() if facts[key]]
     return "\n\n".join(blocks)
@@ -163,6 +165,33 @@ def _mpi_facts() -> dict[str, Any]:
         "gpu_aware_source": gpu_source,
         "tag_upper_bound": transport.tag_upper_bound(),
     }
+
+
+def _progress_facts(thread_level: str) -> dict[str, Any]:
+    """Who moves messages while a rank computes, and what the library moves by itself. Collective."""
+    from fompi import link, progress
+
+    asked = os.environ.get("FOMPI_PROGRESS", "auto")
+    try:
+        mode, source = progress.choose_mode(asked, thread_level), f"FOMPI_PROGRESS={asked}"
+    except LaunchError as error:
+        mode, source = None, str(error)
+    seconds = progress.seconds_between_polls(mode, launch.cores_per_rank()) if mode in progress.HELPED else None
+    native = progress.measure_native(link.Link(link.mpi_communicator(None)))
+    return {"mode": mode, "source": source, "seconds_between_polls": seconds, "native": native._asdict()}
+
+
+def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if progress is None:
+        return []
+    polls, native = progress["seconds_between_polls"], progress["native"]
+    often = "" if polls is None else f", a poll every {1e3 * polls:.4g} ms"
+    if native["share"] is None:
+        moved = f"not measured: {native['skipped']}"
+    else:
+        moved = f"{native['share']:.0%} of {native['nbytes'] >> 10} KiB ({1e3 * native['seconds']:.3g} ms)"
+        moved += " move while all ranks stay out of MPI"
+    return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){often}"), ("native", moved)]
 
 
 def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:

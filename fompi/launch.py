@@ -181,3 +181,16 @@ def cores() -> int:
     with suppress(OSError):  # the parent is another user's, or has ended
         found = max(found, len(os.sched_getaffinity(os.getppid())))
     return found
+
+
+def cores_per_rank() -> float:
+    """Those cores, shared by as many ranks as the launcher started on this host; no more than this rank may run on."""
+    return min(len(os.sched_getaffinity(0)), cores() / (detect().local_size or 1))
+
+
+def several_hosts(size: int) -> bool:
+    """Whether some of these `size` ranks run on another host than this one: all ranks come to the same answer.
+
+    False where the launcher does not say.
+    """
+    return (detect().local_size or size) < size

@@ -2,24 +2,37 @@
 
 | mode     | while a kernel of ours runs, or the program does something else                              |
 |----------|----------------------------------------------------------------------------------------------|
-| `helper` | a thread sleeps and polls in turns, and makes sums whose pieces have come (the default)      |
-| `native` | the same, but seldom: the library moves messages by itself, as was measured                  |
+| `auto`   | `helper`; `poll` where MPI lets only one thread call it                                      |
+| `helper` | a thread sleeps and polls in turns, and makes sums whose pieces have come                    |
+| `native` | the same, but seldom: for a library that moves messages by itself (`measure_native`)         |
 | `poll`   | nobody: messages move between kernels, and when the program asks                             |
 
 The helper sleeps as long as others poll. With one core for a rank it wakes seldom: each time it takes the core from
-the kernel for some microseconds. FOMPI_PROGRESS chooses the mode.
+the kernel for some microseconds. FOMPI_PROGRESS chooses the mode, `python -m fompi info` shows it.
 """
 
 from __future__ import annotations
 
-from threading import Event, Thread
-from time import sleep
-from typing import TYPE_CHECKING
+import os
+import struct
+from statistics import median
+from threading import Event, Lock, Thread
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fompi.errors import LaunchError
+from fompi.transport import gather_records
 
 if TYPE_CHECKING:
     from fompi.engine import Engine
+    from fompi.link import Link
 
-MODES = ("helper", "native", "poll")
+MODES = ("auto", "helper", "native", "poll")
+HELPED = ("helper", "native")
+"""Those with a helper."""
+
 SCARCE_SECONDS, SPARE_SECONDS, NATIVE_SECONDS = 400e-6, 50e-6, 2e-3
 """Between two polls: with one core for a rank, with more, and where the library needs no help."""
 
@@ -27,7 +40,17 @@ LINGER_SECONDS = 0.05
 """For so long the helper stays awake when nothing is in flight."""
 
 
+def choose_mode(asked: str, thread_level: str) -> str:
+    """What FOMPI_PROGRESS=`asked` comes to, where MPI gave this thread level. Raises LaunchError for no mode."""
+    if asked not in MODES:
+        raise LaunchError(f"FOMPI_PROGRESS={asked}: give one of {', '.join(MODES)}")
+    if thread_level != "multiple":
+        return "poll"  # the program may be inside MPI at any time
+    return "helper" if asked == "auto" else asked
+
+
 def seconds_between_polls(mode: str, cores: float) -> float:
+    """Of the helper, where each rank has so many cores."""
     if mode == "native":
         return NATIVE_SECONDS
     return SPARE_SECONDS if cores >= 2 else SCARCE_SECONDS
@@ -39,17 +62,18 @@ class Helper:
     def __init__(self, engine: Engine, seconds: float):
         self.engine, self.seconds = engine, seconds
         self._awake = self._stopped = False
-        self._call = Event()
+        self._call, self._lock = Event(), Lock()
         self._thread: Thread | None = None
 
     def wake(self) -> None:
         """Something is in flight that others may have to move."""
         if self._awake or self._stopped:
             return
-        self._awake = True
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="fompi progress", daemon=True)
-            self._thread.start()
+        with self._lock:
+            self._awake = True
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="fompi progress", daemon=True)
+                self._thread.start()
         self._call.set()
 
     def stop(self) -> None:
@@ -60,12 +84,13 @@ class Helper:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        while True:
+        while not self._stopped:
             self._call.wait()
             self._call.clear()
-            self._assist()
-            if self._stopped:
-                return
+            try:
+                self._assist()
+            except (KeyboardInterrupt, SystemExit):
+                self._call.set()  # a kernel's, and the error of its call: raised where that is waited for, not here
 
     def _assist(self) -> None:
         """Poll until nothing has been in flight for a while."""
@@ -83,6 +108,80 @@ class Helper:
             else:
                 idle = 0.0
                 if engine.polls == seen:  # nobody else does
-                    while engine.progress(merges_only=engine.computing > 0) and not self._stopped:
+                    while engine.progress(merges_only=engine.attended) and not self._stopped:
                         pass
             seen = engine.polls
+
+
+# -------------------------------------------------------------------------------- does the library do it?
+
+PROBE_NBYTES, PROBE_SECONDS, TELLING_SECONDS, LOST_SECONDS = 4 << 20, 0.03, 1e-3, 2.0
+"""A message so large, or as takes so long; what is quicker tells nothing, and what takes longer is given up."""
+
+
+class Native(NamedTuple):
+    """The share of a message of `nbytes` that the library moves while the program stays out of it.
+
+    `seconds` is what the message takes if all ranks poll. No share: `skipped` says why.
+    """
+
+    nbytes: int
+    seconds: float
+    share: float | None
+    skipped: str | None = None
+
+
+def native_share(polled: float, rest: float) -> float:
+    """Of a message that takes `polled` seconds, and took `rest` after a silence that was long enough for all of it."""
+    return min(1.0, max(0.0, 1.0 - rest / polled))
+
+
+def measure_native(link: Link, rounds: int = 3) -> Native:
+    """Each rank sends to the next one, and polls; then again, but sleeps before it polls. The slowest rank counts.
+
+    Collective; takes some tenths of a second.
+    """
+    if link.size == 1:
+        return Native(0, 0.0, None, "there is one rank")
+    small, nbytes = PROBE_NBYTES // 16, PROBE_NBYTES
+    buffers = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    seconds = 0.0
+    for _ in range(2):  # the first time makes the connection
+        seconds = _exchange(link, buffers, small)
+    if seconds < LOST_SECONDS:
+        nbytes = min(nbytes, max(small, int(small * PROBE_SECONDS / seconds)))
+        seconds = _exchange(link, buffers, nbytes)
+    if seconds >= LOST_SECONDS:
+        return Native(nbytes, seconds, None, f"{nbytes >> 10} KiB to the next rank took more than {LOST_SECONDS:g} s")
+    polled, shares = [], []
+    for _ in range(rounds):
+        polled.append(_exchange(link, buffers, nbytes))
+        rest = _exchange(link, buffers, nbytes, silence=1.5 * polled[-1] + 1e-3)
+        shares.append(native_share(polled[-1], rest))
+    seconds = median(polled)
+    if seconds < TELLING_SECONDS:
+        return Native(nbytes, seconds, None, f"{nbytes >> 10} KiB take {1e3 * seconds:.2f} ms: too quick to tell")
+    return Native(nbytes, seconds, median(shares))
+
+
+def _exchange(link: Link, buffers: tuple[Any, Any], nbytes: int, silence: float = 0.0) -> float:
+    """Seconds after the silence until the message of this rank has left and one has come; of the slowest rank."""
+    _of_all_ranks(0.0)  # begin together
+    outgoing, incoming = buffers
+    requests = [
+        link.irecv(incoming[:nbytes], (link.rank - 1) % link.size, 0),
+        link.isend(outgoing[:nbytes], (link.rank + 1) % link.size, 0),
+    ]
+    if silence:
+        sleep(silence)
+    begun = perf_counter()
+    while not all([request.Test() for request in requests]) and perf_counter() - begun < LOST_SECONDS:
+        os.sched_yield()
+    return max(_of_all_ranks(perf_counter() - begun))
+
+
+_SECONDS = struct.Struct("<d")
+
+
+def _of_all_ranks(mine: float) -> list[float]:
+    return [_SECONDS.unpack(record)[0] for record in gather_records(_SECONDS.pack(mine))]

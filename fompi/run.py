@@ -65,6 +65,7 @@ class Compiled:
         if device:
             found = enqueued(ops, found)
         self.follows = found.follows
+        self.multiplies = any(name == "compute" for name, _ in map(lane, ops))
         self.merges = [name == "merge" for name, _ in map(lane, ops)]
         self.waits_for, self.on_start, self.on_done = release(found)
         self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
@@ -103,6 +104,8 @@ class Compiled:
 
     def is_long(self, sized: Sized) -> bool:
         """Whether some kernel takes so long that somebody else must move messages meanwhile."""
+        if not self.multiplies and 2 * self.buffers["x"].row_nbytes * sized.starts["x"][-1] <= LONG_NBYTES:
+            return False  # a sum reads no more: seen at once, where sizes change at every call
         if self._long is None or self._long[0] is not sized:
             self._long = sized, any(self._is_long(sized, i) for i in range(len(self.ops)) if self.kinds[i] == COMPUTE)
         return self._long[1]
@@ -237,8 +240,6 @@ class Run(Task):
         """
         channel = self.comm.channel
         self.actions = actions
-        if is_long and self.comm.size > 1:
-            self.comm.engine.assist()
         self.started = self.touched = perf_counter()
         channel.begin(self.stamp, self)
         if self.stamp in channel.failures:
@@ -252,6 +253,8 @@ class Run(Task):
         except Exception as error:  # of MPI
             channel.fail(self, error)
             raise
+        if is_long and self.comm.size > 1:
+            self.comm.engine.assist()  # now that there is something in flight: a helper without work goes to sleep
 
     def _start(self, unready: Mapping[tuple[str, int], list[int]] | None) -> None:
         first = self.compiled.first
@@ -376,11 +379,13 @@ class Run(Task):
             queue.extend(self._ended(i))
 
     def _finish(self) -> None:
-        self.finished = True
         self.comm.channel.active.pop(self.stamp, None)
         then, self.then = self.then, None
-        if then is not None:
-            then()
+        try:
+            if then is not None:
+                then()
+        finally:
+            self.finished = True  # last: a thread that waits for it looks for what `then` has noted
 
     # -- the library's collectives: every rank must start them in one order, so unbound calls take turns, in theirs
     def _may_go_native(self, i: int) -> bool:

@@ -66,12 +66,12 @@ class Ended:
 
 @pytest.fixture
 def launch(mpirun, tmp_path):
-    """launch(ranks, "code", timeout=2) -> Ended; the code finds say(), event() (and world, rank, size)."""
+    """launch(ranks, "code", timeout=2, env={}) -> Ended; the code finds say(), event() (and world, rank, size)."""
 
-    def run(ranks, code, timeout=20.0, world=True):
+    def run(ranks, code, timeout=20.0, world=True, env=None):
         script = tmp_path / "script.py"
         script.write_text(PRELUDE + WORLD * world + code)
-        finished = mpirun(ranks, script, seconds=40, env={"FOMPI_TIMEOUT": str(timeout)}, cwd=tmp_path)
+        finished = mpirun(ranks, script, seconds=40, env={"FOMPI_TIMEOUT": str(timeout), **(env or {})}, cwd=tmp_path)
         ended = time.time()
         events = [float(text) for text in re.findall(r"EVENT ([\d.]+)", finished.stdout)]
         return Ended(finished, ended - min(events, default=ended))

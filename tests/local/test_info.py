@@ -48,9 +48,17 @@ FACTS = {
         {"rank": 2, "host": "node-2", "local_rank": 0, "pid": 12345, "cores": "0,64-127", "device": "cpu"},
     ],
     "cores_per_rank": 2 / 3,
+    "progress": {
+        "mode": "poll",
+        "source": "FOMPI_PROGRESS=auto",
+        "seconds_between_polls": None,
+        "native": {"nbytes": 4 << 20, "seconds": 0.0341, "share": 0.034, "skipped": None},
+    },
     "note": "3 ranks share 2 cores on a: a rank that waits takes time from one that computes",
     "warning": "cause: fix",
 }
+
+SKIPPED = {"nbytes": 0, "seconds": 0.0, "share": None, "skipped": "there is one rank"}
 
 WITH_MPI = """\
 fompi      1.0
@@ -66,6 +74,8 @@ GPU-aware  yes (FOMPI_GPU_AWARE=1)
 tags       up to 536870911
 launcher   hydra (3 processes)
 cores      0.6667 per rank
+progress   poll (FOMPI_PROGRESS=auto)
+native     3% of 4096 KiB (34.1 ms) move while all ranks stay out of MPI
 
 rank  host    local rank    pid  cores     device
    0  a                0      9  0-1       cuda:0 NVIDIA H200
@@ -103,10 +113,32 @@ def test_text_without_mpi():
         "rank": 0,
         "ranks": [{"rank": 0, "host": "a", "local_rank": 0, "pid": 9, "cores": "0-1", "device": "cpu"}],
         "cores_per_rank": 2.0,
+        "progress": None,
         "note": None,
         "warning": None,
     }
     assert text(facts) == WITHOUT_MPI
+
+
+@pytest.mark.parametrize(
+    ("progress", "lines"),
+    [
+        (
+            {"mode": "helper", "source": "FOMPI_PROGRESS=auto", "seconds_between_polls": 4e-4, "native": SKIPPED},
+            [
+                "progress   helper (FOMPI_PROGRESS=auto), a poll every 0.4 ms",
+                "native     not measured: there is one rank",
+            ],
+        ),
+        (
+            {"mode": None, "source": "give one of ...", "seconds_between_polls": None, "native": SKIPPED},
+            ["progress   none (give one of ...)", "native     not measured: there is one rank"],
+        ),
+    ],
+)
+def test_text_of_progress(progress, lines):
+    shown = text({**FACTS, "progress": progress}).splitlines()
+    assert [line for line in shown if line.startswith(("progress", "native"))] == lines
 
 
 @pytest.mark.parametrize(
@@ -154,7 +186,8 @@ def test_the_most_crowded_host_decides():
 def run(command, **environ):
     """Run `info` as if from a shell of its own, whatever launcher started the tests."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    clean.pop("FOMPI_GPU_AWARE", None)
+    for name in ("FOMPI_GPU_AWARE", "FOMPI_PROGRESS"):
+        clean.pop(name, None)
     folders = (environ.pop("stub", None), str(ROOT), clean.get("PYTHONPATH"))
     env = clean | OPENMPI | {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | environ
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -201,9 +234,22 @@ def test_the_choice_about_gpu_memory_overrules_and_is_reported(choice, aware):
     assert mpi["gpu_aware_source"].startswith(f"FOMPI_GPU_AWARE={choice}")
 
 
+@pytest.mark.parametrize(
+    ("choice", "mode", "seconds"),
+    [("auto", "helper", True), ("native", "native", True), ("poll", "poll", False), ("spin", None, False)],
+)
+def test_how_messages_progress(choice, mode, seconds):
+    progress = json.loads(run([*RUN, "--json"], FOMPI_PROGRESS=choice))["progress"]
+    assert progress["mode"] == mode and (progress["seconds_between_polls"] is not None) is seconds
+    assert progress["source"].startswith(f"FOMPI_PROGRESS={choice}")
+    assert progress["native"]["share"] is None and progress["native"]["skipped"] == "there is one rank"
+
+
 def test_three_ranks_print_one_table():
     output = run([str(MPIRUN), "-n", "3", *RUN, "--json"])
     facts = json.loads(output)
+    native = facts["progress"]["native"]
+    assert native["skipped"] or (0 <= native["share"] <= 1 and native["seconds"] > 0), native
     assert [row["rank"] for row in facts["ranks"]] == [0, 1, 2]
     assert [row["local_rank"] for row in facts["ranks"]] == [0, 1, 2]
     assert len({row["pid"] for row in facts["ranks"]}) == 3

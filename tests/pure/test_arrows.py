@@ -33,9 +33,8 @@ PURE = {
 """The rooms above the line, and all that each may import."""
 
 WORLD = {
-    "backends", "launch", "transport", "link", "engine", "channel", "progress", "agreement", "faults", "communicator", "arena", "dlpack",
-    "executor",
-    "run", "alone", "alignment", "report",
+    "backends", "launch", "transport", "link", "engine", "channel", "progress", "agreement", "faults", "communicator",
+    "arena", "dlpack", "executor", "run", "alone", "alignment", "report",
 }  # fmt: skip
 """The rooms below the line: they carry plans out, and know nothing of how plans are made or proven."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from fompi.launch import Launch, detect, refusal, warning
+from fompi.launch import Launch, cores_per_rank, detect, refusal, several_hosts, warning
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {
@@ -208,3 +210,27 @@ def test_another_size_than_the_launcher_meant():
 @pytest.mark.parametrize("environ", [{}, {"PMIX_RANK": "0"}, OPENMPI | {"OMPI_COMM_WORLD_SIZE": "1"}])
 def test_nothing_to_warn_of(environ):
     assert warning(detect(environ), 1, "MPICH") is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "parent", "ranks", "cores"),
+    [
+        (2, 2, 1, 2.0),
+        (2, 2, 4, 0.5),  # all ranks share them
+        (1, 8, 8, 1.0),  # each is bound to its own, the launcher to none
+        (1, 8, 1, 1.0),  # bound to one core: the others are of no use to it
+        (4, 8, 2, 4.0),
+    ],
+)
+def test_cores_per_rank(monkeypatch, ours, parent, ranks, cores):
+    affinity = {0: range(ours), os.getppid(): range(parent)}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(affinity[process]))
+    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks)})
+    assert cores_per_rank() == cores
+
+
+def test_several_hosts(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert several_hosts(8) and not several_hosts(4)
+    monkeypatch.setattr(os, "environ", {})
+    assert not several_hosts(8), "nobody says so"

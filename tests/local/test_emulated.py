@@ -1,0 +1,149 @@
+"""The emulated accelerator by itself: what its kernels compute on corners, and when they begin and are done."""
+
+from __future__ import annotations
+
+import time
+
+import catalogue
+import numpy as np
+import pytest
+
+from fompi.backends import emulated
+from fompi.backends.emulated import CORNER, Emulated, corner
+from fompi.kernels import KERNELS
+from fompi.machine import Machine
+
+ROWS, BATCH, K, N = 5, 2, 6, 7
+SHAPES = {
+    "copy": ([(ROWS, K)], [(ROWS, K)]),
+    "pack": ([(ROWS, K)], [(ROWS, K)]),
+    "add": ([(ROWS, K), (ROWS, K)], [(ROWS, K)]),
+    "matmul": ([(ROWS, BATCH, K), (2, BATCH, K), (K, N)], [(ROWS, BATCH, N), (2, BATCH, N)]),
+    "matmul_bias": ([(ROWS, K), (K, N), (N,)], [(ROWS, N)]),
+    "gradient": ([(ROWS, K), (ROWS, N)], [(K, N)]),
+    "gradient_add": ([(ROWS, K), (2, K), (ROWS, N), (2, N), (K, N)], [(K, N)]),
+}
+"""Of the operands and results of each kernel: some with rows in two chunks, or with a batch dimension."""
+
+
+def meaning(kernel, reads):
+    """In NumPy, on operands of any width."""
+    if kernel in ("copy", "pack"):
+        return [reads[0]]
+    if kernel == "add":
+        return [reads[0] + reads[1]]
+    if kernel == "matmul":
+        return [x @ reads[-1] for x in reads[:-1]]
+    if kernel == "matmul_bias":
+        return [reads[0] @ reads[1] + reads[2]]
+    if kernel == "gradient":
+        return [reads[0].T @ reads[1]]
+    return [reads[0].T @ reads[2] + reads[1].T @ reads[3] + reads[4]]
+
+
+def test_every_kernel_is_here():
+    assert SHAPES.keys() == KERNELS.keys()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_works_on_corners(kernel, dtype):
+    """As if the operands had nothing else; the rest of the result is left alone."""
+    backend = Emulated(Machine("quick", 0.0, 1.0, 1e15, 1e15, 0.0))
+    shapes, results = SHAPES[kernel]
+    random = np.random.default_rng(len(kernel))
+    wide = [random.integers(-3, 4, shape).astype(float) for shape in shapes]
+    reads = [catalogue.rounded(a, dtype) for a in wide]
+    writes = [backend.poisoned(shape, dtype) for shape in results]
+    assert all(a.dtype == backend.storage(dtype) for a in (*reads, *writes))
+    backend.bind(kernel, reads, writes, [dtype] * len(reads), [dtype] * len(writes))(())
+    count = len(reads) - KERNELS[kernel].whole
+    wanted = meaning(kernel, [corner(a, whole=i >= count) for i, a in enumerate(wide)])
+    for a, expected in zip(writes, wanted, strict=True):
+        worked, poison = corner(a, whole=KERNELS[kernel].reduces), np.ones(a.shape, bool)
+        np.testing.assert_array_equal(catalogue.wide(worked, dtype), expected)
+        corner(poison, whole=KERNELS[kernel].reduces)[...] = False
+        assert np.isnan(catalogue.wide(a, dtype)[poison]).all()
+
+
+def test_corners():
+    a = np.arange(60).reshape(6, 10)
+    np.testing.assert_array_equal(corner(a), a[:, :CORNER])
+    np.testing.assert_array_equal(corner(a, whole=True), a[:CORNER, :CORNER])
+    np.testing.assert_array_equal(corner(a[0]), a[0])
+    np.testing.assert_array_equal(corner(a[0], whole=True), a[0, :CORNER])
+    assert np.shares_memory(corner(a), a)
+
+
+# ------------------------------------------------------------------------------------------------------------- time
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still: clock[0] is the time."""
+    now = [100.0]
+    monkeypatch.setattr(emulated, "perf_counter", lambda: now[0])
+    return now
+
+
+MACHINE = Machine("round numbers", 0.0, 1.0, flops_rate=1000.0, memory_rate=100.0, overhead=0.5)
+
+
+def bound(backend, kernel, rows):
+    """A kernel on `rows` rows of 2 float64: a product by 2 x 2 takes 8 flops a row, and 32 bytes."""
+    x, y = np.ones((rows, 2)), np.zeros((rows, 2))
+    reads = {"matmul": [x, np.eye(2)], "add": [x, x], "copy": [x]}[kernel]
+    return backend.bind(kernel, reads, [y], ["float64"] * len(reads), ["float64"])
+
+
+def test_a_kernel_takes_what_the_machine_says(clock):
+    backend = Emulated(Machine("slow", 0.0, 1.0, flops_rate=8.0, memory_rate=1e9, overhead=0.5))
+    token = bound(backend, "matmul", 3)(())
+    assert (token.begun, token.due) == (100.0, 103.5) and not token.done()
+    clock[0] = 103.4
+    assert not token.done()
+    clock[0] = 103.5
+    assert token.done()
+    token = bound(Emulated(MACHINE), "copy", 10)(())  # 160 bytes read, 160 written
+    assert token.due - token.begun == pytest.approx(0.5 + 3.2)
+
+
+def test_kernels_of_a_stream_run_one_after_the_other(clock):
+    backend = Emulated(MACHINE)
+    first, second = bound(backend, "matmul", 4)(()), bound(backend, "matmul", 4)(())
+    assert second.begun == first.due > first.begun == 100.0
+    clock[0] = second.due + 1
+    assert bound(backend, "matmul", 4)(()).begun == second.due + 1, "the stream was idle"
+
+
+def test_sums_have_a_stream_of_their_own(clock):
+    backend = Emulated(MACHINE)
+    product, total = bound(backend, "matmul", 40)(()), bound(backend, "add", 1)(())
+    assert total.begun == product.begun
+    assert bound(backend, "copy", 1)(()).begun == total.due
+
+
+def test_a_kernel_follows_others(clock):
+    """Across streams, and although its own is free."""
+    backend = Emulated(MACHINE)
+    product = bound(backend, "matmul", 40)(())
+    total = bound(backend, "add", 1)([product])
+    assert total.begun == product.due
+    assert bound(backend, "matmul", 1)([total]).begun == total.due
+    clock[0] = total.due + 100
+    late = bound(backend, "add", 1)([product, total])
+    assert late.begun == clock[0], "what it follows is long done"
+
+
+def test_two_devices_know_nothing_of_each_other(clock):
+    assert bound(Emulated(MACHINE), "matmul", 1)(()).begun == bound(Emulated(MACHINE), "matmul", 1)(()).begun == 100.0
+
+
+def test_on_the_wall_clock_and_without_the_processor():
+    backend = Emulated(Machine("slow", 0.0, 1.0, flops_rate=8 / 0.02, memory_rate=1e12, overhead=0.0))
+    begun, busy = time.perf_counter(), time.process_time()
+    token = bound(backend, "matmul", 5)(())
+    assert time.perf_counter() - begun < 0.09
+    while not token.done():
+        time.sleep(1e-3)
+    assert time.perf_counter() - begun >= 0.1 and time.process_time() - busy < 0.08

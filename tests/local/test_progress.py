@@ -1,0 +1,248 @@
+"""Who moves messages: the engine and its helper thread on requests that are made up, without MPI."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from fompi import progress
+from fompi.engine import Engine, Task
+from fompi.errors import LaunchError
+from fompi.progress import Helper, choose_mode, native_share, seconds_between_polls
+
+
+class Kernels(Task):
+    """A task of kernels, merges first; it is finished when all of them have run."""
+
+    def __init__(self, engine, products=(), merges=()):
+        self.engine, self.products, self.merges = engine, list(products), list(merges)
+        self.left = len(self.products) + len(self.merges)
+        self.seen, self.threads = [], set()
+
+    def start(self):
+        with self.engine.lock:
+            self.engine.kernels_ready(self)
+        self.engine.assist()
+
+    def take(self, merges_only):
+        kernels = self.merges or ([] if merges_only else self.products)
+        if not kernels:
+            return None
+        kernel = kernels.pop(0)
+        if not self.products and not self.merges:
+            self.engine.kernels_done(self)
+        return id(kernel), kernel
+
+    def ran(self, key, begun, error):
+        self.threads.add(threading.current_thread().name)
+        self.error = self.error or error
+        self.left -= 1
+        self.finished = self.left == 0
+
+
+class Arrivals(Task):
+    """A task of messages."""
+
+    def __init__(self, engine, requests):
+        self.left = set(requests)
+        for request in requests:
+            engine.post(request, self, request)
+
+    def completed(self, key):
+        self.left.remove(key)
+        self.finished = not self.left
+
+
+@pytest.fixture
+def arrived():
+    """The requests that are done."""
+    return set()
+
+
+@pytest.fixture
+def engine(arrived):
+    def testsome(requests):
+        return [i for i, request in enumerate(requests) if request in arrived]
+
+    made = Engine(testsome, timeout=5.0, spins=0, progress_mode="helper", helper=lambda engine: Helper(engine, 1e-4))
+    yield made
+    made.helper.stop()
+
+
+def soon(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(1e-3)
+    return condition()
+
+
+# ------------------------------------------------------------------------------------------------------------- modes
+
+
+def test_modes():
+    assert choose_mode("auto", "multiple") == "helper"
+    for mode in ("helper", "native", "poll"):
+        assert choose_mode(mode, "multiple") == mode
+    for level in ("single", "funneled", "serialized"):
+        assert {choose_mode(mode, level) for mode in progress.MODES} == {"poll"}
+    with pytest.raises(LaunchError, match="FOMPI_PROGRESS=spin: give one of auto, helper, native, poll"):
+        choose_mode("spin", "serialized")
+
+
+def test_the_helper_wakes_seldom_where_cores_are_scarce_or_the_library_needs_none():
+    assert seconds_between_polls("helper", 4) == seconds_between_polls("helper", 2) < seconds_between_polls("helper", 1)
+    assert seconds_between_polls("helper", 1) == seconds_between_polls("helper", 0.25)
+    assert seconds_between_polls("native", 4) == seconds_between_polls("native", 1) > seconds_between_polls("helper", 1)
+
+
+@pytest.mark.parametrize(
+    ("polled", "rest", "share"), [(0.02, 0.0, 1.0), (0.02, 0.02, 0.0), (0.02, 0.005, 0.75), (0.02, 0.03, 0.0)]
+)
+def test_the_share_that_a_library_moves(polled, rest, share):
+    assert native_share(polled, rest) == pytest.approx(share)
+
+
+# ------------------------------------------------------------------------------------------------------------- helper
+
+
+def test_messages_and_kernels_move_without_the_program(engine, arrived):
+    messages, kernels = Arrivals(engine, ["a", "b"]), Kernels(engine, products=[lambda: None] * 3)
+    kernels.start()
+    assert soon(lambda: kernels.finished) and kernels.threads == {"fompi progress"}
+    arrived.update("ab")
+    assert soon(lambda: messages.finished) and engine.idle
+
+
+def test_during_a_kernel_only_sums_and_messages(engine, arrived):
+    """The program computes; the helper takes in what comes and makes sums, and leaves products to the program."""
+    others = Kernels(engine, products=[lambda: None], merges=[lambda: None] * 2)
+    messages = Arrivals(engine, ["a"])
+    seen = {}
+
+    def long():
+        others.start()
+        arrived.add("a")
+        seen["moved"] = soon(lambda: others.left == 1 and messages.finished)
+        time.sleep(0.02)
+        seen["products left"] = len(others.products)
+
+    mine = Kernels(engine, products=[long])
+    with engine.lock:
+        engine.kernels_ready(mine)
+        engine._ready.sort(key=lambda task: task is not mine)
+    engine.progress()
+    assert seen == {"moved": True, "products left": 1} and mine.threads == {threading.current_thread().name}
+    assert soon(lambda: others.finished)
+
+
+def test_it_rests_while_others_poll(engine):
+    """A program that polls by itself finds no competitor at the lock."""
+    busy = Arrivals(engine, ["never"])
+    engine.helper.seconds = 0.02
+    engine.assist()
+    ours, end = 0, time.monotonic() + 0.3
+    before = engine.polls
+    while time.monotonic() < end:
+        engine.progress()
+        ours += 1
+        time.sleep(1e-3)
+    assert engine.polls - before - ours <= 0.2 * ours and not busy.finished
+
+
+def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(engine, monkeypatch):
+    monkeypatch.setattr(progress, "LINGER_SECONDS", 1e-3)
+    for _ in range(20):
+        kernels = Kernels(engine, products=[lambda: None])
+        kernels.start()
+        assert soon(lambda kernels=kernels: kernels.finished)
+        time.sleep(3e-3)
+    assert soon(lambda: not engine.helper._awake)
+    before = engine.polls
+    time.sleep(0.02)
+    assert engine.polls == before
+    assert sum(thread.name == "fompi progress" for thread in threading.enumerate()) == 1
+
+
+def test_many_threads_wake_one_helper(engine):
+    """However many begin at once, there is one helper."""
+    gate = threading.Barrier(8)
+
+    def begin():
+        gate.wait()
+        engine.assist()
+
+    Arrivals(engine, ["never"])
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(thread.name == "fompi progress" for thread in threading.enumerate()) == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_kernel_that_raises_in_the_helper(engine, kind):
+    """The error is that of the task, raised where somebody waits for it; the helper goes on."""
+
+    def bad():
+        raise kind("a bad kernel")
+
+    sick = Kernels(engine, products=[bad])
+    sick.start()
+    assert soon(lambda: sick.finished) and isinstance(sick.error, kind)
+    well = Kernels(engine, products=[lambda: None])
+    well.start()
+    assert soon(lambda: well.finished) and well.error is None
+
+
+def test_it_stops(engine):
+    Arrivals(engine, ["never"])
+    engine.assist()
+    assert soon(lambda: engine.polls > 3)
+    engine.helper.stop()
+    before = engine.polls
+    engine.assist()
+    time.sleep(0.01)
+    assert engine.polls == before
+    assert not any(thread.name == "fompi progress" for thread in threading.enumerate())
+
+
+# ------------------------------------------------------------------------------------------------------------- engine
+
+
+def test_kernels_run_outside_the_lock(engine):
+    """Another thread may poll, and start things, while a kernel runs."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def long():
+        entered.set()
+        assert leave.wait(5)
+
+    task = Kernels(engine, products=[long])
+    with engine.lock:
+        engine.kernels_ready(task)
+    thread = threading.Thread(target=engine.progress)
+    thread.start()
+    assert entered.wait(5) and engine.computing == 1
+    assert engine.lock.acquire(timeout=1)
+    engine.lock.release()
+    leave.set()
+    thread.join()
+    assert task.finished and engine.computing == 0
+
+
+def test_an_interrupt_in_a_kernel_reaches_who_runs_it(engine):
+    """The task has it too, and the engine goes on."""
+
+    def bad():
+        raise KeyboardInterrupt
+
+    task = Kernels(engine, products=[bad, lambda: None])
+    with engine.lock:
+        engine.kernels_ready(task)
+    with pytest.raises(KeyboardInterrupt):
+        engine.progress()
+    assert isinstance(task.error, KeyboardInterrupt) and engine.computing == 0
+    assert engine.progress() and task.finished

@@ -1,0 +1,102 @@
+"""Every operation on an emulated accelerator: real messages, kernels that are enqueued and work on corners."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import calls
+import catalogue
+import numpy as np
+import pytest
+
+import fompi
+from fompi import Machine, Shard, Spec, schedules
+from fompi.backends import emulated
+from fompi.backends.emulated import Emulated, corner
+from fompi.kernels import KERNELS
+
+SLOW = Machine("kernels of a tenth of a millisecond", 0.0, 1e9, 1e15, 1e15, 1e-4)
+WHOLE = ("w", "v", "bias", "g")
+"""Buffers that kernels take, or make, in one piece."""
+
+
+def cornered(arrays):
+    """The corners of the operands, or results, of one rank."""
+    return {name: corner(a, whole=name.rstrip("0123456789") in WHOLE) for name, a in arrays.items()}
+
+
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_corners_are_those_of_the_operation(world, name, monkeypatch):
+    """By every schedule, called three times on other numbers at the same addresses."""
+    monkeypatch.setattr(emulated, "CORNER", 2)  # the operands of the catalogue are three and four wide
+    listed = catalogue.problems(world.size)[name]
+    for number, schedule in enumerate(schedules.available(listed)):
+        sizes = calls.spread(listed, "uneven", seed=number)
+        plan = schedules.write(listed, schedule, 1 + number % 2, sizes)
+        mine = catalogue.inputs(listed, sizes)[world.rank]
+        if listed.packed:
+            mine["x"] = calls.with_gaps(mine["x"])
+        with fompi.bind(plan, comm=world, backend=Emulated(SLOW), **mine) as step:
+            for call in range(3):
+                inputs = catalogue.inputs(listed, sizes, call, catalogue.whole)
+                for key, array in inputs[world.rank].items():
+                    mine[key][...] = array
+                results = step()
+                names = [b.name for b in step.compiled.outputs]
+                got = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
+                wanted = calls.meant(listed, [cornered(given) for given in inputs], sizes, world.rank)
+                assert got.keys() == wanted.keys()
+                for key, array in cornered(got).items():
+                    np.testing.assert_array_equal(array, wanted[key], err_msg=f"{schedule} {key} call {call}")
+
+
+@pytest.mark.parametrize("schedule", ["unfused", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional"])
+def test_the_trace_shows_the_device(world, schedule):
+    """Kernels of a stream do not overlap, each takes what the machine says, and none ends before its call does."""
+    n = world.size
+    x, w = Spec((8 * n, 4 * n), "float32", Shard(1)), Spec((4 * n, 4), "float32", Shard(0))
+    plan = fompi.plan(fompi.matmul_reduce_scatter, x, w, ranks=n, schedule=schedule, slices=2)
+    tensors = {"x": np.ones((8 * n, 4), np.float32), "w": np.ones((4, 4), np.float32)}
+    machine = Machine("a millisecond and more", 0.0, 1e9, 1e15, 1e15, 1e-3)
+    with fompi.bind(plan, comm=world, backend=Emulated(machine), **tensors) as step:
+        for _ in range(2):
+            np.testing.assert_array_equal(step(), np.full((8, 4), 4.0 * n))
+        kernels = sorted((e for e in step.trace.events if e.is_compute), key=lambda e: e.start)
+        assert {e.name.partition("(")[0] for e in kernels} <= KERNELS.keys()
+        assert all(e.end - e.start == pytest.approx(1e-3, abs=1e-6) for e in kernels)
+        for track in {e.lane for e in kernels}:
+            ours = [e for e in kernels if e.lane == track]
+            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(ours))
+        assert "on an emulated accelerator" in step.trace.title
+
+
+def test_a_kernel_that_cannot_be_enqueued(world):
+    """It fails on one rank: an error there, a PeerError on the others, and all goes on."""
+    n, last = world.size, world.rank == world.size - 1
+
+    class Failing(Emulated):
+        failing = False
+
+        def bind(self, kernel, *operands):
+            enqueue = super().bind(kernel, *operands)
+
+            def enqueue_or_fail(after):
+                if self.failing and kernel == "matmul":
+                    raise ValueError("no memory on the device")
+                return enqueue(after)
+
+            return enqueue_or_fail
+
+    x, w = Spec((8 * n, 4 * n), "float32", Shard(1)), Spec((4 * n, 4), "float32", Shard(0))
+    for schedule in ("direct", "ring", "unfused"):
+        plan = fompi.plan(fompi.matmul_all_reduce, x, w, ranks=n, schedule=schedule)
+        tensors = {"x": np.ones((8 * n, 4), np.float32), "w": np.ones((4, 4), np.float32)}
+        backend = Failing(SLOW)
+        with fompi.bind(plan, comm=world, backend=backend, **tensors) as step:
+            for call in range(6):
+                backend.failing = last and call % 2 == 1
+                if call % 2 == 0:
+                    np.testing.assert_array_equal(step(), np.full((8 * n, 4), 4.0 * n))
+                    continue
+                with pytest.raises(ValueError if last else fompi.PeerError, match="no memory on the device"):
+                    step()

@@ -1,0 +1,56 @@
+"""Which programs need somebody to move messages while their kernels run: worked out without MPI."""
+
+from __future__ import annotations
+
+import pytest
+
+import fompi
+from fompi import Partial, Shard, Spec
+from fompi.layout import Sizes
+from fompi.run import LONG_FLOPS, LONG_NBYTES, Compiled
+
+
+def gather_matmul(rows, k=64, columns=64, schedule="direct", slices=1):
+    specs = Spec((rows, k), "float32", Shard(0)), Spec((k, 2 * columns), "float32", Shard(1))
+    return fompi.plan(fompi.all_gather_matmul, *specs, ranks=2, schedule=schedule, slices=slices)
+
+
+def is_long(plan, sizes=None):
+    compiled = Compiled(plan, 0)
+    return compiled.is_long(compiled.sized((sizes or plan.sizes).extents(0, plan.parts)))
+
+
+def test_a_product_of_many_operations_is_long():
+    """2 * rows * 64 * 64 of them in the product of a shard."""
+    rows = int(LONG_FLOPS) // (2 * 64 * 64)
+    assert not is_long(gather_matmul(2 * rows)) and is_long(gather_matmul(2 * rows + 4))
+
+
+def test_the_longest_kernel_counts():
+    """Unfused, it has all rows; in slices, the whole of our own shard still goes in one call."""
+    rows = int(LONG_FLOPS) // (2 * 64 * 64)
+    assert is_long(gather_matmul(rows + 4, schedule="unfused")) and not is_long(gather_matmul(rows + 4))
+    assert is_long(gather_matmul(2 * rows + 4, slices=4))
+
+
+@pytest.mark.parametrize("schedule", ["direct", "ring"])
+def test_a_sum_of_many_bytes_is_long(schedule):
+    """It reads two blocks of a shard."""
+    elements = int(LONG_NBYTES) // 8
+
+    def plan(count):
+        return fompi.plan(fompi.all_reduce, Spec((count,), "float64", Partial()), ranks=2, schedule=schedule)
+
+    assert is_long(plan(elements + 4)) and not is_long(plan(elements - 4))
+
+
+def test_the_rows_of_the_call_count():
+    """Not those that the plan has room for."""
+    plan = gather_matmul(100_000)
+    assert is_long(plan) and not is_long(plan, Sizes(rows=(10, 10))) and is_long(plan, Sizes(rows=(0, 50_000)))
+    assert not is_long(plan, Sizes(rows=(0, 0)))
+
+
+def test_what_has_no_kernels_is_never_long():
+    plan = fompi.plan(fompi.all_gather, Spec((1 << 22, 8), "float64", Shard(0)), ranks=2, schedule="unfused")
+    assert not any(kind == 0 for kind in Compiled(plan, 0).kinds) and not is_long(plan)
