@@ -65,7 +65,7 @@ def compute_alone(
 ) -> Alone:
     """Run the kernels of a program in its order, without any message, after a round to warm up."""
     arrays = _memory(compiled, extents, backend, take)
-    actions = compiled.resolve(arrays, extents, backend, lambda *collective: None, kernels)
+    actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, lambda *collective: None, kernels)
     ours = [i for i, kind in enumerate(compiled.kinds) if kind == COMPUTE]
     totals, each = [], []
     for _ in range(rounds + 1):
@@ -109,7 +109,7 @@ def messages_alone(
         refusal = error
     agree(comm, what, refusal)
     link = comm.link.duplicate() if NATIVE in compiled.kinds else comm.link
-    actions = compiled.resolve(arrays, extents, backend, link.collective)
+    actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, link.collective)
     actions = [_nothing if kind == COMPUTE else a for kind, a in zip(compiled.kinds, actions, strict=True)]
     instance, seconds = comm.next_bound(), []
     for call in range(rounds + 1):

@@ -52,14 +52,16 @@ class ArenaStats:
 class Arena:
     """A pool of host memory that keeps at most `limit_nbytes` of free blocks. For all threads, and `with`.
 
+    Up to `small_nbytes` memory is Python's own, and not counted.
+
     A lease can die at any moment: inside `take()` on the same thread when the collector runs, or on a thread
     of XLA's. So nothing here waits for a lock. Blocks move by single list and dict operations, which are
     atomic, and whoever gets the lock at once settles what was returned, for all. It looks once more after it
     has let go of the lock, so that no block returned meanwhile is overlooked.
     """
 
-    def __init__(self, limit_nbytes: int):
-        self.limit_nbytes = limit_nbytes
+    def __init__(self, limit_nbytes: int, small_nbytes: int = -1):
+        self.limit_nbytes, self.small_nbytes = limit_nbytes, small_nbytes
         self._lent: dict[int, int] = {}  # address -> nbytes
         self._returned: deque[_Block] = deque()
         self._free: dict[int, list[_Block]] = {}  # nbytes -> blocks; first the size unused for longest
@@ -71,7 +73,11 @@ class Arena:
         dtype = np.dtype(dtype)
         if dtype.hasobject:
             raise DtypeError(f"an arena holds plain numbers, no Python objects: dtype {dtype}")
-        nbytes = block_nbytes(int(prod(shape)) * dtype.itemsize)
+        nbytes = int(prod(shape)) * dtype.itemsize
+        if nbytes <= self.small_nbytes:  # a lease costs more than this memory
+            memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+            return np.ndarray(shape, dtype, memory, -memory.__array_interface__["data"][0] % ALIGNMENT)
+        nbytes = block_nbytes(nbytes)
         try:
             block = self._free[nbytes].pop()
         except (KeyError, IndexError):

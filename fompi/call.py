@@ -357,14 +357,16 @@ class Pending:
         else:
             extents = sizes.extents(comm.rank, parts)
         self.extents = extents
-        actions = compiled.resolve(self._memory(compiled, extents), extents, _BACKEND, comm.link.collective)
+        sized = compiled.sized(extents)
+        memory = self._memory(compiled, sized.shapes)
+        actions = compiled.resolve(memory, sized.starts, _BACKEND, comm.link.collective)
         self._task = self._run = run = Run(compiled, comm, self._stamp, self._slot)
         if local.out is not None:
             dlpack.written(local.out.owner)
         run.takes_turns = comm.size > 1
         if comm.recording is not None or comm.engine.report is not None:
             run.then = functools.partial(self._note, comm.recording, run)
-        run.start(actions, is_long=compiled.is_long(compiled.sized(extents)))
+        run.start(actions, is_long=compiled.is_long(sized))
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
         if recording is not None:
@@ -388,12 +390,11 @@ class Pending:
             compiled = self._comm.plans[key] = Compiled(plan, self._comm.rank)
         return compiled
 
-    def _memory(self, compiled: Any, extents: Extents) -> dict[str, Array]:
+    def _memory(self, compiled: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
         """Every buffer of the program as an array."""
         local, take = self._local, self._comm.engine.arena.take
         assert local is not None
         arrays = dict(local.arrays)
-        shapes = compiled.sized(extents).shapes
         for buffer in compiled.program.buffers:
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)

@@ -21,7 +21,7 @@ from fompi.progress import HELPED, Helper, choose_mode, seconds_between_polls
 from fompi.trace import Trace
 from fompi.transport import thread_levels
 
-ARENA_NBYTES = 1 << 30
+ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
 DEFAULT_TIMEOUT = 300.0
 
 
@@ -39,7 +39,7 @@ def _make_engine() -> Engine:
     seconds = seconds_between_polls(mode, cores)
     helper = (lambda engine: Helper(engine, seconds)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
-    engine.arena = Arena(ARENA_NBYTES)
+    engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
     asked = os.environ.get("FOMPI_REPORT", "0")
     if asked in ("", "0"):
         faults.install(engine)

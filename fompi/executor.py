@@ -61,9 +61,9 @@ class Executor:
     def _use(self, sizes: Sizes) -> None:
         """Work out what every op does with these sizes."""
         self._sizes, self._extents = sizes, sizes.extents(self.comm.rank, self.plan.parts)
-        self._is_long = not self.compiled.asynchronous and self.compiled.is_long(self.compiled.sized(self._extents))
-        native = self._link.collective
-        self._actions = self.compiled.resolve(self._arrays, self._extents, self.backend, native, self.kernels)
+        sized, native = self.compiled.sized(self._extents), self._link.collective
+        self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
+        self._actions = self.compiled.resolve(self._arrays, sized.starts, self.backend, native, self.kernels)
         self._outputs = []
         for buffer in self.compiled.outputs:
             array = self._arrays[buffer.name]

@@ -143,13 +143,12 @@ class Compiled:
     def resolve(
         self,
         arrays: Mapping[str, Array],
-        extents: Extents,
+        starts: Mapping[str, list[int]],
         backend: Backend,
         native: Callable[..., Any] | None = None,
         kernels: Mapping[str, Callable[..., object]] | None = None,
     ) -> list[Any]:
         """What each op does, on these arrays: bytes to send or to fill (None: no rows), or a call."""
-        starts = self.sized(extents).starts
         flat: dict[str, Array] = {}
         actions: list[Any] = []
         for i, kind in enumerate(self.kinds):
@@ -202,6 +201,17 @@ def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequenc
 class Run(Task):
     """One call of a compiled program. After an error it goes on without kernels, so that every message is taken in."""
 
+    # What few calls need stands here, and is replaced, not changed: making a Run is part of what a small call costs.
+    tokens: dict[int, Token] = {}  # noqa: RUF012
+    unready: dict[tuple[str, int], list[int]] = {}  # noqa: RUF012
+    natives_held: Sequence[int] = ()
+    takes_turns = False
+    told: frozenset[int] = frozenset()  # the ranks that we told of our error
+    aware: frozenset[int] = frozenset()  # those that know
+    held: Sequence[int] = ()  # what would take something worthless to others
+    then: Callable[[], None] | None = None
+    started = 0.0
+
     def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int):
         self.compiled, self.comm, self.stamp = compiled, comm, stamp
         self.tag = slot << MESSAGE_BITS
@@ -209,20 +219,12 @@ class Run(Task):
         self.left = len(compiled.ops)
         self.ready: list[int] = []
         self.ready_merges: list[int] = []
-        self.tokens: dict[int, Token] = {}
         self.begun = [0.0] * self.left
         self.ended = [0.0] * self.left
         self.actions: list[Any] = []
-        self.unready: dict[tuple[str, int], list[int]] = {}
         self.natives_left = compiled.natives
-        self.natives_held: list[int] = []
-        self.takes_turns = False
-        self.told: set[int] = set()  # the ranks that we told of our error
-        self.aware: set[int] = set()  # those that know
-        self.held: list[int] = []  # what would take something worthless to others
-        self.then: Callable[[], None] | None = None
-        self.finished, self.error = False, None
-        self.started = self.touched = 0.0
+        if compiled.asynchronous:
+            self.tokens = {}
 
     @property
     def title(self) -> str:
@@ -390,7 +392,7 @@ class Run(Task):
     # -- the library's collectives: every rank must start them in one order, so unbound calls take turns, in theirs
     def _may_go_native(self, i: int) -> bool:
         if self.takes_turns and self.comm.turns[0] != self.stamp:
-            self.natives_held.append(i)
+            self.natives_held = (*self.natives_held, i)
             return False
         return True
 
@@ -400,8 +402,8 @@ class Run(Task):
             self.comm.end_turn(self.stamp)
 
     def take_turn(self) -> None:
-        held, self.natives_held = self.natives_held, []
-        self._begin(held)
+        held, self.natives_held = self.natives_held, ()
+        self._begin(list(held))
 
     # -- errors
     def _kernel_failed(self, i: int, error: BaseException) -> None:
@@ -410,12 +412,12 @@ class Run(Task):
         error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
         words = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
         self.comm.channel.tell_all(FAILED, self.stamp, words)
-        self.told.update(range(self.comm.size))
+        self.told = frozenset(range(self.comm.size))
         self.poison(error, self.comm.rank)
 
     def poison(self, error: BaseException, sender: int) -> bool:
         """From now on only messages, so that this call ends everywhere; then `error`."""
-        self.aware.add(sender)
+        self.aware |= {sender}
         if self.error is None:
             self.error, self.failed = error, perf_counter()
         for name, block in list(self.unready):
@@ -436,13 +438,13 @@ class Run(Task):
                 self.comm.channel.tell(peer, FAILED, self.stamp, str(error), error.origin)
             self.told |= ignorant
         if ignorant:
-            self.held.append(i)
+            self.held = (*self.held, i)
         return bool(ignorant)
 
     def heard(self, rank: int) -> None:
-        self.aware.add(rank)
-        held, self.held = self.held, []
-        self._begin(held)
+        self.aware |= {rank}
+        held, self.held = self.held, ()
+        self._begin(list(held))
         if self.left == 0 and not self.finished:
             self._finish()
 
@@ -451,7 +453,7 @@ class Run(Task):
             self.ready.clear()
             self.ready_merges.clear()
             self.comm.engine.kernels_done(self)
-        self.unready.clear()
+        self.unready = {}
         self.error = self.error or error
         self._finish()
         self.comm.end_turn(self.stamp)

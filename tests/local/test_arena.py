@@ -221,3 +221,16 @@ def test_threads():
         thread.join()
     assert failures == []
     assert arena.stats().lent_nbytes == 0 and arena.stats().free_nbytes <= 50_000
+
+
+def test_small_memory_is_no_lease():
+    with Arena(1 << 20, small_nbytes=100) as arena:
+        for shape, dtype in (((5, 5), "float32"), ((0,), "float64"), ((3, 4), "uint16"), ((), "int64")):
+            array = arena.take(shape, dtype)
+            assert array.shape == shape and array.dtype == dtype and array.ctypes.data % 64 == 0
+            array[...] = 7
+        assert arena.stats().held_nbytes == 0
+        kept = arena.take((26,), "float32")
+        assert arena.stats().lent_nbytes == 128
+        del kept
+        assert (arena.stats().lent_nbytes, arena.stats().free_nbytes) == (0, 128)
