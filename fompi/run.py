@@ -288,6 +288,8 @@ class Run(Task):
         kinds, peers, numbers, on_start, waits = (
             compiled.kinds, compiled.peers, compiled.numbers, compiled.on_start, self.waits,
         )  # fmt: skip
+        if compiled.asynchronous:  # kernels first: to enqueue one takes less than to begin a message
+            queue.sort(key=lambda i: kinds[i] != COMPUTE)
         at = 0
         while at < len(queue):
             i = queue[at]

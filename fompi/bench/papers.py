@@ -124,7 +124,7 @@ def measured(
     comm: Any, cluster: Cluster, setting: Setting, exchange: Callable[[], object], ratio: float, rounds: int
 ) -> Row:
     mpi = comm.link.comm
-    t_m = median(alternate(mpi, {BARE: exchange}, 5, idle=cluster.idle)[BARE])
+    t_m = median(alternate(mpi, {BARE: exchange}, 15, idle=cluster.idle)[BARE])
     flops = 2 * M * K * N
     machine = Machine("emulated accelerator", 0.0, 1.0, flops * ratio / t_m, 1e12, 5e-6)
     x, w = setting.operands()
