@@ -71,6 +71,13 @@ def engine(arrived):
     made.helper.stop()
 
 
+@pytest.fixture
+def helpers():
+    """How many helper threads there are beside those of other tests in this process."""
+    before = set(threading.enumerate())
+    return lambda: sum(thread.name == "fompi progress" for thread in set(threading.enumerate()) - before)
+
+
 def soon(condition, seconds=5.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -151,7 +158,7 @@ def test_it_rests_while_others_poll(engine):
     assert engine.polls - before - ours <= 0.2 * ours and not busy.finished
 
 
-def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(engine, monkeypatch):
+def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(helpers, engine, monkeypatch):
     monkeypatch.setattr(progress, "LINGER_SECONDS", 1e-3)
     for _ in range(20):
         kernels = Kernels(engine, products=[lambda: None])
@@ -162,10 +169,10 @@ def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(engine, monkeypatch
     before = engine.polls
     time.sleep(0.02)
     assert engine.polls == before
-    assert sum(thread.name == "fompi progress" for thread in threading.enumerate()) == 1
+    assert helpers() == 1
 
 
-def test_many_threads_wake_one_helper(engine):
+def test_many_threads_wake_one_helper(helpers, engine):
     """However many begin at once, there is one helper."""
     gate = threading.Barrier(8)
 
@@ -179,7 +186,7 @@ def test_many_threads_wake_one_helper(engine):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(thread.name == "fompi progress" for thread in threading.enumerate()) == 1
+    assert helpers() == 1
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
@@ -197,7 +204,7 @@ def test_a_kernel_that_raises_in_the_helper(engine, kind):
     assert soon(lambda: well.finished) and well.error is None
 
 
-def test_it_stops(engine):
+def test_it_stops(helpers, engine):
     Arrivals(engine, ["never"])
     engine.assist()
     assert soon(lambda: engine.polls > 3)
@@ -206,7 +213,7 @@ def test_it_stops(engine):
     engine.assist()
     time.sleep(0.01)
     assert engine.polls == before
-    assert not any(thread.name == "fompi progress" for thread in threading.enumerate())
+    assert helpers() == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- engine
