@@ -37,12 +37,12 @@ kernel alone, `T_m` the bare exchange, `wire` a plain TCP stream of the same siz
 """
 
 
-def measure(suite: str, mpi: str, trust: bool) -> None:
+def measure(suite: str, mpi: str, trust: bool, quick: bool) -> None:
     _, links, rounds = SUITES[suite]
     bin_folder = ENVIRONMENTS[mpi] / "bin"
     if not (bin_folder / "python").exists():
         sys.exit(f"there is no {bin_folder}/python: call `make test` once")
-    inner = ["python", "-m", "fompi", "bench", suite, "--rounds", str(rounds)]
+    inner = ["python", "-m", "fompi", "bench", suite, "--rounds", str(rounds), *["--quick"] * quick]
     page = PAGES / f"{suite}-{mpi}.md"
     lab = ["python", "tools/netlab.py", "run", *links, "--mpi", mpi]
     shown = shlex.join([*lab, "--", *inner])
@@ -83,7 +83,7 @@ def main() -> None:
     if not options.pages_only:
         for suite in options.suite or SUITES:
             for mpi in options.mpi or NAMES:
-                measure(suite, mpi, options.trust)
+                measure(suite, mpi, options.trust, options.quick)
     (ROOT / "docs" / "benchmarks.md").write_text(summary())
 
 

@@ -80,7 +80,7 @@ def legs() -> list[Leg]:
     found = [
         Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
         Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
-        Leg("pure", "mpich", 240, ("tests/pure",)),
+        Leg("pure", "mpich", 240, ("-n", "2", "tests/pure")),
         Leg("local", "mpich", 240, ("tests/local",)),
     ]
     for mpi in ENVIRONMENTS:
@@ -88,7 +88,7 @@ def legs() -> list[Leg]:
             tests = ("--with-mpi", "tests/mpi", *(SPARED if size > 4 else ()))
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
     for mpi in ENVIRONMENTS:
-        found.append(Leg(f"faults-{mpi}", mpi, 300, ("tests/faults",)))
+        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "2", "tests/faults")))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))
     if (ROOT / "tests/docs").exists():
