@@ -74,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mpi", choices=NAMES, action="append")
     parser.add_argument("--suite", choices=SUITES, action="append")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     parser.add_argument("--trust", action="store_true", help="also on links that are not what was asked for")
     parser.add_argument(
         "--pages-only", action="store_true", help="write docs/benchmarks.md from the tables that are there"
