@@ -36,7 +36,7 @@ except fompi.FompiError as error:
 """
 
 
-@pytest.mark.parametrize("schedule", ["ring", "unfused"])
+@pytest.mark.parametrize("schedule", ["direct", "unfused"])
 def test_a_cut_link_ends_the_operation(netlab, schedule):
     """Within the deadline, with an error that names who cannot be reached; no process is left on any host."""
     finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=CUT.replace("SCHEDULE", schedule))
@@ -83,8 +83,8 @@ tensors = {"x": np.ones((rows, k), np.float32), "w": np.ones((k, columns), np.fl
 def plan(schedule, slices):
     return fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=n, schedule=schedule, slices=slices)
 
-good = plan("direct", 4)
-bad = replace(plan("unfused_p2p", 4), schedule="direct")  # every message waits for the whole kernel, as if it had to
+good = plan("ring", 4)
+bad = replace(plan("unfused_p2p", 4), schedule="ring")  # every message waits for the whole kernel, as if it had to
 
 def bind(plan, machine):
     return fompi.bind(plan, comm=world, backend=Emulated(machine), **tensors)
@@ -95,12 +95,12 @@ world.link.comm.Allgather(mine, everywhere)
 t_m = float(everywhere.max())
 machine = Machine("as long as its messages", 0.0, 1.0, 2 * rows * k * columns / t_m, 1e15, 0.0)
 steps = {
-    "direct": bind(good, machine),
+    "ring": bind(good, machine),
     "spoilt": bind(bad, machine),
     "unfused": bind(plan("unfused_p2p", 1), machine),
 }
 samples = alternate(world.link.comm, steps, 5)
-for name in ("direct", "spoilt"):
+for name in ("ring", "spoilt"):
     step = steps[name]
     step.compute_seconds()
     step.messages_seconds()
@@ -124,12 +124,12 @@ def test_a_planted_serialisation_turns_the_proof_and_a_row_red(netlab):
     assert finished.returncode == 0, finished.output
     said = re.findall(r"^(\w+) (\d) (\w+) .*? \| (.*)$", finished.stdout, re.MULTILINE)
     assert len(said) == 6, finished.output
-    assert {reached for name, _, reached, _ in said if name == "direct"} == {"True"}, finished.output
+    assert {reached for name, _, reached, _ in said if name == "ring"} == {"True"}, finished.output
     assert {reached for name, _, reached, _ in said if name == "spoilt"} == {"False"}, finished.output
     warned = {
-        name: sum(int(text.split()[0]) for other, *_, text in said if other == name) for name in ("direct", "spoilt")
+        name: sum(int(text.split()[0]) for other, *_, text in said if other == name) for name in ("ring", "spoilt")
     }
-    assert warned["spoilt"] >= 5 and warned["spoilt"] >= 3 * warned["direct"], (warned, finished.output)  # of 15 calls
+    assert warned["spoilt"] >= 5 and warned["spoilt"] > warned["ring"], (warned, finished.output)  # of 15 calls
     told = " ".join(text for name, *_, text in said if name == "spoilt")
     assert re.search(r"(no overlap|slower than one after the other) on rank \d.* from rank", told), finished.output
 
