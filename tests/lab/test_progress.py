@@ -36,7 +36,7 @@ except fompi.FompiError as error:
 """
 
 
-@pytest.mark.parametrize("schedule", ["direct", "unfused"])
+@pytest.mark.parametrize("schedule", ["ring", "unfused"])
 def test_a_cut_link_ends_the_operation(netlab, schedule):
     """Within the deadline, with an error that names who cannot be reached; no process is left on any host."""
     finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=CUT.replace("SCHEDULE", schedule))
