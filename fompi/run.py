@@ -65,8 +65,8 @@ class Compiled:
         if device:
             found = enqueued(ops, found)
         self.follows = found.follows
-        self.multiplies = any(name == "compute" for name, _ in map(lane, ops))
-        self.merges = [name == "merge" for name, _ in map(lane, ops)]
+        self.multiplies = ("compute", 0) in self.lanes
+        self.merges = [name == "merge" for name, _ in self.lanes]
         self.waits_for, self.on_start, self.on_done = release(found)
         self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
         self.natives = self.kinds.count(NATIVE)

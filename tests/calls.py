@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 import fompi
+from fompi import schedules
 from fompi.layout import Sizes, split
 from fompi.problems import reference
 
@@ -86,3 +87,29 @@ def by_name(problem, result):
 def meant(problem, inputs, sizes, rank):
     """The same results by the unfused meaning."""
     return reference(problem, inputs, sizes, np)[rank]
+
+
+def check_bound(world, name, seen=dict, **options):
+    """A problem of the catalogue by every schedule, bound, and called three times with other numbers in the same place.
+
+    `seen(arrays)` is the part of operands and results that counts; `options` are those of `fompi.bind`.
+    """
+    listed = catalogue.problems(world.size)[name]
+    for number, schedule in enumerate(schedules.available(listed)):
+        sizes = spread(listed, "uneven", seed=number)
+        plan = schedules.write(listed, schedule, 1 + number % 2, sizes)
+        mine = catalogue.inputs(listed, sizes)[world.rank]
+        if listed.packed:
+            mine["x"] = with_gaps(mine["x"])
+        with fompi.bind(plan, comm=world, **options, **mine) as step:
+            for call in range(3):
+                inputs = catalogue.inputs(listed, sizes, call, catalogue.whole)
+                for key, array in inputs[world.rank].items():
+                    mine[key][...] = array
+                results = step()
+                names = [b.name for b in step.compiled.outputs]
+                got = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
+                wanted = meant(listed, [seen(given) for given in inputs], sizes, world.rank)
+                assert got.keys() == wanted.keys()
+                for key, array in seen(got).items():
+                    np.testing.assert_array_equal(array, wanted[key], err_msg=f"{schedule} {key} call {call}")

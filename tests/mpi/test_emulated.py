@@ -5,12 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import calls
-import catalogue
 import numpy as np
 import pytest
 
 import fompi
-from fompi import Machine, Shard, Spec, schedules
+from fompi import Machine, Shard, Spec
 from fompi.backends import emulated
 from fompi.backends.emulated import Emulated, corner
 from fompi.kernels import KERNELS
@@ -27,27 +26,8 @@ def cornered(arrays):
 
 @pytest.mark.parametrize("name", calls.NAMES)
 def test_corners_are_those_of_the_operation(world, name, monkeypatch):
-    """By every schedule, called three times on other numbers at the same addresses."""
     monkeypatch.setattr(emulated, "CORNER", 2)  # the operands of the catalogue are three and four wide
-    listed = catalogue.problems(world.size)[name]
-    for number, schedule in enumerate(schedules.available(listed)):
-        sizes = calls.spread(listed, "uneven", seed=number)
-        plan = schedules.write(listed, schedule, 1 + number % 2, sizes)
-        mine = catalogue.inputs(listed, sizes)[world.rank]
-        if listed.packed:
-            mine["x"] = calls.with_gaps(mine["x"])
-        with fompi.bind(plan, comm=world, backend=Emulated(SLOW), **mine) as step:
-            for call in range(3):
-                inputs = catalogue.inputs(listed, sizes, call, catalogue.whole)
-                for key, array in inputs[world.rank].items():
-                    mine[key][...] = array
-                results = step()
-                names = [b.name for b in step.compiled.outputs]
-                got = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
-                wanted = calls.meant(listed, [cornered(given) for given in inputs], sizes, world.rank)
-                assert got.keys() == wanted.keys()
-                for key, array in cornered(got).items():
-                    np.testing.assert_array_equal(array, wanted[key], err_msg=f"{schedule} {key} call {call}")
+    calls.check_bound(world, name, seen=cornered, backend=Emulated(SLOW))
 
 
 @pytest.mark.parametrize("schedule", ["unfused", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional"])

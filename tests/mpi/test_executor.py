@@ -6,7 +6,6 @@ import gc
 from random import Random
 
 import calls
-import catalogue
 import numpy as np
 import pytest
 
@@ -38,26 +37,7 @@ def sum_plan(world, elements=10, schedule="direct", slices=1, dtype="float64"):
 
 @pytest.mark.parametrize("name", calls.NAMES)
 def test_bound_is_as_unbound(world, name):
-    """Every operation, from a plan of the catalogue: called three times on other numbers at the same addresses."""
-    listed = catalogue.problems(world.size)[name]
-    for number, schedule in enumerate(schedules.available(listed)):
-        sizes = calls.spread(listed, "uneven", seed=number)
-        plan = schedules.write(listed, schedule, 1 + number % 2, sizes)
-        mine = catalogue.inputs(listed, sizes)[world.rank]
-        if listed.packed:
-            mine["x"] = calls.with_gaps(mine["x"])
-        with fompi.bind(plan, comm=world, **mine) as step:
-            for call in range(3):
-                inputs = catalogue.inputs(listed, sizes, call, catalogue.whole)
-                for key, array in inputs[world.rank].items():
-                    mine[key][...] = array
-                results = step()
-                names = [b.name for b in step.compiled.outputs]
-                got = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
-                wanted = calls.meant(listed, inputs, sizes, world.rank)
-                assert got.keys() == wanted.keys()
-                for key, array in wanted.items():
-                    np.testing.assert_array_equal(got[key], array, err_msg=f"{schedule} {key} call {call}")
+    calls.check_bound(world, name)
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
