@@ -68,7 +68,7 @@ def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}")
-    parser.add_argument("--slices", type=int)
+    parser.add_argument("--slices", metavar="N | A,B,...", help="equal ones, or their sizes in proportion: 1,2,4")
     parser.add_argument("--window", type=int, help="sends in flight of a rank (no bound)")
     parser.add_argument("--verify", action="store_true", help="prove the plan first")
     if command == "plan":
@@ -87,7 +87,7 @@ def _plan(options: argparse.Namespace) -> int:
         *specs,
         ranks=options.ranks,
         schedule=options.schedule,
-        slices=options.slices,
+        slices=None if options.slices is None else _slices(options.slices),
         window=options.window,
     )
     if options.verify:
@@ -100,6 +100,16 @@ def _plan(options: argparse.Namespace) -> int:
     if options.save:
         trace.save(options.save)
     return 0
+
+
+def _slices(text: str) -> int | tuple[int, ...]:
+    try:
+        shares = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise fompi.PlanError(
+            f"--slices takes a number, or sizes in proportion, for example 1,2,4, not {text!r}"
+        ) from None
+    return shares if len(shares) > 1 else shares[0]
 
 
 def _numbers(text: str) -> tuple[int, int, int]:

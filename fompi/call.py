@@ -23,7 +23,7 @@ from fompi.communicator import Communicator
 from fompi.dlpack import Tensor
 from fompi.engine import Task
 from fompi.errors import DtypeError, LayoutError, ShapeError, StateError, TensorError, WaitTimeout
-from fompi.layout import Extents, Sizes, split
+from fompi.layout import Extents, Sizes, Slices, split
 from fompi.problems import Form, Problem
 from fompi.run import Compiled, Run
 from fompi.schedules import write
@@ -93,7 +93,7 @@ class Operation:
         self._arguments = arguments
 
     def __call__(
-        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
+        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: Slices | None = None, **options: Any
     ) -> Any:
         arguments = self._arguments(*args, **options)
         if any(map(dlpack.requires_grad, arguments.tensors)):
@@ -105,14 +105,14 @@ class Operation:
         return self._arguments(*args, **options)
 
     def start(
-        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any
+        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: Slices | None = None, **options: Any
     ) -> Pending:
         """Begin, and return at once; it goes on by itself. The tensors may be used again when the Pending is done."""
         pending = self.begin(self._arguments(*args, **options), comm, schedule, slices)
         Communicator.of(comm).engine.assist()
         return pending
 
-    def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Pending:
+    def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: Slices | None) -> Pending:
         """Start a call whose tensors must carry no gradient."""
         refusal = None
         if any(map(dlpack.requires_grad, arguments.tensors)):
@@ -123,9 +123,11 @@ class Operation:
         return self._begin(arguments, comm, schedule, slices, refusal)
 
     def _begin(
-        self, arguments: Arguments, comm: Any, schedule: str, slices: int | None, refusal: Exception | None = None
+        self, arguments: Arguments, comm: Any, schedule: str, slices: Slices | None, refusal: Exception | None = None
     ) -> Pending:
         communicator, local = Communicator.of(comm), None
+        if isinstance(slices, Sequence):
+            slices = tuple(slices)  # part of a key
         try:
             if refusal is not None:
                 raise refusal
@@ -279,7 +281,7 @@ class Pending:
         refusal: Exception | None,
         comm: Any,
         schedule: str,
-        slices: int | None,
+        slices: Slices | None,
     ):
         self._arguments, self._local, self._comm = arguments, local, comm
         self._schedule, self._slices = schedule, slices
@@ -326,7 +328,7 @@ class Pending:
         rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
         if local.problem.flat:
             rows = f" with the shape {local.shape}"
-        how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, {self._slices} slices"
+        how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, slices {self._slices}"
         return f"{local.problem}{rows}{how}{' for a gradient' if self._arguments.gradient else ''}"
 
     def _agreed(self, agreement: Any) -> None:
@@ -351,11 +353,11 @@ class Pending:
             sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
             total = sum(sizes.rows)
         compiled = self._compiled(problem, total)
-        parts = compiled.plan.parts
+        shares = compiled.plan.shares
         if sizes is None:
-            extents = Extents(comm.rank, comm.size, parts, send=local.rows, recv=tuple(arrived))
+            extents = Extents(comm.rank, comm.size, shares, send=local.rows, recv=tuple(arrived))
         else:
-            extents = sizes.extents(comm.rank, parts)
+            extents = sizes.extents(comm.rank, shares)
         self.extents = extents
         sized = compiled.sized(extents)
         memory = self._memory(compiled, sized.shapes)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from fompi import layout
 from fompi.errors import PlanError
-from fompi.layout import Sizes
+from fompi.layout import Sizes, Slices
 from fompi.plan import Plan
 from fompi.problems import Problem
 from fompi.schedules import available, write
@@ -47,7 +47,7 @@ def plan_for(
     problem: Problem,
     sizes: Sizes,
     schedule: str = "auto",
-    slices: int | None = None,
+    slices: Slices | None = None,
     window: int | None = None,
     at: Callable[[int], Problem] | None = None,
 ) -> Plan:

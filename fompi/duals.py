@@ -28,7 +28,7 @@ from fompi import ops
 from fompi.call import Arguments, Operation, Pending
 from fompi.communicator import Communicator
 from fompi.errors import TensorError
-from fompi.layout import HALF, Extents
+from fompi.layout import HALF, Extents, Slices
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Call:
     arguments: Arguments
     comm: Any
     schedule: str
-    slices: int | None
+    slices: Slices | None
     _extents: Extents | None = None
 
     def __post_init__(self) -> None:

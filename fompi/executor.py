@@ -17,7 +17,7 @@ from fompi.communicator import Communicator
 from fompi.dlpack import Tensor
 from fompi.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.layout import Sizes
-from fompi.plan import Collective, Plan, Send
+from fompi.plan import Collective, Plan, Send, cut_in_words
 from fompi.proof import Needs, Proof, prove
 from fompi.run import Compiled, Run
 from fompi.trace import Trace
@@ -60,7 +60,7 @@ class Executor:
 
     def _use(self, sizes: Sizes) -> None:
         """Work out what every op does with these sizes."""
-        self._sizes, self._extents = sizes, sizes.extents(self.comm.rank, self.plan.parts)
+        self._sizes, self._extents = sizes, self.plan.extents(self.comm.rank, sizes)
         sized, native = self.compiled.sized(self._extents), self._link.collective
         self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
         self._actions = self.compiled.resolve(self._arrays, sized.starts, self.backend, native, self.kernels)
@@ -290,7 +290,7 @@ def bind(
         compiled = Compiled(plan, communicator.rank, backend.name if backend.asynchronous else "")
     except Exception as error:
         refusal = error
-    text = f"bind({plan.problem} by {plan.schedule}, {plan.parts} parts, window {plan.window}, {plan.sizes})"
+    text = f"bind({plan.problem} by {plan.schedule}, {cut_in_words(plan)}, window {plan.window}, {plan.sizes})"
     agree(communicator, text, refusal)
     return Executor(compiled, communicator, bound, backend, kernels)
 

@@ -1,7 +1,8 @@
 """Where the rows of a tensor are: layouts over ranks, blocks of rows, and how many rows each block has in a call.
 
 A partition has `size` shards (one owner each) and every shard `parts` blocks. Blocks are numbered owner by owner:
-block `owner * parts + part`. Plans speak of blocks only; `Extents` says how many rows they have.
+block `owner * parts + part`. Plans speak of blocks only; `Extents` says how many rows they have: `shares` are the
+sizes of the parts of a shard in proportion, (1, 1) for two equal ones.
 """
 
 from __future__ import annotations
@@ -71,10 +72,23 @@ class Spec:
             raise LayoutError(f"Shard({self.layout.dim}) of a tensor with {len(self.shape)} dimensions")
 
 
+Slices = int | Sequence[int]
+"""Into what a shard is cut: a number of equal parts, or their sizes in proportion."""
+
+
 def split(total: int, pieces: int) -> tuple[int, ...]:
     """`total` rows in `pieces` runs as even as can be, the longer ones first: split(7, 3) == (3, 2, 2)."""
     each, rest = divmod(total, pieces)
     return (each + 1,) * rest + (each,) * (pieces - rest)
+
+
+def cut(total: int, shares: Sequence[int]) -> list[int]:
+    """`total` rows in the proportions of `shares`, what is left to the first: cut(10, (1, 3)) == [3, 7]."""
+    whole = sum(shares)
+    rows = [total * share // whole for share in shares]
+    for i in range(total - sum(rows)):
+        rows[i] += 1
+    return rows
 
 
 def offsets(counts: Iterable[int]) -> list[int]:
@@ -128,7 +142,7 @@ class Extents(NamedTuple):
 
     rank: int
     size: int
-    parts: int
+    shares: tuple[int, ...]
     rows: tuple[int, ...] = ()
     send: tuple[int, ...] = ()
     recv: tuple[int, ...] = ()
@@ -136,16 +150,16 @@ class Extents(NamedTuple):
     def counts(self, axis: str) -> list[int]:
         """Rows of the blocks of a buffer of this axis, in the order of the blocks."""
         if axis == "own":
-            return list(split(self.rows[self.rank], self.parts))
+            return cut(self.rows[self.rank], self.shares)
         if axis == "copies":
-            return list(split(self.rows[self.rank], self.parts)) * self.size
+            return cut(self.rows[self.rank], self.shares) * self.size
         if axis == "slices":
-            each = [split(n, self.parts) for n in self.rows]
-            return [each[owner][part] for part in range(self.parts) for owner in range(self.size)]
+            each = [cut(n, self.shares) for n in self.rows]
+            return [each[owner][part] for part in range(len(self.shares)) for owner in range(self.size)]
         if axis == "whole":
             raise LayoutError("a whole buffer has a shape of its own, not rows that change")
         counts: Sequence[int] = getattr(self, axis)
-        return list(counts) if self.parts == 1 else [n for c in counts for n in split(c, self.parts)]
+        return list(counts) if len(self.shares) == 1 else [n for c in counts for n in cut(c, self.shares)]
 
 
 class Sizes(NamedTuple):
@@ -154,11 +168,11 @@ class Sizes(NamedTuple):
     rows: tuple[int, ...] = ()
     pairs: tuple[tuple[int, ...], ...] = ()
 
-    def extents(self, rank: int, parts: int) -> Extents:
+    def extents(self, rank: int, shares: tuple[int, ...]) -> Extents:
         if self.pairs:
             received = tuple(row[rank] for row in self.pairs)
-            return Extents(rank, len(self.pairs), parts, send=self.pairs[rank], recv=received)
-        return Extents(rank, len(self.rows), parts, rows=self.rows)
+            return Extents(rank, len(self.pairs), shares, send=self.pairs[rank], recv=received)
+        return Extents(rank, len(self.rows), shares, rows=self.rows)
 
 
 def nbytes(shape: Iterable[int], dtype: str) -> int:

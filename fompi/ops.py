@@ -16,7 +16,7 @@ from typing import Any
 from fompi import problems
 from fompi.call import Arguments, Operation
 from fompi.choose import plan_for
-from fompi.layout import Spec
+from fompi.layout import Slices, Spec
 from fompi.plan import Plan
 
 
@@ -195,7 +195,7 @@ def plan(
     *specs: Spec,
     ranks: int,
     schedule: str = "auto",
-    slices: int | None = None,
+    slices: Slices | None = None,
     window: int | None = None,
     bias: bool = False,
     root: int = 0,

@@ -248,23 +248,29 @@ class Programs(Sequence[Program]):
 class Plan:
     """Everything that is decided about one collective, with the compute around it.
 
-    `window` bounds the sends that a rank has in flight (None: no bound). `sizes` are the rows that the plan was made
-    for; the same plan runs with any others.
+    `shares` are the sizes of the parts of a shard, in proportion. `window` bounds the sends that a rank has in flight
+    (None: no bound). `sizes` are the rows that the plan was made for; the same plan runs with any others.
     """
 
     problem: Any
     schedule: str
-    parts: int
+    shares: tuple[int, ...]
     sizes: Sizes
     programs: Sequence[Program] = field(hash=False)
     window: int | None = None
 
     @property
+    def parts(self) -> int:
+        """Blocks per shard."""
+        return len(self.shares)
+
+    @property
     def size(self) -> int:
         return len(self.programs)
 
-    def extents(self, rank: int) -> Extents:
-        return self.sizes.extents(rank, self.parts)
+    def extents(self, rank: int, sizes: Sizes | None = None) -> Extents:
+        """The rows of every block with these sizes (None: those the plan was made for)."""
+        return (sizes or self.sizes).extents(rank, self.shares)
 
     def with_program(self, program: Program) -> Plan:
         """The same plan with another program for one rank."""
@@ -280,7 +286,7 @@ class Plan:
         ]
         head = {
             "schedule": self.schedule,
-            "parts": self.parts,
+            "shares": self.shares,
             "window": self.window,
             "sizes": self.sizes._asdict(),
         }
@@ -291,13 +297,13 @@ def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of the problem, and those of the Plan, that `Plan.to_json` wrote."""
     try:
         data = json.loads(text)
-        size, parts = len(data["programs"]), data["parts"]
+        size, shares = len(data["programs"]), tuple(map(int, data["shares"]))
         programs = tuple(
-            Program(rank, size, parts, tuple(_buffer(b) for b in p["buffers"]), tuple(map(parse, p["ops"])))
+            Program(rank, size, len(shares), tuple(_buffer(b) for b in p["buffers"]), tuple(map(parse, p["ops"])))
             for rank, p in enumerate(data["programs"])
         )
         sizes = Sizes(tuple(data["sizes"]["rows"]), tuple(tuple(row) for row in data["sizes"]["pairs"]))
-        fields = {"schedule": data["schedule"], "parts": parts, "sizes": sizes, "window": data["window"]}
+        fields = {"schedule": data["schedule"], "shares": shares, "sizes": sizes, "window": data["window"]}
         return data["problem"], {**fields, "programs": programs}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"not the JSON of a plan: {type(error).__name__}: {error}") from error
@@ -452,12 +458,18 @@ def format_nbytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def cut_in_words(plan: Plan) -> str:
+    """'4 parts', or '3 parts 1:2:4' where they are not equal."""
+    uneven = f" {':'.join(map(str, plan.shares))}" if len(set(plan.shares)) > 1 else ""
+    return f"{plan.parts} part{'s' * (plan.parts != 1)}{uneven}"
+
+
 def grid(plan: Plan, most_ranks: int = 8) -> str:
     """One column per rank, one line per op, below a line that says what it is and the peak scratch of a rank."""
     shown = [plan.programs[rank] for rank in range(min(plan.size, most_ranks))]
     scratch = max(p.scratch_nbytes(plan.extents(p.rank)) for p in shown)
     paced = "" if plan.window is None else f", window {plan.window}"
-    head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {plan.parts} parts{paced}, "
+    head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {cut_in_words(plan)}{paced}, "
     columns = [[f"rank {p.rank}", *map(str, p.ops)] for p in shown]
     height = max(map(len, columns))
     widths = [max(map(len, column)) for column in columns]

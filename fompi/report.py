@@ -134,7 +134,7 @@ class Report:
         if run.error is not None:
             return
         plan = run.compiled.plan
-        same = run.comm, plan.problem, plan.schedule, plan.parts, plan.window, backend.name, kernels is not None
+        same = run.comm, plan.problem, plan.schedule, plan.shares, plan.window, backend.name, kernels is not None
         known: Extents | None = extents
         if (same, extents) not in self.operations and len(self.operations) >= MOST_OPERATIONS:
             known = None

@@ -48,7 +48,7 @@ class _Walk:
         if len(sizes.pairs or sizes.rows) != plan.size:
             raise LayoutError(f"sizes for {len(sizes.pairs or sizes.rows)} ranks, but the plan has {plan.size}")
         self.plan, self.machine, self.programs = plan, machine, plan.programs
-        self.extents = [sizes.extents(rank, plan.parts) for rank in range(plan.size)]
+        self.extents = [plan.extents(rank, sizes) for rank in range(plan.size)]
         self.offsets = [
             {b.name: b.offsets(e) for b in p.buffers} for p, e in zip(self.programs, self.extents, strict=True)
         ]

@@ -97,7 +97,7 @@ def check_bound(world, name, seen=dict, **options):
     listed = catalogue.problems(world.size)[name]
     for number, schedule in enumerate(schedules.available(listed)):
         sizes = spread(listed, "uneven", seed=number)
-        plan = schedules.write(listed, schedule, 1 + number % 2, sizes)
+        plan = schedules.write(listed, schedule, (1, (1, 2))[number % 2], sizes)
         mine = catalogue.inputs(listed, sizes)[world.rank]
         if listed.packed:
             mine["x"] = with_gaps(mine["x"])

@@ -102,7 +102,7 @@ def inputs(problem, sizes, call=0, fill=None):
     """The inputs of every rank, by name, in storage dtype. `fill(random, shape, dtype)` draws the numbers."""
     fill, given = fill or drawn, []
     for rank in range(problem.size):
-        extents = sizes.extents(rank, 1)
+        extents = sizes.extents(rank, (1,))
         buffers = [b for b in problem.workspace(rank, 1).program(()).buffers if b.role == "input"]
         shared = {"bias"} if problem.moves == "all_reduce" else set()  # the same on all ranks
         seeds = {b.name: [call, 0 if b.name in shared else rank, zlib.crc32(b.name.encode())] for b in buffers}

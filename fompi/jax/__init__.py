@@ -16,13 +16,14 @@ from fompi import ops
 from fompi.call import Operation
 from fompi.dlpack import is_tracer
 from fompi.duals import _DUALS, Call, flatten
+from fompi.layout import Slices
 
 __all__ = list(_DUALS)
 
 
 def _differentiable(operation: Operation) -> Any:
     @functools.wraps(operation)
-    def call(*args: Any, comm: Any = None, schedule: str = "auto", slices: int | None = None, **options: Any) -> Any:
+    def call(*args: Any, comm: Any = None, schedule: str = "auto", slices: Slices | None = None, **options: Any) -> Any:
         arguments = operation.arguments(*args, **options)
         state = Call(operation, arguments, comm, schedule, slices)
 

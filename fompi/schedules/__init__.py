@@ -1,5 +1,7 @@
 """How an operation is carried out: each schedule is a generator of the ops of one rank.
 
+`slices` is a number of equal ones, or their sizes in proportion: (1, 2, 4), small first.
+
 | schedule        | messages                                             | parts per shard |
 |-----------------|------------------------------------------------------|-----------------|
 | `unfused`       | kernel, then the native collective                   | 1               |
@@ -14,10 +16,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import index
 
 from fompi.errors import PlanError
-from fompi.layout import Sizes
+from fompi.layout import Sizes, Slices
 from fompi.plan import Op, Plan, Program, Programs, Workspace
 from fompi.problems import Problem
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
@@ -50,15 +53,23 @@ def available(problem: Problem) -> list[str]:
     return names
 
 
-def parts_of(schedule: str, slices: int) -> int:
-    """Blocks per shard."""
-    return {"unfused": 1, "bidirectional": 2 * slices}.get(schedule, slices)
+def shares_of(schedule: str, slices: Slices) -> tuple[int, ...]:
+    """The sizes of the parts of a shard in proportion. Raises PlanError for slices that are none."""
+    try:
+        shares = (1,) * index(slices) if not isinstance(slices, Sequence) else tuple(map(index, slices))
+    except TypeError:
+        shares = ()
+    if not shares or min(shares) < 1:
+        raise PlanError(f"slices={slices!r}: give a number >= 1, or the sizes of the slices in proportion: (1, 2, 4)")
+    if schedule == "unfused":
+        return (1,)
+    return tuple(share for share in shares for _ in range(2)) if schedule == "bidirectional" else shares
 
 
 def write(
     problem: Problem,
     schedule: str,
-    slices: int = 1,
+    slices: Slices = 1,
     sizes: Sizes | None = None,
     window: int | None = None,
     at: Callable[[int], Problem] | None = None,
@@ -71,15 +82,15 @@ def write(
         raise PlanError(
             f"{problem.operation} has no schedule {schedule!r}; take one of {', '.join(available(problem))}"
         )
-    if slices < 1 or (window is not None and window < 1):
-        raise PlanError(f"slices={slices}, window={window}: both need to be at least 1")
-    parts = parts_of(schedule, slices)
+    if window is not None and window < 1:
+        raise PlanError(f"window={window}: at least one send must be in flight, or None for no bound")
+    shares = shares_of(schedule, slices)
 
     def program(rank: int) -> Program:
         mine = problem if at is None else at(rank)
-        work = mine.workspace(rank, parts)
+        work = mine.workspace(rank, len(shares))
         return work.program(SCHEDULES[schedule](mine, work))
 
     size = problem.size
     nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
-    return Plan(problem, schedule, parts, sizes or nothing, Programs(size, program), window)
+    return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window)

@@ -13,9 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from fompi.call import Arguments, Operation
 from fompi.duals import Call, flatten, unflatten
+from fompi.layout import Slices
 
 
-def differentiable(operation: Operation, arguments: Arguments, comm: Any, schedule: str, slices: int | None) -> Any:
+def differentiable(operation: Operation, arguments: Arguments, comm: Any, schedule: str, slices: Slices | None) -> Any:
     """The result of the operation, attached to the graph of its tensors."""
     call = Call(operation, arguments, comm, schedule, slices)
     for tensor in arguments.tensors:

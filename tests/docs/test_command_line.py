@@ -33,12 +33,12 @@ PLANS = {
         ranks=4,
         schedule="ring",
     ),
-    "matmul_reduce_scatter 7x64 64x5 --ranks 3 --dtype bfloat16 --slices 2 --window 1": lambda: fompi.plan(
+    "matmul_reduce_scatter 7x64 64x5 --ranks 3 --dtype bfloat16 --slices 1,3 --window 1": lambda: fompi.plan(
         fompi.matmul_reduce_scatter,
         Spec((7, 64), "bfloat16", Shard(1)),
         Spec((64, 5), "bfloat16", Shard(0)),
         ranks=3,
-        slices=2,
+        slices=(1, 3),
         window=1,
     ),
     "all_to_all_weight_gradient 8x4 8x6 --ranks 2": lambda: fompi.plan(
@@ -102,8 +102,9 @@ WRONG = {
     "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "no schedule 'sliced' for all_reduce",
     "plan all_reduce 64 --ranks 4 --dtype bool": "a sum of bool has no meaning",
     f"plan {GATHER} --dtype float31": "unknown dtype 'float31'; known: float64",
-    f"plan {GATHER} --slices 0": "at least 1",
-    f"plan {GATHER} --window 0": "at least 1",
+    f"plan {GATHER} --slices 0": "slices=0: give a number >= 1",
+    f"plan {GATHER} --slices 1,x": "--slices takes a number, or sizes in proportion, for example 1,2,4, not '1,x'",
+    f"plan {GATHER} --window 0": "at least one send must be in flight",
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"simulate {GATHER} --save /no/such/folder/trace.json": "No such file or directory",
 }

@@ -29,7 +29,7 @@ def proven_before(monkeypatch):
 
 def variants(problem, turn=0, most=20):
     """Schedules and slices, all of them, or about `most`: others at another `turn`."""
-    every = [("auto", None), *product(schedules.available(problem), (1, 2))]
+    every = [("auto", None), *product(schedules.available(problem), (1, (1, 2)))]
     step = -(-len(every) // most)
     return every[turn % step :: step]
 

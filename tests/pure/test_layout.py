@@ -16,6 +16,7 @@ from fompi.layout import (
     Spec,
     accumulator,
     blocks,
+    cut,
     itemsize,
     nbytes,
     offsets,
@@ -24,6 +25,7 @@ from fompi.layout import (
 )
 
 counts = st.integers(0, 9)
+shares = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 
 @st.composite
@@ -42,33 +44,41 @@ def test_split_is_as_even_as_can_be(total, pieces):
     assert max(parts) - min(parts) <= 1 and list(parts) == sorted(parts, reverse=True)
 
 
+@given(st.integers(0, 1000), st.lists(st.integers(1, 50), min_size=1, max_size=12))
+def test_cut_keeps_the_proportions(total, shares):
+    rows = cut(total, shares)
+    assert len(rows) == len(shares) and sum(rows) == total
+    assert all(-1 < n - total * share / sum(shares) <= 1 for n, share in zip(rows, shares, strict=True))
+    assert cut(total, (3,) * len(shares)) == list(split(total, len(shares)))
+
+
 @given(st.lists(counts))
 def test_offsets_begin_each_run(runs):
     assert offsets(runs) == [sum(runs[:i]) for i in range(len(runs) + 1)]
 
 
-@given(all_sizes(), st.integers(1, 4))
-def test_equal_symbols_have_equally_many_rows(given_sizes, parts):
+@given(all_sizes(), shares)
+def test_equal_symbols_have_equally_many_rows(given_sizes, shares):
     """On whatever rank, in whatever buffer: the rows of a message, of a sum, of a product fit in every call."""
     size, by_owner, by_pair = given_sizes
-    known = {}
+    parts, known = len(shares), {}
     for axis in AXES:
         if axis == "whole":
             continue
         sizes = by_pair if axis in ("send", "recv") else by_owner
         for rank in range(size):
-            listed = sizes.extents(rank, parts).counts(axis)
+            listed = sizes.extents(rank, shares).counts(axis)
             numbers = blocks(axis, rank, size, parts)
             assert len(listed) == len(numbers)
             for block, rows in zip(numbers, listed, strict=True):
                 assert known.setdefault(symbol(axis, rank, size, parts, block), rows) == rows
 
 
-@given(all_sizes(), st.integers(1, 4))
-def test_rows_add_up(given_sizes, parts):
+@given(all_sizes(), shares)
+def test_rows_add_up(given_sizes, shares):
     size, by_owner, by_pair = given_sizes
     for rank in range(size):
-        owned, paired = by_owner.extents(rank, parts), by_pair.extents(rank, parts)
+        owned, paired = by_owner.extents(rank, shares), by_pair.extents(rank, shares)
         assert sum(owned.counts("rows")) == sum(owned.counts("slices")) == sum(by_owner.rows)
         assert sum(owned.counts("own")) == by_owner.rows[rank]
         assert sum(owned.counts("copies")) == size * by_owner.rows[rank]
@@ -78,12 +88,12 @@ def test_rows_add_up(given_sizes, parts):
 
 def test_the_axes_by_example():
     """3 ranks, 2 parts, rows 4, 3 and 0: on rank 1."""
-    extents = Sizes(rows=(4, 3, 0)).extents(1, 2)
+    extents = Sizes(rows=(4, 3, 0)).extents(1, (1, 1))
     assert extents.counts("rows") == [2, 2, 2, 1, 0, 0]
     assert extents.counts("own") == [2, 1]
     assert extents.counts("copies") == [2, 1, 2, 1, 2, 1]
     assert extents.counts("slices") == [2, 2, 0, 2, 1, 0]
-    pairs = Sizes(pairs=((1, 2, 3), (4, 5, 6), (7, 8, 9))).extents(1, 2)
+    pairs = Sizes(pairs=((1, 2, 3), (4, 5, 6), (7, 8, 9))).extents(1, (1, 1))
     assert (pairs.send, pairs.recv) == ((4, 5, 6), (2, 5, 8))
     assert pairs.counts("recv") == [1, 1, 3, 2, 4, 4]
     assert list(blocks("own", 1, 3, 2)) == [2, 3] and list(blocks("whole", 1, 3, 2)) == [0]
@@ -93,7 +103,7 @@ def test_the_axes_by_example():
 
 def test_a_whole_buffer_has_no_rows():
     with pytest.raises(LayoutError, match="a shape of its own"):
-        Extents(0, 1, 1).counts("whole")
+        Extents(0, 1, (1,)).counts("whole")
 
 
 # ------------------------------------------------------------------------------------------------ dtypes, specs

@@ -93,7 +93,7 @@ def test_json_keeps_everything(name):
     problem = catalogue.problems(3)[name]
     sizes = catalogue.sizes(problem, "uneven")
     for schedule in schedules.available(problem):
-        plan = schedules.write(problem, schedule, 2, sizes, window=2)
+        plan = schedules.write(problem, schedule, (2, 1), sizes, window=2)
         described, fields = programs_from_json(plan.to_json())
         assert json.loads(json.dumps(asdict(problem))) == described
         assert Plan(problem, **fields) == plan
@@ -258,7 +258,7 @@ def test_chunks_by_index():
     assert [str(c) for c in (x[:], x[2], x[3:], y[:], y[0:3], y[4:], w[:])] == [
         "x[2:4]", "x[2]", "x[3]", "y[0:6]", "y[0:3]", "y[4:6]", "w[0]",
     ]  # fmt: skip
-    extents = Sizes(rows=(3, 4, 5)).extents(1, 2)
+    extents = Sizes(rows=(3, 4, 5)).extents(1, (1, 1))
     assert (x.offsets(extents), x.shape(extents)) == ([0, 2, 4], (4, 3))
     assert (y.offsets(extents), y.shape(extents)) == ([0, 2, 3, 5, 7, 10, 12], (12, 4))
     assert (w.offsets(extents), w.shape(extents)) == ([0, 3], (3, 4))

@@ -121,9 +121,22 @@ def test_schedules_that_an_operation_does_not_have():
         schedules.write(problem("all_gather", 2, Form((3,), "int8")), "auto")
 
 
-@pytest.mark.parametrize("options", [{"slices": 0}, {"slices": -2}, {"window": 0}])
-def test_slices_and_windows(options):
-    refused(PlanError, "both need to be at least 1", fompi.all_gather, X, **options)
+@pytest.mark.parametrize("slices", [0, -2, 1.5, (), (1, 0), (2, -1), "2", ("a",), ((1, 2),)])
+def test_slices_that_are_none(slices):
+    refused(PlanError, f"slices={slices!r}: give a number >= 1, or the sizes", fompi.all_gather, X, slices=slices)
+
+
+def test_windows_that_are_none():
+    refused(PlanError, "window=0: at least one send", fompi.all_gather, X, window=0)
+
+
+def test_unequal_slices():
+    plan = fompi.plan(fompi.all_gather, Spec((30, 2), "float32", Shard(0)), ranks=2, schedule="ring", slices=[1, 2, 2])
+    assert plan.shares == (1, 2, 2)
+    assert plan.extents(0).counts("rows") == [3, 6, 6, 3, 6, 6]
+    assert str(plan).startswith("all_gather(float32[:, 2]) by ring: 2 ranks, 3 parts 1:2:2, scratch")
+    both_ways = fompi.plan(fompi.all_gather, X, ranks=2, schedule="bidirectional", slices=(1, 2))
+    assert both_ways.shares == (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize("root", [-1, 2, 7])

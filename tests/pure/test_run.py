@@ -17,7 +17,7 @@ def gather_matmul(rows, k=64, columns=64, schedule="direct", slices=1):
 
 def is_long(plan, sizes=None):
     compiled = Compiled(plan, 0)
-    return compiled.is_long(compiled.sized((sizes or plan.sizes).extents(0, plan.parts)))
+    return compiled.is_long(compiled.sized((sizes or plan.sizes).extents(0, plan.shares)))
 
 
 def test_a_product_of_many_operations_is_long():

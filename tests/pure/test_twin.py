@@ -21,7 +21,7 @@ from fompi.verify import verify
 
 BACKEND = Numpy()
 NAMES = list(catalogue.problems(1))
-SLICES = (1, 2, 3)
+SLICES = (1, 2, (1, 3, 2))
 WINDOWS = (None, 1, 2)
 
 

@@ -40,7 +40,7 @@ def made(problem, *programs, scratch=(), parts=1, window=None):
         for buffer in scratch:
             work.scratch(*buffer)
         listed.append(work.program(parse(op.lstrip()) for op in text.split(";") if op.strip()))
-    return Plan(problem, "by hand", parts, Sizes(rows=(0,) * problem.size), tuple(listed), window)
+    return Plan(problem, "by hand", (1,) * parts, Sizes(rows=(0,) * problem.size), tuple(listed), window)
 
 
 def assert_refused(plan, text, rank, op, chunk):
