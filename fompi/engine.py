@@ -55,6 +55,7 @@ class Task:
     touched = 0.0  # when it last moved, on the clock of perf_counter
     failed = 0.0  # when it got its error
     begins = False  # what it waits for is that others begin the same
+    is_long = False  # somebody must move messages while its kernels run
 
     def completed(self, key: int) -> None:
         raise NotImplementedError
@@ -150,6 +151,11 @@ class Engine:
         return not (self._requests or self._ready or self._launched)
 
     @property
+    def rests(self) -> bool:
+        """Whether what is in flight gains nothing from a poll: there are only kernels, and the program runs them."""
+        return not (self._requests or self._launched or (self._ready and not self.attended))
+
+    @property
     def attended(self) -> bool:
         """Whether a thread of the program is at it, which runs kernels itself."""
         return self.computing > 0 or bool(self.waiting)
@@ -171,6 +177,8 @@ class Engine:
                 return moved
             task, key, kernel = taken
             self.computing += 1
+        if task.is_long and self._requests:
+            self.assist()
         error, begun = None, perf_counter()
         try:
             kernel()

@@ -7,8 +7,9 @@
 | `native` | the same, but seldom: for a library that moves messages by itself (`measure_native`)         |
 | `poll`   | nobody: messages move between kernels, and when the program asks                             |
 
-The helper sleeps as long as others poll. With one core for a rank it wakes seldom: each time it takes the core from
-the kernel for some microseconds. FOMPI_PROGRESS chooses the mode, `python -m fompi info` shows it.
+The helper sleeps as long as others poll, or no message is in flight. With one core for a rank it wakes seldom: each
+time it takes the core from the kernel for some microseconds. FOMPI_PROGRESS chooses the mode, `python -m fompi info`
+shows it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MODES = ("auto", "helper", "native", "poll")
 HELPED = ("helper", "native")
 """Those with a helper."""
 
-SCARCE_SECONDS, SPARE_SECONDS, NATIVE_SECONDS = 400e-6, 50e-6, 2e-3
+SCARCE_SECONDS, SPARE_SECONDS, NATIVE_SECONDS = 1e-3, 50e-6, 4e-3
 """Between two polls: with one core for a rank, with more, and where the library needs no help."""
 
-LINGER_SECONDS = 0.05
-"""For so long the helper stays awake when nothing is in flight."""
+LINGER_SECONDS, REST_SECONDS = 0.05, 5e-3
+"""For so long the helper stays awake when nothing is in flight. While only kernels are, it looks so often."""
 
 
 def choose_mode(asked: str, thread_level: str) -> str:
@@ -61,13 +62,15 @@ class Helper:
 
     def __init__(self, engine: Engine, seconds: float):
         self.engine, self.seconds = engine, seconds
-        self._awake = self._stopped = False
+        self._awake = self._resting = self._stopped = False
         self._call, self._lock = Event(), Lock()
         self._thread: Thread | None = None
 
     def wake(self) -> None:
         """Something is in flight that others may have to move."""
         if self._awake or self._stopped:
+            if self._resting:
+                self._call.set()
             return
         with self._lock:
             self._awake = True
@@ -94,20 +97,25 @@ class Helper:
 
     def _assist(self) -> None:
         """Poll until nothing has been in flight for a while."""
-        engine, idle = self.engine, 0.0
+        engine, busy = self.engine, perf_counter()
         seen = engine.polls
         while not self._stopped:
-            sleep(self.seconds)
+            self._resting = True  # before we look: who begins something later sets the event
+            if engine.rests:
+                self._call.wait(REST_SECONDS)
+                self._call.clear()
+            else:
+                sleep(self.seconds)
+            self._resting = False
             if engine.idle and not engine.computing:
-                idle += self.seconds
-                if idle > LINGER_SECONDS:
+                if perf_counter() - busy > LINGER_SECONDS:
                     self._awake = False
                     if engine.idle:  # nothing began meanwhile, without waking us
                         return
                     self._awake = True
             else:
-                idle = 0.0
-                if engine.polls == seen:  # nobody else does
+                busy = perf_counter()
+                if engine.polls == seen and not engine.rests:  # nobody else does
                     while engine.progress(merges_only=engine.attended) and not self._stopped:
                         pass
             seen = engine.polls

@@ -255,7 +255,8 @@ class Run(Task):
         except Exception as error:  # of MPI
             channel.fail(self, error)
             raise
-        if is_long and self.comm.size > 1:
+        self.is_long = is_long and self.comm.size > 1
+        if self.is_long:
             self.comm.engine.assist()  # now that there is something in flight: a helper without work goes to sleep
 
     def _start(self, unready: Mapping[tuple[str, int], list[int]] | None) -> None:

@@ -32,6 +32,7 @@ from fompi.bench.measure import (
     alternate,
     checked,
     geometric_mean,
+    named,
     relative_error,
     texts,
 )
@@ -46,8 +47,8 @@ PEER_KS = KS[:3]
 
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
 FUSED: dict[str, dict[str, Any]] = {
-    f"fompi direct, {slices} slice{'s' * (slices > 1)}": {"schedule": "direct", "slices": slices}
-    for slices in (1, 2, 4, 8)
+    f"fompi direct, {named(slices)}": {"schedule": "direct", "slices": slices}
+    for slices in (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))
 }
 KERNEL, WIRE, UNFUSED_P2P = "kernel alone", "wire", "fompi unfused_p2p"
 NATIVE, PAIRWISE = "native slices", "P2P slices"

@@ -158,6 +158,27 @@ def test_it_rests_while_others_poll(engine):
     assert engine.polls - before - ours <= 0.2 * ours and not busy.finished
 
 
+def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(engine, monkeypatch):
+    monkeypatch.setattr(progress, "REST_SECONDS", 10.0)
+    polls, task = [], Kernels(engine)
+
+    def long():
+        before = engine.polls
+        time.sleep(0.05)
+        polls.append(engine.polls - before)
+
+    def sends():
+        task.messages = Arrivals(engine, ["never"])
+
+    task.products, task.left, task.is_long = [long, sends, long], 3, True
+    with engine.lock:
+        engine.kernels_ready(task)
+    engine.assist()
+    while not task.finished:
+        engine.progress()
+    assert polls[0] <= 1 < polls[1]
+
+
 def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(helpers, engine, monkeypatch):
     monkeypatch.setattr(progress, "LINGER_SECONDS", 1e-3)
     for _ in range(20):
