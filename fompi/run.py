@@ -71,7 +71,9 @@ class Compiled:
         self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
         self.natives = self.kinds.count(NATIVE)
         self.buffers = {b.name: b for b in self.program.buffers}
-        self.scratch = [b for b in self.program.buffers if b.role == "scratch"]
+        self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers]
+        self._axes = {axis for _, axis, _ in self._forms} - {"whole"}
+        self._x_row_nbytes = self.buffers["x"].row_nbytes
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
         self.title = f"{plan.problem.operation} by {plan.schedule}" + (f" on an {device}" if device else "")
         self._reads = [[self._place(c) for c in op.reads] for op in ops]
@@ -94,17 +96,19 @@ class Compiled:
     def sized(self, extents: Extents) -> Sized:
         """Where blocks begin, and the shapes of buffers, with these rows; those of the last call are kept."""
         if self._sized is None or self._sized[0] != extents:
-            by_axis = {
-                axis: offsets(extents.counts(axis)) for axis in {b.axis for b in self.buffers.values()} - {"whole"}
-            }
-            starts = {name: by_axis[b.axis] for name, b in self.buffers.items() if b.axis != "whole"}
-            shapes = {n: (starts[n][-1], *b.row) if n in starts else b.row for n, b in self.buffers.items()}
+            by_axis = {axis: offsets(extents.counts(axis)) for axis in self._axes}
+            starts, shapes = {}, {}
+            for name, axis, row in self._forms:
+                shapes[name] = row
+                if axis != "whole":
+                    starts[name] = begins = by_axis[axis]
+                    shapes[name] = (begins[-1], *row)
             self._sized = extents, Sized(starts, shapes)
         return self._sized[1]
 
     def is_long(self, sized: Sized) -> bool:
         """Whether some kernel takes so long that somebody else must move messages meanwhile."""
-        if not self.multiplies and 2 * self.buffers["x"].row_nbytes * sized.starts["x"][-1] <= LONG_NBYTES:
+        if not self.multiplies and 2 * self._x_row_nbytes * sized.starts["x"][-1] <= LONG_NBYTES:
             return False  # a sum reads no more: seen at once, where sizes change at every call
         if self._long is None or self._long[0] is not sized:
             self._long = sized, any(self._is_long(sized, i) for i in range(len(self.ops)) if self.kinds[i] == COMPUTE)
