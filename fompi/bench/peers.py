@@ -32,13 +32,13 @@ from fompi.bench.measure import (
     alternate,
     checked,
     geometric_mean,
-    named,
     relative_error,
     texts,
 )
 from fompi.bench.rivals import OPERATIONS, Array, Rival
 from fompi.bench.suites import Options
 from fompi.bench.xla import Mpi4jax, Xla
+from fompi.layout import slices_in_words
 
 M = N = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (1024,)
@@ -47,7 +47,7 @@ PEER_KS = KS[:3]
 
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
 FUSED: dict[str, dict[str, Any]] = {
-    f"fompi direct, {named(slices)}": {"schedule": "direct", "slices": slices}
+    f"fompi direct, {slices_in_words(slices)}": {"schedule": "direct", "slices": slices}
     for slices in (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))
 }
 KERNEL, WIRE, UNFUSED_P2P = "kernel alone", "wire", "fompi unfused_p2p"
@@ -220,7 +220,7 @@ def figures(row: Row, best: str, asked: bool) -> list[Figure]:
     """The best of ours against the best of each kind of rival; what is to be reached only where there is a wire."""
     unfused = row.best(UNFUSED)
     sliced = row.best(name for name in row.samples if name.startswith((NATIVE, PAIRWISE)))
-    other = row.best(others(row))
+    other, cut = row.best(others(row)), [name for name in row.samples if is_cut(name)]
     slower = row.ratio(best, unfused)
     assert slower.interval is not None
     found = [
@@ -229,27 +229,37 @@ def figures(row: Row, best: str, asked: bool) -> list[Figure]:
         row.ratio(sliced, best, **({"least": LEAST_SLICED_CASE} if asked else {})),
         row.ratio(other, best),
     ]
+    if cut:
+        found.append(row.ratio(row.best(cut), best))
     if asked:
         found.append(Figure("T_m / T_c", row.median(WIRE) / row.median(KERNEL)))
     return found
 
 
 def others(row: Row) -> list[str]:
-    """Peers that are not of this house."""
-    return [name for name in row.samples if name.startswith(("mpi4py", "gloo", "JAX", "mpi4jax"))]
+    """Peers that are not of this house, as they come: who cuts gloo's calls in slices has written a schedule."""
+    peers = (name for name in row.samples if name.startswith(("mpi4py", "gloo", "JAX", "mpi4jax")))
+    return [name for name in peers if not is_cut(name)]
+
+
+def is_cut(name: str) -> bool:
+    return name.startswith("gloo, ")
 
 
 def summary(found: Sequence[Row], cluster: Cluster) -> Row:
-    """Geometric means over the rows: of the slices over all, of the other peers over those that are balanced."""
+    """Geometric means over the rows: of the slices over all, of the others over those that are balanced."""
     sliced = [row.figures[2].value for row in found]
     balanced = [
-        row.figures[3].value
+        row.figures
         for row in found
         if cluster.shared or BALANCED[0] <= row.median(WIRE) / row.median(KERNEL) <= BALANCED[1]
     ]
     asked = not cluster.shared
     means = [Figure("best slices / fompi, geometric mean", geometric_mean(sliced), least=1.0 if asked else None)]
     if balanced:
-        name = f"best other peer / fompi, geometric mean of {len(balanced)} balanced rows"
-        means.append(Figure(name, geometric_mean(balanced), least=LEAST_OTHERS if asked else None))
+        rows = f"geometric mean of {len(balanced)} balanced rows"
+        other = geometric_mean(figures[3].value for figures in balanced)
+        means.append(Figure(f"best other peer / fompi, {rows}", other, least=LEAST_OTHERS if asked else None))
+        if cut := [figure.value for figures in balanced for figure in figures if is_cut(figure.name)]:
+            means.append(Figure(f"gloo in slices / fompi, {rows}", geometric_mean(cut), least=1.0 if asked else None))
     return Row("all rows", str(cluster), figures=means)
