@@ -30,6 +30,7 @@ from fompi.errors import (
     WaitTimeout,
 )
 from fompi.executor import Executor, bind
+from fompi.explain import Explanation
 from fompi.layout import Partial, Replicate, Shard, Spec
 from fompi.machine import Machine
 from fompi.ops import (
@@ -44,6 +45,7 @@ from fompi.ops import (
     all_to_all_matmul_weight_gradient,
     all_to_all_weight_gradient,
     broadcast,
+    explain,
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
@@ -63,6 +65,7 @@ __all__ = [
     "Communicator",
     "DtypeError",
     "Executor",
+    "Explanation",
     "FompiError",
     "LaunchError",
     "LayoutError",
@@ -101,6 +104,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "explain",
     "plan",
     "prove",
     "read_clocks",

@@ -1,16 +1,18 @@
-"""python -m fompi info | plan | simulate | bench: what the functions return, in a terminal."""
+"""python -m fompi info | plan | simulate | explain | bench: what the functions return, in a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import fompi
 from fompi import info, problems
 from fompi.bench import suites
 from fompi.errors import FompiError
 from fompi.layout import Spec
+from fompi.machine import PRESETS
 from fompi.problems import MEANING
 from fompi.schedules import SCHEDULES
 
@@ -27,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         ("simulate", "the predicted trace of a plan"),
     ):
         _plan_arguments(commands.add_parser(name, help=what, epilog=EXAMPLE), name)
+    _explain_arguments(commands.add_parser("explain", help="which schedule is the best, and why", epilog=EXAMPLE))
     bench = commands.add_parser("bench", help="benchmarks, for mpirun")
     _bench_arguments(bench)
     try:
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             if options.suite is None:
                 parser.error(f"bench: name a suite ({', '.join(suites.SUITES)}), or a shape with --like M,K,N")
             return suites.run(options.suite, measure, options.json, options.markdown, options.plot)
-        status = _plan(options)
+        status = _explain(options) if options.command == "explain" else _plan(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever reads has seen enough: `| head`
@@ -62,33 +65,59 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
 
 
-def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+def _problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("operation", choices=sorted(MEANING), metavar="OPERATION", help=", ".join(sorted(MEANING)))
     parser.add_argument("shapes", nargs="+", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}")
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    _problem_arguments(parser)
+    parser.add_argument("--machine", default="gigabit", help=f"a JSON file, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--timeline", action="store_true", help="that of the best one, as text")
+    parser.add_argument("--plot", metavar="FILE", help="timelines of the best one and of the best without overlap: SVG")
+
+
+def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    _problem_arguments(parser)
+    parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}, hierarchical(RANKS)")
     parser.add_argument("--slices", metavar="N | A,B,...", help="equal ones, or their sizes in proportion: 1,2,4")
     parser.add_argument("--window", type=int, help="sends in flight of a rank (no bound)")
     parser.add_argument("--verify", action="store_true", help="prove the plan first")
     if command == "plan":
         parser.add_argument("--json", action="store_true", help="the plan as JSON")
+        parser.add_argument("--machine", help="auto is what is best there: a preset, or a JSON file")
     else:
         parser.add_argument("--machine", default="gigabit", help="a preset, or a JSON file")
         parser.add_argument("--save", metavar="FILE", help="the trace as Chrome JSON, for Perfetto")
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _specs(options: argparse.Namespace) -> list[Spec]:
     shapes = [_shape(text) for text in options.shapes]
     layouts = problems.layouts(options.operation, len(shapes))
-    specs = [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
+    return [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
+
+
+def _explain(options: argparse.Namespace) -> int:
+    found = fompi.explain(options.operation, *_specs(options), ranks=options.ranks, machine=options.machine)
+    print(found)
+    if options.timeline:
+        print(found.timeline())
+    if options.plot:
+        Path(options.plot).write_text(found.plot())
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
     plan = fompi.plan(
         options.operation,
-        *specs,
+        *_specs(options),
         ranks=options.ranks,
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,
+        machine=options.machine if options.command == "plan" else None,
     )
     if options.verify:
         fompi.verify(plan)

@@ -1,4 +1,7 @@
-"""Which schedule: for now a simple rule. Every rank comes to the same answer from what all ranks know."""
+"""Which schedule: by a model of the machine if there is one (`fompi.explain`), else by a simple rule.
+
+An operation that is called must choose by what all its ranks know, and so it takes the rule.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from functools import lru_cache
 
 from fompi import layout
 from fompi.errors import PlanError
+from fompi.explain import explain
 from fompi.layout import Sizes, Slices
+from fompi.machine import Machine
 from fompi.plan import Plan
 from fompi.problems import Problem
-from fompi.schedules import available, write
+from fompi.schedules import available, is_available, write
 
 SMALL_NBYTES = 64 << 10
 """Below this an all-reduce goes in one step: its latency counts, its bytes do not."""
@@ -50,11 +55,19 @@ def plan_for(
     slices: Slices | None = None,
     window: int | None = None,
     at: Callable[[int], Problem] | None = None,
+    machine: Machine | None = None,
 ) -> Plan:
-    """The Plan of `problem` for these sizes, by `schedule` ("auto": the one that `choose` takes)."""
-    if schedule == "auto":
+    """The Plan of `problem` for these sizes, by `schedule`.
+
+    "auto": the one that is best on `machine`, or without one that which `choose` takes.
+    """
+    if schedule == "auto" and machine is not None:
+        cut: Slices
+        name, cut, paced = explain(problem, sizes, machine, at).winner.candidate
+        window = paced if window is None else window
+    elif schedule == "auto":
         name, cut = choose(problem, None if sizes.pairs else sum(sizes.rows))
-    elif schedule in available(problem):
+    elif is_available(problem, schedule):
         name, cut = schedule, 1
     else:
         raise PlanError(f"no schedule {schedule!r} for {problem.operation}; take auto, {', '.join(available(problem))}")

@@ -76,6 +76,13 @@ Slices = int | Sequence[int]
 """Into what a shard is cut: a number of equal parts, or their sizes in proportion."""
 
 
+def slices_in_words(slices: Slices) -> str:
+    """'1 slice', '4 slices', 'slices 1:2:4'."""
+    if isinstance(slices, int):
+        return f"{slices} slice{'s' * (slices != 1)}"
+    return f"slices {':'.join(map(str, slices))}"
+
+
 def split(total: int, pieces: int) -> tuple[int, ...]:
     """`total` rows in `pieces` runs as even as can be, the longer ones first: split(7, 3) == (3, 2, 2)."""
     each, rest = divmod(total, pieces)

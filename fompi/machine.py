@@ -1,20 +1,78 @@
-"""Machine: what a call costs here, in a handful of numbers. Presets, and JSON files of the same fields."""
+"""Machine: what messages and kernels cost, as values. Presets, and JSON files of the same fields.
+
+`python -m fompi calibrate` measures one; a preset says where its numbers come from.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fompi.errors import LayoutError
+
+Points = tuple[tuple[float, float], ...]
+"""A curve: (x, y) with growing x; straight lines between them, and beyond the last two."""
+
+
+def at(points: Points, x: float) -> float:
+    """The curve at x; below its first point it is level."""
+    if x <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    i = min(bisect_right(points, (x, float("inf"))), len(points) - 1)
+    (a, y), (b, z) = points[i - 1], points[i]
+    return y + (z - y) * (x - a) / (b - a)
+
+
+class Level(NamedTuple):
+    """The link between groups of `ranks` consecutive ranks; inside of a group, that of the level below.
+
+    `shared`: the ranks of a group have one port between them, not one each.
+    """
+
+    ranks: int
+    latency: float
+    bandwidth: float
+    shared: bool = False
+    curve: Points = ()  # seconds by bytes, if it was sampled
+
+
+class Link(NamedTuple):
+    """What a message from one rank to another takes by itself, and the ports that it goes through."""
+
+    level: Level
+    ports: tuple[tuple[str, int, int], ...]  # (out or in, number of the level, rank or group)
+    rate: float  # of the slower end: 1 where nothing is wrong
+
+    def busy(self, nbytes: int) -> float:
+        """Seconds for which it occupies its ports."""
+        _, latency, bandwidth, _, curve = self.level
+        seconds = at(curve, nbytes) - latency if curve else nbytes / bandwidth
+        return max(0.0, seconds) / self.rate
+
+    def seconds(self, nbytes: int) -> float:
+        return self.level.latency + self.busy(nbytes)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds, bytes and floating-point operations per second, of one rank and of the link that it has.
+    """Seconds, bytes and floating-point operations per second, of one rank and of the links that it has.
 
-    A message takes `latency + nbytes / bandwidth`; a rank sends one at a time and receives one at a time.
-    A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`.
+    A message takes `latency + nbytes / bandwidth`, or what the sampled `curve` says. A port carries one message at full
+    rate, several at equal shares; messages to one peer go one after the other. `levels` are slower links between
+    groups of ranks, the innermost first. `rates[rank]` is the share of its bandwidth that a rank has (1 beyond).
+
+    A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`, and a product `packed / pack_rate` more,
+    where `packed` are the bytes of its weight: a library packs them in every call, so many small calls cost more.
+
+    On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from the
+    kernel that runs, a sum its own time, and what has come is seen `poll / 2` later. With two lanes sums run beside
+    kernels, and messages cost them nothing. `natives` are the library's collectives: seconds by bytes of the largest
+    rank, read and written, for `native_ranks` ranks; without a curve they cost as much as their messages.
     """
 
     name: str
@@ -24,19 +82,43 @@ class Machine:
     memory_rate: float
     overhead: float
     source: str = ""
+    curve: Points = ()
+    levels: tuple[Level, ...] = ()
+    rates: tuple[float, ...] = ()
+    pack_rate: float = 1e300
+    lanes: int = 1
+    cpu_message: float = 0.0
+    cpu_byte: float = 0.0
+    poll: float = 0.0
+    natives: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
-    def message(self, nbytes: int) -> float:
-        return self.latency + nbytes / self.bandwidth
+    def link(self, source: int, dest: int) -> Link:
+        number, level = -1, Level(1, self.latency, self.bandwidth, False, self.curve)
+        for i, outer in enumerate(self.levels):
+            if source // outer.ranks != dest // outer.ranks:
+                number, level = i, outer
+        ends = [end // level.ranks if level.shared else end for end in (source, dest)]
+        return Link(level, (("out", number, ends[0]), ("in", number, ends[1])), min(map(self.rate, (source, dest))))
 
-    def kernel(self, flops: int, nbytes: int) -> float:
-        return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate)
+    def rate(self, rank: int) -> float:
+        return self.rates[rank] if rank < len(self.rates) else 1.0
+
+    def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
+        return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
+
+    def native(self, name: str, nbytes: int, ranks: int) -> float:
+        """A collective of the library; `nbytes` are those that the rank with most reads and writes."""
+        if name in self.natives:
+            return at(self.natives[name], nbytes)
+        outermost = self.levels[-1] if self.levels else self
+        return outermost.latency * max(1, ranks - 1) + nbytes / outermost.bandwidth
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(asdict(self), indent=1))
 
     @staticmethod
     def load(name: str | Path) -> Machine:
-        """A preset by its name, or a file that `save` wrote."""
+        """A preset by its name, or a file that `save` wrote. Raises LayoutError with the path and the field."""
         if str(name) in PRESETS:
             return PRESETS[str(name)]
         path = Path(name)
@@ -44,40 +126,129 @@ class Machine:
             raise LayoutError(f"no machine {str(name)!r}: neither a file nor one of {', '.join(PRESETS)}")
         try:
             data = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LayoutError(f"{path} is not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise LayoutError(f"{path}: a machine is an object with the fields {_FIELDS}")
-        for field in fields(Machine):
-            value, text = data.get(field.name, field.default), field.name in ("name", "source")
-            if value is MISSING:
-                raise LayoutError(f"{path}: {field.name} is missing; a machine has {_FIELDS}")
-            if not isinstance(value, str if text else (int, float)) or isinstance(value, bool):
-                raise LayoutError(f"{path}: {field.name} must be {'a text' if text else 'a number'}, not {value!r}")
-            if isinstance(value, (int, float)):
-                least = 1e-300 if field.name.endswith(("rate", "width")) else 0  # a divisor
-                if not least <= value <= 1e300:
-                    raise LayoutError(f"{path}: {field.name}={value!r} is out of range")
-        if unknown := set(data) - {f.name for f in fields(Machine)}:
-            raise LayoutError(f"{path}: unknown field {sorted(unknown)[0]!r}; a machine has {_FIELDS}")
-        return Machine(**data)
+        try:
+            return Machine(**_checked(data))
+        except LayoutError as error:
+            raise LayoutError(f"{path}: {error}") from None
 
+
+# ------------------------------------------------------------------------------------------------------------- files
 
 _FIELDS = ", ".join(f.name for f in fields(Machine))
+
+
+def _checked(data: Any) -> dict[str, Any]:
+    """The fields of a Machine as they stand in a file. Raises LayoutError for what cannot be."""
+    if not isinstance(data, dict):
+        raise LayoutError(f"a machine is an object with the fields {_FIELDS}")
+    if unknown := set(data) - {f.name for f in fields(Machine)}:
+        raise LayoutError(f"unknown field {sorted(unknown)[0]!r}; a machine has {_FIELDS}")
+    found: dict[str, Any] = {}
+    for known in fields(Machine):
+        name = known.name
+        if name not in data:
+            if known.default is MISSING and known.default_factory is MISSING:
+                raise LayoutError(f"{name} is missing; a machine has {_FIELDS}")
+            continue
+        value = data[name]
+        if name in ("name", "source"):
+            if not isinstance(value, str):
+                raise LayoutError(f"{name} must be a text, not {value!r}")
+        elif name == "curve":
+            value = _points(name, value) if value else ()
+        elif name == "levels":
+            value = _levels(value)
+        elif name == "rates":
+            value = tuple(_number(f"rates[{i}]", rate, 1e-300) for i, rate in enumerate(_list(name, value)))
+        elif name == "natives":
+            if not isinstance(value, dict):
+                raise LayoutError(f"natives must be an object of curves, not {value!r}")
+            value = {key: _points(f"natives.{key}", points) for key, points in value.items()}
+        elif name == "lanes":
+            if value not in (1, 2) or isinstance(value, bool):
+                raise LayoutError(f"lanes must be 1 or 2, not {value!r}")
+        else:
+            value = _number(name, value, 1e-300 if name.endswith(("rate", "width")) else 0.0)  # a divisor
+        found[name] = value
+    return found
+
+
+def _number(name: str, value: Any, least: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise LayoutError(f"{name} must be a number, not {value!r}")
+    if not least <= value <= 1e300:
+        raise LayoutError(f"{name}={value!r} is out of range")
+    return value
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise LayoutError(f"{name} must be a list, not {value!r}")
+    return value
+
+
+def _points(name: str, value: Any) -> Points:
+    points = []
+    for i, point in enumerate(_list(name, value)):
+        if not isinstance(point, list) or len(point) != 2:
+            raise LayoutError(f"{name}[{i}] must be two numbers, x and seconds, not {point!r}")
+        points.append((_number(f"{name}[{i}][0]", point[0], 0.0), _number(f"{name}[{i}][1]", point[1], 0.0)))
+    if not points or any(b[0] <= a[0] for a, b in pairwise(points)):
+        raise LayoutError(f"{name} must be points with growing x, at least one")
+    return tuple(points)
+
+
+def _levels(value: Any) -> tuple[Level, ...]:
+    levels: list[Level] = []
+    for i, listed in enumerate(_list("levels", value)):
+        name = f"levels[{i}]"
+        if not isinstance(listed, list) or len(listed) not in (3, 4, 5):
+            raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve], not {listed!r}")
+        ranks, latency, bandwidth, shared, curve = [*listed, *[False, []][len(listed) - 3 :]]  # type: ignore[misc]
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= 1 << 40:
+            raise LayoutError(f"{name}: ranks must be a whole number >= 1, not {ranks!r}")
+        if levels and (ranks % levels[-1].ranks or ranks == levels[-1].ranks):
+            raise LayoutError(f"{name}: groups of {ranks} ranks are not made of groups of {levels[-1].ranks}")
+        if not isinstance(shared, bool):
+            raise LayoutError(f"{name}: shared must be true or false, not {shared!r}")
+        latency, bandwidth = _number(f"{name}.latency", latency, 0.0), _number(f"{name}.bandwidth", bandwidth, 1e-300)
+        levels.append(Level(ranks, latency, bandwidth, shared, _points(f"{name}.curve", curve) if curve else ()))
+    return tuple(levels)
+
 
 PRESETS = {
     m.name: m
     for m in (
-        Machine("gigabit", 50e-6, 118e6, 5e10, 1e10, 2e-6, "TCP over 1 Gbit/s Ethernet, one core a rank"),
-        Machine("laptop", 2e-6, 4e9, 5e10, 1e10, 2e-6, "shared memory, one core a rank"),
         Machine(
-            "h100-nvlink",
-            3e-6,
-            400e9,
-            6e14,
-            3e12,
-            4e-6,
+            "gigabit", 50e-6, 118e6, 5e10, 1e10, 2e-6,
+            "TCP over 1 Gbit/s Ethernet, one core a rank",
+        ),
+        Machine(
+            "laptop", 2e-6, 4e9, 5e10, 1e10, 2e-6,
+            "shared memory, one core a rank",
+        ),
+        Machine(
+            "h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6,
             "H100 SXM data sheet: 450 GB/s each way, 990 TFLOP/s",
+            lanes=2,
+        ),
+        Machine(
+            "h100-ndr", 3e-6, 400e9, 6e14, 3e12, 4e-6,
+            "nodes of 8 H100 SXM (data sheet: 450 GB/s each way inside), InfiniBand NDR: 400 Gbit/s a GPU",
+            levels=(Level(8, 6e-6, 48e9),),
+            lanes=2,
+        ),
+        Machine(
+            "a800-nvlink", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
+            "A800 SXM data sheet: NVLink 400 GB/s, 200 each way; 312 TFLOP/s bf16, 2 TB/s",
+            lanes=2,
+        ),
+        Machine(
+            "rtx4090-pcie", 10e-6, 12e9, 1.4e14, 0.8e12, 4e-6,
+            "RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 1 TB/s",
+            lanes=2,
         ),
     )
-}
+}  # fmt: skip

@@ -16,7 +16,10 @@ from typing import Any
 from fompi import problems
 from fompi.call import Arguments, Operation
 from fompi.choose import plan_for
+from fompi.explain import Explanation
+from fompi.explain import explain as explained
 from fompi.layout import Slices, Spec
+from fompi.machine import Machine
 from fompi.plan import Plan
 
 
@@ -200,13 +203,43 @@ def plan(
     bias: bool = False,
     root: int = 0,
     packed: bool = False,
+    machine: Machine | str | None = None,
 ) -> Plan:
     """The Plan of an operation on global tensors, x first: no MPI, no data.
 
     `ranks` how many; `schedule` and `slices` as for the operations; `window` bounds the sends in flight of a rank;
     `bias=True` adds one to each weight; `root` is that of a broadcast; `packed=True` is for an x that will come
-    strided. Rows and columns are spread as evenly as can be. Raises LayoutError, ShapeError, DtypeError or PlanError.
+    strided; `machine` (or its name, or file): "auto" is what is best there. Rows and columns are spread as evenly as
+    can be. Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
-    name = operation.name if isinstance(operation, Operation) else operation
+    name = _name(operation)
     at, sizes = problems.from_specs(name, specs, ranks, bias=bias, root=root, packed=packed)
-    return plan_for(at(0), sizes, schedule, slices, window, at)
+    return plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else _machine(machine))
+
+
+def explain(
+    operation: Operation | str,
+    *specs: Spec,
+    ranks: int,
+    machine: Machine | str,
+    bias: bool = False,
+    root: int = 0,
+    packed: bool = False,
+) -> Explanation:
+    """Which schedule is the best on `machine` (or the name, or the file, of one), and why: no MPI, no data.
+
+    print(fompi.explain("all_gather_matmul", x, w, ranks=8, machine="h100-nvlink"))
+
+    shows every candidate: its time, what it hides, what stays exposed and for which chunk, and how far it is from the
+    lower bound; `.plan` is that of the winner. The specs are those of `fompi.plan`. Raises what that raises.
+    """
+    at, sizes = problems.from_specs(_name(operation), specs, ranks, bias=bias, root=root, packed=packed)
+    return explained(at(0), sizes, _machine(machine), at)
+
+
+def _name(operation: Operation | str) -> str:
+    return operation.name if isinstance(operation, Operation) else operation
+
+
+def _machine(machine: Machine | str) -> Machine:
+    return machine if isinstance(machine, Machine) else Machine.load(machine)

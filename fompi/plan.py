@@ -244,6 +244,12 @@ class Programs(Sequence[Program]):
     __hash__ = None  # type: ignore[assignment]
 
 
+def group_of(schedule: str) -> int:
+    """Ranks in a group, if the schedule has groups: 4 of 'hierarchical(4)', 1 of 'ring'."""
+    ranks = schedule.partition("(")[2][:-1]
+    return int(ranks) if ranks.isdecimal() else 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided about one collective, with the compute around it.
@@ -267,6 +273,10 @@ class Plan:
     @property
     def size(self) -> int:
         return len(self.programs)
+
+    @property
+    def group(self) -> int:
+        return group_of(self.schedule)
 
     def extents(self, rank: int, sizes: Sizes | None = None) -> Extents:
         """The rows of every block with these sizes (None: those the plan was made for)."""

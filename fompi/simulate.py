@@ -1,7 +1,10 @@
-"""The event walk over all ranks of a plan.
+"""The event walk over the ranks of a plan.
 
-`simulate(plan, machine)` predicts the Trace; `twin(plan, inputs, backend)` runs the plan with data in this process,
-in an interleaving of its own for every seed: the digital twin, which needs no MPI.
+`simulate(plan, machine)` predicts the Trace, `predict` how long it takes; `twin(plan, inputs, backend)` runs the
+plan with data in this process, in an interleaving of its own for every seed: the digital twin, which needs no MPI.
+
+Where ranks do the same as those `step` further on (`symmetry`), the first `step` of them stand for all: a message
+to a rank beyond them is the one that its like gets.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ import heapq
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
+from math import lcm
 from typing import Any
 
 from fompi import kernels, layout
 from fompi.errors import LayoutError, PlanError
 from fompi.layout import Sizes
-from fompi.machine import Machine
+from fompi.machine import Link, Machine
 from fompi.plan import (
     Chunk,
     Collective,
@@ -36,19 +41,85 @@ from fompi.trace import Event, Trace
 
 def simulate(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> Trace:
     """The Trace that `machine` would measure for `plan` with these sizes (None: those it was made for)."""
-    walk = _Walk(plan, sizes or plan.sizes, machine)
-    events = walk.run()
+    if plan.size > MOST_RANKS:
+        return representatives(plan, machine, sizes)
+    events = _Walk(plan, sizes or plan.sizes, machine, plan.size).run()
     return Trace("predicted", f"{plan.problem} by {plan.schedule} on {machine.name}", tuple(events))
 
 
-class _Walk:
-    """Time moves from event to event. A rank runs one kernel at a time, sends one message and receives one."""
+MOST_RANKS = 64
+"""A trace of more ranks shows those that stand for all."""
 
-    def __init__(self, plan: Plan, sizes: Sizes, machine: Machine):
+
+def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> Trace:
+    """The same for the ranks that stand for all, where some do: as long, and quicker to come by."""
+    sizes = sizes or plan.sizes
+    step = symmetry(plan, sizes, machine)
+    title = f"{plan.problem} by {plan.schedule} on {machine.name}"
+    some = "" if step == plan.size else f"; ranks 0 to {step - 1} of {plan.size}, the others do the same"
+    return Trace("predicted", title + some, tuple(_Walk(plan, sizes, machine, step).run()))
+
+
+def predict(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> float:
+    """The seconds that `simulate` predicts."""
+    return representatives(plan, machine, sizes).seconds
+
+
+def symmetry(plan: Plan, sizes: Sizes, machine: Machine) -> int:
+    """The least `step` such that each rank does what the one `step` further on does; if there is none, all of them."""
+    size = plan.size
+    step = lcm(machine.levels[-1].ranks if machine.levels else 1, plan.group)
+    counts = sizes.pairs or sizes.rows
+    if size % step or step == size or any(machine.rate(rank) != 1 for rank in range(min(size, len(machine.rates)))):
+        return size
+    if sizes.pairs:
+        alike = all(row[-step:] + row[:-step] == counts[(r + step) % size] for r, row in enumerate(sizes.pairs))
+    else:
+        alike = all(n == sizes.rows[(r + step) % size] for r, n in enumerate(sizes.rows))
+    if not alike:
+        return size
+    pairs = {(rank, (rank + step) % size) for rank in (0, step - 1, size - 1)}
+    return step if all(_alike(plan, *pair) for pair in pairs) else size
+
+
+def _alike(plan: Plan, one: int, other: int) -> bool:
+    """Whether two ranks do the same at the same time, with peers as far away as they are from each other."""
+    a, b = plan.programs[one].ops, plan.programs[other].ops
+    shift = other - one
+    return (
+        len(a) == len(b)
+        and constraints(a, plan.window) == constraints(b, plan.window)
+        and all(
+            type(p) is type(q)
+            and (lane(p)[0] in ("compute", "merge", "collective") or (lane(p)[1] + shift) % plan.size == lane(q)[1])
+            and getattr(p, "kernel", "") == getattr(q, "kernel", "")
+            for p, q in zip(a, b, strict=True)
+        )
+    )
+
+
+Port = tuple[str, int, int]
+
+
+class _Flow:
+    """A message under way: `left` seconds at full rate, of which it has `share` since `since`."""
+
+    __slots__ = ("dest", "latency", "left", "pair", "ports", "share", "since", "source", "turn")
+
+    def __init__(self, pair: tuple[int, int], source: tuple[int, int], dest: tuple[int, int], ports: Sequence[Port]):
+        self.pair, self.source, self.dest, self.ports = pair, source, dest, ports
+        self.left = self.latency = self.share = self.since = 0.0
+        self.turn = 0
+
+
+class _Walk:
+    """Time moves from event to event. A rank runs one kernel at a time and one sum beside it; messages share ports."""
+
+    def __init__(self, plan: Plan, sizes: Sizes, machine: Machine, step: int):
         if len(sizes.pairs or sizes.rows) != plan.size:
             raise LayoutError(f"sizes for {len(sizes.pairs or sizes.rows)} ranks, but the plan has {plan.size}")
-        self.plan, self.machine, self.programs = plan, machine, plan.programs
-        self.extents = [plan.extents(rank, sizes) for rank in range(plan.size)]
+        self.plan, self.machine, self.step, self.programs = plan, machine, step, plan.programs[:step]
+        self.extents = [plan.extents(rank, sizes) for rank in range(step)]
         self.offsets = [
             {b.name: b.offsets(e) for b in p.buffers} for p, e in zip(self.programs, self.extents, strict=True)
         ]
@@ -56,11 +127,15 @@ class _Walk:
         self.numbers = [messages(p.ops) for p in self.programs]
         self.posted: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.released: deque[tuple[int, int]] = deque()
-        self.kernels_ready: list[list[int]] = [[] for _ in self.programs]
-        self.computing = [False] * plan.size
-        self.outgoing: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in self.programs]
-        self.woken = [-1.0] * plan.size
-        self.port_free: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self.ready: list[dict[str, list[int]]] = [{"compute": [], "merge": []} for _ in self.programs]
+        self.running: list[set[str]] = [set() for _ in self.programs]
+        self.owed = [0.0] * step  # seconds that messages and sums have taken from the kernel that runs
+        self.outgoing: defaultdict[tuple[int, int], list[tuple[int, tuple[int, int]]]] = defaultdict(list)
+        self.links: dict[tuple[int, int], tuple[Link, list[Port]]] = {}
+        self.under_way: set[tuple[int, int]] = set()
+        self.flows: defaultdict[Port, dict[_Flow, None]] = defaultdict(dict)
+        self.changed: set[Port] = set()
+        self.collective_free = 0.0
         self.collective: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.collectives_passed = [count() for _ in self.programs]
         self.start: dict[tuple[int, int], float] = {}
@@ -105,8 +180,8 @@ class _Walk:
         op = self.programs[rank].ops[i]
         self.start[rank, i] = self.now
         if isinstance(op, Compute):
-            heapq.heappush(self.kernels_ready[rank], i)
-            self.at(self.now, lambda: self.next_kernel(rank))
+            heapq.heappush(self.ready[rank][lane(op)[0]], i)
+            self.at(self.now, lambda: self.next_kernels(rank))
         elif isinstance(op, Collective):
             self.join_collective(rank, i, op)
         else:
@@ -122,79 +197,132 @@ class _Walk:
         self.events.append(Event(rank, track, i, str(op), begun, self.now, size))
         self.released.extend((rank, free) for free in self.frontiers[rank].done(i))
 
-    def next_kernel(self, rank: int) -> None:
-        if self.computing[rank] or not self.kernels_ready[rank]:
-            return
-        self.computing[rank] = True
-        i = heapq.heappop(self.kernels_ready[rank])
+    def next_kernels(self, rank: int) -> None:
+        """Sums and copies go first. On a core that both share, one beside a kernel takes its time from the kernel."""
+        ready, running, alone = self.ready[rank], self.running[rank], self.machine.lanes == 1
+        if ready["merge"] and "merge" not in running:
+            seconds = self.run_kernel(rank, "merge")
+            if alone and "compute" in running:
+                self.owed[rank] += seconds
+        if ready["compute"] and "compute" not in running and not (alone and "merge" in running):
+            self.run_kernel(rank, "compute")
+
+    def run_kernel(self, rank: int, name: str) -> float:
+        """The next one of this lane; how long it takes by itself."""
+        self.running[rank].add(name)
+        i = heapq.heappop(self.ready[rank][name])
         op = self.programs[rank].ops[i]
         assert isinstance(op, Compute)
         self.start[rank, i] = self.now
 
         def finish() -> None:
-            self.computing[rank] = False
+            if name == "compute" and self.owed[rank]:
+                owed, self.owed[rank] = self.owed[rank], 0.0
+                self.at(self.now + owed, finish)
+                return
+            self.running[rank].discard(name)
             self.kernel_ends(rank, op)
             self.done(rank, i)
             self.begin_released()  # among them kernels that come before others
-            self.next_kernel(rank)
+            self.next_kernels(rank)
 
         reads, writes = [self.shape(rank, c) for c in op.reads], [self.shape(rank, c) for c in op.writes]
         touched = sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes))
-        seconds = self.machine.kernel(kernels.cost(op.kernel, reads, writes), touched)
-        self.at(self.now + seconds * self.jitter(), finish)
+        whole = kernels.find(op.kernel).whole
+        packed = self.nbytes(rank, op.reads[-whole]) if whole and op.kernel.startswith("matmul") else 0
+        seconds = self.machine.kernel(kernels.cost(op.kernel, reads, writes), touched, packed) * self.jitter()
+        self.at(self.now + seconds, finish)
+        return seconds
 
     def post(self, rank: int, i: int, op: Send | Recv) -> None:
         source, dest = (rank, op.dest) if isinstance(op, Send) else (op.source, rank)
+        source, dest = source % self.step, (dest - source + source % self.step) % self.plan.size  # of its like
         key = (source, dest, self.numbers[rank][i])
         if key not in self.posted:
             self.posted[key] = (rank, i)
             return
         other = self.posted.pop(key)
         s, d = ((rank, i), other) if isinstance(op, Send) else (other, (rank, i))
-        heapq.heappush(self.outgoing[source], (s[1], d))
-        self.at(self.now, lambda: self.next_message(source))
+        pair = (source, dest)
+        heapq.heappush(self.outgoing[pair], (s[1], d))
+        self.at(self.now, lambda: self.next_message(pair))
 
-    def next_message(self, source: int) -> None:
-        """Messages that both ends wait for leave in the order of the program, when both ends of the link are free."""
-        queue = self.outgoing[source]
-        while queue:
-            i, (dest, _) = queue[0]
-            free = max(self.port_free["out", source], self.port_free["in", dest])
-            if free > self.now:
-                if self.woken[source] != free:
-                    self.woken[source] = free
-                    self.at(free, lambda: self.next_message(source))
-                return
-            self.transfer((source, i), heapq.heappop(queue)[1])
-
-    def transfer(self, s: tuple[int, int], d: tuple[int, int]) -> None:
-        op = self.programs[s[0]].ops[s[1]]
-        seconds = self.machine.message(self.nbytes(s[0], op.reads[0])) * self.jitter()
-        free = self.now + max(0.0, seconds - self.machine.latency)
-        self.port_free["out", s[0]] = self.port_free["in", d[0]] = free
-
-        def finish() -> None:
-            self.message_ends(s, d)
-            self.done(*s)
-            self.done(*d)
-
+    def next_message(self, pair: tuple[int, int]) -> None:
+        """Those for one peer that both ends wait for leave one after the other, in the order of the program."""
+        if pair in self.under_way or not self.outgoing[pair]:
+            return
+        self.under_way.add(pair)
+        i, d = heapq.heappop(self.outgoing[pair])
+        s = (pair[0], i)
+        if pair not in self.links:
+            link = self.machine.link(*pair)
+            self.links[pair] = link, [self.port(*port) for port in link.ports]
+        link, ports = self.links[pair]
+        jitter = self.jitter()
+        flow = _Flow(pair, s, d, ports)
+        flow.left = link.busy(self.nbytes(s[0], self._op(s).reads[0])) * jitter
+        flow.latency = link.level.latency * jitter
         self.message_begins(s, d)
-        self.at(self.now + seconds, finish)
+        for port in flow.ports:
+            self.flows[port][flow] = None
+        flow.since = self.now
+        self.share(flow.ports)
+
+    def port(self, way: str, number: int, end: int) -> Port:
+        """That of the rank, or group, which stands for this one."""
+        shared = number >= 0 and self.machine.levels[number].shared
+        return way, number, end % (-(-self.step // self.machine.levels[number].ranks) if shared else self.step)
+
+    def share(self, ports: Sequence[Port]) -> None:
+        """What goes through these ports gets other shares, once all that begins or ends at this moment has done so."""
+        if not self.changed:
+            self.at(self.now, self.settle)
+        self.changed.update(ports)
+
+    def settle(self) -> None:
+        """Messages at one port have equal shares of it, and go as fast as the fullest of their ports lets them."""
+        ports, self.changed = sorted(self.changed), set()
+        for flow in dict.fromkeys(flow for port in ports for flow in self.flows[port]):
+            share = 1 / max(len(self.flows[port]) for port in flow.ports)
+            if share != flow.share:
+                flow.left = max(0.0, flow.left - (self.now - flow.since) * flow.share)
+                flow.share, flow.since, flow.turn = share, self.now, flow.turn + 1
+                self.at(self.now + flow.left / share, partial(self.drained, flow, flow.turn))
+
+    def drained(self, flow: _Flow, turn: int) -> None:
+        """The last byte has left, unless the message has got another share since."""
+        if flow.turn != turn:
+            return
+        for port in flow.ports:
+            del self.flows[port][flow]
+        self.under_way.discard(flow.pair)
+        self.share(flow.ports)
+        self.next_message(flow.pair)
+        self.at(self.now + flow.latency, partial(self.arrived, flow))
+
+    def arrived(self, flow: _Flow) -> None:
+        self.message_ends(flow.source, flow.dest)
+        machine, nbytes = self.machine, self.nbytes(flow.source[0], self._op(flow.source).reads[0])
+        for rank, i in (flow.source, flow.dest):
+            if machine.lanes == 1 and "compute" in self.running[rank]:
+                self.owed[rank] += machine.cpu_message + nbytes * machine.cpu_byte
+                if machine.poll:
+                    self.at(self.now + machine.poll / 2, partial(self.done, rank, i))
+                    continue
+            self.done(rank, i)
 
     def join_collective(self, rank: int, i: int, op: Collective) -> None:
         k = next(self.collectives_passed[rank])
         self.collective[k].append((rank, i))
-        if len(self.collective[k]) < self.plan.size:
+        if len(self.collective[k]) < self.step:
             return
         calls = sorted(self.collective.pop(k))
-        peers = max(1, self.plan.size - 1)
         most = max(
             sum(self.nbytes(r, c) for c in (*o.reads, *o.writes))
             for r, o in ((r, self.programs[r].ops[j]) for r, j in calls)
         )
-        start = max(self.now, self.port_free["collective", 0])
-        end = start + (self.machine.latency * peers + most / self.machine.bandwidth) * self.jitter()
-        self.port_free["collective", 0] = end
+        start = max(self.now, self.collective_free)
+        self.collective_free = end = start + self.machine.native(op.name, most, self.plan.size) * self.jitter()
 
         def finish() -> None:
             self.collective_ends(calls)
@@ -202,6 +330,9 @@ class _Walk:
                 self.done(*call)
 
         self.at(end, finish)
+
+    def _op(self, at: tuple[int, int]) -> Op:
+        return self.programs[at[0]].ops[at[1]]
 
     def shape(self, rank: int, chunk: Chunk) -> tuple[int, ...]:
         buffer = self.programs[rank].buffer(chunk.buffer)
@@ -237,7 +368,7 @@ def twin(
 
 class _Twin(_Walk):
     def __init__(self, plan: Plan, sizes: Sizes, inputs: Sequence[dict[str, Any]], backend: Any, seed: int):
-        super().__init__(plan, sizes, Machine("chance", 0.0, 1.0, 1.0, 1.0, 1.0))
+        super().__init__(plan, sizes, Machine("chance", 0.0, 1.0, 1.0, 1.0, 1.0), plan.size)
         self.random, self.backend = random.Random(seed), backend
         self.memory = []
         for program, extents, given in zip(self.programs, self.extents, inputs, strict=True):
@@ -296,6 +427,3 @@ class _Twin(_Walk):
                 pieces = [summed]
             for target, piece in zip(targets, pieces, strict=True):
                 target[...] = piece
-
-    def _op(self, at: tuple[int, int]) -> Op:
-        return self.programs[at[0]].ops[at[1]]

@@ -28,18 +28,19 @@ from fompi.bench import rivals
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, geometric_mean, named, relative_error
+from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error
 from fompi.bench.peers import KS, QUICK_KS, Case, M
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
 from fompi.errors import ShapeError
+from fompi.layout import slices_in_words
 
 SLICES = (2, 4, 8)
 UNEVEN = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2, 1), (1, 2, 3, 3, 2, 1))
 """Small first: the first message leaves early. Small last: little is left to do after the last message."""
 
 OURS: dict[str, dict[str, Any]] = {
-    f"fompi {schedule}, {named(slices)}": {"schedule": schedule, "slices": slices}
+    f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
     for schedule, cuts in {"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)}.items()
     for slices in cuts
 }

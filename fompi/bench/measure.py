@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.errors import FompiError
-from fompi.layout import Slices
 
 TOLERANCE = 1e-5
 """Of the largest element, for products in float32 against float64."""
@@ -127,13 +126,6 @@ def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **asked: floa
     paired = [a / b for a, b in zip(slow, fast, strict=True)]
     value = statistics.median(slow) / statistics.median(fast)
     return Figure(name, value, "", median_interval(paired), **asked)
-
-
-def named(slices: Slices) -> str:
-    """'1 slice', '4 slices', 'slices 1:2:4'."""
-    if isinstance(slices, int):
-        return f"{slices} slice{'s' * (slices != 1)}"
-    return f"slices {':'.join(map(str, slices))}"
 
 
 def geometric_mean(values: Iterable[float]) -> float:

@@ -29,8 +29,9 @@ from fompi.backends.emulated import CORNER, Emulated, corner
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.measure import Figure, Row, WrongResult, alternate, named
+from fompi.bench.measure import Figure, Row, WrongResult, alternate
 from fompi.bench.suites import Options
+from fompi.layout import slices_in_words
 from fompi.machine import Machine
 from fompi.transport import library
 
@@ -42,7 +43,7 @@ PIECES = (1, 4, 8)
 """Of a shard, in the bare exchange: the best of these is T_m."""
 
 OURS: dict[str, dict[str, Any]] = {
-    f"fompi {schedule}, {named(slices)}": {"schedule": schedule, "slices": slices}
+    f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
     for schedule in ("direct", "ring")
     for slices in (1, 4, 8, 16)
 }

@@ -12,18 +12,21 @@
 | `ring`          | to the next rank, between the pieces of the kernel   | slices          |
 | `bidirectional` | half of the parts each way round                     | 2 * slices      |
 | `exchange`      | all-reduce in one step (small tensors)               | slices          |
+| `hierarchical(g)` | between groups of g ranks each piece goes once     | slices          |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import index
 
 from fompi.errors import PlanError
 from fompi.layout import Sizes, Slices
-from fompi.plan import Op, Plan, Program, Programs, Workspace
+from fompi.plan import Op, Plan, Program, Programs, Workspace, group_of
 from fompi.problems import Problem
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
+from fompi.schedules.hierarchical import hierarchical
 from fompi.schedules.native import sliced
 from fompi.schedules.ring import bidirectional, ring
 
@@ -50,7 +53,24 @@ def available(problem: Problem) -> list[str]:
         names.remove("exchange")
     if problem.half and problem.moves in ("reduce_scatter", "all_reduce"):
         names = [name for name in names if name not in ("unfused", "sliced")]
-    return names
+    ranks = next((g for g in range(problem.size // 2, 1, -1) if problem.size % g == 0), 0)
+    return [*names, f"hierarchical({ranks})"] if ranks and _has_groups(problem) else names
+
+
+def is_available(problem: Problem, schedule: str) -> bool:
+    """Groups may have any number of ranks that divides theirs."""
+    ranks = group_of(schedule)
+    grouped = _has_groups(problem) and 1 < ranks < problem.size and problem.size % ranks == 0
+    return (grouped and schedule == f"hierarchical({ranks})") or schedule in available(problem)
+
+
+def _has_groups(problem: Problem) -> bool:
+    return problem.moves in ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def _writer(schedule: str) -> Schedule:
+    ranks = group_of(schedule)
+    return SCHEDULES[schedule] if ranks == 1 else partial(hierarchical, ranks=ranks)
 
 
 def shares_of(schedule: str, slices: Slices) -> tuple[int, ...]:
@@ -78,7 +98,7 @@ def write(
 
     `at(rank)` is the problem of each rank where they differ in columns that do not travel (None: they do not differ).
     """
-    if schedule not in available(problem):
+    if not is_available(problem, schedule):
         raise PlanError(
             f"{problem.operation} has no schedule {schedule!r}; take one of {', '.join(available(problem))}"
         )
@@ -89,7 +109,7 @@ def write(
     def program(rank: int) -> Program:
         mine = problem if at is None else at(rank)
         work = mine.workspace(rank, len(shares))
-        return work.program(SCHEDULES[schedule](mine, work))
+        return work.program(_writer(schedule)(mine, work))
 
     size = problem.size
     nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)

@@ -90,6 +90,18 @@ def test_a_machine_from_a_file(tmp_path):
 
 
 GATHER = "all_gather_matmul 512x64 64x256 --ranks 4"
+
+
+def test_explain(tmp_path):
+    """The table is str(explanation); `plan --machine` takes the winner."""
+    specs = Spec((512, 64), "float32", Shard(0)), Spec((64, 256), "float32", Shard(1))
+    found = fompi.explain("all_gather_matmul", *specs, ranks=4, machine="laptop")
+    picture = tmp_path / "best.svg"
+    text, _ = run("explain", *GATHER.split(), "--machine", "laptop", "--timeline", "--plot", picture)
+    assert text == f"{found}\n{found.timeline()}\n" and picture.read_text() == found.plot()
+    assert run("plan", *GATHER.split(), "--machine", "laptop") == (f"{found.plan}\n", "")
+
+
 WRONG = {
     "plan all_gather_matmul 512x64 --ranks 4": "all_gather_matmul takes x, w: not 1 tensors",
     "plan all_gather_matmul 512x64 64 --ranks 4": "Shard(1) of a tensor with 1 dimension",
@@ -105,6 +117,8 @@ WRONG = {
     f"plan {GATHER} --slices 0": "slices=0: give a number >= 1",
     f"plan {GATHER} --slices 1,x": "--slices takes a number, or sizes in proportion, for example 1,2,4, not '1,x'",
     f"plan {GATHER} --window 0": "at least one send must be in flight",
+    f"explain {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
+    f"plan {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"simulate {GATHER} --save /no/such/folder/trace.json": "No such file or directory",
 }

@@ -39,10 +39,10 @@ def test_every_block_is_python(block):
 
 @pytest.mark.parametrize("command", blocks.commands(), ids=str)
 def test_a_command_is_understood(command):
-    """`python -m fompi plan` and `simulate` on the pages do what they say; info and bench have tests of their own."""
+    """Those that need no MPI do what they say; info and bench have tests of their own."""
     words = shlex.split(command.partition("#")[0])
     at = words.index("-m")
-    if words[at + 2] in ("plan", "simulate"):
+    if words[at + 2] in ("plan", "simulate", "explain"):
         done = subprocess.run([blocks.PYTHON, *words[at:]], cwd=blocks.ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and done.stdout, done.stderr
     else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from fompi.errors import LayoutError
-from fompi.machine import PRESETS, Machine
+from fompi.machine import PRESETS, Level, Machine, at
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -22,8 +22,11 @@ def test_presets_and_files(name, tmp_path):
 
 def test_what_things_cost():
     machine = Machine("simple", latency=2.0, bandwidth=10.0, flops_rate=100.0, memory_rate=50.0, overhead=1.0)
-    assert machine.message(0) == 2.0 and machine.message(30) == 5.0
+    assert machine.link(0, 1).seconds(0) == 2.0 and machine.link(0, 1).seconds(30) == 5.0
     assert machine.kernel(1000, 0) == 11.0 and machine.kernel(0, 100) == 3.0  # whichever is slower
+    assert replace(machine, pack_rate=4.0).kernel(1000, 0, packed=8) == 13.0
+    assert machine.native("all_gather", 30, ranks=3) == 7.0
+    assert replace(machine, natives={"all_gather": ((0.0, 1.0), (10.0, 2.0))}).native("all_gather", 5, ranks=3) == 1.5
 
 
 def test_a_name_that_is_not_there(tmp_path):
@@ -62,7 +65,14 @@ BAD_NUMBERS = [-1, float("nan"), float("inf"), 10**400, True, "4e9", None, [1]]
     ("field", "value"),
     [(field, value) for field in NUMBERS for value in BAD_NUMBERS]
     + [(field, 0) for field in ("bandwidth", "flops_rate", "memory_rate")]
-    + [("name", 3), ("name", None), ("source", ["here"]), ("colour", "red")],
+    + [("name", 3), ("name", None), ("source", ["here"]), ("colour", "red")]
+    + [(field, value) for field in ("cpu_message", "cpu_byte", "poll", "pack_rate") for value in BAD_NUMBERS]
+    + [("lanes", 0), ("lanes", 3), ("lanes", True), ("lanes", "1"), ("pack_rate", 0)]
+    + [("curve", 3), ("curve", [[1]]), ("curve", [[1, 2], [1, 3]]), ("curve", [[1, "2"]]), ("curve", [[1, -2]])]
+    + [("rates", 1), ("rates", [1, 0]), ("rates", [None]), ("natives", []), ("natives", {"all_gather": []})]
+    + [("natives", {"all_gather": [[2, 1], [1, 1]]}), ("levels", {}), ("levels", [3]), ("levels", [[2, 0.0]])]
+    + [("levels", [[2, 0, 1, 0]]), ("levels", [[0, 0, 1]]), ("levels", [[2.0, 0, 1]]), ("levels", [[2, 0, 0]])]
+    + [("levels", [[4, 0, 1], [2, 0, 1]]), ("levels", [[4, 0, 1], [4, 0, 1]]), ("levels", [[2, 0, 1, True, [[1]]]])],
 )
 def test_fields_that_cannot_be(field, value, tmp_path):
     path = tmp_path / "machine.json"
@@ -85,3 +95,28 @@ def test_fields_that_may_be_left_out(tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({key: value for key, value in GOOD.items() if key != "source"} | {"latency": 0}))
     assert Machine.load(path).source == "" and Machine.load(path).latency == 0
+
+
+def test_everything_comes_back_from_a_file(tmp_path):
+    levels = (Level(2, 1e-5, 1e9), Level(8, 1e-4, 1e8, True, ((0.0, 1e-4), (1e6, 1e-2))))
+    curve, natives = ((0.0, 1e-6), (1024.0, 2e-6)), {"all_reduce": ((8.0, 1e-5), (1e6, 1e-2))}
+    machine = Machine(
+        "all", 1e-6, 1e10, 1e12, 1e11, 1e-6, "here", curve, levels, (1.0, 0.5), 1e9, 2, 1e-6, 1e-9, 1e-3, natives
+    )
+    machine.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == machine
+
+
+def test_links():
+    """Ranks 0 to 7: pairs, and two groups of four whose ranks share a port."""
+    machine = replace(Machine.load("laptop"), levels=(Level(2, 1.0, 1e6), Level(4, 2.0, 1e5, True)), rates=(1.0, 0.5))
+    assert machine.link(2, 3).ports == (("out", -1, 2), ("in", -1, 3)) and machine.link(2, 3).seconds(0) == 2e-6
+    assert machine.link(0, 2).ports == (("out", 0, 0), ("in", 0, 2)) and machine.link(0, 2).seconds(10**6) == 2.0
+    assert machine.link(3, 5).ports == (("out", 1, 0), ("in", 1, 1)) and machine.link(3, 5).seconds(10**5) == 3.0
+    assert machine.link(1, 2).busy(10**6) == machine.link(2, 1).busy(10**6) == 2.0
+
+
+def test_curves():
+    points = ((1.0, 10.0), (3.0, 20.0), (4.0, 40.0))
+    assert [at(points, x) for x in (0, 1, 2, 3, 3.5, 4, 5)] == [10.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0]
+    assert at(((5.0, 2.0),), 100.0) == 2.0

@@ -98,7 +98,7 @@ def serialised(plan: Plan) -> Plan:
 
 def test_a_planted_serialisation_is_found():
     """Kernels that wait for messages they do not need: nothing is hidden, and the proof says so."""
-    plan = gathered("direct")
+    plan = gathered("ring")
     late = serialised(plan)
     times = machine(1.0)
     good, bad = fompi.simulate(plan, times), simulate_any(late, plan, times)

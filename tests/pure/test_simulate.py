@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import catalogue
@@ -11,8 +12,8 @@ import pytest
 from fompi import schedules
 from fompi.errors import LayoutError
 from fompi.layout import Sizes
-from fompi.machine import Machine
-from fompi.simulate import simulate
+from fompi.machine import Level, Machine
+from fompi.simulate import predict, simulate, symmetry
 
 ROWS, K, N = 16, 3, 4  # of each rank's x, and the columns of x and w, in the catalogue
 SHARD = ROWS * K * 8  # bytes
@@ -25,10 +26,10 @@ def machine(message, matmul=0.0, latency=0.0):
     return Machine("simple", latency, SHARD / message, rate, float("inf"), 0.0)
 
 
-def timed(name, schedule, where, size, slices=1):
+def timed(name, schedule, where, size, slices=1, window=None):
     problem = catalogue.problems(size)[name]
     sizes = Sizes(pairs=((ROWS,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(ROWS,) * size)
-    return simulate(schedules.write(problem, schedule, slices, sizes), where)
+    return simulate(schedules.write(problem, schedule, slices, sizes, window), where)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -50,13 +51,23 @@ def test_half_of_a_ring_each_way_round(size):
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
 def test_direct_messages_take_turns_on_the_link(name, size):
-    """A permutation at a time, so nobody waits: (n - 1) bytes / bandwidth + one latency (and the last sum)."""
-    trace = timed(name, "direct", machine(3.0, latency=0.25), size)
-    assert trace.seconds == pytest.approx((size - 1) * 3.0 + 0.25)
+    """A permutation at a time, so nobody shares a port: (n - 1) (bytes / bandwidth + latency) (and the last sum)."""
+    trace = timed(name, "direct", machine(3.0, latency=0.25), size, window=1)
+    assert trace.seconds == pytest.approx((size - 1) * 3.25)
     for rank in range(size):
         for lane in ("send", "recv"):
             ends = sorted(e.end for e in trace.events if e.rank == rank and e.lane.startswith(lane))
-            assert [b - a for a, b in pairwise(ends)] == pytest.approx([3.0] * (size - 2))
+            assert [b - a for a, b in pairwise(ends)] == pytest.approx([3.25] * (size - 2))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
+def test_direct_messages_share_the_ports(name, size):
+    """Without a window all are under way at once: the same bytes, one latency, and all end together."""
+    trace = timed(name, "direct", machine(3.0, latency=0.25), size)
+    assert trace.seconds == pytest.approx((size - 1) * 3.0 + 0.25)
+    sends = [e.end for e in trace.events if e.lane.startswith("send")]
+    assert sends == pytest.approx([(size - 1) * 3.0 + 0.25] * len(sends))
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -140,7 +151,7 @@ def test_every_op_is_in_the_trace(name, tmp_path):
             mine = sorted((e for e in trace.events if e.rank == program.rank), key=lambda e: e.op)
             assert [e.name for e in mine] == [str(op) for op in program.ops]
             assert all(0 <= e.start <= e.end for e in mine)
-            kernels = sorted((e.start, e.end) for e in mine if e.is_compute)
+            kernels = sorted((e.start, e.end) for e in mine if e.lane == "compute")
             assert all(end <= start for (_, end), (start, _) in pairwise(kernels))  # one at a time
         trace.save(tmp_path / "step.json")
         listed = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -168,3 +179,101 @@ def test_sizes_for_another_number_of_ranks_are_refused():
 def test_many_ops_in_one_lane():
     """No recursion: a lane of thousands of messages is walked like any other."""
     assert timed("all_gather", "direct", machine(3.0), 2, slices=3000).seconds == pytest.approx(3.0)
+
+
+# ------------------------------------------------------------------------------------------------ topology
+
+
+def grouped(ranks, ratio, shared):
+    """Groups of so many ranks, with links between them that are `ratio` times slower than those inside."""
+    inside = machine(1.0)
+    return replace(inside, levels=(Level(ranks, 0.0, inside.bandwidth / ratio, shared),))
+
+
+@pytest.mark.parametrize("schedule", ["direct", "ring", "hierarchical(2)"])
+def test_a_shared_link_between_groups(schedule):
+    """2 x 2 ranks, all-gather. Direct: 4 shards leave each group. Ring: 3 cross each way, one after the other.
+    Hierarchical: 2, which is what must cross; the last one is then passed on inside."""
+    crossing = {"direct": 4, "ring": 3, "hierarchical(2)": 2}[schedule]
+    seconds = timed("all_gather", schedule, grouped(2, 10.0, True), 4).seconds
+    assert crossing * 10.0 <= seconds <= crossing * 10.0 + 2.0
+
+
+def test_links_of_their_own_between_groups():
+    """Each rank has its own slow link: direct sends 2 shards over it, a hierarchy 1."""
+    assert timed("all_gather", "direct", grouped(2, 10.0, False), 4).seconds == pytest.approx(20.0)
+    assert timed("all_gather", "hierarchical(2)", grouped(2, 10.0, False), 4).seconds == pytest.approx(11.0)
+
+
+def test_a_rank_with_a_slow_port():
+    """It must take in three shards, at a quarter of the rate; who sends to it has the rest of the port for others."""
+    slow = replace(machine(1.0), rates=(1.0, 1.0, 1.0, 0.25))
+    assert timed("all_gather", "direct", slow, 4).seconds == pytest.approx(12.0)
+
+
+def test_a_sampled_curve():
+    """10 s for a shard, 9 for half of one: what a message costs is read off the curve, and 7 s of it are latency."""
+    sampled = replace(machine(1.0, latency=7.0), curve=((0.0, 7.0), (SHARD / 2, 9.0), (SHARD, 10.0)))
+    assert timed("all_gather", "ring", sampled, 2).seconds == pytest.approx(10.0)
+    assert timed("all_gather", "direct", sampled, 2, slices=2).seconds == pytest.approx(2.0 + 2.0 + 7.0)
+
+
+def test_what_messages_take_from_a_kernel():
+    """A shard arrives, and one leaves, while our own is multiplied: 2 x (0.5 + 1) s more, and seen 0.25 s late."""
+    busy = replace(machine(2.0, matmul=5.0), cpu_message=0.5, cpu_byte=1.0 / SHARD, poll=0.5)
+    assert timed("all_gather_matmul", "direct", busy, 2).seconds == pytest.approx(5.0 + 3.0 + 5.0)
+    assert timed("all_gather_matmul", "direct", replace(busy, lanes=2), 2).seconds == pytest.approx(10.0)
+    waiting = replace(machine(8.0, matmul=5.0), cpu_message=0.5, cpu_byte=1.0 / SHARD, poll=0.5)
+    assert timed("all_gather_matmul", "direct", waiting, 2).seconds == pytest.approx(8.0 + 5.0)  # an idle core pays
+
+
+def test_a_weight_is_packed_in_every_call():
+    packing = replace(machine(0.001, matmul=4.0), pack_rate=K * N * 8 / 1.0)
+    assert timed("all_gather_matmul", "direct", packing, 2).seconds == pytest.approx(2 * 4.0 + 2 * 1.0)
+    assert timed("all_gather_matmul", "direct", packing, 2, slices=4).seconds == pytest.approx(2 * 4.0 + 5 * 1.0)
+
+
+def test_sums_beside_kernels():
+    """With two lanes a sum costs the kernel nothing; on a shared core it takes its time from it."""
+    shared = machine(1e-9, matmul=6.0)
+    one_sum = ROWS * N / FLOPS * 6.0
+    assert timed("matmul_reduce_scatter", "direct", shared, 4).seconds == pytest.approx(4 * 6.0 + 3 * one_sum)
+    apart = timed("matmul_reduce_scatter", "direct", replace(shared, lanes=2), 4)
+    assert apart.seconds == pytest.approx(4 * 6.0 + one_sum)
+
+
+# ------------------------------------------------------------------------------------------------ symmetry
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", catalogue.problems(1))
+def test_some_ranks_stand_for_all(name, size):
+    """The same prediction as from the walk over all of them."""
+    problem = catalogue.problems(size)[name]
+    sizes = catalogue.sizes(problem, "even")
+    flat = Machine.load("gigabit")
+    groups = replace(flat, levels=(Level(2, 1e-4, 1e7, True),))
+    for schedule in schedules.available(problem):
+        plan = schedules.write(problem, schedule, 2, sizes)
+        for where in (flat, groups) if size > 2 else (flat,):
+            step = symmetry(plan, sizes, where)
+            assert predict(plan, where) == pytest.approx(simulate(plan, where).seconds, rel=1e-9), (schedule, step)
+            if where is flat and not problem.packed and problem.moves != "broadcast" and schedule != "exchange":
+                assert step == plan.group, schedule  # the others do not begin, or sum, with what is their own
+
+
+def test_ranks_that_differ_are_all_walked():
+    problem = catalogue.problems(4)["all_gather_matmul"]
+    even, uneven = Sizes((4,) * 4), Sizes((4, 4, 4, 5))
+    plan, flat = schedules.write(problem, "ring", 1, even), machine(1.0)
+    assert symmetry(plan, even, flat) == 1 and symmetry(plan, uneven, flat) == 4
+    assert symmetry(plan, even, replace(flat, rates=(1.0, 0.5))) == 4
+    assert symmetry(plan, even, replace(flat, levels=(Level(3, 0.0, 1.0),))) == 4
+    broken = plan.with_program(replace(plan.programs[1], ops=plan.programs[1].ops[:-1]))
+    assert symmetry(broken, even, flat) == 4
+
+
+def test_the_trace_of_many_ranks_shows_those_that_stand_for_all():
+    trace = timed("all_gather", "ring", machine(3.0, latency=0.25), 512)
+    assert trace.seconds == pytest.approx(511 * 3.25) and {e.rank for e in trace.events} == {0}
+    assert trace.title.endswith("; ranks 0 to 0 of 512, the others do the same")

@@ -13,6 +13,7 @@ from catalogue import RANKS, ROWS
 import fompi
 from fompi import schedules
 from fompi.backends.numpy import Numpy
+from fompi.errors import PlanError
 from fompi.layout import ITEMSIZE, Spec
 from fompi.plan import Compute
 from fompi.problems import layouts, reference
@@ -52,6 +53,30 @@ def test_every_plan_is_verified_and_means_its_operation(size, name):
             inputs = catalogue.inputs(problem, sizes, call)
             outputs = twin(plan, inputs, BACKEND, sizes=sizes, seed=call)
             assert_close(outputs, reference(problem, inputs, sizes, np), f"{schedule} {slices} {how} {plan.window}")
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "all_reduce", "matmul_all_reduce bias"])
+@pytest.mark.parametrize(("size", "ranks"), [(4, 2), (6, 2), (6, 3), (8, 2), (9, 3), (12, 4)])
+def test_groups_of_ranks(size, ranks, name):
+    """A hierarchy in groups of any number that divides that of the ranks."""
+    problem = catalogue.problems(size)[name]
+    for slices, how in ((1, "uneven"), ((1, 2), "even")):
+        plan = schedules.write(problem, f"hierarchical({ranks})", slices)
+        verify(plan)
+        sizes = catalogue.sizes(problem, how)
+        inputs = catalogue.inputs(problem, sizes)
+        outputs = twin(plan, inputs, BACKEND, sizes=sizes, seed=size)
+        assert_close(outputs, reference(problem, inputs, sizes, np), f"{slices} {how}")
+
+
+@pytest.mark.parametrize("schedule", ["hierarchical", "hierarchical()", "hierarchical(3)", "hierarchical(1)",
+                                      "hierarchical(4)", "hierarchical(0)", "hierarchical(x)", "ring(2)"])  # fmt: skip
+def test_groups_that_are_none(schedule):
+    problem = catalogue.problems(4)["all_gather"]
+    with pytest.raises(PlanError, match=r"has no schedule .*hierarchical\(2\)"):
+        schedules.write(problem, schedule)
+    with pytest.raises(PlanError, match="no schedule"):
+        schedules.write(catalogue.problems(4)["all_to_all"], "hierarchical(2)")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,136 @@
+"""What no schedule can beat: the lower bound of a problem on a machine, and what sets it.
+
+Four things take their time whatever the schedule: the kernels of a rank, in one call each, with the sums that must be
+made; what must come in and go out at the ports of a rank; at the ports of a group of ranks; and around the messages a
+first or a last kernel. The bounds on what all-gather, reduce-scatter and all-reduce must move are those of Patarasuk
+and Yuan (2009), rank by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from fompi.layout import Sizes, itemsize
+from fompi.machine import Level, Machine
+from fompi.problems import Problem
+
+
+class Bound(NamedTuple):
+    """`seconds`, and what sets them: 'the kernels of rank 0', 'what rank 3 receives', 'what enters group 1'."""
+
+    seconds: float
+    what: str
+
+
+def bound(problem: Problem, sizes: Sizes, machine: Machine) -> Bound:
+    """The greatest of all bounds."""
+    return max(_bounds(problem, sizes, machine), default=Bound(0.0, "nothing to do"))
+
+
+class _Moved(NamedTuple):
+    """Bytes that must enter and leave each of some equals (ranks, groups), and that enter all of them together."""
+
+    enter: Sequence[float]
+    leave: Sequence[float]
+    together: float
+
+
+def _bounds(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Bound]:
+    size = problem.size
+    for rank in range(size):
+        yield Bound(compute_seconds(problem, sizes, machine, rank), f"the kernels of rank {rank}")
+    if size == 1:
+        return
+    computes = bool(problem.weights or problem.gradients)
+    edge = machine.overhead if computes else 0.0
+    ports = _ports(machine)
+    latency = min(port.latency for port in ports)
+    moved = _moved(problem, sizes, 1)
+    rates = [machine.rate(rank) for rank in range(size)]
+    full = sum(port.bandwidth for port in ports)  # a rank may use its ports at all levels at once
+    for rank in range(size):
+        for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
+            if nbytes:
+                yield Bound(edge + latency + nbytes / full / rates[rank], f"what rank {rank} {way}")
+    if moved.together:
+        yield Bound(edge + latency + moved.together / full / sum(rates), "what all ranks receive")
+    for i, level in enumerate(machine.levels):
+        if size % level.ranks or size == level.ranks:
+            continue
+        outer = machine.levels[i:]
+        each = sum(port.bandwidth * (1 if port.shared else level.ranks) for port in outer)
+        latency = min(port.latency for port in outer)
+        moved = _moved(problem, sizes, level.ranks)
+        for group in range(size // level.ranks):
+            for way, nbytes in (("enters", moved.enter[group]), ("leaves", moved.leave[group])):
+                if nbytes:
+                    yield Bound(edge + latency + nbytes / each, f"what {way} group {group} of {level.ranks} ranks")
+        if moved.together:
+            seconds = edge + latency + moved.together / each / len(moved.enter)
+            yield Bound(seconds, f"what crosses between groups of {level.ranks} ranks")
+
+
+def _ports(machine: Machine) -> list[Level]:
+    return [Level(1, machine.latency, machine.bandwidth, False, machine.curve), *machine.levels]
+
+
+def compute_seconds(problem: Problem, sizes: Sizes, machine: Machine, rank: int) -> float:
+    """All kernels of one rank, each in one call, and its part of the sums."""
+    seconds = call_seconds(problem, machine, rows_worked(problem, sizes, rank))
+    if problem.moves in ("reduce_scatter", "all_reduce") and machine.lanes == 1 and rank == 0:
+        touched = 3 * (problem.size - 1) * row_nbytes(problem) * sum(sizes.rows)
+        seconds += touched / problem.size / machine.memory_rate  # somebody makes as many as all do on average
+    return seconds
+
+
+def call_seconds(problem: Problem, machine: Machine, rows: float) -> float:
+    """The kernels of a problem on so many rows, one call each."""
+    width, item = prod(problem.row), itemsize(problem.dtype)
+    wide = itemsize(problem.accumulator)
+    seconds = 0.0
+    for weight in problem.weights:
+        packed = problem.row[-1] * weight.columns * wide
+        seconds += machine.kernel(2 * rows * width * weight.columns, rows * width * item, packed)
+    for gradient in problem.gradients:
+        seconds += machine.kernel(2 * rows * width * gradient.row[-1], rows * width * item)
+    return seconds
+
+
+def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
+    """How many rows a rank multiplies."""
+    if not sizes.pairs:
+        return sum(sizes.rows)
+    return sum(sizes.pairs[rank]) if problem.multiplies_first else sum(row[rank] for row in sizes.pairs)
+
+
+def row_nbytes(problem: Problem) -> int:
+    """Bytes of a row on the wire."""
+    summed = problem.multiplies_first and problem.moves != "all_to_all"
+    return prod(problem.sent_row) * itemsize(problem.accumulator if summed else problem.dtype)
+
+
+def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
+    """Between groups of so many ranks (1: between ranks)."""
+    count, each = problem.size // ranks, row_nbytes(problem)
+    if sizes.pairs:
+        enter, leave = [0.0] * count, [0.0] * count
+        for source, row in enumerate(sizes.pairs):
+            for dest, rows in enumerate(row):
+                if source // ranks != dest // ranks:
+                    enter[dest // ranks] += rows * each
+                    leave[source // ranks] += rows * each
+        return _Moved(enter, leave, sum(enter))
+    own = [sum(sizes.rows[g * ranks : (g + 1) * ranks]) * each for g in range(count)]
+    whole = float(sum(own))
+    others = [whole - n for n in own]
+    if problem.moves == "all_gather":
+        return _Moved(others, [float(n) for n in own], sum(others))
+    if problem.moves == "reduce_scatter":
+        return _Moved([float(n) for n in own], others, sum(others))
+    if problem.moves == "all_reduce":
+        return _Moved([whole] * count, [whole] * count, 2 * sum(others))
+    here = problem.root // ranks
+    away = [0.0 if g == here else whole for g in range(count)]
+    return _Moved(away, [whole if g == here else 0.0 for g in range(count)], sum(away))

@@ -1,0 +1,263 @@
+"""Which schedule is the best for a problem on a machine, and why.
+
+`explain` lists the candidates, ranks them by closed forms, walks through the best few event by event, and says what
+each hides, what stays exposed and for which chunk, and how far from the lower bound it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fompi.bound import Bound, bound, call_seconds, row_nbytes, rows_worked
+from fompi.layout import Sizes, Slices, slices_in_words
+from fompi.machine import Level, Link, Machine
+from fompi.plan import Plan, group_of
+from fompi.problems import Problem
+from fompi.proof import Needs, Proof, prove
+from fompi.schedules import available, is_available, shares_of, write
+from fompi.simulate import representatives
+from fompi.timeline import timeline, timelines
+from fompi.trace import Trace
+
+EVEN: tuple[Slices, ...] = (1, 2, 4, 8, 16)
+UNEVEN: tuple[Slices, ...] = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2, 1), (1, 2, 3, 3, 2, 1))
+"""Small first: the first message leaves early. Small last: little is left to do after the last message."""
+
+WALKED = 6
+"""So many candidates are walked through, beside those without overlap."""
+
+MOST_OPS = 20_000
+"""Of a rank: finer cuts are not considered."""
+
+
+class Candidate(NamedTuple):
+    """A schedule with its parameters: what `fompi.plan` takes."""
+
+    schedule: str
+    slices: Slices = 1
+    window: int | None = None
+
+    def __str__(self) -> str:
+        cut = "" if self.schedule in ("unfused", "unfused_p2p", "exchange") else f", {slices_in_words(self.slices)}"
+        return f"{self.schedule}{cut}{'' if self.window is None else f', window {self.window}'}"
+
+
+UNFUSED = (Candidate("unfused"), Candidate("unfused_p2p"), Candidate("unfused_p2p", window=1))
+
+
+class Judged(NamedTuple):
+    """A candidate, what a closed form makes of it, and its proof by the walk: of the rank that ends last."""
+
+    candidate: Candidate
+    estimate: float
+    proof: Proof | None = None
+    trace: Trace | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate if self.trace is None else self.trace.seconds
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every candidate for a problem, the best first: those that were walked through, then those that were not."""
+
+    problem: Problem
+    sizes: Sizes
+    machine: Machine
+    bound: Bound
+    judged: tuple[Judged, ...]
+    at: Callable[[int], Problem] | None = field(default=None, compare=False)
+
+    @property
+    def winner(self) -> Judged:
+        return self.judged[0]
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound the winner takes: 0.05 for a twentieth."""
+        return self.winner.seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
+
+    @property
+    def plan(self) -> Plan:
+        """That of the winner."""
+        schedule, slices, window = self.winner.candidate
+        return write(self.problem, schedule, slices, self.sizes, window, self.at)
+
+    def timeline(self, width: int = 100) -> str:
+        """That of the winner, as text (`fompi.timeline`)."""
+        assert self.winner.trace is not None
+        return timeline(self.winner.trace, width)
+
+    @property
+    def unfused(self) -> Judged:
+        """The best candidate without overlap."""
+        return next(one for one in self.judged if one.candidate in UNFUSED)
+
+    def plot(self) -> str:
+        """Timelines of the best without overlap and of the winner, as SVG (`fompi.timelines`)."""
+        shown = {str(one.candidate): one.trace for one in (self.unfused, self.winner) if one.trace is not None}
+        return timelines(shown)
+
+    def __str__(self) -> str:
+        head = f"{self.problem}, {self.problem.size} ranks, on {self.machine.name}"
+        rows: list[tuple[str, ...]] = [("candidate", "ms", "bound/it", "compute", "hidden", "exposed", "why")]
+        for one in self.judged:
+            share = f"{self.bound.seconds / one.seconds:.3f}" if one.seconds else ""
+            if one.proof is None:
+                rows.append((str(one.candidate), f"~{1e3 * one.seconds:.3f}", share, "", "", "", "by a closed form"))
+                continue
+            proof = one.proof
+            times = (f"{1e3 * s:.3f}" for s in (proof.kernels, proof.hidden, proof.exposed))
+            why = str(proof.waits[0]) if proof.waits else ""
+            rows.append((str(one.candidate), f"{1e3 * one.seconds:.3f}", share, *times, why))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        lines = [head]
+        for row in rows:
+            numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
+            lines.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
+        lines.append(f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}")
+        best = f"best: {self.winner.candidate}, {100 * self.gap:.1f} % above the bound"
+        gain = self.unfused.seconds / self.winner.seconds if self.winner.seconds else 1.0
+        lines.append(f"{best}, {gain:.2f}x over {self.unfused.candidate}")
+        return "\n".join(lines)
+
+
+def explain(
+    problem: Problem,
+    sizes: Sizes,
+    machine: Machine,
+    at: Callable[[int], Problem] | None = None,
+    walked: int = WALKED,
+) -> Explanation:
+    """All candidates; the `walked` best by the closed forms, and those without overlap, by the event walk.
+
+    `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
+    """
+    found = sorted(
+        (Judged(c, estimate(problem, sizes, machine, c)) for c in candidates(problem, machine)), key=_seconds
+    )
+    chosen = [one for one in found if one.candidate not in UNFUSED][:walked]
+    chosen += [one for one in found if one.candidate in UNFUSED]
+    by_walk = sorted((_judge(problem, sizes, machine, at, one) for one in chosen), key=_seconds)
+    others = [one for one in found if one not in chosen]
+    return Explanation(problem, sizes, machine, bound(problem, sizes, machine), (*by_walk, *others), at)
+
+
+def _seconds(one: Judged) -> float:
+    return one.seconds
+
+
+def _judge(
+    problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None, one: Judged
+) -> Judged:
+    schedule, slices, window = one.candidate
+    plan = write(problem, schedule, slices, sizes, window, at)
+    trace = representatives(plan, machine)
+    last = max(trace.events, key=lambda event: event.end, default=None)
+    proof = prove(trace, Needs(plan, last.rank)) if last is not None else None
+    return one._replace(proof=proof, trace=trace)
+
+
+# ------------------------------------------------------------------------------------------------- what there is
+
+
+def candidates(problem: Problem, machine: Machine) -> Iterator[Candidate]:
+    """Every schedule that the problem has, in the cuts and windows that may matter."""
+    names, size = available(problem), problem.size
+    yield from (c for c in UNFUSED if c.schedule in names and (c.window is None or size > 2))
+    if size == 1:
+        return
+    if "exchange" in names:
+        yield Candidate("exchange")
+    computes = bool(problem.weights or problem.gradients)
+    if computes and "sliced" in names:
+        yield from (Candidate("sliced", slices) for slices in (2, 4, 8))
+    groups = [f"hierarchical({level.ranks})" for level in machine.levels]
+    cuts = (*EVEN, *UNEVEN) if computes else EVEN
+    for name in ("direct", "ring", "bidirectional", *groups):
+        if not is_available(problem, name):
+            continue
+        for slices in cuts:
+            if 3 * size * len(shares_of(name, slices)) > MOST_OPS and slices != 1:
+                continue
+            yield Candidate(name, slices)
+            if name == "direct" and size > 2:
+                yield Candidate(name, slices, 1)
+
+
+# ------------------------------------------------------------------------------------------------- closed forms
+
+
+def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candidate) -> float:
+    """Seconds, roughly: what is slower, kernels or messages, and the first or last piece that nothing can hide.
+
+    For shards alike on all ranks (of the mean size); only good for telling which candidates are worth a walk.
+    """
+    size, schedule = problem.size, candidate.schedule
+    rows = max(rows_worked(problem, sizes, rank) for rank in range(size))
+    shares = shares_of(schedule, candidate.slices)
+    pieces = [rows / size * share / sum(shares) for share in shares]
+    wire = _Wire(problem, machine)
+    whole = call_seconds(problem, machine, rows)
+    if size == 1:
+        return whole
+    if schedule == "unfused":
+        return whole + machine.native(problem.moves, int(rows * wire.row * (1 + 1 / size)), size)
+    if schedule == "sliced":
+        calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
+        each = [machine.native(problem.moves, int(piece * size * wire.row * (1 + 1 / size)), size) for piece in pieces]
+        return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
+    if schedule == "exchange":
+        return whole + machine.latency + (size - 1) * rows * wire.row / machine.bandwidth
+    messages = wire.seconds(schedule, pieces) * (2 if problem.moves == "all_reduce" else 1)
+    sums = 0.0
+    if problem.moves in ("reduce_scatter", "all_reduce"):
+        sums = 3 * (size - 1) * rows / size * wire.row / machine.memory_rate
+    if schedule == "unfused_p2p":
+        return whole + messages + sums
+    first, last = (call_seconds(problem, machine, pieces[i]) for i in (0, -1))
+    calls = (size - 1) * sum(call_seconds(problem, machine, piece) for piece in pieces)
+    calls += call_seconds(problem, machine, rows / size) + (sums if machine.lanes == 1 else 0.0)
+    if problem.moves == "all_reduce":
+        calls += wire.seconds(schedule, pieces[-1:]) * 2
+        return max(calls, first * size + messages)
+    if problem.multiplies_first:
+        return max(calls, first + messages)
+    return max(calls, messages + last)
+
+
+class _Wire:
+    """What messages take, in seconds of the busiest port."""
+
+    def __init__(self, problem: Problem, machine: Machine):
+        self.size, self.row, self.machine = problem.size, row_nbytes(problem), machine
+        self.inner = Level(1, machine.latency, machine.bandwidth, False, machine.curve)
+        self.slowest = min((machine.rate(rank) for rank in range(problem.size)), default=1.0)
+
+    def seconds(self, schedule: str, pieces: Sequence[float]) -> float:
+        """Each piece of every shard once through the busiest port of each level; the slowest level counts."""
+        found = []
+        inside = self.size
+        for level in reversed(self.machine.levels):  # from the outermost
+            if self.size > level.ranks:
+                found.append(self._at(level, self._crossing(schedule, level), pieces))
+                inside = min(inside, level.ranks)
+        alone = inside == self.size or schedule in ("ring", "bidirectional")
+        found.append(self._at(self.inner, self.size - 1 if alone else inside, pieces))
+        return max(found)
+
+    def _crossing(self, schedule: str, level: Level) -> float:
+        """How many shards leave through one port of this level."""
+        others = self.size - level.ranks
+        if schedule in ("ring", "bidirectional"):
+            return self.size - 1
+        if group_of(schedule) == level.ranks:
+            return others if level.shared else others / level.ranks
+        return others * (level.ranks if level.shared else 1)
+
+    def _at(self, level: Level, count: float, pieces: Sequence[float]) -> float:
+        link = Link(level, (), self.slowest)
+        return level.latency + count * sum(link.busy(int(piece * self.row)) for piece in pieces)
