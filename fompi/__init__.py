@@ -54,6 +54,7 @@ from fompi.ops import (
 )
 from fompi.plan import Plan
 from fompi.proof import Needs, Proof, prove
+from fompi.schedules import schedule
 from fompi.simulate import simulate
 from fompi.timeline import timeline, timelines
 from fompi.trace import Trace
@@ -109,6 +110,7 @@ __all__ = [
     "prove",
     "read_clocks",
     "reduce_scatter",
+    "schedule",
     "simulate",
     "timeline",
     "timelines",

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from fompi.layout import Sizes, itemsize
-from fompi.machine import Level, Machine
+from fompi.machine import Machine
 from fompi.problems import Problem
 
 
@@ -26,7 +26,7 @@ class Bound(NamedTuple):
 
 def bound(problem: Problem, sizes: Sizes, machine: Machine) -> Bound:
     """The greatest of all bounds."""
-    return max(_bounds(problem, sizes, machine), default=Bound(0.0, "nothing to do"))
+    return max(_bounds(problem, sizes, machine))
 
 
 class _Moved(NamedTuple):
@@ -45,11 +45,11 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Bound]
         return
     computes = bool(problem.weights or problem.gradients)
     edge = machine.overhead if computes else 0.0
-    ports = _ports(machine)
+    ports = [machine.innermost, *machine.levels]
     latency = min(port.latency for port in ports)
     moved = _moved(problem, sizes, 1)
     rates = [machine.rate(rank) for rank in range(size)]
-    full = sum(port.bandwidth for port in ports)  # a rank may use its ports at all levels at once
+    full = sum(port.fastest for port in ports)  # a rank may use its ports at all levels at once
     for rank in range(size):
         for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
             if nbytes:
@@ -60,7 +60,7 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Bound]
         if size % level.ranks or size == level.ranks:
             continue
         outer = machine.levels[i:]
-        each = sum(port.bandwidth * (1 if port.shared else level.ranks) for port in outer)
+        each = sum(port.fastest * (1 if port.shared else level.ranks) for port in outer)
         latency = min(port.latency for port in outer)
         moved = _moved(problem, sizes, level.ranks)
         for group in range(size // level.ranks):
@@ -72,15 +72,12 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Bound]
             yield Bound(seconds, f"what crosses between groups of {level.ranks} ranks")
 
 
-def _ports(machine: Machine) -> list[Level]:
-    return [Level(1, machine.latency, machine.bandwidth, False, machine.curve), *machine.levels]
-
-
 def compute_seconds(problem: Problem, sizes: Sizes, machine: Machine, rank: int) -> float:
     """All kernels of one rank, each in one call, and its part of the sums."""
     seconds = call_seconds(problem, machine, rows_worked(problem, sizes, rank))
     if problem.moves in ("reduce_scatter", "all_reduce") and machine.lanes == 1 and rank == 0:
-        touched = 3 * (problem.size - 1) * row_nbytes(problem) * sum(sizes.rows)
+        term, whole = row_nbytes(problem)
+        touched = (2 * term + whole) * (problem.size - 1) * sum(sizes.rows)
         seconds += touched / problem.size / machine.memory_rate  # somebody makes as many as all do on average
     return seconds
 
@@ -105,15 +102,16 @@ def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
     return sum(sizes.pairs[rank]) if problem.multiplies_first else sum(row[rank] for row in sizes.pairs)
 
 
-def row_nbytes(problem: Problem) -> int:
-    """Bytes of a row on the wire."""
+def row_nbytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row on the wire: of a term that is to be summed (a product unrounded), and of anything else."""
     summed = problem.multiplies_first and problem.moves != "all_to_all"
-    return prod(problem.sent_row) * itemsize(problem.accumulator if summed else problem.dtype)
+    width = prod(problem.sent_row)
+    return width * itemsize(problem.accumulator if summed else problem.dtype), width * itemsize(problem.dtype)
 
 
 def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
     """Between groups of so many ranks (1: between ranks)."""
-    count, each = problem.size // ranks, row_nbytes(problem)
+    count, (term, each) = problem.size // ranks, row_nbytes(problem)
     if sizes.pairs:
         enter, leave = [0.0] * count, [0.0] * count
         for source, row in enumerate(sizes.pairs):
@@ -122,6 +120,8 @@ def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
                     enter[dest // ranks] += rows * each
                     leave[source // ranks] += rows * each
         return _Moved(enter, leave, sum(enter))
+    if problem.moves == "reduce_scatter":
+        each = term
     own = [sum(sizes.rows[g * ranks : (g + 1) * ranks]) * each for g in range(count)]
     whole = float(sum(own))
     others = [whole - n for n in own]
@@ -130,7 +130,7 @@ def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
     if problem.moves == "reduce_scatter":
         return _Moved([float(n) for n in own], others, sum(others))
     if problem.moves == "all_reduce":
-        return _Moved([whole] * count, [whole] * count, 2 * sum(others))
+        return _Moved([whole] * count, [whole] * count, (1 + term / each) * sum(others))
     here = problem.root // ranks
     away = [0.0 if g == here else whole for g in range(count)]
     return _Moved(away, [whole if g == here else 0.0 for g in range(count)], sum(away))

@@ -75,8 +75,10 @@ def pieces(
 
     `rest` is what the first machine does afterwards, for none of them. Exact among all cuts into at most `most`:
     after the pieces that end at unit j the first machine is free at a time that depends on how it was cut, so for each
-    number of pieces all times that no other beats are kept.
+    number of pieces all times that no other beats are kept. Raises ValueError for no piece at all.
     """
+    if most < 1:
+        raise ValueError(f"most={most}: at least one piece")
     Front = list[tuple[float, float, int, int]]  # (first free, second free, cut, place in the front there)
     fronts: list[list[Front]] = [[[(0.0, 0.0, 0, 0)]] + [[] for _ in range(units)]]
     best: tuple[float, int, int] | None = None

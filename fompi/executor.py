@@ -149,6 +149,8 @@ class Executor:
         run, block = self._current(), self._block(name, part)
         with self.comm.engine.lock:
             run.ready_part(name, block)
+        if not run.finished:
+            self.comm.engine.assist()  # it may have gone to sleep: nothing was in flight
 
     def arrived(self, name: str, part: int) -> bool:
         """Whether part `part` of the output `name` is there. Drives what is in flight."""

@@ -16,10 +16,11 @@ from fompi.machine import Level, Link, Machine
 from fompi.plan import Plan, group_of
 from fompi.problems import Problem
 from fompi.proof import Needs, Proof, prove
-from fompi.schedules import available, is_available, shares_of, write
+from fompi.schedules import REGISTERED, available, is_available, shares_of, write
 from fompi.simulate import representatives
 from fompi.timeline import timeline, timelines
 from fompi.trace import Trace
+from fompi.verify import verify
 
 EVEN: tuple[Slices, ...] = (1, 2, 4, 8, 16)
 UNEVEN: tuple[Slices, ...] = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2, 1), (1, 2, 3, 3, 2, 1))
@@ -69,6 +70,7 @@ class Explanation:
     machine: Machine
     bound: Bound
     judged: tuple[Judged, ...]
+    refused: tuple[tuple[Candidate, str], ...] = ()
     at: Callable[[int], Problem] | None = field(default=None, compare=False)
 
     @property
@@ -118,6 +120,7 @@ class Explanation:
         for row in rows:
             numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
             lines.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
+        lines += [f"{candidate}: refused: {why}" for candidate, why in self.refused]
         lines.append(f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}")
         best = f"best: {self.winner.candidate}, {100 * self.gap:.1f} % above the bound"
         gain = self.unfused.seconds / self.winner.seconds if self.winner.seconds else 1.0
@@ -136,14 +139,25 @@ def explain(
 
     `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
     """
-    found = sorted(
-        (Judged(c, estimate(problem, sizes, machine, c)) for c in candidates(problem, machine)), key=_seconds
-    )
+    listed = list(candidates(problem, machine))
+    refused = [(c, why) for c in listed if c.schedule in REGISTERED and (why := _flaw(problem, sizes, c, at))]
+    wrong = {c for c, _ in refused}
+    found = [Judged(c, estimate(problem, sizes, machine, c)) for c in listed if c not in wrong]
+    found.sort(key=_seconds)
     chosen = [one for one in found if one.candidate not in UNFUSED][:walked]
     chosen += [one for one in found if one.candidate in UNFUSED]
     by_walk = sorted((_judge(problem, sizes, machine, at, one) for one in chosen), key=_seconds)
     others = [one for one in found if one not in chosen]
-    return Explanation(problem, sizes, machine, bound(problem, sizes, machine), (*by_walk, *others), at)
+    return Explanation(problem, sizes, machine, bound(problem, sizes, machine), (*by_walk, *others), tuple(refused), at)
+
+
+def _flaw(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> str | None:
+    """What is wrong with a schedule of a user; ours are proven by the tests."""
+    try:
+        verify(write(problem, candidate.schedule, candidate.slices, sizes, candidate.window, at))
+    except Exception as error:  # it may raise what it likes
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _seconds(one: Judged) -> float:
@@ -177,6 +191,7 @@ def candidates(problem: Problem, machine: Machine) -> Iterator[Candidate]:
         yield from (Candidate("sliced", slices) for slices in (2, 4, 8))
     groups = [f"hierarchical({level.ranks})" for level in machine.levels]
     cuts = (*EVEN, *UNEVEN) if computes else EVEN
+    yield from (Candidate(name) for name in REGISTERED if name in names)
     for name in ("direct", "ring", "bidirectional", *groups):
         if not is_available(problem, name):
             continue
@@ -205,10 +220,10 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     if size == 1:
         return whole
     if schedule == "unfused":
-        return whole + machine.native(problem.moves, int(rows * wire.row * (1 + 1 / size)), size)
+        return whole + machine.native(problem.moves, rows * wire.row * (1 + 1 / size), size)
     if schedule == "sliced":
         calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
-        each = [machine.native(problem.moves, int(piece * size * wire.row * (1 + 1 / size)), size) for piece in pieces]
+        each = [machine.native(problem.moves, piece * size * wire.row * (1 + 1 / size), size) for piece in pieces]
         return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
     if schedule == "exchange":
         return whole + machine.latency + (size - 1) * rows * wire.row / machine.bandwidth
@@ -216,11 +231,15 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     sums = 0.0
     if problem.moves in ("reduce_scatter", "all_reduce"):
         sums = 3 * (size - 1) * rows / size * wire.row / machine.memory_rate
+        sums += (size - 1) * len(pieces) * machine.overhead
     if schedule == "unfused_p2p":
         return whole + messages + sums
     first, last = (call_seconds(problem, machine, pieces[i]) for i in (0, -1))
     calls = (size - 1) * sum(call_seconds(problem, machine, piece) for piece in pieces)
-    calls += call_seconds(problem, machine, rows / size) + (sums if machine.lanes == 1 else 0.0)
+    calls += call_seconds(problem, machine, rows / size)
+    if machine.lanes == 1:
+        count = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
+        calls += sums + count * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)
     if problem.moves == "all_reduce":
         calls += wire.seconds(schedule, pieces[-1:]) * 2
         return max(calls, first * size + messages)
@@ -233,8 +252,7 @@ class _Wire:
     """What messages take, in seconds of the busiest port."""
 
     def __init__(self, problem: Problem, machine: Machine):
-        self.size, self.row, self.machine = problem.size, row_nbytes(problem), machine
-        self.inner = Level(1, machine.latency, machine.bandwidth, False, machine.curve)
+        self.size, self.row, self.machine = problem.size, max(row_nbytes(problem)), machine
         self.slowest = min((machine.rate(rank) for rank in range(problem.size)), default=1.0)
 
     def seconds(self, schedule: str, pieces: Sequence[float]) -> float:
@@ -246,7 +264,7 @@ class _Wire:
                 found.append(self._at(level, self._crossing(schedule, level), pieces))
                 inside = min(inside, level.ranks)
         alone = inside == self.size or schedule in ("ring", "bidirectional")
-        found.append(self._at(self.inner, self.size - 1 if alone else inside, pieces))
+        found.append(self._at(self.machine.innermost, self.size - 1 if alone else inside, pieces))
         return max(found)
 
     def _crossing(self, schedule: str, level: Level) -> float:
@@ -260,4 +278,4 @@ class _Wire:
 
     def _at(self, level: Level, count: float, pieces: Sequence[float]) -> float:
         link = Link(level, (), self.slowest)
-        return level.latency + count * sum(link.busy(int(piece * self.row)) for piece in pieces)
+        return level.latency + count * sum(link.busy(piece * self.row) for piece in pieces)

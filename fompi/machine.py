@@ -40,6 +40,14 @@ class Level(NamedTuple):
     shared: bool = False
     curve: Points = ()  # seconds by bytes, if it was sampled
 
+    @property
+    def fastest(self) -> float:
+        """Bytes per second at best: the bandwidth, or where the curve is flattest."""
+        if not self.curve:
+            return self.bandwidth
+        points = ((0.0, self.latency), *self.curve)
+        return max((b - a) / (z - y) if z > y else float("inf") for (a, y), (b, z) in pairwise(points) if b > a)
+
 
 class Link(NamedTuple):
     """What a message from one rank to another takes by itself, and the ports that it goes through."""
@@ -48,13 +56,13 @@ class Link(NamedTuple):
     ports: tuple[tuple[str, int, int], ...]  # (out or in, number of the level, rank or group)
     rate: float  # of the slower end: 1 where nothing is wrong
 
-    def busy(self, nbytes: int) -> float:
+    def busy(self, nbytes: float) -> float:
         """Seconds for which it occupies its ports."""
         _, latency, bandwidth, _, curve = self.level
         seconds = at(curve, nbytes) - latency if curve else nbytes / bandwidth
         return max(0.0, seconds) / self.rate
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: float) -> float:
         return self.level.latency + self.busy(nbytes)
 
 
@@ -72,7 +80,7 @@ class Machine:
     On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from the
     kernel that runs, a sum its own time, and what has come is seen `poll / 2` later. With two lanes sums run beside
     kernels, and messages cost them nothing. `natives` are the library's collectives: seconds by bytes of the largest
-    rank, read and written, for `native_ranks` ranks; without a curve they cost as much as their messages.
+    rank, read and written; without a curve they take one latency a rank, and the bytes through the outermost link.
     """
 
     name: str
@@ -92,8 +100,13 @@ class Machine:
     poll: float = 0.0
     natives: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
+    @property
+    def innermost(self) -> Level:
+        """The link between ranks of one group."""
+        return Level(1, self.latency, self.bandwidth, False, self.curve)
+
     def link(self, source: int, dest: int) -> Link:
-        number, level = -1, Level(1, self.latency, self.bandwidth, False, self.curve)
+        number, level = -1, self.innermost
         for i, outer in enumerate(self.levels):
             if source // outer.ranks != dest // outer.ranks:
                 number, level = i, outer
@@ -106,12 +119,13 @@ class Machine:
     def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
 
-    def native(self, name: str, nbytes: int, ranks: int) -> float:
+    def native(self, name: str, nbytes: float, ranks: int) -> float:
         """A collective of the library; `nbytes` are those that the rank with most reads and writes."""
         if name in self.natives:
             return at(self.natives[name], nbytes)
-        outermost = self.levels[-1] if self.levels else self
-        return outermost.latency * max(1, ranks - 1) + nbytes / outermost.bandwidth
+        level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
+        link = Link(level, (), min(map(self.rate, range(ranks)), default=1.0))
+        return level.latency * max(1, ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(asdict(self), indent=1))
@@ -136,6 +150,7 @@ class Machine:
 
 # ------------------------------------------------------------------------------------------------------------- files
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 _FIELDS = ", ".join(f.name for f in fields(Machine))
 
 
@@ -157,17 +172,19 @@ def _checked(data: Any) -> dict[str, Any]:
             if not isinstance(value, str):
                 raise LayoutError(f"{name} must be a text, not {value!r}")
         elif name == "curve":
-            value = _points(name, value) if value else ()
+            value = _points(name, value) if value != [] else ()
         elif name == "levels":
             value = _levels(value)
         elif name == "rates":
-            value = tuple(_number(f"rates[{i}]", rate, 1e-300) for i, rate in enumerate(_list(name, value)))
+            value = tuple(_number(f"rates[{i}]", rate, 1e-300, 1.0) for i, rate in enumerate(_list(name, value)))
         elif name == "natives":
             if not isinstance(value, dict):
                 raise LayoutError(f"natives must be an object of curves, not {value!r}")
+            if wrong := set(value) - set(COLLECTIVES):
+                raise LayoutError(f"natives has no {sorted(wrong)[0]!r}; the collectives are {', '.join(COLLECTIVES)}")
             value = {key: _points(f"natives.{key}", points) for key, points in value.items()}
         elif name == "lanes":
-            if value not in (1, 2) or isinstance(value, bool):
+            if type(value) is not int or value not in (1, 2):
                 raise LayoutError(f"lanes must be 1 or 2, not {value!r}")
         else:
             value = _number(name, value, 1e-300 if name.endswith(("rate", "width")) else 0.0)  # a divisor
@@ -175,12 +192,12 @@ def _checked(data: Any) -> dict[str, Any]:
     return found
 
 
-def _number(name: str, value: Any, least: float) -> float:
+def _number(name: str, value: Any, least: float, most: float = 1e300) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise LayoutError(f"{name} must be a number, not {value!r}")
-    if not least <= value <= 1e300:
+    if not least <= value <= most:
         raise LayoutError(f"{name}={value!r} is out of range")
-    return value
+    return float(value)
 
 
 def _list(name: str, value: Any) -> list[Any]:
@@ -195,8 +212,8 @@ def _points(name: str, value: Any) -> Points:
         if not isinstance(point, list) or len(point) != 2:
             raise LayoutError(f"{name}[{i}] must be two numbers, x and seconds, not {point!r}")
         points.append((_number(f"{name}[{i}][0]", point[0], 0.0), _number(f"{name}[{i}][1]", point[1], 0.0)))
-    if not points or any(b[0] <= a[0] for a, b in pairwise(points)):
-        raise LayoutError(f"{name} must be points with growing x, at least one")
+    if not points or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairwise(points)):
+        raise LayoutError(f"{name} must be points with growing x and seconds that do not fall, at least one")
     return tuple(points)
 
 
@@ -214,7 +231,7 @@ def _levels(value: Any) -> tuple[Level, ...]:
         if not isinstance(shared, bool):
             raise LayoutError(f"{name}: shared must be true or false, not {shared!r}")
         latency, bandwidth = _number(f"{name}.latency", latency, 0.0), _number(f"{name}.bandwidth", bandwidth, 1e-300)
-        levels.append(Level(ranks, latency, bandwidth, shared, _points(f"{name}.curve", curve) if curve else ()))
+        levels.append(Level(ranks, latency, bandwidth, shared, _points(f"{name}.curve", curve) if curve != [] else ()))
     return tuple(levels)
 
 

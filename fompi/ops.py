@@ -21,6 +21,8 @@ from fompi.explain import explain as explained
 from fompi.layout import Slices, Spec
 from fompi.machine import Machine
 from fompi.plan import Plan
+from fompi.schedules import REGISTERED
+from fompi.verify import verify
 
 
 @Operation
@@ -214,7 +216,10 @@ def plan(
     """
     name = _name(operation)
     at, sizes = problems.from_specs(name, specs, ranks, bias=bias, root=root, packed=packed)
-    return plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else _machine(machine))
+    made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else _machine(machine))
+    if made.schedule in REGISTERED:
+        verify(made)
+    return made
 
 
 def explain(

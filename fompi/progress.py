@@ -7,9 +7,9 @@
 | `native` | the same, but seldom: for a library that moves messages by itself (`measure_native`)         |
 | `poll`   | nobody: messages move between kernels, and when the program asks                             |
 
-The helper sleeps as long as others poll, or no message is in flight. With one core for a rank it wakes seldom: each
-time it takes the core from the kernel for some microseconds. FOMPI_PROGRESS chooses the mode, `python -m fompi info`
-shows it.
+The helper sleeps as long as others poll, and while only kernels that the program runs are in flight. With one core for
+a rank it wakes seldom: each time it takes the core from the kernel for some microseconds. FOMPI_PROGRESS chooses the
+mode, `python -m fompi info` shows it.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Helper:
             if engine.rests:
                 self._call.wait(REST_SECONDS)
                 self._call.clear()
+                engine.hear()  # others may ask whether we are alive
             else:
                 sleep(self.seconds)
             self._resting = False

@@ -65,9 +65,22 @@ def predict(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> float:
     return representatives(plan, machine, sizes).seconds
 
 
+SYMMETRIC = ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional", "hierarchical")
+"""The schedules by which ranks on equal links do the same, each from where it is: no root, no order of the ranks."""
+
+
+def check_sizes(plan: Plan, sizes: Sizes) -> None:
+    """Raise LayoutError unless these are for as many ranks as the plan."""
+    if len(sizes.pairs or sizes.rows) != plan.size:
+        raise LayoutError(f"sizes for {len(sizes.pairs or sizes.rows)} ranks, but the plan has {plan.size}")
+
+
 def symmetry(plan: Plan, sizes: Sizes, machine: Machine) -> int:
     """The least `step` such that each rank does what the one `step` further on does; if there is none, all of them."""
+    check_sizes(plan, sizes)
     size = plan.size
+    if plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation == "broadcast":
+        return size
     step = lcm(machine.levels[-1].ranks if machine.levels else 1, plan.group)
     counts = sizes.pairs or sizes.rows
     if size % step or step == size or any(machine.rate(rank) != 1 for rank in range(min(size, len(machine.rates)))):
@@ -116,8 +129,7 @@ class _Walk:
     """Time moves from event to event. A rank runs one kernel at a time and one sum beside it; messages share ports."""
 
     def __init__(self, plan: Plan, sizes: Sizes, machine: Machine, step: int):
-        if len(sizes.pairs or sizes.rows) != plan.size:
-            raise LayoutError(f"sizes for {len(sizes.pairs or sizes.rows)} ranks, but the plan has {plan.size}")
+        check_sizes(plan, sizes)
         self.plan, self.machine, self.step, self.programs = plan, machine, step, plan.programs[:step]
         self.extents = [plan.extents(rank, sizes) for rank in range(step)]
         self.offsets = [
@@ -368,7 +380,7 @@ def twin(
 
 class _Twin(_Walk):
     def __init__(self, plan: Plan, sizes: Sizes, inputs: Sequence[dict[str, Any]], backend: Any, seed: int):
-        super().__init__(plan, sizes, Machine("chance", 0.0, 1.0, 1.0, 1.0, 1.0), plan.size)
+        super().__init__(plan, sizes, Machine("chance", 0.0, 1.0, 1.0, 1.0, 1.0, lanes=2), plan.size)
         self.random, self.backend = random.Random(seed), backend
         self.memory = []
         for program, extents, given in zip(self.programs, self.extents, inputs, strict=True):

@@ -115,7 +115,9 @@ def _boxes(intervals: Iterable[Interval], begin: float, scale: float, top: float
 
 def _axis(longest: float, scale: float, y: float) -> list[str]:
     """Ticks at round numbers of ms, four to ten of them."""
-    step = next(s * 10.0**e for e in range(-9, 9) for s in (1, 2, 5) if longest * 1e3 / (s * 10.0**e) <= 10)  # in ms
+    step = next(
+        s * 10.0**e for e in range(-300, 300) for s in (1, 2, 5) if longest * 1e3 / (s * 10.0**e) <= 10
+    )  # in ms
     lines = [f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y}" y2="{y}" stroke="#555"/>']
     for i in range(int(longest * 1e3 / step + 1e-9) + 1):
         x = _LEFT + i * step * scale / 1e3

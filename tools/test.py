@@ -88,7 +88,7 @@ def legs() -> list[Leg]:
             tests = ("--with-mpi", "tests/mpi", *(SPARED if size > 4 else ()))
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
     for mpi in ENVIRONMENTS:
-        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "2", "tests/faults")))
+        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))
     if (ROOT / "tests/docs").exists():

@@ -33,12 +33,10 @@ from fompi.bench.peers import KS, QUICK_KS, Case, M
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
 from fompi.errors import ShapeError
+from fompi.explain import UNEVEN
 from fompi.layout import slices_in_words
 
 SLICES = (2, 4, 8)
-UNEVEN = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2, 1), (1, 2, 3, 3, 2, 1))
-"""Small first: the first message leaves early. Small last: little is left to do after the last message."""
-
 OURS: dict[str, dict[str, Any]] = {
     f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
     for schedule, cuts in {"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)}.items()

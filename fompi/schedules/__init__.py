@@ -24,7 +24,7 @@ from operator import index
 from fompi.errors import PlanError
 from fompi.layout import Sizes, Slices
 from fompi.plan import Op, Plan, Program, Programs, Workspace, group_of
-from fompi.problems import Problem
+from fompi.problems import MEANING, Problem
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
 from fompi.schedules.hierarchical import hierarchical
 from fompi.schedules.native import sliced
@@ -44,9 +44,47 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+REGISTERED: dict[str, tuple[str, ...]] = {}
+"""The schedules of users, and what each can move."""
+
+
+def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
+    """Register a schedule of your own: from now on `schedule="NAME"` takes it where these are moved.
+
+        @fompi.schedule("own first", "all_gather")
+        def own_first(problem, work):  # of one rank: work.rank, work.size, work.parts
+            x, y = work["x"], work["y"]
+            yield Compute("copy", (x[:],), (y[work.rank * work.parts : (work.rank + 1) * work.parts],))
+            ...
+
+    `moves` are among all_gather, reduce_scatter, all_reduce, all_to_all, broadcast. The generator yields `Send`,
+    `Recv`, `Compute` and `Collective` on chunks of the buffers in `work` (`fompi.plan.Workspace`): those of the
+    problem, and what `work.scratch(...)` makes. All ranks of a job must register it. A plan by such a schedule is
+    proven whenever it is made, on any number of ranks: PlanError names rank, op and chunk. Raises PlanError for a name
+    that is taken or cannot be told from a number of ranks, and for what nothing moves.
+    """
+    known = {meaning.moves for meaning in MEANING.values()}
+    if not name or name == "auto" or "(" in name or name in SCHEDULES:
+        raise PlanError(f"a schedule cannot be registered as {name!r}: the name is taken, empty, or has a parenthesis")
+    if not moves or not known >= set(moves):
+        raise PlanError(
+            f"schedule {name!r} moves {', '.join(moves) or 'nothing'}; name some of {', '.join(sorted(known))}"
+        )
+
+    def register(made: Schedule) -> Schedule:
+        SCHEDULES[name], REGISTERED[name] = made, moves
+        return made
+
+    return register
+
+
 def available(problem: Problem) -> list[str]:
-    """The schedules that this problem can be carried out by."""
-    names = list(SCHEDULES)
+    """The schedules that this problem can be carried out by: ours, then those of users."""
+    return [*_ours(problem), *(name for name, moves in REGISTERED.items() if problem.moves in moves)]
+
+
+def _ours(problem: Problem) -> list[str]:
+    names = [name for name in SCHEDULES if name not in REGISTERED]
     if problem.moves == "all_to_all":  # each rank's block is wanted by one rank only: a ring would carry it past others
         names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct"]
     if problem.moves != "all_reduce" and "exchange" in names:

@@ -100,7 +100,7 @@ class _Sums:
                 yield Compute("add", (arriving, term), (arriving,))
             if step < groups.ranks - 1:
                 yield Send(groups.mate(1), arriving if step else term)
-        return arriving if groups.ranks > 1 else term
+        return arriving
 
     def from_group(self, d: int, part: int) -> Chunk:
         return self.groups[d * self.local.parts + part]

@@ -170,10 +170,9 @@ def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(eng
     def sends():
         task.messages = Arrivals(engine, ["never"])
 
-    task.products, task.left, task.is_long = [long, sends, long], 3, True
+    task.products, task.left, task.is_long = [engine.assist, long, sends, long], 4, True
     with engine.lock:
         engine.kernels_ready(task)
-    engine.assist()
     while not task.finished:
         engine.progress()
     assert polls[0] <= 1 < polls[1]

@@ -33,6 +33,7 @@ PURE = {
     "explain": {
         "bound",
         "schedules",
+        "verify",
         "simulate",
         "problems",
         "plan",

@@ -70,6 +70,8 @@ BAD_NUMBERS = [-1, float("nan"), float("inf"), 10**400, True, "4e9", None, [1]]
     + [("lanes", 0), ("lanes", 3), ("lanes", True), ("lanes", "1"), ("pack_rate", 0)]
     + [("curve", 3), ("curve", [[1]]), ("curve", [[1, 2], [1, 3]]), ("curve", [[1, "2"]]), ("curve", [[1, -2]])]
     + [("rates", 1), ("rates", [1, 0]), ("rates", [None]), ("natives", []), ("natives", {"all_gather": []})]
+    + [("natives", {"all_gather": [[0, 1e-3], [1000, 9e-4]]}), ("natives", {"allreduce": [[0, 1]]}), ("rates", [1.5])]
+    + [("curve", False), ("curve", ""), ("curve", {}), ("lanes", 1.0), ("levels", [[2, 0, 1, True, {}]])]
     + [("natives", {"all_gather": [[2, 1], [1, 1]]}), ("levels", {}), ("levels", [3]), ("levels", [[2, 0.0]])]
     + [("levels", [[2, 0, 1, 0]]), ("levels", [[0, 0, 1]]), ("levels", [[2.0, 0, 1]]), ("levels", [[2, 0, 0]])]
     + [("levels", [[4, 0, 1], [2, 0, 1]]), ("levels", [[4, 0, 1], [4, 0, 1]]), ("levels", [[2, 0, 1, True, [[1]]]])],
@@ -114,6 +116,21 @@ def test_links():
     assert machine.link(0, 2).ports == (("out", 0, 0), ("in", 0, 2)) and machine.link(0, 2).seconds(10**6) == 2.0
     assert machine.link(3, 5).ports == (("out", 1, 0), ("in", 1, 1)) and machine.link(3, 5).seconds(10**5) == 3.0
     assert machine.link(1, 2).busy(10**6) == machine.link(2, 1).busy(10**6) == 2.0
+
+
+def test_a_collective_without_a_curve():
+    """A latency a rank, and the bytes through the outermost link that these ranks need, at the slowest rate."""
+    flat = Machine("simple", 1.0, 10.0, 1.0, 1.0, 0.0)
+    assert flat.native("all_gather", 30, 3) == 2 + 3
+    assert replace(flat, rates=(1.0, 0.5)).native("all_gather", 30, 3) == 2 + 6
+    groups = replace(flat, levels=(Level(4, 2.0, 5.0, True),))
+    assert groups.native("all_gather", 30, 4) == 3 + 3 and groups.native("all_gather", 30, 8) == 14 + 4 * 6
+
+
+def test_large_numbers_are_numbers(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(GOOD | {"curve": [[0, 0], [1, 10**300]]}))
+    assert Machine.load(path).link(0, 1).seconds(200_000_000) > 1e300
 
 
 def test_curves():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 import fompi
@@ -20,9 +21,12 @@ from fompi import (
     problems,
     schedules,
 )
+from fompi.backends.numpy import Numpy
 from fompi.layout import Sizes
 from fompi.ops import OPERATIONS
+from fompi.plan import Compute, Recv, Send
 from fompi.problems import MEANING, Form, layouts, problem
+from fompi.simulate import twin
 
 ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
 
@@ -110,6 +114,65 @@ def test_schedules_that_are_not_there(operation):
     names = ", ".join(schedules.available(problem_of(operation, 2)))
     text = f"no schedule 'tree' for {operation}; take auto, {names}"
     refused(PlanError, text, operation, *specs_of(operation), schedule="tree")
+
+
+# ------------------------------------------------------------------------------------------------ schedules of users
+
+
+def everyone(problem, work):
+    """A right schedule: each shard straight to everyone."""
+    x, y = work["x"], work["y"]
+    for peer in range(work.size):
+        shard = y[peer * work.parts : (peer + 1) * work.parts]
+        if peer == work.rank:
+            yield Compute("copy", (x[:],), (shard,))
+        else:
+            yield Recv(peer, shard)
+            yield Send(peer, x[:])
+
+
+def test_a_schedule_of_a_user(forgotten):
+    assert fompi.schedule("everyone", "all_gather")(everyone) is everyone
+    for ranks, slices in product((1, 2, 5, 9), (1, (1, 2))):
+        plan = fompi.plan(fompi.all_gather, X, ranks=ranks, schedule="everyone", slices=slices)
+        inputs = [{"x": np.full((rows, *X.shape[1:]), rank, X.dtype)} for rank, rows in enumerate(plan.sizes.rows)]
+        for outputs in twin(plan, inputs, Numpy()):
+            np.testing.assert_array_equal(outputs["y"], np.concatenate([given["x"] for given in inputs]))
+    assert "everyone" in schedules.available(problem_of("all_gather", 2))
+    terms = Spec((12, 6), "float32", TERM)
+    refused(PlanError, "no schedule 'everyone' for all_reduce", fompi.all_reduce, terms, schedule="everyone")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "text"),
+    [(Compute, "rank 0"), (Send, "rank 1"), (Recv, "rank 0")],
+    ids=["no copy", "no send", "no receive"],
+)
+def test_a_schedule_of_a_user_that_is_wrong(forgotten, lacking, text):
+    """On any number of ranks: also where our own plans are taken as proven."""
+
+    def wrong(problem, work):
+        skipped = False
+        for op in everyone(problem, work):
+            if work.rank == 0 and isinstance(op, lacking) and not skipped:
+                skipped = True
+                continue
+            yield op
+
+    fompi.schedule("wrong", "all_gather")(wrong)
+    for ranks in (2, 12):
+        with pytest.raises(PlanError, match=text):
+            fompi.plan(fompi.all_gather, X, ranks=ranks, schedule="wrong")
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    [("ring", ["all_gather"]), ("", ["all_gather"]), ("auto", ["all_gather"]), ("mine(3)", ["all_gather"]),
+     ("mine", []), ("mine", ["all_gather", "barrier"])],
+)  # fmt: skip
+def test_schedules_that_cannot_be_registered(forgotten, name, moves):
+    with pytest.raises(PlanError, match=r"cannot be registered|name some of"):
+        fompi.schedule(name, *moves)
 
 
 def test_schedules_that_an_operation_does_not_have():

@@ -13,6 +13,7 @@ from fompi import schedules
 from fompi.errors import LayoutError
 from fompi.layout import Sizes
 from fompi.machine import Level, Machine
+from fompi.problems import Form, problem
 from fompi.simulate import predict, simulate, symmetry
 
 ROWS, K, N = 16, 3, 4  # of each rank's x, and the columns of x and w, in the catalogue
@@ -172,8 +173,11 @@ def test_64_ranks():
 
 def test_sizes_for_another_number_of_ranks_are_refused():
     plan = schedules.write(catalogue.problems(2)["all_gather"], "ring")
-    with pytest.raises(LayoutError, match="sizes for 3 ranks, but the plan has 2"):
-        simulate(plan, Machine.load("gigabit"), Sizes((1, 2, 3)))
+    for walk in (simulate, predict):
+        with pytest.raises(LayoutError, match="sizes for 3 ranks, but the plan has 2"):
+            walk(plan, Machine.load("gigabit"), Sizes((1, 2, 3)))
+        with pytest.raises(LayoutError, match="sizes for 1 ranks, but the plan has 2"):
+            walk(plan, Machine.load("gigabit"), Sizes((1,)))
 
 
 def test_many_ops_in_one_lane():
@@ -260,6 +264,14 @@ def test_some_ranks_stand_for_all(name, size):
             assert predict(plan, where) == pytest.approx(simulate(plan, where).seconds, rel=1e-9), (schedule, step)
             if where is flat and not problem.packed and problem.moves != "broadcast" and schedule != "exchange":
                 assert step == plan.group, schedule  # the others do not begin, or sum, with what is their own
+
+
+@pytest.mark.parametrize("root", range(8))
+def test_a_broadcast_has_a_root(root):
+    made = problem("broadcast", 8, Form((24, 2), "float32"), root=root)
+    plan = schedules.write(made, "ring", 8, Sizes((3,) * 8))
+    assert symmetry(plan, plan.sizes, machine(1.0)) == 8
+    assert predict(plan, machine(1.0)) == pytest.approx(simulate(plan, machine(1.0)).seconds)
 
 
 def test_ranks_that_differ_are_all_walked():
