@@ -104,7 +104,8 @@ class Helper:
             if engine.rests:
                 self._call.wait(REST_SECONDS)
                 self._call.clear()
-                engine.hear()  # others may ask whether we are alive
+                if engine.computing:  # else MPI may be over
+                    engine.hear()  # others may ask whether we are alive
             else:
                 sleep(self.seconds)
             self._resting = False
