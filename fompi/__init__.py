@@ -12,10 +12,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from fompi.adaptive import Adaptive, bind
 from fompi.alignment import gather_traces, read_clocks
+from fompi.calibrate import calibrate
 from fompi.call import Pending
 from fompi.communicator import Communicator, Mesh
 from fompi.errors import (
+    DriftWarning,
     DtypeError,
     FompiError,
     LaunchError,
@@ -29,7 +32,7 @@ from fompi.errors import (
     TensorError,
     WaitTimeout,
 )
-from fompi.executor import Executor, bind
+from fompi.executor import Executor
 from fompi.explain import Explanation
 from fompi.layout import Partial, Replicate, Shard, Spec
 from fompi.machine import Machine
@@ -63,7 +66,9 @@ from fompi.verify import verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "Communicator",
+    "DriftWarning",
     "DtypeError",
     "Executor",
     "Explanation",
@@ -100,6 +105,7 @@ __all__ = [
     "all_to_all_matmul_weight_gradient",
     "all_to_all_weight_gradient",
     "bind",
+    "calibrate",
     "broadcast",
     "gather_traces",
     "matmul_all_reduce",

@@ -1,4 +1,4 @@
-"""python -m fompi info | plan | simulate | explain | bench: what the functions return, in a terminal."""
+"""python -m fompi info | plan | simulate | explain | calibrate | bench: what the functions return, in a terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from time import perf_counter
 
 import fompi
 from fompi import info, problems
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     ):
         _plan_arguments(commands.add_parser(name, help=what, epilog=EXAMPLE), name)
     _explain_arguments(commands.add_parser("explain", help="which schedule is the best, and why", epilog=EXAMPLE))
+    calibrated = commands.add_parser("calibrate", help="measure the machine, for mpirun: writes JSON")
+    calibrated.add_argument("file", nargs="?", default="machine.json", help="(machine.json)")
     bench = commands.add_parser("bench", help="benchmarks, for mpirun")
     _bench_arguments(bench)
     try:
@@ -43,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
             if options.suite is None:
                 parser.error(f"bench: name a suite ({', '.join(suites.SUITES)}), or a shape with --like M,K,N")
             return suites.run(options.suite, measure, options.json, options.markdown, options.plot)
+        if options.command == "calibrate":
+            return _calibrate(options.file)
         status = _explain(options) if options.command == "explain" else _plan(options)
         sys.stdout.flush()
         return status
@@ -106,6 +111,18 @@ def _explain(options: argparse.Namespace) -> int:
         print(found.timeline())
     if options.plot:
         Path(options.plot).write_text(found.plot())
+    return 0
+
+
+def _calibrate(file: str) -> int:
+    from fompi.calibrate import calibrate
+
+    with fompi.Communicator() as comm:
+        begun = perf_counter()
+        machine = calibrate(comm, print if comm.rank == 0 else lambda text: None)
+        if comm.rank == 0:
+            machine.save(file)
+            print(f"{machine}\nwritten to {file} in {perf_counter() - begun:.0f} s", flush=True)
     return 0
 
 

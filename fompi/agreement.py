@@ -18,7 +18,8 @@ from fompi.errors import MismatchError, ShapeError
 if TYPE_CHECKING:
     from fompi.communicator import Communicator
 
-_HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer, rows expected from all (or -1)
+_HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and our own sign, rows expected (or -1)
+_ROWS_BITS = 40
 _DESCRIPTION_NBYTES = 1024
 REFUSED = -1
 
@@ -43,6 +44,8 @@ def agree(comm: Communicator, text: str, refusal: Exception | None = None) -> No
 class Agreement(Task):
     """`then(self)` is called when it is finished: `rows[source]` are what each rank has for us, or `error` is set.
 
+    `sign` are 23 bits of what the ranks need not have in common; `signed_alike` tells afterwards whether they have.
+
     `expects` (-1: any) is how many rows must arrive here. Unless as many arrive everywhere (`alike`), each rank knows
     only its own number, and there is a second round in which it says whether it is content.
     """
@@ -59,9 +62,11 @@ class Agreement(Task):
         expects: int = -1,
         refusal: Exception | None = None,
         alike: bool = True,
+        sign: int = 0,
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
         self.outgoing, self.expects, self.refusal, self.alike = rows, expects, refusal, alike
+        self.sign, self.signed_alike = sign << _ROWS_BITS, True
         self.rows: list[int] = []
         self.then: Callable[[Agreement], None] | None = None
         self.finished, self.error = False, None
@@ -82,7 +87,7 @@ class Agreement(Task):
 
     def _exchange_headers(self, round: int) -> None:
         mine = REFUSED if self.refusal is not None else self.digest
-        headers = [_HEADER.pack(self.stamp, mine, rows, self.expects) for rows in self.outgoing]
+        headers = [_HEADER.pack(self.stamp, mine, rows | self.sign, self.expects) for rows in self.outgoing]
         self._exchange(_HEADER.size, round, headers)
 
     def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
@@ -125,6 +130,9 @@ class Agreement(Task):
         if first != REFUSED and all(h[0] == self.stamp and h[1] == first for h in headers):
             if self._round == HANDSHAKE:
                 self.rows = [h[2] for h in headers]
+                if self.sign or max(self.rows) >> _ROWS_BITS:
+                    self.signed_alike = all(rows >> _ROWS_BITS == self.sign >> _ROWS_BITS for rows in self.rows)
+                    self.rows = [rows & (1 << _ROWS_BITS) - 1 for rows in self.rows]
                 if self._check_expected([h[3] for h in headers]):
                     self._exchange_headers(CONFIRMATION)
                     return

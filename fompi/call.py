@@ -1,6 +1,6 @@
 """One call of an operation: its arguments, this rank's part of them, and what is in flight.
 
-An `Operation` is a public function with `start`. `_localise` checks what one rank was given, by itself; a `Pending`
+An `Operation` is a public function with `start`. `localise` checks what one rank was given, by itself; a `Pending`
 takes it to the other ranks, to a cached plan, a run, and back to a tensor of the caller's framework.
 """
 
@@ -22,7 +22,7 @@ from fompi.choose import choose, plan_for
 from fompi.communicator import Communicator
 from fompi.dlpack import Tensor
 from fompi.engine import Task
-from fompi.errors import DtypeError, LayoutError, ShapeError, StateError, TensorError, WaitTimeout
+from fompi.errors import DtypeError, LayoutError, PlanError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.layout import Extents, Sizes, Slices, split
 from fompi.problems import Form, Problem
 from fompi.run import Compiled, Run
@@ -84,6 +84,14 @@ class Local(NamedTuple):
     packing: tuple[float, float] | None
 
 
+class How(NamedTuple):
+    """What a call asks for; effort="measure": where it asks for nothing, what is the fastest, tried at first use."""
+
+    schedule: str = "auto"
+    slices: Slices | None = None
+    effort: str = "plan"
+
+
 class Operation:
     """A public operation: `op(x, ...)` waits, `op.start(x, ...)` returns a Pending, `fompi.plan(op, ...)` its plan."""
 
@@ -93,26 +101,38 @@ class Operation:
         self._arguments = arguments
 
     def __call__(
-        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: Slices | None = None, **options: Any
+        self,
+        *args: Any,
+        comm: Any = None,
+        schedule: str = "auto",
+        slices: Slices | None = None,
+        effort: str = "plan",
+        **options: Any,
     ) -> Any:
-        arguments = self._arguments(*args, **options)
+        arguments, how = self._arguments(*args, **options), How(schedule, slices, effort)
         if any(map(dlpack.requires_grad, arguments.tensors)):
-            return import_module("fompi.torch").differentiable(self, arguments, comm, schedule, slices)
-        return self._begin(arguments, comm, schedule, slices).wait()
+            return import_module("fompi.torch").differentiable(self, arguments, comm, how)
+        return self._begin(arguments, comm, how).wait()
 
     def arguments(self, *args: Any, **options: Any) -> Arguments:
         """What a call with these arguments is about."""
         return self._arguments(*args, **options)
 
     def start(
-        self, *args: Any, comm: Any = None, schedule: str = "auto", slices: Slices | None = None, **options: Any
+        self,
+        *args: Any,
+        comm: Any = None,
+        schedule: str = "auto",
+        slices: Slices | None = None,
+        effort: str = "plan",
+        **options: Any,
     ) -> Pending:
         """Begin, and return at once; it goes on by itself. The tensors may be used again when the Pending is done."""
-        pending = self.begin(self._arguments(*args, **options), comm, schedule, slices)
+        pending = self.begin(self._arguments(*args, **options), comm, How(schedule, slices, effort))
         Communicator.of(comm).engine.assist()
         return pending
 
-    def begin(self, arguments: Arguments, comm: Any, schedule: str, slices: Slices | None) -> Pending:
+    def begin(self, arguments: Arguments, comm: Any, how: How) -> Pending:
         """Start a call whose tensors must carry no gradient."""
         refusal = None
         if any(map(dlpack.requires_grad, arguments.tensors)):
@@ -120,18 +140,22 @@ class Operation:
                 f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
                 "grad, or pass x.detach()"
             )
-        return self._begin(arguments, comm, schedule, slices, refusal)
+        return self._begin(arguments, comm, how, refusal)
 
-    def _begin(
-        self, arguments: Arguments, comm: Any, schedule: str, slices: Slices | None, refusal: Exception | None = None
-    ) -> Pending:
+    def _begin(self, arguments: Arguments, comm: Any, how: How, refusal: Exception | None = None) -> Pending:
         communicator, local = Communicator.of(comm), None
+        schedule, slices, effort = how
         if isinstance(slices, Sequence):
             slices = tuple(slices)  # part of a key
         try:
             if refusal is not None:
                 raise refusal
-            local = _localise(self.name, arguments, communicator.rank, communicator.size)
+            local = localise(self.name, arguments, communicator.rank, communicator.size)
+            if effort != "plan":
+                if effort != "measure":
+                    raise PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
+                if (schedule, slices) == ("auto", None) and communicator.size > 1:
+                    schedule, slices = import_module("fompi.effort").choose(self, arguments, local, communicator)
             if schedule != "auto" or slices is not None:
                 plan_for(local.problem, Sizes((0,) * communicator.size), schedule, slices)
         except Exception as error:  # the other ranks must not wait for us
@@ -145,7 +169,7 @@ class Operation:
 # ------------------------------------------------------------------------------------------------- this rank's part
 
 
-def _localise(operation: str, arguments: Arguments, rank: int, size: int) -> Local:
+def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Local:
     """Check our tensors and put them in the order of rows; nothing here asks another rank."""
     x = dlpack.borrow(arguments.x, "x")
     weights = [dlpack.borrow(w, "w") for w in arguments.weights]
@@ -297,14 +321,16 @@ class Pending:
             if comm.size == 1 and refusal is None:
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
-            number, rows, expects, alike = 0, (0,) * comm.size, -1, True
+            number, rows, expects, alike, sign = 0, (0,) * comm.size, -1, True, 0
             if local is not None:
+                if comm.machine is not None:
+                    sign = _sign(local.problem)
                 number, alike = self._common(local), local.problem.moves != "all_to_all"
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
             self._task = agreement = Agreement(
-                comm, self._stamp, number, self._signature, rows, expects, refusal, alike
+                comm, self._stamp, number, self._signature, rows, expects, refusal, alike, sign
             )
             agreement.then = self._agreed
             agreement.start()
@@ -314,7 +340,9 @@ class Pending:
 
     def _common(self, local: Local) -> int:
         """What all ranks must agree on, as a number."""
-        number = _digest((local.problem.common, self._schedule, self._slices, self._arguments.gradient))
+        machine = self._comm.machine
+        how = (self._schedule, self._slices, self._arguments.gradient, None if machine is None else machine.digest)
+        number = _digest((local.problem.common, *how))
         if local.problem.moves in ("all_gather", "all_to_all"):
             return number
         return number ^ digest(str(local.shape if local.problem.flat else local.rows))  # may differ at every call
@@ -329,12 +357,14 @@ class Pending:
         if local.problem.flat:
             rows = f" with the shape {local.shape}"
         how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, slices {self._slices}"
+        if self._comm.machine is not None:
+            how += f" on the machine {self._comm.machine.name} ({self._comm.machine.digest})"
         return f"{local.problem}{rows}{how}{' for a gradient' if self._arguments.gradient else ''}"
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
             try:
-                self._launch(agreement.rows)
+                self._launch(agreement.rows, agreement.signed_alike)
             except Exception as error:
                 if self._run is None:
                     self._comm.channel.fail(agreement, error)
@@ -342,8 +372,8 @@ class Pending:
         if self._run is None:
             self._comm.end_turn(self._stamp)
 
-    def _launch(self, arrived: list[int]) -> None:
-        """All ranks are here and agree: take a plan, memory for the results, and start."""
+    def _launch(self, arrived: list[int], alike: bool = True) -> None:
+        """All ranks are here and agree: take a plan, memory for results, and start. `alike`: on the same problem."""
         comm, local = self._comm, self._local
         assert local is not None
         problem = local.problem
@@ -352,7 +382,7 @@ class Pending:
         else:
             sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
             total = sum(sizes.rows)
-        compiled = self._compiled(problem, total)
+        compiled = self._compiled(problem, total, alike)
         shares = compiled.plan.shares
         if sizes is None:
             extents = Extents(comm.rank, comm.size, shares, send=local.rows, recv=tuple(arrived))
@@ -376,12 +406,13 @@ class Pending:
         if self._comm.engine.report is not None:
             self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND)
 
-    def _compiled(self, problem: Problem, total: int | None) -> Any:
+    def _compiled(self, problem: Problem, total: int | None, alike: bool) -> Any:
         """The program of this rank, verified with the whole plan when it is first needed."""
         assert self._local is not None
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
-            schedule, cut = choose(problem, total, self._comm.network)
+            machine = self._comm.machine if alike else None  # else the ranks might choose differently
+            schedule, cut = choose(problem, total, self._comm.network, machine)
             slices = cut if slices is None else slices
         key = (problem, schedule, slices, self._local.packed)
         compiled = self._comm.plans.get(key)
@@ -470,6 +501,11 @@ class Pending:
 @functools.lru_cache(maxsize=1024)
 def _digest(agreed: tuple[object, ...]) -> int:
     return digest(str(agreed))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sign(problem: Problem) -> int:
+    return digest(str(problem)) & 0x7FFFFF
 
 
 def _size(shape: Sequence[int]) -> int:

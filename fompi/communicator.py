@@ -17,6 +17,7 @@ from fompi.channel import Channel
 from fompi.engine import Engine, slots
 from fompi.errors import LaunchError, LayoutError, StateError
 from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
+from fompi.machine import Machine
 from fompi.progress import HELPED, Helper, choose_mode, seconds_between_polls
 from fompi.trace import Trace
 from fompi.transport import thread_levels
@@ -40,6 +41,8 @@ def _make_engine() -> Engine:
     helper = (lambda engine: Helper(engine, seconds)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
+    if named := os.environ.get("FOMPI_MACHINE"):
+        engine.machine = Machine.load(named)
     asked = os.environ.get("FOMPI_REPORT", "0")
     if asked in ("", "0"):
         faults.install(engine)
@@ -69,6 +72,10 @@ class Communicator:
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled
+        self.choices: dict[str, Any] = {}  # what was found to be the fastest (`fompi.effort`)
+        self.machine: Machine | None = None  # that of FOMPI_MACHINE, as these ranks see it
+        if self.engine.machine is not None:
+            self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
         self.turns: deque[int] = deque()  # stamps of the unbound calls that may use the library's collectives
         self.recording: list[Any] | None = None
         self.clock_readings: dict[int, list[Any]] = {}  # rank 0: samples of the clocks of the others (`alignment`)

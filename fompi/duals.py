@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fompi import ops
-from fompi.call import Arguments, Operation, Pending
+from fompi.call import Arguments, How, Operation, Pending
 from fompi.communicator import Communicator
 from fompi.errors import TensorError
-from fompi.layout import HALF, Extents, Slices
+from fompi.layout import HALF, Extents
 
 
 @dataclass
@@ -41,8 +41,7 @@ class Call:
     operation: Operation
     arguments: Arguments
     comm: Any
-    schedule: str
-    slices: Slices | None
+    how: How
     _extents: Extents | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +58,7 @@ class Call:
         if self.arguments.out is not None:
             self.refuse(": out= cannot be given where a gradient is wanted")
         arguments = replace(self.arguments.with_tensors(tensors), gradient=gradient)
-        pending: Pending = self.operation.begin(arguments, self.comm, self.schedule, self.slices)
+        pending: Pending = self.operation.begin(arguments, self.comm, self.how)
         result = pending.wait()
         self._extents = pending.extents
         return result
@@ -75,7 +74,7 @@ class Call:
         """Raise, and tell the other ranks, who would wait for us in this call."""
         error = TensorError(f"fompi.{self.operation.name}{why}")
         comm = Communicator.of(self.comm)
-        Pending(self.operation.name, self.arguments, None, error, comm, self.schedule, self.slices)
+        Pending(self.operation.name, self.arguments, None, error, comm, self.how.schedule, self.how.slices)
         raise error
 
     @property
@@ -87,10 +86,12 @@ class Call:
     def run(self, operation: Operation, *tensors: Any, **options: Any) -> Any:
         if operation.name not in ("all_reduce", "broadcast"):
             options["dim"] = self.arguments.dim
-        native = self.schedule in ("unfused", "sliced", "exchange")
+        schedule, slices, effort = self.how
+        native = schedule in ("unfused", "sliced", "exchange")
         half = str(tensors[0].dtype).removeprefix("torch.") in HALF
-        schedule = "auto" if self.schedule == "exchange" or (native and half) else self.schedule
-        return operation(*tensors, comm=self.comm, schedule=schedule, slices=self.slices, **options)
+        if schedule == "exchange" or (native and half):
+            schedule = "auto"
+        return operation(*tensors, comm=self.comm, schedule=schedule, slices=slices, effort=effort, **options)
 
 
 def _all_gather(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:

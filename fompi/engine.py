@@ -112,6 +112,7 @@ class Engine:
         self.last_began: tuple[str, Any, int] | None = None  # what, the communicator, the stamp
         self.arena: Any = None  # where outputs and scratch come from
         self.report: Any = None  # where finished calls are noted (`fompi.report`), if somebody wants that
+        self.machine: Any = None  # that of all ranks, if FOMPI_MACHINE names one
         self.polls = 0
         self.computing = 0  # kernels that threads run at this moment
         self.helper = helper(self) if helper is not None else None

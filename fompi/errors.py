@@ -55,5 +55,9 @@ class OverlapWarning(UserWarning):
     """An overlap that was asked for did not happen: the call took about as long as without."""
 
 
+class DriftWarning(UserWarning):
+    """A bound operation takes another time than its plan was chosen for: links, hosts or kernels have changed."""
+
+
 class WaitTimeout(FompiError, TimeoutError):
     """A wait reached its deadline. The message names who waits for whom, back to the rank at the root."""

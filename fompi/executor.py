@@ -53,6 +53,7 @@ class Executor:
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
         self._run: Run | None = None
+        self.seconds: float | None = None
         self._needs: Needs | None = None
         self._alone: tuple[Any, float | None] = (None, None)  # measured by itself, with these extents
         self._bare: tuple[Any, float | None] = (None, None)
@@ -188,6 +189,7 @@ class Executor:
             raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
         if run.error is not None:
             raise run.error
+        self.seconds = run.touched - run.started
         if any(like.framework == "jax" for _, _, like in self._outputs):
             self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results

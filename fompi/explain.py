@@ -85,7 +85,11 @@ class Explanation:
     @property
     def plan(self) -> Plan:
         """That of the winner."""
-        schedule, slices, window = self.winner.candidate
+        return self.plan_of(self.winner.candidate)
+
+    def plan_of(self, candidate: Candidate) -> Plan:
+        """That of any candidate."""
+        schedule, slices, window = candidate
         return write(self.problem, schedule, slices, self.sizes, window, self.at)
 
     def timeline(self, width: int = 100) -> str:
@@ -201,6 +205,20 @@ def candidates(problem: Problem, machine: Machine) -> Iterator[Candidate]:
             yield Candidate(name, slices)
             if name == "direct" and size > 2:
                 yield Candidate(name, slices, 1)
+
+
+def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
+    """Some of every kind, the same for all machines."""
+    names, computes = available(problem), bool(problem.weights or problem.gradients)
+    for name, cuts in (
+        ("unfused", (1,)),
+        ("unfused_p2p", (1,)),
+        ("exchange", (1,)),
+        ("sliced", (4,) if computes else ()),
+        ("direct", (1, 2, 4)),
+        ("ring", (1, 4)),
+    ):
+        yield from (Candidate(name, slices) for slices in cuts if name in names)
 
 
 # ------------------------------------------------------------------------------------------------- closed forms

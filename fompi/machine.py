@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,11 +44,14 @@ class Level(NamedTuple):
 
     @property
     def fastest(self) -> float:
-        """Bytes per second at best: the bandwidth, or where the curve is flattest."""
+        """Bytes per second at best: the bandwidth, or what the curve comes to, in the message that it suits best."""
         if not self.curve:
             return self.bandwidth
-        points = ((0.0, self.latency), *self.curve)
-        return max((b - a) / (z - y) if z > y else float("inf") for (a, y), (b, z) in pairwise(points) if b > a)
+        rates = [
+            nbytes / (s - self.latency) if s > self.latency else float("inf") for nbytes, s in self.curve if nbytes
+        ]
+        (a, y), (b, z) = ((0.0, self.latency), *self.curve)[-2:]
+        return max([*rates, (b - a) / (z - y) if z > y else float("inf")])
 
 
 class Link(NamedTuple):
@@ -98,7 +103,14 @@ class Machine:
     cpu_message: float = 0.0
     cpu_byte: float = 0.0
     poll: float = 0.0
-    natives: Mapping[str, Points] = field(default_factory=dict, hash=False)
+    natives: Mapping[str, Points] = field(default_factory=dict)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.digest)
+
+    def __hash__(self) -> int:  # part of a key: worked out once
+        return self._hash
 
     @property
     def innermost(self) -> Level:
@@ -127,8 +139,78 @@ class Machine:
         link = Link(level, (), min(map(self.rate, range(ranks)), default=1.0))
         return level.latency * max(1, ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
 
+    def __str__(self) -> str:
+        lines = [self.name, self.source]
+        for i, level in enumerate((self.innermost, *self.levels)):
+            where = f"between groups of {level.ranks}" if i else "between ranks"
+            shared = ", shared by the group" if level.shared else ""
+            lines.append(f"{where}: {1e6 * level.latency:.3g} us, {_rate(level.fastest, 'B/s')}{shared}")
+        if self.rates:
+            slow = ", ".join(f"rank {i} {rate:.0%}" for i, rate in enumerate(self.rates) if rate < 1)
+            lines.append(f"slower: {slow}")
+        packing = f", weights packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < 1e300 else ""
+        kernels = f"{_rate(self.flops_rate, 'FLOP/s')}, {_rate(self.memory_rate, 'B/s')}"
+        lines.append(f"kernels: {1e6 * self.overhead:.3g} us and {kernels}{packing}")
+        if self.lanes == 1:
+            cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns a byte"
+            lines.append(
+                f"one core for kernels and messages: each end costs {cost}, a poll every {1e3 * self.poll:g} ms"
+            )
+        for name, points in self.natives.items():
+            most, seconds = points[-1]
+            lines.append(f"the library's {name}: {1e3 * seconds:.3g} ms for {_rate(most, 'B')}")
+        return "\n".join(line for line in lines if line)
+
+    @cached_property
+    def digest(self) -> str:
+        """Some letters that tell it from others."""
+        return blake2b(self.to_json().encode(), digest_size=6).hexdigest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Machine:
+        """What `to_json` wrote. Raises LayoutError with the field that cannot be."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise LayoutError(f"not JSON: {error}") from error
+        return Machine(**_checked(data))
+
+    def part(self, ranks: Sequence[int], world: int) -> Machine:
+        """The machine that these of its `world` ranks make by themselves, numbered anew: an axis of a mesh.
+
+        Evenly spaced ranks keep their groups; others have the slowest link that is between any two of them.
+        """
+        if list(ranks) == list(range(world)):
+            return self
+        rates = tuple(map(self.rate, ranks)) if self.rates else ()
+        steps = {b - a for a, b in pairwise(ranks)} or {1}
+        step, outer = max(steps), [self.innermost, *self.levels]
+        crossed = [
+            i for i, level in enumerate(outer) if any(a // level.ranks != b // level.ranks for a, b in pairwise(ranks))
+        ]
+        known = outer[0] if not crossed else outer[max(crossed)]
+        levels: list[Level] = []
+        even = (
+            len(steps) == 1 and step > 0 and all(level.ranks % step == 0 or step % level.ranks == 0 for level in outer)
+        )
+        if even and crossed and ranks[0] % max(step, outer[max(crossed)].ranks) < step:
+            known = next(level for level in reversed(outer) if level.ranks <= step)
+            levels = [level._replace(ranks=level.ranks // step) for level in outer if level.ranks > step]
+        return replace(
+            self,
+            latency=known.latency,
+            bandwidth=known.bandwidth,
+            curve=known.curve,
+            levels=tuple(level for level in levels if level.ranks < len(ranks)),
+            rates=rates,
+            natives={},
+        )
+
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=1))
+        Path(path).write_text(self.to_json() + "\n")
 
     @staticmethod
     def load(name: str | Path) -> Machine:
@@ -139,13 +221,17 @@ class Machine:
         if not path.is_file():
             raise LayoutError(f"no machine {str(name)!r}: neither a file nor one of {', '.join(PRESETS)}")
         try:
-            data = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:
-            raise LayoutError(f"{path} is not JSON: {error}") from error
-        try:
-            return Machine(**_checked(data))
+            return Machine.from_json(path.read_bytes())
         except LayoutError as error:
             raise LayoutError(f"{path}: {error}") from None
+
+
+def _rate(value: float, unit: str) -> str:
+    """4.5 GB/s"""
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
 
 
 # ------------------------------------------------------------------------------------------------------------- files

@@ -160,7 +160,7 @@ def checked(comm: Any, contestants: Mapping[str, Contestant], tolerance: float =
         result = contestant.call()
         if contestant.error is not None:
             mine = np.array([contestant.error(result)])
-            errors[name] = float(np.max(_of_all_ranks(comm, mine)))
+            errors[name] = float(np.max(of_all_ranks(comm, mine)))
             if not errors[name] <= tolerance:  # a NaN is wrong too
                 raise WrongResult(f"{name} is wrong: relative error {errors[name]:.2g}, at most {tolerance:g} allowed")
     return errors
@@ -200,7 +200,7 @@ def alternate(
             if after is not None:
                 after(names[k], result)
     seconds = seconds[:, warmup:].copy()
-    slowest = _of_all_ranks(comm, seconds).max(axis=0)
+    slowest = of_all_ranks(comm, seconds).max(axis=0)
     return dict(zip(contestants, slowest.tolist(), strict=True))
 
 
@@ -215,11 +215,11 @@ def meet(comm: Any) -> None:
 def texts(comm: Any, mine: str) -> list[str]:
     """A short text of every rank, on every rank. Collective."""
     sent = np.frombuffer(mine.encode()[:512].ljust(512, b"\0"), np.uint8)
-    rows = _of_all_ranks(comm, sent)
+    rows = of_all_ranks(comm, sent)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _of_all_ranks(comm: Any, mine: np.ndarray) -> np.ndarray:
+def of_all_ranks(comm: Any, mine: np.ndarray) -> np.ndarray:
     everything = np.empty((comm.Get_size(), *mine.shape), mine.dtype)
     comm.Allgather(mine, everything)
     return everything

@@ -15,7 +15,7 @@ from fompi import launch, transport
 from fompi.bench import table
 from fompi.errors import LaunchError, StateError
 
-SUITES = ("collectives", "fused", "papers", "peers", "overhead")
+SUITES = ("collectives", "fused", "papers", "peers", "planner", "overhead")
 """Each is a module here, with `rows(comm, options) -> list[Row]`; `overhead` counts microseconds and prints itself."""
 
 

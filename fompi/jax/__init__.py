@@ -13,7 +13,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from fompi import ops
-from fompi.call import Operation
+from fompi.call import How, Operation
 from fompi.dlpack import is_tracer
 from fompi.duals import _DUALS, Call, flatten
 from fompi.layout import Slices
@@ -23,9 +23,16 @@ __all__ = list(_DUALS)
 
 def _differentiable(operation: Operation) -> Any:
     @functools.wraps(operation)
-    def call(*args: Any, comm: Any = None, schedule: str = "auto", slices: Slices | None = None, **options: Any) -> Any:
+    def call(
+        *args: Any,
+        comm: Any = None,
+        schedule: str = "auto",
+        slices: Slices | None = None,
+        effort: str = "plan",
+        **options: Any,
+    ) -> Any:
         arguments = operation.arguments(*args, **options)
-        state = Call(operation, arguments, comm, schedule, slices)
+        state = Call(operation, arguments, comm, How(schedule, slices, effort))
 
         @jax.custom_vjp
         def run(*tensors: jax.Array) -> Any:

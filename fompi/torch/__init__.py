@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fompi.call import Arguments, Operation
+from fompi.call import Arguments, How, Operation
 from fompi.duals import Call, flatten, unflatten
-from fompi.layout import Slices
 
 
-def differentiable(operation: Operation, arguments: Arguments, comm: Any, schedule: str, slices: Slices | None) -> Any:
+def differentiable(operation: Operation, arguments: Arguments, comm: Any, how: How) -> Any:
     """The result of the operation, attached to the graph of its tensors."""
-    call = Call(operation, arguments, comm, schedule, slices)
+    call = Call(operation, arguments, comm, how)
     for tensor in arguments.tensors:
         if not isinstance(tensor, torch.Tensor):
             call.refuse(f": {type(tensor).__name__} beside a torch tensor that requires grad; make it one of torch too")

@@ -146,7 +146,7 @@ def test_what_is_misspelt_is_told_with_the_usage(arguments):
 
 
 def test_a_file_that_is_no_machine(tmp_path):
-    for text, why in (("{", "is not JSON"), ("[]", "is an object"), ('{"name": "x"}', "latency")):
+    for text, why in (("{", "not JSON"), ("[]", "is an object"), ('{"name": "x"}', "latency")):
         (tmp_path / "machine.json").write_text(text)
         _, error = run("simulate", *GATHER.split(), "--machine", tmp_path / "machine.json", status=2)
         assert error.startswith("fompi: ") and error.count("\n") == 1 and why in error

@@ -19,6 +19,7 @@ PURE = {
     "layout": {"errors"},
     "machine": {"errors"},
     "exact": set(),
+    "fit": {"machine"},
     "trace": {"errors"},
     "clocks": {"errors"},
     "timeline": {"trace"},
@@ -66,6 +67,8 @@ FRONT = {
     "jax",
     "parallel",
     "calibrate",
+    "effort",
+    "adaptive",
 }
 """What sees both."""
 

@@ -45,7 +45,7 @@ def test_files_that_are_no_json(content, tmp_path):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(LayoutError) as caught:
         Machine.load(path)
-    assert f"{path} is not JSON" in str(caught.value)
+    assert f"{path}: not JSON" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [[], 3, "laptop", None])

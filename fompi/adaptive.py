@@ -1,0 +1,260 @@
+"""`bind` as users call it: a plan, or the explanation of many, of which the best is measured, or changes as links do.
+
+step = fompi.bind(plan, comm=tp, x=x, w=w)                          # this plan
+step = fompi.bind(fompi.explain(...), comm=tp, x=x, w=w)            # the best by the model
+step = fompi.bind(fompi.explain(...), effort="measure", ...)        # the fastest of the best few, by measurement
+step = fompi.bind(fompi.explain(...), adapt=True, ...)              # the best, also when links change
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from fompi import effort as efforts
+from fompi import executor, ops
+from fompi.agreement import agree
+from fompi.backends.base import Backend
+from fompi.calibrate import refit
+from fompi.communicator import Communicator
+from fompi.errors import DriftWarning, PlanError
+from fompi.executor import Executor
+from fompi.explain import Candidate, Explanation, explain
+from fompi.plan import Plan
+from fompi.trace import Trace
+
+CHECK_CALLS = 8
+"""The ranks compare their times every so many calls of an operation that adapts."""
+
+DRIFT = 1.2
+"""Times that differ by this factor have changed."""
+
+WARN_CALLS, WARN_DRIFT = 16, 1.5
+"""The median of so many calls, so far from the prediction, is worth a warning."""
+
+LEAST_SECONDS = 2e-4
+"""What differs by less is not about links."""
+
+
+@overload
+def bind(plan: Plan, **given: Any) -> Executor: ...
+
+
+@overload
+def bind(plan: Explanation, **given: Any) -> Adaptive: ...
+
+
+def bind(
+    plan: Plan | Explanation,
+    *,
+    comm: Any = None,
+    out: Any = None,
+    backend: Backend | None = None,
+    kernels: Mapping[str, Callable[..., object]] | None = None,
+    effort: str = "plan",
+    adapt: bool = False,
+    same_bits: bool = False,
+    **tensors: Any,
+) -> Executor | Adaptive:
+    """An Executor of `plan` on these tensors, by the names of its buffers: `bind(plan, comm=tp, x=x, w=w, out=y)`.
+
+    Collective: the ranks agree here, once, and later calls need no agreement. `out` is the output `y`; outputs that
+    are not given are made, and every call writes them again. `kernels={"matmul": f}` replaces a kernel by
+    `f(reads, writes)` on lists of arrays.
+
+    An Explanation (`fompi.explain`) may come instead of a plan: its winner is bound. `effort="measure"`: the fastest
+    of its best few and of those without overlap, by running them here (`fompi.effort`). `adapt=True`: every 8 calls
+    the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
+    best now, between two calls. With `same_bits` only to other slices of the same schedule, which sum in the same
+    order. Whoever binds an Explanation gets a DriftWarning when its calls take much longer than predicted.
+    """
+    given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
+    if isinstance(plan, Explanation):
+        communicator = Communicator.of(comm)
+        binding = _Binding(plan, communicator, given, same_bits)
+        refusal = None
+        if effort not in ("plan", "measure"):
+            refusal = PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
+        if plan.problem.size != communicator.size:
+            refusal = PlanError(
+                f"the explanation is for {plan.problem.size} ranks, {communicator!r} has {communicator.size}"
+            )
+        agree(communicator, f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})", refusal)
+        candidate = binding.race() if effort == "measure" else plan.winner.candidate
+        return Adaptive(binding, candidate, adapt)
+    if effort != "plan" or adapt:
+        raise PlanError("effort= and adapt= choose among many plans: bind(fompi.explain(...), ...) instead of one plan")
+    return executor.bind(plan, comm=comm, **given)
+
+
+class _Binding:
+    """An explanation, and all that an executor needs beside a plan."""
+
+    def __init__(self, explained: Explanation, comm: Communicator, given: dict[str, Any], same_bits: bool):
+        self.explained, self.comm, self.given, self.same_bits = explained, comm, given, same_bits
+
+    @property
+    def words(self) -> str:
+        """What all ranks must have alike."""
+        explained = self.explained
+        return f"{explained.problem.common} {explained.sizes} on {explained.machine.digest}"
+
+    def executor(self, candidate: Candidate) -> Executor:
+        return executor.bind(self.explained.plan_of(candidate), comm=self.comm, **self.given)
+
+    def race(self) -> Candidate:
+        """The fastest of the best few."""
+        steps: dict[Candidate, Executor] = {}
+
+        def timed(candidate: Candidate) -> float:
+            if candidate not in steps:
+                steps[candidate] = self.executor(candidate)
+            begun = perf_counter()
+            steps[candidate]()
+            return perf_counter() - begun
+
+        def listed() -> list[Candidate]:
+            return efforts.few(self.explained)
+
+        try:
+            return efforts.race(self.comm, self.explained.problem, f"bound {self.words}", listed, timed)
+        finally:
+            for step in steps.values():
+                step.close()
+
+    def again(self, schedule: str) -> None:
+        """Look at the links again, and explain anew. Collective."""
+        before = self.explained
+        machine = refit(before.machine, self.comm)
+        found = explain(before.problem, before.sizes, machine, before.at)
+        if self.same_bits:
+            alike = tuple(one for one in found.judged if one.candidate.schedule == schedule)
+            found = replace(found, judged=alike)
+        self.explained = found
+
+
+def _differ(a: float, b: float, factor: float) -> bool:
+    return abs(a - b) > LEAST_SECONDS and max(a, b) > factor * min(a, b)
+
+
+class Change(NamedTuple):
+    """Before call number `call` the ranks went over to another plan, or stayed, and why."""
+
+    call: int
+    candidate: Candidate
+    why: str
+
+    def __str__(self) -> str:
+        return f"from call {self.call} on {self.candidate}: {self.why}"
+
+
+class Adaptive:
+    """An Executor, now of this plan and now of that: `changes` tells when it went over, and why.
+
+    What is not here is that of the present Executor, `step`.
+    """
+
+    def __init__(self, binding: _Binding, candidate: Candidate, adapt: bool):
+        self.binding, self.adapt, self.changes = binding, adapt, [Change(1, candidate, "the best at first")]
+        self.step = binding.executor(candidate)
+        self._count, self._usual = 0, 0.0
+        self._seconds: deque[float] = deque(maxlen=WARN_CALLS)
+        self._recent: list[float] = []
+        self._predicted = self._prediction(candidate)
+        self._warned = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+    def _prediction(self, candidate: Candidate) -> float:
+        return next(one.seconds for one in self.binding.explained.judged if one.candidate == candidate)
+
+    def __call__(self, counts: Any = None) -> Any:
+        self._before()
+        return self._noting(self.step(counts))
+
+    def start(self, *partial: str, counts: Any = None) -> Adaptive:
+        """As that of an Executor; here plans change."""
+        self._before()
+        self.step.start(*partial, counts=counts)
+        return self
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """As that of an Executor; the time of the call is noted."""
+        return self._noting(self.step.wait(timeout))
+
+    def _noting(self, result: Any) -> Any:
+        if self.step.seconds is not None:  # each call once
+            self._recent.append(self.step.seconds)
+            self._seconds.append(self.step.seconds)
+            self.step.seconds = None
+            self._warn()
+        return result
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did in the last call; its title tells of the last change."""
+        trace = self.step.trace
+        return replace(trace, title=f"{trace.title}, {self.changes[-1]}") if len(self.changes) > 1 else trace
+
+    def _warn(self) -> None:
+        if self.adapt or self._warned or len(self._seconds) < WARN_CALLS or self.binding.comm.rank != 0:
+            return
+        measured = median(self._seconds)
+        if measured > self._predicted and _differ(measured, self._predicted, WARN_DRIFT):
+            self._warned = True
+            warnings.warn(
+                f"{self.step.compiled.title}: {1e3 * measured:.3g} ms a call, but {1e3 * self._predicted:.3g} ms were "
+                f"predicted on {self.binding.explained.machine.name}: calibrate again, or bind with adapt=True",
+                DriftWarning,
+                stacklevel=3,
+            )
+
+    def _before(self) -> None:
+        """Every CHECK_CALLS calls: whether the ranks see other times than before."""
+        self._count += 1
+        if not self.adapt or (self._count - 1) % CHECK_CALLS or len(self._recent) < CHECK_CALLS:
+            return
+        comm = self.binding.comm
+        mine, self._recent = np.array([[median(self._recent)]]), []
+        slowest = float(np.max(ops.all_gather(mine, comm=comm, schedule="direct")))
+        if not self._usual:  # the first ones say what is usual: a prediction is a little off
+            self._usual = slowest
+            if not _differ(slowest, self._predicted, WARN_DRIFT):
+                return
+        elif not _differ(slowest, self._usual, DRIFT):
+            return
+        self._change(slowest)
+
+    def _change(self, slowest: float) -> None:
+        """The links are looked at again, and the best plan for them taken. All ranks come here before the same call."""
+        now = self.changes[-1].candidate
+        self.binding.again(now.schedule)
+        winner = self.binding.explained.winner.candidate
+        why = f"calls took {1e3 * slowest:.3g} ms, {1e3 * (self._usual or self._predicted):.3g} were usual"
+        if winner != now:
+            before, self.step = self.step, self.binding.executor(winner)
+            before.close()
+        self._predicted, self._usual = self._prediction(winner), 0.0 if winner != now else slowest
+        self._seconds.clear()
+        self.changes.append(Change(self._count, winner, why))
+
+    def close(self) -> None:
+        """As that of an Executor."""
+        self.step.close()
+
+    def __enter__(self) -> Adaptive:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.step.__exit__(*exception)
+
+    def __repr__(self) -> str:
+        return f"Adaptive({self.step!r})"

@@ -1,0 +1,174 @@
+"""What the planner promises, against what is measured: mpirun -n 2 python -m fompi bench planner
+
+The machine is calibrated first, in the same run. Between equal hosts, fused operations of the shapes of
+`fompi.bench.fused` and of random ones that the calibration never saw are planned, and the plan and its rivals measured:
+how far off the prediction is, and how far the chosen plan from the best. Between groups of hosts, or with a slow host,
+plain collectives: the chosen plan against the schedules that know nothing of links, and against the lower bound.
+
+Who is the best is said by one half of the rounds and how good it is by the other: the best of many is best by luck too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import fompi
+from fompi import problems
+from fompi.bench.cluster import Cluster
+from fompi.bench.collectives import MIB, given, progress
+from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, median_interval, quantile, relative_error
+from fompi.bench.peers import KS, Case, M
+from fompi.bench.rivals import OPERATIONS
+from fompi.bench.suites import Options
+from fompi.calibrate import calibrate
+from fompi.explain import UNFUSED, Candidate, Explanation
+from fompi.layout import Shard, Spec
+from fompi.machine import Machine
+
+RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 4, 2026
+MOST_MEDIAN_ERROR, MOST_ERROR = 0.04, 0.10
+NEAR_BEST, LEAST_NEAR, MOST_SLOWER = 1.02, 0.95, 1.02
+TOTALS = (4 * MIB, 16 * MIB)
+GROUPED = ("reduce_scatter", "all_gather", "all_reduce")
+BLIND = ("direct", "ring", "bidirectional")
+LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
+
+
+def rows(comm: Any, options: Options) -> list[Row]:
+    machine = calibrate(comm)
+    about = Row("the machine", str(machine).replace("\n", "; "))
+    with Cluster(comm.link.comm) as cluster:
+        if machine.levels or machine.rates:
+            return [about, *_collectives(comm, cluster, machine, options)]
+        shapes = list(_shapes(options, comm.size))
+        found = [_measured(comm, cluster, machine, case, options.rounds) for case in shapes]
+    return [about, *found, _summary(found, cluster)]
+
+
+# ----------------------------------------------------------------------------------------------- fused operations
+
+
+def _shapes(options: Options, size: int) -> Iterator[Case]:
+    """The grid of the suite `fused`, then random shapes."""
+    draw = random.Random(SEED)
+    if not options.quick:
+        yield from (Case(operation, M, M, k) for operation in OPERATIONS for k in KS)
+    for i in range(QUICK_SHAPES if options.quick else RANDOM_SHAPES):
+        m = size * draw.randrange(256 // size, 2049 // size)
+        yield Case(OPERATIONS[i % len(OPERATIONS)], m, draw.randrange(256, 2049), draw.randrange(128, 3073))
+
+
+def _explained(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
+    return fompi.explain(operation, *_specs(operation, size, *tensors), ranks=size, machine=machine)
+
+
+def _specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
+    for tensor, layout in zip(tensors, problems.layouts(operation, len(tensors)), strict=True):
+        shape = list(tensor.shape)
+        if isinstance(layout, Shard):
+            shape[layout.dim] *= size
+        yield Spec(tuple(shape), str(tensor.dtype), layout)
+
+
+def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds: int) -> Row:
+    """The plan that was chosen, all others that were walked through, and those without overlap."""
+    mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
+    error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
+    explained = _explained(machine, case.operation, comm.size, x, w)
+    walked = {one.candidate: one.seconds for one in explained.judged if one.proof is not None}
+    with ExitStack() as held:
+        contestants = {}
+        for candidate in walked:
+            step = held.enter_context(fompi.bind(explained.plan_of(candidate), comm=comm, x=x, w=w))
+            contestants[str(candidate)] = Contestant(step, error)
+        errors = checked(mpi, contestants)
+        samples = alternate(mpi, {name: c.call for name, c in contestants.items()}, rounds, idle=cluster.idle)
+    row = Row(str(case), str(cluster), samples, str(explained.winner.candidate), errors=errors)
+    predicted = {str(candidate): seconds for candidate, seconds in walked.items()}
+    return replace(
+        row, limits={"bound": explained.bound.seconds}, figures=_judged(row, predicted), progress=progress(comm)
+    )
+
+
+def _judged(row: Row, predicted: dict[str, float]) -> list[Figure]:
+    assert row.base is not None
+    chosen, unfused = row.base, row.best(str(c) for c in UNFUSED)
+    picking = {name: median(samples[0::2]) for name, samples in row.samples.items()}
+    best = min(picking, key=lambda name: picking[name])
+    near = median(row.samples[chosen][1::2]) / median(row.samples[best][1::2])
+    slower = median_interval([a / b for a, b in zip(row.samples[chosen], row.samples[unfused], strict=True)])
+    return [
+        Figure("predicted / measured, the chosen plan", predicted[chosen] / row.median(chosen)),
+        Figure("predicted / measured, without overlap", predicted[unfused] / row.median(unfused)),
+        Figure(f"chosen / best ({best})", near),
+        Figure("low end of chosen / unfused", slower.low, most=MOST_SLOWER),
+    ]
+
+
+def _summary(found: list[Row], cluster: Cluster) -> Row:
+    def errors(kind: int) -> list[float]:
+        return [abs(row.figures[kind].value - 1) for row in found]
+
+    asked = not cluster.shared
+    near = [row.figures[2].value for row in found]
+    figures = []
+    for what, off in (("chosen plan", errors(0)), ("without overlap", errors(1))):
+        limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if asked else (None, None)
+        figures.append(Figure(f"median error of the prediction, {what}", median(off), most=limits[0]))
+        figures.append(Figure(f"95th percentile of that error, {what}", quantile(off, 0.95), most=limits[1]))
+    within = sum(ratio <= NEAR_BEST for ratio in near) / len(near)
+    figures.append(Figure("share of shapes within 2 % of the best", within, least=LEAST_NEAR if asked else None))
+    worst = max(row.figures[3].value for row in found)
+    figures.append(Figure("worst low end of chosen / unfused", worst, most=MOST_SLOWER if asked else None))
+    return Row(f"all {len(found)} shapes", str(cluster), figures=figures)
+
+
+# ---------------------------------------------------------------------------------------------- unequal links
+
+
+def _collectives(comm: Any, cluster: Cluster, machine: Machine, options: Options) -> list[Row]:
+    return [
+        _collective(comm, cluster, machine, operation, total, options.rounds)
+        for operation in GROUPED
+        for total in (TOTALS[:1] if options.quick else TOTALS)
+    ]
+
+
+def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, total: int, rounds: int) -> Row:
+    size = comm.size
+    x, reference = given(operation, total, comm.rank, size)
+    error = partial(relative_error, reference=reference)
+    explained = _explained(machine, operation, size, x)
+    chosen = explained.winner.candidate
+    rivals = [Candidate(name, slices) for name in BLIND for slices in (1, 4)]
+    rivals += [Candidate("direct", 1, 1), Candidate("direct", 4, 1), Candidate("unfused")]
+    with ExitStack() as held:
+        contestants: dict[str, Contestant] = {}
+        for candidate in dict.fromkeys([chosen, *rivals]):
+            step = held.enter_context(fompi.bind(explained.plan_of(candidate), comm=comm, x=x))
+            contestants[str(candidate)] = Contestant(step, error)
+        errors = checked(comm.link.comm, contestants)
+        calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
+        samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
+    row = Row(f"{operation} of {total // MIB} MiB", str(cluster), samples, str(chosen), errors=errors)
+    blind = row.best(str(c) for c in rivals if c.schedule != "unfused")
+    least = OF_BOUND_GROUPS if machine.levels else OF_BOUND_SLOW
+    return replace(
+        row,
+        limits={"bound": explained.bound.seconds},
+        figures=[
+            Figure("bound / time", explained.bound.seconds / row.median(str(chosen)), least=least, limit=1.0),
+            row.ratio(blind, str(chosen), least=LEAST_OVER_BLIND if machine.levels else None),
+            Figure("predicted / measured", explained.winner.seconds / row.median(str(chosen))),
+        ],
+        marks=[f"bound: {explained.bound.what}"],
+        progress=progress(comm),
+    )

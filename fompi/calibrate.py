@@ -1,0 +1,296 @@
+"""Measure the Machine that a program has: `mpirun -n 4 python -m fompi calibrate machine.json`.
+
+Collective, and under a minute. Every rank works while it is measured, as it will when it computes: what ranks share
+(cores, links) is shared here too. The times are those of the slowest rank, medians of some rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from statistics import median
+from time import perf_counter, process_time, sleep
+from typing import Any
+
+import numpy as np
+
+from fompi import fit, launch, problems
+from fompi.bench.exchange import bare_exchange
+from fompi.bench.measure import alternate, meet, of_all_ranks, texts
+from fompi.communicator import Communicator
+from fompi.executor import bind
+from fompi.fit import PAIR_NBYTES, Product, Topology
+from fompi.layout import Spec
+from fompi.machine import COLLECTIVES, Level, Machine, Points
+from fompi.ops import plan
+from fompi.progress import HELPED
+from fompi.transport import library
+
+ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
+"""Of each figure; a pause before each, where a network may have queues; what would take longer is left out."""
+
+PAIR_ROUNDS, ALL_PAIRS = 3, 8
+"""How the speed of a pair is taken; of more ranks, not all pairs are looked at."""
+
+SIZES = [1 << n for n in range(10, 23, 2)]
+"""Bytes of messages: 1 KiB to 4 MiB."""
+
+NATIVE_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
+"""Bytes of the global tensor of a collective."""
+
+PRODUCTS = (
+    (1024, 1024, 1024), (512, 1024, 1024), (256, 1024, 1024), (128, 1024, 1024), (64, 1024, 1024),
+    (512, 2048, 512), (512, 256, 2048), (128, 512, 2048), (1024, 1536, 512), (256, 2048, 1024),
+)  # fmt: skip
+"""The (m, k, n) that are multiplied: in slabs of many rows, and of few."""
+
+
+def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None) -> Machine:
+    """The Machine of the ranks of `comm`, the same on all of them. Collective; `say` hears what is being measured.
+
+    Kernels are products and sums in float32; messages are those of host memory.
+    """
+    communicator = Communicator.of(comm)
+    return _Calibration(communicator, say).machine()
+
+
+def refit(machine: Machine, comm: Communicator) -> Machine:
+    """The machine with its links as they are now: pairs of ranks are measured again, in a fraction of a second.
+
+    Collective, and the same on all ranks.
+    """
+    measured = _Calibration(comm, lambda text: None)
+    machine = fit.refitted(machine, comm.size, measured.pairs())
+    measured.close()
+    return _that_of_rank_0(comm, machine)
+
+
+class _Calibration:
+    def __init__(self, comm: Communicator, say: Callable[[str], object]):
+        self.comm, self.mpi, self.say = comm, comm.link.comm.Dup(), say
+        self.rank, self.size = comm.rank, comm.size
+        self.idle = IDLE_SECONDS if comm.network else 0.0
+        self.inbox, self.outbox = np.zeros(SIZES[-1], np.uint8), np.ones(SIZES[-1], np.uint8)
+
+    def machine(self) -> Machine:
+        cores = launch.cores_per_rank()
+        helped = self.comm.engine.progress_mode in HELPED
+        self.say("kernels")
+        overhead, memory_rate, flops_rate, pack_rate = self._kernels()
+        here = library()
+        hosts = len(set(texts(self.mpi, socket.gethostname())))
+        what = f"{self.size} ranks on {hosts} host{'s' * (hosts > 1)}, {here.name} {here.version}, float32"
+        machine = Machine(
+            name=f"{socket.gethostname()}, {self.size} ranks",
+            latency=0.0,
+            bandwidth=1e300,
+            flops_rate=flops_rate,
+            memory_rate=memory_rate,
+            overhead=overhead,
+            pack_rate=pack_rate,
+            lanes=2 if cores >= 2 and helped else 1,
+            source=f"measured {datetime.now(UTC).isoformat(timespec='seconds')}: {what}",
+        )
+        if self.size > 1:
+            machine = self._with_links(machine)
+            self.say("the library's collectives")
+            machine = replace(machine, natives={name: self._native(name) for name in COLLECTIVES})
+            if machine.lanes == 1:
+                self.say("what messages cost a core")
+                per_message, per_byte = self._cpu()
+                helper = self.comm.engine.helper
+                poll = helper.seconds if helper is not None else 0.0
+                machine = replace(machine, cpu_message=per_message, cpu_byte=per_byte, poll=poll)
+        self.close()
+        return _that_of_rank_0(self.comm, machine)
+
+    def close(self) -> None:
+        self.mpi.Free()
+
+    # -- kernels
+    def _kernels(self) -> tuple[float, float, float, float]:
+        """Overhead, bytes and operations per second, and packed bytes per second."""
+        tiny, large = np.ones((2, 8, 8), np.float32), np.ones((2, 1 << 20), np.float32)
+        sums = {
+            "overhead": lambda: np.matmul(tiny[0], tiny[1]),
+            "sum": lambda: np.add(large[0], large[1], out=large[0]),
+        }
+        taken = self._alone(sums)
+        memory_rate = 3 * large[0].nbytes / taken["sum"]
+        made: dict[str, Callable[[], object]] = {}
+        for m, k, n in PRODUCTS:
+            a, b, c = np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
+            made[f"{m} {k} {n}"] = _product(a, b, c)
+        taken |= self._alone(made)
+        timed = []
+        for m, k, n in PRODUCTS:
+            seconds = max(1e-9, taken[f"{m} {k} {n}"] - taken["overhead"])
+            timed.append(Product(2.0 * m * k * n, 4.0 * k * n, seconds))
+        flops_rate, pack_rate = fit.product_rates(timed)
+        return taken["overhead"], memory_rate, flops_rate, pack_rate
+
+    def _alone(self, kernels: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Median seconds of each, of the slowest rank; all ranks compute at once."""
+        taken = alternate(self.mpi, kernels, 2 * ROUNDS, warmup=2, calls=3)
+        return {name: median(seconds) for name, seconds in taken.items()}
+
+    # -- messages
+    def _with_links(self, machine: Machine) -> Machine:
+        self.say("which ranks are near each other")
+        found = fit.topology(self.size, self.pairs())
+        slowest = min(found.rates)
+        levels = []
+        for number in range(len(found.groups) + 1):
+            self.say(f"messages inside of groups of {([*found.groups, self.size])[number]}")
+            levels.append(self._level(found, number, slowest))
+        inner = levels[0]
+        return replace(
+            machine,
+            latency=inner.latency,
+            bandwidth=inner.bandwidth,
+            curve=inner.curve,
+            levels=tuple(levels[1:]),
+            rates=found.rates if slowest < 1 else (),
+        )
+
+    def pairs(self) -> dict[tuple[int, int], float]:
+        """Bytes per second of pairs of ranks, each by itself: half of what there and back takes."""
+        if self.size <= ALL_PAIRS:
+            pairs = [(a, b) for a in range(self.size) for b in range(a + 1, self.size)]
+        else:
+            steps = [1 << i for i in range(self.size.bit_length()) if 1 << i < self.size]
+            pairs = [(a, a + step) for step in steps for a in range(self.size - step)]
+        seconds = np.zeros(len(pairs))
+        for i, pair in enumerate(pairs):
+            if self.rank in pair:
+                seconds[i] = min(self._there_and_back(pair, PAIR_NBYTES) for _ in range(PAIR_ROUNDS))
+            meet(self.mpi)
+        slowest = of_all_ranks(self.mpi, seconds).max(axis=0)
+        return {pair: 2 * PAIR_NBYTES / s for pair, s in zip(pairs, slowest.tolist(), strict=True)}
+
+    def _there_and_back(self, pair: tuple[int, int], nbytes: int) -> float:
+        first, other = pair
+        begun = perf_counter()
+        peer = other if self.rank == first else first
+        for turn in (first, other):
+            if turn == self.rank:
+                self._complete([self.mpi.Isend(self.outbox[:nbytes], peer)])
+            else:
+                self._complete([self.mpi.Irecv(self.inbox[:nbytes], peer)])
+        return perf_counter() - begun
+
+    def _level(self, found: Topology, number: int, slowest: float) -> Level:
+        """The link of this level, while all ranks use it at once, as they do in a collective."""
+        ranks = found.groups[number - 1] if number else 1
+        whole = found.groups[number] if number < len(found.groups) else self.size
+        here = self.rank - self.rank % whole  # a shift by `ranks` inside of the group of the next level
+        dest, source = (here + (self.rank - here + step) % whole for step in (ranks, -ranks))
+        latency = self._latency(ranks)
+        alone = self._alone_across(ranks, SIZES[-3]) if number else 0.0
+        samples, sharing = [], 1.0
+        for nbytes in SIZES:
+            seconds = self._shift(source, dest, nbytes)
+            samples.append((nbytes, latency + max(0.0, seconds - latency) * slowest))
+            if number and nbytes == SIZES[-3] and seconds - latency > (1 + ranks) / 2 * (alone - latency):
+                sharing = float(ranks)
+            if seconds * 4 > MOST_SECONDS:
+                break
+        if sharing > 1:
+            samples = [(nbytes, latency + (seconds - latency) / sharing) for nbytes, seconds in samples]
+        points = fit.sustained(samples, latency)
+        (a, y), (b, z) = points[-2:]
+        return Level(ranks, latency, (b - a) / (z - y) if z > y else b / max(z, 1e-9), sharing > 1, points)
+
+    def _latency(self, step: int) -> float:
+        """Half of what a byte takes there and back, between ranks 0 and `step`."""
+        seconds = np.array([np.inf])
+        if self.rank in (0, step):
+            seconds[0] = median(self._there_and_back((0, step), 1) for _ in range(20)) / 2
+        meet(self.mpi)
+        return float(of_all_ranks(self.mpi, seconds).min())
+
+    def _alone_across(self, step: int, nbytes: int) -> float:
+        """One message from rank 0 to rank `step`, with one the other way, and nobody else."""
+        found = np.zeros(1)
+        taken = []
+        for _ in range(ROUNDS):
+            sleep(self.idle)
+            meet(self.mpi)
+            if self.rank in (0, step):
+                taken.append(self._exchange(step - self.rank, step - self.rank, nbytes))
+        found[0] = median(taken) if taken else 0.0
+        return float(of_all_ranks(self.mpi, found).max())
+
+    def _shift(self, source: int, dest: int, nbytes: int) -> float:
+        """All ranks at once: seconds of the slowest one."""
+        taken = []
+        for _ in range(ROUNDS):
+            sleep(self.idle)
+            meet(self.mpi)
+            taken.append(self._exchange(source, dest, nbytes))
+        everyone = of_all_ranks(self.mpi, np.array(taken)).max(axis=0)
+        return float(np.median(everyone))
+
+    def _exchange(self, source: int, dest: int, nbytes: int) -> float:
+        begun = perf_counter()
+        requests = [self.mpi.Irecv(self.inbox[:nbytes], source), self.mpi.Isend(self.outbox[:nbytes], dest)]
+        self._complete(requests)
+        return perf_counter() - begun
+
+    @staticmethod
+    def _complete(requests: Iterable[Any]) -> None:
+        for request in requests:
+            while not request.Test():
+                os.sched_yield()
+
+    def _cpu(self) -> tuple[float, float]:
+        """CPU seconds of a rank for each message that it sends or receives, and for each byte."""
+        samples = []
+        for nbytes in (16 << 10, 256 << 10, 1 << 20):
+            exchange, spent = bare_exchange(self.mpi, nbytes, 1), []
+            for _ in range(2 * ROUNDS):
+                sleep(self.idle)
+                meet(self.mpi)
+                begun = process_time()
+                exchange()
+                spent.append(process_time() - begun)
+            mean = float(of_all_ranks(self.mpi, np.array([median(spent)])).mean())
+            samples.append((float(nbytes), mean / (2 * (self.size - 1))))
+        return fit.line(samples)
+
+    # -- the library's collectives
+    def _native(self, name: str) -> Points:
+        """Seconds by the bytes that the rank with most reads and writes, of the call that an unfused plan makes."""
+        layout = problems.layouts(name, 1)[0]
+        samples = []
+        for nbytes in NATIVE_SIZES:
+            rows = -(-nbytes // (4 * 64 * self.size)) * self.size
+            x = Spec((rows, 64), "float32", layout)
+            made = plan(name, x, ranks=self.size, schedule="unfused")
+            program, extents = made.programs[self.rank], made.extents(self.rank)
+            moved = sum(int(np.prod(b.shape(extents))) * 4 for b in program.buffers if b.role != "scratch")
+            tensor = np.ones(next(b.shape(extents) for b in program.buffers if b.name == "x"), np.float32)
+            with bind(made, comm=self.comm, x=tensor) as call:
+                taken = alternate(self.mpi, {name: call}, ROUNDS, warmup=1, idle=self.idle)[name]
+            most = float(of_all_ranks(self.mpi, np.array([float(moved)])).max())
+            samples.append((most, median(taken)))
+            if samples[-1][1] * 8 > MOST_SECONDS:
+                break
+        return fit.curve(samples)
+
+
+def _product(a: Any, b: Any, c: Any) -> Callable[[], object]:
+    return lambda: np.matmul(a, b, out=c)
+
+
+def _that_of_rank_0(comm: Communicator, machine: Machine) -> Machine:
+    """Ranks may round differently: all take what rank 0 has found."""
+    text = machine.to_json().encode()
+    count = np.array([len(text)])
+    comm.link.comm.Bcast(count, 0)
+    data = np.frombuffer(text.ljust(int(count[0])), np.uint8)[: int(count[0])].copy()
+    comm.link.comm.Bcast(data, 0)
+    return Machine.from_json(bytes(data).decode())

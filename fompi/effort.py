@@ -1,0 +1,210 @@
+"""Which schedule, by measurement: `effort="measure"` runs the best few in place, and keeps the fastest.
+
+    y = fompi.matmul_reduce_scatter(x, w, effort="measure")      # the first call tries, later ones know
+    step = fompi.bind(fompi.explain(...), effort="measure", comm=tp, x=x, w=w)
+
+The unfused call is always among those that are tried, so what is kept is not slower than it. All ranks keep the same
+one, by the median of the slowest rank. It is also kept on disk, for the next run on such a machine with this version:
+in FOMPI_CACHE (a folder; 0: nowhere), else in $XDG_CACHE_HOME/fompi or ~/.cache/fompi. Only rank 0 reads and writes
+there; a file that cannot be read, or not written, changes nothing but the time of the first call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fompi import launch, ops
+from fompi.call import Arguments, How, Local, Operation
+from fompi.communicator import Communicator
+from fompi.explain import UNFUSED, Candidate, Explanation, candidates_without_machine, explain
+from fompi.layout import Sizes, Slices
+from fompi.problems import Problem
+from fompi.schedules import is_available, shares_of
+from fompi.transport import library
+
+ROUNDS, FEW = 5, 5
+"""How often each is run, after once to warm up; how many beside those without overlap."""
+
+_TELLING_NBYTES = 4096
+
+
+def choose(operation: Operation, arguments: Arguments, local: Local, comm: Communicator) -> tuple[str, Slices]:
+    """The schedule and slices that are the fastest for such a call, by running it. Collective where it is not known.
+
+    Calls are alike if what travels has the same form and, where all ranks know it beforehand, about the same size: for
+    an all-gather and an all-to-all, whose sizes may differ between ranks, the first call decides.
+    """
+    problem, size = local.problem, comm.size
+    key = f"{problem.common} on {size}"
+    if problem.moves == "all_gather":
+        sizes = Sizes(tuple(local.rows))
+    elif problem.moves == "all_to_all":
+        sizes = Sizes(pairs=(tuple(local.rows),) * size)
+    else:
+        sizes = Sizes(tuple(local.rows))
+        key += f", {sum(sizes.rows).bit_length()} bits of rows"
+
+    def listed() -> Iterable[Candidate]:
+        return (c for c in candidates(problem, sizes, comm) if c.window is None)
+
+    def timed(candidate: Candidate) -> float:
+        begun = perf_counter()
+        operation.begin(arguments, comm, How(candidate.schedule, candidate.slices)).wait()
+        return perf_counter() - begun
+
+    winner = race(comm, problem, key, listed, timed)
+    return winner.schedule, winner.slices
+
+
+def candidates(problem: Problem, sizes: Sizes, comm: Communicator) -> list[Candidate]:
+    """Those worth a try: the best few on the machine that FOMPI_MACHINE names, else some of every kind."""
+    if comm.machine is None:
+        return list(candidates_without_machine(problem))
+    return few(explain(problem, sizes, comm.machine))
+
+
+def few(explained: Explanation) -> list[Candidate]:
+    """The best few by the model, and all without overlap."""
+    walked = [one.candidate for one in explained.judged if one.proof is not None]
+    return [c for c in walked if c not in UNFUSED][:FEW] + [c for c in walked if c in UNFUSED]
+
+
+def race(
+    comm: Communicator,
+    problem: Problem,
+    key: str,
+    listed: Callable[[], Iterable[Candidate]],
+    timed: Callable[[Candidate], float],
+) -> Candidate:
+    """The fastest of those that rank 0 lists, by the seconds of `timed`. Collective if `key` is not known.
+
+    What is known is known to all ranks alike, as long as they ask for the same in the same order.
+    """
+    known = comm.choices.get(key)
+    if known is None:
+        known = comm.choices[key] = _race(comm, problem, key, listed, timed)
+    return known
+
+
+def _race(
+    comm: Communicator,
+    problem: Problem,
+    key: str,
+    listed: Callable[[], Iterable[Candidate]],
+    timed: Callable[[Candidate], float],
+) -> Candidate:
+    told: list[Candidate] = []
+    if comm.rank == 0:
+        stored = _load(comm, key, problem)
+        told = list(listed()) if stored is None else [stored]
+    tried = _told_by_rank_0(comm, told)
+    if len(tried) == 1:
+        return tried[0]
+    seconds = np.zeros((ROUNDS, len(tried)))
+    for candidate in tried:
+        timed(candidate)
+    for i in range(ROUNDS):
+        for turn in range(len(tried)):
+            k = (i + turn) % len(tried)
+            seconds[i, k] = timed(tried[k])
+    everyone = np.asarray(ops.all_gather(seconds[None], comm=comm))
+    slowest = everyone.max(axis=0)
+    winner = tried[min(range(len(tried)), key=lambda k: median(slowest[:, k]))]
+    if comm.rank == 0:
+        _store(comm, key, winner)
+    return winner
+
+
+def _told_by_rank_0(comm: Communicator, told: Sequence[Candidate]) -> list[Candidate]:
+    text = json.dumps([list(c) for c in told]).encode()[:_TELLING_NBYTES]
+    sent = np.frombuffer(text.ljust(_TELLING_NBYTES), np.uint8)
+    heard = np.asarray(ops.broadcast(sent, comm=comm))
+    return [_candidate(fields) for fields in json.loads(bytes(heard).decode())]
+
+
+def _candidate(fields: Any) -> Candidate:
+    """What JSON made of a candidate. Raises TypeError or ValueError for what is none."""
+    schedule, slices, window = fields
+    slices = tuple(map(int, slices)) if isinstance(slices, list) else int(slices)
+    return Candidate(str(schedule), slices, None if window is None else int(window))
+
+
+# ---------------------------------------------------------------------------------------------------------- on disk
+
+
+def folder() -> Path | None:
+    """Where choices are kept; None: nowhere."""
+    asked = os.environ.get("FOMPI_CACHE")
+    if asked in ("0", ""):
+        return None
+    if asked is not None:
+        return Path(asked)
+    base = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # nobody's home
+        return (Path(base) if base else Path.home() / ".cache") / "fompi"
+    return None
+
+
+def _about(comm: Communicator, key: str) -> dict[str, Any]:
+    """What a choice holds for."""
+    import fompi  # for its version
+
+    here = library()
+    machine = None if comm.machine is None else comm.machine.to_json()
+    return {
+        "fompi": fompi.__version__,
+        "mpi": f"{here.name} {here.version}",
+        "host": socket.gethostname() if machine is None else machine,
+        "cpu": f"{platform.machine()}, {launch.cores_per_rank():g} cores a rank",
+        "network": comm.network,
+        "progress": comm.engine.progress_mode,
+        "call": key,
+    }
+
+
+def _file(about: dict[str, Any]) -> Path | None:
+    kept = folder()
+    name = blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return None if kept is None else kept / f"{name}.json"
+
+
+def _load(comm: Communicator, key: str, problem: Problem) -> Candidate | None:
+    about = _about(comm, key)
+    path = _file(about)
+    if path is None:
+        return None
+    try:
+        data = json.loads(path.read_text())
+        found = _candidate(data["choice"])
+        shares_of(found.schedule, found.slices)
+        good = data["about"] == about and is_available(problem, found.schedule)
+        return found if good and (found.window is None or found.window >= 1) else None
+    except Exception:  # whatever it is, it is no choice of ours
+        return None
+
+
+def _store(comm: Communicator, key: str, winner: Candidate) -> None:
+    about = _about(comm, key)
+    path = _file(about)
+    if path is None:
+        return
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps({"about": about, "choice": list(winner)}, indent=1))
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)

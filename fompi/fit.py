@@ -1,0 +1,189 @@
+"""What measured times say of a machine: values in, values out. `fompi.calibrate` takes the times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import log
+from statistics import fmean, median
+from typing import NamedTuple
+
+from fompi.machine import Level, Machine, Points
+
+Pairs = Mapping[tuple[int, int], float]
+"""Bytes per second between two ranks, each pair of them by itself."""
+
+APART, ENOUGH, PRICE = 1.5, 0.08, 0.04
+"""A level is so many times slower than what it holds. Links that fit to e^ENOUGH are alike; a level gains e^PRICE."""
+
+PAIR_NBYTES = 512 << 10
+"""Of the messages by which pairs are compared."""
+
+FULL = 0.85
+"""A rank with this share of the best speed has all of it: two measurements differ by as much."""
+
+
+class Topology(NamedTuple):
+    """`groups` of consecutive ranks, the innermost first; the share of its speed that each rank has."""
+
+    groups: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    def number(self, source: int, dest: int) -> int:
+        """The level between two ranks: 0 inside of the smallest groups, then by the groups that they do not share."""
+        return sum(source // ranks != dest // ranks for ranks in self.groups)
+
+
+def topology(size: int, speeds: Pairs) -> Topology:
+    """The groups, nested and even, and the rates that say best how fast each pair is; no groups where none are needed.
+
+    A pair is as fast as its level, times the rate of its slower end.
+    """
+    best, least = Topology((), _rates(size, speeds, Topology((), ()))), 0.0
+    least = _misfit(speeds, best)
+    if least <= ENOUGH:
+        return best
+    for groups in _chains(size):
+        found = Topology(groups, ())
+        by_level = _by_level(speeds, found)
+        if len(by_level) != len(groups) + 1:
+            continue
+        if any(by_level[i] < APART * by_level[i + 1] for i in range(len(groups))):
+            continue
+        found = Topology(groups, _rates(size, speeds, found))
+        misfit = _misfit(speeds, found) + PRICE * len(groups)
+        if misfit < least:
+            best, least = found, misfit
+    return best
+
+
+def _chains(size: int) -> Iterator[tuple[int, ...]]:
+    divisors = [d for d in range(2, size) if size % d == 0]
+    for inner in divisors:
+        yield (inner,)
+        yield from ((inner, outer) for outer in divisors if outer > inner and outer % inner == 0)
+
+
+def _by_level(speeds: Pairs, found: Topology) -> dict[int, float]:
+    """The fastest pair of each level."""
+    fastest: dict[int, float] = {}
+    for pair, speed in speeds.items():
+        number = found.number(*pair)
+        fastest[number] = max(speed, fastest.get(number, 0.0))
+    return fastest
+
+
+def _rates(size: int, speeds: Pairs, found: Topology) -> tuple[float, ...]:
+    """The best that each rank does, of what its level does."""
+    fastest, rates = _by_level(speeds, found), [0.0] * size
+    for pair, speed in speeds.items():
+        for rank in pair:
+            rates[rank] = max(rates[rank], speed / fastest[found.number(*pair)])
+    return tuple(1.0 if rate >= FULL or rate == 0 else rate for rate in rates)
+
+
+def _misfit(speeds: Pairs, found: Topology) -> float:
+    """How far off a pair is, on average, as a logarithm."""
+    levels: dict[int, list[float]] = {}
+    for (a, b), speed in speeds.items():
+        each = log(speed / min(found.rates[a], found.rates[b]))
+        levels.setdefault(found.number(a, b), []).append(each)
+    middles = {number: median(values) for number, values in levels.items()}
+    return fmean(abs(v - middles[number]) for number, values in levels.items() for v in values) if levels else 0.0
+
+
+def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
+    """The machine with the levels and rates that its links have now: it knew them when they did other `speeds`.
+
+    A level is as fast as the best of its pairs, a rank as the best that it does.
+    """
+    found = Topology(tuple(level.ranks for level in machine.levels if level.ranks < size), ())
+    whole = replace(machine, rates=())
+    shares = {pair: speed / speed_of(whole, *pair) for pair, speed in speeds.items()}
+    fastest = _by_level(shares, found)
+    rates = _rates(size, shares, found)
+    levels = tuple(
+        _quicker(level, fastest.get(i, 1.0)) if level.ranks < size else level
+        for i, level in enumerate(machine.levels, 1)
+    )
+    inner = _quicker(machine.innermost, fastest.get(0, 1.0))
+    return replace(
+        machine,
+        bandwidth=inner.bandwidth,
+        curve=inner.curve,
+        levels=levels,
+        rates=rates if min(rates) < 1 else (),
+        natives={name: _stretched(points, min(rates)) for name, points in machine.natives.items()},
+    )
+
+
+def speed_of(machine: Machine, source: int, dest: int) -> float:
+    """What the machine says of a pair as `topology` takes it."""
+    return PAIR_NBYTES / machine.link(source, dest).seconds(PAIR_NBYTES)
+
+
+def _quicker(level: Level, factor: float) -> Level:
+    """The same link with another bandwidth; what differs by little does not differ."""
+    if abs(log(factor)) < log(1 / FULL):
+        return level
+    points = tuple((n, level.latency + (s - level.latency) / factor) for n, s in level.curve)
+    return level._replace(bandwidth=level.bandwidth * factor, curve=points)
+
+
+def _stretched(points: Points, rate: float) -> Points:
+    """A collective of the library where its slowest rank has this rate."""
+    return tuple((n, s / rate) for n, s in points)
+
+
+def curve(samples: Sequence[tuple[float, float]]) -> Points:
+    """(bytes, seconds) as points that grow: what is quicker than something smaller was measured badly."""
+    ordered = sorted(samples)
+    seconds = list(accumulate((s for _, s in ordered), max))
+    return tuple((float(n), s) for (n, _), s in zip(ordered, seconds, strict=True))
+
+
+def sustained(samples: Sequence[tuple[float, float]], latency: float) -> Points:
+    """The curve of a link that is busy: no size moves faster than what the two largest ones differ by.
+
+    After silence a link may swallow what its buffers hold at once; in the middle of a collective they are full.
+    """
+    ordered = sorted(samples)
+    (a, y), (b, z) = ordered[-2:]
+    each = max(0.0, (z - y) / (b - a))
+    return curve([(0.0, latency), *((n, max(s, latency + n * each)) for n, s in ordered)])
+
+
+class Product(NamedTuple):
+    """A product that was timed: its operations, the bytes of its weight, and the seconds above the overhead."""
+
+    flops: float
+    packed: float
+    seconds: float
+
+
+def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
+    """Operations and packed bytes per second: the least squares of relative errors, neither rate below nothing."""
+    rows = [(p.flops / p.seconds, p.packed / p.seconds) for p in timed]  # each times (1 / rate) should be 1
+    aa, ab, bb = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in _pairs_of(rows))
+    a, b = sum(f for f, _ in rows), sum(p for _, p in rows)
+    determinant = aa * bb - ab * ab
+    per_flop = (a * bb - b * ab) / determinant if determinant > 1e-12 * aa * bb else -1.0
+    per_byte = (b * aa - a * ab) / determinant if determinant > 1e-12 * aa * bb else -1.0
+    if per_byte <= 0 or per_flop <= 0:
+        per_flop, per_byte = a / aa, 0.0
+    return 1 / per_flop, 1 / per_byte if per_byte else 1e300
+
+
+def _pairs_of(rows: Sequence[tuple[float, float]]) -> Iterator[tuple[list[float], list[float]]]:
+    first, second = [f for f, _ in rows], [p for _, p in rows]
+    yield first, first
+    yield first, second
+    yield second, second
+
+
+def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """What y is at x = 0, and how much it grows: through the two samples that are farthest apart, neither below 0."""
+    (a, y), (b, z) = min(samples), max(samples)
+    slope = max(0.0, (z - y) / (b - a)) if b > a else 0.0
+    return max(0.0, y - slope * a), slope

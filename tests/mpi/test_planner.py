@@ -1,0 +1,257 @@
+"""What chooses: a machine that is calibrated, FOMPI_MACHINE, effort="measure", adapt=True. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import fompi
+from fompi import Partial, Shard, Spec, adaptive, effort
+from fompi.explain import Candidate
+from fompi.machine import Machine
+
+
+def whole(shape, *seed):
+    """Whole numbers, so that sums and products are exact."""
+    return np.random.default_rng(seed).integers(0, 10, shape).astype(np.float64)
+
+
+@pytest.fixture
+def machine():
+    return Machine.load("gigabit")
+
+
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch, comm):
+    """A folder of rank 0's, on all ranks."""
+    folder = comm.bcast(str(tmp_path_factory.mktemp("cache")) if comm.rank == 0 else None)
+    monkeypatch.setenv("FOMPI_CACHE", folder)
+    return folder
+
+
+@pytest.fixture
+def own(comm):
+    """A communicator that knows of no choice yet."""
+    with fompi.Communicator(comm) as made:
+        yield made
+
+
+def scatter(own, rows=24, machine="gigabit"):
+    """matmul_reduce_scatter: the explanation, x and w of this rank, and its result."""
+    size, k, n = own.size, 8, 6
+    x = Spec((rows, k * size), "float64", Shard(1))
+    w = Spec((k * size, n), "float64", Shard(0))
+    explained = fompi.explain(fompi.matmul_reduce_scatter, x, w, ranks=size, machine=machine)
+    xs, ws = ([whole(shape, i, r) for r in range(size)] for i, shape in enumerate(((rows, k), (k, n))))
+    total = sum(a @ b for a, b in zip(xs, ws, strict=True))
+    own_rows = explained.sizes.rows
+    first = sum(own_rows[: own.rank])
+    return explained, xs[own.rank], ws[own.rank], total[first : first + own_rows[own.rank]]
+
+
+@pytest.mark.timeout(100)
+def test_calibrate(own, comm, tmp_path):
+    said = []
+    machine = fompi.calibrate(own, said.append)
+    assert comm.allgather(machine) == [machine] * own.size
+    assert machine.flops_rate > 1e8 and machine.memory_rate > 1e7 and 0 < machine.overhead < 1e-2
+    if own.size > 1:
+        assert machine.latency > 0 and machine.curve and len(machine.natives) == 5
+    machine.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == machine and machine.source.startswith("measured ")
+    assert said[0] == "kernels"
+    explained, *_ = scatter(own, machine=machine)
+    assert explained.winner.seconds > 0
+
+
+def test_effort_measure(own, cache):
+    """Every call is right, the first one included; the second one runs once."""
+    _, x, w, y = scatter(own)
+    with own.record() as traces:
+        assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
+        first = len(traces)
+        assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
+        assert len(traces) == first + 1 and (first == 1) == (own.size == 1)
+        pending = fompi.matmul_reduce_scatter.start(x, w, comm=own, effort="measure")
+        assert (pending.wait() == y).all() and len(traces) == first + 2
+
+
+def test_a_choice_is_kept_on_disk(own, comm, cache):
+    if own.size == 1:
+        return
+    _, x, w, y = scatter(own)
+    fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure")
+    (found,) = own.choices.values()
+    assert comm.allgather(found) == [found] * own.size
+    with fompi.Communicator(comm) as other, other.record() as traces:
+        assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
+        (again,) = other.choices.values()
+        assert again == found and len(traces) == 2  # what rank 0 knows, and the call itself
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"about": 1, "choice": ["direct", 1, null]}', "\x00" * 100])
+def test_a_spoilt_file_is_measured_again(own, comm, cache, content, monkeypatch):
+    if own.size == 1:
+        return
+    _, x, w, y = scatter(own)
+    fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure")
+    comm.Barrier()
+    if own.rank == 0:
+        (file,) = effort.folder().iterdir()
+        file.write_text(content)
+    with fompi.Communicator(comm) as other:
+        assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
+    if own.rank == 0:
+        assert json.loads(file.read_text())["choice"]
+
+
+@pytest.mark.parametrize("folder", ["/proc/nothing", "/dev/full", "0"])
+def test_a_disk_that_takes_nothing(own, folder, monkeypatch):
+    monkeypatch.setenv("FOMPI_CACHE", folder)
+    _, x, w, y = scatter(own)
+    assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_reduce", "broadcast"])
+def test_effort_for_what_only_moves(own, cache, name):
+    operation, size = getattr(fompi, name), own.size
+    x = whole((2 * size, 3), own.rank)
+    assert np.array_equal(operation(x, comm=own, effort="measure"), operation(x, comm=own))
+
+
+def test_effort_with_ranks_of_other_sizes(own, cache):
+    """Rows that only their rank knows beforehand."""
+    x = whole((1 + own.rank, 3), own.rank)
+    expected = np.concatenate([whole((1 + r, 3), r) for r in range(own.size)])
+    for _ in range(2):
+        assert np.array_equal(fompi.all_gather(x, comm=own, effort="measure"), expected)
+
+
+def test_effort_that_is_none(own):
+    with pytest.raises(fompi.FompiError, match="effort='lots'"):
+        fompi.all_reduce(np.ones(3), comm=own, effort="lots" if own.rank == 0 else "plan")
+    assert (fompi.all_reduce(np.ones(3), comm=own) == own.size).all()
+
+
+def test_effort_with_gradients(own, cache):
+    torch = pytest.importorskip("torch")
+    _, x, w, y = scatter(own)
+    a, b = torch.from_numpy(x).requires_grad_(), torch.from_numpy(w).requires_grad_()
+    for _ in range(2):
+        a.grad = b.grad = None
+        found = fompi.matmul_reduce_scatter(a, b, comm=own, effort="measure")
+        assert (found.detach().numpy() == y).all()
+        found.sum().backward()
+        assert np.array_equal(a.grad.numpy(), np.ones((len(x), 6)) @ w.T)
+        assert np.array_equal(b.grad.numpy(), x.T @ np.ones((len(x), 6)))
+
+
+# ------------------------------------------------------------------------------------------------ FOMPI_MACHINE
+
+
+def test_the_machine_of_the_environment_chooses(own, machine):
+    """Calls of about the same size are done alike, whatever each rank would think of it."""
+    own.machine = machine
+    size = own.size
+    with own.record() as traces:
+        x = whole((4 * size, 3), own.rank)
+        assert np.array_equal(fompi.all_reduce(x, comm=own), sum(whole((4 * size, 3), r) for r in range(size)))
+        fompi.all_to_all(x, comm=own)
+    assert len(traces) == 2
+    if size > 1:
+        sums = Spec((12 * size,), "float64", Partial())
+        explained = fompi.explain(fompi.all_reduce, sums, ranks=size, machine=machine)
+        assert explained.winner.candidate.schedule in traces[0].title
+
+
+def test_columns_that_differ_take_the_rule(own, machine):
+    """Ranks with other weights might choose differently by the model: none of them does."""
+    own.machine = machine
+    x, w = whole((4, 5), own.rank), whole((5, 1000 if own.rank else 1), 7)
+    y = fompi.all_gather_matmul(x, w, comm=own)
+    assert np.array_equal(y, np.concatenate([whole((4, 5), r) for r in range(own.size)]) @ w)
+
+
+def test_ranks_with_other_machines(own, machine):
+    own.machine = machine if own.rank == 0 else replace(machine, latency=1.0)
+    if own.size == 1:
+        return
+    with pytest.raises(fompi.MismatchError, match="machine"):
+        fompi.all_reduce(np.ones(3), comm=own)
+
+
+# ------------------------------------------------------------------------------------------------ bound
+
+
+@pytest.mark.parametrize("how", [{}, {"effort": "measure"}, {"adapt": True}, {"adapt": True, "same_bits": True}])
+def test_bind_an_explanation(own, cache, how):
+    explained, x, w, y = scatter(own)
+    step = fompi.bind(explained, comm=own, x=x, w=w, **how)
+    for _ in range(20):
+        assert (step() == y).all()
+    step.start()
+    assert (step.wait() == y).all() and step.trace.events and step.plan.problem == explained.problem
+    step.close()
+
+
+def test_bind_refuses(own):
+    explained, x, w, _ = scatter(own)
+    with pytest.raises(fompi.PlanError, match=r"fompi\.explain"):
+        fompi.bind(explained.plan, comm=own, x=x, w=w, adapt=True)
+    with pytest.raises(fompi.FompiError, match="effort"):
+        fompi.bind(explained, comm=own, x=x, w=w, effort="lots" if own.rank == 0 else "plan")
+    more = replace(explained, problem=replace(explained.problem, size=own.size + 1))
+    with pytest.raises(fompi.PlanError, match="ranks"):
+        fompi.bind(more, comm=own, x=x, w=w)
+
+
+def test_it_goes_over_to_another_plan(own, cache, monkeypatch):
+    """When calls take longer the links are measured again; results stay right, and the change is told."""
+    explained, x, w, y = scatter(own)
+    if own.size == 1:
+        return
+    other = next(one for one in explained.judged if one.proof is not None and one != explained.winner)
+    found = replace(explained, judged=(other, *(one for one in explained.judged if one is not other)))
+    monkeypatch.setattr(adaptive, "refit", lambda machine, comm: machine)
+    monkeypatch.setattr(adaptive, "explain", lambda *given: found)
+    monkeypatch.setattr(adaptive, "_differ", lambda *times: True)  # whatever they take
+    with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
+        for _ in range(adaptive.CHECK_CALLS):
+            assert (step() == y).all()
+        assert [change.call for change in step.changes] == [1]
+        assert (step() == y).all()
+        assert [change.call for change in step.changes] == [1, adaptive.CHECK_CALLS + 1]
+        assert step.changes[-1].candidate == other.candidate and step.plan.schedule == other.candidate.schedule
+        assert f"from call {adaptive.CHECK_CALLS + 1} on {other.candidate}" in step.trace.title
+
+
+def test_same_bits_keep_the_schedule(own, cache, monkeypatch):
+    explained, x, w, y = scatter(own)
+    if own.size == 1:
+        return
+    monkeypatch.setattr(adaptive, "_differ", lambda *times: True)
+    monkeypatch.setattr(adaptive, "refit", lambda machine, comm: replace(machine, bandwidth=1e3, latency=0.1))
+    with fompi.bind(explained, comm=own, x=x, w=w, adapt=True, same_bits=True) as step:
+        for _ in range(2 * adaptive.CHECK_CALLS):
+            assert (step() == y).all()
+        assert {change.candidate.schedule for change in step.changes} == {explained.winner.candidate.schedule}
+
+
+def test_a_drift_is_said_once(own, machine, monkeypatch):
+    monkeypatch.setattr(adaptive, "LEAST_SECONDS", 0.0)
+    explained, x, w, y = scatter(own, machine=replace(machine, latency=0.0, bandwidth=1e300, flops_rate=1e300))
+    with fompi.bind(explained, comm=own, x=x, w=w) as step, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3 * adaptive.WARN_CALLS):
+            assert (step() == y).all()
+    told = [one for one in caught if issubclass(one.category, fompi.DriftWarning)]
+    assert len(told) == (own.rank == 0)
+
+
+def test_candidates_come_back_from_json():
+    for candidate in (Candidate("direct", 4, 1), Candidate("hierarchical(2)", (1, 2, 4)), Candidate("unfused")):
+        assert effort._candidate(json.loads(json.dumps(list(candidate)))) == candidate

@@ -1,0 +1,112 @@
+"""Machines that were made up are found again from the times that they would take."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fompi import fit
+from fompi.fit import Product, Topology
+from fompi.machine import Level, Machine
+
+
+def speeds(topology: Topology, by_level: list[float], spread: float = 0.0) -> dict[tuple[int, int], float]:
+    draw, size = random.Random(3), len(topology.rates)
+    return {
+        (a, b): by_level[topology.number(a, b)]
+        * min(topology.rates[a], topology.rates[b])
+        * draw.uniform(1 - spread, 1 + spread)
+        for a in range(size)
+        for b in range(a + 1, size)
+    }
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.06])
+@pytest.mark.parametrize(
+    ("groups", "size", "slow"),
+    [
+        ((), 2, {}),
+        ((), 4, {}),
+        ((), 4, {2: 0.25}),
+        ((), 5, {0: 0.5}),
+        ((2,), 4, {}),
+        ((4,), 8, {}),
+        ((2,), 8, {}),
+        ((4,), 8, {5: 0.25}),
+        ((2, 4), 8, {}),
+        ((3,), 6, {}),
+    ],
+)
+def test_groups_and_slow_ranks(groups, size, slow, spread):
+    made = Topology(groups, tuple(slow.get(rank, 1.0) for rank in range(size)))
+    found = fit.topology(size, speeds(made, [1e9, 1e8, 1e7], spread))
+    assert found.groups == groups
+    assert found.rates == pytest.approx(made.rates, rel=2.5 * spread + 1e-9)
+
+
+def test_alike_links_are_no_groups():
+    """A little quicker inside is no reason for a level."""
+    made = Topology((2,), (1.0,) * 4)
+    assert fit.topology(4, speeds(made, [1.2e9, 1e9])) == Topology((), (1.0,) * 4)
+
+
+def test_some_pairs_are_enough():
+    made = Topology((8,), (1.0,) * 32)
+    known = speeds(made, [1e9, 1e8])
+    steps = {pair: speed for pair, speed in known.items() if pair[1] - pair[0] in (1, 2, 4, 8, 16)}
+    assert fit.topology(32, steps).groups == (8,)
+
+
+def test_a_single_rank_and_two():
+    assert fit.topology(1, {}) == Topology((), (1.0,))
+    assert fit.topology(2, {(0, 1): 5.0}) == Topology((), (1.0, 1.0))
+
+
+def test_curves_do_not_fall():
+    assert fit.curve([(4, 2.0), (1, 1.0), (16, 1.5), (64, 3.0)]) == ((1, 1.0), (4, 2.0), (16, 2.0), (64, 3.0))
+
+
+def test_a_burst_after_silence_is_no_speed():
+    """Of 100 bytes a second, after a burst of 50."""
+    samples = [(n, 1.0 + max(0, n - 50) / 100) for n in (10, 100, 1000)]
+    found = dict(fit.sustained(samples, 1.0))
+    assert found == pytest.approx({0: 1.0, 10: 1.1, 100: 2.0, 1000: 11.0})
+
+
+def test_a_machine_is_refitted():
+    """One host at a third, and half of what there was between groups."""
+    levels = (Level(2, 1e-5, 1e7, True, ((0.0, 1e-5), (1e6, 0.10001))),)
+    machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, levels=levels, natives={"all_gather": ((1e6, 0.01),)})
+    now = replace(machine, rates=(1.0, 1.0, 1 / 3, 1.0), levels=(levels[0]._replace(bandwidth=5e6, curve=()),))
+    pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+    found = fit.refitted(machine, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
+    assert found.rates == pytest.approx(now.rates, rel=0.01)
+    assert found.levels[0].bandwidth == pytest.approx(5e6, rel=0.01)
+    assert found.levels[0].curve[1] == pytest.approx((1e6, 0.20001), rel=0.01)
+    assert found.natives["all_gather"] == ((1e6, pytest.approx(0.03, rel=0.01)),)
+    same = fit.refitted(machine, 4, {pair: 0.95 * fit.speed_of(machine, *pair) for pair in pairs})
+    assert (same.rates, same.levels, same.bandwidth) == ((), machine.levels, machine.bandwidth)
+
+
+@pytest.mark.parametrize("packing", [1e9, 1e10])
+def test_products(packing):
+    shapes = [(1024, 1024, 1024), (256, 1024, 1024), (64, 1024, 1024), (128, 1024, 2048)]
+    timed = [
+        Product(2.0 * m * k * n, 4.0 * k * n, 2.0 * m * k * n / 5e10 + 4.0 * k * n / packing) for m, k, n in shapes
+    ]
+    assert fit.product_rates(timed) == pytest.approx((5e10, packing))
+
+
+def test_products_that_cost_nothing_more_in_slabs():
+    """Noise that says that packing gains time is taken for none."""
+    timed = [Product(1e9, 4e6, 1.0), Product(1e8, 4e6, 0.09)]
+    flops_rate, pack_rate = fit.product_rates(timed)
+    assert pack_rate == 1e300 and 1e9 <= flops_rate <= 1.2e9
+
+
+def test_lines():
+    assert fit.line([(1.0, 3.0), (3.0, 7.0), (2.0, 0.0)]) == (1.0, 2.0)
+    assert fit.line([(1.0, 3.0), (3.0, 1.0)]) == (3.0, 0.0)
+    assert fit.line([(1.0, 3.0)]) == (3.0, 0.0)
