@@ -189,20 +189,25 @@ class _Calibration:
         here = self.rank - self.rank % whole  # a shift by `ranks` inside of the group of the next level
         dest, source = (here + (self.rank - here + step) % whole for step in (ranks, -ranks))
         latency = self._latency(ranks)
-        alone = self._alone_across(ranks, SIZES[-3]) if number else 0.0
-        samples, sharing = [], 1.0
-        for nbytes in SIZES:
-            seconds = self._shift(source, dest, nbytes)
-            samples.append((nbytes, latency + max(0.0, seconds - latency) * slowest))
-            if number and nbytes == SIZES[-3] and seconds - latency > (1 + ranks) / 2 * (alone - latency):
-                sharing = float(ranks)
-            if seconds * 4 > MOST_SECONDS:
-                break
-        if sharing > 1:
-            samples = [(nbytes, latency + (seconds - latency) / sharing) for nbytes, seconds in samples]
+        together = self._samples(lambda nbytes: self._shift(source, dest, nbytes), SIZES[-1])
+        samples = [(nbytes, latency + max(0.0, seconds - latency) * slowest) for nbytes, seconds in together]
+        shared = False
+        if number:
+            alone = self._samples(lambda nbytes: self._alone_across(ranks, nbytes), together[-1][0])
+            shared = together[-1][1] - latency > (1 + ranks) / 2 * (alone[-1][1] - latency)
+            samples = alone if shared else samples
         points = fit.sustained(samples, latency)
         (a, y), (b, z) = points[-2:]
-        return Level(ranks, latency, (b - a) / (z - y) if z > y else b / max(z, 1e-9), sharing > 1, points)
+        return Level(ranks, latency, (b - a) / (z - y) if z > y else b / max(z, 1e-9), shared, points)
+
+    @staticmethod
+    def _samples(seconds_of: Callable[[int], float], most: float) -> list[tuple[float, float]]:
+        """Seconds by bytes, up to `most` bytes or to what takes too long."""
+        samples: list[tuple[float, float]] = []
+        for nbytes in SIZES:
+            if nbytes <= most and (not samples or 4 * samples[-1][1] <= MOST_SECONDS):
+                samples.append((nbytes, seconds_of(nbytes)))
+        return samples
 
     def _latency(self, step: int) -> float:
         """Half of what a byte takes there and back, between ranks 0 and `step`."""

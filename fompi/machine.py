@@ -83,7 +83,8 @@ class Machine:
     where `packed` are the bytes of its weight: a library packs them in every call, so many small calls cost more.
 
     On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from the
-    kernel that runs, a sum its own time, and what has come is seen `poll / 2` later. With two lanes sums run beside
+    kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time, and what
+    has come is seen `poll / 2` later. With two lanes sums run beside
     kernels, and messages cost them nothing. `natives` are the library's collectives: seconds by bytes of the largest
     rank, read and written; without a curve they take one latency a rank, and the bytes through the outermost link.
     """

@@ -314,14 +314,19 @@ class _Walk:
 
     def arrived(self, flow: _Flow) -> None:
         self.message_ends(flow.source, flow.dest)
-        machine, nbytes = self.machine, self.nbytes(flow.source[0], self._op(flow.source).reads[0])
+        nbytes = self.nbytes(flow.source[0], self._op(flow.source).reads[0])
         for rank, i in (flow.source, flow.dest):
-            if machine.lanes == 1 and "compute" in self.running[rank]:
-                self.owed[rank] += machine.cpu_message + nbytes * machine.cpu_byte
-                if machine.poll:
-                    self.at(self.now + machine.poll / 2, partial(self.done, rank, i))
-                    continue
-            self.done(rank, i)
+            self.seen(rank, i, 1, nbytes)
+
+    def seen(self, rank: int, i: int, messages: int, nbytes: float) -> None:
+        """A kernel that runs on the same core pays for them, and the rank sees it at its next poll."""
+        machine = self.machine
+        if machine.lanes == 1 and "compute" in self.running[rank]:
+            self.owed[rank] += messages * machine.cpu_message + nbytes * machine.cpu_byte
+            if machine.poll:
+                self.at(self.now + machine.poll / 2, partial(self.done, rank, i))
+                return
+        self.done(rank, i)
 
     def join_collective(self, rank: int, i: int, op: Collective) -> None:
         k = next(self.collectives_passed[rank])
@@ -338,8 +343,9 @@ class _Walk:
 
         def finish() -> None:
             self.collective_ends(calls)
-            for call in calls:
-                self.done(*call)
+            for rank, i in calls:
+                op = self.programs[rank].ops[i]
+                self.seen(rank, i, 2 * (self.plan.size - 1), sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes)))
 
         self.at(end, finish)
 

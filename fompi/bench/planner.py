@@ -98,16 +98,20 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
     )
 
 
-def _judged(row: Row, predicted: dict[str, float]) -> list[Figure]:
+def _judged(row: Row, predicted: dict[str, tuple[float, float]]) -> list[Figure]:
+    """`predicted`: by the calibration, and with kernels as fast as they are in this row."""
     assert row.base is not None
     chosen, unfused = row.base, row.best(str(c) for c in UNFUSED)
-    picking = {name: median(samples[0::2]) for name, samples in row.samples.items()}
+    picking = {name: median(samples[0::2]) for name, samples in row.samples.items() if name in predicted}
     best = min(picking, key=lambda name: picking[name])
     near = median(row.samples[chosen][1::2]) / median(row.samples[best][1::2])
     slower = median_interval([a / b for a, b in zip(row.samples[chosen], row.samples[unfused], strict=True)])
     return [
-        Figure("predicted / measured, the chosen plan", predicted[chosen] / row.median(chosen)),
-        Figure("predicted / measured, without overlap", predicted[unfused] / row.median(unfused)),
+        *(
+            Figure(f"predicted / measured, {what}", predicted[name][i] / row.median(name))
+            for name in (chosen, unfused)
+            for i, what in enumerate((name, f"{name}, at this row's kernel speed"))
+        ),
         Figure(f"chosen / best ({best})", near),
         Figure("low end of chosen / unfused", slower.low, most=MOST_SLOWER),
     ]
@@ -118,15 +122,16 @@ def _summary(found: list[Row], cluster: Cluster) -> Row:
         return [abs(row.figures[kind].value - 1) for row in found]
 
     asked = not cluster.shared
-    near = [row.figures[2].value for row in found]
+    near = [row.figures[4].value for row in found]
     figures = []
-    for what, off in (("chosen plan", errors(0)), ("without overlap", errors(1))):
-        limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if asked else (None, None)
-        figures.append(Figure(f"median error of the prediction, {what}", median(off), most=limits[0]))
-        figures.append(Figure(f"95th percentile of that error, {what}", quantile(off, 0.95), most=limits[1]))
+    for kind, name in enumerate(("chosen plan", "chosen plan, at kernel speed", "unfused", "unfused, at kernel speed")):
+        limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if asked and kind == 0 else (None, None)
+        off = errors(kind)
+        figures.append(Figure(f"median error of the prediction, {name}", median(off), most=limits[0]))
+        figures.append(Figure(f"95th percentile of that error, {name}", quantile(off, 0.95), most=limits[1]))
     within = sum(ratio <= NEAR_BEST for ratio in near) / len(near)
     figures.append(Figure("share of shapes within 2 % of the best", within, least=LEAST_NEAR if asked else None))
-    worst = max(row.figures[3].value for row in found)
+    worst = max(row.figures[5].value for row in found)
     figures.append(Figure("worst low end of chosen / unfused", worst, most=MOST_SLOWER if asked else None))
     return Row(f"all {len(found)} shapes", str(cluster), figures=figures)
 
