@@ -24,6 +24,7 @@ import fompi
 from fompi import problems
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import MIB, given, progress
+from fompi.bench.fused import KERNEL, kernel_of
 from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, median_interval, quantile, relative_error
 from fompi.bench.peers import KS, Case, M
 from fompi.bench.rivals import OPERATIONS
@@ -32,6 +33,7 @@ from fompi.calibrate import calibrate
 from fompi.explain import UNFUSED, Candidate, Explanation
 from fompi.layout import Shard, Spec
 from fompi.machine import Machine
+from fompi.simulate import predict
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 4, 2026
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.04, 0.10
