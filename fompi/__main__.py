@@ -16,8 +16,9 @@ from fompi.layout import Spec
 from fompi.machine import PRESETS
 from fompi.problems import MEANING
 from fompi.schedules import SCHEDULES
+from fompi.steps import MODELS, PARALLEL, step
 
-EXAMPLE = "for example: python -m fompi plan all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
+EXAMPLE = "for example: python -m fompi {} all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,10 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("info", add_help=False, help="versions, MPI, launcher, ranks and hosts")
     for name, what in (
         ("plan", "the grid of ranks of a plan"),
-        ("simulate", "the predicted trace of a plan"),
+        ("simulate", "the predicted trace of a plan; `simulate step`: a whole model, with overlap and without"),
     ):
-        _plan_arguments(commands.add_parser(name, help=what, epilog=EXAMPLE), name)
-    _explain_arguments(commands.add_parser("explain", help="which schedule is the best, and why", epilog=EXAMPLE))
+        _plan_arguments(commands.add_parser(name, help=what, epilog=EXAMPLE.format(name)), name)
+    why = commands.add_parser("explain", help="which schedule is the best, and why", epilog=EXAMPLE.format("explain"))
+    _explain_arguments(why)
     calibrated = commands.add_parser("calibrate", help="measure the machine, for mpirun: writes JSON")
     calibrated.add_argument("file", nargs="?", default="machine.json", help="(machine.json)")
     bench = commands.add_parser("bench", help="benchmarks, for mpirun")
@@ -40,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
             return info.main(arguments[1:])
         options = parser.parse_args(arguments)
         if options.command == "bench":
+            if options.rounds < 1 or options.ranks < 1:
+                parser.error("bench: --rounds and --ranks are 1 or more")
             measure = suites.Options(options.rounds, options.quick)
             if options.like is not None:
                 return suites.like(_numbers(options.like), options.ranks, measure)
@@ -48,6 +52,10 @@ def main(argv: list[str] | None = None) -> int:
             return suites.run(options.suite, measure, options.json, options.markdown, options.plot)
         if options.command == "calibrate":
             return _calibrate(options.file)
+        if options.operation == "step":
+            machine = fompi.Machine.load(options.machine)
+            print(step(options.model, options.parallel, options.ranks, machine, options.tokens))
+            return 0
         status = _explain(options) if options.command == "explain" else _plan(options)
         sys.stdout.flush()
         return status
@@ -70,9 +78,10 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
 
 
-def _problem_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operation", choices=sorted(MEANING), metavar="OPERATION", help=", ".join(sorted(MEANING)))
-    parser.add_argument("shapes", nargs="+", metavar="SHAPE", help="global shapes, x first: 4096x4096")
+def _problem_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
+    names = [*sorted(MEANING), *more]
+    parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32")
 
@@ -85,7 +94,7 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    _problem_arguments(parser)
+    _problem_arguments(parser, *["step"] * (command == "simulate"))
     parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}, hierarchical(RANKS)")
     parser.add_argument("--slices", metavar="N | A,B,...", help="equal ones, or their sizes in proportion: 1,2,4")
     parser.add_argument("--window", type=int, help="sends in flight of a rank (no bound)")
@@ -96,6 +105,9 @@ def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     else:
         parser.add_argument("--machine", default="gigabit", help="a preset, or a JSON file")
         parser.add_argument("--save", metavar="FILE", help="the trace as Chrome JSON, for Perfetto")
+        parser.add_argument("--model", default="llama-7b", help=f"of a step: {', '.join(MODELS)}")
+        parser.add_argument("--parallel", default="tp", help=f"of a step: {', '.join(PARALLEL)}")
+        parser.add_argument("--tokens", type=int, default=2048, help="of a step, on each rank (2048)")
 
 
 def _specs(options: argparse.Namespace) -> list[Spec]:
@@ -105,6 +117,8 @@ def _specs(options: argparse.Namespace) -> list[Spec]:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    if options.plot and not options.plot.endswith(".svg"):
+        raise fompi.LayoutError(f"--plot {options.plot}: the picture is SVG, so the name must end in .svg")
     found = fompi.explain(options.operation, *_specs(options), ranks=options.ranks, machine=options.machine)
     print(found)
     if options.timeline:
@@ -138,6 +152,7 @@ def _plan(options: argparse.Namespace) -> int:
     )
     if options.verify:
         fompi.verify(plan)
+        print(f"verified: {plan.size} ranks, {sum(len(p.ops) for p in plan.programs)} ops", file=sys.stderr)
     if options.command == "plan":
         print(plan.to_json() if options.json else plan)
         return 0

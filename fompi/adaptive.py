@@ -89,6 +89,8 @@ def bind(
         agree(communicator, f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})", refusal)
         candidate = binding.race() if effort == "measure" else plan.winner.candidate
         return Adaptive(binding, candidate, adapt)
+    if not isinstance(plan, Plan):
+        raise PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not {plan!r}")
     if effort != "plan" or adapt:
         raise PlanError("effort= and adapt= choose among many plans: bind(fompi.explain(...), ...) instead of one plan")
     return executor.bind(plan, comm=comm, **given)

@@ -7,6 +7,7 @@ takes it to the other ranks, to a cached plan, a run, and back to a tensor of th
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -241,7 +242,7 @@ def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[i
     if counts is None:
         return split(total, problem.size)
     try:
-        rows = tuple(map(int, counts))
+        rows = tuple(map(operator.index, counts))
     except (TypeError, ValueError) as error:
         raise LayoutError(f"{problem.operation}: counts={counts!r}: {error}") from None
     if len(rows) != problem.size or min(rows) < 0 or sum(rows) != total:

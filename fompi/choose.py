@@ -16,7 +16,7 @@ from fompi.layout import Sizes, Slices, split
 from fompi.machine import Machine
 from fompi.plan import Plan
 from fompi.problems import Problem
-from fompi.schedules import available, is_available, write
+from fompi.schedules import hint, is_available, write
 
 SMALL_NBYTES = 64 << 10
 """Below this an all-reduce goes in one step: its latency counts, its bytes do not."""
@@ -90,5 +90,5 @@ def plan_for(
     elif is_available(problem, schedule):
         name, cut = schedule, 1
     else:
-        raise PlanError(f"no schedule {schedule!r} for {problem.operation}; take auto, {', '.join(available(problem))}")
+        raise PlanError(f"no schedule {schedule!r} for {problem.operation}{hint(problem, schedule)}")
     return write(problem, name, cut if slices is None else slices, sizes, window, at)

@@ -108,7 +108,7 @@ class Explanation:
         return timelines(shown)
 
     def __str__(self) -> str:
-        head = f"{self.problem}, {self.problem.size} ranks, on {self.machine.name}"
+        head = f"{self.problem}, {self.problem.size} rank{'s' * (self.problem.size > 1)}, on {self.machine.name}"
         rows: list[tuple[str, ...]] = [("candidate", "ms", "bound/it", "compute", "hidden", "exposed", "why")]
         for one in self.judged:
             share = f"{self.bound.seconds / one.seconds:.3f}" if one.seconds else ""
@@ -126,7 +126,7 @@ class Explanation:
             lines.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
         lines += [f"{candidate}: refused: {why}" for candidate, why in self.refused]
         lines.append(f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}")
-        best = f"best: {self.winner.candidate}, {100 * self.gap:.1f} % above the bound"
+        best = f"best: {self.winner.candidate}, {100 * max(0.0, self.gap):.1f} % above the bound"
         gain = self.unfused.seconds / self.winner.seconds if self.winner.seconds else 1.0
         lines.append(f"{best}, {gain:.2f}x over {self.unfused.candidate}")
         return "\n".join(lines)
@@ -143,16 +143,17 @@ def explain(
 
     `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
     """
+    least = bound(problem, sizes, machine)
     listed = list(candidates(problem, machine))
     refused = [(c, why) for c in listed if c.schedule in REGISTERED and (why := _flaw(problem, sizes, c, at))]
     wrong = {c for c, _ in refused}
-    found = [Judged(c, estimate(problem, sizes, machine, c)) for c in listed if c not in wrong]
+    found = [Judged(c, max(least.seconds, estimate(problem, sizes, machine, c))) for c in listed if c not in wrong]
     found.sort(key=_seconds)
     chosen = [one for one in found if one.candidate not in UNFUSED][:walked]
     chosen += [one for one in found if one.candidate in UNFUSED]
     by_walk = sorted((_judge(problem, sizes, machine, at, one) for one in chosen), key=_seconds)
     others = [one for one in found if one not in chosen]
-    return Explanation(problem, sizes, machine, bound(problem, sizes, machine), (*by_walk, *others), tuple(refused), at)
+    return Explanation(problem, sizes, machine, least, (*by_walk, *others), tuple(refused), at)
 
 
 def _flaw(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> str | None:

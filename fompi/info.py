@@ -29,7 +29,7 @@ _PACKAGES = {
     "jax": ("jax",),
 }
 
-_REMARKS = {"note": "note", "warning": "warning", "MPI": "mpi_error"}
+_REMARKS = {"note": "note", "threads": "threads", "warning": "warning", "MPI": "mpi_error"}
 _YES_NO = {True: "yes", False: "no", None: "unknown"}
 
 
@@ -84,6 +84,7 @@ def collect() -> dict[str, Any]:
         "rank": rank,
         "ranks": table(processes),
         **crowding(processes),
+        "threads": launch.thread_note(),
         "progress": progress,
         "warning": warning,
     }
@@ -98,7 +99,7 @@ def text(facts: dict[str, Any]) -> str:
     lines += [("launcher", launcher["launcher"] + meant)]
     lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank"), *_progress_lines(facts["progress"])]
     blocks = ["\n".join(f"{name:<10} {value}".rstrip() for name, value in lines), _aligned(facts["ranks"])]
-    blocks += [f"{kind}: {facts[key]}" for kind, key in _REMARKS.items() if facts[key]]
+    blocks += [f"{kind}: {facts[key]}" for kind, key in _REMARKS.items() if facts.get(key)]
     return "\n\n".join(blocks)
 
 

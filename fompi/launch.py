@@ -188,6 +188,20 @@ def cores_per_rank() -> float:
     return min(len(os.sched_getaffinity(0)), cores() / (detect().local_size or 1))
 
 
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def thread_note(environ: Mapping[str, str] | None = None) -> str | None:
+    """What to set where BLAS would start, in every rank, a thread for each core that the ranks share."""
+    environ, threads, share = os.environ if environ is None else environ, len(os.sched_getaffinity(0)), cores_per_rank()
+    if threads <= max(1.0, share) or any(name in environ for name in _THREADS):
+        return None
+    return (
+        f"BLAS may start {threads} threads in each rank, and a rank has {share:.3g} cores: "
+        f"set OMP_NUM_THREADS={max(1, int(share))}"
+    )
+
+
 def several_hosts(size: int) -> bool:
     """Whether some of these `size` ranks run on another host than this one: all ranks come to the same answer.
 

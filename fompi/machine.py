@@ -214,8 +214,15 @@ class Machine:
         Path(path).write_text(self.to_json() + "\n")
 
     @staticmethod
+    def of(machine: Machine | str | Path) -> Machine:
+        """`machine` as it is, or the one that is loaded by this name."""
+        return machine if isinstance(machine, Machine) else Machine.load(machine)
+
+    @staticmethod
     def load(name: str | Path) -> Machine:
         """A preset by its name, or a file that `save` wrote. Raises LayoutError with the path and the field."""
+        if not isinstance(name, (str, Path)):
+            raise LayoutError(f"a machine is loaded by the name of a preset or of a file, not by {name!r}")
         if str(name) in PRESETS:
             return PRESETS[str(name)]
         path = Path(name)

@@ -216,7 +216,7 @@ def plan(
     """
     name = _name(operation)
     at, sizes = problems.from_specs(name, specs, ranks, bias=bias, root=root, packed=packed)
-    made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else _machine(machine))
+    made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
     return made
@@ -239,12 +239,8 @@ def explain(
     lower bound; `.plan` is that of the winner. The specs are those of `fompi.plan`. Raises what that raises.
     """
     at, sizes = problems.from_specs(_name(operation), specs, ranks, bias=bias, root=root, packed=packed)
-    return explained(at(0), sizes, _machine(machine), at)
+    return explained(at(0), sizes, Machine.of(machine), at)
 
 
 def _name(operation: Operation | str) -> str:
     return operation.name if isinstance(operation, Operation) else operation
-
-
-def _machine(machine: Machine | str) -> Machine:
-    return machine if isinstance(machine, Machine) else Machine.load(machine)

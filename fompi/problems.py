@@ -249,6 +249,8 @@ def _problem(
         raise ShapeError(f"{operation} was given {len(weights)} weights and {len(biases)} biases")
     if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and x.dtype == "bool":
         raise DtypeError(f"{operation}: a sum of bool has no meaning; convert x to an integer dtype")
+    if x.dtype == "bool" and (weights or operands):
+        raise DtypeError(f"{operation}: a product of bool has no meaning; convert x to another dtype")
     if not 0 <= root < size:
         raise LayoutError(f"{operation}: root {root} is none of the ranks 0 to {size - 1}")
     if (weights or operands) and not row:

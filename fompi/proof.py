@@ -177,7 +177,7 @@ def prove(
         schedule=needs.schedule,
         wall=end - begin,
         kernels=length(busy),
-        communication=length(union((e.start, e.end) for e in events if not e.is_compute)),
+        communication=length(union(e.moves for e in events if not e.is_compute)),
         tail=end - max((stop for _, stop in busy), default=begin),
         nbytes=sum(e.nbytes for e in events if not e.is_compute),
         waits=total(_waits(events, begin, end, needs)),
@@ -211,13 +211,18 @@ def _waits(events: list[Event], begin: float, end: float, needs: Needs) -> Itera
 
 def _reasons(op: int, begin: float, end: float, by_op: dict[int, Event], needs: Needs) -> Iterator[Wait]:
     """Why `op`, begun at `end`, did not begin at `begin`: what it needed last, and what that had waited for before."""
-    cause, since = _released_by(op, by_op, needs)
-    since = min(max(since, begin), end)
-    if since < end:  # it could have begun
-        yield Wait(end - since, "start", "", None)
-    if since > begin:
+    while end > begin:
+        cause, since = _released_by(op, by_op, needs)
+        since = min(max(since, begin), end)
+        if since < end:  # it could have begun
+            yield Wait(end - since, "start", "", None)
+        if since <= begin:
+            return
         assert cause is not None
-        yield from _message(cause, begin, since, by_op, needs)
+        began = min(max(by_op[cause].start, begin), since)
+        if began < since:
+            yield Wait(since - began, *_reason(needs.ops[cause]))
+        op, end = cause, began
 
 
 def _message(op: int, begin: float, end: float, by_op: dict[int, Event], needs: Needs) -> Iterator[Wait]:
@@ -225,8 +230,7 @@ def _message(op: int, begin: float, end: float, by_op: dict[int, Event], needs: 
     began = min(max(by_op[op].start, begin), end)
     if began < end:
         yield Wait(end - began, *_reason(needs.ops[op]))
-    if began > begin:
-        yield from _reasons(op, begin, began, by_op, needs)
+    yield from _reasons(op, begin, began, by_op, needs)
 
 
 def _released_by(op: int, by_op: dict[int, Event], needs: Needs) -> tuple[int | None, float]:

@@ -18,11 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fompi import launch
 from fompi.agreement import agree
 from fompi.alone import compute_alone, messages_alone
 from fompi.backends.base import Backend
 from fompi.communicator import Communicator
-from fompi.errors import OverlapWarning
+from fompi.errors import LaunchError, OverlapWarning
 from fompi.layout import Extents
 from fompi.link import finalized
 from fompi.proof import Needs, Proof, Wait, prove, total
@@ -125,6 +126,8 @@ class Report:
     """The notes of this process. `target`: what FOMPI_REPORT says, a file name or something else."""
 
     def __init__(self, target: str):
+        if target.endswith(".json") and not os.access(Path(target).parent, os.W_OK):
+            raise LaunchError(f"FOMPI_REPORT={target}: there is no folder {Path(target).parent} to write to")
         self.target, self.process = target, os.getpid()
         self.rank, self.size = world()
         self.operations: dict[object, Operation] = {}
@@ -184,13 +187,17 @@ class Report:
         ranks = [json.loads(words) for _, words in sorted(gathered.items())]
         mpi, progress = library(), sorted({o.comm.engine.progress_mode for o in self.operations.values()})
         whole = {
+            "threads": launch.thread_note(),
             "mpi": f"{mpi.name} {mpi.version}",
             "size": self.size,
             "progress": ", ".join(progress),
             "ranks": ranks,
         }
         if self.target.endswith(".json"):
-            Path(self.target).write_text(json.dumps(whole, indent=1))
+            try:
+                Path(self.target).write_text(json.dumps(whole, indent=1))
+            except OSError as error:  # it was there at the start
+                print(f"fompi: no report in {self.target}: {error}\n{text(whole)}", file=sys.stderr, flush=True)
         else:
             print(text(whole), file=sys.stderr, flush=True)
         for warned in overlap_warnings(whole):
@@ -221,6 +228,8 @@ def overlap_warnings(report: Mapping[str, Any]) -> list[str]:
 def text(report: Mapping[str, Any]) -> str:
     """A block for each operation: a line for each rank, and why it waited."""
     lines = [f"fompi report: {report['size']} ranks, {report['mpi']}, progress: {report['progress']}"]
+    if report.get("threads"):
+        lines.append(f"warning: {report['threads']}")
     if missing := sorted(set(range(report["size"])) - {rank["rank"] for rank in report["ranks"]}):
         lines.append(f"nothing came from rank {', '.join(map(str, missing))}")
     for ranks in _by_operation(report):

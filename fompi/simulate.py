@@ -39,8 +39,12 @@ from fompi.plan import (
 from fompi.trace import Event, Trace
 
 
-def simulate(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> Trace:
-    """The Trace that `machine` would measure for `plan` with these sizes (None: those it was made for)."""
+def simulate(plan: Plan, machine: Machine | str, sizes: Sizes | None = None) -> Trace:
+    """The Trace that `machine` (or the name, or the file, of one) would measure for `plan` with these sizes.
+
+    Without sizes: with those that the plan was made for.
+    """
+    machine = Machine.of(machine)
     if plan.size > MOST_RANKS:
         return representatives(plan, machine, sizes)
     events = _Walk(plan, sizes or plan.sizes, machine, plan.size).run()
@@ -151,6 +155,7 @@ class _Walk:
         self.collective: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.collectives_passed = [count() for _ in self.programs]
         self.start: dict[tuple[int, int], float] = {}
+        self.moving: dict[tuple[int, int], float] = {}  # since when a message is under way
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.order = count()
         self.now = 0.0
@@ -206,7 +211,8 @@ class _Walk:
         name, peer = lane(op)
         track = {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
         size = sum(self.nbytes(rank, c) for c in (op.writes if isinstance(op, Recv) else op.reads))
-        self.events.append(Event(rank, track, i, str(op), begun, self.now, size))
+        waited = self.moving.pop((rank, i), begun) - begun
+        self.events.append(Event(rank, track, i, str(op), begun, self.now, size, waited))
         self.released.extend((rank, free) for free in self.frontiers[rank].done(i))
 
     def next_kernels(self, rank: int) -> None:
@@ -274,6 +280,7 @@ class _Walk:
         flow = _Flow(pair, s, d, ports)
         flow.left = link.busy(self.nbytes(s[0], self._op(s).reads[0])) * jitter
         flow.latency = link.level.latency * jitter
+        self.moving[s] = self.moving[d] = self.now
         self.message_begins(s, d)
         for port in flow.ports:
             self.flows[port][flow] = None
@@ -339,6 +346,7 @@ class _Walk:
             for r, o in ((r, self.programs[r].ops[j]) for r, j in calls)
         )
         start = max(self.now, self.collective_free)
+        self.moving.update(dict.fromkeys(calls, start))
         self.collective_free = end = start + self.machine.native(op.name, most, self.plan.size) * self.jitter()
 
         def finish() -> None:

@@ -24,7 +24,7 @@ def _kind(event: Event) -> str:
 def _rows(trace: Trace, rank: int) -> dict[str, list[Interval]]:
     """The time of each kind, in intervals that do not overlap."""
     events = [e for e in trace.events if e.rank == rank]
-    return {kind: union((e.start, e.end) for e in events if _kind(e) == kind) for kind in _COLOURS}
+    return {kind: union(e.moves for e in events if _kind(e) == kind) for kind in _COLOURS}
 
 
 def _span(trace: Trace) -> tuple[float, float]:

@@ -18,7 +18,10 @@ KERNEL_LANES = ("compute", "merge")
 
 
 class Event(NamedTuple):
-    """An op of `rank` from `start` to `end`, in seconds. For a message: from its posting to its completion."""
+    """An op of `rank` from `start` to `end`, in seconds. For a message: from its posting to its completion.
+
+    `waited`: so long it was posted and not under way, where that is known: in a prediction.
+    """
 
     rank: int
     lane: str
@@ -27,6 +30,12 @@ class Event(NamedTuple):
     start: float
     end: float
     nbytes: int = 0
+    waited: float = 0.0
+
+    @property
+    def moves(self) -> tuple[float, float]:
+        """From when it is under way to its end."""
+        return self.start + self.waited, self.end
 
     @property
     def is_compute(self) -> bool:
@@ -104,7 +113,7 @@ class Trace:
             return Summary(0, 0, 0, 0, 0, 0, 0)
         begin, end = min(e.start for e in self.events), max(e.end for e in events)
         busy = union((e.start, e.end) for e in events if e.is_compute)
-        moving = union((e.start, e.end) for e in events if not e.is_compute)
+        moving = union(e.moves for e in events if not e.is_compute)
         hidden = length(intersection(busy, moving))
         communication = length(moving)
         return Summary(

@@ -33,6 +33,7 @@ SUITES = {
         ["--groups", "2x4", "--rate", "400mbit", "--between", "40mbit"],
         5,
     ),
+    "adapt": ("Links that change", ["--hosts", "4", "--rate", "1gbit"], 7),
     "planner-slow": ("The planner, a slow host", ["--hosts", "4", "--rates", "1gbit,1gbit,250mbit,1gbit"], 5),
 }
 """Title, links, rounds; the suite is what stands before the hyphen."""

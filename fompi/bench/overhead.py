@@ -46,7 +46,8 @@ class Row:
         if self.yardstick is not None:
             text += f"   {self.us - self.yardstick:+8.2f} above the yardstick"
         if self.allowed is not None:
-            text += f" (at most {self.allowed:g})"
+            cost = self.us - (self.yardstick or 0.0)
+            text += f" (at most {self.allowed:g}{'' if cost <= self.allowed else ': not reached'})"
         return text
 
 

@@ -68,7 +68,7 @@ def _shapes(options: Options, size: int) -> Iterator[Case]:
         yield Case(OPERATIONS[i % len(OPERATIONS)], m, draw.randrange(256, 2049), draw.randrange(128, 3073))
 
 
-def _explained(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
+def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
     return fompi.explain(operation, *_specs(operation, size, *tensors), ranks=size, machine=machine)
 
 
@@ -84,7 +84,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
     """The plan that was chosen, all others that were walked through, and those without overlap."""
     mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
-    explained = _explained(machine, case.operation, comm.size, x, w)
+    explained = explained_for(machine, case.operation, comm.size, x, w)
     walked = {one.candidate: one.seconds for one in explained.judged if one.proof is not None}
     with ExitStack() as held:
         contestants = {}
@@ -170,7 +170,7 @@ def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, t
     size = comm.size
     x, reference = given(operation, total, comm.rank, size)
     error = partial(relative_error, reference=reference)
-    explained = _explained(machine, operation, size, x)
+    explained = explained_for(machine, operation, size, x)
     chosen = explained.winner.candidate
     rivals = [Candidate(name, slices) for name in BLIND for slices in (1, 4)]
     rivals += [Candidate("direct", 1, 1), Candidate("direct", 4, 1), Candidate("unfused")]

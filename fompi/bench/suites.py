@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from fompi import launch, transport
 from fompi.bench import table
 from fompi.errors import LaunchError, StateError
 
-SUITES = ("collectives", "fused", "papers", "peers", "planner", "overhead")
+SUITES = ("collectives", "fused", "papers", "peers", "planner", "adapt", "overhead")
 """Each is a module here, with `rows(comm, options) -> list[Row]`; `overhead` counts microseconds and prints itself."""
 
 
@@ -29,6 +30,7 @@ class Options:
 
 def run(suite: str, options: Options, json: str | None, markdown: str | None, plot: str | None) -> int:
     """Measure on all ranks; rank 0 prints the table, and writes the files that are named ("-": prints the JSON)."""
+    _note_threads()
     if suite == "overhead":
         from fompi.bench import overhead
 
@@ -50,6 +52,12 @@ def run(suite: str, options: Options, json: str | None, markdown: str | None, pl
     return 0
 
 
+def _note_threads() -> None:
+    note = launch.thread_note()
+    if note is not None and not launch.detect().rank:
+        print(f"fompi: {note}", file=sys.stderr)
+
+
 def like(shape: tuple[int, int, int], ranks: int, options: Options) -> int:
     """Say what overlap gains here for one shape. Outside of mpirun, this starts it."""
     library, launched = transport.library(), launch.detect()
@@ -57,7 +65,10 @@ def like(shape: tuple[int, int, int], ranks: int, options: Options) -> int:
         mpirun = library.mpirun or shutil.which("mpirun")
         if mpirun is None:
             raise LaunchError("there is no mpirun here: start this with the launcher of your cluster")
-        return subprocess.run([mpirun, "-n", str(ranks), sys.executable, *sys.orig_argv[1:]]).returncode
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # unless somebody asks for more
+        command = [mpirun, "-n", str(ranks), sys.executable, *sys.orig_argv[1:]]
+        return subprocess.run(command, env={**alone, **os.environ}).returncode
+    _note_threads()
     with fompi.Communicator() as comm:
         fused = import_module("fompi.bench.fused")
         found = fused.like(comm, *shape, options)

@@ -97,9 +97,21 @@ def _ours(problem: Problem) -> list[str]:
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """Groups may have any number of ranks that divides theirs."""
+    if not isinstance(schedule, str):
+        raise PlanError(f"schedule={schedule!r}: take the name of one, 'auto' among them")
     ranks = group_of(schedule)
     grouped = _has_groups(problem) and 1 < ranks < problem.size and problem.size % ranks == 0
     return (grouped and schedule == f"hierarchical({ranks})") or schedule in available(problem)
+
+
+def hint(problem: Problem, schedule: str) -> str:
+    """Why there is no such schedule for this problem, where that can be told, and what there is."""
+    why = ""
+    if schedule in ("unfused", "sliced") and problem.half:
+        why = f": the library does not sum {problem.dtype} in float32"
+    elif group_of(schedule) > 1 and problem.size % group_of(schedule):
+        why = f": {problem.size} ranks are no groups of {group_of(schedule)}"
+    return f"{why}; take auto, {', '.join(available(problem))}"
 
 
 def _has_groups(problem: Problem) -> bool:
@@ -137,9 +149,7 @@ def write(
     `at(rank)` is the problem of each rank where they differ in columns that do not travel (None: they do not differ).
     """
     if not is_available(problem, schedule):
-        raise PlanError(
-            f"{problem.operation} has no schedule {schedule!r}; take one of {', '.join(available(problem))}"
-        )
+        raise PlanError(f"{problem.operation} has no schedule {schedule!r}{hint(problem, schedule)}")
     if window is not None and window < 1:
         raise PlanError(f"window={window}: at least one send must be in flight, or None for no bound")
     shares = shares_of(schedule, slices)

@@ -41,3 +41,20 @@ def test_collectives(mpirun):
         f"{name} of 4 MiB" for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     ]
     assert all(set(row["errors"].values()) == {0.0} for row in read["rows"])
+
+
+@pytest.mark.timeout(200)
+def test_planner(mpirun):
+    """The machine first, then shapes; every candidate that was walked through is measured and right."""
+    done = mpirun(2, "-m", "fompi", "bench", "planner", "--quick", "--rounds", "2", "--json", seconds=180)
+    assert done.returncode == 0, done.output
+    machine, *rows, summary = json.loads(done.stdout)["rows"]
+    assert machine["what"] == "the machine" and "kernels:" in machine["setup"]
+    assert len(rows) == 4 and all(max(row["errors"].values()) < 1e-5 for row in rows)
+    assert all(row["base"] in row["samples"] and "unfused" in row["samples"] for row in rows)
+    assert len(summary["figures"]) == 10 and summary["reached"] is None
+
+
+def test_adapt_needs_links_that_can_be_changed(mpirun):
+    done = mpirun(2, "-m", "fompi", "bench", "adapt")
+    assert done.returncode != 0 and "tools/netlab.py" in done.output

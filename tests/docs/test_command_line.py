@@ -110,8 +110,11 @@ WRONG = {
     "plan all_gather_matmul 512x-4 64x256 --ranks 4": "numbers >= 0",
     "plan all_gather 64x4 --ranks 0": "ranks=0: a plan needs at least one rank",
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
+    "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks are no groups of 3; take auto, ",
+    "plan matmul_reduce_scatter 64x8 8x4 --ranks 2 --dtype bool": "a product of bool has no meaning",
+    f"explain {GATHER} --plot picture.png": "--plot picture.png: the picture is SVG",
     "plan all_to_all 64x4 --ranks 4 --schedule ring": "no schedule 'ring' for all_to_all; take auto, unfused",
-    "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "no schedule 'sliced' for all_reduce",
+    "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "does not sum bfloat16 in float32",
     "plan all_reduce 64 --ranks 4 --dtype bool": "a sum of bool has no meaning",
     f"plan {GATHER} --dtype float31": "unknown dtype 'float31'; known: float64",
     f"plan {GATHER} --slices 0": "slices=0: give a number >= 1",
@@ -128,6 +131,8 @@ MISSPELT = {
     "plan all_gathr 64x4 --ranks 4": "invalid choice: 'all_gathr'",
     "plan all_gather 64x4": "the following arguments are required: --ranks",
     "plan all_gather 64x4 --ranks four": "invalid int value: 'four'",
+    "bench collectives --rounds 0": "--rounds and --ranks are 1 or more",
+    "bench --like 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
     "bench everything": "invalid choice: 'everything'",
     "info --yaml": "unrecognized arguments: --yaml",
 }
@@ -182,6 +187,16 @@ def test_info_of_three_ranks(mpirun):
     assert facts["versions"]["fompi"] == fompi.__version__
     text = mpirun(2, "-m", "fompi", "info").stdout
     assert text.startswith("fompi ") and text.count("launcher") == 1
+
+
+@pytest.mark.timeout(100)
+def test_calibrate(mpirun, tmp_path):
+    """What it writes is a machine that the other commands take."""
+    done = mpirun(2, "-m", "fompi", "calibrate", tmp_path / "machine.json", seconds=90)
+    assert done.returncode == 0, done.output
+    assert "kernels" in done.stdout and f"written to {tmp_path / 'machine.json'} in" in done.stdout
+    text, _ = run("explain", *GATHER.split(), "--machine", tmp_path / "machine.json")
+    assert "best: " in text
 
 
 @pytest.mark.timeout(200)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fompi.report import overlap_warnings, percentile, text
+from fompi.errors import LaunchError
+from fompi.report import Report, overlap_warnings, percentile, text
 
 
 def noted(rank, **fields):
@@ -58,3 +59,12 @@ def test_one_warning_for_an_operation():
 @pytest.mark.parametrize(("count", "share", "expected"), [(1, 0.99, 0), (100, 0.5, 50), (100, 0.99, 99), (3, 0.5, 1)])
 def test_percentiles(count, share, expected):
     assert percentile(range(count), share) == expected
+
+
+def test_a_file_that_cannot_be_written_is_told_at_the_start():
+    with pytest.raises(LaunchError, match="no folder /nowhere"):
+        Report("/nowhere/report.json")
+
+
+def test_threads_on_the_cores_of_others_are_told():
+    assert "\nwarning: set OMP_NUM_THREADS=1\n" in text({**REPORT, "threads": "set OMP_NUM_THREADS=1"})

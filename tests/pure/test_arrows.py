@@ -45,6 +45,7 @@ PURE = {
         "layout",
         "errors",
     },
+    "steps": {"explain", "bound", "problems", "machine", "layout", "errors"},
     "choose": {"schedules", "explain", "problems", "plan", "machine", "layout", "errors"},
 }
 """The rooms above the line, and all that each may import."""

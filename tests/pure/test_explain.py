@@ -8,7 +8,7 @@ import catalogue
 import pytest
 
 import fompi
-from fompi import Replicate, Shard, Spec
+from fompi import Partial, Replicate, Shard, Spec
 from fompi.errors import LayoutError
 from fompi.explain import UNFUSED, candidates, estimate, explain
 from fompi.layout import Sizes
@@ -155,3 +155,21 @@ def test_schedules_of_users_are_candidates_if_they_are_right(forgotten):
     assert {candidate.schedule for candidate, _ in found.refused} == {"without_its_copy", "for_powers_of_two"}
     assert "for_powers_of_two, 1 slice: refused: ValueError: ranks must be a power of two" in str(found)
     assert "without_its_copy, 1 slice: refused: PlanError: rank 0" in str(found)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("operation", ["broadcast", "all_gather", "all_reduce", "all_to_all"])
+def test_no_candidate_is_said_to_beat_the_bound(operation, name):
+    layout = {"broadcast": Replicate(), "all_reduce": Partial()}.get(operation, Shard(0))
+    found = fompi.explain(operation, Spec((4096, 64), "float32", layout), ranks=4, machine=name)
+    assert min(one.seconds for one in found.judged) >= found.bound.seconds * (1 - 1e-9)
+
+
+def test_without_overlap_nothing_is_hidden():
+    """A message counts from when it is under way, not from when it was posted."""
+    x, w = Spec((2048, 1024), "float32", Shard(1)), Spec((1024, 2048), "float32", Shard(0))
+    found = fompi.explain("matmul_reduce_scatter", x, w, ranks=4, machine="gigabit")
+    for one in found.judged:
+        if one.candidate in UNFUSED:
+            assert one.proof.hidden < 0.02 * one.proof.communication, one.candidate
+    assert found.winner.proof.hidden > 0.2 * found.winner.proof.communication

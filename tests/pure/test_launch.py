@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fompi.launch import Launch, cores_per_rank, detect, refusal, several_hosts, warning
+from fompi.launch import Launch, cores_per_rank, detect, refusal, several_hosts, thread_note, warning
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {
@@ -234,3 +234,22 @@ def test_several_hosts(monkeypatch):
     assert several_hosts(8) and not several_hosts(4)
     monkeypatch.setattr(os, "environ", {})
     assert not several_hosts(8), "nobody says so"
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "environ", "expected"),
+    [
+        (2, 4, {}, "OMP_NUM_THREADS=1"),
+        (16, 4, {}, "OMP_NUM_THREADS=4"),
+        (16, 1, {}, None),
+        (1, 4, {}, None),  # each rank is bound to one core, and BLAS looks at that
+        (2, 4, {"OMP_NUM_THREADS": "2"}, None),  # somebody knows what they do
+        (2, 4, {"OPENBLAS_NUM_THREADS": "1"}, None),
+    ],
+)
+def test_threads_that_ranks_start_on_the_cores_of_others(monkeypatch, cores, ranks, environ, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    launched = {"OMPI_COMM_WORLD_SIZE": str(ranks), "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks)}
+    monkeypatch.setattr(os, "environ", launched)
+    note = thread_note(environ)
+    assert (note is None) == (expected is None) and (expected is None or expected in note)

@@ -137,3 +137,52 @@ def test_curves():
     points = ((1.0, 10.0), (3.0, 20.0), (4.0, 40.0))
     assert [at(points, x) for x in (0, 1, 2, 3, 3.5, 4, 5)] == [10.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0]
     assert at(((5.0, 2.0),), 100.0) == 2.0
+
+
+def test_the_part_that_an_axis_sees():
+    """Eight ranks in groups of two and of four, with a shared link between the larger ones; rank 3 is slow."""
+    levels = (Level(2, 1e-5, 1e8), Level(4, 1e-4, 1e7, True))
+    rates = (1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0)
+    natives = {"all_gather": ((1.0, 1.0),)}
+    machine = Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, levels=levels, rates=rates, natives=natives)
+    assert machine.part(range(8), 8) is machine
+    pair = machine.part([0, 1], 8)
+    assert (pair.bandwidth, pair.levels, pair.rates, pair.natives) == (1e9, (), (1.0, 1.0), {})
+    four = machine.part([0, 1, 2, 3], 8)
+    assert (four.bandwidth, four.levels, four.rates) == (1e9, levels[:1], rates[:4])
+    every_second = machine.part([0, 2, 4, 6], 8)  # each in a group of two of its own
+    assert (every_second.bandwidth, every_second.levels) == (1e8, (Level(2, 1e-4, 1e7, True),))
+    across = machine.part([3, 7], 8)
+    assert (across.bandwidth, across.levels, across.rates) == (1e7, (), (0.5, 1.0))
+    odd = machine.part([0, 1, 5], 8)  # the slowest link between any two
+    assert (odd.bandwidth, odd.levels) == (1e7, ())
+    assert machine.part([5], 8).bandwidth == 1e9
+
+
+def test_a_machine_in_words():
+    levels = (Level(4, 1e-4, 1e7, True),)
+    natives = {"all_gather": ((1e6, 0.01),)}
+    text = str(Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, "here", levels=levels, rates=(1.0, 0.25), natives=natives))
+    assert text.splitlines() == [
+        "m",
+        "here",
+        "between ranks: 1 us, 1 GB/s",
+        "between groups of 4: 100 us, 10 MB/s, shared by the group",
+        "slower: rank 1 25%",
+        "kernels: 1 us and 10 GFLOP/s, 1 GB/s",
+        "one core for kernels and messages: each end costs 0 us and 0 ns a byte, a poll every 0 ms",
+        "the library's all_gather: 10 ms for 1 MB",
+    ]
+
+
+def test_names_that_are_none():
+    with pytest.raises(LayoutError, match="not by 3"):
+        Machine.load(3)
+    assert Machine.of("laptop") is PRESETS["laptop"] and Machine.of(PRESETS["laptop"]) is PRESETS["laptop"]
+
+
+def test_equal_machines_are_equal_keys():
+    machine = PRESETS["gigabit"]
+    same = Machine.from_json(machine.to_json())
+    assert same == machine and hash(same) == hash(machine) and same.digest == machine.digest
+    assert replace(machine, latency=1.0).digest != machine.digest

@@ -319,3 +319,23 @@ def test_weights_and_biases_that_do_not_go_together(weights, biases):
     x, w, b = Form((0, 3), "float32"), Form((3, 4), "float32"), Form((4,), "float32")
     with pytest.raises(ShapeError, match=f"was given {weights} weights and {biases} biases"):
         problems.problem("all_gather_matmul_many", 2, x, [w] * weights, [b] * biases, keep=True)
+
+
+def test_what_is_no_plan_and_no_schedule():
+    x = Spec((8, 4), "float32", Shard(0))
+    with pytest.raises(PlanError, match="schedule=None"):
+        fompi.plan("all_gather", x, ranks=2, schedule=None)
+    with pytest.raises(PlanError, match=r"takes a fompi\.Plan"):
+        fompi.verify("plan")
+    plan = fompi.plan("all_gather", x, ranks=2)
+    assert fompi.simulate(plan, "laptop").seconds == fompi.simulate(plan, fompi.Machine.load("laptop")).seconds
+
+
+def test_a_choice_by_the_model_is_that_of_a_power_of_two():
+    """New sizes cost nothing, and ranks that know the same choose the same."""
+    machine = fompi.Machine.load("gigabit")
+    made = problem("matmul_reduce_scatter", 4, Form((4096, 512), "float32"), [Form((512, 1024), "float32")])
+    first = choose.choose(made, 4096, True, machine)
+    assert first == choose.choose(made, 5000, True, machine) == choose.choose(made, 8191, True, machine)
+    assert choose.choose(made, 0, True, machine) == choose.choose(made, 0, True)
+    assert choose.choose(made, None, True, machine) == choose.choose(made, None, True)

@@ -254,3 +254,11 @@ def test_the_same_reasons_add_up():
 def test_a_rank_without_events():
     with pytest.raises(PlanError, match="no event of rank 0"):
         prove(Trace("measured", "", ()), hand_made())
+
+
+def test_a_chain_of_a_thousand_waits():
+    """Each message of a long ring waits for the one before."""
+    plan = fompi.plan("all_gather", Spec((2000, 4), "float32", Shard(0)), ranks=2000, schedule="ring")
+    trace = fompi.simulate(plan, "gigabit")
+    proof = prove(trace, Needs(plan, 0))
+    assert sum(wait.seconds for wait in proof.waits) == pytest.approx(proof.idle)
