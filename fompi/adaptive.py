@@ -28,6 +28,7 @@ from fompi.errors import DriftWarning, PlanError
 from fompi.executor import Executor
 from fompi.explain import Candidate, Explanation, explain
 from fompi.plan import Plan
+from fompi.problems import Problem
 from fompi.trace import Trace
 
 CHECK_CALLS = 8
@@ -72,8 +73,8 @@ def bind(
     An Explanation (`fompi.explain`) may come instead of a plan: its winner is bound. `effort="measure"`: the fastest
     of its best few and of those without overlap, by running them here (`fompi.effort`). `adapt=True`: every 8 calls
     the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
-    best now, between two calls. With `same_bits` only to other slices of the same schedule, which sum in the same
-    order. Whoever binds an Explanation gets a DriftWarning when its calls take much longer than predicted.
+    best now, between two calls. With `same_bits` only to what sums every element in the same order. Whoever binds an
+    Explanation gets a DriftWarning when its calls take much longer than predicted.
     """
     given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
     if isinstance(plan, Explanation):
@@ -131,19 +132,32 @@ class _Binding:
             for step in steps.values():
                 step.close()
 
-    def again(self, schedule: str) -> None:
+    def again(self, now: Candidate) -> None:
         """Look at the links again, and explain anew. Collective."""
         before = self.explained
         machine = refit(before.machine, self.comm)
         found = explain(before.problem, before.sizes, machine, before.at)
         if self.same_bits:
-            alike = tuple(one for one in found.judged if one.candidate.schedule == schedule)
-            found = replace(found, judged=alike)
+            alike = tuple(one for one in found.judged if sums_alike(before.problem, one.candidate, now))
+            found = replace(found, judged=alike or before.judged)
         self.explained = found
 
 
 def _differ(a: float, b: float, factor: float) -> bool:
     return abs(a - b) > LEAST_SECONDS and max(a, b) > factor * min(a, b)
+
+
+def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
+    """Whether every element is summed in the same order by both.
+
+    The order goes by the rank that owns the element, and slices do not change that in a reduce-scatter. They do in an
+    all-reduce, whose ranks own other elements then, and where half of the slices go the other way round.
+    """
+    if problem.moves not in ("reduce_scatter", "all_reduce"):
+        return True
+    if (one.schedule, one.rows) != (other.schedule, other.rows) or one.schedule in ("unfused", "sliced"):
+        return one == other
+    return one.slices == other.slices or (problem.moves == "reduce_scatter" and one.schedule in ("direct", "ring"))
 
 
 class Change(NamedTuple):
@@ -238,7 +252,7 @@ class Adaptive:
     def _change(self, slowest: float) -> None:
         """The links are looked at again, and the best plan for them taken. All ranks come here before the same call."""
         now = self.changes[-1].candidate
-        self.binding.again(now.schedule)
+        self.binding.again(now)
         winner = self.binding.explained.winner.candidate
         why = f"calls took {1e3 * slowest:.3g} ms, {1e3 * (self._usual or self._predicted):.3g} were usual"
         if winner != now:

@@ -43,7 +43,7 @@ def choose(
 @lru_cache(maxsize=4096)
 def _by_model(problem: Problem, rows: int, machine: Machine) -> tuple[str, Slices]:
     found = explain(problem, Sizes(split(rows, problem.size)), machine)
-    best = next(one.candidate for one in found.judged if one.candidate.window is None)
+    best = next(one.candidate for one in found.judged if (one.candidate.window, one.candidate.rows) == (None, None))
     return best.schedule, best.slices
 
 
@@ -83,8 +83,9 @@ def plan_for(
     """
     if schedule == "auto" and machine is not None:
         cut: Slices
-        name, cut, paced = explain(problem, sizes, machine, at).winner.candidate
+        name, cut, paced, rows = explain(problem, sizes, machine, at).winner.candidate
         window = paced if window is None else window
+        sizes = sizes if rows is None else Sizes(rows)
     elif schedule == "auto":
         name, cut = choose(problem, None if sizes.pairs else sum(sizes.rows))
     elif is_available(problem, schedule):

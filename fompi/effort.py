@@ -57,7 +57,7 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
         key += f", {sum(sizes.rows).bit_length()} bits of rows"
 
     def listed() -> Iterable[Candidate]:
-        return (c for c in candidates(problem, sizes, comm) if c.window is None)
+        return (c for c in candidates(problem, sizes, comm) if c.window is None and c.rows is None)
 
     def timed(candidate: Candidate) -> float:
         begun = perf_counter()
@@ -136,9 +136,10 @@ def _told_by_rank_0(comm: Communicator, told: Sequence[Candidate]) -> list[Candi
 
 def _candidate(fields: Any) -> Candidate:
     """What JSON made of a candidate. Raises TypeError or ValueError for what is none."""
-    schedule, slices, window = fields
+    schedule, slices, window, rows = fields
     slices = tuple(map(int, slices)) if isinstance(slices, list) else int(slices)
-    return Candidate(str(schedule), slices, None if window is None else int(window))
+    owned = None if rows is None else tuple(map(int, rows))
+    return Candidate(str(schedule), slices, None if window is None else int(window), owned)
 
 
 # ---------------------------------------------------------------------------------------------------------- on disk

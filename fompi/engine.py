@@ -299,7 +299,9 @@ class Engine:
         if channel.left and silent > 0.2:
             awaited = task.waits_for()
             missing = channel.missing(task.begins, awaited)
-            if missing is not None:
+            if missing is not None and not self.progress():  # what came before its last words may be here by now
+                if task.finished:
+                    return
                 words = f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[missing]}"  # type: ignore[index]
                 channel.fail(task, PeerError(words, missing))
                 return

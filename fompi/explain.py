@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import NamedTuple
 
 from fompi.bound import Bound, bound, call_seconds, row_nbytes, rows_worked
-from fompi.layout import Sizes, Slices, slices_in_words
+from fompi.exact import pieces
+from fompi.layout import Sizes, Slices, cut, slices_in_words
 from fompi.machine import Level, Link, Machine
 from fompi.plan import Plan, group_of
 from fompi.problems import Problem
@@ -34,15 +36,17 @@ MOST_OPS = 20_000
 
 
 class Candidate(NamedTuple):
-    """A schedule with its parameters: what `fompi.plan` takes."""
+    """A schedule with its parameters."""
 
     schedule: str
     slices: Slices = 1
     window: int | None = None
+    rows: tuple[int, ...] | None = None  # that each rank sums, of an all-reduce (None: as even as can be)
 
     def __str__(self) -> str:
         cut = "" if self.schedule in ("unfused", "unfused_p2p", "exchange") else f", {slices_in_words(self.slices)}"
-        return f"{self.schedule}{cut}{'' if self.window is None else f', window {self.window}'}"
+        window = "" if self.window is None else f", window {self.window}"
+        return f"{self.schedule}{cut}{window}{'' if self.rows is None else ', sums by rate'}"
 
 
 UNFUSED = (Candidate("unfused"), Candidate("unfused_p2p"), Candidate("unfused_p2p", window=1))
@@ -89,8 +93,7 @@ class Explanation:
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """That of any candidate."""
-        schedule, slices, window = candidate
-        return write(self.problem, schedule, slices, self.sizes, window, self.at)
+        return _plan(self.problem, self.sizes, candidate, self.at)
 
     def timeline(self, width: int = 100) -> str:
         """That of the winner, as text (`fompi.timeline`)."""
@@ -144,22 +147,29 @@ def explain(
     `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
     """
     least = bound(problem, sizes, machine)
-    listed = list(candidates(problem, machine))
+    listed = list(dict.fromkeys([*candidates(problem, machine), *exact_cuts(problem, sizes, machine)]))
+    listed += by_rate(problem, sizes, machine)
     refused = [(c, why) for c in listed if c.schedule in REGISTERED and (why := _flaw(problem, sizes, c, at))]
     wrong = {c for c, _ in refused}
     found = [Judged(c, max(least.seconds, estimate(problem, sizes, machine, c))) for c in listed if c not in wrong]
     found.sort(key=_seconds)
-    chosen = [one for one in found if one.candidate not in UNFUSED][:walked]
+    chosen = [one for one in found if one.candidate not in UNFUSED and one.candidate.rows is None][:walked]
+    chosen += [one for one in found if one.candidate.rows is not None]
     chosen += [one for one in found if one.candidate in UNFUSED]
     by_walk = sorted((_judge(problem, sizes, machine, at, one) for one in chosen), key=_seconds)
     others = [one for one in found if one not in chosen]
     return Explanation(problem, sizes, machine, least, (*by_walk, *others), tuple(refused), at)
 
 
+def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> Plan:
+    schedule, slices, window, rows = candidate
+    return write(problem, schedule, slices, sizes if rows is None else Sizes(rows), window, at)
+
+
 def _flaw(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> str | None:
     """What is wrong with a schedule of a user; ours are proven by the tests."""
     try:
-        verify(write(problem, candidate.schedule, candidate.slices, sizes, candidate.window, at))
+        verify(_plan(problem, sizes, candidate, at))
     except Exception as error:  # it may raise what it likes
         return f"{type(error).__name__}: {error}"
     return None
@@ -172,8 +182,7 @@ def _seconds(one: Judged) -> float:
 def _judge(
     problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None, one: Judged
 ) -> Judged:
-    schedule, slices, window = one.candidate
-    plan = write(problem, schedule, slices, sizes, window, at)
+    plan = _plan(problem, sizes, one.candidate, at)
     trace = representatives(plan, machine)
     last = max(trace.events, key=lambda event: event.end, default=None)
     proof = prove(trace, Needs(plan, last.rank)) if last is not None else None
@@ -206,6 +215,67 @@ def candidates(problem: Problem, machine: Machine) -> Iterator[Candidate]:
             yield Candidate(name, slices)
             if name == "direct" and size > 2:
                 yield Candidate(name, slices, 1)
+
+
+EXACT_UNITS, MOST_PIECES = 16, 6
+
+
+def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
+    """The slices that are the best of all (`fompi.exact`) between two ranks, each with the mean of all shards.
+
+    A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards.
+    """
+    size = problem.size
+    if size == 1 or not (problem.weights or problem.gradients) or problem.moves == "all_reduce":
+        return
+    unit = max(rows_worked(problem, sizes, rank) for rank in range(size)) / size / EXACT_UNITS
+    if unit < 1:
+        return
+    link, nbytes = machine.link(0, size - 1), unit * max(row_nbytes(problem))
+    found = pieces(
+        EXACT_UNITS,
+        lambda n: call_seconds(problem, machine, n * unit),
+        lambda n: link.seconds(n * nbytes),
+        call_seconds(problem, machine, EXACT_UNITS * unit),
+        MOST_PIECES,
+    )
+    cut = found.sizes if problem.multiplies_first else found.sizes[::-1]
+    each = gcd(*cut)
+    shares: Slices = tuple(n // each for n in cut)
+    if len(set(cut)) == 1:
+        shares = len(cut)
+    yield from (Candidate(name, shares) for name in ("direct", "ring") if is_available(problem, name))
+
+
+RATED_SLICES = (4, 16)
+
+
+def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
+    """All-reduces in which a rank with a slow link sums fewer rows than others: who owns them is the plan's choice."""
+    size, total = problem.size, sum(sizes.rows)
+    rates = [machine.rate(rank) for rank in range(size)]
+    if problem.moves != "all_reduce" or size < 3 or min(rates) == max(rates):
+        return
+    rows = owned(total, rates)
+    yield from (Candidate("direct", slices, None, rows) for slices in RATED_SLICES)
+
+
+def owned(total: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """Rows for each rank to sum, so that the slowest port of a direct all-reduce is done as early as can be.
+
+    Of `total` rows a rank that owns n sends total - n to be summed and (size - 1) n summed ones, and receives as
+    much: it takes (total + (size - 2) n) / rate.
+    """
+    size = len(rates)
+    low, high = total / max(rates), (size - 1) * total / min(rates)
+    for _ in range(60):
+        seconds = (low + high) / 2
+        if sum(max(0.0, seconds * rate - total) for rate in rates) / (size - 2) < total:
+            low = seconds
+        else:
+            high = seconds
+    shares = [round(1e6 * max(0.0, high * rate - total) / (size - 2) / max(1, total)) for rate in rates]
+    return tuple(cut(total, shares))
 
 
 def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:

@@ -17,8 +17,8 @@ Pairs = Mapping[tuple[int, int], float]
 APART, ENOUGH, PRICE = 1.5, 0.08, 0.04
 """A level is so many times slower than what it holds. Links that fit to e^ENOUGH are alike; a level gains e^PRICE."""
 
-PAIR_NBYTES = 512 << 10
-"""Of the messages by which pairs are compared."""
+PAIR_NBYTES = 256 << 10, 768 << 10
+"""Of the two messages by which pairs are compared: what buffers swallow at once is in both, not in the difference."""
 
 FULL = 0.85
 """A rank with this share of the best speed has all of it: two measurements differ by as much."""
@@ -120,7 +120,8 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
 
 def speed_of(machine: Machine, source: int, dest: int) -> float:
     """What the machine says of a pair as `topology` takes it."""
-    return PAIR_NBYTES / machine.link(source, dest).seconds(PAIR_NBYTES)
+    link, (small, large) = machine.link(source, dest), PAIR_NBYTES
+    return (large - small) / (link.busy(large) - link.busy(small))
 
 
 def _quicker(level: Level, factor: float) -> Level:

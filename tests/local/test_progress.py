@@ -273,3 +273,36 @@ def test_an_interrupt_in_a_kernel_reaches_who_runs_it(engine):
         engine.progress()
     assert isinstance(task.error, KeyboardInterrupt) and engine.computing == 0
     assert engine.progress() and task.finished
+
+
+class Departed:
+    """The channel of a rank whose peer has ended; what it sent before arrived with its last words, or did not."""
+
+    asking = False
+
+    def __init__(self, arrived, request):
+        self.left, self.begun = {}, time.perf_counter()
+        self.arrived, self.request, self.failed = arrived, request, None
+
+    def hear(self):
+        if time.perf_counter() - self.begun > 0.3:
+            self.left = {1: "rank 1 has ended"}
+            self.arrived.add(self.request)
+        return False
+
+    def missing(self, begins, awaited):
+        return 1
+
+    def fail(self, task, error):
+        self.failed = error
+        task.abandon(error)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_rank_sent_before_it_ended_counts(engine, arrived, there):
+    channel, task = Departed(arrived, 7 if there else 8), Arrivals(engine, [7])
+    task.waits_for = lambda: (1, "rank 1 to send")
+    channel.link = type("Link", (), {"rank": 0})
+    engine.channels.append(channel)
+    engine.wait(task, channel)
+    assert (channel.failed is None) == there and (there or "rank 1 has ended" in str(channel.failed))

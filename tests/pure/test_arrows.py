@@ -32,6 +32,7 @@ PURE = {
     "simulate": {"plan", "kernels", "machine", "trace", "layout", "errors"},
     "bound": {"problems", "machine", "layout", "errors"},
     "explain": {
+        "exact",
         "bound",
         "schedules",
         "verify",

@@ -10,7 +10,7 @@ import pytest
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
 from fompi.errors import LayoutError
-from fompi.explain import UNFUSED, candidates, estimate, explain
+from fompi.explain import UNFUSED, candidates, estimate, exact_cuts, explain, owned
 from fompi.layout import Sizes
 from fompi.machine import PRESETS, Level, Machine
 from fompi.plan import Compute, Recv, Send
@@ -173,3 +173,43 @@ def test_without_overlap_nothing_is_hidden():
         if one.candidate in UNFUSED:
             assert one.proof.hidden < 0.02 * one.proof.communication, one.candidate
     assert found.winner.proof.hidden > 0.2 * found.winner.proof.communication
+
+
+@pytest.mark.parametrize("rates", [(1.0, 1.0, 0.25, 1.0), (0.5, 0.9, 1.0), (1.0,) * 5, (0.01, 0.02, 1.0)])
+def test_rows_that_leave_no_port_waiting(rates):
+    """No other share of rows lets the slowest port be done earlier: moving a row to any other rank never does."""
+
+    def seconds(rows):
+        return max((sum(rows) + (len(rates) - 2) * n) / rate for n, rate in zip(rows, rates, strict=True))
+
+    rows = owned(10_000, rates)
+    assert sum(rows) == 10_000 and min(rows) >= 0
+    best = seconds(rows)
+    for source in range(len(rates)):
+        for dest in range(len(rates)):
+            moved = list(rows)
+            step = min(50, moved[source])
+            moved[source] -= step
+            moved[dest] += step
+            assert seconds(moved) >= best * (1 - 1e-3)
+
+
+def test_an_all_reduce_by_rate_wins_with_a_slow_rank():
+    slow = replace(PRESETS["gigabit"], rates=(1.0, 1.0, 0.25, 1.0))
+    found = fompi.explain("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow)
+    assert found.winner.candidate.rows is not None and found.winner.candidate.rows[2] == 0 and found.gap < 0.1
+    even = min(one.seconds for one in found.judged if one.candidate.rows is None)
+    assert found.winner.seconds < even / 1.3
+    assert fompi.plan("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow).sizes.rows[2] == 0
+
+
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("k", [256, 1024, 4096])
+def test_exact_cuts_are_no_worse_than_any_fixed_ones(operation, k):
+    """Between two ranks, where they are exact: of as many pieces, in sixteenths."""
+    machine = replace(PRESETS["gigabit"], lanes=2, pack_rate=4e9)
+    made, sizes = large(operation, 2, k)
+    times = {c: predict(write(made, c.schedule, c.slices, sizes), machine) for c in exact_cuts(made, sizes, machine)}
+    for slices in (1, 2, 4, (1, 3), (3, 1), (4, 2, 1, 1), (1, 1, 2, 4)):
+        other = predict(write(made, "direct", slices, sizes), machine)
+        assert min(times.values()) <= other * (1 + 0.005), (slices, times)

@@ -77,7 +77,10 @@ class Cluster:
             (LAB / name).chmod(0o755)
 
     def apply(self, change: Change) -> None:
-        """Change a link, both directions of it; of the links between groups, all."""
+        """Change a link, both directions of it; of the links between groups, all.
+
+        What waits in a bucket is lost: it may be a superpacket that the new, smaller one would never pass.
+        """
         if change.link == "between":
             links: list[tuple[str, str, int | None]] = [(f"down{k}", f"up{k}", None) for k in range(self.lab.groups)]
         else:
@@ -86,8 +89,9 @@ class Cluster:
         for port, far, pid in links:  # the far end lies in the namespace of this process
             if isinstance(change.what, Rate):
                 shape = change.what.shape(self.lab.burst)
-                tool("tc", "-batch", "-", text=f"qdisc replace dev {port} root {shape}")
-                tool("tc", "-batch", "-", text=f"qdisc replace dev {far} root {shape}", pid=pid)
+                for end, where in ((port, None), (far, pid)):
+                    anew = f"qdisc replace dev {end} root pfifo\nqdisc replace dev {end} root {shape}"
+                    tool("tc", "-batch", "-", text=anew, pid=where)
             else:  # packets into a port that is down are lost, silently
                 tool("ip", "link", "set", port, "down" if change.what == "cut" else "up")
 
