@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from fompi import fit, launch, problems
-from fompi.bench.exchange import bare_exchange
+from fompi.bench.exchange import NAP_SECONDS, bare_exchange
 from fompi.bench.measure import alternate, meet, of_all_ranks, texts
 from fompi.communicator import Communicator
-from fompi.executor import bind
+from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
 from fompi.layout import Spec
 from fompi.machine import COLLECTIVES, Level, Machine, Points
@@ -98,7 +98,10 @@ class _Calibration:
         if self.size > 1:
             machine = self._with_links(machine)
             self.say("the library's collectives")
-            machine = replace(machine, natives={name: self._native(name) for name in COLLECTIVES})
+            machine = replace(machine, natives={name: self._native(name, False) for name in COLLECTIVES})
+            if helped:
+                self.say("the library's collectives while nobody waits for them")
+                machine = replace(machine, natives_behind={name: self._native(name, True) for name in COLLECTIVES})
             if machine.lanes == 1:
                 self.say("what messages cost a core")
                 per_message, per_byte = self._cpu()
@@ -135,7 +138,7 @@ class _Calibration:
 
     def _alone(self, kernels: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Median seconds of each, of the slowest rank; all ranks compute at once."""
-        taken = alternate(self.mpi, kernels, 2 * ROUNDS, warmup=2, calls=3)
+        taken = alternate(self.mpi, kernels, 2 * ROUNDS, warmup=2, idle=self.idle)
         return {name: median(seconds) for name, seconds in taken.items()}
 
     # -- messages
@@ -272,8 +275,11 @@ class _Calibration:
         return fit.line(samples)
 
     # -- the library's collectives
-    def _native(self, name: str) -> Points:
-        """Seconds by the bytes that the rank with most reads and writes, of the call that an unfused plan makes."""
+    def _native(self, name: str, behind: bool) -> Points:
+        """Seconds by the bytes that the rank with most reads and writes, of the call that an unfused plan makes.
+
+        `behind`: the ranks sleep meanwhile, as if a kernel ran; then only the helper looks.
+        """
         layout = problems.layouts(name, 1)[0]
         samples = []
         for nbytes in NATIVE_SIZES:
@@ -284,12 +290,27 @@ class _Calibration:
             moved = sum(int(np.prod(b.shape(extents))) * 4 for b in program.buffers if b.role != "scratch")
             tensor = np.ones(next(b.shape(extents) for b in program.buffers if b.name == "x"), np.float32)
             with bind(made, comm=self.comm, x=tensor) as call:
-                taken = alternate(self.mpi, {name: call}, ROUNDS, warmup=1, idle=self.idle)[name]
+                seconds_of = alternate(
+                    self.mpi, {name: _asleep(call) if behind else call}, ROUNDS, warmup=1, idle=self.idle
+                )
+                taken = seconds_of[name]
             most = float(of_all_ranks(self.mpi, np.array([float(moved)])).max())
             samples.append((most, median(taken)))
             if samples[-1][1] * 8 > MOST_SECONDS:
                 break
         return fit.curve(samples)
+
+
+def _asleep(call: Executor) -> Callable[[], object]:
+    """Start it, and stay out of MPI until it is finished."""
+
+    def asleep() -> object:
+        call.start()
+        while not call.finished:
+            sleep(NAP_SECONDS)
+        return call.wait()
+
+    return asleep
 
 
 def _product(a: Any, b: Any, c: Any) -> Callable[[], object]:

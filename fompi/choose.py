@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from fompi import layout
 from fompi.errors import PlanError
-from fompi.explain import explain
+from fompi.explain import FEW_OPS, explain
 from fompi.layout import Sizes, Slices, split
 from fompi.machine import Machine
 from fompi.plan import Plan
@@ -23,6 +23,9 @@ SMALL_NBYTES = 64 << 10
 
 LARGE_NBYTES = 8 << 20
 """From this size of a shard on a block of compute is cut in two, so that messages begin earlier."""
+
+WALKED = 2
+"""Of the candidates so many are walked through where a call waits for the choice."""
 
 STREAM_NBYTES, STREAM_SLICES = 1 << 20, 4
 """Over a network: shards of this size go round a ring, in so many slices."""
@@ -42,7 +45,7 @@ def choose(
 
 @lru_cache(maxsize=4096)
 def _by_model(problem: Problem, rows: int, machine: Machine) -> tuple[str, Slices]:
-    found = explain(problem, Sizes(split(rows, problem.size)), machine)
+    found = explain(problem, Sizes(split(rows, problem.size)), machine, None, WALKED, FEW_OPS)
     best = next(one.candidate for one in found.judged if (one.candidate.window, one.candidate.rows) == (None, None))
     return best.schedule, best.slices
 

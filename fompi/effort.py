@@ -37,8 +37,6 @@ from fompi.transport import library
 ROUNDS, FEW = 5, 5
 """How often each is run, after once to warm up; how many beside those without overlap."""
 
-_TELLING_NBYTES = 4096
-
 
 def choose(operation: Operation, arguments: Arguments, local: Local, comm: Communicator) -> tuple[str, Slices]:
     """The schedule and slices that are the fastest for such a call, by running it. Collective where it is not known.
@@ -128,10 +126,10 @@ def _race(
 
 
 def _told_by_rank_0(comm: Communicator, told: Sequence[Candidate]) -> list[Candidate]:
-    text = json.dumps([list(c) for c in told]).encode()[:_TELLING_NBYTES]
-    sent = np.frombuffer(text.ljust(_TELLING_NBYTES), np.uint8)
-    heard = np.asarray(ops.broadcast(sent, comm=comm))
-    return [_candidate(fields) for fields in json.loads(bytes(heard).decode())]
+    text = np.frombuffer(json.dumps([list(c) for c in told]).encode(), np.uint8)
+    nbytes = int(np.asarray(ops.broadcast(np.array([text.size]), comm=comm))[0])
+    heard = ops.broadcast(text if comm.rank == 0 else np.zeros(nbytes, np.uint8), comm=comm)
+    return [_candidate(fields) for fields in json.loads(bytes(np.asarray(heard)).decode())]
 
 
 def _candidate(fields: Any) -> Candidate:

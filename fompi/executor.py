@@ -175,6 +175,11 @@ class Executor:
 
     done = progress
 
+    @property
+    def finished(self) -> bool:
+        """Whether this call is finished; moves nothing."""
+        return self._current().finished
+
     def wait(self, timeout: float | None = None) -> Any:
         """The result of this call: one tensor, or a tuple in the order of the plan's outputs.
 

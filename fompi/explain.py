@@ -31,8 +31,11 @@ UNEVEN: tuple[Slices, ...] = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2
 WALKED = 6
 """So many candidates are walked through, beside those without overlap."""
 
-MOST_OPS = 20_000
-"""Of a rank: finer cuts are not considered."""
+MOST_OPS, FEW_OPS = 20_000, 600
+"""Of a rank: finer cuts are not considered; where a call waits for the choice, fewer are."""
+
+MOST_TOGETHER = 64
+"""With more ranks than this nobody sends to all others at once: only one after the other."""
 
 
 class Candidate(NamedTuple):
@@ -141,13 +144,16 @@ def explain(
     machine: Machine,
     at: Callable[[int], Problem] | None = None,
     walked: int = WALKED,
+    most_ops: int = MOST_OPS,
 ) -> Explanation:
     """All candidates; the `walked` best by the closed forms, and those without overlap, by the event walk.
 
     `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
     """
     least = bound(problem, sizes, machine)
-    listed = list(dict.fromkeys([*candidates(problem, machine), *exact_cuts(problem, sizes, machine)]))
+    listed = list(
+        dict.fromkeys([*candidates(problem, machine, most_ops), *exact_cuts(problem, sizes, machine, most_ops)])
+    )
     listed += by_rate(problem, sizes, machine)
     refused = [(c, why) for c in listed if c.schedule in REGISTERED and (why := _flaw(problem, sizes, c, at))]
     wrong = {c for c, _ in refused}
@@ -192,10 +198,12 @@ def _judge(
 # ------------------------------------------------------------------------------------------------- what there is
 
 
-def candidates(problem: Problem, machine: Machine) -> Iterator[Candidate]:
+def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> Iterator[Candidate]:
     """Every schedule that the problem has, in the cuts and windows that may matter."""
     names, size = available(problem), problem.size
-    yield from (c for c in UNFUSED if c.schedule in names and (c.window is None or size > 2))
+    together = size <= MOST_TOGETHER
+    unfused = (c for c in UNFUSED if c.schedule in names)
+    yield from (c for c in unfused if c.schedule == "unfused" or (together if c.window is None else size > 2))
     if size == 1:
         return
     if "exchange" in names:
@@ -210,9 +218,10 @@ def candidates(problem: Problem, machine: Machine) -> Iterator[Candidate]:
         if not is_available(problem, name):
             continue
         for slices in cuts:
-            if 3 * size * len(shares_of(name, slices)) > MOST_OPS and slices != 1:
+            if 3 * size * len(shares_of(name, slices)) > most_ops and slices != 1:
                 continue
-            yield Candidate(name, slices)
+            if name != "direct" or together:
+                yield Candidate(name, slices)
             if name == "direct" and size > 2:
                 yield Candidate(name, slices, 1)
 
@@ -220,7 +229,7 @@ def candidates(problem: Problem, machine: Machine) -> Iterator[Candidate]:
 EXACT_UNITS, MOST_PIECES = 16, 6
 
 
-def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
+def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int = MOST_OPS) -> Iterator[Candidate]:
     """The slices that are the best of all (`fompi.exact`) between two ranks, each with the mean of all shards.
 
     A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards.
@@ -244,7 +253,8 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Can
     shares: Slices = tuple(n // each for n in cut)
     if len(set(cut)) == 1:
         shares = len(cut)
-    yield from (Candidate(name, shares) for name in ("direct", "ring") if is_available(problem, name))
+    if 3 * size * len(cut) <= most_ops:
+        yield from (Candidate(name, shares) for name in ("direct", "ring") if is_available(problem, name))
 
 
 RATED_SLICES = (4, 16)

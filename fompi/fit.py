@@ -115,6 +115,7 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
         levels=levels,
         rates=rates if min(rates) < 1 else (),
         natives={name: _stretched(points, min(rates)) for name, points in machine.natives.items()},
+        natives_behind={name: _stretched(points, min(rates)) for name, points in machine.natives_behind.items()},
     )
 
 

@@ -85,8 +85,9 @@ class Machine:
     On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from the
     kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time, and what
     has come is seen `poll / 2` later. With two lanes sums run beside
-    kernels, and messages cost them nothing. `natives` are the library's collectives: seconds by bytes of the largest
-    rank, read and written; without a curve they take one latency a rank, and the bytes through the outermost link.
+    kernels, and messages cost them nothing. `natives` are the library's collectives: seconds by
+    bytes of the largest rank, read and written, while all ranks wait for it, and `natives_behind` while they compute;
+    without a curve they take one latency a rank, and the bytes through the outermost link.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Machine:
     cpu_byte: float = 0.0
     poll: float = 0.0
     natives: Mapping[str, Points] = field(default_factory=dict)
+    natives_behind: Mapping[str, Points] = field(default_factory=dict)
 
     @cached_property
     def _hash(self) -> int:
@@ -132,8 +134,13 @@ class Machine:
     def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
 
-    def native(self, name: str, nbytes: float, ranks: int) -> float:
-        """A collective of the library; `nbytes` are those that the rank with most reads and writes."""
+    def native(self, name: str, nbytes: float, ranks: int, behind: bool = False) -> float:
+        """A collective of the library; `nbytes` are those that the rank with most reads and writes.
+
+        `behind` a kernel it moves by itself, or when somebody polls now and then.
+        """
+        if behind and name in self.natives_behind:
+            return at(self.natives_behind[name], nbytes)
         if name in self.natives:
             return at(self.natives[name], nbytes)
         level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
@@ -208,6 +215,7 @@ class Machine:
             levels=tuple(level for level in levels if level.ranks < len(ranks)),
             rates=rates,
             natives={},
+            natives_behind={},
         )
 
     def save(self, path: str | Path) -> None:
@@ -271,12 +279,12 @@ def _checked(data: Any) -> dict[str, Any]:
             value = _levels(value)
         elif name == "rates":
             value = tuple(_number(f"rates[{i}]", rate, 1e-300, 1.0) for i, rate in enumerate(_list(name, value)))
-        elif name == "natives":
+        elif name in ("natives", "natives_behind"):
             if not isinstance(value, dict):
-                raise LayoutError(f"natives must be an object of curves, not {value!r}")
+                raise LayoutError(f"{name} must be an object of curves, not {value!r}")
             if wrong := set(value) - set(COLLECTIVES):
-                raise LayoutError(f"natives has no {sorted(wrong)[0]!r}; the collectives are {', '.join(COLLECTIVES)}")
-            value = {key: _points(f"natives.{key}", points) for key, points in value.items()}
+                raise LayoutError(f"{name} has no {sorted(wrong)[0]!r}; the collectives are {', '.join(COLLECTIVES)}")
+            value = {key: _points(f"{name}.{key}", points) for key, points in value.items()}
         elif name == "lanes":
             if type(value) is not int or value not in (1, 2):
                 raise LayoutError(f"lanes must be 1 or 2, not {value!r}")
@@ -354,6 +362,12 @@ PRESETS = {
         Machine(
             "a800-nvlink", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
             "A800 SXM data sheet: NVLink 400 GB/s, 200 each way; 312 TFLOP/s bf16, 2 TB/s",
+            lanes=2,
+        ),
+        Machine(
+            "a800-hdr", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
+            "nodes of 8 A800 SXM (data sheet: 200 GB/s each way inside), InfiniBand HDR: 200 Gbit/s a GPU",
+            levels=(Level(8, 6e-6, 24e9),),
             lanes=2,
         ),
         Machine(

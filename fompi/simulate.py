@@ -12,10 +12,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from math import lcm
+from types import MappingProxyType
 from typing import Any
 
 from fompi import kernels, layout
@@ -26,6 +27,7 @@ from fompi.plan import (
     Chunk,
     Collective,
     Compute,
+    Constraints,
     Frontier,
     Op,
     Plan,
@@ -58,10 +60,11 @@ MOST_RANKS = 64
 def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> Trace:
     """The same for the ranks that stand for all, where some do: as long, and quicker to come by."""
     sizes = sizes or plan.sizes
-    step = symmetry(plan, sizes, machine)
+    known: dict[int, Constraints] = {}
+    step = symmetry(plan, sizes, machine, known)
     title = f"{plan.problem} by {plan.schedule} on {machine.name}"
     some = "" if step == plan.size else f"; ranks 0 to {step - 1} of {plan.size}, the others do the same"
-    return Trace("predicted", title + some, tuple(_Walk(plan, sizes, machine, step).run()))
+    return Trace("predicted", title + some, tuple(_Walk(plan, sizes, machine, step, known).run()))
 
 
 def predict(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> float:
@@ -79,8 +82,11 @@ def check_sizes(plan: Plan, sizes: Sizes) -> None:
         raise LayoutError(f"sizes for {len(sizes.pairs or sizes.rows)} ranks, but the plan has {plan.size}")
 
 
-def symmetry(plan: Plan, sizes: Sizes, machine: Machine) -> int:
-    """The least `step` such that each rank does what the one `step` further on does; if there is none, all of them."""
+def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constraints] | None = None) -> int:
+    """The least `step` such that each rank does what the one `step` further on does; if there is none, all of them.
+
+    What the ranks that were looked at need is put into `known`.
+    """
     check_sizes(plan, sizes)
     size = plan.size
     if plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation == "broadcast":
@@ -96,16 +102,19 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine) -> int:
     if not alike:
         return size
     pairs = {(rank, (rank + step) % size) for rank in (0, step - 1, size - 1)}
-    return step if all(_alike(plan, *pair) for pair in pairs) else size
+    known = {} if known is None else known
+    return step if all(_alike(plan, *pair, known) for pair in pairs) else size
 
 
-def _alike(plan: Plan, one: int, other: int) -> bool:
+def _alike(plan: Plan, one: int, other: int, known: dict[int, Constraints]) -> bool:
     """Whether two ranks do the same at the same time, with peers as far away as they are from each other."""
     a, b = plan.programs[one].ops, plan.programs[other].ops
     shift = other - one
+    for rank in {one, other} - known.keys():
+        known[rank] = constraints(plan.programs[rank].ops, plan.window)
     return (
         len(a) == len(b)
-        and constraints(a, plan.window) == constraints(b, plan.window)
+        and known[one] == known[other]
         and all(
             type(p) is type(q)
             and (lane(p)[0] in ("compute", "merge", "collective") or (lane(p)[1] + shift) % plan.size == lane(q)[1])
@@ -132,14 +141,22 @@ class _Flow:
 class _Walk:
     """Time moves from event to event. A rank runs one kernel at a time and one sum beside it; messages share ports."""
 
-    def __init__(self, plan: Plan, sizes: Sizes, machine: Machine, step: int):
+    def __init__(
+        self,
+        plan: Plan,
+        sizes: Sizes,
+        machine: Machine,
+        step: int,
+        known: Mapping[int, Constraints] = MappingProxyType({}),
+    ):
         check_sizes(plan, sizes)
         self.plan, self.machine, self.step, self.programs = plan, machine, step, plan.programs[:step]
         self.extents = [plan.extents(rank, sizes) for rank in range(step)]
         self.offsets = [
             {b.name: b.offsets(e) for b in p.buffers} for p, e in zip(self.programs, self.extents, strict=True)
         ]
-        self.frontiers = [Frontier(constraints(p.ops, plan.window)) for p in self.programs]
+        needed = (known.get(p.rank) or constraints(p.ops, plan.window) for p in self.programs)
+        self.frontiers = [Frontier(each) for each in needed]
         self.numbers = [messages(p.ops) for p in self.programs]
         self.posted: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.released: deque[tuple[int, int]] = deque()
@@ -151,7 +168,8 @@ class _Walk:
         self.under_way: set[tuple[int, int]] = set()
         self.flows: defaultdict[Port, dict[_Flow, None]] = defaultdict(dict)
         self.changed: set[Port] = set()
-        self.collective_free = 0.0
+        self.collectives: deque[tuple[str, int, list[tuple[int, int]]]] = deque()
+        self.collective_runs = False
         self.collective: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.collectives_passed = [count() for _ in self.programs]
         self.start: dict[tuple[int, int], float] = {}
@@ -345,17 +363,29 @@ class _Walk:
             sum(self.nbytes(r, c) for c in (*o.reads, *o.writes))
             for r, o in ((r, self.programs[r].ops[j]) for r, j in calls)
         )
-        start = max(self.now, self.collective_free)
-        self.moving.update(dict.fromkeys(calls, start))
-        self.collective_free = end = start + self.machine.native(op.name, most, self.plan.size) * self.jitter()
+        self.collectives.append((op.name, most, calls))
+        self.next_collective()
+
+    def next_collective(self) -> None:
+        """They go one after the other, all ranks together."""
+        if self.collectives and not self.collective_runs:
+            self.collective_runs = True
+            self.at(self.now, self.run_collective)  # after the kernels that begin at this moment
+
+    def run_collective(self) -> None:
+        name, most, calls = self.collectives.popleft()
+        self.moving.update(dict.fromkeys(calls, self.now))
+        behind = any("compute" in running for running in self.running)
 
         def finish() -> None:
+            self.collective_runs = False
             self.collective_ends(calls)
             for rank, i in calls:
                 op = self.programs[rank].ops[i]
                 self.seen(rank, i, 2 * (self.plan.size - 1), sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes)))
+            self.next_collective()
 
-        self.at(end, finish)
+        self.at(self.now + self.machine.native(name, most, self.plan.size, behind) * self.jitter(), finish)
 
     def _op(self, at: tuple[int, int]) -> Op:
         return self.programs[at[0]].ops[at[1]]

@@ -30,8 +30,8 @@ from fompi.problems import MEANING, from_specs
 DTYPE = "int16"
 """Two bytes an element, and neither products nor sums are widened: what counts here is how many bytes move."""
 
-WALKED = 3
-"""Candidates that are walked through for an operation, beside those without overlap."""
+WALKED, MOST_OPS = 3, 2_000
+"""Candidates that are walked through for an operation, beside those without overlap; how many ops of a rank."""
 
 
 class Model(NamedTuple):
@@ -104,7 +104,7 @@ def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -
 def _predicted(operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> tuple[float, float, str]:
     """Seconds of the best without overlap, of the best, and which that is."""
     at, sizes = from_specs(operation, specs, ranks)
-    found = explain(at(0), sizes, machine, at, WALKED)
+    found = explain(at(0), sizes, machine, at, WALKED, MOST_OPS)
     problem, unfused = at(0), found.unfused.seconds
     if problem.operation != problem.moves:
         plain = _moved(problem.moves, problem.multiplies_first, specs)

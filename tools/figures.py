@@ -38,6 +38,8 @@ SUITES = {
 }
 """Title, links, rounds; the suite is what stands before the hyphen."""
 
+MOST_LINES = 120
+
 HEAD = """\
 # Benchmarks
 
@@ -68,6 +70,12 @@ def measure(suite: str, mpi: str, trust: bool, quick: bool) -> None:
     page.write_text(f"# {SUITES[suite][0]}, {NAMES[mpi]}\n\n    {shown}\n\n{text}")
 
 
+def shortened(table: str) -> str:
+    """Of a table of very many rows those that sum up."""
+    lines = table.splitlines()
+    return table if len(lines) <= MOST_LINES else "\n".join(lines[:2] + [line for line in lines if "| all " in line])
+
+
 def summary() -> str:
     """The first table of every page."""
     sections = [HEAD]
@@ -77,7 +85,7 @@ def summary() -> str:
             if page.exists():
                 blocks = page.read_text().split("\n\n")
                 command, about, table = blocks[1], blocks[2].partition("\n")[0], blocks[2:4]
-                figures = next(block for block in table if block.startswith("|"))
+                figures = shortened(next(block for block in table if block.startswith("|")))
                 link = f"All times: [benchmarks/{page.name}](benchmarks/{page.name})."
                 sections.append(f"## {title}, {name}\n\n{command}\n\n{about}. {link}\n\n{figures}\n\n")
     return "".join(sections).rstrip() + "\n"

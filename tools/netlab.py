@@ -45,7 +45,8 @@ def work(
     start = time.monotonic()
     planned = sorted(planned, key=lambda item: item[0])
     unread = ""
-    job = subprocess.Popen(launched, env={**environment, "NETLAB_CONTROL": str(control)})
+    told = {"NETLAB_CONTROL": str(control), "NETLAB_RATES": ",".join(str(rate.bits) for rate in cluster.lab.rates)}
+    job = subprocess.Popen(launched, env={**environment, **told})
     try:
         while job.poll() is None:
             lines = []

@@ -46,13 +46,27 @@ LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
 
 def rows(comm: Any, options: Options) -> list[Row]:
     machine = calibrate(comm)
-    about = Row("the machine", str(machine).replace("\n", "; "))
+    about = _described(machine)
     with Cluster(comm.link.comm) as cluster:
         if machine.levels or machine.rates:
             return [about, *_collectives(comm, cluster, machine, options)]
         shapes = list(_shapes(options, comm.size))
         found = [_measured(comm, cluster, machine, case, options.rounds) for case in shapes]
     return [about, *found, _summary(found, cluster)]
+
+
+def _described(machine: Machine) -> Row:
+    """What was calibrated, as figures."""
+    links = [machine.innermost, *machine.levels]
+    figures = [Figure(f"between groups of {link.ranks}", 1e-6 * link.fastest, "MB/s") for link in links]
+    figures += [Figure(f"rate of rank {rank}", rate) for rank, rate in enumerate(machine.rates) if rate < 1]
+    figures += [
+        Figure("products", 1e-9 * machine.flops_rate, "GFLOP/s"),
+        Figure("weights are packed", 1e-9 * machine.pack_rate, "GB/s"),
+        Figure("sums", 1e-9 * machine.memory_rate, "GB/s"),
+        Figure("a message costs a core", 1e6 * machine.cpu_message, "us"),
+    ]
+    return Row("the machine", str(machine), figures=figures)
 
 
 # ----------------------------------------------------------------------------------------------- fused operations

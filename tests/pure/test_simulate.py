@@ -9,7 +9,8 @@ from itertools import pairwise
 import catalogue
 import pytest
 
-from fompi import schedules
+import fompi
+from fompi import Shard, Spec, schedules
 from fompi.errors import LayoutError
 from fompi.layout import Sizes
 from fompi.machine import Level, Machine
@@ -289,3 +290,17 @@ def test_the_trace_of_many_ranks_shows_those_that_stand_for_all():
     trace = timed("all_gather", "ring", machine(3.0, latency=0.25), 512)
     assert trace.seconds == pytest.approx(511 * 3.25) and {e.rank for e in trace.events} == {0}
     assert trace.title.endswith("; ranks 0 to 0 of 512, the others do the same")
+
+
+def test_a_collective_behind_a_kernel_has_a_curve_of_its_own():
+    """The library moves little while nobody looks."""
+    x, w = Spec((64, 8), "float32", Shard(1)), Spec((8, 4), "float32", Shard(0))
+    plan = fompi.plan("matmul_reduce_scatter", x, w, ranks=2, schedule="sliced", slices=2)
+    curve = {"reduce_scatter": ((0.0, 1.0),)}
+    machine = Machine("m", 0.0, 1.0, 1e9, 1e9, 10.0, lanes=2, natives=curve)
+    behind = replace(machine, natives_behind={"reduce_scatter": ((0.0, 5.0),)})
+    first, second = (
+        [e.end - e.start - e.waited for e in fompi.simulate(plan, m).events if e.rank == 0 and not e.is_compute]
+        for m in (machine, behind)
+    )
+    assert first == [1.0, 1.0] and second == [5.0, 1.0]  # the first one runs behind the second product
