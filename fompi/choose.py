@@ -50,6 +50,11 @@ def _by_model(problem: Problem, rows: int, machine: Machine) -> tuple[str, Slice
     return best.schedule, best.slices
 
 
+def forget() -> None:
+    """Choose anew from now on."""
+    _by_model.cache_clear()
+
+
 @lru_cache(maxsize=4096)
 def _by_rule(problem: Problem, rows: int | None, network: bool) -> tuple[str, int]:
     """Schedule and slices without a machine.

@@ -222,4 +222,34 @@ def planning() -> list[Row]:
         fompi.verify(plan)
         Compiled(plan, 0)
         seconds.append(perf_counter() - begun)
-    return [row("a plan for 8 ranks, cold: written, verified, compiled", seconds, None, 50_000)]
+    return [row("a plan for 8 ranks, cold: written, verified, compiled", seconds, None, 50_000), *choosing()]
+
+
+COLD_US = {8: 50e3, 64: 500e3, 1024: 2e6}
+"""Ranks, and how long the choice among their schedules may take."""
+
+
+def choosing() -> list[Row]:
+    """A choice by the model, as a call with FOMPI_MACHINE makes it: cold with this rank's program, then warm."""
+    from fompi import choose
+    from fompi.machine import Machine
+    from fompi.problems import Form, problem
+    from fompi.run import Compiled
+    from fompi.schedules import write
+
+    machine, rows = Machine.load("gigabit"), []
+    for ranks, allowed in COLD_US.items():
+        k = 4096 // ranks
+        made = problem("matmul_reduce_scatter", ranks, Form((4096, k), "float32"), [Form((k, 1024), "float32")])
+        seconds = []
+        for _ in range(ROUNDS if ranks < 100 else 3):
+            choose.forget()
+            begun = perf_counter()
+            schedule, slices = choose.choose(made, 4096, True, machine)
+            Compiled(write(made, schedule, slices), 0)
+            seconds.append(perf_counter() - begun)
+        rows.append(row(f"a choice by the model for {ranks} ranks, cold, with our program", seconds, None, allowed))
+    begun = perf_counter()
+    for _ in range(CALLS):
+        choose.choose(made, 4096, True, machine)
+    return [*rows, row("the same, warm", [(perf_counter() - begun) / CALLS], None, 5)]

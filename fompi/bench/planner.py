@@ -35,7 +35,7 @@ from fompi.layout import Shard, Spec
 from fompi.machine import Machine
 from fompi.simulate import predict
 
-RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 4, 2026
+RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.04, 0.10
 NEAR_BEST, LEAST_NEAR, MOST_SLOWER = 1.02, 0.95, 1.02
 TOTAL, QUICK_TOTAL = 8 * MIB, 2 * MIB

@@ -50,7 +50,7 @@ def test_planner(mpirun):
     assert done.returncode == 0, done.output
     machine, *rows, summary = json.loads(done.stdout)["rows"]
     assert machine["what"] == "the machine" and "kernels:" in machine["setup"]
-    assert len(rows) == 4 and all(max(row["errors"].values()) < 1e-5 for row in rows)
+    assert len(rows) == 2 and all(max(row["errors"].values()) < 1e-5 for row in rows)
     assert all(row["base"] in row["samples"] and "unfused" in row["samples"] for row in rows)
     assert len(summary["figures"]) == 10 and summary["reached"] is None
 

@@ -58,7 +58,8 @@ PLANS = {
 def test_plan(arguments):
     """The grid is str(plan), the JSON is plan.to_json(), from which the same plan can be made."""
     plan = PLANS[arguments]()
-    assert run("plan", *arguments.split(), "--verify") == (f"{plan}\n", "")
+    ops = sum(len(program.ops) for program in plan.programs)
+    assert run("plan", *arguments.split(), "--verify") == (f"{plan}\n", f"verified: {plan.size} ranks, {ops} ops\n")
     text, _ = run("plan", *arguments.split(), "--json")
     assert text == f"{plan.to_json()}\n"
     problem, fields = programs_from_json(text)
@@ -111,7 +112,7 @@ WRONG = {
     "plan all_gather 64x4 --ranks 0": "ranks=0: a plan needs at least one rank",
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
     "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks are no groups of 3; take auto, ",
-    "plan matmul_reduce_scatter 64x8 8x4 --ranks 2 --dtype bool": "a product of bool has no meaning",
+    "plan all_gather_matmul 64x8 8x4 --ranks 2 --dtype bool": "a product of bool has no meaning",
     f"explain {GATHER} --plot picture.png": "--plot picture.png: the picture is SVG",
     "plan all_to_all 64x4 --ranks 4 --schedule ring": "no schedule 'ring' for all_to_all; take auto, unfused",
     "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "does not sum bfloat16 in float32",
