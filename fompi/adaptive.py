@@ -73,8 +73,9 @@ def bind(
     An Explanation (`fompi.explain`) may come instead of a plan: its winner is bound. `effort="measure"`: the fastest
     of its best few and of those without overlap, by running them here (`fompi.effort`). `adapt=True`: every 8 calls
     the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
-    best now, between two calls. With `same_bits` only to what sums every element in the same order. Whoever binds an
-    Explanation gets a DriftWarning when its calls take much longer than predicted.
+    best now, between two calls (an output that was not given may move then). With `same_bits` only to what sums every
+    element in the same order. Whoever binds an Explanation gets a DriftWarning when its calls take much longer than
+    predicted.
     """
     given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
     if isinstance(plan, Explanation):
@@ -90,10 +91,15 @@ def bind(
         agree(communicator, f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})", refusal)
         candidate = binding.race() if effort == "measure" else plan.winner.candidate
         return Adaptive(binding, candidate, adapt)
+    wrong = None
     if not isinstance(plan, Plan):
-        raise PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not {plan!r}")
-    if effort != "plan" or adapt:
-        raise PlanError("effort= and adapt= choose among many plans: bind(fompi.explain(...), ...) instead of one plan")
+        wrong = PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not {plan!r}")
+    elif effort != "plan" or adapt:
+        wrong = PlanError(
+            "effort= and adapt= choose among many plans: bind(fompi.explain(...), ...) instead of one plan"
+        )
+    if wrong is not None:
+        agree(Communicator.of(comm), "bind", wrong)  # raises, on all ranks
     return executor.bind(plan, comm=comm, **given)
 
 
@@ -236,11 +242,13 @@ class Adaptive:
     def _before(self) -> None:
         """Every CHECK_CALLS calls: whether the ranks see other times than before."""
         self._count += 1
-        if not self.adapt or (self._count - 1) % CHECK_CALLS or len(self._recent) < CHECK_CALLS:
+        if not self.adapt or self._count == 1 or (self._count - 1) % CHECK_CALLS:
             return
         comm = self.binding.comm
-        mine, self._recent = np.array([[median(self._recent)]]), []
+        mine, self._recent = np.array([[median(self._recent) if self._recent else 0.0]]), []
         slowest = float(np.max(ops.all_gather(mine, comm=comm, schedule="direct")))
+        if not slowest:  # nobody has waited for a call: their times are not known
+            return
         if not self._usual:  # the first ones say what is usual: a prediction is a little off
             self._usual = slowest
             if not _differ(slowest, self._predicted, WARN_DRIFT):

@@ -287,3 +287,22 @@ def test_an_all_reduce_by_rate(own):
         fompi.verify(explained.plan_of(candidate))
         with fompi.bind(explained.plan_of(candidate), comm=own, x=given) as step:
             assert (step() == total).all()
+
+
+def test_ranks_that_wait_in_different_ways(own):
+    """Some ask progress() and never wait: all come to the comparison of times before the same call."""
+    explained, x, w, _ = scatter(own)
+    with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
+        for _ in range(3 * adaptive.CHECK_CALLS):
+            if own.rank == 0:
+                step.start()
+                while not step.progress():
+                    pass
+            else:
+                step()
+
+
+def test_what_cannot_be_bound_is_an_error_on_all_ranks(own):
+    explained, x, w, _ = scatter(own)
+    with pytest.raises(fompi.FompiError, match=r"takes a fompi\.Plan"):
+        fompi.bind("plan" if own.rank == 0 else explained.plan, comm=own, x=x, w=w)
