@@ -354,3 +354,28 @@ def test_what_a_measurement_says():
     slow = Times((right, right), (right, right * 1.2))
     assert "end what else runs here" in fault(lab, "tcp", slow) and "(all at once)" in fault(lab, "tcp", slow)
     assert slow.best(good) == good.best(slow) == Times(good.alone, good.together)
+
+
+DROP = """
+import os
+os.environ["FOMPI_TIMEOUT"] = "10"
+import numpy as np
+import fompi
+
+world = fompi.Communicator()
+plan = fompi.plan("all_gather", fompi.Spec((8 << 20, 1), "uint8", fompi.Shard(0)), ranks=world.size, schedule="direct")
+step = fompi.bind(plan, comm=world, x=np.zeros((8 << 20) // world.size, np.uint8).reshape(-1, 1))
+for i in range(9):
+    step.start()
+    if i in (2, 4, 6) and world.rank == 0:
+        with open(os.environ["NETLAB_CONTROL"], "w") as fifo:
+            print("h1", "1gbit" if i == 4 else "333mbit", file=fifo)
+    step.wait()
+"""
+
+
+def test_a_rate_that_drops_under_load(netlab):
+    """A superpacket that waits in the old bucket does not block the new, smaller one."""
+    finished = netlab("--trust", "--hosts=4", "--rate=1gbit", code=DROP)
+    assert finished.returncode == 0 and not finished.left_behind, finished.output
+    assert finished.output.count("h1 333mbit") == 2
