@@ -132,7 +132,16 @@ def _calibrate(file: str) -> int:
     from fompi.calibrate import calibrate
 
     with fompi.Communicator() as comm:
-        begun = perf_counter()
+        begun, refusal = perf_counter(), None
+        if comm.rank == 0:
+            try:
+                Path(file).open("a").close()  # before a minute is spent
+            except OSError as error:
+                refusal = error
+        if comm.link.comm.bcast(refusal is not None, 0):
+            if refusal is not None:
+                raise refusal
+            return 2
         machine = calibrate(comm, print if comm.rank == 0 else lambda text: None)
         if comm.rank == 0:
             machine.save(file)

@@ -44,15 +44,11 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
     Calls are alike if what travels has the same form and, where all ranks know it beforehand, about the same size: for
     an all-gather and an all-to-all, whose sizes may differ between ranks, the first call decides.
     """
-    problem, size = local.problem, comm.size
-    key = f"{problem.common} on {size}"
-    if problem.moves == "all_gather":
-        sizes = Sizes(tuple(local.rows))
-    elif problem.moves == "all_to_all":
-        sizes = Sizes(pairs=(tuple(local.rows),) * size)
-    else:
-        sizes = Sizes(tuple(local.rows))
-        key += f", {sum(sizes.rows).bit_length()} bits of rows"
+    problem = local.problem
+    sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)
+    key = f"{problem.common} on {comm.size}"
+    if problem.moves not in ("all_gather", "all_to_all"):
+        key += f", {sum(local.rows).bit_length()} bits of rows"
 
     def listed() -> Iterable[Candidate]:
         return (c for c in candidates(problem, sizes, comm) if c.window is None and c.rows is None)
@@ -90,26 +86,21 @@ def race(
 
     What is known is known to all ranks alike, as long as they ask for the same in the same order.
     """
-    known = comm.choices.get(key)
-    if known is None:
-        known = comm.choices[key] = _race(comm, problem, key, listed, timed)
-    return known
-
-
-def _race(
-    comm: Communicator,
-    problem: Problem,
-    key: str,
-    listed: Callable[[], Iterable[Candidate]],
-    timed: Callable[[Candidate], float],
-) -> Candidate:
+    if (known := comm.choices.get(key)) is not None:
+        return known
     told: list[Candidate] = []
     if comm.rank == 0:
         stored = _load(comm, key, problem)
         told = list(listed()) if stored is None else [stored]
     tried = _told_by_rank_0(comm, told)
-    if len(tried) == 1:
-        return tried[0]
+    winner = comm.choices[key] = tried[0] if len(tried) == 1 else _fastest(comm, tried, timed)
+    if comm.rank == 0 and len(tried) > 1:
+        _store(comm, key, winner)
+    return winner
+
+
+def _fastest(comm: Communicator, tried: Sequence[Candidate], timed: Callable[[Candidate], float]) -> Candidate:
+    """The one whose slowest rank is the fastest, in the median of rounds that take turns."""
     seconds = np.zeros((ROUNDS, len(tried)))
     for candidate in tried:
         timed(candidate)
@@ -119,10 +110,7 @@ def _race(
             seconds[i, k] = timed(tried[k])
     everyone = np.asarray(ops.all_gather(seconds[None], comm=comm))
     slowest = everyone.max(axis=0)
-    winner = tried[min(range(len(tried)), key=lambda k: median(slowest[:, k]))]
-    if comm.rank == 0:
-        _store(comm, key, winner)
-    return winner
+    return tried[min(range(len(tried)), key=lambda k: median(slowest[:, k]))]
 
 
 def _told_by_rank_0(comm: Communicator, told: Sequence[Candidate]) -> list[Candidate]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import log
+from operator import mul
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ def topology(size: int, speeds: Pairs) -> Topology:
 
     A pair is as fast as its level, times the rate of its slower end.
     """
-    best, least = Topology((), _rates(size, speeds, Topology((), ()))), 0.0
+    best = Topology((), _rates(size, speeds, Topology((), ())))
     least = _misfit(speeds, best)
     if least <= ENOUGH:
         return best
@@ -120,9 +121,9 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
 
 
 def speed_of(machine: Machine, source: int, dest: int) -> float:
-    """What the machine says of a pair as `topology` takes it."""
+    """What the machine says of a pair as `topology` takes it. Bytes take a nanosecond at least: curves may be level."""
     link, (small, large) = machine.link(source, dest), PAIR_NBYTES
-    return (large - small) / (link.busy(large) - link.busy(small))
+    return (large - small) / max(1e-9, link.busy(large) - link.busy(small))
 
 
 def _quicker(level: Level, factor: float) -> Level:
@@ -166,22 +167,16 @@ class Product(NamedTuple):
 
 def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
     """Operations and packed bytes per second: the least squares of relative errors, neither rate below nothing."""
-    rows = [(p.flops / p.seconds, p.packed / p.seconds) for p in timed]  # each times (1 / rate) should be 1
-    aa, ab, bb = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in _pairs_of(rows))
-    a, b = sum(f for f, _ in rows), sum(p for _, p in rows)
+    a = [p.flops / p.seconds for p in timed]  # per_flop * a + per_byte * b should be 1
+    b = [p.packed / p.seconds for p in timed]
+    aa, ab, bb = (sum(map(mul, *both)) for both in ((a, a), (a, b), (b, b)))
     determinant = aa * bb - ab * ab
-    per_flop = (a * bb - b * ab) / determinant if determinant > 1e-12 * aa * bb else -1.0
-    per_byte = (b * aa - a * ab) / determinant if determinant > 1e-12 * aa * bb else -1.0
-    if per_byte <= 0 or per_flop <= 0:
-        per_flop, per_byte = a / aa, 0.0
-    return 1 / per_flop, 1 / per_byte if per_byte else 1e300
-
-
-def _pairs_of(rows: Sequence[tuple[float, float]]) -> Iterator[tuple[list[float], list[float]]]:
-    first, second = [f for f, _ in rows], [p for _, p in rows]
-    yield first, first
-    yield first, second
-    yield second, second
+    if determinant > 1e-12 * aa * bb:
+        per_flop = (sum(a) * bb - sum(b) * ab) / determinant
+        per_byte = (sum(b) * aa - sum(a) * ab) / determinant
+        if per_flop > 0 and per_byte > 0:
+            return 1 / per_flop, 1 / per_byte
+    return aa / sum(a), 1e300
 
 
 def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

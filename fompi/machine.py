@@ -194,24 +194,20 @@ class Machine:
         if list(ranks) == list(range(world)):
             return self
         rates = tuple(map(self.rate, ranks)) if self.rates else ()
-        steps = {b - a for a, b in pairwise(ranks)} or {1}
-        step, outer = max(steps), [self.innermost, *self.levels]
-        crossed = [
-            i for i, level in enumerate(outer) if any(a // level.ranks != b // level.ranks for a, b in pairwise(ranks))
-        ]
-        known = outer[0] if not crossed else outer[max(crossed)]
-        levels: list[Level] = []
-        even = (
-            len(steps) == 1 and step > 0 and all(level.ranks % step == 0 or step % level.ranks == 0 for level in outer)
-        )
-        if even and crossed and ranks[0] % max(step, outer[max(crossed)].ranks) < step:
-            known = next(level for level in reversed(outer) if level.ranks <= step)
-            levels = [level._replace(ranks=level.ranks // step) for level in outer if level.ranks > step]
+        every = [self.innermost, *self.levels]
+        crossed = [level for level in every if len({rank // level.ranks for rank in ranks}) > 1]
+        inner, levels = crossed[-1] if crossed else self.innermost, []
+        steps = {b - a for a, b in pairwise(ranks)}
+        step = max(steps, default=1)
+        even = len(steps) == 1 and step > 0 and all(step % n == 0 or n % step == 0 for n in (e.ranks for e in every))
+        if even and ranks[0] % max(step, crossed[-1].ranks) < step:  # their groups begin where the machine's do
+            inner = next(level for level in reversed(every) if level.ranks <= step)
+            levels = [level._replace(ranks=level.ranks // step) for level in every if level.ranks > step]
         return replace(
             self,
-            latency=known.latency,
-            bandwidth=known.bandwidth,
-            curve=known.curve,
+            latency=inner.latency,
+            bandwidth=inner.bandwidth,
+            curve=inner.curve,
             levels=tuple(level for level in levels if level.ranks < len(ranks)),
             rates=rates,
             natives={},

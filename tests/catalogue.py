@@ -12,6 +12,7 @@ from random import Random
 import numpy as np
 
 from fompi.layout import Sizes
+from fompi.plan import Compute, Recv, Send
 from fompi.problems import Form, problem
 
 RANKS = (1, 2, 3, 4, 5, 7, 8)
@@ -150,3 +151,15 @@ def rounded(array, dtype):
 def widened(given, dtype):
     """`inputs` of a float dtype, in float64: what a reference starts from."""
     return [{name: wide(array, dtype) for name, array in arrays.items()} for arrays in given]
+
+
+def everyone(problem, work):
+    """A schedule of a user, for all_gather: each shard straight to everyone."""
+    x, y = work["x"], work["y"]
+    for peer in range(work.size):
+        shard = y[peer * work.parts : (peer + 1) * work.parts]
+        if peer == work.rank:
+            yield Compute("copy", (x[:],), (shard,))
+        else:
+            yield Recv(peer, shard)
+            yield Send(peer, x[:])

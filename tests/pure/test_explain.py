@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import catalogue
 import pytest
+from catalogue import everyone
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
@@ -13,7 +14,7 @@ from fompi.errors import LayoutError
 from fompi.explain import UNFUSED, candidates, estimate, exact_cuts, explain, owned
 from fompi.layout import Sizes
 from fompi.machine import PRESETS, Level, Machine
-from fompi.plan import Compute, Recv, Send
+from fompi.plan import Compute
 from fompi.problems import Form, problem
 from fompi.schedules import write
 from fompi.simulate import predict
@@ -123,17 +124,6 @@ def test_a_plan_for_a_machine():
 
 
 # ------------------------------------------------------------------------------------------------ schedules of users
-
-
-def everyone(problem, work):
-    x, y = work["x"], work["y"]
-    for peer in range(work.size):
-        shard = y[peer * work.parts : (peer + 1) * work.parts]
-        if peer == work.rank:
-            yield Compute("copy", (x[:],), (shard,))
-        else:
-            yield Recv(peer, shard)
-            yield Send(peer, x[:])
 
 
 def without_its_copy(problem, work):

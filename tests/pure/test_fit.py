@@ -75,6 +75,15 @@ def test_a_burst_after_silence_is_no_speed():
     assert found == pytest.approx({0: 1.0, 10: 1.1, 100: 2.0, 1000: 11.0})
 
 
+@pytest.mark.parametrize("curve", [((1024.0, 1e-5),), ((1024.0, 1e-5), (1048576.0, 1e-5))])
+def test_a_level_curve_has_a_speed(curve):
+    """One point, or the same time for all sizes: as shared memory may look."""
+    machine = replace(Machine.load("laptop"), curve=curve)
+    pairs = {(0, 1): fit.speed_of(machine, 0, 1)}
+    assert 0 < pairs[0, 1] < float("inf")
+    assert fit.refitted(machine, 2, pairs) == machine
+
+
 def test_a_machine_is_refitted():
     """One host at a third, and half of what there was between groups."""
     levels = (Level(2, 1e-5, 1e7, True, ((0.0, 1e-5), (1e6, 0.10001))),)

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from catalogue import everyone
 
 import fompi
 from fompi import (
@@ -117,18 +118,6 @@ def test_schedules_that_are_not_there(operation):
 
 
 # ------------------------------------------------------------------------------------------------ schedules of users
-
-
-def everyone(problem, work):
-    """A right schedule: each shard straight to everyone."""
-    x, y = work["x"], work["y"]
-    for peer in range(work.size):
-        shard = y[peer * work.parts : (peer + 1) * work.parts]
-        if peer == work.rank:
-            yield Compute("copy", (x[:],), (shard,))
-        else:
-            yield Recv(peer, shard)
-            yield Send(peer, x[:])
 
 
 def test_a_schedule_of_a_user(forgotten):
