@@ -62,8 +62,7 @@ from fompi.simulate import simulate
 from fompi.timeline import timeline, timelines
 from fompi.trace import Trace
 from fompi.verify import verify
-
-__version__ = "0.1.0"
+from fompi.version import __version__ as __version__
 
 __all__ = [
     "Adaptive",

@@ -10,6 +10,7 @@ from time import perf_counter
 
 import fompi
 from fompi import info, problems
+from fompi.agreement import agree
 from fompi.bench import suites
 from fompi.errors import FompiError
 from fompi.layout import Spec
@@ -53,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "calibrate":
             return _calibrate(options.file)
         if options.operation == "step":
+            if options.shapes or options.schedule != "auto" or options.slices or options.window or options.save:
+                parser.error("simulate step takes --model, --parallel, --ranks, --machine and --tokens only")
             machine = fompi.Machine.load(options.machine)
             print(step(options.model, options.parallel, options.ranks, machine, options.tokens))
             return 0
@@ -133,15 +136,12 @@ def _calibrate(file: str) -> int:
 
     with fompi.Communicator() as comm:
         begun, refusal = perf_counter(), None
-        if comm.rank == 0:
-            try:
+        try:
+            if comm.rank == 0:
                 Path(file).open("a").close()  # before a minute is spent
-            except OSError as error:
-                refusal = error
-        if comm.link.comm.bcast(refusal is not None, 0):
-            if refusal is not None:
-                raise refusal
-            return 2
+        except OSError as error:
+            refusal = error
+        agree(comm, f"calibrate {file}", refusal)
         machine = calibrate(comm, print if comm.rank == 0 else lambda text: None)
         if comm.rank == 0:
             machine.save(file)

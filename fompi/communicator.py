@@ -21,6 +21,7 @@ from fompi.machine import Machine
 from fompi.progress import HELPED, Helper, choose_mode, seconds_between_polls
 from fompi.trace import Trace
 from fompi.transport import thread_levels
+from fompi.version import __version__
 
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
 DEFAULT_TIMEOUT = 300.0
@@ -41,8 +42,6 @@ def _make_engine() -> Engine:
     helper = (lambda engine: Helper(engine, seconds)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
-    if named := os.environ.get("FOMPI_MACHINE"):
-        engine.machine = Machine.load(named)
     asked = os.environ.get("FOMPI_REPORT", "0")
     if asked in ("", "0"):
         faults.install(engine)
@@ -56,16 +55,29 @@ def _make_engine() -> Engine:
     return engine
 
 
+def _load_machine(engine: Engine) -> LayoutError | None:
+    """Load the machine that FOMPI_MACHINE names, once. What is wrong with it, for the other ranks to hear too."""
+    named = os.environ.get("FOMPI_MACHINE")
+    try:
+        if named and engine.machine is None:
+            engine.machine = Machine.load(named)
+    except LayoutError as error:
+        return LayoutError(f"FOMPI_MACHINE: {error}")
+    return None
+
+
 class Communicator:
     """The ranks of an MPI communicator (None: all), with a duplicate of it for our messages. Making one is collective.
 
-    `rank` and `size` as in mpi4py. `close()`, or `with`, gives the duplicate back.
+    `rank` and `size` as in mpi4py. `close()`, or `with`, gives the duplicate back. Raises MismatchError on all ranks if
+    they run other versions of fompi, and LayoutError if FOMPI_MACHINE names no machine.
     """
 
     def __init__(self, comm: Any = None, name: str = "world"):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine: Engine = attached_to_process(_make_engine)
-        if isinstance(origin, Link):  # ours already, by `split`
+        is_ours = isinstance(origin, Link)  # by `split`
+        if is_ours:
             self.link = origin
         else:
             self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.left)
@@ -74,8 +86,6 @@ class Communicator:
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled
         self.choices: dict[str, Any] = {}  # what was found to be the fastest (`fompi.effort`)
         self.machine: Machine | None = None  # that of FOMPI_MACHINE, as these ranks see it
-        if self.engine.machine is not None:
-            self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
         self.turns: deque[int] = deque()  # stamps of the unbound calls that may use the library's collectives
         self.recording: list[Any] | None = None
         self.clock_readings: dict[int, list[Any]] = {}  # rank 0: samples of the clocks of the others (`alignment`)
@@ -83,6 +93,11 @@ class Communicator:
         self.closed = False
         self._slots = slots(self.link)
         self._calls = self._bound = 0
+        if not is_ours:
+            self._calls = -1  # this agreement is call 0
+            agree(self, f"Communicator of fompi {__version__}", _load_machine(self.engine))
+        if self.engine.machine is not None:
+            self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
 
     @staticmethod
     def of(comm: Any) -> Communicator:

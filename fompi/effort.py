@@ -33,6 +33,7 @@ from fompi.layout import Sizes, Slices
 from fompi.problems import Problem
 from fompi.schedules import is_available, shares_of
 from fompi.transport import library
+from fompi.version import __version__
 
 ROUNDS, FEW = 5, 5
 """How often each is run, after once to warm up; how many beside those without overlap."""
@@ -146,12 +147,10 @@ def folder() -> Path | None:
 
 def _about(comm: Communicator, key: str) -> dict[str, Any]:
     """What a choice holds for."""
-    import fompi  # for its version
-
     here = library()
     machine = None if comm.machine is None else comm.machine.to_json()
     return {
-        "fompi": fompi.__version__,
+        "fompi": __version__,
         "mpi": f"{here.name} {here.version}",
         "host": socket.gethostname() if machine is None else machine,
         "cpu": f"{platform.machine()}, {launch.cores_per_rank():g} cores a rank",

@@ -124,6 +124,8 @@ WRONG = {
     f"explain {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"plan {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
+    "simulate step --ranks 0": "ranks=0, tokens=2048: both are 1 or more",
+    "simulate step --ranks 8 --model gpt9": "no model 'gpt9'; there are",
     f"simulate {GATHER} --save /no/such/folder/trace.json": "No such file or directory",
 }
 MISSPELT = {
@@ -135,6 +137,8 @@ MISSPELT = {
     "bench collectives --rounds 0": "--rounds and --ranks are 1 or more",
     "bench --like 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
     "bench everything": "invalid choice: 'everything'",
+    "simulate step --ranks 4 --schedule ring": "simulate step takes --model, --parallel, --ranks",
+    "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
     "info --yaml": "unrecognized arguments: --yaml",
 }
 
@@ -198,6 +202,13 @@ def test_calibrate(mpirun, tmp_path):
     assert "kernels" in done.stdout and f"written to {tmp_path / 'machine.json'} in" in done.stdout
     text, _ = run("explain", *GATHER.split(), "--machine", tmp_path / "machine.json")
     assert "best: " in text
+
+
+def test_calibrate_looks_at_its_file_first(mpirun):
+    """All ranks hear that it cannot be written, before a minute is spent."""
+    done = mpirun(2, "-m", "fompi", "calibrate", "/no/such/folder/machine.json", seconds=30)
+    assert done.returncode == 2 and "kernels" not in done.stdout and "Traceback" not in done.output
+    assert done.output.count("No such file or directory: '/no/such/folder/machine.json'") == 2
 
 
 @pytest.mark.timeout(200)

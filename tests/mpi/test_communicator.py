@@ -51,6 +51,30 @@ def test_no_communicator(comm):
         fompi.all_reduce(np.ones(2), comm=comm)
 
 
+def test_ranks_with_other_versions(world, monkeypatch):
+    monkeypatch.setattr("fompi.communicator.__version__", f"0.{min(world.rank, 1)}")
+    if world.size == 1:
+        return
+    with pytest.raises(
+        fompi.MismatchError, match=r"rank 0 calls Communicator of fompi 0\.0; .*Communicator of fompi 0\.1"
+    ):
+        fompi.Communicator(MPI.COMM_WORLD, "mixed")
+
+
+def test_a_machine_that_one_rank_does_not_find(world, monkeypatch):
+    """All ranks hear of it, and may go on without it."""
+    monkeypatch.setattr(world.engine, "machine", None)
+    monkeypatch.setenv("FOMPI_MACHINE", "laptop" if world.rank else "/nowhere.json")
+    kind = fompi.MismatchError if world.rank else fompi.LayoutError
+    with pytest.raises(kind, match=r"FOMPI_MACHINE: no machine '/nowhere\.json'"):
+        fompi.Communicator(MPI.COMM_WORLD, "astray")
+    monkeypatch.setenv("FOMPI_MACHINE", "laptop")
+    with fompi.Communicator(MPI.COMM_WORLD) as found:
+        assert found.machine == fompi.Machine.load("laptop").part(range(world.size), world.size)
+        assert (fompi.all_reduce(np.ones(2), comm=found) == world.size).all()
+    monkeypatch.setattr(world.engine, "machine", None)
+
+
 def test_split(world):
     with world.split(world.rank % 3, -world.rank, "third") as third:
         members = [r for r in reversed(range(world.size)) if r % 3 == world.rank % 3]

@@ -19,6 +19,7 @@ PURE = {
     "layout": {"errors"},
     "machine": {"errors"},
     "exact": set(),
+    "version": set(),
     "fit": {"machine"},
     "trace": {"errors"},
     "clocks": {"errors"},
