@@ -51,6 +51,14 @@ class Agreement(Task):
     """
 
     begins = True
+    # What every call replaces stands here: making an Agreement is part of what a small call costs.
+    rows: Sequence[int] = ()
+    signed_alike = True
+    then: Callable[[Agreement], None] | None = None
+    _round = HANDSHAKE
+    _left = 0
+    _inbox = bytearray()
+    _arrived: set[int] = set()  # noqa: RUF012
 
     def __init__(
         self,
@@ -66,14 +74,7 @@ class Agreement(Task):
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
         self.outgoing, self.expects, self.refusal, self.alike = rows, expects, refusal, alike
-        self.sign, self.signed_alike = sign << _ROWS_BITS, True
-        self.rows: list[int] = []
-        self.then: Callable[[Agreement], None] | None = None
-        self.finished, self.error = False, None
-        self._round = HANDSHAKE
-        self._left = 0
-        self._inbox = bytearray()
-        self._arrived: set[int] = set()
+        self.sign = sign << _ROWS_BITS
 
     def start(self) -> None:
         channel = self.comm.channel
@@ -87,7 +88,8 @@ class Agreement(Task):
 
     def _exchange_headers(self, round: int) -> None:
         mine = REFUSED if self.refusal is not None else self.digest
-        headers = [_HEADER.pack(self.stamp, mine, rows | self.sign, self.expects) for rows in self.outgoing]
+        pack, stamp, sign, expects = _HEADER.pack, self.stamp, self.sign, self.expects
+        headers = [pack(stamp, mine, rows | sign, expects) for rows in self.outgoing]
         self._exchange(_HEADER.size, round, headers)
 
     def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
@@ -95,20 +97,20 @@ class Agreement(Task):
 
         Handshakes are told apart by the order of calls, later rounds by the last tags of their call.
         """
-        comm, link, engine = self.comm, self.comm.link, self.comm.engine
+        comm, engine = self.comm, self.comm.engine
+        rank, size, link = comm.rank, comm.size, comm.link
         self._round, tag = round, round
         if round != HANDSHAKE:
             tag = (comm.slot(self.stamp) + 1 << MESSAGE_BITS) - round
-        self._inbox, self._arrived = bytearray(nbytes * comm.size), {comm.rank}
+        self._inbox, self._arrived = bytearray(nbytes * size), {rank}
         into = memoryview(self._inbox)
-        into[comm.rank * nbytes : (comm.rank + 1) * nbytes] = messages[comm.rank]
-        self._left = comm.size - 1  # to arrive; our own go by themselves
-        for peer in range(comm.size):
-            if peer != comm.rank:
+        into[rank * nbytes : (rank + 1) * nbytes] = messages[rank]
+        self._left = size - 1  # to arrive; our own go by themselves
+        for peer in range(size):
+            if peer != rank:
                 engine.post(link.irecv(into[peer * nbytes : (peer + 1) * nbytes], peer, tag), self, peer)
-        for d in range(1, comm.size):
-            peer = (comm.rank + d) % comm.size
-            engine.post(link.isend(messages[peer], peer, tag), self, -1)
+        for peer in (*range(rank + 1, size), *range(rank)):
+            engine.sent(link.isend(messages[peer], peer, tag), nbytes, self, -1)
         if self._left == 0:
             self._exchanged()
 
@@ -125,15 +127,16 @@ class Agreement(Task):
         if self._round == DESCRIPTION:
             self._disagree()
             return
-        headers = list(_HEADER.iter_unpack(self._inbox))
-        _, first, *_ = headers[0]
-        if first != REFUSED and all(h[0] == self.stamp and h[1] == first for h in headers):
+        size = self.comm.size
+        fields = struct.unpack(f"<{4 * size}q", self._inbox)
+        stamps, digests, rows, expected = fields[::4], fields[1::4], fields[2::4], fields[3::4]
+        if digests[0] != REFUSED and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
-                self.rows = [h[2] for h in headers]
-                if self.sign or max(self.rows) >> _ROWS_BITS:
-                    self.signed_alike = all(rows >> _ROWS_BITS == self.sign >> _ROWS_BITS for rows in self.rows)
-                    self.rows = [rows & (1 << _ROWS_BITS) - 1 for rows in self.rows]
-                if self._check_expected([h[3] for h in headers]):
+                if self.sign or max(rows) >> _ROWS_BITS:
+                    self.signed_alike = {n >> _ROWS_BITS for n in rows} == {self.sign >> _ROWS_BITS}
+                    rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
+                self.rows = rows
+                if max(expected) >= 0 and self._check_expected(expected):
                     self._exchange_headers(CONFIRMATION)
                     return
             self._finish()
@@ -144,14 +147,14 @@ class Agreement(Task):
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
 
     def _check_expected(self, expected: Sequence[int]) -> bool:
-        """Whether the ranks must hear from each other once more, before they know if all are content."""
+        """Some rank expects so many rows: must all hear from each other once more, to know if all are content?"""
         total = sum(self.rows)
         if not self.alike:
             if self.expects not in (-1, total):
                 self.refusal = ShapeError(
                     f"{self.describe()}: {total} rows arrive here, but an operand or out= has {self.expects}"
                 )
-            return max(expected) >= 0
+            return True
         for rank, rows in enumerate(expected):
             if rows not in (-1, total):
                 self.error = ShapeError(

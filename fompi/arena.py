@@ -68,13 +68,18 @@ class Arena:
         self._free_bound = 0  # the bytes in `_free`, or more: take() leaves it
         self._settling = Lock()
 
-    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-        """`np.empty(shape, dtype)` in a block of this arena: aligned, and with whatever was there before."""
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike, aligned: bool = True) -> np.ndarray:
+        """`np.empty(shape, dtype)` in a block of this arena: aligned, and with whatever was there before.
+
+        `aligned=False`: where it is small it need not be, which takes a microsecond less.
+        """
         dtype = np.dtype(dtype)
         if dtype.hasobject:
             raise DtypeError(f"an arena holds plain numbers, no Python objects: dtype {dtype}")
         nbytes = int(prod(shape)) * dtype.itemsize
         if nbytes <= self.small_nbytes:  # a lease costs more than this memory
+            if not aligned:
+                return np.empty(shape, dtype)
             memory = np.empty(nbytes + ALIGNMENT, np.uint8)
             return np.ndarray(shape, dtype, memory, -memory.__array_interface__["data"][0] % ALIGNMENT)
         nbytes = block_nbytes(nbytes)

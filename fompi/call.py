@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -110,10 +111,10 @@ class Operation:
         effort: str = "plan",
         **options: Any,
     ) -> Any:
-        arguments, how = self._arguments(*args, **options), How(schedule, slices, effort)
-        if any(map(dlpack.requires_grad, arguments.tensors)):
-            return import_module("fompi.torch").differentiable(self, arguments, comm, how)
-        return self._begin(arguments, comm, how).wait()
+        arguments = self._arguments(*args, **options)
+        if _wants_gradient(arguments):
+            return import_module("fompi.torch").differentiable(self, arguments, comm, How(schedule, slices, effort))
+        return self._begin(arguments, comm, (schedule, slices, effort)).wait()
 
     def arguments(self, *args: Any, **options: Any) -> Arguments:
         """What a call with these arguments is about."""
@@ -136,17 +137,19 @@ class Operation:
     def begin(self, arguments: Arguments, comm: Any, how: How) -> Pending:
         """Start a call whose tensors must carry no gradient."""
         refusal = None
-        if any(map(dlpack.requires_grad, arguments.tensors)):
+        if _wants_gradient(arguments):
             refusal = TensorError(
                 f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
                 "grad, or pass x.detach()"
             )
         return self._begin(arguments, comm, how, refusal)
 
-    def _begin(self, arguments: Arguments, comm: Any, how: How, refusal: Exception | None = None) -> Pending:
+    def _begin(
+        self, arguments: Arguments, comm: Any, how: tuple[str, Slices | None, str], refusal: Exception | None = None
+    ) -> Pending:
         communicator, local = Communicator.of(comm), None
         schedule, slices, effort = how
-        if isinstance(slices, Sequence):
+        if slices is not None and not isinstance(slices, int):
             slices = tuple(slices)  # part of a key
         try:
             if refusal is not None:
@@ -167,17 +170,25 @@ class Operation:
         return f"fompi.{self.name}"
 
 
+def _wants_gradient(arguments: Arguments) -> bool:
+    return "torch" in sys.modules and any(map(dlpack.requires_grad, arguments.tensors))
+
+
 # ------------------------------------------------------------------------------------------------- this rank's part
 
 
 def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Local:
     """Check our tensors and put them in the order of rows; nothing here asks another rank."""
     x = dlpack.borrow(arguments.x, "x")
-    weights = [dlpack.borrow(w, "w") for w in arguments.weights]
-    biases = [None if b is None else dlpack.borrow(b, "bias") for b in arguments.biases]
-    operands = [dlpack.borrow(h, "operand") for h in arguments.operands]
+    weights: Sequence[Tensor] = ()
+    biases: Sequence[Tensor | None] = ()
+    operands: Sequence[Tensor] = ()
+    if arguments.weights or arguments.operands:
+        weights = [dlpack.borrow(w, "w") for w in arguments.weights]
+        biases = [None if b is None else dlpack.borrow(b, "bias") for b in arguments.biases]
+        operands = [dlpack.borrow(h, "operand") for h in arguments.operands]
     out = None if arguments.out is None else dlpack.borrow(arguments.out, "out")
-    flat = problems.MEANING[operation].moves in ("all_reduce", "broadcast") and not weights
+    flat = not weights and problems.MEANING[operation].moves in ("all_reduce", "broadcast")
     shape, packing, dim = x.array.shape, None, 0
     if flat:
         if not x.array.flags.c_contiguous:
@@ -194,9 +205,9 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         operation,
         size,
         _form(x),
-        [_form(w) for w in weights],
-        [None if b is None else _form(b) for b in biases],
-        [_form(h) for h in operands],
+        [_form(w) for w in weights] if weights else (),
+        [None if b is None else _form(b) for b in biases] if biases else (),
+        [_form(h) for h in operands] if operands else (),
         flipped=arguments.flipped,
         keep=arguments.keep,
         root=arguments.root,
@@ -373,7 +384,7 @@ class Pending:
         if self._run is None:
             self._comm.end_turn(self._stamp)
 
-    def _launch(self, arrived: list[int], alike: bool = True) -> None:
+    def _launch(self, arrived: Sequence[int], alike: bool = True) -> None:
         """All ranks are here and agree: take a plan, memory for results, and start. `alike`: on the same problem."""
         comm, local = self._comm, self._local
         assert local is not None
@@ -386,7 +397,7 @@ class Pending:
         compiled = self._compiled(problem, total, alike)
         shares = compiled.plan.shares
         if sizes is None:
-            extents = Extents(comm.rank, comm.size, shares, send=local.rows, recv=tuple(arrived))
+            extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(arrived))
         else:
             extents = sizes.extents(comm.rank, shares)
         self.extents = extents
@@ -399,7 +410,7 @@ class Pending:
         run.takes_turns = comm.size > 1
         if comm.recording is not None or comm.engine.report is not None:
             run.then = functools.partial(self._note, comm.recording, run)
-        run.start(actions, is_long=compiled.is_long(sized))
+        run.start(actions, None, compiled.is_long(sized), compiled.is_small(sized))
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
         if recording is not None:
@@ -428,7 +439,7 @@ class Pending:
         """Every buffer of the program as an array."""
         local, take = self._local, self._comm.engine.arena.take
         assert local is not None
-        arrays = dict(local.arrays)
+        arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # which borrows nothing else
         for buffer in compiled.program.buffers:
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
@@ -437,7 +448,7 @@ class Pending:
             if given is not None and given.shape != shape:
                 raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} arrive here")
             if given is None:
-                given = take(shape, _BACKEND.storage(buffer.dtype))
+                given = take(shape, _BACKEND.storage(buffer.dtype), aligned)
             arrays[buffer.name] = given
             if buffer.role == "output":
                 self._outputs[buffer.name] = given

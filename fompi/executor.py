@@ -64,6 +64,7 @@ class Executor:
         self._sizes, self._extents = sizes, self.plan.extents(self.comm.rank, sizes)
         sized, native = self.compiled.sized(self._extents), self._link.collective
         self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
+        self._is_small = not self.kernels and self.compiled.is_small(sized)  # a kernel of the caller's may do anything
         self._actions = self.compiled.resolve(self._arrays, sized.starts, self.backend, native, self.kernels)
         self._outputs = []
         for buffer in self.compiled.outputs:
@@ -143,7 +144,7 @@ class Executor:
             for tensor in self._written:
                 dlpack.written(tensor)
             self.comm.begins(self.compiled.title, stamp)
-            run.start(self._actions, unready, self._is_long)
+            run.start(self._actions, unready, self._is_long, self._is_small)
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` may be read from now on, in this call."""

@@ -154,11 +154,11 @@ class Extents(NamedTuple):
     send: tuple[int, ...] = ()
     recv: tuple[int, ...] = ()
 
-    def counts(self, axis: str) -> list[int]:
+    def counts(self, axis: str) -> Sequence[int]:
         """Rows of the blocks of a buffer of this axis, in the order of the blocks."""
         if axis in ("send", "recv", "rows"):  # the common ones first: this is part of what a small call costs
             counts: Sequence[int] = getattr(self, axis)
-            return list(counts) if len(self.shares) == 1 else [n for c in counts for n in cut(c, self.shares)]
+            return counts if len(self.shares) == 1 else [n for c in counts for n in cut(c, self.shares)]
         if axis == "own":
             return cut(self.rows[self.rank], self.shares)
         if axis == "copies":

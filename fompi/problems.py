@@ -72,7 +72,7 @@ class Problem:
     def multiplies_first(self) -> bool:
         return MEANING[self.operation].family == "scatter" and bool(self.weights)
 
-    @property
+    @cached_property
     def flat(self) -> bool:
         """Whether the shape of x does not matter: its elements are the rows."""
         return self.moves in ("all_reduce", "broadcast") and not self.weights
@@ -219,22 +219,23 @@ def problem(
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError."""
     if operation not in MEANING:
         raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
-    if MEANING[operation].moves in ("all_reduce", "broadcast") and not weights:
+    if not weights and MEANING[operation].moves in ("all_reduce", "broadcast"):
         row: tuple[int, ...] = ()  # its elements are the rows
     elif x.shape:
         row = x.shape[1:]
     else:
         raise ShapeError(f"{operation}: x has no dimension whose rows could be spread over ranks")
-    rows_of_operands = tuple(Form(h.shape[1:], h.dtype) for h in operands)
-    others = tuple(weights), tuple(biases), rows_of_operands
-    return _problem(operation, size, Form(row, x.dtype), *others, flipped, keep, root, packed)
+    rows_of_operands = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
+    others = tuple(weights), tuple(biases), tuple(rows_of_operands)
+    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed)
 
 
 @lru_cache(maxsize=4096)
 def _problem(
     operation: str,
     size: int,
-    x: Form,
+    row: tuple[int, ...],
+    dtype: str,
     weights: tuple[Form, ...],
     biases: tuple[Form | None, ...],
     operands: tuple[Form, ...],
@@ -244,20 +245,19 @@ def _problem(
     packed: bool,
 ) -> Problem:
     """The same by the shapes of rows: one object for all calls that differ in how many rows they have."""
-    row = x.shape
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
         raise ShapeError(f"{operation} was given {len(weights)} weights and {len(biases)} biases")
-    if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and x.dtype == "bool":
+    if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and dtype == "bool":
         raise DtypeError(f"{operation}: a sum of bool has no meaning; convert x to an integer dtype")
-    if x.dtype == "bool" and (weights or operands):
+    if dtype == "bool" and (weights or operands):
         raise DtypeError(f"{operation}: a product of bool has no meaning; convert x to another dtype")
     if not 0 <= root < size:
         raise LayoutError(f"{operation}: root {root} is none of the ranks 0 to {size - 1}")
     if (weights or operands) and not row:
         raise ShapeError(f"{operation}: x needs rows and columns")
     for form in (*weights, *(b for b in biases if b), *operands):
-        if form.dtype != x.dtype:
-            raise DtypeError(f"{operation}: x is {x.dtype}, but another operand is {form.dtype}; convert one of them")
+        if form.dtype != dtype:
+            raise DtypeError(f"{operation}: x is {dtype}, but another operand is {form.dtype}; convert one of them")
     listed = []
     for i, w in enumerate(weights):
         if len(w.shape) != 2 or w.shape[0] != row[-1]:
@@ -272,7 +272,7 @@ def _problem(
         if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
             raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} differ in more than their columns")
     gradients = tuple(Gradient(h.shape, flipped) for h in operands)
-    return Problem(operation, size, x.dtype, row, tuple(listed), gradients, keep, root, packed)
+    return Problem(operation, size, dtype, row, tuple(listed), gradients, keep, root, packed)
 
 
 def layouts(operation: str, count: int) -> list[layout.Layout]:

@@ -27,6 +27,8 @@ Array = np.ndarray[Any, Any]
 COMPUTE, SEND, RECV, NATIVE = range(4)
 LONG_FLOPS, LONG_NBYTES = 4e6, 4e6
 """A kernel of so many operations, or on so many bytes, may keep a rank busy for longer than messages should rest."""
+SMALL_NBYTES = 16 << 10
+"""Of x: a sum or a copy of a part of it takes less than to hand it out as a kernel."""
 
 _KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
 
@@ -71,8 +73,8 @@ class Compiled:
         self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
         self.natives = self.kinds.count(NATIVE)
         self.buffers = {b.name: b for b in self.program.buffers}
-        self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers]
-        self._axes = {axis for _, axis, _ in self._forms} - {"whole"}
+        self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole"]
+        self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
         self._x_row_nbytes = self.buffers["x"].row_nbytes
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
         self.title = f"{plan.problem.operation} by {plan.schedule}" + (f" on an {device}" if device else "")
@@ -81,6 +83,10 @@ class Compiled:
         self._dtypes = [
             ([self.buffers[c.buffer].dtype for c in op.reads], [self.buffers[c.buffer].dtype for c in op.writes])
             for op in ops
+        ]
+        self._moved = [
+            (*reads, *writes)[0] if kind in (SEND, RECV) else None
+            for kind, reads, writes in zip(self.kinds, self._reads, self._writes, strict=True)
         ]
         self._sized: tuple[Extents, Sized] | None = None
         self._long: tuple[Sized, bool] | None = None
@@ -96,13 +102,14 @@ class Compiled:
     def sized(self, extents: Extents) -> Sized:
         """Where blocks begin, and the shapes of buffers, with these rows; those of the last call are kept."""
         if self._sized is None or self._sized[0] != extents:
-            by_axis = {axis: offsets(extents.counts(axis)) for axis in self._axes}
-            starts, shapes = {}, {}
+            by_axis: dict[str, list[int]] = {}
+            starts, shapes = {}, dict(self._whole)
             for name, axis, row in self._forms:
-                shapes[name] = row
-                if axis != "whole":
-                    starts[name] = begins = by_axis[axis]
-                    shapes[name] = (begins[-1], *row)
+                begins = by_axis.get(axis)
+                if begins is None:
+                    begins = by_axis[axis] = offsets(extents.counts(axis))
+                starts[name] = begins
+                shapes[name] = (begins[-1], *row)
             self._sized = extents, Sized(starts, shapes)
         return self._sized[1]
 
@@ -113,6 +120,10 @@ class Compiled:
         if self._long is None or self._long[0] is not sized:
             self._long = sized, any(self._is_long(sized, i) for i in range(len(self.ops)) if self.kinds[i] == COMPUTE)
         return self._long[1]
+
+    def is_small(self, sized: Sized) -> bool:
+        """Whether sums and copies are so short that they are best done where they are released."""
+        return self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
 
     def _is_long(self, sized: Sized, i: int) -> bool:
         op = self.ops[i]
@@ -155,13 +166,18 @@ class Compiled:
         """What each op does, on these arrays: bytes to send or to fill (None: no rows), or a call."""
         flat: dict[str, Array] = {}
         actions: list[Any] = []
-        for i, kind in enumerate(self.kinds):
-            if kind in (SEND, RECV):
-                ((name, start, stop, width),) = self._reads[i] or self._writes[i]
-                if name not in flat:
-                    flat[name] = arrays[name].reshape(-1).view(np.uint8)
-                first, last = starts[name][start] * width, starts[name][stop] * width
-                actions.append(flat[name][first:last] if last > first else None)
+        for i, moved in enumerate(self._moved):
+            if moved is not None:
+                name, start, stop, width = moved
+                begins = starts[name]
+                first, last = begins[start] * width, begins[stop] * width
+                if first == last:
+                    actions.append(None)
+                    continue
+                data = flat.get(name)
+                if data is None:
+                    data = flat[name] = arrays[name].reshape(-1).view(np.uint8)
+                actions.append(data[first:last])
                 continue
             reads = [_view(arrays, starts, place) for place in self._reads[i]]
             writes = [_view(arrays, starts, place) for place in self._writes[i]]
@@ -208,6 +224,7 @@ class Run(Task):
     # What few calls need stands here, and is replaced, not changed: making a Run is part of what a small call costs.
     tokens: dict[int, Token] = {}  # noqa: RUF012
     unready: dict[tuple[str, int], list[int]] = {}  # noqa: RUF012
+    is_small = False
     natives_held: Sequence[int] = ()
     takes_turns = False
     told: frozenset[int] = frozenset()  # the ranks that we told of our error
@@ -239,13 +256,14 @@ class Run(Task):
         actions: list[Any],
         unready: Mapping[tuple[str, int], list[int]] | None = None,
         is_long: bool = False,
+        is_small: bool = False,
     ) -> None:
         """Begin all that can begin. `unready`: parts of inputs that `ready()` will announce, and who reads them.
 
-        `is_long`: somebody must move messages while kernels run.
+        `is_long`: somebody must move messages while kernels run. `is_small`: sums and copies are done at once.
         """
         channel = self.comm.channel
-        self.actions = actions
+        self.actions, self.is_small = actions, is_small
         self.started = self.touched = perf_counter()
         channel.begin(self.stamp, self)
         if self.stamp in channel.failures:
@@ -304,6 +322,9 @@ class Run(Task):
                 if compiled.asynchronous:
                     self._enqueue(i, queue)
                     continue
+                if self.is_small and compiled.merges[i]:
+                    queue.extend(self._merge(i))
+                    continue
                 if not (self.ready or self.ready_merges):
                     engine.kernels_ready(self)
                 heappush(self.ready_merges if compiled.merges[i] else self.ready, i)
@@ -320,7 +341,8 @@ class Run(Task):
             elif action is None:  # no rows: both ends know
                 queue.extend(self._ended(i))
             elif kind == SEND:
-                engine.post(link.isend(action, peers[i], self.tag + numbers[i]), self, i)
+                if engine.sent(link.isend(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
+                    queue.extend(self._ended(i))
             else:
                 engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
             for j in on_start[i]:
@@ -368,6 +390,16 @@ class Run(Task):
         if error is not None and not self.finished:
             self._kernel_failed(key, error)
         self.completed(key)
+
+    def _merge(self, i: int) -> list[int]:
+        """Do a small sum or copy here and now; the ops that may start then."""
+        self.begun[i] = perf_counter()
+        if self.error is None:
+            try:
+                self.actions[i]()
+            except Exception as error:
+                self._kernel_failed(i, error)
+        return self._ended(i)
 
     def _enqueue(self, i: int, queue: list[int]) -> None:
         """Hand a kernel to the device, behind those that it follows; kernels that follow it may be enqueued now."""

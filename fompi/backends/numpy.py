@@ -23,6 +23,7 @@ from fompi.layout import HALF
 Array = np.ndarray[Any, Any]
 
 
+@cache
 def storage(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
@@ -70,8 +71,9 @@ class Numpy:
         read_dtypes: Sequence[str],
         write_dtypes: Sequence[str],
     ) -> Kernel:
-        moves = kernel in ("copy", "pack") and {*read_dtypes} == {*write_dtypes}
-        plain = moves or not any(d in HALF for d in (*read_dtypes, *write_dtypes))
+        dtypes = {*read_dtypes, *write_dtypes}
+        moves = kernel in ("copy", "pack") and len(dtypes) == 1
+        plain = moves or dtypes.isdisjoint(HALF)
         if plain and len(writes) == 1:  # the usual cases, without a detour
             if kernel == "add":
                 return partial(np.add, reads[0], reads[1], writes[0])

@@ -256,4 +256,5 @@ def test_results_are_fresh_memory(world):
     held = [fompi.all_reduce(np.full(100, float(i)), comm=world) for i in range(20)]
     for i, y in enumerate(held):
         assert (y == i * world.size).all()
-        assert y.ctypes.data % 64 == 0
+    large = fompi.all_reduce(np.ones(4096), comm=world)
+    assert large.ctypes.data % 64 == 0
