@@ -198,3 +198,39 @@ except (fompi.PeerError if rank == 0 else ValueError):
     )
     ended.assert_clean()
     assert ended.lines("SAID") == ["0", "1"]
+
+
+SMALL = """
+from fompi import call
+bind, failing = call._BACKEND.bind, False
+
+def add(*arguments):
+    kernel = bind(*arguments)
+    def guarded():
+        if failing and rank == size - 1:
+            raise ValueError("a bad sum")
+        kernel()
+    return guarded
+
+call._BACKEND.bind = add
+for i in range(40):
+    failing = i % 2 == 1
+    for schedule in ("direct", "ring"):  # their sums are wanted by all
+        try:
+            y = fompi.all_reduce(np.ones(size), comm=world, schedule=schedule)
+        except (ValueError, fompi.PeerError) as error:
+            assert failing and isinstance(error, ValueError) == (rank == size - 1), error
+            say("SAID", rank, str(error))
+        else:
+            assert not failing and (y == size).all()
+assert not world.channel.active and not world.channel.failures
+"""
+
+
+def test_a_small_sum(launch):
+    """It runs where it is released, not as a kernel that is handed out; its error takes the same way."""
+    ended = launch(3, SMALL)
+    ended.assert_clean()
+    said = ended.lines("SAID")
+    assert len(said) == 3 * 2 * 20
+    assert all("ValueError: a bad sum" in line and "op " in line for line in said if not line.startswith("2"))
