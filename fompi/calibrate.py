@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from fompi import fit, launch, problems
-from fompi.bench.exchange import NAP_SECONDS, bare_exchange
+from fompi.bench.exchange import bare_exchange
 from fompi.bench.measure import alternate, meet, of_all_ranks, texts
 from fompi.communicator import Communicator
 from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
-from fompi.layout import Spec
+from fompi.layout import Shard, Spec
 from fompi.machine import COLLECTIVES, Level, Machine, Points
 from fompi.ops import plan
 from fompi.progress import HELPED
@@ -31,6 +31,9 @@ from fompi.transport import library
 
 ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
 """Of each figure; a pause before each, where a network may have queues; what would take longer is left out."""
+
+LOST_SECONDS = 0.1
+"""The most that an exchange may take behind kernels, when it is measured what they lose to it."""
 
 PAIR_ROUNDS, ALL_PAIRS = 3, 8
 """How the speed of a pair is taken; of more ranks, not all pairs are looked at."""
@@ -104,7 +107,7 @@ class _Calibration:
                 machine = replace(machine, natives_behind={name: self._native(name, True) for name in COLLECTIVES})
             if machine.lanes == 1:
                 self.say("what messages cost a core")
-                per_message, per_byte = self._cpu()
+                per_message, per_byte = self._cpu(machine)
                 helper = self.comm.engine.helper
                 poll = helper.seconds if helper is not None else 0.0
                 machine = replace(machine, cpu_message=per_message, cpu_byte=per_byte, poll=poll)
@@ -259,8 +262,12 @@ class _Calibration:
             while not request.Test():
                 os.sched_yield()
 
-    def _cpu(self) -> tuple[float, float]:
-        """CPU seconds of a rank for each message that it sends or receives, and for each byte."""
+    def _cpu(self, machine: Machine) -> tuple[float, float]:
+        """Seconds of a core for each message that a rank sends or receives, and for each byte.
+
+        A message by what the process spends on it; bytes by what kernels lose while they move in the background, to
+        polls, interrupts and caches too, which is twice as much.
+        """
         samples = []
         for nbytes in (16 << 10, 256 << 10, 1 << 20):
             exchange, spent = bare_exchange(self.mpi, nbytes, 1), []
@@ -272,13 +279,40 @@ class _Calibration:
                 spent.append(process_time() - begun)
             mean = float(of_all_ranks(self.mpi, np.array([median(spent)])).mean())
             samples.append((float(nbytes), mean / (2 * (self.size - 1))))
-        return fit.line(samples)
+        per_message, per_byte = fit.line(samples)
+        nbytes, lost = self._lost(machine)
+        return per_message, max(per_byte, (lost / (2 * (self.size - 1)) - per_message) / nbytes)
+
+    def _lost(self, machine: Machine) -> tuple[int, float]:
+        """Bytes that each rank has for each other one, and by how much kernels take longer while they move."""
+        alone = {nbytes: (self.size - 1) * machine.link(0, self.size - 1).seconds(nbytes) for nbytes in SIZES}
+        nbytes = max((n for n in SIZES if alone[n] <= LOST_SECONDS), default=SIZES[0])
+        a, b, c = (np.ones((1024, 1024), np.float32) for _ in range(3))
+        count = 2 + int(1.2 * alone[nbytes] / machine.kernel(2.0 * 1024**3, a.nbytes, a.nbytes))
+        x = np.ones((nbytes, 1), np.uint8)
+        made = plan("all_gather", Spec((nbytes * self.size, 1), "uint8", Shard(0)), ranks=self.size, schedule="direct")
+        taken = np.zeros((2 * ROUNDS, 2))
+        with bind(made, comm=self.comm, x=x) as exchange:
+            for i in range(2 * ROUNDS):
+                for moves in (0, 1):
+                    sleep(self.idle)
+                    meet(self.mpi)
+                    if moves:
+                        exchange.start()
+                    begun = perf_counter()
+                    for _ in range(count):
+                        np.matmul(a, b, out=c)
+                    taken[i, moves] = perf_counter() - begun
+                    if moves:
+                        exchange.wait()
+        lost = np.array([max(0.0, float(np.median(taken[:, 1] - taken[:, 0])))])
+        return nbytes, float(of_all_ranks(self.mpi, lost).mean())
 
     # -- the library's collectives
     def _native(self, name: str, behind: bool) -> Points:
         """Seconds by the bytes that the rank with most reads and writes, of the call that an unfused plan makes.
 
-        `behind`: the ranks sleep meanwhile, as if a kernel ran; then only the helper looks.
+        `behind`: the ranks run kernels meanwhile, and only the helper looks.
         """
         layout = problems.layouts(name, 1)[0]
         samples = []
@@ -290,27 +324,29 @@ class _Calibration:
             moved = sum(int(np.prod(b.shape(extents))) * 4 for b in program.buffers if b.role != "scratch")
             tensor = np.ones(next(b.shape(extents) for b in program.buffers if b.name == "x"), np.float32)
             with bind(made, comm=self.comm, x=tensor) as call:
-                seconds_of = alternate(
-                    self.mpi, {name: _asleep(call) if behind else call}, ROUNDS, warmup=1, idle=self.idle
-                )
-                taken = seconds_of[name]
+                if behind:
+                    taken = self._behind(call)
+                else:
+                    taken = alternate(self.mpi, {name: call}, ROUNDS, warmup=1, idle=self.idle)[name]
             most = float(of_all_ranks(self.mpi, np.array([float(moved)])).max())
             samples.append((most, median(taken)))
             if samples[-1][1] * 8 > MOST_SECONDS:
                 break
         return fit.curve(samples)
 
-
-def _asleep(call: Executor) -> Callable[[], object]:
-    """Start it, and stay out of MPI until it is finished."""
-
-    def asleep() -> object:
-        call.start()
-        while not call.finished:
-            sleep(NAP_SECONDS)
-        return call.wait()
-
-    return asleep
+    def _behind(self, call: Executor) -> list[float]:
+        """Seconds until the slowest rank has seen the end of it, while all of them compute."""
+        a, b, c = (np.ones((512, 512), np.float32) for _ in range(3))
+        taken = []
+        for _ in range(1 + ROUNDS):
+            sleep(self.idle)
+            meet(self.mpi)
+            call.start()
+            while not call.finished:
+                np.matmul(a, b, out=c)
+            call.wait()
+            taken.append(call.seconds)
+        return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[1:])).max(axis=0)]
 
 
 def _product(a: Any, b: Any, c: Any) -> Callable[[], object]:

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if not shutil.which(options.command[0]):
         raise Refused(f"there is no program {options.command[0]}: it follows --, as in `-- python program.py`")
     mpi = Mpi.beside(options.command, options.mpi)
-    environment = {**os.environ, **mpi.variables()}
+    environment = {**os.environ, **mpi.variables(crowded=lab.ranks > len(os.sched_getaffinity(0)))}
 
     def inside() -> int:
         cluster = Cluster(lab)

@@ -121,6 +121,20 @@ def median_interval(samples: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - 2 * beyond))
 
 
+def best_of(samples: Mapping[str, Sequence[float]]) -> str:
+    """The contestant with the least median."""
+    return min(samples, key=lambda name: statistics.median(samples[name]))
+
+
+def over_best(samples: Mapping[str, Sequence[float]], chosen: str) -> float:
+    """How many times as long as the best it takes: the median over the rounds, each against the best of all others."""
+    ratios = []
+    for i, seconds in enumerate(samples[chosen]):
+        others = {name: [*each[:i], *each[i + 1 :]] or each for name, each in samples.items()}
+        ratios.append(seconds / samples[best_of(others)][i])
+    return statistics.median(ratios)
+
+
 def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **asked: float | None) -> Figure:
     """The ratio of the medians, with the interval of the median of the ratios of each round."""
     paired = [a / b for a, b in zip(slow, fast, strict=True)]

@@ -5,7 +5,8 @@ The machine is calibrated first, in the same run. Between equal hosts, fused ope
 how far off the prediction is, and how far the chosen plan from the best. Between groups of hosts, or with a slow host,
 plain collectives: the chosen plan against the schedules that know nothing of links, and against the lower bound.
 
-Who is the best is said by one half of the rounds and how good it is by the other: the best of many is best by luck too.
+Who is the best is said by all other rounds than the one in which a plan is held against it: the best of many is best
+by luck too. How often a plan is within 2 % of itself, in one half of the rounds against the other, is told beside.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from fompi import problems
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import MIB, given, progress
 from fompi.bench.fused import KERNEL, kernel_of
-from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, median_interval, quantile, relative_error
+from fompi.bench.measure import (
+    Contestant,
+    Figure,
+    Row,
+    alternate,
+    best_of,
+    checked,
+    median_interval,
+    over_best,
+    quantile,
+    relative_error,
+)
 from fompi.bench.peers import KS, Case, M
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
@@ -138,9 +150,9 @@ def _judged(row: Row, predicted: dict[str, tuple[float, float]]) -> list[Figure]
     """`predicted`: by the calibration, and with kernels as fast as they are in this row."""
     assert row.base is not None
     chosen, unfused = row.base, row.best(str(c) for c in UNFUSED)
-    picking = {name: median(samples[0::2]) for name, samples in row.samples.items() if name in predicted}
-    best = min(picking, key=lambda name: picking[name])
-    near = median(row.samples[chosen][1::2]) / median(row.samples[best][1::2])
+    rivals = {name: row.samples[name] for name in predicted}
+    picked = best_of({name: samples[0::2] for name, samples in rivals.items()})
+    later = {name: samples[1::2] or samples for name, samples in rivals.items()}
     slower = median_interval([a / b for a, b in zip(row.samples[chosen], row.samples[unfused], strict=True)])
     return [
         *(
@@ -148,7 +160,9 @@ def _judged(row: Row, predicted: dict[str, tuple[float, float]]) -> list[Figure]
             for name in (chosen, unfused)
             for i, what in enumerate((name, f"{name}, at this row's kernel speed"))
         ),
-        Figure(f"chosen / best ({best})", near),
+        Figure(f"chosen / best ({best_of(rivals)})", over_best(rivals, chosen)),
+        Figure(f"picked by half of the rounds ({picked}) / best of the others", over_best(later, picked)),
+        Figure("chosen / itself, in other rounds", median(rivals[chosen][0::2]) / median(later[chosen])),
         Figure("low end of chosen / unfused", slower.low, most=MOST_SLOWER),
     ]
 
@@ -157,17 +171,22 @@ def _summary(found: list[Row], cluster: Cluster) -> Row:
     def errors(kind: int) -> list[float]:
         return [abs(row.figures[kind].value - 1) for row in found]
 
+    def share(kind: int, least: float = 0.0) -> float:
+        return sum(least <= row.figures[kind].value <= NEAR_BEST for row in found) / len(found)
+
     asked = not cluster.shared
-    near = [row.figures[4].value for row in found]
     figures = []
     for kind, name in enumerate(("chosen plan", "chosen plan, at kernel speed", "unfused", "unfused, at kernel speed")):
         limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if asked and kind == 0 else (None, None)
         off = errors(kind)
         figures.append(Figure(f"median error of the prediction, {name}", median(off), most=limits[0]))
         figures.append(Figure(f"95th percentile of that error, {name}", quantile(off, 0.95), most=limits[1]))
-    within = sum(ratio <= NEAR_BEST for ratio in near) / len(near)
-    figures.append(Figure("share of shapes within 2 % of the best", within, least=LEAST_NEAR if asked else None))
-    worst = max(row.figures[5].value for row in found)
+    figures += [
+        Figure("share of shapes within 2 % of the best", share(4), least=LEAST_NEAR if asked else None),
+        Figure("the same of what one half of the rounds picks, in the other", share(5)),
+        Figure("share of shapes within 2 % of itself, in other rounds", share(6, 1 / NEAR_BEST)),
+    ]
+    worst = max(row.figures[7].value for row in found)
     figures.append(Figure("worst low end of chosen / unfused", worst, most=MOST_SLOWER if asked else None))
     return Row(f"all {len(found)} shapes", str(cluster), figures=figures)
 

@@ -52,7 +52,7 @@ def test_planner(mpirun):
     assert machine["what"] == "the machine" and "kernels:" in machine["setup"]
     assert len(rows) == 2 and all(max(row["errors"].values()) < 1e-5 for row in rows)
     assert all(row["base"] in row["samples"] and "unfused" in row["samples"] for row in rows)
-    assert len(summary["figures"]) == 10 and summary["reached"] is None
+    assert len(summary["figures"]) == 12 and summary["reached"] is None
 
 
 def test_adapt_needs_links_that_can_be_changed(mpirun):

@@ -22,9 +22,11 @@ from fompi.bench.measure import (
     Row,
     WrongResult,
     alternate,
+    best_of,
     checked,
     geometric_mean,
     median_interval,
+    over_best,
     quantile,
     ratio,
     relative_error,
@@ -117,6 +119,26 @@ def test_a_ratio_is_of_medians_its_interval_of_pairs():
     assert found.value == 2 and found.interval[:2] == (2, 2) and found.reached and found.limit == 2
     with pytest.raises(ValueError):
         ratio("a / b", [1.0], [1.0, 2.0])
+
+
+def test_how_far_from_the_best():
+    """Each round is held against the best of all other rounds: nobody is the best by the luck of that round."""
+    slow, fast = [2.0, 2.2, 2.4], [1.0, 1.1, 1.2]
+    assert over_best({"slow": slow, "fast": fast}, "slow") == pytest.approx(2.0)
+    assert over_best({"slow": slow, "fast": fast}, "fast") == 1.0
+    assert over_best({"only": [3.0]}, "only") == 1.0
+    assert over_best({"a": [1.0] * 4 + [9.0], "b": [1.5] * 4 + [0.1]}, "a") == 1.0
+
+
+def test_among_equals_the_best_is_not_better():
+    """Nine that differ by chance alone: the least median is ahead of each by luck, which does not count."""
+    draw = np.random.default_rng(11)
+    naive, fair = [], []
+    for _ in range(300):
+        samples = {str(i): list(draw.lognormal(0.0, 0.03, 7)) for i in range(9)}
+        naive.append(statistics.median(samples["0"]) / statistics.median(samples[best_of(samples)]))
+        fair.append(over_best(samples, "0"))
+    assert statistics.fmean(naive) > 1.012 and abs(statistics.fmean(fair) - 1) < 0.004
 
 
 def test_geometric_mean_and_quantiles():

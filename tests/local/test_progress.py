@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import NamedTuple
@@ -113,6 +114,23 @@ def test_the_helper_wakes_seldom_where_cores_are_scarce_or_the_library_needs_non
     assert seconds_between_polls("helper", 4) == seconds_between_polls("helper", 2) < seconds_between_polls("helper", 1)
     assert seconds_between_polls("helper", 1) == seconds_between_polls("helper", 0.25)
     assert seconds_between_polls("native", 4) == seconds_between_polls("native", 1) > seconds_between_polls("helper", 1)
+
+
+def test_short_slices_change_nothing_else(monkeypatch):
+    """Of a thread: neither how nice it is nor its policy. Where the call is not known it is not made."""
+    found = []
+
+    def ask():
+        before = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+        found.append(progress.ask_for_short_slices())
+        assert (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)) == before
+        monkeypatch.setattr(progress, "_SCHED_SETATTR", {})
+        found.append(progress.ask_for_short_slices())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert len(found) == 2 and found[1] is False
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,12 @@ class Mpi:
             reach += [word for name, value in settings.items() for word in ("--prtemca", name, value)]
         return [self.mpirun, *reach, "-n", str(ranks), rank]
 
-    def variables(self) -> dict[str, str]:
-        """Messages between hosts by TCP over eth0. Ranks of one host share its /dev/shm, as on a real one."""
+    def variables(self, crowded: bool) -> dict[str, str]:
+        """Messages between hosts by TCP over eth0. Ranks of one host share its /dev/shm, as on a real one.
+
+        `crowded`: ranks share cores, so one that waits must yield. One that has a core for itself must not: what
+        polls beside a kernel would give the core back before it has looked.
+        """
         common = {
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
@@ -64,7 +68,7 @@ class Mpi:
             **common,
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_mpi_yield_when_idle": str(int(crowded)),
             "OMPI_MCA_pml": "ob1",
             "OMPI_MCA_btl": "tcp,sm,self",
             "OMPI_MCA_btl_tcp_if_include": f"{SUBNET}.0/24",
