@@ -19,7 +19,7 @@ import numpy as np
 
 from fompi import fit, launch, problems
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.measure import alternate, meet, of_all_ranks, texts
+from fompi.bench.measure import alternate, meet, of_all_ranks, quantile, texts
 from fompi.communicator import Communicator
 from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
@@ -34,6 +34,9 @@ ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
 
 LOST_SECONDS = 0.1
 """The most that an exchange may take behind kernels, when it is measured what they lose to it."""
+
+QUIET = 0.25
+"""Of the times of a message: what else goes on only adds to them."""
 
 PAIR_ROUNDS, ALL_PAIRS = 3, 8
 """How the speed of a pair is taken; of more ranks, not all pairs are looked at."""
@@ -237,7 +240,7 @@ class _Calibration:
             meet(self.mpi)
             if self.rank in (0, step):
                 taken.append(self._exchange(step - self.rank, step - self.rank, nbytes))
-        found[0] = median(taken) if taken else 0.0
+        found[0] = quantile(taken, QUIET) if taken else 0.0
         return float(of_all_ranks(self.mpi, found).max())
 
     def _shift(self, source: int, dest: int, nbytes: int) -> float:
@@ -247,8 +250,7 @@ class _Calibration:
             sleep(self.idle)
             meet(self.mpi)
             taken.append(self._exchange(source, dest, nbytes))
-        everyone = of_all_ranks(self.mpi, np.array(taken)).max(axis=0)
-        return float(np.median(everyone))
+        return quantile(of_all_ranks(self.mpi, np.array(taken)).max(axis=0), QUIET)
 
     def _exchange(self, source: int, dest: int, nbytes: int) -> float:
         begun = perf_counter()

@@ -97,7 +97,7 @@ class Row:
 # ------------------------------------------------------------------------------------------------------ statistics
 
 
-def quantile(samples: Sequence[float], q: float) -> float:
+def quantile(samples: Sequence[float] | np.ndarray, q: float) -> float:
     """The value below which a share `q` of the samples lies, between two of them if need be."""
     return float(np.quantile(np.asarray(samples, float), q))
 
