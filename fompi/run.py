@@ -123,7 +123,7 @@ class Compiled:
 
     def is_small(self, sized: Sized) -> bool:
         """Whether sums and copies are so short that they are best done where they are released."""
-        return self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
+        return not self.multiplies and self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
 
     def _is_long(self, sized: Sized, i: int) -> bool:
         op = self.ops[i]

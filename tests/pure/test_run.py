@@ -7,7 +7,7 @@ import pytest
 import fompi
 from fompi import Partial, Shard, Spec
 from fompi.layout import Sizes
-from fompi.run import LONG_FLOPS, LONG_NBYTES, Compiled
+from fompi.run import LONG_FLOPS, LONG_NBYTES, SMALL_NBYTES, Compiled
 
 
 def gather_matmul(rows, k=64, columns=64, schedule="direct", slices=1):
@@ -54,3 +54,17 @@ def test_the_rows_of_the_call_count():
 def test_what_has_no_kernels_is_never_long():
     plan = fompi.plan(fompi.all_gather, Spec((1 << 22, 8), "float64", Shard(0)), ranks=2, schedule="unfused")
     assert not any(kind == 0 for kind in Compiled(plan, 0).kinds) and not is_long(plan)
+
+
+def test_what_is_small():
+    """By x, where nothing is made of it: a narrow x may have a product of any size, and sums of that are no trifle."""
+
+    def is_small(plan):
+        compiled = Compiled(plan, 0)
+        return compiled.is_small(compiled.sized(plan.extents(0)))
+
+    rows = SMALL_NBYTES // 4
+    assert is_small(fompi.plan("all_reduce", Spec((rows,), "float32", Partial()), ranks=2))
+    assert not is_small(fompi.plan("all_reduce", Spec((rows + 1,), "float32", Partial()), ranks=2))
+    wide = Spec((rows, 2), "float32", Shard(1)), Spec((2, 4096), "float32", Shard(0))
+    assert not is_small(fompi.plan("matmul_reduce_scatter", *wide, ranks=2))
