@@ -23,6 +23,17 @@ _INSTALL = (
 )
 
 
+OPENMPI_TCP = {
+    "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
+    "OMPI_MCA_btl_tcp_eager_limit": str(4 << 20),
+}
+"""What Open MPI is asked for when we start it, where the environment does not say otherwise.
+
+By itself it sends what is large over TCP in one piece (`put`), once the other end has answered, and the answer waits
+behind what that end sends: two ranks take turns (docs/mpi.md).
+"""
+
+
 @dataclass(frozen=True)
 class Library:
     """The MPI library in memory; its file and the launcher installed with it, where we can tell."""
@@ -51,7 +62,13 @@ def start_mpi() -> ModuleType:
     MPI = _load_mpi()
     if not MPI.Is_initialized():
         _refuse_foreign_launcher(MPI)
-        MPI.Init_thread(getattr(MPI, f"THREAD_{_requested_thread_level().upper()}"))
+        asked = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
+        os.environ.update(asked)
+        try:
+            MPI.Init_thread(getattr(MPI, f"THREAD_{_requested_thread_level().upper()}"))
+        finally:
+            for name in asked:
+                del os.environ[name]
     return MPI
 
 
