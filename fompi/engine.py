@@ -58,6 +58,7 @@ class Task:
     touched = 0.0  # when it last moved, on the clock of perf_counter
     failed = 0.0  # when it got its error
     begins = False  # what it waits for is that others begin the same
+    awaited = False  # the program is about to wait for it, and runs its kernels
     is_long = False  # somebody must move messages while its kernels run
 
     def completed(self, key: int) -> None:
@@ -169,7 +170,7 @@ class Engine:
     @property
     def attended(self) -> bool:
         """Whether a thread of the program is at it, which runs kernels itself."""
-        return self.computing > 0 or bool(self.waiting)
+        return self.computing > 0 or bool(self.waiting) or any(task.awaited for task in self._ready)
 
     def assist(self) -> None:
         """Others must move what is in flight: the caller goes on with work of its own, or with a long kernel."""
@@ -286,6 +287,7 @@ class Engine:
                     return False
         finally:
             self.waiting.remove((task, channel))
+            task.awaited = False
         return True
 
     def left(self, world_ranks: Sequence[int]) -> PeerError | None:

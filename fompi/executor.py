@@ -111,7 +111,7 @@ class Executor:
 
     # -- one call
     def __call__(self, counts: Any = None) -> Any:
-        self._start((), counts)
+        self._start((), counts, awaited=True)
         return self.wait()
 
     def start(self, *partial: str, counts: Any = None) -> Executor:
@@ -120,7 +120,7 @@ class Executor:
         self.comm.engine.assist()
         return self
 
-    def _start(self, partial: tuple[str, ...], counts: Any) -> None:
+    def _start(self, partial: tuple[str, ...], counts: Any, awaited: bool = False) -> None:
         if self.closed:
             raise StateError(f"{self.compiled.title}: the executor is closed")
         self.comm.check()
@@ -138,6 +138,7 @@ class Executor:
         engine = self.comm.engine
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
+            run.awaited = awaited  # before the helper can take a kernel: two would share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
                 run.then = lambda: engine.report.note(run, run.trace(extents), extents, backend, kernels)

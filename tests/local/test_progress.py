@@ -173,6 +173,19 @@ def test_during_a_kernel_only_sums_and_messages(engine, arrived):
     assert soon(lambda: others.finished)
 
 
+def test_products_of_a_call_that_the_program_is_about_to_wait_for(engine):
+    """The helper leaves them to the program, and makes the sums."""
+    task = Kernels(engine, products=[lambda: None] * 2, merges=[lambda: None])
+    task.awaited = True
+    messages = Arrivals(engine, ["never"])
+    task.start()
+    assert soon(lambda: not task.merges)
+    time.sleep(0.02)
+    assert len(task.products) == 2 and not messages.finished
+    engine.wait(task, Departed(set(), None))
+    assert task.threads == {threading.current_thread().name, "fompi progress"} and not task.awaited
+
+
 def test_it_rests_while_others_poll(engine):
     """A program that polls by itself finds no competitor at the lock."""
     busy = Arrivals(engine, ["never"])

@@ -13,6 +13,7 @@ import pytest
 import fompi
 from fompi import Partial, Shard, Spec, progress
 from fompi.call import Pending
+from fompi.run import Run
 
 SECONDS = 20
 
@@ -108,6 +109,29 @@ def test_messages_move_behind_a_long_kernel(helped):
         arrived = [e.end for e in step.trace.events if e.lane.startswith("recv")]
         assert len(arrived) == n - 1 and max(arrived) < done["own"], "messages rest while a kernel runs"
     np.testing.assert_array_equal(y[:, 0], 64.0 * np.arange(n).repeat(512))
+
+
+def test_the_program_runs_the_products_of_a_call_that_it_waits_for(helped, monkeypatch):
+    """Never the helper, which would share a core with the next product, even if it comes first."""
+    n, threads, begin = helped.size, set(), Run.start
+
+    def slowly(*args):
+        begin(*args)
+        time.sleep(5e-3)  # the helper stands at the engine's lock by now
+
+    monkeypatch.setattr(Run, "start", slowly)
+
+    def matmul(reads, writes):
+        threads.add(threading.current_thread().name)
+        np.matmul(*reads, out=writes[0])
+
+    specs = Spec((512 * n, 64), "float32", Shard(0)), Spec((64, 128 * n), "float32", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=n, schedule="direct", slices=2)
+    x, w = np.ones((512, 64), np.float32), np.ones((64, 128), np.float32)
+    with fompi.bind(plan, comm=helped, x=x, w=w, kernels={"matmul": matmul}) as step:
+        for _ in range(20):
+            step()
+    assert threads == {threading.current_thread().name}
 
 
 def test_what_the_library_moves_by_itself(world):
