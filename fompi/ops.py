@@ -209,10 +209,10 @@ def plan(
 ) -> Plan:
     """The Plan of an operation on global tensors, x first: no MPI, no data.
 
-    `ranks` how many; `schedule` and `slices` as for the operations; `window` bounds the sends in flight of a rank;
-    `bias=True` adds one to each weight; `root` is that of a broadcast; `packed=True` is for an x that will come
-    strided; `machine` (or its name, or file): "auto" is what is best there. Rows and columns are spread as evenly as
-    can be. Raises LayoutError, ShapeError, DtypeError or PlanError.
+    `ranks` how many; `schedule` and `slices` as for the operations; `window` bounds the sends that a rank has in
+    flight, or the library's collectives; `bias=True` adds one to each weight; `root` is that of a broadcast;
+    `packed=True` is for an x that will come strided; `machine` (or its name, or file): "auto" is what is best there.
+    Rows and columns are spread as evenly as can be. Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
     at, sizes = problems.from_specs(name, specs, ranks, bias=bias, root=root, packed=packed)

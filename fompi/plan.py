@@ -254,8 +254,9 @@ def group_of(schedule: str) -> int:
 class Plan:
     """Everything that is decided about one collective, with the compute around it.
 
-    `shares` are the sizes of the parts of a shard, in proportion. `window` bounds the sends that a rank has in flight
-    (None: no bound). `sizes` are the rows that the plan was made for; the same plan runs with any others.
+    `shares` are the sizes of the parts of a shard, in proportion. `window` bounds the sends that a rank has in flight,
+    or the library's collectives (None: no bound). `sizes` are the rows that the plan was made for; the same plan runs
+    with any others.
     """
 
     problem: Any
@@ -419,7 +420,7 @@ def lane(op: Op) -> tuple[str, int]:
 
 
 def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
-    """All that holds an op back: what it reads and writes, its lane, and the window of sends in flight."""
+    """All that holds an op back: what it reads and writes, its lane, and the window of sends, or of collectives."""
     needs, behind = dependencies(ops), [-1] * len(ops)
     lanes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
@@ -430,7 +431,7 @@ def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
             continue
         for earlier, later in pairwise(members):
             behind[later] = earlier
-        if window is not None and key[0] == "send":
+        if window is not None and key[0] != "recv":
             for earlier, later in zip(members, members[window:], strict=False):
                 needs[later] = sorted({*needs[later], earlier})
     return Constraints(needs, behind)

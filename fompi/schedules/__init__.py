@@ -25,16 +25,16 @@ from fompi.errors import PlanError
 from fompi.layout import Sizes, Slices
 from fompi.plan import Op, Plan, Program, Programs, Workspace, group_of
 from fompi.problems import MEANING, Problem
+from fompi.schedules import native
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
 from fompi.schedules.hierarchical import hierarchical
-from fompi.schedules.native import sliced
 from fompi.schedules.ring import bidirectional, ring
 
 Schedule = Callable[[Problem, Workspace], Iterator[Op]]
 
 SCHEDULES: dict[str, Schedule] = {
-    "unfused": sliced,
-    "sliced": sliced,
+    "unfused": native.sliced,
+    "sliced": native.sliced,
     "unfused_p2p": unfused_p2p,
     "sliced_p2p": sliced_p2p,
     "direct": direct,
@@ -161,4 +161,6 @@ def write(
 
     size = problem.size
     nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
+    if window is None and schedule == "sliced":
+        window = native.window(problem)
     return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window)

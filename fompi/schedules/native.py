@@ -13,6 +13,14 @@ from fompi.problems import Problem
 from fompi.schedules.work import Gather, Scatter
 
 
+def window(problem: Problem) -> int | None:
+    """How many may be under way at once: of those that no kernel holds back, one.
+
+    All that are under way end together: none is complete before what this rank sends has left, behind all the rest.
+    """
+    return 1 if (problem.weights or problem.gradients) and not problem.multiplies_first else None
+
+
 def sliced(problem: Problem, work: Workspace) -> Iterator[Op]:
     if problem.moves in ("reduce_scatter", "all_reduce"):
         yield from _reduce(Scatter(problem, work))

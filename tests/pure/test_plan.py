@@ -159,7 +159,7 @@ def test_dependencies_name_the_last_writer_and_the_readers_since():
 
 @given(programs, windows)
 def test_constraints(program, window):
-    """Beside dependencies: receives, collectives and paced sends start in order; sends wait for the window."""
+    """Beside dependencies: receives, collectives and paced sends start in order; the last two wait for the window."""
     needs, behind, _ = constraints(program, window)
     for j, op in enumerate(program):
         kind = type(op)
@@ -167,7 +167,8 @@ def test_constraints(program, window):
         same = [i for i in range(j) if type(program[i]) is kind and (one_line or lane(program[i]) == lane(op))]
         in_order = kind is not Compute and (kind is not Send or one_line)
         assert behind[j] == (same[-1] if same and in_order else -1)
-        paced = {same[-window]} if one_line and len(same) >= window else set()
+        windowed = window is not None and kind in (Send, Collective)
+        paced = {same[-window]} if windowed and len(same) >= window else set()
         assert set(needs[j]) == set(dependencies(program)[j]) | paced
 
 

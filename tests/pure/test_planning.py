@@ -182,6 +182,23 @@ def test_windows_that_are_none():
     refused(PlanError, "window=0: at least one send", fompi.all_gather, X, window=0)
 
 
+def test_gathers_of_the_library_before_products_go_one_after_the_other():
+    """All that are under way end together; those that follow a product are held back by it."""
+    gathered = fompi.plan("all_gather_matmul", *specs_of("all_gather_matmul"), ranks=2, schedule="sliced", slices=3)
+    assert gathered.window == 1
+    assert plan_window("all_gather_matmul", window=2) == 2
+    assert plan_window("matmul_reduce_scatter") is plan_window("all_gather") is None
+
+    fast = fompi.Machine("fast kernels", 0.0, 1e6, 1e15, 1e15, 0.0)
+    ends = [e.end for e in fompi.simulate(gathered, fast).events if e.lane == "collective" and e.rank == 0]
+    starts = [e.start for e in fompi.simulate(gathered, fast).events if e.lane == "collective" and e.rank == 0]
+    assert starts[1:] == ends[:-1] and ends == sorted(set(ends))
+
+
+def plan_window(operation, **options):
+    return fompi.plan(operation, *specs_of(operation), ranks=2, schedule="sliced", slices=3, **options).window
+
+
 def test_unequal_slices():
     plan = fompi.plan(fompi.all_gather, Spec((30, 2), "float32", Shard(0)), ranks=2, schedule="ring", slices=[1, 2, 2])
     assert plan.shares == (1, 2, 2)
