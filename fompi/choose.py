@@ -45,7 +45,8 @@ def choose(
 
 @lru_cache(maxsize=4096)
 def _by_model(problem: Problem, rows: int, machine: Machine) -> tuple[str, Slices]:
-    found = explain(problem, Sizes(split(rows, problem.size)), machine, None, WALKED, FEW_OPS)
+    alike = max(1, rows // problem.size) * problem.size  # so that some ranks stand for all
+    found = explain(problem, Sizes(split(alike, problem.size)), machine, None, WALKED, FEW_OPS, hurried=True)
     best = next(one.candidate for one in found.judged if (one.candidate.window, one.candidate.rows) == (None, None))
     return best.schedule, best.slices
 

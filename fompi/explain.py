@@ -31,6 +31,9 @@ UNEVEN: tuple[Slices, ...] = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2
 WALKED = 6
 """So many candidates are walked through, beside those without overlap."""
 
+FAR = 1.5
+"""So near are closed forms to walks, where it matters."""
+
 MOST_OPS, FEW_OPS = 20_000, 600
 """Of a rank: finer cuts are not considered; where a call waits for the choice, fewer are."""
 
@@ -145,9 +148,11 @@ def explain(
     at: Callable[[int], Problem] | None = None,
     walked: int = WALKED,
     most_ops: int = MOST_OPS,
+    hurried: bool = False,
 ) -> Explanation:
     """All candidates; the `walked` best by the closed forms, and those without overlap, by the event walk.
 
+    `hurried`: not those that by the closed form take much longer than another one does by the walk.
     `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
     """
     least = bound(problem, sizes, machine)
@@ -162,8 +167,13 @@ def explain(
     chosen = [one for one in found if one.candidate not in UNFUSED and one.candidate.rows is None][:walked]
     chosen += [one for one in found if one.candidate.rows is not None]
     chosen += [one for one in found if one.candidate in UNFUSED]
-    by_walk = sorted((_judge(problem, sizes, machine, at, one) for one in chosen), key=_seconds)
-    others = [one for one in found if one not in chosen]
+    by_walk: list[Judged] = []
+    for one in sorted(chosen, key=_seconds) if hurried else chosen:
+        if not (hurried and by_walk and one.seconds > FAR * min(map(_seconds, by_walk))):
+            by_walk.append(_judge(problem, sizes, machine, at, one))
+    by_walk.sort(key=_seconds)
+    done = {one.candidate for one in by_walk}
+    others = [one for one in found if one.candidate not in done]
     return Explanation(problem, sizes, machine, least, (*by_walk, *others), tuple(refused), at)
 
 
@@ -326,7 +336,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
     if schedule == "exchange":
         return whole + machine.latency + (size - 1) * rows * wire.row / machine.bandwidth
-    messages = wire.seconds(schedule, pieces) * (2 if problem.moves == "all_reduce" else 1)
+    messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
     sums = 0.0
     if problem.moves in ("reduce_scatter", "all_reduce"):
         sums = 3 * (size - 1) * rows / size * wire.row / machine.memory_rate
@@ -340,7 +350,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         count = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
         calls += sums + count * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)
     if problem.moves == "all_reduce":
-        calls += wire.seconds(schedule, pieces[-1:]) * 2
+        calls += wire.seconds(candidate, pieces[-1:]) * 2
         return max(calls, first * size + messages)
     if problem.multiplies_first:
         return max(calls, first + messages)
@@ -354,16 +364,16 @@ class _Wire:
         self.size, self.row, self.machine = problem.size, max(row_nbytes(problem)), machine
         self.slowest = min((machine.rate(rank) for rank in range(problem.size)), default=1.0)
 
-    def seconds(self, schedule: str, pieces: Sequence[float]) -> float:
+    def seconds(self, candidate: Candidate, pieces: Sequence[float]) -> float:
         """Each piece of every shard once through the busiest port of each level; the slowest level counts."""
-        found = []
+        schedule, found = candidate.schedule, []
         inside = self.size
         for level in reversed(self.machine.levels):  # from the outermost
             if self.size > level.ranks:
-                found.append(self._at(level, self._crossing(schedule, level), pieces))
+                found.append(self._at(level, self._crossing(schedule, level), pieces, candidate))
                 inside = min(inside, level.ranks)
         alone = inside == self.size or schedule in ("ring", "bidirectional")
-        found.append(self._at(self.machine.innermost, self.size - 1 if alone else inside, pieces))
+        found.append(self._at(self.machine.innermost, self.size - 1 if alone else inside, pieces, candidate))
         return max(found)
 
     def _crossing(self, schedule: str, level: Level) -> float:
@@ -375,6 +385,13 @@ class _Wire:
             return others if level.shared else others / level.ranks
         return others * (level.ranks if level.shared else 1)
 
-    def _at(self, level: Level, count: float, pieces: Sequence[float]) -> float:
+    def _at(self, level: Level, count: float, pieces: Sequence[float], candidate: Candidate) -> float:
+        """A shard is passed on, or the next one sent, only once this one has come."""
         link = Link(level, (), self.slowest)
-        return level.latency + count * sum(link.busy(piece * self.row) for piece in pieces)
+        busy = [link.busy(piece * self.row) for piece in pieces]
+        each = sum(busy)
+        if candidate.window == 1:
+            each += level.latency * len(pieces)
+        elif candidate.schedule in ("ring", "bidirectional"):
+            each = max(each, level.latency + max(busy))
+        return level.latency + count * each

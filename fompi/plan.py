@@ -419,6 +419,12 @@ def lane(op: Op) -> tuple[str, int]:
     return ("merge" if op.kernel in MERGES else "compute", 0)
 
 
+def track(op: Op) -> str:
+    """Its lane as a trace shows it."""
+    name, peer = lane(op)
+    return {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
+
+
 def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
     """All that holds an op back: what it reads and writes, its lane, and the window of sends, or of collectives."""
     needs, behind = dependencies(ops), [-1] * len(ops)

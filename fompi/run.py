@@ -20,7 +20,20 @@ from fompi.communicator import Communicator
 from fompi.engine import ANYONE, MESSAGE_BITS, MOST_MESSAGES, Task
 from fompi.errors import PeerError, PlanError
 from fompi.layout import Extents, nbytes, offsets
-from fompi.plan import Chunk, Collective, Compute, Plan, Recv, Send, constraints, enqueued, lane, messages, release
+from fompi.plan import (
+    Chunk,
+    Collective,
+    Compute,
+    Plan,
+    Recv,
+    Send,
+    constraints,
+    enqueued,
+    lane,
+    messages,
+    release,
+    track,
+)
 from fompi.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
@@ -522,13 +535,11 @@ class Run(Task):
         starts, shapes = compiled.sized(extents)
         events = []
         for i, op in enumerate(compiled.ops):
-            name, peer = compiled.lanes[i]
-            track = {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
             moved = 0
             for place in compiled.places(i):
                 buffer, start, stop, width = place
                 rows = starts[buffer][stop] - starts[buffer][start] if buffer in starts else None
                 dtype = compiled.buffers[buffer].dtype
                 moved += nbytes(shapes[buffer], dtype) if rows is None else rows * width
-            events.append(Event(rank, track, i, str(op), self.begun[i], self.ended[i], moved))
+            events.append(Event(rank, track(op), i, str(op), self.begun[i], self.ended[i], moved))
         return Trace("measured", self.title, tuple(events))

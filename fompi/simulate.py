@@ -37,7 +37,9 @@ from fompi.plan import (
     constraints,
     lane,
     messages,
+    track,
 )
+from fompi.rotation import rotated
 from fompi.trace import Event, Trace
 
 
@@ -62,6 +64,8 @@ def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) ->
     sizes = sizes or plan.sizes
     known: dict[int, Constraints] = {}
     step = symmetry(plan, sizes, machine, known)
+    if step > MOST_RANKS and (found := rotated(plan, sizes, machine)) is not None:
+        return found
     title = f"{plan.problem} by {plan.schedule} on {machine.name}"
     some = "" if step == plan.size else f"; ranks 0 to {step - 1} of {plan.size}, the others do the same"
     return Trace("predicted", title + some, tuple(_Walk(plan, sizes, machine, step, known).run()))
@@ -226,11 +230,9 @@ class _Walk:
     def done(self, rank: int, i: int) -> None:
         op = self.programs[rank].ops[i]
         begun, self.start[rank, i] = self.start[rank, i], -1.0
-        name, peer = lane(op)
-        track = {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
         size = sum(self.nbytes(rank, c) for c in (op.writes if isinstance(op, Recv) else op.reads))
         waited = self.moving.pop((rank, i), begun) - begun
-        self.events.append(Event(rank, track, i, str(op), begun, self.now, size, waited))
+        self.events.append(Event(rank, track(op), i, str(op), begun, self.now, size, waited))
         self.released.extend((rank, free) for free in self.frontiers[rank].done(i))
 
     def next_kernels(self, rank: int) -> None:
@@ -262,11 +264,8 @@ class _Walk:
             self.begin_released()  # among them kernels that come before others
             self.next_kernels(rank)
 
-        reads, writes = [self.shape(rank, c) for c in op.reads], [self.shape(rank, c) for c in op.writes]
-        touched = sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes))
-        whole = kernels.find(op.kernel).whole
-        packed = self.nbytes(rank, op.reads[-whole]) if whole and op.kernel.startswith("matmul") else 0
-        seconds = self.machine.kernel(kernels.cost(op.kernel, reads, writes), touched, packed) * self.jitter()
+        demand = kernels.demand(op, partial(self.shape, rank), partial(self.nbytes, rank))
+        seconds = self.machine.kernel(*demand) * self.jitter()
         self.at(self.now + seconds, finish)
         return seconds
 

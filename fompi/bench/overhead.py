@@ -11,7 +11,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -237,8 +237,9 @@ def choosing() -> list[Row]:
     from fompi.run import Compiled
     from fompi.schedules import write
 
-    machine, rows = Machine.load("gigabit"), []
-    for ranks, allowed in COLD_US.items():
+    rows = []
+    for (ranks, allowed), name in product(COLD_US.items(), ("gigabit", "h100-ndr")):
+        machine = Machine.load(name)
         k = 4096 // ranks
         made = problem("matmul_reduce_scatter", ranks, Form((4096, k), "float32"), [Form((k, 1024), "float32")])
         seconds = []
@@ -248,7 +249,8 @@ def choosing() -> list[Row]:
             schedule, slices = choose.choose(made, 4096, True, machine)
             Compiled(write(made, schedule, slices), 0)
             seconds.append(perf_counter() - begun)
-        rows.append(row(f"a choice by the model for {ranks} ranks, cold, with our program", seconds, None, allowed))
+        what = f"a choice by the model of {name} for {ranks} ranks, cold, with our program"
+        rows.append(row(what, seconds, None, allowed))
     begun = perf_counter()
     for _ in range(CALLS):
         choose.choose(made, 4096, True, machine)

@@ -30,7 +30,8 @@ PURE = {
     "problems": {"plan", "kernels", "layout", "errors"},
     "schedules": {"plan", "problems", "kernels", "layout", "errors"},
     "verify": {"plan", "problems", "kernels", "layout", "errors"},
-    "simulate": {"plan", "kernels", "machine", "trace", "layout", "errors"},
+    "rotation": {"plan", "kernels", "machine", "trace", "layout"},
+    "simulate": {"plan", "kernels", "machine", "trace", "layout", "rotation", "errors"},
     "bound": {"problems", "machine", "layout", "errors"},
     "explain": {
         "exact",

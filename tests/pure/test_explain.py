@@ -11,7 +11,7 @@ from catalogue import everyone
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
 from fompi.errors import LayoutError
-from fompi.explain import UNFUSED, candidates, estimate, exact_cuts, explain, owned
+from fompi.explain import FAR, UNFUSED, candidates, estimate, exact_cuts, explain, owned
 from fompi.layout import Sizes
 from fompi.machine import PRESETS, Level, Machine
 from fompi.plan import Compute
@@ -69,6 +69,21 @@ def test_few_walks_find_what_all_walks_would(operation, machine, ranks, k):
     where = PRESETS[machine]
     best = min(seconds for seconds in walked(made, sizes, where).values())
     assert explain(made, sizes, where).winner.seconds <= 1.03 * best
+
+
+@pytest.mark.parametrize("machine", ["gigabit", "laptop", "h100-ndr", "rtx4090-pcie"])
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize(("ranks", "k"), [(2, 512), (4, 4096), (16, 1024)])
+def test_in_a_hurry_what_cannot_win_is_not_walked(operation, machine, ranks, k):
+    """The same winner, or one as quick; what is left out is far behind by its closed form."""
+    made, sizes = large(operation, ranks, k)
+    where = PRESETS[machine]
+    found, all_of_it = explain(made, sizes, where, hurried=True), explain(made, sizes, where)
+    assert found.winner.trace is not None and found.winner.seconds <= 1.02 * all_of_it.winner.seconds
+    by_walk = {one.candidate for one in all_of_it.judged if one.trace is not None}
+    for one in found.judged:
+        assert one.trace is not None or one.candidate not in by_walk or one.seconds > FAR * found.winner.seconds
+    assert {one.candidate for one in found.judged} == {one.candidate for one in all_of_it.judged}
 
 
 def test_groups_win_over_a_slow_link():

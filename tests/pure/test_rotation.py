@@ -1,0 +1,107 @@
+"""The walk of a ring with unequal sizes, all ranks at once: the same times as from the events, or none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import catalogue
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fompi
+from fompi import Machine, Shard, Spec, schedules
+from fompi.layout import Sizes
+from fompi.machine import Level
+from fompi.rotation import rotated
+from fompi.simulate import MOST_RANKS, predict, representatives, simulate
+
+GIGABIT = Machine.load("gigabit")
+RINGS = [name for name, problem in catalogue.problems(3).items() if "ring" in schedules.available(problem)]
+ROTATED = [name for name in RINGS if "broadcast" not in name]
+"""A broadcast has a root, and ranks that do something else."""
+
+seconds = st.floats(1e-6, 1e-3)
+
+
+@st.composite
+def machines(draw, size):
+    """On which a ring has no port in common: slow ranks, slow links between groups, any kernels."""
+    whole = Machine(
+        "any",
+        draw(seconds),
+        draw(st.floats(1e3, 1e8)),
+        draw(st.floats(1e3, 1e8)),
+        draw(st.floats(1e3, 1e8)),
+        draw(seconds),
+        lanes=draw(st.sampled_from([1, 2])),
+        pack_rate=draw(st.sampled_from([1e300, 1e5])),
+    )
+    if draw(st.booleans()):
+        whole = replace(whole, rates=tuple(draw(st.lists(st.floats(0.1, 1.0), min_size=1, max_size=size))))
+    if draw(st.booleans()):
+        whole = replace(whole, levels=(Level(2, draw(seconds), draw(st.floats(1e3, 1e8))),))
+    return whole
+
+
+@pytest.mark.parametrize("name", ROTATED)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_times_are_those_of_the_events(name, data):
+    """Of the rank that ends last, op by op."""
+    size = data.draw(st.integers(2, 7))
+    problem = catalogue.problems(size)[name]
+    sizes = Sizes(tuple(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))))
+    slices = data.draw(st.sampled_from([1, 2, 3, (1, 2)]))
+    plan = schedules.write(problem, "ring", slices, sizes, data.draw(st.sampled_from([None, 1, 2])))
+    machine = data.draw(machines(size))
+    walked, found = simulate(plan, machine), rotated(plan, sizes, machine)
+    apart = machine.lanes == 2 or not any(e.lane == "compute" for e in walked.events)
+    if found is None:
+        assert problem.packed or not apart or slices != 1, "the ring is not seen"  # all pack their blocks in one order
+        return
+    assert found.seconds == pytest.approx(walked.seconds, rel=1e-9)
+    (rank,) = {event.rank for event in found.events}
+    expected = sorted((e for e in walked.events if e.rank == rank), key=lambda e: e.op)
+    for mine, theirs in zip(found.events, expected, strict=True):
+        assert mine[:4] == theirs[:4] and mine.nbytes == theirs.nbytes
+        assert mine[4:6] == pytest.approx(theirs[4:6], rel=1e-9, abs=1e-15)
+        assert mine.waited == pytest.approx(theirs.waited, rel=1e-6, abs=1e-12)
+
+
+def ring_of(size, operation="all_gather", schedule="ring", slices=1):
+    x = Spec((size * 5 + 1, 8), "float32", Shard(0))
+    specs = [x] if operation == "all_gather" else [x, Spec((8, 4 * size), "float32", Shard(1))]
+    return fompi.plan(operation, *specs, ranks=size, schedule=schedule, slices=slices)
+
+
+def test_where_messages_meet_there_is_no_such_walk():
+    """Both ways round, straight, through a shared link, with collectives, or on the core of the kernels."""
+    for schedule in ("bidirectional", "direct", "sliced", "unfused"):
+        plan = ring_of(4, "all_gather_matmul", schedule)
+        assert rotated(plan, plan.sizes, replace(GIGABIT, lanes=2)) is None, schedule
+    plan = ring_of(4)
+    assert rotated(plan, plan.sizes, GIGABIT) is not None
+    assert rotated(plan, plan.sizes, replace(GIGABIT, levels=(Level(2, 1e-4, 1e7, True),))) is None
+    multiplied = ring_of(4, "all_gather_matmul")
+    assert rotated(multiplied, plan.sizes, GIGABIT) is not None
+    assert rotated(multiplied, plan.sizes, replace(GIGABIT, cpu_message=1e-6)) is None
+    assert rotated(multiplied, plan.sizes, replace(GIGABIT, cpu_message=1e-6, lanes=2)) is not None
+
+
+def test_where_a_rank_does_something_else_there_is_no_such_walk():
+    plan = ring_of(4)
+    broken = plan.with_program(replace(plan.programs[1], ops=plan.programs[1].ops[:-1]))
+    assert rotated(broken, plan.sizes, GIGABIT) is None
+    x = Spec((24, 2), "float32")
+    broadcast = fompi.plan("broadcast", x, ranks=4, schedule="ring")
+    assert rotated(broadcast, broadcast.sizes, GIGABIT) is None
+
+
+def test_an_uneven_ring_of_many_ranks():
+    """What `simulate` shows of it: the rank that ends last."""
+    plan = ring_of(MOST_RANKS + 6, slices=2)
+    trace = representatives(plan, GIGABIT)
+    (rank,) = {event.rank for event in trace.events}
+    assert trace.title.endswith(f"; rank {rank} of {plan.size}, which ends last")
+    assert predict(plan, GIGABIT) == trace.seconds == simulate(plan, GIGABIT).seconds
