@@ -60,12 +60,19 @@ MOST_RANKS = 64
 
 
 def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> Trace:
-    """The same for the ranks that stand for all, where some do: as long, and quicker to come by."""
+    """The same for the ranks that stand for all, where some do: as long, and quicker to come by.
+
+    Many ranks that differ by one row are taken to have the greater number, if that makes them alike.
+    """
     sizes = sizes or plan.sizes
     known: dict[int, Constraints] = {}
     step = symmetry(plan, sizes, machine, known)
-    if step > MOST_RANKS and (found := rotated(plan, sizes, machine)) is not None:
-        return found
+    if step > MOST_RANKS:
+        if (found := rotated(plan, sizes, machine)) is not None:
+            return found
+        alike = Sizes((max(sizes.rows, default=0),) * plan.size)
+        if sizes.rows and max(sizes.rows) == min(sizes.rows) + 1 and symmetry(plan, alike, machine) < step:
+            return representatives(plan, machine, alike)
     title = f"{plan.problem} by {plan.schedule} on {machine.name}"
     some = "" if step == plan.size else f"; ranks 0 to {step - 1} of {plan.size}, the others do the same"
     return Trace("predicted", title + some, tuple(_Walk(plan, sizes, machine, step, known).run()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -290,6 +291,19 @@ def test_the_trace_of_many_ranks_shows_those_that_stand_for_all():
     trace = timed("all_gather", "ring", machine(3.0, latency=0.25), 512)
     assert trace.seconds == pytest.approx(511 * 3.25) and {e.rank for e in trace.events} == {0}
     assert trace.title.endswith("; ranks 0 to 0 of 512, the others do the same")
+
+
+@pytest.mark.parametrize("schedule", ["direct", "bidirectional", "unfused"])
+def test_many_ranks_that_differ_by_one_row(schedule, monkeypatch):
+    """They are taken to have the greater number: a little longer than all of them would take."""
+    problem, where = catalogue.problems(6)["all_gather_matmul"], replace(machine(1.0, matmul=2.0), lanes=2)
+    plan = schedules.write(problem, schedule, 1, Sizes((ROWS + 1, ROWS + 1, ROWS, ROWS, ROWS, ROWS)))
+    seconds = simulate(plan, where).seconds
+    monkeypatch.setattr(sys.modules["fompi.simulate"], "MOST_RANKS", 5)
+    assert {e.rank for e in simulate(plan, where).events} == {0}
+    assert seconds * (1 - 1e-9) <= predict(plan, where) <= seconds * (ROWS + 1) / ROWS
+    slow = replace(where, rates=(1.0, 0.5))
+    assert {e.rank for e in simulate(plan, slow).events} == set(range(6))
 
 
 def test_a_collective_behind_a_kernel_has_a_curve_of_its_own():
