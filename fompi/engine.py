@@ -177,14 +177,14 @@ class Engine:
         if self.helper is not None:
             self.helper.wake()
 
-    def progress(self, merges_only: bool = False) -> bool:
+    def progress(self, helping: bool = False) -> bool:
         """Move whatever can move: take in what has arrived, then run one kernel. False: nothing did.
 
-        The kernel runs without the lock. `merges_only`: another thread is busy with kernels, so only sums and copies.
+        The kernel runs without the lock. `helping`: only a sum or a copy, if a thread of the program is at the rest.
         """
         with self.lock:
             moved = self.poll()
-            taken = self._take(merges_only) if self._ready else None
+            taken = self._take(helping and self.attended) if self._ready else None
             if taken is None:
                 return moved
             task, key, kernel = taken

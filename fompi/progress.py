@@ -147,7 +147,7 @@ class Helper:
                 busy = perf_counter()
                 if engine.polls == seen and not engine.rests:  # nobody else does
                     for _ in range(LOOKS):
-                        while engine.progress(merges_only=engine.attended) and not self._stopped:
+                        while engine.progress(helping=True) and not self._stopped:
                             pass
             seen = engine.polls
 
