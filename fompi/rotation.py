@@ -194,13 +194,14 @@ class _Rotation:
     def _of(self, op: Op, chunks: Sequence[Chunk], blocks: Sequence[Blocks], owner: int) -> float:
         """The seconds of a kernel, or the bytes of a message, if its first block is of this owner."""
         each = dict(zip(chunks, blocks, strict=True))
-        if not isinstance(op, Compute):
-            return self._nbytes(chunks[0], blocks[0], owner)
-        return self.machine.kernel(
-            *kernels.demand(
-                op, lambda c: self._shape(c, each[c], owner), lambda c: self._nbytes(c, each[c], owner)
-            )
-        )  # fmt: skip
+
+        def shape(chunk: Chunk) -> tuple[int, ...]:
+            return self._shape(chunk, each[chunk], owner)
+
+        def nbytes(chunk: Chunk) -> int:
+            return self._nbytes(chunk, each[chunk], owner)
+
+        return self.machine.kernel(*kernels.demand(op, shape, nbytes)) if isinstance(op, Compute) else nbytes(chunks[0])
 
     def _shape(self, chunk: Chunk, blocks: Blocks, owner: int) -> tuple[int, ...]:
         buffer = self.program.buffer(chunk.buffer)

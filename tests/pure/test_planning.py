@@ -190,8 +190,8 @@ def test_gathers_of_the_library_before_products_go_one_after_the_other():
     assert plan_window("matmul_reduce_scatter") is plan_window("all_gather") is None
 
     fast = fompi.Machine("fast kernels", 0.0, 1e6, 1e15, 1e15, 0.0)
-    ends = [e.end for e in fompi.simulate(gathered, fast).events if e.lane == "collective" and e.rank == 0]
-    starts = [e.start for e in fompi.simulate(gathered, fast).events if e.lane == "collective" and e.rank == 0]
+    gathers = [e for e in fompi.simulate(gathered, fast).events if e.lane == "collective" and e.rank == 0]
+    starts, ends = [e.start for e in gathers], [e.end for e in gathers]
     assert starts[1:] == ends[:-1] and ends == sorted(set(ends))
 
 
