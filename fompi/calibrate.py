@@ -112,7 +112,7 @@ class _Calibration:
                 self.say("what messages cost a core")
                 per_message, per_byte = self._cpu(machine)
                 helper = self.comm.engine.helper
-                poll = helper.seconds if helper is not None else 0.0
+                poll = helper.pause.least if helper is not None else 0.0
                 machine = replace(machine, cpu_message=per_message, cpu_byte=per_byte, poll=poll)
         self.close()
         return _that_of_rank_0(self.comm, machine)

@@ -177,16 +177,18 @@ def _progress_facts(thread_level: str) -> dict[str, Any]:
         mode, source = progress.choose_mode(asked, thread_level), f"FOMPI_PROGRESS={asked}"
     except LaunchError as error:
         mode, source = None, str(error)
-    seconds = progress.seconds_between_polls(mode, launch.cores_per_rank()) if mode in progress.HELPED else None
+    pause = progress.pause_between_polls(mode, launch.cores_per_rank()) if mode in progress.HELPED else None
     native = progress.measure_native(link.Link(link.mpi_communicator(None)))
-    return {"mode": mode, "source": source, "seconds_between_polls": seconds, "native": native._asdict()}
+    return {"mode": mode, "source": source, "seconds_between_polls": pause, "native": native._asdict()}
 
 
 def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
     if progress is None:
         return []
+    from fompi.progress import Pause
+
     polls, native = progress["seconds_between_polls"], progress["native"]
-    often = "" if polls is None else f", a poll every {1e3 * polls:.4g} ms"
+    often = "" if polls is None else f", a poll every {Pause(*polls)}"
     if native["share"] is None:
         moved = f"not measured: {native['skipped']}"
     else:

@@ -8,8 +8,9 @@
 | `poll`   | nobody: messages move between kernels, and when the program asks                             |
 
 The helper sleeps as long as others poll, and while only kernels that the program runs are in flight. With one core for
-a rank it wakes seldom: each time it takes the core from the kernel for some microseconds. FOMPI_PROGRESS chooses the
-mode, `python -m fompi info` shows it.
+a rank it wakes seldom: each time it takes the core from the kernel for some 30 us. It then polls a few times in what
+messages have lately taken, so that large ones on a slow link cost fewer polls. FOMPI_PROGRESS chooses the mode,
+`python -m fompi info` shows it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ MODES = ("auto", "helper", "native", "poll")
 HELPED = ("helper", "native")
 """Those with a helper."""
 
-SCARCE_SECONDS, SPARE_SECONDS, NATIVE_SECONDS = 1e-3, 50e-6, 4e-3
-"""Between two polls: with one core for a rank, with more, and where the library needs no help."""
+SCARCE_SECONDS, SPARE_SECONDS, SELDOM_SECONDS = 1e-3, 50e-6, 4e-3
+"""Between two polls: with one core for a rank, with more, and where the library or the messages need no more."""
+
+POLLS_A_MESSAGE = 4
+"""So often, from one message that the helper takes in to the next."""
 
 LOOKS = 3
 """Each time it wakes: Open MPI takes in with one poll what another one then finds."""
@@ -63,11 +67,26 @@ def choose_mode(asked: str, thread_level: str) -> str:
     return "helper" if asked == "auto" else asked
 
 
-def seconds_between_polls(mode: str, cores: float) -> float:
+class Pause(NamedTuple):
+    """Seconds for which the helper sleeps between polls: so many at least, and at most."""
+
+    least: float
+    most: float
+
+    def after(self, gap: float) -> float:
+        """When messages come `gap` seconds apart."""
+        return min(max(gap / POLLS_A_MESSAGE, self.least), self.most)
+
+    def __str__(self) -> str:
+        most = "" if self.most == self.least else f" to {1e3 * self.most:.4g}"
+        return f"{1e3 * self.least:.4g}{most} ms"
+
+
+def pause_between_polls(mode: str, cores: float) -> Pause:
     """Of the helper, where each rank has so many cores."""
     if mode == "native":
-        return NATIVE_SECONDS
-    return SPARE_SECONDS if cores >= 2 else SCARCE_SECONDS
+        return Pause(SELDOM_SECONDS, SELDOM_SECONDS)
+    return Pause(SPARE_SECONDS, SPARE_SECONDS) if cores >= 2 else Pause(SCARCE_SECONDS, SELDOM_SECONDS)
 
 
 def ask_for_short_slices() -> bool:
@@ -85,10 +104,11 @@ def ask_for_short_slices() -> bool:
 
 
 class Helper:
-    """A thread that drives the engine while nobody else does. `seconds`: how long it sleeps between polls."""
+    """A thread that drives the engine while nobody else does, and sleeps between polls."""
 
-    def __init__(self, engine: Engine, seconds: float):
-        self.engine, self.seconds = engine, seconds
+    def __init__(self, engine: Engine, pause: Pause):
+        self.engine, self.pause = engine, pause
+        self.seconds, self._moved = pause.least, 0.0
         self._awake = self._resting = self._stopped = False
         self._call, self._lock = Event(), Lock()
         self._thread: Thread | None = None
@@ -146,10 +166,17 @@ class Helper:
             else:
                 busy = perf_counter()
                 if engine.polls == seen and not engine.rests:  # nobody else does
-                    for _ in range(LOOKS):
-                        while engine.progress(helping=True) and not self._stopped:
-                            pass
+                    self._look()
             seen = engine.polls
+
+    def _look(self) -> None:
+        moved = False
+        for _ in range(LOOKS):
+            while self.engine.progress(helping=True) and not self._stopped:
+                moved = True
+        if moved:
+            now = perf_counter()
+            self.seconds, self._moved = self.pause.after(now - self._moved), now
 
 
 # -------------------------------------------------------------------------------- does the library do it?

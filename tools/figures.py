@@ -20,7 +20,7 @@ NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 SUITES = {
     "collectives": ("Plain collectives", ["--hosts", "4", "--rate", "1gbit"], 9),
     "papers": ("The papers' settings, on an emulated accelerator", ["--hosts", "4", "--rate", "1gbit"], 7),
-    "fused": ("Fused operations on real GEMMs", ["--hosts", "2", "--rate", "1gbit"], 7),
+    "fused": ("Fused operations on real GEMMs", ["--hosts", "2", "--rate", "1gbit"], 11),
     "peers": ("Peers", ["--hosts", "2", "--rate", "1gbit"], 5),
     "planner": ("The planner, on fused operations", ["--hosts", "2", "--rate", "1gbit"], 5),
     "planner-2x2": (

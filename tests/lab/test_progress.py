@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fompi.progress import NATIVE_SECONDS, SCARCE_SECONDS
+from fompi.progress import pause_between_polls
 
 CUT = """
 import os, time
@@ -143,4 +143,4 @@ def test_info_says_what_the_library_moves_by_itself(netlab, choice):
     native = progress["native"]
     assert 0.02 < native["seconds"] < 0.06 and 0 <= native["share"] <= 1 and native["skipped"] is None, progress
     assert progress["mode"] == {"auto": "helper", "native": "native"}[choice]
-    assert progress["seconds_between_polls"] == {"auto": SCARCE_SECONDS, "native": NATIVE_SECONDS}[choice]
+    assert progress["seconds_between_polls"] == list(pause_between_polls(progress["mode"], cores=1))

@@ -12,7 +12,7 @@ import pytest
 from fompi import progress
 from fompi.engine import Engine, Task
 from fompi.errors import LaunchError
-from fompi.progress import Helper, choose_mode, native_share, seconds_between_polls
+from fompi.progress import Helper, Pause, choose_mode, native_share, pause_between_polls
 
 
 class Kernels(Task):
@@ -78,7 +78,8 @@ def engine(arrived):
     def testsome(requests):
         return [i for i, request in enumerate(requests) if request.name in arrived]
 
-    made = Engine(testsome, timeout=5.0, spins=0, progress_mode="helper", helper=lambda engine: Helper(engine, 1e-4))
+    pause = Pause(1e-4, 2e-3)
+    made = Engine(testsome, timeout=5.0, spins=0, progress_mode="helper", helper=lambda engine: Helper(engine, pause))
     yield made
     made.helper.stop()
 
@@ -111,9 +112,16 @@ def test_modes():
 
 
 def test_the_helper_wakes_seldom_where_cores_are_scarce_or_the_library_needs_none():
-    assert seconds_between_polls("helper", 4) == seconds_between_polls("helper", 2) < seconds_between_polls("helper", 1)
-    assert seconds_between_polls("helper", 1) == seconds_between_polls("helper", 0.25)
-    assert seconds_between_polls("native", 4) == seconds_between_polls("native", 1) > seconds_between_polls("helper", 1)
+    spare, scarce, native = (pause_between_polls(*of) for of in (("helper", 2), ("helper", 1), ("native", 1)))
+    assert pause_between_polls("helper", 4) == spare and pause_between_polls("helper", 0.25) == scarce
+    assert pause_between_polls("native", 4) == native
+    assert spare.least == spare.most < scarce.least < scarce.most == native.least == native.most
+    assert [str(pause) for pause in (spare, scarce, native)] == ["0.05 ms", "1 to 4 ms", "4 ms"]
+
+
+def test_between_large_messages_the_helper_wakes_a_few_times():
+    pause = Pause(1e-3, 4e-3)
+    assert [pause.after(gap) for gap in (0, 1e-3, 4e-3, 8e-3, 16e-3, 1.0)] == [1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 4e-3]
 
 
 def test_short_slices_change_nothing_else(monkeypatch):
@@ -198,6 +206,21 @@ def test_it_rests_while_others_poll(engine):
         ours += 1
         time.sleep(1e-3)
     assert engine.polls - before - ours <= 0.2 * ours and not busy.finished
+
+
+def test_it_polls_less_often_between_messages_that_are_far_apart(engine, arrived):
+    def message(name, gap):
+        begun = Arrivals(engine, [name])
+        time.sleep(gap)
+        arrived.add(name)
+        assert soon(lambda: begun.finished)
+
+    engine.assist()
+    message("late", 0.05)
+    assert soon(lambda: engine.helper.seconds == engine.helper.pause.most)
+    for name in range(5):
+        message(name, 0.0)
+    assert soon(lambda: engine.helper.seconds < engine.helper.pause.most)
 
 
 def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(engine, monkeypatch):
