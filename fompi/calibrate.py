@@ -26,7 +26,7 @@ from fompi.fit import PAIR_NBYTES, Product, Topology
 from fompi.layout import Shard, Spec
 from fompi.machine import COLLECTIVES, Level, Machine, Points
 from fompi.ops import plan
-from fompi.progress import HELPED
+from fompi.progress import HELPED, measure_native
 from fompi.transport import library
 
 ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
@@ -108,6 +108,8 @@ class _Calibration:
             if helped:
                 self.say("the library's collectives while nobody waits for them")
                 machine = replace(machine, natives_behind={name: self._native(name, True) for name in COLLECTIVES})
+            self.say("what the library moves by itself")
+            machine = replace(machine, native_share=measure_native(self.comm.link).share or 0.0)
             if machine.lanes == 1:
                 self.say("what messages cost a core")
                 per_message, per_byte = self._cpu(machine)

@@ -36,8 +36,7 @@ def _make_engine() -> Engine:
         timeout = 0.0
     if not timeout > 0:
         raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
-    mode = choose_mode(os.environ.get("FOMPI_PROGRESS", "auto"), thread_levels()[1])
-    cores = launch.cores_per_rank()
+    mode, cores = progress_mode(), launch.cores_per_rank()
     pause = pause_between_polls(mode, cores)
     helper = (lambda engine: Helper(engine, pause)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
@@ -55,14 +54,32 @@ def _make_engine() -> Engine:
     return engine
 
 
-def _load_machine(engine: Engine) -> LayoutError | None:
-    """Load the machine that FOMPI_MACHINE names, once. What is wrong with it, for the other ranks to hear too."""
+def progress_mode(machine: Machine | None = None) -> str:
+    """Who moves messages in this process while it computes (`fompi.progress`). Raises LaunchError for no mode."""
+    share = 0.0 if machine is None else machine.native_share
+    return choose_mode(os.environ.get("FOMPI_PROGRESS", "auto"), thread_levels()[1], share)
+
+
+def machine_of_environment() -> Machine | None:
+    """The one that FOMPI_MACHINE names, if it does. Raises LayoutError for none."""
     named = os.environ.get("FOMPI_MACHINE")
     try:
-        if named and engine.machine is None:
-            engine.machine = Machine.load(named)
+        return Machine.load(named) if named else None
     except LayoutError as error:
-        return LayoutError(f"FOMPI_MACHINE: {error}")
+        raise LayoutError(f"FOMPI_MACHINE: {error}") from None
+
+
+def _learn_machine(engine: Engine) -> LayoutError | None:
+    """Load the machine, once. What is wrong with it, for the other ranks to hear too."""
+    if engine.machine is not None:
+        return None
+    try:
+        engine.machine = machine_of_environment()
+    except LayoutError as error:
+        return error
+    if engine.machine is not None and engine.helper is not None:
+        engine.progress_mode = progress_mode(engine.machine)
+        engine.helper.use(pause_between_polls(engine.progress_mode, launch.cores_per_rank()))
     return None
 
 
@@ -95,7 +112,7 @@ class Communicator:
         self._calls = self._bound = 0
         if not is_ours:
             self._calls = -1  # this agreement is call 0
-            agree(self, f"Communicator of fompi {__version__}", _load_machine(self.engine))
+            agree(self, f"Communicator of fompi {__version__}", _learn_machine(self.engine))
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
 

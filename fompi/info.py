@@ -17,7 +17,7 @@ from typing import Any
 
 import fompi
 from fompi import launch
-from fompi.errors import LaunchError
+from fompi.errors import LaunchError, LayoutError
 
 # The distributions that may bring a package, by the package's name.
 _PACKAGES = {
@@ -72,7 +72,7 @@ def collect() -> dict[str, Any]:
         mpi = _mpi_facts()
         warning = launch.warning(launched, size, mpi["library"], mpi["mpirun"])
         processes = [Process.unpack(record) for record in transport.gather_records(processes[0].pack())]
-        progress = _progress_facts(mpi["thread_provided"])
+        progress = _progress_facts()
     except LaunchError as error:
         mpi_error = str(error)
     versions = {name: _version(distributions) for name, distributions in _PACKAGES.items()}
@@ -168,14 +168,15 @@ def _mpi_facts() -> dict[str, Any]:
     }
 
 
-def _progress_facts(thread_level: str) -> dict[str, Any]:
+def _progress_facts() -> dict[str, Any]:
     """Who moves messages while a rank computes, and what the library moves by itself. Collective."""
-    from fompi import link, progress
+    from fompi import communicator, link, progress
 
-    asked = os.environ.get("FOMPI_PROGRESS", "auto")
+    source = f"FOMPI_PROGRESS={os.environ.get('FOMPI_PROGRESS', 'auto')}"
+    mode: str | None
     try:
-        mode, source = progress.choose_mode(asked, thread_level), f"FOMPI_PROGRESS={asked}"
-    except LaunchError as error:
+        mode = communicator.progress_mode(communicator.machine_of_environment())
+    except (LaunchError, LayoutError) as error:
         mode, source = None, str(error)
     pause = progress.pause_between_polls(mode, launch.cores_per_rank()) if mode in progress.HELPED else None
     native = progress.measure_native(link.Link(link.mpi_communicator(None)))

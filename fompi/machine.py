@@ -87,7 +87,8 @@ class Machine:
     has come is seen `poll / 2` later. With two lanes sums run beside
     kernels, and messages cost them nothing. `natives` are the library's collectives: seconds by
     bytes of the largest rank, read and written, while all ranks wait for it, and `natives_behind` while they compute;
-    without a curve they take one latency a rank, and the bytes through the outermost link.
+    without a curve they take one latency a rank, and the bytes through the outermost link. `native_share` of a message
+    moves by itself, while all ranks stay out of MPI.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Machine:
     poll: float = 0.0
     natives: Mapping[str, Points] = field(default_factory=dict)
     natives_behind: Mapping[str, Points] = field(default_factory=dict)
+    native_share: float = 0.0
 
     @cached_property
     def _hash(self) -> int:
@@ -164,6 +166,8 @@ class Machine:
             lines.append(
                 f"one core for kernels and messages: each end costs {cost}, a poll every {1e3 * self.poll:g} ms"
             )
+        if self.native_share:
+            lines.append(f"of a message {self.native_share:.0%} moves by itself")
         for name, points in self.natives.items():
             most, seconds = points[-1]
             lines.append(f"the library's {name}: {1e3 * seconds:.3g} ms for {_rate(most, 'B')}")
@@ -281,6 +285,8 @@ def _checked(data: Any) -> dict[str, Any]:
             if wrong := set(value) - set(COLLECTIVES):
                 raise LayoutError(f"{name} has no {sorted(wrong)[0]!r}; the collectives are {', '.join(COLLECTIVES)}")
             value = {key: _points(f"{name}.{key}", points) for key, points in value.items()}
+        elif name == "native_share":
+            value = _number(name, value, 0.0, 1.0)
         elif name == "lanes":
             if type(value) is not int or value not in (1, 2):
                 raise LayoutError(f"lanes must be 1 or 2, not {value!r}")

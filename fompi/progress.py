@@ -2,10 +2,11 @@
 
 | mode     | while a kernel of ours runs, or the program does something else                              |
 |----------|----------------------------------------------------------------------------------------------|
-| `auto`   | `helper`; `poll` where MPI lets only one thread call it                                      |
+| `auto`   | `helper`, or `native` on a machine (FOMPI_MACHINE) that was measured to need no more         |
 | `helper` | a thread sleeps and polls in turns, and makes sums whose pieces have come                    |
 | `native` | the same, but seldom: for a library that moves messages by itself (`measure_native`)         |
-| `poll`   | nobody: messages move between kernels, and when the program asks                             |
+| `poll`   | nobody: messages move between kernels, and when the program asks; always so where MPI lets   |
+|          | only one thread call it                                                                      |
 
 The helper sleeps as long as others poll, and while only kernels that the program runs are in flight. With one core for
 a rank it wakes seldom: each time it takes the core from the kernel for some 30 us. It then polls a few times in what
@@ -39,6 +40,9 @@ HELPED = ("helper", "native")
 SCARCE_SECONDS, SPARE_SECONDS, SELDOM_SECONDS = 1e-3, 50e-6, 4e-3
 """Between two polls: with one core for a rank, with more, and where the library or the messages need no more."""
 
+ENOUGH_SHARE = 0.9
+"""Of a message: a library that moves so much of it by itself needs little help."""
+
 POLLS_A_MESSAGE = 4
 """So often, from one message that the helper takes in to the next."""
 
@@ -58,13 +62,18 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355,
 _SCHED_ATTR = struct.Struct("<IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 
 
-def choose_mode(asked: str, thread_level: str) -> str:
-    """What FOMPI_PROGRESS=`asked` comes to, where MPI gave this thread level. Raises LaunchError for no mode."""
+def choose_mode(asked: str, thread_level: str, native_share: float = 0.0) -> str:
+    """What FOMPI_PROGRESS=`asked` comes to, where MPI gave this thread level. Raises LaunchError for no mode.
+
+    `native_share`: of a message, as it was measured to move by itself (`Machine.native_share`).
+    """
     if asked not in MODES:
         raise LaunchError(f"FOMPI_PROGRESS={asked}: give one of {', '.join(MODES)}")
     if thread_level != "multiple":
         return "poll"  # the program may be inside MPI at any time
-    return "helper" if asked == "auto" else asked
+    if asked != "auto":
+        return asked
+    return "native" if native_share >= ENOUGH_SHARE else "helper"
 
 
 class Pause(NamedTuple):
@@ -107,11 +116,14 @@ class Helper:
     """A thread that drives the engine while nobody else does, and sleeps between polls."""
 
     def __init__(self, engine: Engine, pause: Pause):
-        self.engine, self.pause = engine, pause
-        self.seconds, self._moved = pause.least, 0.0
+        self.engine, self._moved = engine, 0.0
+        self.use(pause)
         self._awake = self._resting = self._stopped = False
         self._call, self._lock = Event(), Lock()
         self._thread: Thread | None = None
+
+    def use(self, pause: Pause) -> None:
+        self.pause, self.seconds = pause, pause.least
 
     def wake(self) -> None:
         """Something is in flight that others may have to move."""

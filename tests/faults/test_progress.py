@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+
+from fompi import Machine
 
 IN_FLIGHT = """
 helper = world.engine.helper
@@ -190,6 +194,19 @@ say("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate() 
     ended.assert_clean()
     wanted = {"poll": "poll", "native": "native fompi progress"}.get(mode, "helper fompi progress")
     assert ended.lines("MODE") == [wanted] * 2
+
+
+def test_a_machine_that_moves_messages_by_itself_needs_little_help(launch, tmp_path):
+    """FOMPI_PROGRESS=auto, by what `calibrate` has measured of the library."""
+    path = tmp_path / "machine.json"
+    replace(Machine.load("laptop"), native_share=0.97).save(path)
+    code = """
+y = fompi.all_reduce(np.ones(9), comm=world)
+say("MODE", world.engine.progress_mode, world.engine.helper.pause, y[0])
+"""
+    ended = launch(2, code, env={"FOMPI_MACHINE": str(path)})
+    ended.assert_clean()
+    assert ended.lines("MODE") == ["native 4 ms 2.0"] * 2
 
 
 def test_an_mpi_for_one_thread_has_no_helper(launch):

@@ -67,6 +67,7 @@ BAD_NUMBERS = [-1, float("nan"), float("inf"), 10**400, True, "4e9", None, [1]]
     + [(field, 0) for field in ("bandwidth", "flops_rate", "memory_rate")]
     + [("name", 3), ("name", None), ("source", ["here"]), ("colour", "red")]
     + [(field, value) for field in ("cpu_message", "cpu_byte", "poll", "pack_rate") for value in BAD_NUMBERS]
+    + [("native_share", value) for value in (*BAD_NUMBERS, 1.5)]
     + [("lanes", 0), ("lanes", 3), ("lanes", True), ("lanes", "1"), ("pack_rate", 0)]
     + [("curve", 3), ("curve", [[1]]), ("curve", [[1, 2], [1, 3]]), ("curve", [[1, "2"]]), ("curve", [[1, -2]])]
     + [("rates", 1), ("rates", [1, 0]), ("rates", [None]), ("natives", []), ("natives", {"all_gather": []})]
@@ -103,8 +104,9 @@ def test_everything_comes_back_from_a_file(tmp_path):
     levels = (Level(2, 1e-5, 1e9), Level(8, 1e-4, 1e8, True, ((0.0, 1e-4), (1e6, 1e-2))))
     curve, natives = ((0.0, 1e-6), (1024.0, 2e-6)), {"all_reduce": ((8.0, 1e-5), (1e6, 1e-2))}
     machine = Machine(
-        "all", 1e-6, 1e10, 1e12, 1e11, 1e-6, "here", curve, levels, (1.0, 0.5), 1e9, 2, 1e-6, 1e-9, 1e-3, natives
-    )
+        "all", 1e-6, 1e10, 1e12, 1e11, 1e-6, "here", curve, levels, (1.0, 0.5), 1e9, 2, 1e-6, 1e-9, 1e-3, natives,
+        natives, 0.5,
+    )  # fmt: skip
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine
 
