@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from fompi.agreement import agree
 from fompi.backends.base import Backend
 from fompi.communicator import Communicator
+from fompi.compiled import COMPUTE, NATIVE, Compiled
 from fompi.layout import Extents
-from fompi.run import COMPUTE, NATIVE, Compiled, Run
+from fompi.run import Run
 
 ROUNDS = 3
 ONE = {"bfloat16": 0x3F80}

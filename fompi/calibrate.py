@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 from time import perf_counter, process_time, sleep
 from typing import Any
@@ -74,6 +75,15 @@ def refit(machine: Machine, comm: Communicator) -> Machine:
     return _that_of_rank_0(comm, machine)
 
 
+def slowdown(machine: Machine, comm: Communicator) -> float:
+    """How many times as long kernels take now as `machine` says, on the slowest rank. Collective; some 0.2 s."""
+    measured = _Calibration(comm, lambda text: None)
+    taken = measured.alone(_products(), ROUNDS, idle=0.0)
+    measured.close()
+    said = [machine.kernel(2.0 * m * k * n, 4.0 * m * (k + n), 4.0 * k * n) for m, k, n in PRODUCTS]
+    return median(seconds / expected for seconds, expected in zip(taken.values(), said, strict=True))
+
+
 class _Calibration:
     def __init__(self, comm: Communicator, say: Callable[[str], object]):
         self.comm, self.mpi, self.say = comm, comm.link.comm.Dup(), say
@@ -130,23 +140,19 @@ class _Calibration:
             "overhead": lambda: np.matmul(tiny[0], tiny[1]),
             "sum": lambda: np.add(large[0], large[1], out=large[0]),
         }
-        taken = self._alone(sums)
+        taken = self.alone(sums, 2 * ROUNDS, self.idle)
         memory_rate = 3 * large[0].nbytes / taken["sum"]
-        made: dict[str, Callable[[], object]] = {}
-        for m, k, n in PRODUCTS:
-            a, b, c = np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
-            made[f"{m} {k} {n}"] = _product(a, b, c)
-        taken |= self._alone(made)
-        timed = []
-        for m, k, n in PRODUCTS:
-            seconds = max(1e-9, taken[f"{m} {k} {n}"] - taken["overhead"])
-            timed.append(Product(2.0 * m * k * n, 4.0 * k * n, seconds))
+        products = self.alone(_products(), 2 * ROUNDS, self.idle)
+        timed = [
+            Product(2.0 * m * k * n, 4.0 * k * n, max(1e-9, seconds - taken["overhead"]))
+            for (m, k, n), seconds in zip(PRODUCTS, products.values(), strict=True)
+        ]
         flops_rate, pack_rate = fit.product_rates(timed)
         return taken["overhead"], memory_rate, flops_rate, pack_rate
 
-    def _alone(self, kernels: dict[str, Callable[[], object]]) -> dict[str, float]:
+    def alone(self, kernels: dict[str, Callable[[], object]], rounds: int, idle: float) -> dict[str, float]:
         """Median seconds of each, of the slowest rank; all ranks compute at once."""
-        taken = alternate(self.mpi, kernels, 2 * ROUNDS, warmup=2, idle=self.idle)
+        taken = alternate(self.mpi, kernels, rounds, warmup=2, idle=idle)
         return {name: median(seconds) for name, seconds in taken.items()}
 
     # -- messages
@@ -353,8 +359,13 @@ class _Calibration:
         return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[1:])).max(axis=0)]
 
 
-def _product(a: Any, b: Any, c: Any) -> Callable[[], object]:
-    return lambda: np.matmul(a, b, out=c)
+def _products() -> dict[str, Callable[[], object]]:
+    """Those of PRODUCTS, in their order."""
+    made: dict[str, Callable[[], object]] = {}
+    for m, k, n in PRODUCTS:
+        a, b, c = np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
+        made[f"{m} {k} {n}"] = partial(np.matmul, a, b, out=c)
+    return made
 
 
 def _that_of_rank_0(comm: Communicator, machine: Machine) -> Machine:

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fompi import ops
-from fompi.call import Arguments, How, Operation, Pending
+from fompi.arguments import Arguments
+from fompi.call import How, Operation, Pending
 from fompi.communicator import Communicator
 from fompi.errors import TensorError
 from fompi.layout import HALF, Extents

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from fompi import launch, ops
-from fompi.call import Arguments, How, Local, Operation
+from fompi.arguments import Arguments, Local
+from fompi.call import How, Operation
 from fompi.communicator import Communicator
 from fompi.explain import UNFUSED, Candidate, Explanation, candidates_without_machine, explain
 from fompi.layout import Sizes, Slices

@@ -14,12 +14,13 @@ from fompi.agreement import agree
 from fompi.backends.base import Backend
 from fompi.backends.numpy import Numpy
 from fompi.communicator import Communicator
+from fompi.compiled import Compiled
 from fompi.dlpack import Tensor
 from fompi.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.layout import Sizes
 from fompi.plan import Collective, Plan, Send, cut_in_words
 from fompi.proof import Needs, Proof, prove
-from fompi.run import Compiled, Run
+from fompi.run import Run
 from fompi.trace import Trace
 
 

@@ -120,6 +120,19 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
     )
 
 
+def at_speed(machine: Machine, slower: float) -> Machine:
+    """The machine while all that its cores do takes so many times as long: a core may be shared with others."""
+    return replace(
+        machine,
+        flops_rate=machine.flops_rate / slower,
+        memory_rate=machine.memory_rate / slower,
+        pack_rate=machine.pack_rate / slower,
+        overhead=machine.overhead * slower,
+        cpu_message=machine.cpu_message * slower,
+        cpu_byte=machine.cpu_byte * slower,
+    )
+
+
 def speed_of(machine: Machine, source: int, dest: int) -> float:
     """What the machine says of a pair as `topology` takes it. Bytes take a nanosecond at least: curves may be level."""
     link, (small, large) = machine.link(source, dest), PAIR_NBYTES

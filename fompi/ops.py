@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fompi import problems
-from fompi.call import Arguments, Operation
+from fompi.arguments import Arguments
+from fompi.call import Operation
 from fompi.choose import plan_for
 from fompi.explain import Explanation
 from fompi.explain import explain as explained

@@ -23,11 +23,12 @@ from fompi.agreement import agree
 from fompi.alone import compute_alone, messages_alone
 from fompi.backends.base import Backend
 from fompi.communicator import Communicator
+from fompi.compiled import Compiled
 from fompi.errors import LaunchError, OverlapWarning
 from fompi.layout import Extents
 from fompi.link import finalized
 from fompi.proof import Needs, Proof, Wait, prove, total
-from fompi.run import Compiled, Run
+from fompi.run import Run
 from fompi.trace import Trace
 from fompi.transport import gather_last_words, library, world
 

@@ -208,7 +208,7 @@ def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
 
 def planning() -> list[Row]:
     """A cold plan for 8 ranks, as the first call of an operation makes it: written, verified, compiled."""
-    from fompi.run import Compiled
+    from fompi.compiled import Compiled
 
     seconds = []
     for _ in range(ROUNDS):
@@ -232,9 +232,9 @@ COLD_US = {8: 50e3, 64: 500e3, 1024: 2e6}
 def choosing() -> list[Row]:
     """A choice by the model, as a call with FOMPI_MACHINE makes it: cold with this rank's program, then warm."""
     from fompi import choose
+    from fompi.compiled import Compiled
     from fompi.machine import Machine
     from fompi.problems import Form, problem
-    from fompi.run import Compiled
     from fompi.schedules import write
 
     rows = []

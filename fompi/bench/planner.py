@@ -1,9 +1,11 @@
 """What the planner promises, against what is measured: mpirun -n 2 python -m fompi bench planner
 
-The machine is calibrated first, in the same run. Between equal hosts, fused operations of the shapes of
-`fompi.bench.fused` and of random ones that the calibration never saw are planned, and the plan and its rivals measured:
-how far off the prediction is, and how far the chosen plan from the best. Between groups of hosts, or with a slow host,
-plain collectives: the chosen plan against the schedules that know nothing of links, and against the lower bound.
+The machine is calibrated first, in the same run, and the speed of its cores again before each shape, by the products of
+the calibration: where others share them it changes within minutes. Between equal hosts, fused operations of the shapes
+of `fompi.bench.fused` and of random ones that the calibration never saw are planned, and the plan and its rivals
+measured: how far off the prediction is, and how far the chosen plan from the best. Between groups of hosts, or with a
+slow host, plain collectives: the chosen plan against the schedules that know nothing of links, and against the lower
+bound.
 
 Who is the best is said by all other rounds than the one in which a plan is held against it: the best of many is best
 by luck too. How often a plan is within 2 % of itself, in one half of the rounds against the other, is told beside.
@@ -41,8 +43,9 @@ from fompi.bench.measure import (
 from fompi.bench.peers import KS, Case, M
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
-from fompi.calibrate import calibrate
+from fompi.calibrate import calibrate, slowdown
 from fompi.explain import UNFUSED, Candidate, Explanation
+from fompi.fit import at_speed
 from fompi.layout import Shard, Spec
 from fompi.machine import Machine
 from fompi.simulate import predict
@@ -110,6 +113,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
     """The plan that was chosen, all others that were walked through, and those without overlap."""
     mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
+    machine = at_speed(machine, slowdown(machine, comm))
     explained = explained_for(machine, case.operation, comm.size, x, w)
     walked = {one.candidate: one.seconds for one in explained.judged if one.proof is not None}
     with ExitStack() as held:
@@ -121,7 +125,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
         calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
         samples = alternate(mpi, calls | {KERNEL: kernel_of(case)}, rounds, idle=cluster.idle)
     row = Row(str(case), str(cluster), samples, str(explained.winner.candidate), errors=errors)
-    now = _at_speed(machine, row.median(KERNEL) / _kernel_seconds(machine, case))
+    now = at_speed(machine, row.median(KERNEL) / _kernel_seconds(machine, case))
     predicted: dict[str, tuple[float, float]] = {}
     for candidate, seconds in walked.items():
         predicted[str(candidate)] = seconds, predict(explained.plan_of(candidate), now)
@@ -134,16 +138,6 @@ def _kernel_seconds(machine: Machine, case: Case) -> float:
     inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
     nbytes = 4.0 * case.m * (inner + outer)
     return machine.kernel(2.0 * case.m * inner * outer, nbytes, 4.0 * inner * outer)
-
-
-def _at_speed(machine: Machine, slower: float) -> Machine:
-    """The machine while its kernels take so many times as long: the speed of a core may change within minutes."""
-    return replace(
-        machine,
-        flops_rate=machine.flops_rate / slower,
-        memory_rate=machine.memory_rate / slower,
-        pack_rate=machine.pack_rate / slower,
-    )
 
 
 def _judged(row: Row, predicted: dict[str, tuple[float, float]]) -> list[Figure]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fompi.call import Arguments, How, Operation
+from fompi.arguments import Arguments
+from fompi.call import How, Operation
 from fompi.duals import Call, flatten, unflatten
 
 

@@ -12,7 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import fompi
-from fompi import Partial, Shard, Spec, adaptive, effort
+from fompi import Partial, Shard, Spec, adaptive, effort, fit
+from fompi.calibrate import slowdown
 from fompi.explain import Candidate
 from fompi.machine import Machine
 
@@ -79,6 +80,8 @@ def test_calibrate(own, comm, tmp_path):
     assert said[0] == "kernels"
     explained, *_ = scatter(own, machine=machine)
     assert explained.winner.seconds > 0
+    slower = slowdown(fit.at_speed(machine, 1e-3), own)
+    assert slower > 10 and comm.allgather(slower) == [slower] * own.size
 
 
 def test_effort_measure(own, cache):

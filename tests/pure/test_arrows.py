@@ -55,7 +55,7 @@ PURE = {
 
 WORLD = {
     "backends", "launch", "transport", "link", "engine", "channel", "progress", "agreement", "faults", "communicator",
-    "arena", "dlpack", "executor", "run", "alone", "alignment", "report",
+    "arena", "dlpack", "arguments", "compiled", "run", "executor", "alone", "alignment", "report",
 }  # fmt: skip
 """The rooms below the line: they carry plans out, and know nothing of how plans are made or proven."""
 

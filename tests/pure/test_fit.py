@@ -99,6 +99,18 @@ def test_a_machine_is_refitted():
     assert (same.rates, same.levels, same.bandwidth) == ((), machine.levels, machine.bandwidth)
 
 
+def test_a_machine_on_slower_cores():
+    """All that a core does takes twice as long; links and the library's collectives are as they were."""
+    machine = replace(
+        Machine.load("gigabit"), pack_rate=1e9, cpu_message=1e-6, cpu_byte=1e-9, natives={"all_gather": ((1.0, 1.0),)}
+    )
+    slow = fit.at_speed(machine, 2.0)
+    assert slow.kernel(1e6, 1e6, 1e6) == pytest.approx(2 * machine.kernel(1e6, 1e6, 1e6))
+    assert (slow.cpu_message, slow.cpu_byte) == (2e-6, 2e-9)
+    assert (slow.innermost, slow.natives) == (machine.innermost, machine.natives)
+    assert fit.at_speed(slow, 0.5) == machine
+
+
 @pytest.mark.parametrize("packing", [1e9, 1e10])
 def test_products(packing):
     shapes = [(1024, 1024, 1024), (256, 1024, 1024), (64, 1024, 1024), (128, 1024, 2048)]
