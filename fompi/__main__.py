@@ -138,7 +138,7 @@ def _calibrate(file: str) -> int:
         begun, refusal = perf_counter(), None
         try:
             if comm.rank == 0:
-                Path(file).open("a").close()  # before a minute is spent
+                _check_writable(Path(file))  # before a minute is spent
         except OSError as error:
             refusal = error
         agree(comm, f"calibrate {file}", refusal)
@@ -147,6 +147,14 @@ def _calibrate(file: str) -> int:
             machine.save(file)
             print(f"{machine}\nwritten to {file} in {perf_counter() - begun:.0f} s", flush=True)
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raise OSError if nothing can be written there; leave it as it is."""
+    new = not path.exists()
+    path.open("a").close()
+    if new:
+        path.unlink()
 
 
 def _plan(options: argparse.Namespace) -> int:

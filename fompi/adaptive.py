@@ -27,9 +27,10 @@ from fompi.communicator import Communicator
 from fompi.errors import DriftWarning, PlanError
 from fompi.executor import Executor
 from fompi.explain import Candidate, Explanation, explain
-from fompi.plan import Plan
+from fompi.plan import Plan, Programs
 from fompi.problems import Problem
 from fompi.trace import Trace
+from fompi.verify import verify
 
 CHECK_CALLS = 8
 """The ranks compare their times every so many calls of an operation that adapts."""
@@ -68,7 +69,8 @@ def bind(
 
     Collective: the ranks agree here, once, and later calls need no agreement. `out` is the output `y`; outputs that
     are not given are made, and every call writes them again. `kernels={"matmul": f}` replaces a kernel by
-    `f(reads, writes)` on lists of arrays.
+    `f(reads, writes)` on lists of arrays. A plan that was changed after it was written is verified first, and refused
+    on all ranks if it is wrong.
 
     An Explanation (`fompi.explain`) may come instead of a plan: its winner is bound. `effort="measure"`: the fastest
     of its best few and of those without overlap, by running them here (`fompi.effort`). `adapt=True`: every 8 calls
@@ -98,9 +100,19 @@ def bind(
         wrong = PlanError(
             "effort= and adapt= choose among many plans: bind(fompi.explain(...), ...) instead of one plan"
         )
+    elif not isinstance(plan.programs, Programs):  # not as a schedule has written it
+        wrong = _flaw(plan)
     if wrong is not None:
         agree(Communicator.of(comm), "bind", wrong)  # raises, on all ranks
     return executor.bind(plan, comm=comm, **given)
+
+
+def _flaw(plan: Plan) -> PlanError | None:
+    try:
+        verify(plan)
+    except PlanError as error:
+        return error
+    return None
 
 
 class _Binding:
@@ -113,7 +125,7 @@ class _Binding:
     def words(self) -> str:
         """What all ranks must have alike."""
         explained = self.explained
-        return f"{explained.problem.common} {explained.sizes} on {explained.machine.digest}"
+        return f"{explained.problem} {explained.sizes} on {explained.machine.digest}"
 
     def executor(self, candidate: Candidate) -> Executor:
         return executor.bind(self.explained.plan_of(candidate), comm=self.comm, **self.given)

@@ -121,4 +121,4 @@ def gather_traces(traces: Trace | Iterable[Trace], comm: Any = None) -> Trace | 
     clocks = {rank: fit(batches) for rank, batches in communicator.clock_readings.items()}
     gathered = [mine, *(Trace.from_json(texts[rank]).shifted(clocks[rank]) for rank in range(1, communicator.size))]
     whole = merge(gathered)
-    return Trace("measured", whole.title, whole.events, tuple(hosts))
+    return Trace("measured", whole.title, whole.events, tuple(hosts), whole.progress)

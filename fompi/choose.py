@@ -47,7 +47,7 @@ def choose(
 def _by_model(problem: Problem, rows: int, machine: Machine) -> tuple[str, Slices]:
     alike = max(1, rows // problem.size) * problem.size  # so that some ranks stand for all
     found = explain(problem, Sizes(split(alike, problem.size)), machine, None, WALKED, FEW_OPS, hurried=True)
-    best = next(one.candidate for one in found.judged if (one.candidate.window, one.candidate.rows) == (None, None))
+    best = found.winner.candidate
     return best.schedule, best.slices
 
 

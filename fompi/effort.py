@@ -44,7 +44,8 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
     """The schedule and slices that are the fastest for such a call, by running it. Collective where it is not known.
 
     Calls are alike if what travels has the same form and, where all ranks know it beforehand, about the same size: for
-    an all-gather and an all-to-all, whose sizes may differ between ranks, the first call decides.
+    an all-gather and an all-to-all, whose sizes may differ between ranks, the first call decides. To learn more the
+    ranks would have to wait for each other in every call.
     """
     problem = local.problem
     sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)

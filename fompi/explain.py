@@ -152,7 +152,8 @@ def explain(
 ) -> Explanation:
     """All candidates; the `walked` best by the closed forms, and those without overlap, by the event walk.
 
-    `hurried`: not those that by the closed form take much longer than another one does by the walk.
+    `hurried`, where a call waits: only what a call can take (no window, no rows by rate), and no walk of those that by
+    the closed form take much longer than another one does by the walk.
     `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
     """
     least = bound(problem, sizes, machine)
@@ -160,6 +161,8 @@ def explain(
         dict.fromkeys([*candidates(problem, machine, most_ops), *exact_cuts(problem, sizes, machine, most_ops)])
     )
     listed += by_rate(problem, sizes, machine)
+    if hurried:
+        listed = [one for one in listed if one.window is None and one.rows is None]
     refused = [(c, why) for c in listed if c.schedule in REGISTERED and (why := _flaw(problem, sizes, c, at))]
     wrong = {c for c, _ in refused}
     found = [Judged(c, max(least.seconds, estimate(problem, sizes, machine, c))) for c in listed if c not in wrong]

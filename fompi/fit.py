@@ -10,7 +10,7 @@ from operator import mul
 from statistics import fmean, median
 from typing import NamedTuple
 
-from fompi.machine import Level, Machine, Points
+from fompi.machine import NO_PACKING, Level, Machine, Points
 
 Pairs = Mapping[tuple[int, int], float]
 """Bytes per second between two ranks, each pair of them by itself."""
@@ -122,11 +122,12 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
 
 def at_speed(machine: Machine, slower: float) -> Machine:
     """The machine while all that its cores do takes so many times as long: a core may be shared with others."""
+    packs = machine.pack_rate < NO_PACKING
     return replace(
         machine,
         flops_rate=machine.flops_rate / slower,
         memory_rate=machine.memory_rate / slower,
-        pack_rate=machine.pack_rate / slower,
+        pack_rate=machine.pack_rate / slower if packs else NO_PACKING,
         overhead=machine.overhead * slower,
         cpu_message=machine.cpu_message * slower,
         cpu_byte=machine.cpu_byte * slower,
@@ -189,7 +190,7 @@ def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
         per_byte = (sum(b) * aa - sum(a) * ab) / determinant
         if per_flop > 0 and per_byte > 0:
             return 1 / per_flop, 1 / per_byte
-    return aa / sum(a), 1e300
+    return aa / sum(a), NO_PACKING
 
 
 def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

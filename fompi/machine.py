@@ -21,6 +21,10 @@ Points = tuple[tuple[float, float], ...]
 """A curve: (x, y) with growing x; straight lines between them, and beyond the last two."""
 
 
+NO_PACKING = 1e300
+"""The rate of a library whose products pack nothing, as far as anybody could tell."""
+
+
 def at(points: Points, x: float) -> float:
     """The curve at x; below its first point it is level."""
     if x <= points[0][0] or len(points) == 1:
@@ -101,7 +105,7 @@ class Machine:
     curve: Points = ()
     levels: tuple[Level, ...] = ()
     rates: tuple[float, ...] = ()
-    pack_rate: float = 1e300
+    pack_rate: float = NO_PACKING
     lanes: int = 1
     cpu_message: float = 0.0
     cpu_byte: float = 0.0
@@ -158,7 +162,7 @@ class Machine:
         if self.rates:
             slow = ", ".join(f"rank {i} {rate:.0%}" for i, rate in enumerate(self.rates) if rate < 1)
             lines.append(f"slower: {slow}")
-        packing = f", weights packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < 1e300 else ""
+        packing = f", weights packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < NO_PACKING else ""
         kernels = f"{_rate(self.flops_rate, 'FLOP/s')}, {_rate(self.memory_rate, 'B/s')}"
         lines.append(f"kernels: {1e6 * self.overhead:.3g} us and {kernels}{packing}")
         if self.lanes == 1:

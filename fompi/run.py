@@ -336,4 +336,4 @@ class Run(Task):
                 dtype = compiled.buffers[buffer].dtype
                 moved += nbytes(shapes[buffer], dtype) if rows is None else rows * width
             events.append(Event(rank, track(op), i, str(op), self.begun[i], self.ended[i], moved))
-        return Trace("measured", self.title, tuple(events))
+        return Trace("measured", self.title, tuple(events), progress=self.comm.engine.progress_mode)

@@ -94,13 +94,15 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
 class Trace:
     """The events of one call, or of several. `kind` says where they come from: "predicted" or "measured".
 
-    `hosts`: the name of each rank's host, where it is known.
+    `hosts`: the name of each rank's host, where it is known. `progress`: who moved the messages of a measured one while
+    kernels ran (`fompi.progress`).
     """
 
     kind: str
     title: str
     events: tuple[Event, ...]
     hosts: tuple[str, ...] = ()
+    progress: str = ""
 
     @property
     def ranks(self) -> list[int]:
@@ -188,7 +190,7 @@ class Trace:
         return {
             "traceEvents": listed,
             "displayTimeUnit": "ms",
-            "otherData": {"title": self.title, "kind": self.kind},
+            "otherData": {"title": self.title, "kind": self.kind, "progress": self.progress},
         }
 
     def save(self, path: str | Path) -> None:
@@ -202,7 +204,7 @@ class Trace:
     def from_json(text: str) -> Trace:
         data = json.loads(text)
         events = tuple(Event(*event) for event in data["events"])
-        return Trace(data["kind"], data["title"], events, tuple(data["hosts"]))
+        return Trace(data["kind"], data["title"], events, tuple(data["hosts"]), data["progress"])
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
@@ -211,4 +213,5 @@ def merge(traces: Sequence[Trace]) -> Trace:
     some = [trace for trace in traces if trace.events]
     kinds, titles = {trace.kind for trace in some}, dict.fromkeys(trace.title for trace in some)
     hosts = max((trace.hosts for trace in traces), key=len, default=())
-    return Trace(" and ".join(sorted(kinds)), ", ".join(titles), tuple(events), hosts)
+    progress = " and ".join(sorted({trace.progress for trace in some if trace.progress}))
+    return Trace(" and ".join(sorted(kinds)), ", ".join(titles), tuple(events), hosts, progress)

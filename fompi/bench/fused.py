@@ -66,9 +66,9 @@ def rows(comm: Any, options: Options) -> list[Row]:
 def like(comm: Any, m: int, k: int, n: int, options: Options) -> list[Row]:
     """Every fused operation on the global shapes x[m, k] @ w[k, n], over the ranks that there are."""
     size = comm.size
-    if min(m, k, n) < 1 or any(length % (size * max(SLICES)) for length in (m, k, n)):
-        each = size * max(SLICES)
-        raise ShapeError(f"M={m}, K={k}, N={n}: each must be {each} or a multiple of it, for {size} ranks")
+    rows = size * max(SLICES)
+    if min(m, k, n) < 1 or m % rows or k % size or n % size:
+        raise ShapeError(f"M={m}, K={k}, N={n}: M must be a multiple of {rows}, K and N of {size}, for {size} ranks")
     cases = [
         Case("all_gather_matmul", m, k, n // size),
         Case("matmul_reduce_scatter", m, n, k // size),

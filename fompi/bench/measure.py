@@ -81,7 +81,7 @@ class Row:
 
     def best(self, names: Iterable[str]) -> str:
         """Who of these is the fastest by its median."""
-        return min((name for name in names if name in self.samples), key=self.median)
+        return best_of({name: self.samples[name] for name in names if name in self.samples})
 
     def ratio(self, slow: str, fast: str, **asked: float | None) -> Figure:
         """How many times faster `fast` is than `slow`, with the paired interval; `asked`: least, most, limit."""

@@ -109,7 +109,7 @@ def per_op(comm: Any) -> list[Row]:
     count = len(plan.programs[comm.rank].ops)
     y = np.empty((len(x) * comm.size, 1), np.float32)
     with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
-        bare = bare_exchange(comm, [x[i * width : (i + 1) * width] for i in range(slices)], y)
+        bare = bare_messages(comm, [x[i * width : (i + 1) * width] for i in range(slices)], y)
         contestants: dict[str, Callable[[], object]] = {"bound": bound, "bare": bare}
         measured = alternate(comm.link.comm, contestants, ROUNDS, calls=CALLS // 10, warmup=WARMUP)
     each = [s / count for s in measured["bound"]]
@@ -119,7 +119,7 @@ def per_op(comm: Any) -> list[Row]:
     ]
 
 
-def bare_exchange(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Callable[[], object]:
+def bare_messages(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Callable[[], object]:
     """Every chunk to every other rank with Isend, Irecv and Testsome: what the messages cost by themselves."""
     mpi, rank, size, rows = comm.link.comm.Dup(), comm.rank, comm.size, sum(map(len, chunks))
     testsome = request_testsome()

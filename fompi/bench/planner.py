@@ -47,7 +47,7 @@ from fompi.calibrate import calibrate, slowdown
 from fompi.explain import UNFUSED, Candidate, Explanation
 from fompi.fit import at_speed
 from fompi.layout import Shard, Spec
-from fompi.machine import Machine
+from fompi.machine import NO_PACKING, Machine
 from fompi.simulate import predict
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
@@ -75,9 +75,10 @@ def _described(machine: Machine) -> Row:
     links = [machine.innermost, *machine.levels]
     figures = [Figure(f"between groups of {link.ranks}", 1e-6 * link.fastest, "MB/s") for link in links]
     figures += [Figure(f"rate of rank {rank}", rate) for rank, rate in enumerate(machine.rates) if rate < 1]
+    figures.append(Figure("products", 1e-9 * machine.flops_rate, "GFLOP/s"))
+    if machine.pack_rate < NO_PACKING:
+        figures.append(Figure("weights are packed", 1e-9 * machine.pack_rate, "GB/s"))
     figures += [
-        Figure("products", 1e-9 * machine.flops_rate, "GFLOP/s"),
-        Figure("weights are packed", 1e-9 * machine.pack_rate, "GB/s"),
         Figure("sums", 1e-9 * machine.memory_rate, "GB/s"),
         Figure("a message costs a core", 1e6 * machine.cpu_message, "us"),
     ]

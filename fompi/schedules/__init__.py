@@ -151,7 +151,7 @@ def write(
     if not is_available(problem, schedule):
         raise PlanError(f"{problem.operation} has no schedule {schedule!r}{hint(problem, schedule)}")
     if window is not None and window < 1:
-        raise PlanError(f"window={window}: at least one send must be in flight, or None for no bound")
+        raise PlanError(f"window={window}: at least one message must be under way, or None for no bound")
     shares = shares_of(schedule, slices)
 
     def program(rank: int) -> Program:

@@ -120,7 +120,7 @@ WRONG = {
     f"plan {GATHER} --dtype float31": "unknown dtype 'float31'; known: float64",
     f"plan {GATHER} --slices 0": "slices=0: give a number >= 1",
     f"plan {GATHER} --slices 1,x": "--slices takes a number, or sizes in proportion, for example 1,2,4, not '1,x'",
-    f"plan {GATHER} --window 0": "at least one send must be in flight",
+    f"plan {GATHER} --window 0": "at least one message must be under way",
     f"explain {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"plan {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from random import Random
 
 import calls
@@ -335,7 +336,10 @@ def test_bind_agrees_or_refuses_everywhere(world, comm):
     plan = sum_plan(world)
     x, strided, frozen = np.ones(10), np.ones(20)[::2], np.ones(10)
     frozen.flags.writeable = False
+    program = plan.programs[size - 1]
+    broken = plan.with_program(replace(program, ops=program.ops[:-1]))  # verified before anything moves
     wrong = [
+        (broken, {"x": x}, fompi.PlanError),
         (plan, {"x": np.ones(11)}, fompi.ShapeError),
         (plan, {"x": np.ones(10, np.float32)}, fompi.DtypeError),
         (plan, {"x": strided}, fompi.TensorError),

@@ -54,9 +54,9 @@ def own(comm):
         yield made
 
 
-def scatter(own, rows=24, machine="gigabit"):
+def scatter(own, rows=24, machine="gigabit", k=8):
     """matmul_reduce_scatter: the explanation, x and w of this rank, and its result."""
-    size, k, n = own.size, 8, 6
+    size, n = own.size, 6
     x = Spec((rows, k * size), "float64", Shard(1))
     w = Spec((k * size, n), "float64", Shard(0))
     explained = fompi.explain(fompi.matmul_reduce_scatter, x, w, ranks=size, machine=machine)
@@ -107,6 +107,15 @@ def test_a_choice_is_kept_on_disk(own, comm, cache):
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
         (again,) = other.choices.values()
         assert again == found and len(traces) == 3  # what rank 0 knows, in two messages, and the call itself
+
+
+def test_bound_choices_are_of_one_shape(own, cache):
+    """What is multiplied counts, not only what travels."""
+    for k in (8, 512):
+        explained, x, w, y = scatter(own, k=k)
+        with fompi.bind(explained, effort="measure", comm=own, x=x, w=w) as step:
+            assert (step() == y).all()
+    assert len(own.choices) == 2
 
 
 @pytest.mark.parametrize("content", ["{", '{"about": 1, "choice": ["direct", 1, null, null]}', "\x00"])

@@ -75,15 +75,16 @@ def test_few_walks_find_what_all_walks_would(operation, machine, ranks, k):
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize(("ranks", "k"), [(2, 512), (4, 4096), (16, 1024)])
 def test_in_a_hurry_what_cannot_win_is_not_walked(operation, machine, ranks, k):
-    """The same winner, or one as quick; what is left out is far behind by its closed form."""
+    """The same winner of those that a call can take, or one as quick; what is left out is far behind."""
     made, sizes = large(operation, ranks, k)
     where = PRESETS[machine]
-    found, all_of_it = explain(made, sizes, where, hurried=True), explain(made, sizes, where)
-    assert found.winner.trace is not None and found.winner.seconds <= 1.02 * all_of_it.winner.seconds
-    by_walk = {one.candidate for one in all_of_it.judged if one.trace is not None}
+    found = explain(made, sizes, where, hurried=True)
+    usable = [one for one in explain(made, sizes, where).judged if one.candidate.window is None]
+    assert found.winner.trace is not None and found.winner.seconds <= 1.02 * usable[0].seconds
+    by_walk = {one.candidate for one in usable if one.trace is not None}
     for one in found.judged:
         assert one.trace is not None or one.candidate not in by_walk or one.seconds > FAR * found.winner.seconds
-    assert {one.candidate for one in found.judged} == {one.candidate for one in all_of_it.judged}
+    assert {one.candidate for one in found.judged} == {one.candidate for one in usable}
 
 
 def test_groups_win_over_a_slow_link():

@@ -109,6 +109,8 @@ def test_a_machine_on_slower_cores():
     assert (slow.cpu_message, slow.cpu_byte) == (2e-6, 2e-9)
     assert (slow.innermost, slow.natives) == (machine.innermost, machine.natives)
     assert fit.at_speed(slow, 0.5) == machine
+    packs_nothing = Machine.load("gigabit")
+    assert fit.at_speed(packs_nothing, 0.5).pack_rate == packs_nothing.pack_rate
 
 
 @pytest.mark.parametrize("packing", [1e9, 1e10])

@@ -179,7 +179,7 @@ def test_slices_that_are_none(slices):
 
 
 def test_windows_that_are_none():
-    refused(PlanError, "window=0: at least one send", fompi.all_gather, X, window=0)
+    refused(PlanError, "window=0: at least one message", fompi.all_gather, X, window=0)
 
 
 def test_gathers_of_the_library_before_products_go_one_after_the_other():

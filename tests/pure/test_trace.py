@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -66,7 +67,7 @@ EVENTS = (
     Event(0, "compute", 2, "matmul(y[1], w[0]) -> y[1]", 10.003, 10.005, 48),
     Event(1, "send to 0", 0, "x[1]>0", 10.001, 10.003, 24),
 )
-TRACE = Trace("measured", "all_gather_matmul by ring", EVENTS)
+TRACE = Trace("measured", "all_gather_matmul by ring", EVENTS, progress="helper")
 
 
 def test_the_table():
@@ -103,7 +104,7 @@ def test_the_file_for_perfetto(tmp_path):
     named = [e for e in data["traceEvents"] if e["name"] == "process_name"]
     tracks = {(e["pid"], e["args"]["name"]): e["tid"] for e in data["traceEvents"] if e["name"] == "thread_name"}
     assert [(e["pid"], e["args"]["name"]) for e in named] == [(0, "rank 0"), (1, "rank 1")]
-    assert len(boxes) == 4 and data["otherData"] == {"title": TRACE.title, "kind": "measured"}
+    assert len(boxes) == 4 and data["otherData"] == {"title": TRACE.title, "kind": "measured", "progress": "helper"}
     assert [round(e["ts"]) for e in boxes] == [0, 0, 3000, 1000]
     assert [round(e["dur"]) for e in boxes] == [3000, 2000, 2000, 2000]
     assert [e["tid"] for e in boxes] == [tracks[e.rank, e.lane] for e in EVENTS]
@@ -133,7 +134,7 @@ def test_tracks_are_in_order():
 
 @given(events)
 def test_as_text_and_back(listed):
-    trace = Trace("measured", "some call", tuple(listed), ("a", "b", "c"))
+    trace = Trace("measured", "some call", tuple(listed), ("a", "b", "c"), "native")
     assert Trace.from_json(trace.to_json()) == trace
 
 
@@ -143,5 +144,7 @@ def test_ranks_on_one_clock():
     here = Trace("measured", "t", (Event(0, "send to 1", 0, "", 20.0, 21.0), Event(0, "compute", 1, "", 9.0, 9.5)))
     both = merge([here, there.shifted(Clock(110.0, -90.0, -0.5, 0.0))])
     assert [(e.rank, e.start, e.end) for e in both.events] == [(0, 9.0, 9.5), (0, 20.0, 21.0), (1, 20.0, 21.0)]
-    assert (both.kind, both.title, both.hosts) == ("measured", "t", ("a", "b"))
+    assert (both.kind, both.title, both.hosts, both.progress) == ("measured", "t", ("a", "b"), "")
+    mixed = [replace(here, progress=mode) for mode in ("poll", "helper", "poll")]
+    assert merge(mixed).progress == "helper and poll"
     assert merge([]) == Trace("", "", ())
