@@ -93,7 +93,7 @@ def bind(
         agree(communicator, f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})", refusal)
         candidate = binding.race() if effort == "measure" else plan.winner.candidate
         return Adaptive(binding, candidate, adapt)
-    wrong = None
+    wrong: Exception | None = None
     if not isinstance(plan, Plan):
         wrong = PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not {plan!r}")
     elif effort != "plan" or adapt:
@@ -107,10 +107,10 @@ def bind(
     return executor.bind(plan, comm=comm, **given)
 
 
-def _flaw(plan: Plan) -> PlanError | None:
+def _flaw(plan: Plan) -> Exception | None:
     try:
         verify(plan)
-    except PlanError as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         return error
     return None
 

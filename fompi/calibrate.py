@@ -80,7 +80,7 @@ def slowdown(machine: Machine, comm: Communicator) -> float:
     measured = _Calibration(comm, lambda text: None)
     taken = measured.alone(_products(), ROUNDS, idle=0.0)
     measured.close()
-    said = [machine.kernel(2.0 * m * k * n, 4.0 * m * (k + n), 4.0 * k * n) for m, k, n in PRODUCTS]
+    said = [fit.product_seconds(machine, *shape) for shape in PRODUCTS]
     return median(seconds / expected for seconds, expected in zip(taken.values(), said, strict=True))
 
 

@@ -5,10 +5,10 @@ The settings are those of `fompi.bench.peers`. A row's limit is
     bound = max(T_c + c_m, T_m)
 
 where T_c is the kernel alone in one call, T_m the bare exchange, and c_m the CPU time that the bare exchange costs a
-rank while its wait sleeps: with one core for a rank, it is taken from the kernel. It is taken round by round, then the
-median: where a core changes its speed now and then, the greater of two medians is less than any schedule could reach. A
-row in which c_m is more than a tenth of T_m is void. Which of our schedules runs is decided by some rounds before those
-that count.
+rank while its wait sleeps: with one core for a rank, it is taken from the kernel. The bound is that of each round, then
+the median: where a core changes its speed now and then, the greater of two medians is less than any schedule could
+reach. A row in which c_m is more than a tenth of T_m is void. Which of our schedules runs is decided by some rounds
+before those that count.
 
 `like` measures one shape in the same way, for a user's own: python -m fompi bench --like M,K,N
 """
@@ -31,7 +31,7 @@ from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
 from fompi.bench.exchange import bare_exchange
 from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error
-from fompi.bench.peers import KS, QUICK_KS, Case, M
+from fompi.bench.peers import KS, QUICK_KS, Case, M, kernel_of
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
 from fompi.errors import ShapeError
@@ -171,13 +171,6 @@ def summary(found: list[Row], cluster: Cluster) -> Row:
     sliced = geometric_mean(row.figures[3].value for row in found)
     means.append(Figure("best slices / fompi, geometric mean", sliced, least=LEAST_SLICED if asked else None))
     return Row("all rows", str(cluster), figures=means)
-
-
-def kernel_of(case: Case) -> Callable[[], object]:
-    """What one rank multiplies, in one call."""
-    inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
-    a, b = np.ones((case.m, inner), np.float32), np.ones((inner, outer), np.float32)
-    return partial(np.matmul, a, b, out=np.empty((case.m, outer), np.float32))
 
 
 def exchange_of(mpi: Any, case: Case, size: int) -> Callable[[], object]:

@@ -182,6 +182,13 @@ def made(
     return {name: Contestant(call, error) for name, call in calls.items()}
 
 
+def kernel_of(case: Case) -> Callable[[], object]:
+    """What one rank multiplies, in one call."""
+    inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
+    a, b = np.ones((case.m, inner), np.float32), np.ones((inner, outer), np.float32)
+    return partial(np.matmul, a, b, out=np.empty((case.m, outer), np.float32))
+
+
 def measured(
     comm: Any,
     cluster: Cluster,
@@ -193,12 +200,7 @@ def measured(
     """Check them, time them in turns with the bare kernel and the bare wire, and compare."""
     errors = checked(comm.link.comm, contestants)
     calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
-    a, b = np.ones((case.m, case.k), np.float32), np.ones((case.k, case.n), np.float32)
-    y = np.empty((case.m, case.n), np.float32)
-    if case.operation == "all_gather_matmul":
-        a, b, y = y, b.T.copy(), a
-        a[...] = 1.0
-    calls[KERNEL] = partial(np.matmul, a, b, out=y)
+    calls[KERNEL] = kernel_of(case)
     if not cluster.shared:
         calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))
     samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)

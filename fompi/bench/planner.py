@@ -27,7 +27,7 @@ import fompi
 from fompi import problems
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import MIB, given, progress
-from fompi.bench.fused import KERNEL, kernel_of
+from fompi.bench.fused import KERNEL
 from fompi.bench.measure import (
     Contestant,
     Figure,
@@ -40,12 +40,12 @@ from fompi.bench.measure import (
     quantile,
     relative_error,
 )
-from fompi.bench.peers import KS, Case, M
+from fompi.bench.peers import KS, Case, M, kernel_of
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
 from fompi.calibrate import calibrate, slowdown
 from fompi.explain import UNFUSED, Candidate, Explanation
-from fompi.fit import at_speed
+from fompi.fit import at_speed, product_seconds
 from fompi.layout import Shard, Spec
 from fompi.machine import NO_PACKING, Machine
 from fompi.simulate import predict
@@ -137,8 +137,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
 def _kernel_seconds(machine: Machine, case: Case) -> float:
     """The whole product, by the model."""
     inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
-    nbytes = 4.0 * case.m * (inner + outer)
-    return machine.kernel(2.0 * case.m * inner * outer, nbytes, 4.0 * inner * outer)
+    return product_seconds(machine, case.m, inner, outer)
 
 
 def _judged(row: Row, predicted: dict[str, tuple[float, float]]) -> list[Figure]:
