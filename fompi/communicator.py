@@ -18,7 +18,7 @@ from fompi.engine import Engine, slots
 from fompi.errors import LaunchError, LayoutError, StateError
 from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
 from fompi.machine import Machine
-from fompi.progress import HELPED, Helper, choose_mode, pause_between_polls
+from fompi.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
 from fompi.trace import Trace
 from fompi.transport import thread_levels
 from fompi.version import __version__
@@ -38,7 +38,8 @@ def _make_engine() -> Engine:
         raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
     mode, cores = progress_mode(), launch.cores_per_rank()
     pause = pause_between_polls(mode, cores)
-    helper = (lambda engine: Helper(engine, pause)) if mode in HELPED else None
+    worker = Worker() if has_spare(cores) else None
+    helper = (lambda engine: Helper(engine, pause, worker)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
     asked = os.environ.get("FOMPI_REPORT", "0")

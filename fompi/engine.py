@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import RLock
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
@@ -180,17 +181,37 @@ class Engine:
     def progress(self, helping: bool = False) -> bool:
         """Move whatever can move: take in what has arrived, then run one kernel. False: nothing did.
 
-        The kernel runs without the lock. `helping`: only a sum or a copy, if a thread of the program is at the rest.
+        The kernel runs without the lock. `helping`: only a sum or a copy, if a thread of the program is at the rest;
+        if none is, but the helper has a worker, that one runs the product.
         """
+        worker = self.helper.worker if helping and self.helper is not None else None
         with self.lock:
             moved = self.poll()
-            taken = self._take(helping and self.attended) if self._ready else None
+            taken = self._take(helping and (worker is not None or self.attended)) if self._ready else None
+            if taken is None and worker is not None and self._ready and not self.attended:
+                product = self._take(merges_only=False)
+                if product is not None:
+                    self.computing += 1
+                    worker.run(partial(self._work, *product))
+                    return True
             if taken is None:
                 return moved
-            task, key, kernel = taken
             self.computing += 1
+        task, key, kernel = taken
         if task.is_long and self._requests:
             self.assist()
+        self._run(task, key, kernel)
+        return True
+
+    def _work(self, task: Task, key: int, kernel: Callable[[], object]) -> None:
+        """In the thread of the worker."""
+        try:
+            self._run(task, key, kernel)
+        finally:
+            self.assist()  # it may rest while only this kernel is in flight
+
+    def _run(self, task: Task, key: int, kernel: Callable[[], object]) -> None:
+        """Run a kernel that was taken, without the lock."""
         error, begun = None, perf_counter()
         try:
             kernel()
@@ -204,7 +225,6 @@ class Engine:
                 task.broke(raised)
         if error is not None and not isinstance(error, Exception):  # an interrupt ends more than this call
             raise error
-        return True
 
     def _take(self, merges_only: bool) -> tuple[Task, int, Callable[[], object]] | None:
         for task in self._ready:

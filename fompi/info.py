@@ -180,7 +180,13 @@ def _progress_facts() -> dict[str, Any]:
         mode, source = None, str(error)
     pause = progress.pause_between_polls(mode, launch.cores_per_rank()) if mode in progress.HELPED else None
     native = progress.measure_native(link.Link(link.mpi_communicator(None)))
-    return {"mode": mode, "source": source, "seconds_between_polls": pause, "native": native._asdict()}
+    return {
+        "mode": mode,
+        "source": source,
+        "seconds_between_polls": pause,
+        "worker": pause is not None and progress.has_spare(launch.cores_per_rank()),
+        "native": native._asdict(),
+    }
 
 
 def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -190,6 +196,7 @@ def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
 
     polls, native = progress["seconds_between_polls"], progress["native"]
     often = "" if polls is None else f", a poll every {Pause(*polls)}"
+    often += ", another thread for products" if progress["worker"] else ""
     if native["share"] is None:
         moved = f"not measured: {native['skipped']}"
     else:

@@ -8,6 +8,9 @@
 | `poll`   | nobody: messages move between kernels, and when the program asks; always so where MPI lets   |
 |          | only one thread call it                                                                      |
 
+Where each rank has two cores, a second thread runs the products of calls that nobody waits for (`Worker`), and the
+helper goes on polling. With one core the helper runs them itself.
+
 The helper sleeps as long as others poll, and while only kernels that the program runs are in flight. With one core for
 a rank it wakes seldom: each time it takes the core from the kernel for some 30 us. It then polls a few times in what
 messages have lately taken, so that large ones on a slow link cost fewer polls. FOMPI_PROGRESS chooses the mode,
@@ -19,6 +22,9 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
 from time import perf_counter, sleep
@@ -91,11 +97,16 @@ class Pause(NamedTuple):
         return f"{1e3 * self.least:.4g}{most} ms"
 
 
+def has_spare(cores: float) -> bool:
+    """Whether a rank with so many cores has one for messages beside that for kernels."""
+    return cores >= 2
+
+
 def pause_between_polls(mode: str, cores: float) -> Pause:
     """Of the helper, where each rank has so many cores."""
     if mode == "native":
         return Pause(SELDOM_SECONDS, SELDOM_SECONDS)
-    return Pause(SPARE_SECONDS, SPARE_SECONDS) if cores >= 2 else Pause(SCARCE_SECONDS, SELDOM_SECONDS)
+    return Pause(SPARE_SECONDS, SPARE_SECONDS) if has_spare(cores) else Pause(SCARCE_SECONDS, SELDOM_SECONDS)
 
 
 def ask_for_short_slices() -> bool:
@@ -112,11 +123,34 @@ def ask_for_short_slices() -> bool:
     return not ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(wish), 0)
 
 
-class Helper:
-    """A thread that drives the engine while nobody else does, and sleeps between polls."""
+class Worker:
+    """A thread that runs one thing after the other, in the order in which they come."""
 
-    def __init__(self, engine: Engine, pause: Pause):
-        self.engine, self._moved = engine, 0.0
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def run(self, task: Callable[[], object]) -> None:
+        """Some time later; for one thread to call."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="fompi compute", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while True:
+            with suppress(KeyboardInterrupt, SystemExit):  # of a kernel: raised where its call is waited for
+                self._tasks.get()()
+
+
+class Helper:
+    """A thread that drives the engine while nobody else does, and sleeps between polls.
+
+    With a `worker` it leaves products to that one.
+    """
+
+    def __init__(self, engine: Engine, pause: Pause, worker: Worker | None = None):
+        self.engine, self.worker, self._moved = engine, worker, 0.0
         self.use(pause)
         self._awake = self._resting = self._stopped = False
         self._call, self._lock = Event(), Lock()

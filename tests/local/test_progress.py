@@ -12,7 +12,7 @@ import pytest
 from fompi import progress
 from fompi.engine import Engine, Task
 from fompi.errors import LaunchError
-from fompi.progress import Helper, Pause, choose_mode, native_share, pause_between_polls
+from fompi.progress import Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
 
 
 class Kernels(Task):
@@ -290,6 +290,37 @@ def test_a_kernel_that_raises_in_the_helper(engine, kind):
     well = Kernels(engine, products=[lambda: None])
     well.start()
     assert soon(lambda: well.finished) and well.error is None
+
+
+def test_a_second_thread_runs_the_products_of_a_call_that_nobody_waits_for(engine, arrived):
+    """One after the other; messages and sums move meanwhile, and an error is that of the task."""
+    engine.helper.worker = Worker()
+    messages, others = Arrivals(engine, ["a"]), Kernels(engine, merges=[lambda: None] * 2)
+    seen = []
+
+    def long():
+        others.start()
+        arrived.add("a")
+        seen.append(soon(lambda: messages.finished and others.finished))
+        seen.append(engine.computing)
+
+    def bad():
+        raise KeyboardInterrupt("a bad kernel")
+
+    task = Kernels(engine, products=[long, bad, lambda: None])
+    task.start()
+    assert soon(lambda: task.finished) and seen == [True, 1]
+    assert task.threads == {"fompi compute"} and others.threads == {"fompi progress"}
+    assert isinstance(task.error, KeyboardInterrupt) and engine.idle and not engine.computing
+
+
+def test_the_second_thread_leaves_products_to_a_program_that_waits(engine):
+    engine.helper.worker = Worker()
+    task = Kernels(engine, products=[lambda: time.sleep(1e-3)] * 20, merges=[lambda: None])
+    task.start()
+    assert soon(lambda: task.threads >= {"fompi compute"})
+    engine.wait(task, Departed(set(), None))
+    assert task.finished and threading.current_thread().name in task.threads and len(task.products) == 0
 
 
 def test_it_stops(helpers, engine):

@@ -111,6 +111,34 @@ def test_messages_move_behind_a_long_kernel(helped):
     np.testing.assert_array_equal(y[:, 0], 64.0 * np.arange(n).repeat(512))
 
 
+def test_messages_move_behind_the_products_of_a_call_that_nobody_waits_for(helped, monkeypatch):
+    """As where each rank has two cores: one thread multiplies, the other one polls, and the program sleeps."""
+    monkeypatch.setattr(helped.engine.helper, "worker", progress.Worker())
+    n, threads, done = helped.size, set(), {}
+
+    def matmul(reads, writes):
+        threads.add(threading.current_thread().name)
+        if (reads[0] == helped.rank).all():
+            time.sleep(0.4)
+            done["own"] = time.perf_counter()
+        np.matmul(*reads, out=writes[0])
+
+    specs = Spec((512 * n, 64), "float32", Shard(0)), Spec((64, 256 * n), "float32", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=n, schedule="ring")
+    x, w = np.full((512, 64), helped.rank, np.float32), np.ones((64, 256), np.float32)
+    with fompi.bind(plan, comm=helped, x=x, w=w, kernels={"matmul": matmul}) as step:
+        helped.link.comm.Barrier()
+        step.start()
+        assert comes_to_an_end(step, sleep), "only the program moves it"
+        y = step.wait()
+        arrived = [e.end for e in step.trace.events if e.lane.startswith("recv")]
+        assert len(arrived) == n - 1 and all(end < done["own"] for end in arrived), "messages rest while a kernel runs"
+    assert threads == {"fompi compute"}
+    np.testing.assert_array_equal(y[:, 0], 64.0 * np.arange(n).repeat(512))
+    pending = fompi.all_gather_matmul.start(x, w, comm=helped)
+    assert comes_to_an_end(pending, sleep) and (np.asarray(pending.result) == y).all()
+
+
 def test_the_program_runs_the_products_of_a_call_that_it_waits_for(helped, monkeypatch):
     """Never the helper, which would share a core with the next product, even if it comes first."""
     n, threads, begin = helped.size, set(), Run.start
