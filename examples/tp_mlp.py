@@ -38,7 +38,7 @@ from fompi.report import percentile  # noqa: E402
 
 IMAGES, KEPT_BACK, PIXELS, CLASSES = 1797, 359, 64, 10
 TRAINED, MOMENTUM = IMAGES - KEPT_BACK, 0.9
-TIMED_STEPS, ROUNDS, DRAWN_ROUNDS = 20, 5, 15
+ROUNDS = 25
 OVERLAP, WITHOUT = "with overlap", "without"
 
 Options = Mapping[str, object]  # of an operation: comm, schedule, slices
@@ -334,44 +334,6 @@ def train(framework: str, model: Model, options: Options, say: Callable[[str], N
     return accuracy >= 0.95 and off_first <= 1e-5 and off <= 1e-3, accuracy
 
 
-def compare(framework: str, model: Model, ways: Mapping[str, Options], say: Callable[[str], None]) -> None:
-    """The same steps with overlap and without, in turns: time of both, what was hidden and what was exposed."""
-    comm = ways[OVERLAP]["comm"]
-    images, labels = digits(model, comm)
-    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, options in ways.items():
-            training = Training(framework, model, comm, images, labels)
-            training.step(training.batch(), options)  # plans and memory are made here
-            total(comm, 0.0)
-            with comm.record() as traces:
-                begun = perf_counter()
-                for _ in range(TIMED_STEPS):
-                    training.step(training.batch(), options)
-                seconds = perf_counter() - begun
-            parts = [trace.summary(comm.rank) for trace in traces]
-            row = (seconds, sum(part.hidden for part in parts), sum(part.exposed for part in parts))
-            scale = 1e3 / comm.size / TIMED_STEPS
-            measured[name].append(tuple(scale * total(comm, s) for s in row))
-    say(f"\n{ROUNDS} rounds of {TIMED_STEPS} steps each, in turns; means over the ranks, median and range of rounds:")
-    medians = {}
-    for name in ways:
-        steps, hidden, exposed = zip(*measured[name], strict=True)
-        medians[name] = statistics.median(steps)
-        say(
-            f"  {name:12} {medians[name]:7.2f} ms a step ({min(steps):.2f} to {max(steps):.2f}); of its "
-            f"communication {statistics.median(hidden):.2f} ms hidden, {statistics.median(exposed):.2f} ms exposed"
-        )
-    say(f"  ratio {medians[WITHOUT] / medians[OVERLAP]:.2f} (above 1: overlap is faster)")
-    if fompi.launch.detect().local_size == comm.size > 1:
-        cores = fompi.launch.cores()
-        say(
-            f"All {comm.size} ranks share the memory and {cores} cores of one host: a message is a copy by a core\n"
-            "that could compute, and most of the time in a message is waiting for a turn on a core. So there is\n"
-            "little to hide here, and a ratio above 1 comes from cheaper messages; a network has more to hide."
-        )
-
-
 def slowest(comm, seconds: float) -> float:
     return float(fompi.all_gather(np.array([seconds]), comm=comm).max())
 
@@ -387,8 +349,11 @@ def exchange(model: Model, options: Options) -> None:
     fompi.all_gather(x, **options)
 
 
-def draw(framework: str, model: Model, ways: Mapping[str, Options], path: Path, say: Callable[[str], None]) -> None:
-    """A step with overlap and one without as a picture; and of both, what is exposed: wall time minus compute alone.
+def compare(
+    framework: str, model: Model, ways: Mapping[str, Options], path: Path | None, say: Callable[[str], None]
+) -> None:
+    """The same steps with overlap and without, in turns: of both, what is exposed, that is wall time minus compute
+    alone; and, where a path is given, a picture.
 
     Compute alone is the step of each rank on a communicator of its own: our columns, all rows, no message. (It has the
     loss of all rows too, which is next to nothing.)
@@ -409,7 +374,7 @@ def draw(framework: str, model: Model, ways: Mapping[str, Options], path: Path, 
     fompi.read_clocks(comm)
     seconds: dict[str, list[float]] = {name: [] for name in acts}
     traces: dict[str, list[list[fompi.Trace]]] = {name: [] for name in acts}
-    for _ in range(DRAWN_ROUNDS):
+    for _ in range(ROUNDS):
         for name, act in acts.items():
             total(comm, 0.0)
             with comm.record() as recorded:
@@ -421,7 +386,7 @@ def draw(framework: str, model: Model, ways: Mapping[str, Options], path: Path, 
     alone.close()
 
     median = {name: statistics.median_low(each) for name, each in seconds.items()}
-    say(f"\n{DRAWN_ROUNDS} steps of each kind, in turns, each on its slowest rank; medians, in ms:")
+    say(f"\n{ROUNDS} steps of each kind, in turns, each on its slowest rank; medians, in ms:")
     say("                a step      p99  compute  messages  exposed  hidden")
     for name in ways:
         compute, messages = median["compute"], median[f"messages {name}"]
@@ -432,11 +397,17 @@ def draw(framework: str, model: Model, ways: Mapping[str, Options], path: Path, 
     say(f"  ratio {median[WITHOUT] / median[OVERLAP]:.2f} (above 1: overlap is faster)")
     say("Compute and messages by themselves; exposed = step - compute, hidden = messages - exposed.")
     say(f"Messages progress by {comm.engine.progress_mode}.")
-    cores = np.zeros(os.cpu_count() or 1)
-    cores[list(os.sched_getaffinity(0))] = 1
-    used = np.count_nonzero(fompi.all_reduce(cores, comm=comm))
-    if "NETLAB_CONTROL" in os.environ or fompi.launch.detect().local_size == comm.size:
-        say(f"All {comm.size} ranks, and what moves their messages, share {used} cores of one machine.")
+    if fompi.launch.detect().local_size == comm.size > 1:
+        cores = fompi.launch.cores()
+        say(
+            f"All {comm.size} ranks share the memory and {cores} cores of one host: a message is a copy by a core\n"
+            "that could compute, and most of the time in a message is waiting for a turn on a core. So there is\n"
+            "little to hide here, and a ratio above 1 comes from cheaper messages; a network has more to hide."
+        )
+    elif "NETLAB_CONTROL" in os.environ:
+        say(f"All {comm.size} ranks, and what moves their messages, share {cores_used(comm)} cores of one machine.")
+    if path is None:
+        return
     drawn = {}
     for name in ways:
         middle = seconds[name].index(median[name])
@@ -445,6 +416,13 @@ def draw(framework: str, model: Model, ways: Mapping[str, Options], path: Path, 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(fompi.timelines(drawn))
     say(f"The step in the middle of each kind: {path}")
+
+
+def cores_used(comm: fompi.Communicator) -> int:
+    """Of this machine, by all ranks together."""
+    cores = np.zeros(os.cpu_count() or 1)
+    cores[list(os.sched_getaffinity(0))] = 1
+    return np.count_nonzero(fompi.all_reduce(cores, comm=comm))
 
 
 def main() -> int:
@@ -457,7 +435,7 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=Model.rate, help=f"({Model.rate})")
     parser.add_argument("--schedule", default="auto", help="with overlap: direct, ring, ... (auto)")
     parser.add_argument("--slices", type=int, help="with overlap: pieces of a block (chosen)")
-    parser.add_argument("--timelines", type=Path, metavar="FILE.svg", help="compare by a picture of both kinds of step")
+    parser.add_argument("--timelines", type=Path, metavar="FILE.svg", help="draw both kinds of step")
     asked = parser.parse_args()
     model = Model(asked.width, asked.hidden, asked.batch, asked.epochs, asked.learning_rate)
     if asked.width < 0 or asked.hidden < 1 or asked.epochs < 1:
@@ -481,10 +459,7 @@ def main() -> int:
             WITHOUT: {"comm": comm, "schedule": "unfused"},
         }
         right, accuracy = train(asked.framework, model, ways[OVERLAP], say)
-        if asked.timelines:
-            draw(asked.framework, model, ways, asked.timelines, say)
-        else:
-            compare(asked.framework, model, ways, say)
+        compare(asked.framework, model, ways, asked.timelines, say)
         say(f"test accuracy {accuracy:.1%}")
     return 0 if right else 1
 

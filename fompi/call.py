@@ -247,7 +247,7 @@ class Pending:
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
             machine = self._comm.machine if alike else None  # else the ranks might choose differently
-            schedule, cut = choose(problem, total, self._comm.network, machine)
+            schedule, cut = choose(problem, total, self._comm.network, machine, self._comm.crowded)
             slices = cut if slices is None else slices
         key = (problem, schedule, slices, self._local.packed)
         compiled = self._comm.plans.get(key)

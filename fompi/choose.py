@@ -19,7 +19,7 @@ from fompi.problems import Problem
 from fompi.schedules import hint, is_available, write
 
 SMALL_NBYTES = 64 << 10
-"""Below this an all-reduce goes in one step: its latency counts, its bytes do not."""
+"""Up to this the latency of a sum counts, its bytes do not: an all-reduce goes in one step."""
 
 LARGE_NBYTES = 8 << 20
 """From this size of a shard on a block of compute is cut in two, so that messages begin earlier."""
@@ -32,14 +32,20 @@ STREAM_NBYTES, STREAM_SLICES = 1 << 20, 4
 
 
 def choose(
-    problem: Problem, rows: int | None, network: bool = False, machine: Machine | None = None
+    problem: Problem,
+    rows: int | None,
+    network: bool = False,
+    machine: Machine | None = None,
+    crowded: bool = False,
 ) -> tuple[str, Slices]:
     """Schedule and slices for `rows` in all (None: not known to all ranks), by the model of a machine or by the rule.
+
+    `network`: the ranks have several hosts. `crowded`: they have one, and no core of it to spare (`fompi.launch`).
 
     By the model calls of about the same size (to a power of two) are done alike, so that new sizes cost nothing.
     """
     if machine is None or not rows or problem.size == 1:
-        return _by_rule(problem, rows, network)
+        return _by_rule(problem, rows, network, crowded)
     return _by_model(problem, 1 << rows.bit_length() - 1, machine)
 
 
@@ -57,19 +63,27 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=4096)
-def _by_rule(problem: Problem, rows: int | None, network: bool) -> tuple[str, int]:
+def _by_rule(problem: Problem, rows: int | None, network: bool, crowded: bool = False) -> tuple[str, int]:
     """Schedule and slices without a machine.
 
     Messages go straight to who wants them: no chain of ranks to wait for, and the same bytes as a ring. Large ones
     over a network of hosts do not: one stream into each host and one out of it leave no port shared, and TCP at its
     best (docs/benchmarks.md).
+    Where a message is a copy by a core that could compute, there is nothing to hide: products stay in one piece, and
+    the library sums what is small in fewer messages.
     """
-    if rows is None or problem.size == 1:
+    if problem.size == 1:
         return "direct", 1
-    nbytes = layout.nbytes((rows, *problem.sent_row), problem.dtype)
+    computes, sums = bool(problem.weights or problem.gradients), problem.moves in ("reduce_scatter", "all_reduce")
+    nbytes = None if rows is None else layout.nbytes((rows, *problem.sent_row), problem.dtype)
+    if crowded and computes:
+        few = sums and nbytes is not None and nbytes <= SMALL_NBYTES
+        return "unfused" if few and is_available(problem, "unfused") else "unfused_p2p", 1
+    if nbytes is None:
+        return "direct", 1
     if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES:
         return "exchange", 1
-    shard, computes = nbytes // problem.size, bool(problem.weights or problem.gradients)
+    shard = nbytes // problem.size
     if network and shard >= STREAM_NBYTES and problem.moves != "all_to_all":
         return "ring", STREAM_SLICES
     if computes and problem.moves == "all_reduce" and shard >= STREAM_NBYTES:

@@ -108,6 +108,7 @@ class Communicator:
         self.recording: list[Any] | None = None
         self.clock_readings: dict[int, list[Any]] = {}  # rank 0: samples of the clocks of the others (`alignment`)
         self.network = self.size > 1 and launch.several_hosts(self.link.world_size)
+        self.crowded = launch.crowded(self.link.world_size)
         self.closed = False
         self._slots = slots(self.link)
         self._calls = self._bound = 0

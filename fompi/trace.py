@@ -43,19 +43,28 @@ class Event(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One rank's call, in seconds. communication = hidden + exposed; tail: from the last kernel to the end."""
+    """One rank's call, in seconds. exposed = wall - compute; tail: from the last kernel to the end.
+
+    Here compute is what the kernels took in this call, slowed or not; a Proof knows what they take alone.
+    """
 
     wall: float
     compute: float
     communication: float
-    hidden: float
-    exposed: float
     tail: float
     nbytes: int
 
     @property
+    def exposed(self) -> float:
+        return self.wall - self.compute
+
+    @property
+    def hidden(self) -> float:
+        return max(0.0, self.communication - self.exposed)
+
+    @property
     def overlap(self) -> float:
-        """The share of the communication that ran behind kernels, 0 to 1 (1 where there was none)."""
+        """The share of the communication that is hidden, 0 to 1 (1 where there was none)."""
         return self.hidden / self.communication if self.communication else 1.0
 
 
@@ -112,18 +121,13 @@ class Trace:
         """Time in a message counts as communication from when it was posted, so waiting for a peer counts too."""
         events = [e for e in self.events if e.rank == rank]
         if not events:
-            return Summary(0, 0, 0, 0, 0, 0, 0)
+            return Summary(0, 0, 0, 0, 0)
         begin, end = min(e.start for e in self.events), max(e.end for e in events)
         busy = union((e.start, e.end) for e in events if e.is_compute)
-        moving = union(e.moves for e in events if not e.is_compute)
-        hidden = length(intersection(busy, moving))
-        communication = length(moving)
         return Summary(
             wall=end - begin,
             compute=length(busy),
-            communication=communication,
-            hidden=hidden,
-            exposed=communication - hidden,
+            communication=length(union(e.moves for e in events if not e.is_compute)),
             tail=end - max((stop for _, stop in busy), default=begin),
             nbytes=sum(e.nbytes for e in events if not e.is_compute),
         )
@@ -138,7 +142,8 @@ class Trace:
         lines = [head, "rank     wall  compute     comm   hidden  exposed     tail  overlap   (ms)"]
         for rank in self.ranks:
             s = self.summary(rank)
-            cells = "".join(f"{1e3 * v:9.3f}" for v in s[:6])
+            times = (s.wall, s.compute, s.communication, s.hidden, s.exposed, s.tail)
+            cells = "".join(f"{1e3 * seconds:9.3f}" for seconds in times)
             lines.append(f"{rank:>4}{cells}{s.overlap:9.1%}")
         return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """Measure every figure of docs/benchmarks.md again: python tools/figures.py [--mpi mpich|openmpi] [--suite NAME]
 
-Each suite runs on a cluster of shaped hosts (tools/netlab.py), with both MPIs, one after the other. Its tables go to
-docs/benchmarks/SUITE-MPI.md, what they come to into docs/benchmarks.md. Nothing else should run on the machine
-meanwhile: netlab refuses if the links do not carry what they should.
+Each suite but `overhead` runs on a cluster of shaped hosts (tools/netlab.py), with both MPIs, one after the other. Its
+tables go to docs/benchmarks/SUITE-MPI.md, what they come to into docs/benchmarks.md. Nothing else should run on the
+machine meanwhile: netlab refuses if the links do not carry what they should.
 """
 
 import argparse
@@ -34,17 +34,18 @@ SUITES = {
         5,
     ),
     "adapt": ("Links that change", ["--hosts", "4", "--rate", "1gbit"], 7),
+    "overhead": ("What a call costs", [], 15),
     "planner-slow": ("The planner, a slow host", ["--hosts", "4", "--rates", "1gbit,1gbit,250mbit,1gbit"], 5),
 }
-"""Title, links, rounds; the suite is what stands before the hyphen."""
+"""Title, links (none: two ranks that share memory), rounds; the suite is what stands before the hyphen."""
 
 MOST_LINES = 120
 
 HEAD = """\
 # Benchmarks
 
-Everything here was measured by the command beside it, on one machine with two cores, on hosts made by
-[tools/netlab.py](lab.md): network namespaces with shaped links of their own. `python tools/figures.py` measures all
+Everything here was measured by the command beside it, on one machine with two cores; what netlab starts, on hosts made
+by [tools/netlab.py](lab.md): network namespaces with shaped links of their own. `python tools/figures.py` measures all
 of it again. Contestants run in turns, within one run; a figure is a ratio of medians, its interval that of the median
 of the ratios of each round (sign test). Every contestant's result is checked before it is timed. Limits: `T_c` is the
 kernel alone, `T_m` the bare exchange, `wire` a plain TCP stream of the same size after the same silence.
@@ -59,11 +60,12 @@ def measure(suite: str, mpi: str, trust: bool, quick: bool) -> None:
         sys.exit(f"there is no {bin_folder}/python: call `make test` once")
     inner = ["python", "-m", "fompi", "bench", suite.partition("-")[0], "--rounds", str(rounds), *["--quick"] * quick]
     page = PAGES / f"{suite}-{mpi}.md"
-    lab = ["python", "tools/netlab.py", "run", *links, "--mpi", mpi]
-    shown = shlex.join([*lab, "--", *inner])
+    lab = ["python", "tools/netlab.py", "run", *links, "--mpi", mpi] if links else ["mpirun", "-n", "2"]
+    trusting = ["--trust"] * (trust and bool(links))
+    shown = shlex.join([*lab, *["--"] * bool(links), *inner])
     print(shown, flush=True)
     variables = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = [*lab, *["--trust"] * trust, "--", *inner, "--markdown", str(page)]
+    command = [*lab, *trusting, *["--"] * bool(links), *inner, "--markdown", str(page)]
     if subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"failed: {shown}")
     text = page.read_text().partition("\n")[2]  # its own first line is the command inside the lab

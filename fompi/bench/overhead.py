@@ -1,18 +1,13 @@
 """What fompi costs above the bare messages: `mpirun -n 2 python -m fompi bench overhead`.
 
-Every figure is the median of rounds that alternate with those of what it is compared with, in one run, with the range
-of the rounds beside it. Nothing here overlaps; messages progress because the caller polls.
+Every call is timed in rounds that alternate with those of its yardstick. Nothing here overlaps.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import cycle, product
-from pathlib import Path
+from itertools import cycle
 from time import perf_counter
 from typing import Any
 
@@ -20,85 +15,50 @@ import numpy as np
 
 import fompi
 from fompi import ops
-from fompi.bench.measure import alternate
+from fompi.bench.measure import Figure, Row, alternate, difference, median_figure
+from fompi.bench.suites import Options
 from fompi.layout import Partial, Shard, Spec
 from fompi.link import request_testsome
 
-ROUNDS, CALLS, WARMUP = 15, 300, 1
+CALLS, QUICK_CALLS, WARMUP = 300, 60, 1
 NBYTES = 1024
 CHANGING_CALLS = 10_000
-US = 1e6
+"""With new counts each, in all rounds."""
 
 
-@dataclass
-class Row:
-    """Median and range in microseconds of a call; `above` that of the yardstick, and what was to be reached."""
-
-    what: str
-    us: float
-    least: float
-    most: float
-    yardstick: float | None = None
-    allowed: float | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.what:58} {self.us:9.2f} ({self.least:.2f} to {self.most:.2f})"
-        if self.yardstick is not None:
-            text += f"   {self.us - self.yardstick:+8.2f} above the yardstick"
-        if self.allowed is not None:
-            cost = self.us - (self.yardstick or 0.0)
-            text += f" (at most {self.allowed:g}{'' if cost <= self.allowed else ': not reached'})"
-        return text
+def rows(comm: Any, options: Options) -> list[Row]:
+    return [all_reduces(comm, options), per_op(comm, options), *changing_sizes(comm, options), *planning(options)]
 
 
-def main(json_to: str | None) -> int:
-    """Print the table on rank 0, or write JSON to a file ("-": print it)."""
-    with fompi.Communicator() as comm:
-        rows = [*all_reduces(comm), *per_op(comm), *changing_sizes(comm), *planning()]
-        if comm.rank == 0:
-            text = json.dumps([asdict(row) for row in rows], indent=1)
-            if json_to == "-":
-                print(text)
-            else:
-                if json_to is not None:
-                    Path(json_to).write_text(text + "\n")
-                print(f"{comm.size} ranks, us a call: median of {ROUNDS} alternating rounds (and their range)")
-                print("\n".join(map(str, rows)))
-                if comm.size != 2:
-                    print("the figures to reach are for 2 ranks: mpirun -n 2 python -m fompi bench overhead")
-    return 0
+def _setup(comm: Any) -> dict[str, Any]:
+    """What is said with rows of messages."""
+    marks = () if comm.size == 2 else ("what is to be reached is for 2 ranks",)
+    return {"setup": f"{comm.size} ranks", "progress": "progress by polling", "marks": marks}
 
 
-def row(what: str, seconds: list[float], yardstick: list[float] | None = None, allowed: float | None = None) -> Row:
-    us = [US * s for s in seconds]
-    base = None if yardstick is None else US * statistics.median(yardstick)
-    return Row(what, statistics.median(us), min(us), max(us), base, allowed)
+def _calls(options: Options) -> int:
+    return QUICK_CALLS if options.quick else CALLS
 
 
-def all_reduces(comm: Any) -> list[Row]:
+def all_reduces(comm: Any, options: Options) -> Row:
     x, y = np.ones(NBYTES // 4, np.float32), np.empty(NBYTES // 4, np.float32)
     plan = fompi.plan(fompi.all_reduce, Spec(x.shape, "float32", Partial()), ranks=comm.size)
     with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
-        measured = alternate(
-            comm.link.comm,
-            {
-                "native": lambda: comm.link.comm.Allreduce(x, y),
-                "bound": bound,
-                "unbound": lambda: ops.all_reduce(x, comm=comm),
-            },
-            ROUNDS,
-            calls=CALLS,
-            warmup=WARMUP,
-        )
-    native = measured["native"]
-    return [
-        row("all-reduce of 1 KiB: the library's own", native),
-        row("all-reduce of 1 KiB: bound", measured["bound"], native, 15),
-        row("all-reduce of 1 KiB: unbound", measured["unbound"], native, 60),
+        contestants: dict[str, Callable[[], object]] = {
+            "the library": lambda: comm.link.comm.Allreduce(x, y),
+            "fompi bound": bound,
+            "fompi": lambda: ops.all_reduce(x, comm=comm),
+        }
+        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options), warmup=WARMUP)
+    native = seconds["the library"]
+    figures = [
+        difference("bound, above the library's", seconds["fompi bound"], native, most=15),
+        difference("unbound, above the library's", seconds["fompi"], native, most=60),
     ]
+    return Row("all-reduce of 1 KiB", samples=seconds, base="the library", figures=figures, **_setup(comm))
 
 
-def per_op(comm: Any) -> list[Row]:
+def per_op(comm: Any, options: Options) -> Row:
     """A plan of many ops, against the same messages posted and tested by hand."""
     slices, width = 64, 64
     x = np.ones((slices * width, 1), np.float32)
@@ -110,13 +70,12 @@ def per_op(comm: Any) -> list[Row]:
     y = np.empty((len(x) * comm.size, 1), np.float32)
     with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
         bare = bare_messages(comm, [x[i * width : (i + 1) * width] for i in range(slices)], y)
-        contestants: dict[str, Callable[[], object]] = {"bound": bound, "bare": bare}
-        measured = alternate(comm.link.comm, contestants, ROUNDS, calls=CALLS // 10, warmup=WARMUP)
-    each = [s / count for s in measured["bound"]]
-    return [
-        row(f"an op of a bound plan, {count} ops in all", each, None, 5),
-        row("the same messages by mpi4py alone, by the same count", [s / count for s in measured["bare"]]),
-    ]
+        contestants: dict[str, Callable[[], object]] = {"fompi bound": bound, "mpi4py alone": bare}
+        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options) // 10, warmup=WARMUP)
+    each = {name: [s / count for s in found] for name, found in seconds.items()}
+    figures = [median_figure("an op", each["fompi bound"], most=5)]
+    what = f"all-gather in {slices} slices, by its {count} ops"
+    return Row(what, samples=each, base="mpi4py alone", figures=figures, **_setup(comm))
 
 
 def bare_messages(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Callable[[], object]:
@@ -147,13 +106,11 @@ def bare_messages(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Call
     return exchange
 
 
-def changing_sizes(comm: Any) -> list[Row]:
+def changing_sizes(comm: Any, options: Options) -> list[Row]:
     """New random counts at every call, against bare messages with the same counts."""
-    size, capacity = comm.size, 64
+    size, capacity, calls = comm.size, 64, CHANGING_CALLS // (10 if options.quick else 1)
     draw = random.Random(5)
-    tables = [
-        tuple(tuple(draw.randrange(capacity) for _ in range(size)) for _ in range(size)) for _ in range(CHANGING_CALLS)
-    ]
+    tables = [tuple(tuple(draw.randrange(capacity) for _ in range(size)) for _ in range(size)) for _ in range(calls)]
     data = np.ones((capacity * size, 4), np.float32)
     plan = fompi.plan(fompi.all_gather, Spec((capacity * size, 4), "float32", Shard(0)), ranks=size)
     with fompi.bind(plan, comm=comm, x=data[:capacity].copy()) as bound:
@@ -169,13 +126,15 @@ def changing_sizes(comm: Any) -> list[Row]:
             "gather": in_turn(lambda table: bound(counts=table[0])),
             "bare gather": in_turn(lambda table: bare_all_to_all(comm, data, tuple((n,) * size for n in table[0]))),
         }
-        seconds = alternate(comm.link.comm, contestants, ROUNDS, calls=CHANGING_CALLS // ROUNDS, warmup=WARMUP)
-    return [
-        row("bare messages of an all-to-all, new counts at every call", seconds["bare a2a"]),
-        row("all_to_all (unbound), new counts at every call", seconds["a2a"], seconds["bare a2a"], 50),
-        row("bare messages of an all-gather, new counts at every call", seconds["bare gather"]),
-        row("bound all-gather, new counts at every call", seconds["gather"], seconds["bare gather"], 50),
-    ]
+        each = max(1, calls // options.rounds)
+        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=each, warmup=WARMUP)
+    found = []
+    for what, name, ours in (("all-to-all", "a2a", "fompi"), ("all-gather", "gather", "fompi bound")):
+        samples = {ours: seconds[name], "mpi4py alone": seconds[f"bare {name}"]}
+        figure = difference(f"{ours}, above the bare messages", *samples.values(), most=50)
+        what = f"{what}, new counts at every call"
+        found.append(Row(what, samples=samples, base="mpi4py alone", figures=[figure], **_setup(comm)))
+    return found
 
 
 def unbound_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
@@ -206,12 +165,12 @@ def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
         left -= len(testsome(requests) or ())
 
 
-def planning() -> list[Row]:
-    """A cold plan for 8 ranks, as the first call of an operation makes it: written, verified, compiled."""
+def planning(options: Options) -> list[Row]:
+    """A cold plan for 8 ranks, as the first call of an operation makes it; and the choice among many."""
     from fompi.compiled import Compiled
 
     seconds = []
-    for _ in range(ROUNDS):
+    for _ in range(options.rounds):
         begun = perf_counter()
         plan = fompi.plan(
             fompi.matmul_reduce_scatter,
@@ -222,14 +181,19 @@ def planning() -> list[Row]:
         fompi.verify(plan)
         Compiled(plan, 0)
         seconds.append(perf_counter() - begun)
-    return [row("a plan for 8 ranks, cold: written, verified, compiled", seconds, None, 50_000), *choosing()]
+    figure = median_figure("cold", seconds, "ms", most=50)
+    made = Row("a plan for 8 ranks, written, verified, compiled", "", {"cold": seconds}, figures=[figure])
+    return [made, *choosing(options)]
 
 
-COLD_US = {8: 50e3, 64: 500e3, 1024: 2e6}
+COLD_MS = {8: 50.0, 64: 500.0, 1024: 2000.0}
 """Ranks, and how long the choice among their schedules may take."""
 
+COLD_ROUNDS = 3
+"""Where one takes a second."""
 
-def choosing() -> list[Row]:
+
+def choosing(options: Options) -> list[Row]:
     """A choice by the model, as a call with FOMPI_MACHINE makes it: cold with this rank's program, then warm."""
     from fompi import choose
     from fompi.compiled import Compiled
@@ -237,21 +201,31 @@ def choosing() -> list[Row]:
     from fompi.problems import Form, problem
     from fompi.schedules import write
 
-    rows = []
-    for (ranks, allowed), name in product(COLD_US.items(), ("gigabit", "h100-ndr")):
-        machine = Machine.load(name)
+    found = []
+    for ranks, allowed in COLD_MS.items():
+        if options.quick and ranks > 8:
+            continue
+        samples: dict[str, list[float]] = {}
+        figures: list[Figure] = []
         k = 4096 // ranks
         made = problem("matmul_reduce_scatter", ranks, Form((4096, k), "float32"), [Form((k, 1024), "float32")])
-        seconds = []
-        for _ in range(ROUNDS if ranks < 100 else 3):
-            choose.forget()
-            begun = perf_counter()
-            schedule, slices = choose.choose(made, 4096, True, machine)
-            Compiled(write(made, schedule, slices), 0)
-            seconds.append(perf_counter() - begun)
-        what = f"a choice by the model of {name} for {ranks} ranks, cold, with our program"
-        rows.append(row(what, seconds, None, allowed))
-    begun = perf_counter()
-    for _ in range(CALLS):
-        choose.choose(made, 4096, True, machine)
-    return [*rows, row("the same, warm", [(perf_counter() - begun) / CALLS], None, 5)]
+        for name in ("gigabit", "h100-ndr"):
+            machine = Machine.load(name)
+            seconds = samples[f"{name}, cold"] = []
+            for _ in range(options.rounds if ranks < 100 else min(options.rounds, COLD_ROUNDS)):
+                choose.forget()
+                begun = perf_counter()
+                schedule, slices = choose.choose(made, 4096, True, machine)
+                Compiled(write(made, schedule, slices), 0)
+                seconds.append(perf_counter() - begun)
+            figures.append(median_figure(f"{name}, cold", seconds, "ms", most=allowed))
+        what = f"a choice by the model for {ranks} ranks, with our program"
+        found.append(Row(what, "", samples, figures=figures))
+    warm = []
+    for _ in range(options.rounds):
+        begun = perf_counter()
+        for _ in range(CALLS):
+            choose.choose(made, 4096, True, machine)
+        warm.append((perf_counter() - begun) / CALLS)
+    again = Row("the same choice again", "", {"warm": warm}, figures=[median_figure("warm", warm, most=5)])
+    return [*found, again]

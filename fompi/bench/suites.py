@@ -17,7 +17,7 @@ from fompi.bench import table
 from fompi.errors import LaunchError, StateError
 
 SUITES = ("collectives", "fused", "papers", "peers", "planner", "adapt", "overhead")
-"""Each is a module here, with `rows(comm, options) -> list[Row]`; `overhead` counts microseconds and prints itself."""
+"""Each is a module here, with `rows(comm, options) -> list[Row]`."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class Options:
 def run(suite: str, options: Options, json: str | None, markdown: str | None, plot: str | None) -> int:
     """Measure on all ranks; rank 0 prints the table, and writes the files that are named ("-": prints the JSON)."""
     _note_threads()
-    if suite == "overhead":
-        from fompi.bench import overhead
-
-        return overhead.main(json)
     if plot is not None and find_spec("matplotlib") is None:  # said before it is measured
         raise StateError('--plot needs matplotlib: pip install "fompi[plot]"')
     with fompi.Communicator() as comm:

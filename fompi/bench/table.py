@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fompi import info
-from fompi.bench.measure import Figure, Row, quantile
+from fompi.bench.measure import UNITS, Figure, Row, quantile
 
-MS = 1e3
+MS = UNITS["ms"]
 
 
 def about(command: str) -> dict[str, Any]:
@@ -88,21 +88,25 @@ def _times(row: Row) -> Iterator[str]:
     title = [row.what, row.setup, f"{rounds} rounds" * bool(rounds), *row.marks, row.progress]
     yield "**" + ", ".join(filter(None, title)) + "**"
     yield ""
-    head = ["", "median ms", "range", "p99"] + ([f"{row.base} / it"] if row.base else [])
+    unit = "us" if all(row.median(name) < 1e-3 for name in row.samples) else "ms"
+    scale = UNITS[unit]
+    head = ["", f"median {unit}", "range", "p99"] + ([f"{row.base} / it"] if row.base else [])
     body = []
     for name in sorted(row.samples, key=row.median):
-        ms = [MS * s for s in row.samples[name]]
+        times = [scale * s for s in row.samples[name]]
         cells = [
             name,
-            f"{MS * row.median(name):.2f}",
-            f"{min(ms):.2f} to {max(ms):.2f}",
-            f"{quantile(ms, 0.99):.2f}",
+            f"{scale * row.median(name):.2f}",
+            f"{min(times):.2f} to {max(times):.2f}",
+            f"{quantile(times, 0.99):.2f}",
         ]
         if row.base:
             against = row.ratio(row.base, name)
             cells.append(f"{against.value:.3f} ({against.interval})")
         body.append(cells)
-    body += [[f"limit: {name}", f"{MS * seconds:.2f}"] + [""] * (len(head) - 2) for name, seconds in row.limits.items()]
+    body += [
+        [f"limit: {name}", f"{scale * seconds:.2f}"] + [""] * (len(head) - 2) for name, seconds in row.limits.items()
+    ]
     body += [[f"{name}: {reason}"] + [""] * (len(head) - 1) for name, reason in row.absent.items()]
     yield from _table(head, body)
 

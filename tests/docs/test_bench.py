@@ -58,3 +58,73 @@ def test_planner(mpirun):
 def test_adapt_needs_links_that_can_be_changed(mpirun):
     done = mpirun(2, "-m", "fompi", "bench", "adapt")
     assert done.returncode != 0 and "tools/netlab.py" in done.output
+
+
+CUTS = {f"{n} slices, {way}" for n in (2, 4, 8) for way in ("native", "P2P")}
+SHARED = "shared memory: no wire"
+
+
+@pytest.mark.timeout(120)
+def test_fused(mpirun):
+    """Each operation beside the same without overlap and in slices, all right; limits, and all rows together."""
+    done = mpirun(2, "-m", "fompi", "bench", "fused", "--quick", "--rounds", "2", "--json", seconds=110)
+    assert done.returncode == 0, done.output
+    *rows, summary = json.loads(done.stdout)["rows"]
+    assert [row["what"].split(",")[0] for row in rows] == list(peers.OPERATIONS)
+    for row in rows:
+        names = row["samples"].keys()
+        assert names >= {"kernel alone", "bare exchange", "unfused, mpi4py P2P", "unfused, mpi4py blocking", *CUTS}
+        (chosen,) = [name for name in names if name.startswith("fompi ")]
+        assert row["errors"].keys() > names - {"kernel alone", "bare exchange"} and max(row["errors"].values()) < 1e-5
+        assert row["limits"].keys() == {"T_c", "T_m", "bound"}
+        assert row["limits"]["bound"] >= max(row["limits"]["T_c"], row["limits"]["T_m"])
+        assert [chosen in figure["name"] for figure in row["figures"]] == [False, True, True, True, False]
+        assert SHARED in row["setup"] and row["reached"] is None and "helper" in row["progress"]
+    assert len(summary["figures"]) == 2 and all(figure["value"] > 0 for figure in summary["figures"])
+
+
+@pytest.mark.timeout(120)
+def test_papers(mpirun):
+    """The three settings of the paper, on kernels that take their time and no core; exposed is a share."""
+    done = mpirun(4, "-m", "fompi", "bench", "papers", "--quick", "--rounds", "2", "--json", seconds=110)
+    assert done.returncode == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["what"].partition(" = ")[2] for row in rows] == ["0.56", "1", "2"]
+    for row in rows:
+        assert "emulated accelerator" in row["marks"] and SHARED in row["setup"] and row["reached"] is None
+        assert row["samples"].keys() >= {"kernel alone", "bare exchange", "unfused, P2P paced", *CUTS}
+        alone, (fompi,) = row["limits"]["T_c"], [s for name, s in row["samples"].items() if name.startswith("fompi ")]
+        assert min(fompi) >= 0.99 * alone
+    assert rows[0]["figures"][0]["name"] == "exposed / communication" and rows[0]["figures"][0]["value"] >= 0
+
+
+@pytest.mark.timeout(120)
+def test_overhead(mpirun, tmp_path):
+    """Small times are told in microseconds, each with its range; every yardstick is there."""
+    page = tmp_path / "rows.md"
+    asked = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json", "--markdown", page]
+    done = mpirun(2, "-m", "fompi", "bench", "overhead", *asked, seconds=110)
+    assert done.returncode == 0, done.output
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["what"].split(",")[0] for row in rows] == [
+        "all-reduce of 1 KiB", "all-gather in 64 slices", "all-to-all", "all-gather",
+        "a plan for 8 ranks", "a choice by the model for 8 ranks", "the same choice again",
+    ]  # fmt: skip
+    for row in rows:
+        assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples"].values())
+        assert all(figure["most"] and figure["unit"] in ("us", "ms") for figure in row["figures"])
+        assert row["base"] is None or row["base"] in row["samples"]
+    text = page.read_text()
+    assert text.count("| median us |") == 5 and text.count("| median ms |") == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_shape_of_ones_own(mpirun, ranks):
+    """Four operations, what overlap gains of each, 'nothing' included."""
+    done = mpirun(ranks, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", seconds=50)
+    assert done.returncode == 0, done.output
+    head, *lines = done.stdout.splitlines()
+    assert head == f"x[96, 96] @ w[96, 96], {ranks} ranks, {SHARED}, float32"
+    assert [line.split()[0] for line in lines] == list(peers.OPERATIONS)
+    assert all("ms without overlap" in line and " with (fompi " in line for line in lines)

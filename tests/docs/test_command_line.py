@@ -209,24 +209,3 @@ def test_calibrate_looks_at_its_file_first(mpirun):
     done = mpirun(2, "-m", "fompi", "calibrate", "/no/such/folder/machine.json", seconds=30)
     assert done.returncode == 2 and "kernels" not in done.stdout and "Traceback" not in done.output
     assert done.output.count("No such file or directory: '/no/such/folder/machine.json'") == 2
-
-
-@pytest.mark.timeout(200)
-def test_bench_overhead(mpirun):
-    """It measures all it says it does, in rounds whose range is told. No figure is judged here."""
-    done = mpirun(2, "-m", "fompi", "bench", "overhead", "--json", seconds=180)
-    assert done.returncode == 0, done.output
-    rows = json.loads(done.stdout)
-    assert {"what", "us", "least", "most", "yardstick", "allowed"} == set(rows[0])
-    assert all(0 < row["least"] <= row["us"] <= row["most"] for row in rows)
-    told = " ".join(row["what"] for row in rows)
-    for word in (
-        "all-reduce of 1 KiB",
-        "bound",
-        "unbound",
-        "an op of a bound plan",
-        "new counts",
-        "a plan for 8 ranks",
-    ):
-        assert word in told
-    assert sum(row["allowed"] is not None for row in rows) >= 6

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fompi.launch import Launch, cores_per_rank, detect, refusal, several_hosts, thread_note, warning
+from fompi.launch import Launch, cores_per_rank, crowded, detect, refusal, several_hosts, thread_note, warning
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {
@@ -227,6 +227,17 @@ def test_cores_per_rank(monkeypatch, ours, parent, ranks, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(affinity[process]))
     monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks)})
     assert cores_per_rank() == cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "local", "size", "is_so"), [(2, 2, 2, True), (2, 8, 8, True), (4, 2, 2, False), (2, 4, 8, False)]
+)
+def test_one_host_without_a_core_to_spare(monkeypatch, cores, local, size, is_so):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_LOCAL_SIZE": str(local)})
+    assert crowded(size) is is_so
+    monkeypatch.setattr(os, "environ", {})
+    assert not crowded(size), "nobody says so"
 
 
 def test_several_hosts(monkeypatch):

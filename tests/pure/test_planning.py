@@ -304,8 +304,8 @@ def test_the_choice_is_one_that_every_rank_can_make():
     for operation in MEANING:
         for ranks in (1, 2, 8):
             made = problem_of(operation, ranks)
-            for rows, network in product((None, 0, 10, 10**9), (False, True)):
-                name, slices = choose.choose(made, rows, network)
+            for rows, network, crowded in product((None, 0, 10, 10**9), (False, True), (False, True)):
+                name, slices = choose.choose(made, rows, network, None, crowded)
                 assert name in schedules.available(made) and slices >= 1
 
 
@@ -318,6 +318,19 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose.plan_for(products, large, "bidirectional").parts == 2
     assert choose.choose(sums, 10**8, network=True) == choose.choose(products, 10**8, network=True) == ("ring", 4)
     assert choose.choose(products, 100, network=True) == ("direct", 1)
+
+
+def test_products_stay_whole_where_a_message_is_a_copy_by_a_core_that_could_compute():
+    for operation in ("all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul", "all_gather_weight_gradient"):
+        for rows in (None, 10, 10**9):
+            few = operation == "matmul_all_reduce" and rows == 10
+            assert choose.choose(problem_of(operation, 4), rows, crowded=True) == (
+                "unfused" if few else "unfused_p2p",
+                1,
+            )
+    assert choose.choose(problem_of("all_reduce", 4), 10, crowded=True) == ("exchange", 1)
+    assert choose.choose(problem_of("all_gather", 4), 10, crowded=True) == ("direct", 1)
+    assert choose.choose(problem_of("all_gather_matmul", 1), 10, crowded=True) == ("direct", 1)
 
 
 @pytest.mark.parametrize("weights, biases", [(0, 0), (1, 2)])
