@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 import fompi
-from fompi import info, problems
+from fompi import info, picture, problems
 from fompi.agreement import agree
 from fompi.bench import suites
 from fompi.errors import FompiError
@@ -93,7 +93,9 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     _problem_arguments(parser)
     parser.add_argument("--machine", default="gigabit", help=f"a JSON file, or one of {', '.join(PRESETS)}")
     parser.add_argument("--timeline", action="store_true", help="that of the best one, as text")
-    parser.add_argument("--plot", metavar="FILE", help="timelines of the best one and of the best without overlap: SVG")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, SVG or PNG"
+    )
 
 
 def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -120,14 +122,14 @@ def _specs(options: argparse.Namespace) -> list[Spec]:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    if options.plot and not options.plot.endswith(".svg"):
-        raise fompi.LayoutError(f"--plot {options.plot}: the picture is SVG, so the name must end in .svg")
+    if options.plot:
+        picture.check(options.plot)  # before the walks
     found = fompi.explain(options.operation, *_specs(options), ranks=options.ranks, machine=options.machine)
     print(found)
     if options.timeline:
         print(found.timeline())
     if options.plot:
-        Path(options.plot).write_text(found.plot())
+        picture.save(found.plot(), options.plot)
     return 0
 
 

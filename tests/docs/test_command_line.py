@@ -101,6 +101,9 @@ def test_explain(tmp_path):
     text, _ = run("explain", *GATHER.split(), "--machine", "laptop", "--timeline", "--plot", picture)
     assert text == f"{found}\n{found.timeline()}\n" and picture.read_text() == found.plot()
     assert run("plan", *GATHER.split(), "--machine", "laptop") == (f"{found.plan}\n", "")
+    pixels = tmp_path / "best.png"
+    run("explain", *GATHER.split(), "--machine", "laptop", "--plot", pixels)
+    assert pixels.read_bytes().startswith(b"\x89PNG") and len(pixels.read_bytes()) > 5000
 
 
 WRONG = {
@@ -113,7 +116,7 @@ WRONG = {
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
     "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks are no groups of 3; take auto, ",
     "plan all_gather_matmul 64x8 8x4 --ranks 2 --dtype bool": "a product of bool has no meaning",
-    f"explain {GATHER} --plot picture.png": "--plot picture.png: the picture is SVG",
+    f"explain {GATHER} --plot picture.pdf": "picture.pdf: a picture is SVG or PNG",
     "plan all_to_all 64x4 --ranks 4 --schedule ring": "no schedule 'ring' for all_to_all; take auto, unfused",
     "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "does not sum bfloat16 in float32",
     "plan all_reduce 64 --ranks 4 --dtype bool": "a sum of bool has no meaning",
