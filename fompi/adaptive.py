@@ -23,12 +23,14 @@ from fompi import executor, ops
 from fompi.agreement import agree
 from fompi.backends.base import Backend
 from fompi.calibrate import refit
+from fompi.candidates import Candidate
 from fompi.communicator import Communicator
 from fompi.errors import DriftWarning, PlanError
 from fompi.executor import Executor
-from fompi.explain import Candidate, Explanation, explain
+from fompi.explain import Explanation, explain
 from fompi.plan import Plan, Programs
 from fompi.problems import Problem
+from fompi.schedules import IN_RING_ORDER
 from fompi.trace import Trace
 from fompi.verify import verify
 
@@ -76,7 +78,8 @@ def bind(
     of its best few and of those without overlap, by running them here (`fompi.effort`). `adapt=True`: every 8 calls
     the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
     best now, between two calls (an output that was not given may move then). With `same_bits` only to what sums every
-    element in the same order. Whoever binds an Explanation gets a DriftWarning when its calls take much longer than
+    element in the same order: `ring` and the pairwise schedules do, with any slices of a reduce-scatter, and with the
+    same slices of an all-reduce. Whoever binds an Explanation gets a DriftWarning when its calls take much longer than
     predicted.
     """
     given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
@@ -168,14 +171,14 @@ def _differ(a: float, b: float, factor: float) -> bool:
 def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
     """Whether every element is summed in the same order by both.
 
-    The order goes by the rank that owns the element, and slices do not change that in a reduce-scatter. They do in an
-    all-reduce, whose ranks own other elements then, and where half of the slices go the other way round.
+    The order goes by the rank that owns the element, and slices do not change that in a reduce-scatter, unless half of
+    them go the other way round. They do in an all-reduce, whose ranks own other elements then.
     """
-    if problem.moves not in ("reduce_scatter", "all_reduce"):
+    if problem.moves not in ("reduce_scatter", "all_reduce") or one == other:
         return True
-    if (one.schedule, one.rows) != (other.schedule, other.rows) or one.schedule in ("unfused", "sliced"):
-        return one == other
-    return one.slices == other.slices or (problem.moves == "reduce_scatter" and one.schedule in ("direct", "ring"))
+    if one.rows != other.rows or not {one.schedule, other.schedule} <= {*IN_RING_ORDER}:
+        return (one.schedule, one.slices, one.rows) == (other.schedule, other.slices, other.rows)
+    return problem.moves == "reduce_scatter" or one.slices == other.slices
 
 
 class Change(NamedTuple):

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from fompi import layout
+from fompi.candidates import FEW_OPS
 from fompi.errors import PlanError
-from fompi.explain import FEW_OPS, explain
+from fompi.explain import explain
 from fompi.layout import Sizes, Slices, split
 from fompi.machine import Machine
 from fompi.plan import Plan
@@ -106,13 +107,13 @@ def plan_for(
     """
     if schedule == "auto" and machine is not None:
         cut: Slices
-        name, cut, paced, rows = explain(problem, sizes, machine, at).winner.candidate
+        name, cut, paced, rows, order = explain(problem, sizes, machine, at).winner.candidate
         window = paced if window is None else window
         sizes = sizes if rows is None else Sizes(rows)
     elif schedule == "auto":
-        name, cut = choose(problem, None if sizes.pairs else sum(sizes.rows))
+        (name, cut), order = choose(problem, None if sizes.pairs else sum(sizes.rows)), ()
     elif is_available(problem, schedule):
-        name, cut = schedule, 1
+        name, cut, order = schedule, 1, ()
     else:
         raise PlanError(f"no schedule {schedule!r} for {problem.operation}{hint(problem, schedule)}")
-    return write(problem, name, cut if slices is None else slices, sizes, window, at)
+    return write(problem, name, cut if slices is None else slices, sizes, window, at, order)

@@ -28,8 +28,9 @@ import numpy as np
 from fompi import launch, ops
 from fompi.arguments import Arguments, Local
 from fompi.call import How, Operation
+from fompi.candidates import UNFUSED, Candidate, candidates_without_machine
 from fompi.communicator import Communicator
-from fompi.explain import UNFUSED, Candidate, Explanation, candidates_without_machine, explain
+from fompi.explain import Explanation, explain
 from fompi.layout import Sizes, Slices
 from fompi.problems import Problem
 from fompi.schedules import is_available, shares_of
@@ -54,7 +55,7 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
         key += f", {sum(local.rows).bit_length()} bits of rows"
 
     def listed() -> Iterable[Candidate]:
-        return (c for c in candidates(problem, sizes, comm) if c.window is None and c.rows is None)
+        return (c for c in candidates(problem, sizes, comm) if c.anywhere)
 
     def timed(candidate: Candidate) -> float:
         begun = perf_counter()
@@ -125,10 +126,11 @@ def _told_by_rank_0(comm: Communicator, told: Sequence[Candidate]) -> list[Candi
 
 def _candidate(fields: Any) -> Candidate:
     """What JSON made of a candidate. Raises TypeError or ValueError for what is none."""
-    schedule, slices, window, rows = fields
+    schedule, slices, window, rows, order = fields
     slices = tuple(map(int, slices)) if isinstance(slices, list) else int(slices)
     owned = None if rows is None else tuple(map(int, rows))
-    return Candidate(str(schedule), slices, None if window is None else int(window), owned)
+    dests = tuple(tuple(map(int, each)) for each in order)
+    return Candidate(str(schedule), slices, None if window is None else int(window), owned, dests)
 
 
 # ---------------------------------------------------------------------------------------------------------- on disk

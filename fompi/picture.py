@@ -46,7 +46,7 @@ def _paint(picture: str, path: Path) -> None:
         if kind == "text":
             side = {"end": "right", "middle": "center"}.get(given.get("text-anchor", ""), "left")
             axes.text(
-                x, y, element.text, fontsize=11, ha=side, va="baseline", weight=given.get("font-weight", "normal")
+                x, y, element.text or "", fontsize=11, ha=side, va="baseline", weight=given.get("font-weight", "normal")
             )
         elif kind == "line":
             ends = [[float(given[f"{name}{i}"]) for i in (1, 2)] for name in "xy"]

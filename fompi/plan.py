@@ -190,9 +190,14 @@ class Program:
 class Workspace:
     """The buffers of one rank while its program is written: `work.x`, `work["y"]`, `work.scratch(...)`."""
 
-    def __init__(self, rank: int, size: int, parts: int):
+    def __init__(self, rank: int, size: int, parts: int, order: Sequence[int] = ()):
         self.rank, self.size, self.parts = rank, size, parts
+        self._order = order
         self._buffers: dict[str, Buffer] = {}
+
+    def dests(self, way: int) -> Sequence[int]:
+        """The other ranks, in the order in which this one sends: `rank + way` first and so on, or as the plan says."""
+        return self._order or [(self.rank + way * d) % self.size for d in range(1, self.size)]
 
     def add(self, name: str, role: str, axis: str, row: Sequence[int], dtype: str) -> Buffer:
         numbers = layout.blocks(axis, self.rank, self.size, self.parts)
@@ -256,7 +261,8 @@ class Plan:
 
     `shares` are the sizes of the parts of a shard, in proportion. `window` bounds the sends that a rank has in flight,
     or the library's collectives (None: no bound). `sizes` are the rows that the plan was made for; the same plan runs
-    with any others.
+    with any others. `order` holds the other ranks, in the order in which each rank sends to them, if that is not the
+    one of the schedule.
     """
 
     problem: Any
@@ -265,6 +271,7 @@ class Plan:
     sizes: Sizes
     programs: Sequence[Program] = field(hash=False)
     window: int | None = None
+    order: tuple[tuple[int, ...], ...] = ()
 
     @property
     def parts(self) -> int:
@@ -299,6 +306,7 @@ class Plan:
             "schedule": self.schedule,
             "shares": self.shares,
             "window": self.window,
+            "order": self.order,
             "sizes": self.sizes._asdict(),
         }
         return json.dumps({"problem": asdict(self.problem), **head, "programs": programs}, indent=1)
@@ -314,8 +322,9 @@ def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
             for rank, p in enumerate(data["programs"])
         )
         sizes = Sizes(tuple(data["sizes"]["rows"]), tuple(tuple(row) for row in data["sizes"]["pairs"]))
+        order = tuple(tuple(map(int, dests)) for dests in data["order"])
         fields = {"schedule": data["schedule"], "shares": shares, "sizes": sizes, "window": data["window"]}
-        return data["problem"], {**fields, "programs": programs}
+        return data["problem"], {**fields, "programs": programs, "order": order}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"not the JSON of a plan: {type(error).__name__}: {error}") from error
 
@@ -486,6 +495,7 @@ def grid(plan: Plan, most_ranks: int = 8) -> str:
     shown = [plan.programs[rank] for rank in range(min(plan.size, most_ranks))]
     scratch = max(p.scratch_nbytes(plan.extents(p.rank)) for p in shown)
     paced = "" if plan.window is None else f", window {plan.window}"
+    paced += ", peers in an order of their own" if plan.order else ""
     head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {cut_in_words(plan)}{paced}, "
     columns = [[f"rank {p.rank}", *map(str, p.ops)] for p in shown]
     height = max(map(len, columns))

@@ -112,9 +112,9 @@ class Problem:
         """The axes of x and of the results that come in rows."""
         return _AXES[self.moves]
 
-    def workspace(self, rank: int, parts: int) -> Workspace:
+    def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
         """The inputs and outputs of one rank."""
-        work = Workspace(rank, self.size, parts)
+        work = Workspace(rank, self.size, parts, order)
         here, there = self.axes
         gathers = not self.multiplies_first
         work.add("x", "input", here, self.row, self.dtype)

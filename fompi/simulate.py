@@ -100,7 +100,7 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     """
     check_sizes(plan, sizes)
     size = plan.size
-    if plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation == "broadcast":
+    if plan.order or plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation == "broadcast":
         return size
     step = lcm(machine.levels[-1].ranks if machine.levels else 1, plan.group)
     counts = sizes.pairs or sizes.rows

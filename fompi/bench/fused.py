@@ -34,8 +34,8 @@ from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, geo
 from fompi.bench.peers import KS, QUICK_KS, Case, M, kernel_of
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
+from fompi.candidates import UNEVEN
 from fompi.errors import ShapeError
-from fompi.explain import UNEVEN
 from fompi.layout import slices_in_words
 
 SLICES = (2, 4, 8)

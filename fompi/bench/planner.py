@@ -44,7 +44,8 @@ from fompi.bench.peers import KS, Case, M, kernel_of
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
 from fompi.calibrate import calibrate, slowdown
-from fompi.explain import UNFUSED, Candidate, Explanation
+from fompi.candidates import UNFUSED, Candidate
+from fompi.explain import Explanation
 from fompi.fit import at_speed, product_seconds
 from fompi.layout import Shard, Spec
 from fompi.machine import NO_PACKING, Machine

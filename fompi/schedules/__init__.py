@@ -44,6 +44,12 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+PAIRWISE = ("direct", "unfused_p2p", "sliced_p2p")
+"""Those in which every rank sends to every other one, in any order."""
+
+IN_RING_ORDER = (*PAIRWISE, "ring")
+"""Those that sum an element in the order of the ranks, from the one behind its owner round to the owner."""
+
 REGISTERED: dict[str, tuple[str, ...]] = {}
 """The schedules of users, and what each can move."""
 
@@ -143,24 +149,30 @@ def write(
     sizes: Sizes | None = None,
     window: int | None = None,
     at: Callable[[int], Problem] | None = None,
+    order: tuple[tuple[int, ...], ...] = (),
 ) -> Plan:
     """The Plan of `problem` by `schedule`, its shards cut into `slices`. Raises PlanError for what cannot be.
 
     `at(rank)` is the problem of each rank where they differ in columns that do not travel (None: they do not differ).
+    `order[rank]`: the other ranks, in the order in which `rank` sends to them (pairwise schedules only).
     """
     if not is_available(problem, schedule):
         raise PlanError(f"{problem.operation} has no schedule {schedule!r}{hint(problem, schedule)}")
     if window is not None and window < 1:
         raise PlanError(f"window={window}: at least one message must be under way, or None for no bound")
-    shares = shares_of(schedule, slices)
+    shares, size = shares_of(schedule, slices), problem.size
+    if order and schedule not in PAIRWISE:
+        raise PlanError(f"an order of peers is for {', '.join(PAIRWISE)}, not for {schedule}")
+    for rank, dests in enumerate(order):
+        if len(order) != size or sorted((*dests, rank)) != list(range(size)):
+            raise PlanError(f"order[{rank}]={dests} must be all other ranks of {size}, each once", rank)
 
     def program(rank: int) -> Program:
         mine = problem if at is None else at(rank)
-        work = mine.workspace(rank, len(shares))
+        work = mine.workspace(rank, len(shares), order[rank] if order else ())
         return work.program(_writer(schedule)(mine, work))
 
-    size = problem.size
     nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
     if window is None and schedule == "sliced":
         window = native.window(problem)
-    return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window)
+    return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window, order)

@@ -1,14 +1,16 @@
-"""Direct (pairwise): every block goes straight to the rank that wants it, in the permutations rank -> rank + d.
+"""Direct (pairwise): every block goes straight to the rank that wants it, in the permutations rank -> rank + d, for
+sums rank -> rank - d, or in the order that the plan has for each rank.
 
 The same bytes as a ring without its chain of dependencies: a slow rank delays only what it sends itself. Own block
-first for gathers, last for sums (TransformerEngine, PyTorch's async-TP, the attention of arXiv 2604.24013).
+first for gathers, last for sums (TransformerEngine, PyTorch's async-TP, the attention of arXiv 2604.24013). Terms are
+summed in the order of a ring, so that both give the same bits: that of the next rank first, our own last.
 `unfused_p2p` is the same exchange with the compute in one piece before or after it, `sliced_p2p` with the compute cut
 as in `sliced`: one part of every shard at a time. `exchange` is an all-reduce in one step for small tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fompi.plan import Chunk, Compute, Op, Recv, Send, Workspace
 from fompi.problems import Problem
@@ -51,21 +53,24 @@ def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bo
 def _gather(local: Gather, by_slices: bool) -> Iterator[Op]:
     """All-gather and all-to-all: only what goes out differs."""
     rank, size, parts = local.rank, local.size, range(local.parts)
-    blocks = [(d, part) for d in range(1, size) for part in parts]
-    if by_slices:
-        blocks.sort(key=lambda block: block[1])
-    for d, part in blocks:
-        yield Recv((rank - d) % size, local.land((rank - d) % size, part))
-    for d, part in blocks:
-        yield Send((rank + d) % size, local.outgoing((rank + d) % size, part))
+
+    def blocks(peers: Iterable[int]) -> list[tuple[int, int]]:
+        pairs = [(peer, part) for peer in peers for part in parts]
+        return sorted(pairs, key=lambda pair: pair[1]) if by_slices else pairs
+
+    arriving = blocks((rank - d) % size for d in range(1, size))
+    for source, part in arriving:
+        yield Recv(source, local.land(source, part))
+    for dest, part in blocks(local.work.dests(1)):
+        yield Send(dest, local.outgoing(dest, part))
     if by_slices:
         yield from local.copy_own()
         for part in parts:
             yield from local.use_slice(part)
         return
     yield from local.use_own()
-    for d, part in blocks:
-        yield from local.use((rank - d) % size, part)
+    for source, part in arriving:
+        yield from local.use(source, part)
 
 
 def _deal(local: Scatter) -> Iterator[Op]:
@@ -76,8 +81,7 @@ def _deal(local: Scatter) -> Iterator[Op]:
         source = (rank - d) % size
         for part in parts:
             yield Recv(source, y[source * local.parts + part])
-    for d, part in local.order(range(1, size)):
-        dest = (rank + d) % size
+    for dest, part in local.order(local.work.dests(1)):
         term = yield from local.term(dest, part, out)
         yield Send(dest, term)
     yield from local.own_into(local.targets)
@@ -116,9 +120,8 @@ def _reduce_scatter(local: Scatter) -> Iterator[Op]:
     """The terms of others are summed while our own is made: after it one add remains, and no message."""
     rank, size, parts, sums = local.rank, local.size, range(local.parts), _Sums(local)
     for d, part in local.order(range(1, size)):
-        yield Recv((rank - d) % size, sums.arrived(d, part))
-    for d, part in local.order(range(1, size)):
-        owner = (rank + d) % size
+        yield Recv((rank + d) % size, sums.arrived(d, part))
+    for owner, part in local.order(local.work.dests(-1)):
         term = yield from local.term(owner, part, local.wire)
         yield Send(owner, term)
     for part in parts:
@@ -132,9 +135,8 @@ def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
     """One slice: its rows are summed by their owners, then gathered while the next slices are made and summed."""
     rank, size, y, sums = local.rank, local.size, local.work["y"], _Sums(local)
     for d in range(1, size):
-        yield Recv((rank - d) % size, sums.arrived(d, part))
-    for d in range(1, size):
-        owner = (rank + d) % size
+        yield Recv((rank + d) % size, sums.arrived(d, part))
+    for owner in local.work.dests(-1):
         term = yield from local.term(owner, part, local.wire)
         yield Send(owner, term)
     own = yield from local.term(rank, part, local.wire)
@@ -142,10 +144,10 @@ def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
     yield from sums.add(part)
     yield sums.finish(part, own)
     for d in range(1, size):
-        source = (rank - d) % size
+        source = (rank + d) % size
         yield Recv(source, y[local.block(source, part)])
-    for d in range(1, size):
-        yield Send((rank + d) % size, local.target(part))
+    for dest in local.work.dests(-1):
+        yield Send(dest, local.target(part))
 
 
 def _broadcast(local: Gather) -> Iterator[Op]:

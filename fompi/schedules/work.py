@@ -179,9 +179,9 @@ class Scatter(_Local):
     def block(self, owner: int, part: int) -> int:
         return part * self.size + owner if self.dealt else owner * self.parts + part
 
-    def order(self, distances: Iterable[int]) -> list[tuple[int, int]]:
-        """(distance, part) of all blocks for others, in the order in which they are made."""
-        pairs = [(d, part) for d in distances for part in range(self.parts)]
+    def order(self, peers: Iterable[int]) -> list[tuple[int, int]]:
+        """(peer, part) of all blocks for others, in the order in which they are made."""
+        pairs = [(peer, part) for peer in peers for part in range(self.parts)]
         return sorted(pairs, key=lambda pair: pair[1]) if self.by_slices else pairs
 
     @property

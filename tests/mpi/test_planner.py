@@ -14,7 +14,7 @@ from mpi4py import MPI
 import fompi
 from fompi import Partial, Shard, Spec, adaptive, effort, fit
 from fompi.calibrate import slowdown
-from fompi.explain import Candidate
+from fompi.candidates import Candidate
 from fompi.machine import Machine
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores say nothing new, slowly")
@@ -280,7 +280,8 @@ def test_a_drift_is_said_once(own, machine, monkeypatch):
 
 def test_candidates_come_back_from_json():
     listed = [Candidate("direct", 4, 1), Candidate("hierarchical(2)", (1, 2, 4)), Candidate("unfused")]
-    for candidate in [*listed, Candidate("direct", 4, None, (1, 0, 3))]:
+    listed += [Candidate("direct", 4, None, (1, 0, 3)), Candidate("direct", 1, 2, None, ((1, 2), (2, 0), (0, 1)))]
+    for candidate in listed:
         assert effort._candidate(json.loads(json.dumps(list(candidate)))) == candidate
 
 

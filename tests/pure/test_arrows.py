@@ -33,8 +33,11 @@ PURE = {
     "rotation": {"plan", "kernels", "machine", "trace", "layout"},
     "simulate": {"plan", "kernels", "machine", "trace", "layout", "rotation", "errors"},
     "bound": {"problems", "machine", "layout", "errors"},
+    "candidates": {"exact", "bound", "schedules", "problems", "plan", "machine", "layout", "errors"},
+    "estimate": {"candidates", "bound", "schedules", "problems", "plan", "machine", "layout", "errors"},
     "explain": {
-        "exact",
+        "candidates",
+        "estimate",
         "bound",
         "schedules",
         "verify",
@@ -49,7 +52,7 @@ PURE = {
         "errors",
     },
     "steps": {"explain", "bound", "problems", "machine", "layout", "errors"},
-    "choose": {"schedules", "explain", "problems", "plan", "machine", "layout", "errors"},
+    "choose": {"schedules", "candidates", "explain", "problems", "plan", "machine", "layout", "errors"},
 }
 """The rooms above the line, and all that each may import."""
 

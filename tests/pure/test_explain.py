@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import catalogue
 import pytest
@@ -10,13 +11,17 @@ from catalogue import everyone
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
+from fompi.bound import call_seconds, row_nbytes
+from fompi.candidates import UNFUSED, WINDOWS, Candidate, candidates, exact_cuts, in_order, owned, paced
 from fompi.errors import LayoutError
-from fompi.explain import FAR, UNFUSED, candidates, estimate, exact_cuts, explain, owned
+from fompi.estimate import estimate
+from fompi.exact import Job, makespan
+from fompi.explain import FAR, explain
 from fompi.layout import Sizes
 from fompi.machine import PRESETS, Level, Machine
 from fompi.plan import Compute
 from fompi.problems import Form, problem
-from fompi.schedules import write
+from fompi.schedules import PAIRWISE, write
 from fompi.simulate import predict
 from fompi.verify import verify
 
@@ -33,9 +38,13 @@ def large(operation, ranks, k=512):
     x, w = {
         "all_gather_matmul": (Form((n // ranks, k), "float32"), Form((k, n // ranks), "float32")),
         "matmul_reduce_scatter": (Form((n, k // ranks), "float32"), Form((k // ranks, n), "float32")),
+        "matmul_all_to_all": (Form((n // ranks, k), "float32"), Form((k, n), "float32")),
         "matmul_all_reduce": (Form((n, k // ranks), "float32"), Form((k // ranks, n), "float32")),
     }[operation]
-    return problem(operation, ranks, x, [w]), Sizes((n // ranks,) * ranks)
+    made = problem(operation, ranks, x, [w])
+    if operation == "matmul_all_to_all":
+        return made, Sizes(pairs=((n // ranks // ranks,) * ranks,) * ranks)
+    return made, Sizes((n // ranks,) * ranks)
 
 
 def walked(made, sizes, machine):
@@ -49,7 +58,9 @@ def test_every_problem_has_an_explanation(name, ranks):
     made = catalogue.problems(ranks)[name]
     sizes = catalogue.sizes(made, "uneven")
     found = explain(made, sizes, Machine.load("laptop"))
-    assert {one.candidate for one in found.judged} == set(candidates(made, Machine.load("laptop")))
+    listed, judged = set(candidates(made, Machine.load("laptop"))), [one.candidate for one in found.judged]
+    assert listed <= set(judged) and len(judged) == len(set(judged))
+    assert all(one.order or one.window in WINDOWS for one in set(judged) - listed)
     by_walk = [one for one in found.judged if one.trace is not None]
     assert found.winner.seconds == min(one.seconds for one in by_walk) and found.winner is by_walk[0]
     assert found.gap >= -1e-9 and found.bound.seconds <= found.winner.seconds * (1 + 1e-9)
@@ -79,7 +90,7 @@ def test_in_a_hurry_what_cannot_win_is_not_walked(operation, machine, ranks, k):
     made, sizes = large(operation, ranks, k)
     where = PRESETS[machine]
     found = explain(made, sizes, where, hurried=True)
-    usable = [one for one in explain(made, sizes, where).judged if one.candidate.window is None]
+    usable = [one for one in explain(made, sizes, where).judged if one.candidate.anywhere]
     assert found.winner.trace is not None and found.winner.seconds <= 1.02 * usable[0].seconds
     by_walk = {one.candidate for one in usable if one.trace is not None}
     for one in found.judged:
@@ -219,3 +230,53 @@ def test_exact_cuts_are_no_worse_than_any_fixed_ones(operation, k):
     for slices in (1, 2, 4, (1, 3), (3, 1), (4, 2, 1, 1), (1, 1, 2, 4)):
         other = predict(write(made, "direct", slices, sizes), machine)
         assert min(times.values()) <= other * (1 + 0.005), (slices, times)
+
+
+# ------------------------------------------------------------------------------------------------- the order of peers
+
+
+def test_an_order_of_peers_only_where_pieces_or_links_differ():
+    for name in NAMES:
+        made = catalogue.problems(4)[name]
+        flat, slow = Machine.load("gigabit"), replace(Machine.load("gigabit"), rates=(1.0, 0.25))
+        even = catalogue.sizes(made, "even")
+        assert list(in_order(made, even, flat)) == []
+        for machine, sizes in ((flat, catalogue.sizes(made, "uneven")), (slow, even)):
+            for candidate in in_order(made, sizes, machine):
+                verify(write(made, "direct", candidate.slices, sizes, candidate.window, None, candidate.order))
+                assert candidate.order and not candidate.anywhere
+
+
+def test_the_order_is_the_best_for_a_rank_by_itself():
+    """Of all orders of its pieces, made one after the other and sent one after the other."""
+    made, machine = large("matmul_reduce_scatter", 5)[0], replace(Machine.load("gigabit"), bandwidth=2e9)
+    sizes = Sizes((900, 30, 400, 1, 2000))
+    order = next(in_order(made, sizes, machine)).order
+    for rank, dests in enumerate(order):
+        jobs = {
+            dest: Job(call_seconds(made, machine, rows), machine.link(rank, dest).seconds(rows * max(row_nbytes(made))))
+            for dest, rows in enumerate(sizes.rows)
+        }
+        least = min(makespan([jobs[d] for d in p]) for p in permutations(d for d in jobs if d != rank))
+        assert makespan([jobs[dest] for dest in dests]) == pytest.approx(least)
+
+
+def test_a_hot_expert_is_served_in_order():
+    """Uneven rows of an all-to-all, behind products: the walk likes the order, and no other candidate is as good."""
+    made = problem("all_to_all_matmul", 3, Form((0, 4096), "float32"), [Form((4096, 1024), "float32")])
+    sizes = Sizes(pairs=((64, 1024, 16), (16, 0, 1024), (1024, 16, 128)))
+    judged = explain(made, sizes, Machine.load("gigabit")).judged
+    by_walk = [one for one in judged if one.trace is not None]
+    with_order = min(one.seconds for one in by_walk if one.candidate.order)
+    assert with_order <= min(one.seconds for one in by_walk if not one.candidate.order)
+
+
+def test_many_sends_in_flight_or_few():
+    """Of the best pairwise schedule all windows are walked."""
+    made, sizes = large("matmul_all_to_all", 8)
+    found = explain(made, sizes, replace(Machine.load("gigabit"), bandwidth=2e9))
+    best = next(one.candidate for one in found.judged if one.candidate.schedule in PAIRWISE)
+    walked = {one.candidate for one in found.judged if one.trace is not None}
+    if found.winner.candidate == best:
+        assert {best._replace(window=w) for w in WINDOWS} <= walked
+    assert list(paced(Candidate("ring"), 8)) == [] and len(list(paced(Candidate("direct"), 3))) == 1

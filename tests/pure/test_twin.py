@@ -14,7 +14,7 @@ import fompi
 from fompi import schedules
 from fompi.backends.numpy import Numpy
 from fompi.errors import PlanError
-from fompi.layout import ITEMSIZE, Spec
+from fompi.layout import ITEMSIZE, Sizes, Spec
 from fompi.plan import Compute
 from fompi.problems import layouts, reference
 from fompi.simulate import twin
@@ -53,6 +53,30 @@ def test_every_plan_is_verified_and_means_its_operation(size, name):
             inputs = catalogue.inputs(problem, sizes, call)
             outputs = twin(plan, inputs, BACKEND, sizes=sizes, seed=call)
             assert_close(outputs, reference(problem, inputs, sizes, np), f"{schedule} {slices} {how} {plan.window}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_sums_in_the_order_of_a_ring(size, name, dtype):
+    """The same bits by all schedules that say so: with any slices, but of an all-reduce with the same ones."""
+    problem = replace(catalogue.problems(size)[name], dtype=dtype)
+    sizes = Sizes(tuple(50 + 7 * rank for rank in range(size)))
+    inputs = catalogue.inputs(problem, sizes, fill=lambda draw, shape, _: draw.standard_normal(shape).astype(dtype))
+    found = {}
+    for call, (schedule, slices) in enumerate(product((*schedules.IN_RING_ORDER, "bidirectional"), SLICES)):
+        others = tuple(tuple(r for r in reversed(range(size)) if r != rank) for rank in range(size))
+        for order in ((), others) if schedule in schedules.PAIRWISE else [()]:
+            plan = schedules.write(problem, schedule, slices, window=WINDOWS[call % 3], order=order)
+            verify(plan)
+            same = "any" if name == "reduce_scatter" else slices
+            if schedule == "bidirectional":
+                same = schedule
+            found.setdefault(same, set()).add(repr(bits(twin(plan, inputs, BACKEND, sizes=sizes, seed=call))))
+    ways = found.pop("bidirectional")
+    assert all(len(each) == 1 for each in found.values())
+    if size > 3 and dtype == "float32":  # of three terms the first two may change places
+        assert not ways & set.union(*found.values()), "sums in another order should differ somewhere"
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "all_reduce", "matmul_all_reduce bias"])

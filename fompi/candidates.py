@@ -1,0 +1,226 @@
+"""What there is to choose from: the schedules of a problem, in the cuts, windows and orders that may matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import gcd
+from typing import NamedTuple
+from zlib import crc32
+
+from fompi.bound import call_seconds, row_nbytes, rows_worked
+from fompi.exact import Job, johnson, pieces
+from fompi.layout import Sizes, Slices, cut, slices_in_words
+from fompi.machine import Machine
+from fompi.plan import Workspace
+from fompi.problems import Problem
+from fompi.schedules import PAIRWISE, REGISTERED, available, is_available, shares_of
+
+EVEN: tuple[Slices, ...] = (1, 2, 4, 8, 16)
+UNEVEN: tuple[Slices, ...] = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2, 1), (1, 2, 3, 3, 2, 1))
+"""Small first: the first message leaves early. Small last: little is left to do after the last message."""
+
+MOST_OPS, FEW_OPS = 20_000, 600
+"""Of a rank: finer cuts are not considered; where a call waits for the choice, fewer are."""
+
+MOST_TOGETHER = 64
+"""With more ranks than this nobody sends to all others at once: only one after the other."""
+
+
+class Candidate(NamedTuple):
+    """A schedule with its parameters."""
+
+    schedule: str
+    slices: Slices = 1
+    window: int | None = None
+    rows: tuple[int, ...] | None = None  # that each rank sums, of an all-reduce (None: as even as can be)
+    order: tuple[tuple[int, ...], ...] = ()  # in which each rank sends to the others, if not that of the schedule
+
+    def __str__(self) -> str:
+        cut = "" if self.schedule in ("unfused", "unfused_p2p", "exchange") else f", {slices_in_words(self.slices)}"
+        window = "" if self.window is None else f", window {self.window}"
+        rows = "" if self.rows is None else ", sums by rate"
+        order = f", peers in order {crc32(str(self.order).encode()) & 0xFF:02x}" if self.order else ""  # there are two
+        return f"{self.schedule}{cut}{window}{rows}{order}"
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether a call can take it that knows no more than its problem, and the rows of its own rank."""
+        return self.window is None and self.rows is None and not self.order
+
+
+UNFUSED = (Candidate("unfused"), Candidate("unfused_p2p"), Candidate("unfused_p2p", window=1))
+
+
+def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> Iterator[Candidate]:
+    """Every schedule that the problem has, in the cuts and windows that may matter."""
+    names, size = available(problem), problem.size
+    together = size <= MOST_TOGETHER
+    unfused = (c for c in UNFUSED if c.schedule in names)
+    yield from (c for c in unfused if c.schedule == "unfused" or (together if c.window is None else size > 2))
+    if size == 1:
+        return
+    if "exchange" in names:
+        yield Candidate("exchange")
+    computes = bool(problem.weights or problem.gradients)
+    if computes:
+        yield from (Candidate(name, slices) for name in CUT_IN_STEPS if name in names for slices in (2, 4, 8))
+    groups = [f"hierarchical({level.ranks})" for level in machine.levels]
+    cuts = (*EVEN, *UNEVEN) if computes else EVEN
+    yield from (Candidate(name) for name in REGISTERED if name in names)
+    for name in ("direct", "ring", "bidirectional", *groups):
+        if not is_available(problem, name):
+            continue
+        for slices in cuts:
+            if 3 * size * len(shares_of(name, slices)) > most_ops and slices != 1:
+                continue
+            if name != "direct" or together:
+                yield Candidate(name, slices)
+            if name == "direct" and size > 2:
+                yield Candidate(name, slices, 1)
+
+
+CUT_IN_STEPS = ("sliced", "sliced_p2p")
+"""Those that multiply one slice of every shard at a time: fewer calls than a piece for each rank."""
+
+WINDOWS = (None, 1, 2, 4)
+
+
+def paced(best: Candidate, size: int) -> Iterator[Candidate]:
+    """The same with more or fewer sends in flight, where ranks send to several others."""
+    if best.schedule in PAIRWISE and best not in UNFUSED:
+        yield from (best._replace(window=w) for w in WINDOWS if w != best.window and (w or 0) < size - 1)
+
+
+EXACT_UNITS, MOST_PIECES = 16, 6
+
+
+def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int = MOST_OPS) -> Iterator[Candidate]:
+    """The slices that are the best of all (`fompi.exact`) between two ranks, each with the mean of all shards.
+
+    A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards.
+    """
+    size = problem.size
+    if size == 1 or not (problem.weights or problem.gradients) or problem.moves == "all_reduce":
+        return
+    unit = max(rows_worked(problem, sizes, rank) for rank in range(size)) / size / EXACT_UNITS
+    if unit < 1:
+        return
+    link, nbytes = machine.link(0, size - 1), unit * max(row_nbytes(problem))
+    found = pieces(
+        EXACT_UNITS,
+        lambda n: call_seconds(problem, machine, n * unit),
+        lambda n: link.seconds(n * nbytes),
+        call_seconds(problem, machine, EXACT_UNITS * unit),
+        MOST_PIECES,
+    )
+    cut = found.sizes if problem.multiplies_first else found.sizes[::-1]
+    each = gcd(*cut)
+    shares: Slices = tuple(n // each for n in cut)
+    if len(set(cut)) == 1:
+        shares = len(cut)
+    if 3 * size * len(cut) <= most_ops:
+        yield from (Candidate(name, shares) for name in ("direct", "ring") if is_available(problem, name))
+
+
+ORDERED_SLICES, MOST_ORDERED = (1, 4), 16
+"""With more ranks no order of peers is tried."""
+
+
+def in_order(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
+    """Pairwise exchanges in which each rank takes the others by Johnson's rule, or those behind slow links first.
+
+    Only where pieces or links differ, by more than a row.
+    """
+    size = problem.size
+    if not 2 < size <= MOST_ORDERED or problem.moves == "broadcast":
+        return
+    if not machine.levels and min(map(machine.rate, range(size))) == 1.0 and _alike(sizes):
+        return
+    every = [[_jobs(problem, sizes, machine, rank, dest) for dest in _round(problem, rank)] for rank in range(size)]
+    found = dict.fromkeys(
+        tuple(tuple(_round(problem, rank)[i] for i in rule(jobs)) for rank, jobs in enumerate(every))
+        for rule in (lambda jobs: johnson([job for job, _ in jobs]), _slowest_first)
+    )
+    found.pop(tuple(tuple(_round(problem, rank)) for rank in range(size)), None)
+    for order, slices in product(found, ORDERED_SLICES):
+        yield Candidate("direct", slices, None, None, order)
+        yield Candidate("direct", slices, 1, None, order)
+
+
+def _alike(sizes: Sizes) -> bool:
+    """Whether no two pieces for other ranks differ by more than a row."""
+    rows = [n for i, row in enumerate(sizes.pairs) for j, n in enumerate(row) if i != j] or sizes.rows
+    return max(rows) - min(rows) <= 1
+
+
+def _round(problem: Problem, rank: int) -> Sequence[int]:
+    """The other ranks, in the order of the schedule."""
+    way = -1 if problem.moves in ("reduce_scatter", "all_reduce") else 1
+    return Workspace(rank, problem.size, 1).dests(way)
+
+
+def _jobs(problem: Problem, sizes: Sizes, machine: Machine, rank: int, dest: int) -> tuple[Job, float]:
+    """What `rank` makes for `dest`, and sends; or sends, and `dest` works on. And how slow the link is."""
+    if sizes.pairs:
+        rows = float(sizes.pairs[rank][dest])
+    elif problem.moves == "all_gather":
+        rows = float(sizes.rows[rank])
+    elif problem.moves == "all_reduce":
+        rows = sum(sizes.rows) / problem.size
+    else:
+        rows = float(sizes.rows[dest])
+    link = machine.link(rank, dest)
+    wire = link.seconds(rows * max(row_nbytes(problem)))
+    computes = bool(problem.weights or problem.gradients) and rows
+    kernel = call_seconds(problem, machine, rows) if computes else 0.0
+    return Job(kernel, wire) if problem.multiplies_first else Job(wire, kernel), link.seconds(1 << 20)
+
+
+def _slowest_first(jobs: Sequence[tuple[Job, float]]) -> list[int]:
+    return sorted(range(len(jobs)), key=lambda i: -jobs[i][1])
+
+
+RATED_SLICES = (4, 16)
+
+
+def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
+    """All-reduces in which a rank with a slow link sums fewer rows than others: who owns them is the plan's choice."""
+    size, total = problem.size, sum(sizes.rows)
+    rates = [machine.rate(rank) for rank in range(size)]
+    if problem.moves != "all_reduce" or size < 3 or min(rates) == max(rates):
+        return
+    rows = owned(total, rates)
+    yield from (Candidate("direct", slices, None, rows) for slices in RATED_SLICES)
+
+
+def owned(total: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """Rows for each rank to sum, so that the slowest port of a direct all-reduce is done as early as can be.
+
+    Of `total` rows a rank that owns n sends total - n to be summed and (size - 1) n summed ones, and receives as
+    much: it takes (total + (size - 2) n) / rate.
+    """
+    size = len(rates)
+    low, high = total / max(rates), (size - 1) * total / min(rates)
+    for _ in range(60):
+        seconds = (low + high) / 2
+        if sum(max(0.0, seconds * rate - total) for rate in rates) / (size - 2) < total:
+            low = seconds
+        else:
+            high = seconds
+    shares = [round(1e6 * max(0.0, high * rate - total) / (size - 2) / max(1, total)) for rate in rates]
+    return tuple(cut(total, shares))
+
+
+def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
+    """Some of every kind, the same for all machines."""
+    names, computes = available(problem), bool(problem.weights or problem.gradients)
+    for name, cuts in (
+        ("unfused", (1,)),
+        ("unfused_p2p", (1,)),
+        ("exchange", (1,)),
+        ("sliced", (4,) if computes else ()),
+        ("direct", (1, 2, 4)),
+        ("ring", (1, 4)),
+    ):
+        yield from (Candidate(name, slices) for slices in cuts if name in names)

@@ -1,0 +1,99 @@
+"""How long a candidate takes, roughly, by closed forms: good for telling which are worth a walk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fompi.bound import call_seconds, row_nbytes, rows_worked
+from fompi.candidates import Candidate
+from fompi.layout import Sizes
+from fompi.machine import Level, Link, Machine
+from fompi.plan import group_of
+from fompi.problems import Problem
+from fompi.schedules import shares_of
+
+
+def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candidate) -> float:
+    """Seconds, roughly: what is slower, kernels or messages, and the first or last piece that nothing can hide.
+
+    For shards alike on all ranks (of the mean size); only good for telling which candidates are worth a walk.
+    """
+    size, schedule = problem.size, candidate.schedule
+    rows = max(rows_worked(problem, sizes, rank) for rank in range(size))
+    shares = shares_of(schedule, candidate.slices)
+    pieces = [rows / size * share / sum(shares) for share in shares]
+    wire = _Wire(problem, machine)
+    whole = call_seconds(problem, machine, rows)
+    if size == 1:
+        return whole
+    if schedule == "unfused":
+        return whole + machine.native(problem.moves, rows * wire.row * (1 + 1 / size), size)
+    if schedule == "sliced":
+        calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
+        each = [machine.native(problem.moves, piece * size * wire.row * (1 + 1 / size), size) for piece in pieces]
+        return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
+    if schedule == "exchange":
+        return whole + machine.latency + (size - 1) * rows * wire.row / machine.bandwidth
+    messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
+    sums = 0.0
+    if problem.moves in ("reduce_scatter", "all_reduce"):
+        sums = 3 * (size - 1) * rows / size * wire.row / machine.memory_rate
+        sums += (size - 1) * len(pieces) * machine.overhead
+    if schedule == "unfused_p2p":
+        return whole + messages + sums
+    if schedule == "sliced_p2p":
+        first, last = (call_seconds(problem, machine, pieces[i] * size) for i in (0, -1))
+        calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
+    else:
+        first, last = (call_seconds(problem, machine, pieces[i]) for i in (0, -1))
+        calls = (size - 1) * sum(call_seconds(problem, machine, piece) for piece in pieces)
+        calls += call_seconds(problem, machine, rows / size)
+    if machine.lanes == 1:
+        count = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
+        calls += sums + count * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)
+    if problem.moves == "all_reduce":
+        calls += wire.seconds(candidate, pieces[-1:]) * 2
+        return max(calls, first * size + messages)
+    if problem.multiplies_first:
+        return max(calls, first + messages)
+    return max(calls, messages + last)
+
+
+class _Wire:
+    """What messages take, in seconds of the busiest port."""
+
+    def __init__(self, problem: Problem, machine: Machine):
+        self.size, self.row, self.machine = problem.size, max(row_nbytes(problem)), machine
+        self.slowest = min((machine.rate(rank) for rank in range(problem.size)), default=1.0)
+
+    def seconds(self, candidate: Candidate, pieces: Sequence[float]) -> float:
+        """Each piece of every shard once through the busiest port of each level; the slowest level counts."""
+        schedule, found = candidate.schedule, []
+        inside = self.size
+        for level in reversed(self.machine.levels):  # from the outermost
+            if self.size > level.ranks:
+                found.append(self._at(level, self._crossing(schedule, level), pieces, candidate))
+                inside = min(inside, level.ranks)
+        alone = inside == self.size or schedule in ("ring", "bidirectional")
+        found.append(self._at(self.machine.innermost, self.size - 1 if alone else inside, pieces, candidate))
+        return max(found)
+
+    def _crossing(self, schedule: str, level: Level) -> float:
+        """How many shards leave through one port of this level."""
+        others = self.size - level.ranks
+        if schedule in ("ring", "bidirectional"):
+            return self.size - 1
+        if group_of(schedule) == level.ranks:
+            return others if level.shared else others / level.ranks
+        return others * (level.ranks if level.shared else 1)
+
+    def _at(self, level: Level, count: float, pieces: Sequence[float], candidate: Candidate) -> float:
+        """A shard is passed on, or the next one sent, only once this one has come."""
+        link = Link(level, (), self.slowest)
+        busy = [link.busy(piece * self.row) for piece in pieces]
+        each = sum(busy)
+        if candidate.window == 1:
+            each += level.latency * len(pieces)
+        elif candidate.schedule in ("ring", "bidirectional"):
+            each = max(each, level.latency + max(busy))
+        return level.latency + count * each
