@@ -8,10 +8,9 @@ step = fompi.bind(fompi.explain(...), adapt=True, ...)              # the best, 
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, overload
@@ -25,12 +24,14 @@ from fompi.backends.base import Backend
 from fompi.calibrate import refit
 from fompi.candidates import Candidate
 from fompi.communicator import Communicator
-from fompi.errors import DriftWarning, PlanError
+from fompi.drift import WARN_DRIFT, Drift, differ
+from fompi.errors import PlanError
 from fompi.executor import Executor
 from fompi.explain import Explanation, explain
 from fompi.plan import Plan, Programs
 from fompi.problems import Problem
 from fompi.schedules import IN_RING_ORDER
+from fompi.simulate import MOST_RANKS, predict
 from fompi.trace import Trace
 from fompi.verify import verify
 
@@ -39,12 +40,6 @@ CHECK_CALLS = 8
 
 DRIFT = 1.2
 """Times that differ by this factor have changed."""
-
-WARN_CALLS, WARN_DRIFT = 16, 1.5
-"""The median of so many calls, so far from the prediction, is worth a warning."""
-
-LEAST_SECONDS = 2e-4
-"""What differs by less is not about links."""
 
 
 @overload
@@ -79,8 +74,8 @@ def bind(
     the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
     best now, between two calls (an output that was not given may move then). With `same_bits` only to what sums every
     element in the same order: `ring` and the pairwise schedules do, with any slices of a reduce-scatter, and with the
-    same slices of an all-reduce. Whoever binds an Explanation gets a DriftWarning when its calls take much longer than
-    predicted.
+    same slices of an all-reduce. A DriftWarning says when calls take much longer than predicted: on the machine of the
+    Explanation, or on that of FOMPI_MACHINE.
     """
     given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
     if isinstance(plan, Explanation):
@@ -107,7 +102,11 @@ def bind(
         wrong = _flaw(plan)
     if wrong is not None:
         agree(Communicator.of(comm), "bind", wrong)  # raises, on all ranks
-    return executor.bind(plan, comm=comm, **given)
+    bound = executor.bind(plan, comm=comm, **given)
+    machine = bound.comm.machine
+    if machine is not None and bound.comm.rank == 0 and kernels is None and plan.size <= MOST_RANKS:
+        bound.drift = Drift(bound.compiled.title, machine.name, partial(predict, plan, machine))
+    return bound
 
 
 def _flaw(plan: Plan) -> Exception | None:
@@ -164,10 +163,6 @@ class _Binding:
         self.explained = found
 
 
-def _differ(a: float, b: float, factor: float) -> bool:
-    return abs(a - b) > LEAST_SECONDS and max(a, b) > factor * min(a, b)
-
-
 def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
     """Whether every element is summed in the same order by both.
 
@@ -202,10 +197,11 @@ class Adaptive:
         self.binding, self.adapt, self.changes = binding, adapt, [Change(1, candidate, "the best at first")]
         self.step = binding.executor(candidate)
         self._count, self._usual = 0, 0.0
-        self._seconds: deque[float] = deque(maxlen=WARN_CALLS)
         self._recent: list[float] = []
         self._predicted = self._prediction(candidate)
-        self._warned = False
+        if not adapt and binding.comm.rank == 0:
+            title, machine = self.step.compiled.title, binding.explained.machine.name
+            self.step.drift = Drift(title, machine, lambda: self._predicted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.step, name)
@@ -230,9 +226,7 @@ class Adaptive:
     def _noting(self, result: Any) -> Any:
         if self.step.seconds is not None:  # each call once
             self._recent.append(self.step.seconds)
-            self._seconds.append(self.step.seconds)
             self.step.seconds = None
-            self._warn()
         return result
 
     @property
@@ -240,19 +234,6 @@ class Adaptive:
         """What this rank did in the last call; its title tells of the last change."""
         trace = self.step.trace
         return replace(trace, title=f"{trace.title}, {self.changes[-1]}") if len(self.changes) > 1 else trace
-
-    def _warn(self) -> None:
-        if self.adapt or self._warned or len(self._seconds) < WARN_CALLS or self.binding.comm.rank != 0:
-            return
-        measured = median(self._seconds)
-        if measured > self._predicted and _differ(measured, self._predicted, WARN_DRIFT):
-            self._warned = True
-            warnings.warn(
-                f"{self.step.compiled.title}: {1e3 * measured:.3g} ms a call, but {1e3 * self._predicted:.3g} ms were "
-                f"predicted on {self.binding.explained.machine.name}: calibrate again, or bind with adapt=True",
-                DriftWarning,
-                stacklevel=3,
-            )
 
     def _before(self) -> None:
         """Every CHECK_CALLS calls: whether the ranks see other times than before."""
@@ -266,9 +247,9 @@ class Adaptive:
             return
         if not self._usual:  # the first ones say what is usual: a prediction is a little off
             self._usual = slowest
-            if not _differ(slowest, self._predicted, WARN_DRIFT):
+            if not differ(slowest, self._predicted, WARN_DRIFT):
                 return
-        elif not _differ(slowest, self._usual, DRIFT):
+        elif not differ(slowest, self._usual, DRIFT):
             return
         self._change(slowest)
 
@@ -282,7 +263,6 @@ class Adaptive:
             before, self.step = self.step, self.binding.executor(winner)
             before.close()
         self._predicted, self._usual = self._prediction(winner), 0.0 if winner != now else slowest
-        self._seconds.clear()
         self.changes.append(Change(self._count, winner, why))
 
     def close(self) -> None:

@@ -49,7 +49,8 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Bound]
     latency = min(port.latency for port in ports)
     moved = _moved(problem, sizes, 1)
     rates = [machine.rate(rank) for rank in range(size)]
-    full = sum(port.fastest for port in ports)  # a rank may use its ports at all levels at once
+    own = machine.innermost.fastest * min(machine.ports, size - 1)
+    full = own + sum(level.fastest for level in machine.levels)  # a rank may use its ports at all levels at once
     for rank in range(size):
         for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
             if nbytes:

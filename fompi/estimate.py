@@ -75,7 +75,10 @@ class _Wire:
                 found.append(self._at(level, self._crossing(schedule, level), pieces, candidate))
                 inside = min(inside, level.ranks)
         alone = inside == self.size or schedule in ("ring", "bidirectional")
-        found.append(self._at(self.machine.innermost, self.size - 1 if alone else inside, pieces, candidate))
+        count: float = self.size - 1 if alone else inside
+        at_once = {"ring": 1, "bidirectional": 2}.get(schedule, candidate.window or self.size)
+        count /= min(self.machine.ports, at_once, max(1, count))
+        found.append(self._at(self.machine.innermost, count, pieces, candidate))
         return max(found)
 
     def _crossing(self, schedule: str, level: Level) -> float:

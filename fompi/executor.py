@@ -16,6 +16,7 @@ from fompi.backends.numpy import Numpy
 from fompi.communicator import Communicator
 from fompi.compiled import Compiled
 from fompi.dlpack import Tensor
+from fompi.drift import Drift
 from fompi.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.layout import Sizes
 from fompi.plan import Collective, Plan, Send, cut_in_words
@@ -55,6 +56,7 @@ class Executor:
         self._writers: dict[str, dict[int, int]] = {}
         self._run: Run | None = None
         self.seconds: float | None = None
+        self.drift: Drift | None = None  # whether calls take what was predicted
         self._needs: Needs | None = None
         self._alone: tuple[Any, float | None] = (None, None)  # measured by itself, with these extents
         self._bare: tuple[Any, float | None] = (None, None)
@@ -134,6 +136,7 @@ class Executor:
         elif self._sizes != self.plan.sizes:
             self._use(self.plan.sizes)
         unready = {(name, block): ops for name in partial for block, ops in self._readers_of(name).items()}
+        self._in_parts = bool(unready)
         self._calls += 1
         stamp, slot = self.comm.bound_call(self._instance, self._calls)
         engine = self.comm.engine
@@ -198,6 +201,8 @@ class Executor:
         if run.error is not None:
             raise run.error
         self.seconds = run.touched - run.started
+        if self.drift is not None and not self._in_parts and self._sizes == self.plan.sizes:
+            self.drift.note(self.seconds)
         if any(like.framework == "jax" for _, _, like in self._outputs):
             self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results

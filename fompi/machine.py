@@ -21,6 +21,8 @@ Points = tuple[tuple[float, float], ...]
 """A curve: (x, y) with growing x; straight lines between them, and beyond the last two."""
 
 
+MOST_PORTS = 1 << 16
+
 NO_PACKING = 1e300
 """The rate of a library whose products pack nothing, as far as anybody could tell."""
 
@@ -80,8 +82,9 @@ class Machine:
     """Seconds, bytes and floating-point operations per second, of one rank and of the links that it has.
 
     A message takes `latency + nbytes / bandwidth`, or what the sampled `curve` says. A port carries one message at full
-    rate, several at equal shares; messages to one peer go one after the other. `levels` are slower links between
-    groups of ranks, the innermost first. `rates[rank]` is the share of its bandwidth that a rank has (1 beyond).
+    rate, several at equal shares; messages to one peer go one after the other. A rank has so many `ports` out and in:
+    as many messages at full rate, each to another peer (several network cards, a mesh). `levels` are slower links
+    between groups of ranks, the innermost first. `rates[rank]`: the share of its bandwidth that a rank has (1 beyond).
 
     A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`, and a product `packed / pack_rate` more,
     where `packed` are the bytes of its weight: a library packs them in every call, so many small calls cost more.
@@ -113,6 +116,7 @@ class Machine:
     natives: Mapping[str, Points] = field(default_factory=dict)
     natives_behind: Mapping[str, Points] = field(default_factory=dict)
     native_share: float = 0.0
+    ports: int = 1
 
     @cached_property
     def _hash(self) -> int:
@@ -158,7 +162,8 @@ class Machine:
         for i, level in enumerate((self.innermost, *self.levels)):
             where = f"between groups of {level.ranks}" if i else "between ranks"
             shared = ", shared by the group" if level.shared else ""
-            lines.append(f"{where}: {1e6 * level.latency:.3g} us, {_rate(level.fastest, 'B/s')}{shared}")
+            ports = "" if i or self.ports == 1 else f", {self.ports} ports a rank"
+            lines.append(f"{where}: {1e6 * level.latency:.3g} us, {_rate(level.fastest, 'B/s')}{ports}{shared}")
         if self.rates:
             slow = ", ".join(f"rank {i} {rate:.0%}" for i, rate in enumerate(self.rates) if rate < 1)
             lines.append(f"slower: {slow}")
@@ -291,6 +296,9 @@ def _checked(data: Any) -> dict[str, Any]:
             value = {key: _points(f"{name}.{key}", points) for key, points in value.items()}
         elif name == "native_share":
             value = _number(name, value, 0.0, 1.0)
+        elif name == "ports":
+            if type(value) is not int or not 1 <= value <= MOST_PORTS:
+                raise LayoutError(f"ports must be a whole number from 1 to {MOST_PORTS}, not {value!r}")
         elif name == "lanes":
             if type(value) is not int or value not in (1, 2):
                 raise LayoutError(f"lanes must be 1 or 2, not {value!r}")

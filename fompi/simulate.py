@@ -316,6 +316,10 @@ class _Walk:
         shared = number >= 0 and self.machine.levels[number].shared
         return way, number, end % (-(-self.step // self.machine.levels[number].ranks) if shared else self.step)
 
+    def capacity(self, port: Port) -> int:
+        """So many messages go through at full rate: of a rank's own ports there may be several."""
+        return self.machine.ports if port[1] < 0 else 1
+
     def share(self, ports: Sequence[Port]) -> None:
         """What goes through these ports gets other shares, once all that begins or ends at this moment has done so."""
         if not self.changed:
@@ -323,10 +327,11 @@ class _Walk:
         self.changed.update(ports)
 
     def settle(self) -> None:
-        """Messages at one port have equal shares of it, and go as fast as the fullest of their ports lets them."""
+        """Messages at one port have equal shares of it, and go as fast as the fullest of their ports lets them, but no
+        faster than one by itself."""
         ports, self.changed = sorted(self.changed), set()
         for flow in dict.fromkeys(flow for port in ports for flow in self.flows[port]):
-            share = 1 / max(len(self.flows[port]) for port in flow.ports)
+            share = min(1.0, *(self.capacity(port) / len(self.flows[port]) for port in flow.ports))
             if share != flow.share:
                 flow.left = max(0.0, flow.left - (self.now - flow.since) * flow.share)
                 flow.share, flow.since, flow.turn = share, self.now, flow.turn + 1

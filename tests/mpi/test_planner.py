@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import fompi
-from fompi import Partial, Shard, Spec, adaptive, effort, fit
+from fompi import Partial, Shard, Spec, adaptive, drift, effort, fit
 from fompi.calibrate import slowdown
 from fompi.candidates import Candidate
 from fompi.machine import Machine
@@ -243,7 +243,7 @@ def test_it_goes_over_to_another_plan(own, cache, monkeypatch):
     found = replace(explained, judged=(other, *(one for one in explained.judged if one is not other)))
     monkeypatch.setattr(adaptive, "refit", lambda machine, comm: machine)
     monkeypatch.setattr(adaptive, "explain", lambda *given: found)
-    monkeypatch.setattr(adaptive, "_differ", lambda *times: True)  # whatever they take
+    monkeypatch.setattr(adaptive, "differ", lambda *times: True)  # whatever they take
     with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
         for _ in range(adaptive.CHECK_CALLS):
             assert (step() == y).all()
@@ -258,7 +258,7 @@ def test_same_bits_keep_the_schedule(own, cache, monkeypatch):
     explained, x, w, y = scatter(own)
     if own.size == 1:
         return
-    monkeypatch.setattr(adaptive, "_differ", lambda *times: True)
+    monkeypatch.setattr(adaptive, "differ", lambda *times: True)
     monkeypatch.setattr(adaptive, "refit", lambda machine, comm: replace(machine, bandwidth=1e3, latency=0.1))
     with fompi.bind(explained, comm=own, x=x, w=w, adapt=True, same_bits=True) as step:
         for _ in range(2 * adaptive.CHECK_CALLS):
@@ -268,14 +268,29 @@ def test_same_bits_keep_the_schedule(own, cache, monkeypatch):
 
 
 def test_a_drift_is_said_once(own, machine, monkeypatch):
-    monkeypatch.setattr(adaptive, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(drift, "LEAST_SECONDS", 0.0)
     explained, x, w, y = scatter(own, machine=replace(machine, latency=0.0, bandwidth=1e300, flops_rate=1e300))
     with fompi.bind(explained, comm=own, x=x, w=w) as step, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3 * adaptive.WARN_CALLS):
+        for _ in range(3 * drift.WARN_CALLS):
             assert (step() == y).all()
     told = [one for one in caught if issubclass(one.category, fompi.DriftWarning)]
     assert len(told) == (own.rank == 0)
+    fresh = fompi.Communicator(own.link.comm, name="with a machine")
+    fresh.machine = explained.machine
+    plan = explained.plan_of(Candidate("unfused_p2p"))
+    for kernels in (None, {"matmul": lambda reads, writes: np.matmul(*reads, out=writes[0])}):
+        with (
+            fompi.bind(plan, comm=fresh, x=x, w=w, kernels=kernels) as step,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(3 * drift.WARN_CALLS):
+                step()
+        told = [str(one.message) for one in caught if issubclass(one.category, fompi.DriftWarning)]
+        assert len(told) == (own.rank == 0 and kernels is None), "of kernels of the user nothing is predicted"
+        assert all(f"predicted on {fresh.machine.name}: calibrate again" in words for words in told)
+    fresh.close()
 
 
 def test_candidates_come_back_from_json():

@@ -23,6 +23,7 @@ PURE = {
     "fit": {"machine"},
     "trace": {"errors"},
     "clocks": {"errors"},
+    "drift": {"errors"},
     "timeline": {"trace"},
     "plan": {"layout", "errors"},
     "proof": {"plan", "trace", "layout", "errors"},

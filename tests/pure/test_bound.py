@@ -30,6 +30,7 @@ def machines(draw):
         lanes=draw.choice((1, 2)),
     )
     yield plain
+    yield replace(plain, ports=2, levels=draw.choice(((), (Level(2, 2.0, plain.bandwidth / 7, True),))))
     yield replace(plain, rates=tuple(draw.choice((0.25, 0.5, 1.0)) for _ in range(4)))
     yield replace(plain, levels=(Level(2, 2.0, plain.bandwidth / 7, draw.random() < 0.5),))
     seconds = sorted(draw.uniform(plain.latency, plain.latency + 9.0) for _ in range(3))

@@ -68,6 +68,7 @@ BAD_NUMBERS = [-1, float("nan"), float("inf"), 10**400, True, "4e9", None, [1]]
     + [("name", 3), ("name", None), ("source", ["here"]), ("colour", "red")]
     + [(field, value) for field in ("cpu_message", "cpu_byte", "poll", "pack_rate") for value in BAD_NUMBERS]
     + [("native_share", value) for value in (*BAD_NUMBERS, 1.5)]
+    + [("ports", value) for value in (0, -1, 1.5, True, "2", None, 10**9)]
     + [("lanes", 0), ("lanes", 3), ("lanes", True), ("lanes", "1"), ("pack_rate", 0)]
     + [("curve", 3), ("curve", [[1]]), ("curve", [[1, 2], [1, 3]]), ("curve", [[1, "2"]]), ("curve", [[1, -2]])]
     + [("rates", 1), ("rates", [1, 0]), ("rates", [None]), ("natives", []), ("natives", {"all_gather": []})]
@@ -164,11 +165,12 @@ def test_the_part_that_an_axis_sees():
 def test_a_machine_in_words():
     levels = (Level(4, 1e-4, 1e7, True),)
     natives = {"all_gather": ((1e6, 0.01),)}
-    text = str(Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, "here", levels=levels, rates=(1.0, 0.25), natives=natives))
+    rates = (1.0, 0.25)
+    text = str(Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, "here", levels=levels, rates=rates, natives=natives, ports=3))
     assert text.splitlines() == [
         "m",
         "here",
-        "between ranks: 1 us, 1 GB/s",
+        "between ranks: 1 us, 1 GB/s, 3 ports a rank",
         "between groups of 4: 100 us, 10 MB/s, shared by the group",
         "slower: rank 1 25%",
         "kernels: 1 us and 10 GFLOP/s, 1 GB/s",

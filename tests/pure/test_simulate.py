@@ -12,7 +12,9 @@ import pytest
 
 import fompi
 from fompi import Shard, Spec, schedules
+from fompi.candidates import Candidate
 from fompi.errors import LayoutError
+from fompi.estimate import estimate
 from fompi.layout import Sizes
 from fompi.machine import Level, Machine
 from fompi.problems import Form, problem
@@ -61,6 +63,22 @@ def test_direct_messages_take_turns_on_the_link(name, size):
         for lane in ("send", "recv"):
             ends = sorted(e.end for e in trace.events if e.rank == rank and e.lane.startswith(lane))
             assert [b - a for a, b in pairwise(ends)] == pytest.approx([3.25] * (size - 2))
+
+
+@pytest.mark.parametrize("ports", [1, 2, 3, 8])
+def test_several_ports_of_a_rank(ports):
+    """So many messages go at full rate, to other peers each; a ring uses one."""
+    one, size = machine(3.0, latency=0.25), 5
+    several = replace(one, ports=ports)
+    at_once = timed("all_gather", "direct", several, size)
+    assert at_once.seconds == pytest.approx(3.0 * (size - 1) / min(ports, size - 1) + 0.25)
+    rings = [timed("all_gather", "ring", on, size).seconds for on in (one, several)]
+    assert rings[0] == rings[1]
+    problem = catalogue.problems(size)["all_gather"]
+    sizes = catalogue.sizes(problem, "even")
+    quick = replace(several, latency=0.0)
+    estimated = [estimate(problem, sizes, quick, Candidate(name)) for name in ("direct", "ring")]
+    assert estimated[0] / estimated[1] == pytest.approx(1 / min(ports, size - 1), rel=0.1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
