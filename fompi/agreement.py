@@ -18,8 +18,8 @@ from fompi.errors import MismatchError, ShapeError
 if TYPE_CHECKING:
     from fompi.communicator import Communicator
 
-_HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and our own sign, rows expected (or -1)
-_ROWS_BITS = 40
+_HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and what we tell, rows expected (or -1)
+_ROWS_BITS, _TOLD_BITS = 34, 6
 _DESCRIPTION_NBYTES = 1024
 REFUSED = -1
 
@@ -45,6 +45,7 @@ class Agreement(Task):
     """`then(self)` is called when it is finished: `rows[source]` are what each rank has for us, or `error` is set.
 
     `sign` are 23 bits of what the ranks need not have in common; `signed_alike` tells afterwards whether they have.
+    `tells` is a small number (6 bits), those of all ranks are in `told` afterwards.
 
     `expects` (-1: any) is how many rows must arrive here. Unless as many arrive everywhere (`alike`), each rank knows
     only its own number, and there is a second round in which it says whether it is content.
@@ -54,6 +55,7 @@ class Agreement(Task):
     # What every call replaces stands here: making an Agreement is part of what a small call costs.
     rows: Sequence[int] = ()
     signed_alike = True
+    told: Sequence[int] = ()
     then: Callable[[Agreement], None] | None = None
     _round = HANDSHAKE
     _left = 0
@@ -71,10 +73,11 @@ class Agreement(Task):
         refusal: Exception | None = None,
         alike: bool = True,
         sign: int = 0,
+        tells: int = 0,
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
         self.outgoing, self.expects, self.refusal, self.alike = rows, expects, refusal, alike
-        self.sign = sign << _ROWS_BITS
+        self.tells = (sign << _TOLD_BITS | tells) << _ROWS_BITS
 
     def start(self) -> None:
         channel = self.comm.channel
@@ -88,8 +91,8 @@ class Agreement(Task):
 
     def _exchange_headers(self, round: int) -> None:
         mine = REFUSED if self.refusal is not None else self.digest
-        pack, stamp, sign, expects = _HEADER.pack, self.stamp, self.sign, self.expects
-        headers = [pack(stamp, mine, rows | sign, expects) for rows in self.outgoing]
+        pack, stamp, tells, expects = _HEADER.pack, self.stamp, self.tells, self.expects
+        headers = [pack(stamp, mine, rows | tells, expects) for rows in self.outgoing]
         self._exchange(_HEADER.size, round, headers)
 
     def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
@@ -132,8 +135,9 @@ class Agreement(Task):
         stamps, digests, rows, expected = fields[::4], fields[1::4], fields[2::4], fields[3::4]
         if digests[0] != REFUSED and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
-                if self.sign or max(rows) >> _ROWS_BITS:
-                    self.signed_alike = {n >> _ROWS_BITS for n in rows} == {self.sign >> _ROWS_BITS}
+                if self.tells or max(rows) >> _ROWS_BITS:
+                    self.signed_alike = len({n >> _ROWS_BITS + _TOLD_BITS for n in rows}) == 1
+                    self.told = [n >> _ROWS_BITS & (1 << _TOLD_BITS) - 1 for n in rows]
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
                 if max(expected) >= 0 and self._check_expected(expected):

@@ -156,16 +156,16 @@ class Pending:
             if comm.size == 1 and refusal is None:
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
-            number, rows, expects, alike, sign = 0, (0,) * comm.size, -1, True, 0
+            number, rows, expects, alike, sign, tells = 0, (0,) * comm.size, -1, True, 0, 0
             if local is not None:
-                if comm.machine is not None:
-                    sign = _sign(local.problem)
                 number, alike = self._common(local), local.problem.moves != "all_to_all"
+                if comm.machine is not None:
+                    sign, tells = _sign(local.problem), 0 if alike else sum(local.rows).bit_length()
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
             self._task = agreement = Agreement(
-                comm, self._stamp, number, self._signature, rows, expects, refusal, alike, sign
+                comm, self._stamp, number, self._signature, rows, expects, refusal, alike, sign, tells
             )
             agreement.then = self._agreed
             agreement.start()
@@ -199,7 +199,7 @@ class Pending:
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
             try:
-                self._launch(agreement.rows, agreement.signed_alike)
+                self._launch(agreement.rows, agreement.signed_alike, agreement.told)
             except Exception as error:
                 if self._run is None:
                     self._comm.channel.fail(agreement, error)
@@ -207,13 +207,16 @@ class Pending:
         if self._run is None:
             self._comm.end_turn(self._stamp)
 
-    def _launch(self, arrived: Sequence[int], alike: bool = True) -> None:
-        """All ranks are here and agree: take a plan, memory for results, and start. `alike`: on the same problem."""
+    def _launch(self, arrived: Sequence[int], alike: bool = True, told: Sequence[int] = ()) -> None:
+        """All ranks are here and agree: take a plan, memory for results, and start. `alike`: on the same problem.
+
+        `told`: how many bits the number of rows has that each rank sends in an all-to-all.
+        """
         comm, local = self._comm, self._local
         assert local is not None
         problem = local.problem
         if problem.moves == "all_to_all":
-            sizes, total = None, None
+            sizes, total = None, sum(1 << bits >> 1 for bits in told) if alike else None
         else:
             sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
             total = sum(sizes.rows)

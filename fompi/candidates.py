@@ -63,8 +63,9 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
     if "exchange" in names:
         yield Candidate("exchange")
     computes = bool(problem.weights or problem.gradients)
-    if computes:
-        yield from (Candidate(name, slices) for name in CUT_IN_STEPS if name in names for slices in (2, 4, 8))
+    for name in CUT_IN_STEPS if computes else ():
+        if name in names and (together or name == "sliced"):
+            yield from (Candidate(name, n) for n in (2, 4, 8) if name == "sliced" or 3 * size * n <= most_ops)
     groups = [f"hierarchical({level.ranks})" for level in machine.levels]
     cuts = (*EVEN, *UNEVEN) if computes else EVEN
     yield from (Candidate(name) for name in REGISTERED if name in names)

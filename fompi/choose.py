@@ -1,7 +1,8 @@
 """Which schedule: by a model of the machine if there is one (`fompi.explain`), else by a simple rule.
 
 An operation that is called must choose by what all its ranks know. So it takes the rule where they know less than the
-model asks: how much an all-to-all moves in all, or columns of a weight that differ between ranks.
+model asks: columns of a weight that differ between ranks. How much an all-to-all moves they tell each other, to a power
+of two.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fompi import layout
 from fompi.candidates import FEW_OPS
 from fompi.errors import PlanError
 from fompi.explain import explain
-from fompi.layout import Sizes, Slices, split
+from fompi.layout import Sizes, Slices
 from fompi.machine import Machine
 from fompi.plan import Plan
 from fompi.problems import Problem
@@ -46,14 +47,18 @@ def choose(
     By the model calls of about the same size (to a power of two) are done alike, so that new sizes cost nothing.
     """
     if machine is None or not rows or problem.size == 1:
-        return _by_rule(problem, rows, network, crowded)
+        return _by_rule(problem, None if problem.moves == "all_to_all" else rows, network, crowded)
     return _by_model(problem, 1 << rows.bit_length() - 1, machine)
 
 
 @lru_cache(maxsize=4096)
 def _by_model(problem: Problem, rows: int, machine: Machine) -> tuple[str, Slices]:
-    alike = max(1, rows // problem.size) * problem.size  # so that some ranks stand for all
-    found = explain(problem, Sizes(split(alike, problem.size)), machine, None, WALKED, FEW_OPS, hurried=True)
+    size = problem.size  # rows alike everywhere, so that some ranks stand for all
+    if problem.moves == "all_to_all":
+        sizes = Sizes(pairs=((max(1, rows // size**2),) * size,) * size)
+    else:
+        sizes = Sizes((max(1, rows // size),) * size)
+    found = explain(problem, sizes, machine, None, WALKED, FEW_OPS, hurried=True)
     best = found.winner.candidate
     return best.schedule, best.slices
 

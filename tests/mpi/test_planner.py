@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import fompi
-from fompi import Partial, Shard, Spec, adaptive, drift, effort, fit
+from fompi import Partial, Shard, Spec, adaptive, call, drift, effort, fit
 from fompi.calibrate import slowdown
 from fompi.candidates import Candidate
 from fompi.machine import Machine
@@ -193,6 +193,25 @@ def test_the_machine_of_the_environment_chooses(own, machine):
         assert explained.winner.candidate.schedule in traces[0].title
 
 
+def test_an_all_to_all_is_chosen_by_how_much_it_moves_in_all(own, machine, monkeypatch):
+    """Each rank tells how many rows it has, to a power of two: all choose alike, whatever their own part is."""
+    own.machine, asked, choose = machine, [], call.choose
+
+    def noted(problem, rows, *rest):
+        asked.append((rows, choose(problem, rows, *rest)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(call, "choose", noted)
+    x, w = whole((3 * (own.rank + 1), 3), own.rank), whole((3, 4), 5)
+    counts = [3 * (own.rank + 1) if dest == 0 else 0 for dest in range(own.size)]
+    y = fompi.all_to_all_matmul(x, w, counts=counts, comm=own)
+    if own.rank == 0:
+        assert np.array_equal(y, np.concatenate([whole((3 * (r + 1), 3), r) for r in range(own.size)]) @ w)
+    total = sum(1 << (3 * (r + 1)).bit_length() - 1 for r in range(own.size))
+    if own.size > 1:
+        assert [rows for rows, _ in asked] == [total] and len(set(own.link.comm.allgather(asked[0]))) == 1
+
+
 def test_columns_that_differ_take_the_rule(own, machine):
     """Ranks with other weights might choose differently by the model: none of them does."""
     own.machine = machine
@@ -269,7 +288,8 @@ def test_same_bits_keep_the_schedule(own, cache, monkeypatch):
 
 def test_a_drift_is_said_once(own, machine, monkeypatch):
     monkeypatch.setattr(drift, "LEAST_SECONDS", 0.0)
-    explained, x, w, y = scatter(own, machine=replace(machine, latency=0.0, bandwidth=1e300, flops_rate=1e300))
+    rates = dict.fromkeys(("bandwidth", "flops_rate", "memory_rate", "pack_rate"), 1e300)
+    explained, x, w, y = scatter(own, machine=replace(machine, latency=0.0, overhead=0.0, **rates))
     with fompi.bind(explained, comm=own, x=x, w=w) as step, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3 * drift.WARN_CALLS):
