@@ -17,8 +17,9 @@ import fompi
 from fompi import ops
 from fompi.bench.measure import Figure, Row, alternate, difference, median_figure
 from fompi.bench.suites import Options
-from fompi.layout import Partial, Shard, Spec
+from fompi.layout import Partial, Shard, Sizes, Spec
 from fompi.link import request_testsome
+from fompi.problems import Form, problem
 
 CALLS, QUICK_CALLS, WARMUP = 300, 60, 1
 NBYTES = 1024
@@ -183,7 +184,7 @@ def planning(options: Options) -> list[Row]:
         seconds.append(perf_counter() - begun)
     figure = median_figure("cold", seconds, "ms", most=50)
     made = Row("a plan for 8 ranks, written, verified, compiled", "", {"cold": seconds}, figures=[figure])
-    return [made, *choosing(options)]
+    return [made, *choosing(options), *([] if options.quick else walking(options))]
 
 
 COLD_MS = {8: 50.0, 64: 500.0, 1024: 2000.0}
@@ -198,7 +199,6 @@ def choosing(options: Options) -> list[Row]:
     from fompi import choose
     from fompi.compiled import Compiled
     from fompi.machine import Machine
-    from fompi.problems import Form, problem
     from fompi.schedules import write
 
     found = []
@@ -229,3 +229,28 @@ def choosing(options: Options) -> list[Row]:
         warm.append((perf_counter() - begun) / CALLS)
     again = Row("the same choice again", "", {"warm": warm}, figures=[median_figure("warm", warm, most=5)])
     return [*found, again]
+
+
+WALKED_MS = 10_000.0
+"""For 1,024 ranks that all differ, and for 4,096 that are alike."""
+
+
+def walking(options: Options) -> list[Row]:
+    """The event walk for very many ranks."""
+    from fompi.machine import Machine
+    from fompi.schedules import write
+    from fompi.simulate import predict
+
+    machine, found = Machine.load("gigabit"), []
+    for ranks, uneven in ((1024, True), (4096, False)):
+        made = problem("all_gather", ranks, Form((64, 512), "float32"))
+        sizes = Sizes(tuple(64 + (r * 37 % 11) * uneven for r in range(ranks)))
+        seconds = []
+        for _ in range(min(options.rounds, COLD_ROUNDS)):
+            begun = perf_counter()
+            predict(write(made, "ring", 1, sizes), machine)
+            seconds.append(perf_counter() - begun)
+        what = f"the walk of {'an uneven' if uneven else 'an even'} ring of {ranks} ranks"
+        figures = [median_figure("all-gather", seconds, "ms", most=WALKED_MS)]
+        found.append(Row(what, "", {"all-gather": seconds}, figures=figures))
+    return found
