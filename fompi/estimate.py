@@ -48,7 +48,9 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         first, last = (call_seconds(problem, machine, pieces[i]) for i in (0, -1))
         calls = (size - 1) * sum(call_seconds(problem, machine, piece) for piece in pieces)
         calls += call_seconds(problem, machine, rows / size)
-    if machine.lanes == 1:
+    if machine.lanes == 2:
+        messages = max(messages, sums)  # beside kernels, but one after the other
+    else:
         count = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
         calls += sums + count * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)
     if problem.moves == "all_reduce":
