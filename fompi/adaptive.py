@@ -33,7 +33,7 @@ from fompi.problems import Problem
 from fompi.schedules import IN_RING_ORDER
 from fompi.simulate import MOST_RANKS, predict
 from fompi.trace import Trace
-from fompi.verify import verify
+from fompi.verify import flaw
 
 CHECK_CALLS = 8
 """The ranks compare their times every so many calls of an operation that adapts."""
@@ -99,7 +99,7 @@ def bind(
             "effort= and adapt= choose among many plans: bind(fompi.explain(...), ...) instead of one plan"
         )
     elif not isinstance(plan.programs, Programs):  # not as a schedule has written it
-        wrong = _flaw(plan)
+        wrong = flaw(lambda: plan)
     if wrong is not None:
         agree(Communicator.of(comm), "bind", wrong)  # raises, on all ranks
     bound = executor.bind(plan, comm=comm, **given)
@@ -107,14 +107,6 @@ def bind(
     if machine is not None and bound.comm.rank == 0 and kernels is None and plan.size <= MOST_RANKS:
         bound.drift = Drift(bound.compiled.title, machine.name, partial(predict, plan, machine))
     return bound
-
-
-def _flaw(plan: Plan) -> Exception | None:
-    try:
-        verify(plan)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        return error
-    return None
 
 
 class _Binding:

@@ -20,7 +20,7 @@ import numpy as np
 
 from fompi import fit, launch, problems
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.measure import alternate, meet, of_all_ranks, quantile, texts
+from fompi.bench.measure import alternate, meet, of_all_ranks, texts
 from fompi.communicator import Communicator
 from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
@@ -28,6 +28,7 @@ from fompi.layout import Shard, Spec
 from fompi.machine import COLLECTIVES, Level, Machine, Points
 from fompi.ops import plan
 from fompi.progress import HELPED, measure_native
+from fompi.report import percentile
 from fompi.transport import library
 
 ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
@@ -44,6 +45,9 @@ PAIR_ROUNDS, ALL_PAIRS = 3, 8
 
 SIZES = [1 << n for n in range(10, 23, 2)]
 """Bytes of messages: 1 KiB to 4 MiB."""
+
+LARGEST, LARGEST_ROUNDS = SIZES[-2:], 15
+"""What these two differ in is the bandwidth: a few per cent of one would be all of its error."""
 
 NATIVE_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
 """Bytes of the global tensor of a collective."""
@@ -243,22 +247,22 @@ class _Calibration:
         """One message from rank 0 to rank `step`, with one the other way, and nobody else."""
         found = np.zeros(1)
         taken = []
-        for _ in range(ROUNDS):
+        for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
             sleep(self.idle)
             meet(self.mpi)
             if self.rank in (0, step):
                 taken.append(self._exchange(step - self.rank, step - self.rank, nbytes))
-        found[0] = quantile(taken, QUIET) if taken else 0.0
+        found[0] = percentile(taken, QUIET) if taken else 0.0
         return float(of_all_ranks(self.mpi, found).max())
 
     def _shift(self, source: int, dest: int, nbytes: int) -> float:
         """All ranks at once: seconds of the slowest one."""
         taken = []
-        for _ in range(ROUNDS):
+        for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
             sleep(self.idle)
             meet(self.mpi)
             taken.append(self._exchange(source, dest, nbytes))
-        return quantile(of_all_ranks(self.mpi, np.array(taken)).max(axis=0), QUIET)
+        return percentile(of_all_ranks(self.mpi, np.array(taken)).max(axis=0), QUIET)
 
     def _exchange(self, source: int, dest: int, nbytes: int) -> float:
         begun = perf_counter()

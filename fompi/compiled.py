@@ -1,6 +1,6 @@
 """One rank's program, compiled: everything worked out that does not depend on the sizes or addresses of a call.
 
-What an op needs is worked out once, by `plan.constraints`; a run (`fompi.run`) counts down.
+What an op needs is worked out once, by `needs.constraints`; a run (`fompi.run`) counts down.
 """
 
 from __future__ import annotations
@@ -15,19 +15,8 @@ from fompi.backends.base import Backend
 from fompi.engine import MOST_MESSAGES
 from fompi.errors import PlanError
 from fompi.layout import Extents, offsets
-from fompi.plan import (
-    Chunk,
-    Collective,
-    Compute,
-    Plan,
-    Recv,
-    Send,
-    constraints,
-    enqueued,
-    lane,
-    messages,
-    release,
-)
+from fompi.needs import constraints, enqueued, lane, messages, release
+from fompi.plan import Chunk, Collective, Compute, Plan, Recv, Send
 
 Array = np.ndarray[Any, Any]
 COMPUTE, SEND, RECV, NATIVE = range(4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from fompi.bound import Bound, bound
@@ -22,7 +23,7 @@ from fompi.schedules import REGISTERED, write
 from fompi.simulate import representatives
 from fompi.timeline import timeline, timelines
 from fompi.trace import Trace
-from fompi.verify import verify
+from fompi.verify import flaw
 
 WALKED = 6
 """So many candidates are walked through, beside those without overlap."""
@@ -136,9 +137,10 @@ def explain(
     listed += [*by_rate(problem, sizes, machine), *in_order(problem, sizes, machine)]
     if hurried:
         listed = [one for one in listed if one.anywhere]
-    refused = [(c, why) for c in listed if c.schedule in REGISTERED and (why := _flaw(problem, sizes, c, at))]
-    wrong = {c for c, _ in refused}
-    found = [Judged(c, max(least.seconds, estimate(problem, sizes, machine, c))) for c in listed if c not in wrong]
+    flaws = {c: flaw(partial(_plan, problem, sizes, c, at)) for c in listed if c.schedule in REGISTERED}
+    refused = tuple((c, f"{type(wrong).__name__}: {wrong}") for c, wrong in flaws.items() if wrong is not None)
+    usable = [c for c in listed if flaws.get(c) is None]
+    found = [Judged(c, max(least.seconds, estimate(problem, sizes, machine, c))) for c in usable]
     found.sort(key=_seconds)
     told_apart = [one for one in found if one.candidate.rows is None and not one.candidate.order]  # by closed forms
     chosen = [one for one in told_apart if one.candidate not in UNFUSED][:walked]
@@ -155,21 +157,12 @@ def explain(
         by_walk.sort(key=_seconds)
     done = {one.candidate for one in by_walk}
     others = [one for one in found if one.candidate not in done]
-    return Explanation(problem, sizes, machine, least, (*by_walk, *others), tuple(refused), at)
+    return Explanation(problem, sizes, machine, least, (*by_walk, *others), refused, at)
 
 
 def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> Plan:
     schedule, slices, window, rows, order = candidate
     return write(problem, schedule, slices, sizes if rows is None else Sizes(rows), window, at, order)
-
-
-def _flaw(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> str | None:
-    """What is wrong with a schedule of a user; ours are proven by the tests."""
-    try:
-        verify(_plan(problem, sizes, candidate, at))
-    except Exception as error:  # it may raise what it likes
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _seconds(one: Judged) -> float:

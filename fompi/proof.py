@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fompi.errors import PlanError
-from fompi.plan import Collective, Op, Plan, Recv, Send, constraints
+from fompi.needs import constraints
+from fompi.plan import Collective, Op, Plan, Recv, Send
 from fompi.trace import Event, Trace, length, union
 
 NOT_OVERLAPPING = ("unfused", "unfused_p2p")

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from fompi import launch
 from fompi.agreement import agree
 from fompi.alone import compute_alone, messages_alone
@@ -117,10 +119,9 @@ FIGURES = (
 )  # fmt: skip
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them lie below."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def percentile(values: Sequence[float] | np.ndarray, share: float) -> float:
+    """The value below which this share of them lies, between two of them if need be."""
+    return float(np.quantile(np.asarray(values, float), share))
 
 
 class Report:

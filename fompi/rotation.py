@@ -16,7 +16,8 @@ from operator import add, lt
 from fompi import kernels, layout
 from fompi.layout import Sizes
 from fompi.machine import Machine
-from fompi.plan import Chunk, Compute, Op, Plan, Program, Recv, Send, constraints, lane, track
+from fompi.needs import constraints, lane, track
+from fompi.plan import Chunk, Compute, Op, Plan, Program, Recv, Send
 from fompi.trace import Event, Trace
 
 Times = list[float]

@@ -17,7 +17,7 @@ from fompi.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled
 from fompi.engine import ANYONE, MESSAGE_BITS, Task
 from fompi.errors import PeerError
 from fompi.layout import Extents, nbytes
-from fompi.plan import track
+from fompi.needs import track
 from fompi.trace import Event, Trace
 
 

@@ -9,7 +9,7 @@ Proven for every number of rows, and for every interleaving of the lanes:
 * at the end every output block holds the sum of exactly the terms that the operation means, and what has a half type
   was rounded once.
 
-One walk over the plan is enough. What an op needs is derived from all that it reads and writes (`plan.constraints`),
+One walk over the plan is enough. What an op needs is derived from all that it reads and writes (`needs.constraints`),
 so two ops that touch the same block, one of them writing, never run at the same time; and starting an op never stops
 another from starting, so all interleavings end in the same state or none ends.
 """
@@ -17,7 +17,7 @@ another from starting, so all interleavings end in the same state or none ends.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -25,7 +25,8 @@ from fompi import layout
 from fompi.errors import PlanError
 from fompi.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, is_result, total
 from fompi.layout import AXES, HALF, Symbol
-from fompi.plan import Chunk, Collective, Compute, Frontier, Op, Plan, Program, Recv, Send, constraints
+from fompi.needs import Frontier, constraints
+from fompi.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
 from fompi.problems import after, before
 
 Partner = tuple[int, int]
@@ -47,6 +48,15 @@ def verify(plan: Plan) -> None:
     values = _Walk(plan, partners).run()
     for program, held in zip(plan.programs, values, strict=True):
         _check_outputs(plan, program, held)
+
+
+def flaw(written: Callable[[], Plan]) -> Exception | None:
+    """What is wrong with the plan that is written there, whatever it raises; None for a right one."""
+    try:
+        verify(written())
+    except Exception as error:
+        return error
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ one op, one rank

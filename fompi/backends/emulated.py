@@ -23,7 +23,7 @@ import numpy as np
 from fompi import kernels
 from fompi.backends.numpy import Numpy
 from fompi.machine import Machine
-from fompi.plan import MERGES
+from fompi.needs import MERGES
 
 Array = np.ndarray[Any, Any]
 CORNER = 4

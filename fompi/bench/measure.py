@@ -100,11 +100,6 @@ class Row:
 # ------------------------------------------------------------------------------------------------------ statistics
 
 
-def quantile(samples: Sequence[float] | np.ndarray, q: float) -> float:
-    """The value below which a share `q` of the samples lies, between two of them if need be."""
-    return float(np.quantile(np.asarray(samples, float), q))
-
-
 def median_interval(samples: Sequence[float], level: float = 0.95) -> Interval:
     """Where the median lies, by the sign test: two of the samples, whatever their distribution.
 

@@ -37,7 +37,6 @@ from fompi.bench.measure import (
     checked,
     median_interval,
     over_best,
-    quantile,
     relative_error,
 )
 from fompi.bench.peers import KS, Case, M, kernel_of
@@ -49,6 +48,7 @@ from fompi.explain import Explanation
 from fompi.fit import at_speed, product_seconds
 from fompi.layout import Shard, Spec
 from fompi.machine import NO_PACKING, Machine
+from fompi.report import percentile
 from fompi.simulate import predict
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
@@ -175,7 +175,7 @@ def _summary(found: list[Row], cluster: Cluster) -> Row:
         limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if asked and kind == 0 else (None, None)
         off = errors(kind)
         figures.append(Figure(f"median error of the prediction, {name}", median(off), most=limits[0]))
-        figures.append(Figure(f"95th percentile of that error, {name}", quantile(off, 0.95), most=limits[1]))
+        figures.append(Figure(f"95th percentile of that error, {name}", percentile(off, 0.95), most=limits[1]))
     figures += [
         Figure("share of shapes within 2 % of the best", share(4), least=LEAST_NEAR if asked else None),
         Figure("the same of what one half of the rounds picks, in the other", share(5)),

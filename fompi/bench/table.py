@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fompi import info
-from fompi.bench.measure import UNITS, Figure, Row, quantile
+from fompi.bench.measure import UNITS, Figure, Row
+from fompi.report import percentile
 
 MS = UNITS["ms"]
 
@@ -29,7 +30,7 @@ def to_json(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
 def _plain(row: Row) -> dict[str, Any]:
     plain = asdict(row)
     plain["seconds"] = {
-        name: {"median": row.median(name), "p99": quantile(s, 0.99), "least": min(s), "most": max(s)}
+        name: {"median": row.median(name), "p99": percentile(s, 0.99), "least": min(s), "most": max(s)}
         for name, s in row.samples.items()
     }
     plain["figures"] = [
@@ -98,7 +99,7 @@ def _times(row: Row) -> Iterator[str]:
             name,
             f"{scale * row.median(name):.2f}",
             f"{min(times):.2f} to {max(times):.2f}",
-            f"{quantile(times, 0.99):.2f}",
+            f"{percentile(times, 0.99):.2f}",
         ]
         if row.base:
             against = row.ratio(row.base, name)

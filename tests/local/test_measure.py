@@ -27,7 +27,6 @@ from fompi.bench.measure import (
     geometric_mean,
     median_interval,
     over_best,
-    quantile,
     ratio,
     relative_error,
     texts,
@@ -141,9 +140,8 @@ def test_among_equals_the_best_is_not_better():
     assert statistics.fmean(naive) > 1.012 and abs(statistics.fmean(fair) - 1) < 0.004
 
 
-def test_geometric_mean_and_quantiles():
+def test_geometric_mean():
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1) and geometric_mean([3.0]) == pytest.approx(3)
-    assert quantile([1.0, 2.0, 3.0], 0.5) == 2 and quantile([*range(101)], 0.99) == pytest.approx(99)
 
 
 @pytest.mark.parametrize(

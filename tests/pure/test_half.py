@@ -19,7 +19,7 @@ from fompi import schedules
 from fompi.backends.numpy import Numpy, narrow, widen
 from fompi.layout import HALF
 from fompi.problems import reference
-from fompi.simulate import twin
+from fompi.twin import twin
 
 BACKEND = Numpy()
 NAMES = list(catalogue.problems(1))

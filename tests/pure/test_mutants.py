@@ -19,7 +19,7 @@ from mutants import MUTATIONS, mutant
 from fompi import schedules
 from fompi.backends.numpy import Numpy
 from fompi.errors import PlanError
-from fompi.simulate import twin
+from fompi.twin import twin
 from fompi.verify import verify
 
 BACKEND = Numpy()

@@ -13,24 +13,8 @@ from hypothesis import strategies as st
 from fompi import schedules
 from fompi.errors import PlanError
 from fompi.layout import Sizes
-from fompi.plan import (
-    Chunk,
-    Collective,
-    Compute,
-    Frontier,
-    Plan,
-    Programs,
-    Recv,
-    Send,
-    constraints,
-    dependencies,
-    enqueued,
-    format_nbytes,
-    lane,
-    messages,
-    parse,
-    programs_from_json,
-)
+from fompi.needs import Frontier, constraints, dependencies, enqueued, lane, messages
+from fompi.plan import Chunk, Collective, Compute, Plan, Programs, Recv, Send, format_nbytes, parse, programs_from_json
 
 names = st.sampled_from(["x", "y", "x_full", "w0", "inbox12"])
 chunks = st.builds(

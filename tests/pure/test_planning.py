@@ -27,7 +27,7 @@ from fompi.layout import Sizes
 from fompi.ops import OPERATIONS
 from fompi.plan import Compute, Recv, Send
 from fompi.problems import MEANING, Form, layouts, problem
-from fompi.simulate import twin
+from fompi.twin import twin
 
 ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
 

@@ -17,7 +17,7 @@ from fompi.errors import PlanError
 from fompi.layout import ITEMSIZE, Sizes, Spec
 from fompi.plan import Compute
 from fompi.problems import layouts, reference
-from fompi.simulate import twin
+from fompi.twin import twin
 from fompi.verify import verify
 
 BACKEND = Numpy()

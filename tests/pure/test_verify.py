@@ -15,7 +15,8 @@ from fompi.layout import Sizes
 from fompi.machine import Machine
 from fompi.plan import Plan, parse
 from fompi.problems import Form, problem
-from fompi.simulate import simulate, twin
+from fompi.simulate import simulate
+from fompi.twin import twin
 from fompi.verify import verify
 
 X, W, V = Form((0, 3), "float64"), Form((3, 4), "float64"), Form((3, 2), "float64")
