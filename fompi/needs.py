@@ -108,12 +108,15 @@ def track(op: Op) -> str:
     return {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
 
 
-def constraints(ops: Sequence[Op], window: int | None = None) -> Constraints:
-    """All that holds an op back: what it reads and writes, its lane, and the window of sends, or of collectives."""
+def constraints(ops: Sequence[Op], window: int | None = None, by_peer: bool = False) -> Constraints:
+    """All that holds an op back: what it reads and writes, its lane, and the window of sends, or of collectives.
+
+    `by_peer`: sends to different peers do not wait for each other.
+    """
     needs, behind = dependencies(ops), [-1] * len(ops)
     lanes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
-        one_line = window is not None and isinstance(op, Send)
+        one_line = window is not None and isinstance(op, Send) and not by_peer
         lanes[("send", -1) if one_line else lane(op)].append(i)
     for key, members in lanes.items():
         if key[0] in ("compute", "merge") or (key[0] == "send" and window is None):

@@ -258,9 +258,9 @@ class Plan:
     """Everything that is decided about one collective, with the compute around it.
 
     `shares` are the sizes of the parts of a shard, in proportion. `window` bounds the sends that a rank has in flight,
-    or the library's collectives (None: no bound). `sizes` are the rows that the plan was made for; the same plan runs
-    with any others. `order` holds the other ranks, in the order in which each rank sends to them, if that is not the
-    one of the schedule.
+    with groups of ranks those to each peer, or the library's collectives (None: no bound). `sizes` are the rows that
+    the plan was made for; the same plan runs with any others. `order` holds the other ranks, in the order in which each
+    rank sends to them, if that is not the one of the schedule.
     """
 
     problem: Any
@@ -283,6 +283,11 @@ class Plan:
     @property
     def group(self) -> int:
         return group_of(self.schedule)
+
+    @property
+    def by_peer(self) -> bool:
+        """Whether the window bounds the sends to each peer: where links differ, the slow ones hold no others up."""
+        return self.group > 1
 
     def extents(self, rank: int, sizes: Sizes | None = None) -> Extents:
         """The rows of every block with these sizes (None: those the plan was made for)."""

@@ -155,7 +155,7 @@ class Needs:
     def __init__(self, plan: Plan, rank: int):
         self.rank, self.schedule = rank, plan.schedule
         self.ops: tuple[Op, ...] = plan.programs[rank].ops
-        self.needs, self.behind, _ = constraints(self.ops, plan.window)
+        self.needs, self.behind, _ = constraints(self.ops, plan.window, plan.by_peer)
 
 
 def prove(

@@ -110,7 +110,7 @@ class _Rotation:
 
     @cached_property
     def after(self) -> dict[Step, list[Step]]:
-        needs, behind, _ = constraints(self.ops, self.plan.window)
+        needs, behind, _ = constraints(self.ops, self.plan.window, self.plan.by_peer)
         after: dict[Step, list[Step]] = {}
         queued: dict[tuple[str, int], Step] = {}
         for i, op in enumerate(self.ops):
@@ -157,7 +157,11 @@ class _Rotation:
                     return None
                 begins = list(map(max, ready, free))
                 until = list(map(add, begins, self._seconds(op)))
-                lanes[key] = [r if r > f else s for r, f, s in zip(ready, free, since, strict=True)], until
+                if (
+                    kind == "ends"
+                ):  # a kernel goes before later ones that are ready with it, a message before later ones
+                    ready = [r if r > f else s for r, f, s in zip(ready, free, since, strict=True)]
+                lanes[key] = ready, until
                 at[step] = list(map(add, until, self.latency)) if kind == "leaves" else until
                 note(step, begins, at[step])
             if kind == "begins":

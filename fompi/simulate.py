@@ -105,7 +105,7 @@ def _alike(plan: Plan, one: int, other: int, known: dict[int, Constraints]) -> b
     a, b = plan.programs[one].ops, plan.programs[other].ops
     shift = other - one
     for rank in {one, other} - known.keys():
-        known[rank] = constraints(plan.programs[rank].ops, plan.window)
+        known[rank] = constraints(plan.programs[rank].ops, plan.window, plan.by_peer)
     return (
         len(a) == len(b)
         and known[one] == known[other]
@@ -149,7 +149,7 @@ class Walk:
         self.offsets = [
             {b.name: b.offsets(e) for b in p.buffers} for p, e in zip(self.programs, self.extents, strict=True)
         ]
-        needed = (known.get(p.rank) or constraints(p.ops, plan.window) for p in self.programs)
+        needed = (known.get(p.rank) or constraints(p.ops, plan.window, plan.by_peer) for p in self.programs)
         self.frontiers = [Frontier(each) for each in needed]
         self.numbers = [messages(p.ops) for p in self.programs]
         self.posted: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -157,7 +157,7 @@ class Walk:
         self.ready: list[dict[str, list[int]]] = [{"compute": [], "merge": []} for _ in self.programs]
         self.running: list[set[str]] = [set() for _ in self.programs]
         self.owed = [0.0] * step  # seconds that messages and sums have taken from the kernel that runs
-        self.outgoing: defaultdict[tuple[int, int], list[tuple[int, tuple[int, int]]]] = defaultdict(list)
+        self.outgoing: defaultdict[tuple[int, int], deque[tuple[int, tuple[int, int]]]] = defaultdict(deque)
         self.links: dict[tuple[int, int], tuple[Link, list[Port]]] = {}
         self.under_way: set[tuple[int, int]] = set()
         self.flows: defaultdict[Port, dict[_Flow, None]] = defaultdict(dict)
@@ -269,15 +269,15 @@ class Walk:
         other = self.posted.pop(key)
         s, d = ((rank, i), other) if isinstance(op, Send) else (other, (rank, i))
         pair = (source, dest)
-        heapq.heappush(self.outgoing[pair], (s[1], d))
+        self.outgoing[pair].append((s[1], d))
         self.at(self.now, lambda: self.next_message(pair))
 
     def next_message(self, pair: tuple[int, int]) -> None:
-        """Those for one peer that both ends wait for leave one after the other, in the order of the program."""
+        """Those for one peer leave one after the other, as both ends come to wait for them."""
         if pair in self.under_way or not self.outgoing[pair]:
             return
         self.under_way.add(pair)
-        i, d = heapq.heappop(self.outgoing[pair])
+        i, d = self.outgoing[pair].popleft()
         s = (pair[0], i)
         if pair not in self.links:
             link = self.machine.link(*pair)

@@ -47,6 +47,9 @@ SCHEDULES: dict[str, Schedule] = {
 PAIRWISE = ("direct", "unfused_p2p", "sliced_p2p")
 """Those in which every rank sends to every other one, in any order."""
 
+GROUPS_WINDOW = 2
+"""Sends to a peer of a plan with groups: a piece that has gone all the way round leaves before others have begun."""
+
 IN_RING_ORDER = (*PAIRWISE, "ring")
 """Those that sum an element in the order of the ranks, from the one behind its owner round to the owner."""
 
@@ -175,4 +178,6 @@ def write(
     nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
     if window is None and schedule == "sliced":
         window = native.window(problem)
+    elif window is None and group_of(schedule) > 1:
+        window = GROUPS_WINDOW
     return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window, order)

@@ -88,7 +88,7 @@ class _Sums:
         self.inbox: Buffer = local.work.scratch("inbox", axis, row, dtype)
         self.groups: Buffer = local.work.scratch("group_sums", "copies", row, dtype)
 
-    def group_sum(self, groups: _Groups, d: int, part: int) -> Generator[Op, None, Chunk]:
+    def group_sum(self, groups: _Groups, d: int, part: int) -> Generator[Op | None, None, Chunk]:
         """The terms of our group for the rank in our place, d groups on: summed on their way round, last by us."""
         for step in range(groups.ranks):
             owner = groups.namesake(d, groups.mate(-1 - step))
@@ -100,6 +100,7 @@ class _Sums:
                 yield Compute("add", (arriving, term), (arriving,))
             if step < groups.ranks - 1:
                 yield Send(groups.mate(1), arriving if step else term)
+                yield None
         return arriving
 
     def from_group(self, d: int, part: int) -> Chunk:
@@ -120,37 +121,46 @@ def _reduce_scatter(local: Scatter, groups: _Groups) -> Iterator[Op]:
     for d in groups.others:
         for part in parts:
             yield Recv(groups.namesake(-d), sums.from_group(d, part))
-    for d in groups.others:
-        for part in parts:
-            whole = yield from sums.group_sum(groups, d, part)
+
+    def piece(d: int, part: int) -> Iterator[Op | None]:
+        whole = yield from sums.group_sum(groups, d, part)
+        if d:
             yield Send(groups.namesake(d), whole)
-    for part in parts:
-        own = yield from sums.group_sum(groups, 0, part)
-        yield from sums.add_groups(groups, part)
-        yield sums.finish(own, part)
+        else:
+            yield from sums.add_groups(groups, part)
+            yield sums.finish(whole, part)
+
+    yield from skewed(piece(d, part) for d in (*groups.others, 0) for part in parts)
 
 
 def _all_reduce(local: Scatter, groups: _Groups, part: int) -> Iterator[Op | None]:
-    """One slice: summed by its owners as above, then gathered while the next ones are made and summed."""
+    """One slice: summed by its owners as above, then gathered while the next ones are made and summed.
+
+    What is sent in one step is received in the next one, so that slices keep to one order at both ends.
+    """
     rank, y, sums = local.rank, local.work["y"], _Sums(local, "slices")
-    for d in groups.others:
-        yield Recv(groups.namesake(-d), sums.from_group(d, part))
     for d in (*groups.others, 0):
         whole = yield from sums.group_sum(groups, d, part)
         if d:
             yield Send(groups.namesake(d), whole)
+            yield None
+            yield Recv(groups.namesake(-d), sums.from_group(d, part))
     yield None
     yield from sums.add_groups(groups, part)
     yield sums.finish(whole, part)
     for d in groups.others:
-        yield Recv(groups.namesake(-d), y[local.block(groups.namesake(-d), part)])
         yield Send(groups.namesake(d), y[local.block(rank, part)])
     for e in groups.mates:
-        yield Recv(groups.mate(-e), y[local.block(groups.mate(-e), part)])
         yield Send(groups.mate(e), y[local.block(rank, part)])
     yield None
     for d in groups.others:
+        yield Recv(groups.namesake(-d), y[local.block(groups.namesake(-d), part)])
+    for e in groups.mates:
+        yield Recv(groups.mate(-e), y[local.block(groups.mate(-e), part)])
+    for d in groups.others:
         for e in groups.mates:
             yield Send(groups.mate(e), y[local.block(groups.namesake(-d), part)])
+    yield None
+    for d in groups.others:
         for e in groups.mates:
             yield Recv(groups.mate(-e), y[local.block(groups.namesake(-d, groups.mate(-e)), part)])

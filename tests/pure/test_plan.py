@@ -141,15 +141,18 @@ def test_dependencies_name_the_last_writer_and_the_readers_since():
     assert dependencies(program) == [[], [], [1], [1], [1, 2], [1, 4]]
 
 
-@given(programs, windows)
-def test_constraints(program, window):
-    """Beside dependencies: receives, collectives and paced sends start in order; the last two wait for the window."""
-    needs, behind, _ = constraints(program, window)
+@given(programs, windows, st.booleans())
+def test_constraints(program, window, by_peer):
+    """Beside dependencies: receives, collectives and paced sends start in order; the last two wait for the window.
+
+    By peer, sends to different ones do not wait for each other.
+    """
+    needs, behind, _ = constraints(program, window, by_peer)
     for j, op in enumerate(program):
         kind = type(op)
-        one_line = kind is Send and window is not None  # whoever they go to
+        one_line = kind is Send and window is not None and not by_peer  # whoever they go to
         same = [i for i in range(j) if type(program[i]) is kind and (one_line or lane(program[i]) == lane(op))]
-        in_order = kind is not Compute and (kind is not Send or one_line)
+        in_order = kind is not Compute and (kind is not Send or window is not None)
         assert behind[j] == (same[-1] if same and in_order else -1)
         windowed = window is not None and kind in (Send, Collective)
         paced = {same[-window]} if windowed and len(same) >= window else set()

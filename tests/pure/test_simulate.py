@@ -336,3 +336,18 @@ def test_a_collective_behind_a_kernel_has_a_curve_of_its_own():
         for m in (machine, behind)
     )
     assert first == [1.0, 1.0] and second == [5.0, 1.0]  # the first one runs behind the second product
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
+def test_a_sum_of_a_group_leaves_before_all_sums_have_begun(name):
+    """Two sends to a peer in flight: pieces go round the group one behind the other, so the slow link begins early."""
+    where = replace(machine(1.0), levels=(Level(4, 0.0, SHARD / 10.0, True),))
+    made = catalogue.problems(8)[name]
+    sizes = Sizes((64,) * 8)
+    plan = schedules.write(made, "hierarchical(4)", 8, sizes)
+    assert plan.window and plan.by_peer and not schedules.write(made, "direct", 8, sizes, 1).by_peer
+    first = {}
+    for window in (plan.window, None):
+        events = simulate(replace(plan, window=window), where).events
+        first[window] = min(e.start for e in events if e.lane == f"send to {(e.rank + 4) % 8}")
+    assert first[plan.window] < 0.6 * first[None]
