@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Link:
-    """`isend(uint8, dest, tag)`, `irecv(uint8, source, tag)`, and `collective(...)`.
+    """`isend(uint8, dest, tag)`, `issend`, `irecv(uint8, source, tag)`, and `collective(...)`.
 
     `comm` is the MPI communicator, and from now on belongs to the Link.
     """
@@ -32,6 +32,7 @@ class Link:
         self.world_size = MPI.COMM_WORLD.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
         self.isend: Callable[[Any, int, int], Any] = self.comm.Isend
+        self.issend: Callable[[Any, int, int], Any] = self.comm.Issend  # done once the other end takes it
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
         self.improbe: Callable[[int, int], Any] = self.comm.Improbe
         self.any_source: int = MPI.ANY_SOURCE

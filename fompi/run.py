@@ -14,7 +14,7 @@ from fompi.backends.base import Token
 from fompi.channel import FAILED
 from fompi.communicator import Communicator
 from fompi.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled
-from fompi.engine import ANYONE, MESSAGE_BITS, Task
+from fompi.engine import ANYONE, EAGER_NBYTES, MESSAGE_BITS, Task
 from fompi.errors import PeerError
 from fompi.layout import Extents, nbytes
 from fompi.needs import track
@@ -148,7 +148,8 @@ class Run(Task):
             elif action is None:  # no rows: both ends know
                 queue.extend(self._ended(i))
             elif kind == SEND:
-                if engine.sent(link.isend(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
+                send = link.issend if compiled.by_peer and action.nbytes > EAGER_NBYTES else link.isend
+                if engine.sent(send(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
                     queue.extend(self._ended(i))
             else:
                 engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)

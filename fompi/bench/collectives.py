@@ -37,6 +37,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "fompi direct, window 1": {"schedule": "direct", "window": 1},
     "fompi direct, window 2": {"schedule": "direct", "window": 2},
     "fompi direct, 4 slices, window 2": {"schedule": "direct", "slices": 4, "window": 2},
+    "fompi direct, 8 slices, window 2": {"schedule": "direct", "slices": 8, "window": 2},
     "fompi ring, 4 slices": {"schedule": "ring", "slices": 4},
 }
 
