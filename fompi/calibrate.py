@@ -32,6 +32,7 @@ from fompi.report import percentile
 from fompi.transport import library
 
 ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
+BEHIND_WARMUP = 2
 """Of each figure; a pause before each, where a network may have queues; what would take longer is left out."""
 
 LOST_SECONDS = 0.1
@@ -326,7 +327,7 @@ class _Calibration:
     def _native(self, name: str, behind: bool) -> Points:
         """Seconds by the bytes that the rank with most reads and writes, of the call that an unfused plan makes.
 
-        `behind`: the ranks run kernels meanwhile, and only the helper looks.
+        `behind`: the ranks run kernels meanwhile, only the helper looks, and calls follow each other.
         """
         layout = problems.layouts(name, 1)[0]
         samples = []
@@ -349,18 +350,22 @@ class _Calibration:
         return fit.curve(samples)
 
     def _behind(self, call: Executor) -> list[float]:
-        """Seconds until the slowest rank has seen the end of it, while all of them compute."""
-        a, b, c = (np.ones((512, 512), np.float32) for _ in range(3))
-        taken = []
-        for _ in range(1 + ROUNDS):
-            sleep(self.idle)
-            meet(self.mpi)
+        """Seconds from the end of one call to that of the next, of the slowest rank, while all of them compute.
+
+        One after the other, as slices are: the links have had no rest, and the helper looks as often as messages come.
+        """
+        a, b, c = (np.ones((256, 256), np.float32) for _ in range(3))
+        taken, ended = [], 0.0
+        sleep(self.idle)
+        meet(self.mpi)
+        for _ in range(BEHIND_WARMUP + ROUNDS):
             call.start()
             while not call.finished:
                 np.matmul(a, b, out=c)
             call.wait()
-            taken.append(call.seconds)
-        return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[1:])).max(axis=0)]
+            begun, ended = ended, perf_counter()
+            taken.append(ended - begun)
+        return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[BEHIND_WARMUP:])).max(axis=0)]
 
 
 def _products() -> dict[str, Callable[[], object]]:

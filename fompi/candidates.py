@@ -26,6 +26,12 @@ MOST_OPS, FEW_OPS = 20_000, 600
 MOST_TOGETHER = 64
 """With more ranks than this nobody sends to all others at once: only one after the other."""
 
+CUT_IN_STEPS = ("sliced", "sliced_p2p")
+"""Those that multiply one slice of every shard at a time: fewer calls than a piece for each rank."""
+
+WINDOWS = (None, 1, 2, 4)
+"""Sends of a rank in flight at once, that are tried; None: all of them."""
+
 
 class Candidate(NamedTuple):
     """A schedule with its parameters."""
@@ -45,8 +51,17 @@ class Candidate(NamedTuple):
 
     @property
     def anywhere(self) -> bool:
-        """Whether a call can take it that knows no more than its problem, and the rows of its own rank."""
+        """Whether a call can take it that knows its problem, and of the rows only its own."""
         return self.window is None and self.rows is None and not self.order
+
+
+def is_its_own(problem: Problem, schedule: str, slices: Slices) -> bool:
+    """Whether there is such a schedule, and no other candidate is the same.
+
+    Between two ranks a ring is `direct`, and so is half each way round, in twice as many equal slices.
+    """
+    again = schedule == "ring" or (schedule == "bidirectional" and slices in EVEN[:-1])
+    return is_available(problem, schedule) and not (again and problem.size == 2)
 
 
 UNFUSED = (Candidate("unfused"), Candidate("unfused_p2p"), Candidate("unfused_p2p", window=1))
@@ -70,21 +85,15 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
     cuts = (*EVEN, *UNEVEN) if computes else EVEN
     yield from (Candidate(name) for name in REGISTERED if name in names)
     for name in ("direct", "ring", "bidirectional", *groups):
-        if not is_available(problem, name):
-            continue
         for slices in cuts:
+            if not is_its_own(problem, name, slices):
+                continue
             if 3 * size * len(shares_of(name, slices)) > most_ops and slices != 1:
                 continue
             if name != "direct" or together:
                 yield Candidate(name, slices)
             if name == "direct" and size > 2:
                 yield Candidate(name, slices, 1)
-
-
-CUT_IN_STEPS = ("sliced", "sliced_p2p")
-"""Those that multiply one slice of every shard at a time: fewer calls than a piece for each rank."""
-
-WINDOWS = (None, 1, 2, 4)
 
 
 def paced(best: Candidate, size: int) -> Iterator[Candidate]:
@@ -121,7 +130,7 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
     if len(set(cut)) == 1:
         shares = len(cut)
     if 3 * size * len(cut) <= most_ops:
-        yield from (Candidate(name, shares) for name in ("direct", "ring") if is_available(problem, name))
+        yield from (Candidate(name, shares) for name in ("direct", "ring") if is_its_own(problem, name, shares))
 
 
 ORDERED_SLICES, MOST_ORDERED = (1, 4), 16
@@ -215,7 +224,7 @@ def owned(total: int, rates: Sequence[float]) -> tuple[int, ...]:
 
 def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
     """Some of every kind, the same for all machines."""
-    names, computes = available(problem), bool(problem.weights or problem.gradients)
+    computes = bool(problem.weights or problem.gradients)
     for name, cuts in (
         ("unfused", (1,)),
         ("unfused_p2p", (1,)),
@@ -224,4 +233,4 @@ def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
         ("direct", (1, 2, 4)),
         ("ring", (1, 4)),
     ):
-        yield from (Candidate(name, slices) for slices in cuts if name in names)
+        yield from (Candidate(name, slices) for slices in cuts if is_its_own(problem, name, slices))

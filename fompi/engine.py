@@ -188,15 +188,15 @@ class Engine:
         with self.lock:
             moved = self.poll()
             taken = self._take(helping and (worker is not None or self.attended)) if self._ready else None
-            if taken is None and worker is not None and self._ready and not self.attended:
-                product = self._take(merges_only=False)
-                if product is not None:
-                    self.computing += 1
-                    worker.run(partial(self._work, *product))
-                    return True
+            handed = taken is None and worker is not None and not self.attended
+            if handed:
+                taken = self._take(merges_only=False)
             if taken is None:
                 return moved
             self.computing += 1
+        if handed and worker is not None:
+            worker.run(partial(self._work, *taken))
+            return True
         task, key, kernel = taken
         if task.is_long and self._requests:
             self.assist()

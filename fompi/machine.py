@@ -91,11 +91,11 @@ class Machine:
 
     On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from the
     kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time, and what
-    has come is seen `poll / 2` later. With two lanes sums run beside
-    kernels, and messages cost them nothing. `natives` are the library's collectives: seconds by
-    bytes of the largest rank, read and written, while all ranks wait for it, and `natives_behind` while they compute;
-    without a curve they take one latency a rank, and the bytes through the outermost link. `native_share` of a message
-    moves by itself, while all ranks stay out of MPI.
+    has come is seen `poll / 2` later. With two lanes sums run beside kernels, and messages cost them nothing. `natives`
+    are the library's collectives: seconds by bytes of the largest rank, read and written, while all ranks wait for it,
+    and `natives_behind` one after the other while they compute, polls among them; without a curve they take one latency
+    a rank, and the bytes through the outermost link. `native_share` of a message moves by itself, while all ranks stay
+    out of MPI.
     """
 
     name: str

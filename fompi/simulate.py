@@ -337,12 +337,12 @@ class Walk:
         for rank, i in (flow.source, flow.dest):
             self.seen(rank, i, 1, nbytes)
 
-    def seen(self, rank: int, i: int, messages: int, nbytes: float) -> None:
-        """A kernel that runs on the same core pays for them, and the rank sees it at its next poll."""
+    def seen(self, rank: int, i: int, messages: int, nbytes: float, at_once: bool = False) -> None:
+        """A kernel that runs on the same core pays for them, and the rank sees it at its next poll, or at once."""
         machine = self.machine
         if machine.lanes == 1 and "compute" in self.running[rank]:
             self.owed[rank] += messages * machine.cpu_message + nbytes * machine.cpu_byte
-            if machine.poll:
+            if machine.poll and not at_once:
                 self.at(self.now + machine.poll / 2, partial(self.done, rank, i))
                 return
         self.done(rank, i)
@@ -364,19 +364,21 @@ class Walk:
         """They go one after the other, all ranks together."""
         if self.collectives and not self.collective_runs:
             self.collective_runs = True
-            self.at(self.now, self.run_collective)  # after the kernels that begin at this moment
+            self.at(self.now, lambda: self.at(self.now, self.run_collective))  # after kernels that begin at this moment
 
     def run_collective(self) -> None:
         name, most, calls = self.collectives.popleft()
         self.moving.update(dict.fromkeys(calls, self.now))
         behind = any("compute" in running for running in self.running)
+        measured = behind and name in self.machine.natives_behind  # with the polls
 
         def finish() -> None:
             self.collective_runs = False
             self.collective_ends(calls)
             for rank, i in calls:
                 op = self.programs[rank].ops[i]
-                self.seen(rank, i, 2 * (self.plan.size - 1), sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes)))
+                moved = sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes))
+                self.seen(rank, i, 2 * (self.plan.size - 1), moved, at_once=measured)
             self.next_collective()
 
         self.at(self.now + self.machine.native(name, most, self.plan.size, behind) * self.jitter(), finish)

@@ -88,6 +88,13 @@ def test_a_bound_operation_too(helped, work):
             assert (step.wait() == sum(range(helped.size)) + helped.size * call).all()
 
 
+def blocks_by_rank(world):
+    """A ring that gathers and multiplies, and operands of a rank; each block holds the number of its rank."""
+    specs = Spec((512 * world.size, 64), "float32", Shard(0)), Spec((64, 256 * world.size), "float32", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=world.size, schedule="ring")
+    return plan, np.full((512, 64), world.rank, np.float32), np.ones((64, 256), np.float32)
+
+
 def test_messages_move_behind_a_long_kernel(helped):
     """The block of the next rank is there before our own is multiplied, which takes all of the program's time."""
     n, done = helped.size, {}
@@ -101,9 +108,7 @@ def test_messages_move_behind_a_long_kernel(helped):
             done["own"] = time.perf_counter()
         np.matmul(*reads, out=writes[0])
 
-    specs = Spec((512 * n, 64), "float32", Shard(0)), Spec((64, 256 * n), "float32", Shard(1))
-    plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=n, schedule="ring")
-    x, w = np.full((512, 64), helped.rank, np.float32), np.ones((64, 256), np.float32)
+    plan, x, w = blocks_by_rank(helped)
     with fompi.bind(plan, comm=helped, x=x, w=w, kernels={"matmul": matmul}) as step:
         y = step()
         arrived = [e.end for e in step.trace.events if e.lane.startswith("recv")]
@@ -123,9 +128,7 @@ def test_messages_move_behind_the_products_of_a_call_that_nobody_waits_for(helpe
             done["own"] = time.perf_counter()
         np.matmul(*reads, out=writes[0])
 
-    specs = Spec((512 * n, 64), "float32", Shard(0)), Spec((64, 256 * n), "float32", Shard(1))
-    plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=n, schedule="ring")
-    x, w = np.full((512, 64), helped.rank, np.float32), np.ones((64, 256), np.float32)
+    plan, x, w = blocks_by_rank(helped)
     with fompi.bind(plan, comm=helped, x=x, w=w, kernels={"matmul": matmul}) as step:
         helped.link.comm.Barrier()
         step.start()

@@ -280,3 +280,19 @@ def test_many_sends_in_flight_or_few():
     if found.winner.candidate == best:
         assert {best._replace(window=w) for w in WINDOWS} <= walked
     assert list(paced(Candidate("ring"), 8)) == [] and len(list(paced(Candidate("direct"), 3))) == 1
+
+
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_between_two_ranks_a_ring_is_direct(operation):
+    """As long to the last digit, and so are both ways round in equal slices: they are no candidates."""
+    made, sizes = large(operation, 2)
+    machine = Machine.load("laptop")
+    tried = set(candidates(made, machine))
+    for one, other in (
+        (Candidate("ring", (4, 2, 1)), Candidate("direct", (4, 2, 1))),
+        (Candidate("bidirectional", 4), Candidate("direct", 8)),
+    ):
+        seconds, same = (predict(write(made, c.schedule, c.slices, sizes), machine) for c in (one, other))
+        assert seconds == same and one not in tried and other in tried
+    assert Candidate("bidirectional", (4, 2, 1)) in tried  # a cut that no other has
+    assert {c.schedule for c in candidates(large(operation, 4)[0], machine)} >= {"ring", "bidirectional"}

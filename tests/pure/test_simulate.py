@@ -324,18 +324,37 @@ def test_many_ranks_that_differ_by_one_row(schedule, monkeypatch):
     assert {e.rank for e in simulate(plan, slow).events} == set(range(6))
 
 
-def test_a_collective_behind_a_kernel_has_a_curve_of_its_own():
-    """The library moves little while nobody looks."""
-    x, w = Spec((64, 8), "float32", Shard(1)), Spec((8, 4), "float32", Shard(0))
-    plan = fompi.plan("matmul_reduce_scatter", x, w, ranks=2, schedule="sliced", slices=2)
-    curve = {"reduce_scatter": ((0.0, 1.0),)}
-    machine = Machine("m", 0.0, 1.0, 1e9, 1e9, 10.0, lanes=2, natives=curve)
-    behind = replace(machine, natives_behind={"reduce_scatter": ((0.0, 5.0),)})
+@pytest.mark.parametrize(
+    ("operation", "moves", "expected"),
+    [("matmul_reduce_scatter", "reduce_scatter", [5.0, 1.0]), ("all_gather_matmul", "all_gather", [1.0, 5.0])],
+)
+def test_a_collective_behind_a_kernel_has_a_curve_of_its_own(operation, moves, expected):
+    """The library moves little while nobody looks: of two slices, the one that a product of the other runs beside."""
+    x, w = {
+        "reduce_scatter": (Spec((64, 8), "float32", Shard(1)), Spec((8, 4), "float32", Shard(0))),
+        "all_gather": (Spec((64, 8), "float32", Shard(0)), Spec((8, 4), "float32", Shard(1))),
+    }[moves]
+    plan = fompi.plan(operation, x, w, ranks=2, schedule="sliced", slices=2)
+    machine = Machine("m", 0.0, 1.0, 1e9, 1e9, 10.0, lanes=2, natives={moves: ((0.0, 1.0),)})
+    behind = replace(machine, natives_behind={moves: ((0.0, 5.0),)})
     first, second = (
         [e.end - e.start - e.waited for e in fompi.simulate(plan, m).events if e.rank == 0 and not e.is_compute]
         for m in (machine, behind)
     )
-    assert first == [1.0, 1.0] and second == [5.0, 1.0]  # the first one runs behind the second product
+    assert first == [1.0, 1.0] and second == expected
+
+
+def test_a_collective_that_was_measured_behind_kernels_has_its_polls_in_its_curve():
+    """On one core: the rank sees the end of any other one half a pause later."""
+    x, w = Spec((64, 8), "float32", Shard(1)), Spec((8, 4), "float32", Shard(0))
+    plan = fompi.plan("matmul_reduce_scatter", x, w, ranks=2, schedule="sliced", slices=2)
+    curve = {"reduce_scatter": ((0.0, 1.0),)}
+    machine = Machine("m", 0.0, 1.0, 1e9, 1e9, 10.0, lanes=1, natives=curve, poll=4.0)
+    polled, measured = (
+        next(e.end - e.start - e.waited for e in fompi.simulate(plan, m).events if e.rank == 0 and not e.is_compute)
+        for m in (machine, replace(machine, natives_behind=curve))
+    )
+    assert (polled, measured) == (3.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
