@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -32,11 +32,16 @@ from fompi.report import percentile
 from fompi.transport import library
 
 ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
-BEHIND_WARMUP = 2
 """Of each figure; a pause before each, where a network may have queues; what would take longer is left out."""
+
+BEHIND_WARMUP = 2
+"""Calls behind kernels that do not count: the helper still learns how often messages come."""
 
 LOST_SECONDS = 0.1
 """The most that an exchange may take behind kernels, when it is measured what they lose to it."""
+
+SPENT_ROUNDS = {16 << 10: 40, 1 << 20: 10}
+"""How often what a process spends on messages of so many bytes is taken."""
 
 QUIET = 0.25
 """Of the times of a message: what else goes on only adds to them."""
@@ -49,6 +54,9 @@ SIZES = [1 << n for n in range(10, 23, 2)]
 
 LARGEST, LARGEST_ROUNDS = SIZES[-2:], 15
 """What these two differ in is the bandwidth: a few per cent of one would be all of its error."""
+
+AT_ONCE = (1, 2, 4, 8)
+"""So many other ranks are exchanged with at once, to see how many ports there are."""
 
 NATIVE_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
 """Bytes of the global tensor of a collective."""
@@ -177,6 +185,7 @@ class _Calibration:
             curve=inner.curve,
             levels=tuple(levels[1:]),
             rates=found.rates if slowest < 1 else (),
+            ports=self._ports(found.groups[0] if found.groups else self.size),
         )
 
     def pairs(self) -> dict[tuple[int, int], float]:
@@ -216,7 +225,7 @@ class _Calibration:
         here = self.rank - self.rank % whole  # a shift by `ranks` inside of the group of the next level
         dest, source = (here + (self.rank - here + step) % whole for step in (ranks, -ranks))
         latency = self._latency(ranks)
-        together = self._samples(lambda nbytes: self._shift(source, dest, nbytes), SIZES[-1])
+        together = self._samples(lambda nbytes: self._shift([(source, dest)], nbytes), SIZES[-1])
         samples = [(nbytes, latency + max(0.0, seconds - latency) * slowest) for nbytes, seconds in together]
         shared = False
         if number:
@@ -226,6 +235,18 @@ class _Calibration:
         points = fit.sustained(samples, latency)
         (a, y), (b, z) = points[-2:]
         return Level(ranks, latency, (b - a) / (z - y) if z > y else b / max(z, 1e-9), shared, points)
+
+    def _ports(self, whole: int) -> int:
+        """How many others of its group of `whole` ranks each rank can exchange with at once."""
+        first, nbytes = self.rank - self.rank % whole, len(self.inbox) // AT_ONCE[-1]
+        taken = {}
+        for count in (n for n in AT_ONCE if n < whole):
+            ways = [
+                (first + (self.rank - first - step) % whole, first + (self.rank - first + step) % whole)
+                for step in range(1, count + 1)
+            ]
+            taken[count] = self._shift(ways, nbytes)
+        return fit.ports(taken)
 
     @staticmethod
     def _samples(seconds_of: Callable[[int], float], most: float) -> list[tuple[float, float]]:
@@ -252,22 +273,24 @@ class _Calibration:
             sleep(self.idle)
             meet(self.mpi)
             if self.rank in (0, step):
-                taken.append(self._exchange(step - self.rank, step - self.rank, nbytes))
+                taken.append(self._exchange([(step - self.rank, step - self.rank)], nbytes))
         found[0] = percentile(taken, QUIET) if taken else 0.0
         return float(of_all_ranks(self.mpi, found).max())
 
-    def _shift(self, source: int, dest: int, nbytes: int) -> float:
-        """All ranks at once: seconds of the slowest one."""
+    def _shift(self, ways: Sequence[tuple[int, int]], nbytes: int) -> float:
+        """All ranks at once, from these sources to these destinations: seconds of the slowest one."""
         taken = []
         for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
             sleep(self.idle)
             meet(self.mpi)
-            taken.append(self._exchange(source, dest, nbytes))
+            taken.append(self._exchange(ways, nbytes))
         return percentile(of_all_ranks(self.mpi, np.array(taken)).max(axis=0), QUIET)
 
-    def _exchange(self, source: int, dest: int, nbytes: int) -> float:
+    def _exchange(self, ways: Sequence[tuple[int, int]], nbytes: int) -> float:
         begun = perf_counter()
-        requests = [self.mpi.Irecv(self.inbox[:nbytes], source), self.mpi.Isend(self.outbox[:nbytes], dest)]
+        inboxes = (self.inbox[i * nbytes : (i + 1) * nbytes] for i in range(len(ways)))
+        requests = [self.mpi.Irecv(inbox, source) for inbox, (source, _) in zip(inboxes, ways, strict=True)]
+        requests += [self.mpi.Isend(self.outbox[:nbytes], dest) for _, dest in ways]
         self._complete(requests)
         return perf_counter() - begun
 
@@ -284,15 +307,14 @@ class _Calibration:
         polls, interrupts and caches too, which is twice as much.
         """
         samples = []
-        for nbytes in (16 << 10, 256 << 10, 1 << 20):
+        for nbytes, rounds in SPENT_ROUNDS.items():
             exchange, spent = bare_exchange(self.mpi, nbytes, 1), []
-            for _ in range(2 * ROUNDS):
-                sleep(self.idle)
+            for _ in range(rounds):
                 meet(self.mpi)
                 begun = process_time()
                 exchange()
                 spent.append(process_time() - begun)
-            mean = float(of_all_ranks(self.mpi, np.array([median(spent)])).mean())
+            mean = float(of_all_ranks(self.mpi, np.array([percentile(spent, QUIET)])).mean())
             samples.append((float(nbytes), mean / (2 * (self.size - 1))))
         per_message, per_byte = fit.line(samples)
         nbytes, lost = self._lost(machine)

@@ -171,6 +171,15 @@ def sustained(samples: Sequence[tuple[float, float]], latency: float) -> Points:
     return curve([(0.0, latency), *((n, max(s, latency + n * each)) for n, s in ordered)])
 
 
+NO_SLOWER = 1.25
+"""By so much, messages to several others may take longer than one by itself, if each has a port."""
+
+
+def ports(taken: Mapping[int, float]) -> int:
+    """How many ports a rank has, by the seconds that messages of one size to so many others take at once."""
+    return max((count for count, seconds in taken.items() if seconds <= NO_SLOWER * taken[1]), default=1)
+
+
 class Product(NamedTuple):
     """A product that was timed: its operations, the bytes of its weight, and the seconds above the overhead."""
 

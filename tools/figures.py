@@ -22,7 +22,7 @@ SUITES = {
     "papers": ("The papers' settings, on an emulated accelerator", ["--hosts", "4", "--rate", "1gbit"], 7),
     "fused": ("Fused operations on real GEMMs", ["--hosts", "2", "--rate", "1gbit"], 11),
     "peers": ("Peers", ["--hosts", "2", "--rate", "1gbit"], 5),
-    "planner": ("The planner, on fused operations", ["--hosts", "2", "--rate", "1gbit"], 9),
+    "planner": ("The planner, on fused operations", ["--hosts", "2", "--rate", "1gbit"], 7),
     "planner-2x2": (
         "The planner, two groups of two hosts",
         ["--groups", "2x2", "--rate", "1gbit", "--between", "100mbit"],

@@ -122,6 +122,20 @@ def test_products(packing):
     assert fit.product_rates(timed) == pytest.approx((5e10, packing))
 
 
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        ({}, 1),  # of two ranks
+        ({1: 1.0, 2: 2.0, 4: 4.1}, 1),
+        ({1: 1.0, 2: 1.0, 4: 2.0}, 2),
+        ({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.2}, 8),
+        ({1: 1.0, 2: 1.6, 4: 1.2}, 4),  # noise
+    ],
+)
+def test_ports(taken, expected):
+    assert fit.ports(taken) == expected
+
+
 def test_products_that_cost_nothing_more_in_slabs():
     """Noise that says that packing gains time is taken for none."""
     timed = [Product(1e9, 4e6, 1.0), Product(1e8, 4e6, 0.09)]
