@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from fompi.bench import peers
@@ -78,9 +79,13 @@ def test_fused(mpirun):
         assert row["errors"].keys() > names - {"kernel alone", "bare exchange"} and max(row["errors"].values()) < 1e-5
         assert row["limits"].keys() == {"T_c", "T_m", "bound"}
         assert row["limits"]["bound"] >= max(row["limits"]["T_c"], row["limits"]["T_m"])
-        assert [chosen in figure["name"] for figure in row["figures"]] == [False, True, True, True, False]
+        named = [chosen in figure["name"] for figure in row["figures"]]
+        assert named == [False, True, True, True, False, False, False]
+        quiet = {name: np.quantile(samples, 0.25) for name, samples in row["samples"].items()}
+        cut = min(quiet[name] for name in CUTS) / quiet[chosen]
+        assert row["figures"][6]["value"] == pytest.approx(cut) and row["figures"][5]["value"] > 0
         assert SHARED in row["setup"] and row["reached"] is None and "helper" in row["progress"]
-    assert len(summary["figures"]) == 2 and all(figure["value"] > 0 for figure in summary["figures"])
+    assert len(summary["figures"]) == 4 and all(figure["value"] > 0 for figure in summary["figures"])
 
 
 @pytest.mark.timeout(120)
