@@ -28,7 +28,7 @@ from fompi.layout import Shard, Spec
 from fompi.machine import COLLECTIVES, Level, Machine, Points
 from fompi.ops import plan
 from fompi.progress import HELPED, measure_native
-from fompi.report import percentile
+from fompi.report import quiet
 from fompi.transport import library
 
 ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
@@ -42,9 +42,6 @@ LOST_SECONDS = 0.1
 
 SPENT_ROUNDS = {16 << 10: 40, 1 << 20: 10}
 """How often what a process spends on messages of so many bytes is taken."""
-
-QUIET = 0.25
-"""Of the times of a message: what else goes on only adds to them."""
 
 PAIR_ROUNDS, ALL_PAIRS = 3, 8
 """How the speed of a pair is taken; of more ranks, not all pairs are looked at."""
@@ -267,24 +264,16 @@ class _Calibration:
 
     def _alone_across(self, step: int, nbytes: int) -> float:
         """One message from rank 0 to rank `step`, with one the other way, and nobody else."""
-        found = np.zeros(1)
-        taken = []
-        for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
-            sleep(self.idle)
-            meet(self.mpi)
-            if self.rank in (0, step):
-                taken.append(self._exchange([(step - self.rank, step - self.rank)], nbytes))
-        found[0] = percentile(taken, QUIET) if taken else 0.0
-        return float(of_all_ranks(self.mpi, found).max())
+        return self._shift([(step - self.rank, step - self.rank)] if self.rank in (0, step) else [], nbytes)
 
     def _shift(self, ways: Sequence[tuple[int, int]], nbytes: int) -> float:
-        """All ranks at once, from these sources to these destinations: seconds of the slowest one."""
+        """All ranks at once, each from its sources and to its destinations: seconds of the slowest one."""
         taken = []
         for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
             sleep(self.idle)
             meet(self.mpi)
             taken.append(self._exchange(ways, nbytes))
-        return percentile(of_all_ranks(self.mpi, np.array(taken)).max(axis=0), QUIET)
+        return quiet(of_all_ranks(self.mpi, np.array(taken)).max(axis=0))
 
     def _exchange(self, ways: Sequence[tuple[int, int]], nbytes: int) -> float:
         begun = perf_counter()
@@ -314,7 +303,7 @@ class _Calibration:
                 begun = process_time()
                 exchange()
                 spent.append(process_time() - begun)
-            mean = float(of_all_ranks(self.mpi, np.array([percentile(spent, QUIET)])).mean())
+            mean = float(of_all_ranks(self.mpi, np.array([quiet(spent)])).mean())
             samples.append((float(nbytes), mean / (2 * (self.size - 1))))
         per_message, per_byte = fit.line(samples)
         nbytes, lost = self._lost(machine)

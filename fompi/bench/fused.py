@@ -37,7 +37,7 @@ from fompi.bench.suites import Options
 from fompi.candidates import UNEVEN
 from fompi.errors import ShapeError
 from fompi.layout import slices_in_words
-from fompi.report import percentile
+from fompi.report import quiet
 
 SLICES = (2, 4, 8)
 OURS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ PILOT_ROUNDS, PIECES = 5, 4
 LEAST_BOUND, LEAST_OVER_UNFUSED, MOST_SLOWER, LEAST_SLICED, LEAST_SLICED_CASE = 0.94, 1.55, 1.02, 1.0, 0.97
 MOST_CPU = 0.1
 
-QUIET, IN_QUIET = 0.25, ", lower quartiles"
+IN_QUIET = ", lower quartiles"
 """Where others use the cores now and then, medians compare their moments: that of the kernel and that of the rest."""
 
 
@@ -142,10 +142,7 @@ def judged(comm: Any, cluster: Cluster, case: Case, best: str, cpu: float, row: 
     void = cpu > MOST_CPU * t_m
     slower = row.ratio(best, unfused)
     assert slower.interval is not None
-
-    def quiet(*names: str) -> float:
-        return min(percentile(row.samples[name], QUIET) for name in names)
-
+    least = {name: quiet(samples) for name, samples in row.samples.items()}
     asked = not cluster.shared
     headline = asked and case.operation == "matmul_reduce_scatter" and case.k == 1024
     return replace(
@@ -158,8 +155,8 @@ def judged(comm: Any, cluster: Cluster, case: Case, best: str, cpu: float, row: 
             Figure(f"low end of {slower.name}", slower.interval.low, most=MOST_SLOWER if asked else None),
             row.ratio(sliced, best, least=LEAST_SLICED_CASE if asked else None),
             Figure("c_m / T_m", cpu / t_m, most=MOST_CPU if asked else None),
-            Figure(f"bound / time{IN_QUIET}", max(quiet(KERNEL) + cpu, quiet(BARE)) / quiet(best), limit=1.0),
-            Figure(f"best slices / fompi{IN_QUIET}", quiet(*cuts) / quiet(best)),
+            Figure(f"bound / time{IN_QUIET}", max(least[KERNEL] + cpu, least[BARE]) / least[best], limit=1.0),
+            Figure(f"best slices / fompi{IN_QUIET}", min(least[name] for name in cuts) / least[best]),
         ],
         marks=["void: the exchange costs too much CPU time"] if void and asked else [],
         progress=f"{progress(comm)}; slices of mpi4py: a helper that polls",
