@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "calibrate":
             return _calibrate(options.file)
         if options.operation == "step":
-            if options.shapes or options.schedule != "auto" or options.slices or options.window or options.save:
+            how = options.schedule, options.slices, options.window, options.dtype
+            if options.shapes or how != ("auto", None, None, "float32") or options.verify or options.save:
                 parser.error("simulate step takes --model, --parallel, --ranks, --machine and --tokens only")
             machine = fompi.Machine.load(options.machine)
             print(step(options.model, options.parallel, options.ranks, machine, options.tokens))

@@ -41,6 +41,9 @@ CHECK_CALLS = 8
 DRIFT = 1.2
 """Times that differ by this factor have changed."""
 
+LOOK_SHARE = 0.2
+"""Of the time goes into looking at the links again, at most: noise may look like a change."""
+
 
 @overload
 def bind(plan: Plan, **given: Any) -> Executor: ...
@@ -72,7 +75,8 @@ def bind(
     An Explanation (`fompi.explain`) may come instead of a plan: its winner is bound. `effort="measure"`: the fastest
     of its best few and of those without overlap, by running them here (`fompi.effort`). `adapt=True`: every 8 calls
     the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
-    best now, between two calls (an output that was not given may move then). With `same_bits` only to what sums every
+    best now, between two calls (an output that was not given may move then); those that adapt on one communicator are
+    called in one order on all its ranks. With `same_bits` only to what sums every
     element in the same order: `ring` and the pairwise schedules do, with any slices of a reduce-scatter, and with the
     same slices of an all-reduce. A DriftWarning says when calls take much longer than predicted: on the machine of the
     Explanation, or on that of FOMPI_MACHINE.
@@ -139,7 +143,7 @@ class _Binding:
             return efforts.few(self.explained)
 
         try:
-            return efforts.race(self.comm, self.explained.problem, f"bound {self.words}", listed, timed)
+            return efforts.race(self.comm, f"bound {self.words}", listed, self.explained.has, timed)
         finally:
             for step in steps.values():
                 step.close()
@@ -147,7 +151,8 @@ class _Binding:
     def again(self, now: Candidate) -> None:
         """Look at the links again, and explain anew. Collective."""
         before = self.explained
-        machine = refit(before.machine, self.comm)
+        computes = bool(before.problem.weights or before.problem.gradients)
+        machine = refit(before.machine, self.comm, computes)
         found = explain(before.problem, before.sizes, machine, before.at)
         if self.same_bits:
             alike = tuple(one for one in found.judged if sums_alike(before.problem, one.candidate, now))
@@ -188,7 +193,7 @@ class Adaptive:
     def __init__(self, binding: _Binding, candidate: Candidate, adapt: bool):
         self.binding, self.adapt, self.changes = binding, adapt, [Change(1, candidate, "the best at first")]
         self.step = binding.executor(candidate)
-        self._count, self._usual = 0, 0.0
+        self._count, self._usual, self._rests_until = 0, 0.0, 0.0
         self._recent: list[float] = []
         self._predicted = self._prediction(candidate)
         if not adapt and binding.comm.rank == 0:
@@ -233,9 +238,11 @@ class Adaptive:
         if not self.adapt or self._count == 1 or (self._count - 1) % CHECK_CALLS:
             return
         comm = self.binding.comm
-        mine, self._recent = np.array([[median(self._recent) if self._recent else 0.0]]), []
-        slowest = float(np.max(ops.all_gather(mine, comm=comm, schedule="direct")))
-        if not slowest:  # nobody has waited for a call: their times are not known
+        agree(comm, f"the times of {self.step.name} before call {self._count}")
+        mine, self._recent = [median(self._recent) if self._recent else 0.0, perf_counter() < self._rests_until], []
+        everyone = np.asarray(ops.all_gather(np.array([mine]), comm=comm, schedule="direct"))
+        slowest, rests = float(everyone[:, 0].max()), bool(everyone[0, 1])
+        if rests or not slowest:  # nobody has waited for a call: their times are not known
             return
         if not self._usual:  # the first ones say what is usual: a prediction is a little off
             self._usual = slowest
@@ -247,7 +254,7 @@ class Adaptive:
 
     def _change(self, slowest: float) -> None:
         """The links are looked at again, and the best plan for them taken. All ranks come here before the same call."""
-        now = self.changes[-1].candidate
+        now, begun = self.changes[-1].candidate, perf_counter()
         self.binding.again(now)
         winner = self.binding.explained.winner.candidate
         why = f"calls took {1e3 * slowest:.3g} ms, {1e3 * (self._usual or self._predicted):.3g} were usual"
@@ -256,6 +263,8 @@ class Adaptive:
             before.close()
         self._predicted, self._usual = self._prediction(winner), 0.0 if winner != now else slowest
         self.changes.append(Change(self._count, winner, why))
+        ended = perf_counter()
+        self._rests_until = ended + (ended - begun) / LOOK_SHARE
 
     def close(self) -> None:
         """As that of an Executor."""

@@ -12,8 +12,9 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from fompi.engine import CONFIRMATION, DESCRIPTION, HANDSHAKE, MESSAGE_BITS, Task
+from fompi.engine import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
 from fompi.errors import MismatchError, ShapeError
+from fompi.plan import MESSAGE_BITS
 
 if TYPE_CHECKING:
     from fompi.communicator import Communicator

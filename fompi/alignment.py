@@ -11,7 +11,8 @@ from typing import Any
 from fompi.agreement import agree
 from fompi.clocks import Sample, fit
 from fompi.communicator import Communicator
-from fompi.engine import MESSAGE_BITS, Task
+from fompi.engine import Task
+from fompi.plan import MESSAGE_BITS
 from fompi.trace import Trace, merge
 
 PINGS = 20

@@ -8,7 +8,7 @@ and Yuan (2009), rank by rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -24,9 +24,9 @@ class Bound(NamedTuple):
     what: str
 
 
-def bound(problem: Problem, sizes: Sizes, machine: Machine) -> Bound:
-    """The greatest of all bounds."""
-    return max(_bounds(problem, sizes, machine))
+def bound(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None = None) -> Bound:
+    """The greatest of all bounds. `at(rank)` is the problem of each rank where they differ in columns that stay."""
+    return max(_bounds(problem, sizes, machine, at or (lambda rank: problem)))
 
 
 class _Moved(NamedTuple):
@@ -37,12 +37,16 @@ class _Moved(NamedTuple):
     together: float
 
 
-def _bounds(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Bound]:
+def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem]) -> Iterator[Bound]:
     size = problem.size
-    for rank in range(size):
-        yield Bound(compute_seconds(problem, sizes, machine, rank), f"the kernels of rank {rank}")
+    kernels = [call_seconds(at(rank), machine, rows_worked(problem, sizes, rank)) for rank in range(size)]
+    yield from (Bound(seconds, f"the kernels of rank {rank}") for rank, seconds in enumerate(kernels))
     if size == 1:
         return
+    if problem.moves in ("reduce_scatter", "all_reduce") and machine.lanes == 1:
+        term, whole = row_nbytes(problem)
+        sums = (2 * term + whole) * (size - 1) * sum(sizes.rows) / machine.memory_rate  # of all ranks
+        yield Bound((sum(kernels) + sums) / size, "kernels and sums, on average")
     computes = bool(problem.weights or problem.gradients)
     edge = machine.overhead if computes else 0.0
     ports = [machine.innermost, *machine.levels]
@@ -73,16 +77,6 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Bound]
             yield Bound(seconds, f"what crosses between groups of {level.ranks} ranks")
 
 
-def compute_seconds(problem: Problem, sizes: Sizes, machine: Machine, rank: int) -> float:
-    """All kernels of one rank, each in one call, and its part of the sums."""
-    seconds = call_seconds(problem, machine, rows_worked(problem, sizes, rank))
-    if problem.moves in ("reduce_scatter", "all_reduce") and machine.lanes == 1 and rank == 0:
-        term, whole = row_nbytes(problem)
-        touched = (2 * term + whole) * (problem.size - 1) * sum(sizes.rows)
-        seconds += touched / problem.size / machine.memory_rate  # somebody makes as many as all do on average
-    return seconds
-
-
 def call_seconds(problem: Problem, machine: Machine, rows: float) -> float:
     """The kernels of a problem on so many rows, one call each."""
     width, item = prod(problem.row), itemsize(problem.dtype)
@@ -110,6 +104,13 @@ def row_nbytes(problem: Problem) -> tuple[int, int]:
     return width * itemsize(problem.accumulator if summed else problem.dtype), width * itemsize(problem.dtype)
 
 
+def native_nbytes(problem: Problem, rows: float) -> float:
+    """What the library's collective reads and writes on a rank, for `rows` of all shards together."""
+    once = rows * max(row_nbytes(problem))
+    shares = {"all_reduce": 2.0, "all_to_all": 2.0, "broadcast": 1.0}
+    return once * shares.get(problem.moves, 1 + 1 / problem.size)
+
+
 def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
     """Between groups of so many ranks (1: between ranks)."""
     count, (term, each) = problem.size // ranks, row_nbytes(problem)
@@ -121,17 +122,14 @@ def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
                     enter[dest // ranks] += rows * each
                     leave[source // ranks] += rows * each
         return _Moved(enter, leave, sum(enter))
-    if problem.moves == "reduce_scatter":
-        each = term
-    own = [sum(sizes.rows[g * ranks : (g + 1) * ranks]) * each for g in range(count)]
-    whole = float(sum(own))
-    others = [whole - n for n in own]
+    own, total = [sum(sizes.rows[g * ranks : (g + 1) * ranks]) for g in range(count)], sum(sizes.rows)
+    others = [total - n for n in own]
     if problem.moves == "all_gather":
-        return _Moved(others, [float(n) for n in own], sum(others))
+        return _Moved([n * each for n in others], [n * each for n in own], sum(others) * each)
     if problem.moves == "reduce_scatter":
-        return _Moved([float(n) for n in own], others, sum(others))
+        return _Moved([n * term for n in own], [n * term for n in others], sum(others) * term)
     if problem.moves == "all_reduce":
-        return _Moved([whole] * count, [whole] * count, (1 + term / each) * sum(others))
+        return _Moved([total * each] * count, [total * each] * count, sum(others) * (term + each))
     here = problem.root // ranks
-    away = [0.0 if g == here else whole for g in range(count)]
-    return _Moved(away, [whole if g == here else 0.0 for g in range(count)], sum(away))
+    away = [0 if g == here else total * each for g in range(count)]
+    return _Moved(away, [total * each if g == here else 0 for g in range(count)], sum(away))

@@ -14,19 +14,20 @@ from datetime import UTC, datetime
 from functools import partial
 from statistics import median
 from time import perf_counter, process_time, sleep
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from fompi import fit, launch, problems
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.measure import alternate, meet, of_all_ranks, texts
+from fompi.bench.measure import Calm, alternate, meet, of_all_ranks, texts
 from fompi.communicator import Communicator
 from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
 from fompi.layout import Shard, Spec
 from fompi.machine import COLLECTIVES, Level, Machine, Points
 from fompi.ops import plan
+from fompi.plan import Collective
 from fompi.progress import HELPED, measure_native
 from fompi.report import quiet
 from fompi.transport import library
@@ -55,6 +56,9 @@ LARGEST, LARGEST_ROUNDS = SIZES[-2:], 15
 AT_ONCE = (1, 2, 4, 8)
 """So many other ranks are exchanged with at once, to see how many ports there are."""
 
+SLOWER = 1.15
+"""Kernels that take so many times as long, or as short, have changed."""
+
 NATIVE_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
 """Bytes of the global tensor of a collective."""
 
@@ -71,25 +75,25 @@ def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None
     Kernels are products and sums in float32; messages are those of host memory.
     """
     communicator = Communicator.of(comm)
-    return _Calibration(communicator, say).machine()
+    with _Calibration(communicator, say) as measured:
+        return _that_of_rank_0(communicator, measured.machine())
 
 
-def refit(machine: Machine, comm: Communicator) -> Machine:
-    """The machine with its links as they are now: pairs of ranks are measured again, in a second or so.
+def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
+    """The machine as it is now: pairs of ranks are measured again, and if it `computes` cores, in a second or so.
 
     Collective, and the same on all ranks.
     """
-    measured = _Calibration(comm, lambda text: None)
-    machine = fit.refitted(machine, comm.size, measured.pairs())
-    measured.close()
-    return _that_of_rank_0(comm, machine)
+    with _Calibration(comm, lambda text: None) as measured:
+        now = fit.refitted(machine, comm.size, measured.pairs())
+    slower = slowdown(machine, comm) if computes else 1.0
+    return _that_of_rank_0(comm, fit.at_speed(now, slower) if max(slower, 1 / slower) > SLOWER else now)
 
 
 def slowdown(machine: Machine, comm: Communicator) -> float:
     """How many times as long kernels take now as `machine` says, on the slowest rank. Collective; some 0.2 s."""
-    measured = _Calibration(comm, lambda text: None)
-    taken = measured.alone(_products(), ROUNDS, idle=0.0)
-    measured.close()
+    with _Calibration(comm, lambda text: None) as measured:
+        taken = measured.alone(_products(), ROUNDS, idle=0.0)
     said = [fit.product_seconds(machine, *shape) for shape in PRODUCTS]
     return median(seconds / expected for seconds, expected in zip(taken.values(), said, strict=True))
 
@@ -124,7 +128,8 @@ class _Calibration:
         if self.size > 1:
             machine = self._with_links(machine)
             self.say("the library's collectives")
-            machine = replace(machine, natives={name: self._native(name, False) for name in COLLECTIVES})
+            natives = {name: self._native(name, False) for name in COLLECTIVES}
+            machine = replace(machine, natives=natives, natives_ranks=self.size)
             if helped:
                 self.say("the library's collectives while nobody waits for them")
                 machine = replace(machine, natives_behind={name: self._native(name, True) for name in COLLECTIVES})
@@ -136,11 +141,14 @@ class _Calibration:
                 helper = self.comm.engine.helper
                 poll = helper.pause.least if helper is not None else 0.0
                 machine = replace(machine, cpu_message=per_message, cpu_byte=per_byte, poll=poll)
-        self.close()
-        return _that_of_rank_0(self.comm, machine)
+        return machine
 
-    def close(self) -> None:
-        self.mpi.Free()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:  # else messages may still be under way
+            self.mpi.Free()
 
     # -- kernels
     def _kernels(self) -> tuple[float, float, float, float]:
@@ -162,7 +170,7 @@ class _Calibration:
 
     def alone(self, kernels: dict[str, Callable[[], object]], rounds: int, idle: float) -> dict[str, float]:
         """Median seconds of each, of the slowest rank; all ranks compute at once."""
-        taken = alternate(self.mpi, kernels, rounds, warmup=2, idle=idle)
+        taken = alternate(self.mpi, kernels, rounds, warmup=2, idle=idle, calm=Calm.of(self.mpi))
         return {name: median(seconds) for name, seconds in taken.items()}
 
     # -- messages
@@ -250,7 +258,7 @@ class _Calibration:
         """Seconds by bytes, up to `most` bytes or to what takes too long."""
         samples: list[tuple[float, float]] = []
         for nbytes in SIZES:
-            if nbytes <= most and (not samples or 4 * samples[-1][1] <= MOST_SECONDS):
+            if nbytes <= most and (len(samples) < 2 or 4 * samples[-1][1] <= MOST_SECONDS):
                 samples.append((nbytes, seconds_of(nbytes)))
         return samples
 
@@ -347,7 +355,9 @@ class _Calibration:
             x = Spec((rows, 64), "float32", layout)
             made = plan(name, x, ranks=self.size, schedule="unfused")
             program, extents = made.programs[self.rank], made.extents(self.rank)
-            moved = sum(int(np.prod(b.shape(extents))) * 4 for b in program.buffers if b.role != "scratch")
+            (op,) = (op for op in program.ops if isinstance(op, Collective))
+            names = {chunk.buffer for chunk in (*op.reads, *op.writes)}  # those of a walk
+            moved = sum(int(np.prod(b.shape(extents))) * 4 for b in program.buffers if b.name in names)
             tensor = np.ones(next(b.shape(extents) for b in program.buffers if b.name == "x"), np.float32)
             with bind(made, comm=self.comm, x=tensor) as call:
                 if behind:

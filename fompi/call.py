@@ -20,15 +20,16 @@ from fompi import dlpack
 from fompi.agreement import Agreement, digest
 from fompi.arguments import Arguments, Local, localise
 from fompi.backends.numpy import Numpy
-from fompi.choose import choose, plan_for
+from fompi.choose import choose
 from fompi.communicator import Communicator
 from fompi.compiled import Compiled
 from fompi.engine import Task
 from fompi.errors import PlanError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.layout import Extents, Sizes, Slices
+from fompi.plan import MOST_MESSAGES
 from fompi.problems import Problem
 from fompi.run import Run
-from fompi.schedules import REGISTERED, write
+from fompi.schedules import REGISTERED, as_slices, to_one_peer, write
 from fompi.trace import Event, Trace
 from fompi.verify import verify
 
@@ -44,6 +45,18 @@ class How(NamedTuple):
     schedule: str = "auto"
     slices: Slices | None = None
     effort: str = "plan"
+
+
+def compiled(comm: Communicator, local: Local, schedule: str, slices: Slices | None) -> Compiled:
+    """The program of this rank, verified with the whole plan when it is first needed. Raises PlanError for none."""
+    key = (local.problem, schedule, slices, local.packed)
+    found: Compiled | None = comm.plans.get(key)
+    if found is None:
+        plan = write(replace(local.problem, packed=local.packed), schedule, slices or 1)
+        if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
+            verify(plan)
+        found = comm.plans[key] = Compiled(plan, comm.rank)
+    return found
 
 
 class Operation:
@@ -83,7 +96,7 @@ class Operation:
     ) -> Pending:
         """Begin, and return at once; it goes on by itself. The tensors may be used again when the Pending is done."""
         pending = self.begin(self._arguments(*args, **options), comm, How(schedule, slices, effort))
-        Communicator.of(comm).engine.assist()
+        pending.assist()
         return pending
 
     def begin(self, arguments: Arguments, comm: Any, how: How) -> Pending:
@@ -101,21 +114,21 @@ class Operation:
     ) -> Pending:
         communicator, local = Communicator.of(comm), None
         schedule, slices, effort = how
-        if slices is not None and not isinstance(slices, int):
-            slices = tuple(slices)  # part of a key
         try:
             if refusal is not None:
                 raise refusal
             local = localise(self.name, arguments, communicator.rank, communicator.size)
-            if effort != "plan":
-                if effort != "measure":
-                    raise PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
-                if (schedule, slices) == ("auto", None) and communicator.size > 1:
-                    schedule, slices = import_module("fompi.effort").choose(self, arguments, local, communicator)
-            if schedule != "auto" or slices is not None:
-                plan_for(local.problem, Sizes((0,) * communicator.size), schedule, slices)
+            if effort not in ("plan", "measure"):
+                raise PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
+            if slices is not None:
+                slices = as_slices(slices)
+            if (schedule, slices) != ("auto", None):  # where "auto" takes what cannot be cut so fine: direct
+                compiled(communicator, local, "direct" if schedule == "auto" else schedule, slices)
         except Exception as error:  # the other ranks must not wait for us
             local, refusal = None, error
+        asks = (schedule, slices) != ("auto", None) or local is None or communicator.size == 1
+        if effort == "measure" and not asks:
+            schedule, slices = import_module("fompi.effort").choose(self, arguments, local, communicator)
         return Pending(self.name, arguments, local, refusal, communicator, schedule, slices)
 
     def __repr__(self) -> str:
@@ -220,53 +233,51 @@ class Pending:
         else:
             sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
             total = sum(sizes.rows)
-        compiled = self._compiled(problem, total, alike)
-        shares = compiled.plan.shares
+        program = self._compiled(problem, total, alike)
+        shares = program.plan.shares
         if sizes is None:
             extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(arrived))
         else:
             extents = sizes.extents(comm.rank, shares)
         self.extents = extents
-        sized = compiled.sized(extents)
-        memory = self._memory(compiled, sized.shapes)
-        actions = compiled.resolve(memory, sized.starts, _BACKEND, comm.link.collective)
-        self._task = self._run = run = Run(compiled, comm, self._stamp, self._slot)
+        sized = program.sized(extents)
+        memory = self._memory(program, sized.shapes)
+        actions = program.resolve(memory, sized.starts, _BACKEND, comm.link.collective)
+        self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
         if local.out is not None:
             dlpack.written(local.out.owner)
         run.takes_turns = comm.size > 1
         if comm.recording is not None or comm.engine.report is not None:
             run.then = functools.partial(self._note, comm.recording, run)
-        run.start(actions, None, compiled.is_long(sized), compiled.is_small(sized))
+        run.start(actions, None, program.is_long(sized), program.is_small(sized))
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
+        if run.left:
+            return  # given up
         if recording is not None:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
             self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND)
 
     def _compiled(self, problem: Problem, total: int | None, alike: bool) -> Compiled:
-        """The program of this rank, verified with the whole plan when it is first needed."""
+        """The program of this rank, by the schedule that was asked for, or that suits `total` rows."""
         assert self._local is not None
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
             machine = self._comm.machine if alike else None  # else the ranks might choose differently
             schedule, cut = choose(problem, total, self._comm.network, machine, self._comm.crowded)
-            slices = cut if slices is None else slices
-        key = (problem, schedule, slices, self._local.packed)
-        compiled = self._comm.plans.get(key)
-        if compiled is None:
-            plan = write(replace(problem, packed=self._local.packed), schedule, slices or 1)
-            if self._comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
-                verify(plan)
-            compiled = self._comm.plans[key] = Compiled(plan, self._comm.rank)
-        return compiled
+            if slices is None:
+                slices = cut
+            elif to_one_peer(problem, schedule, slices) > MOST_MESSAGES:
+                schedule = "direct"
+        return compiled(self._comm, self._local, schedule, slices)
 
-    def _memory(self, compiled: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+    def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
         """Every buffer of the program as an array."""
         local, take = self._local, self._comm.engine.arena.take
         assert local is not None
         arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # which borrows nothing else
-        for buffer in compiled.program.buffers:
+        for buffer in program.program.buffers:
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
             if given is None and buffer.role == "output" and local.out is not None and buffer.name in ("y", "g"):
@@ -279,6 +290,10 @@ class Pending:
             if buffer.role == "output":
                 self._outputs[buffer.name] = given
         return arrays
+
+    def assist(self) -> None:
+        """Have it go on by itself."""
+        self._comm.engine.assist()
 
     # -- what the caller sees
     def done(self) -> bool:

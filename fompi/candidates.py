@@ -8,13 +8,13 @@ from math import gcd
 from typing import NamedTuple
 from zlib import crc32
 
-from fompi.bound import call_seconds, row_nbytes, rows_worked
-from fompi.exact import Job, johnson, pieces
+from fompi.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
+from fompi.exact import Groups, Job, johnson, pieces
 from fompi.layout import Sizes, Slices, cut, slices_in_words
 from fompi.machine import Machine
-from fompi.plan import Workspace
+from fompi.plan import MOST_MESSAGES, Workspace
 from fompi.problems import Problem
-from fompi.schedules import PAIRWISE, REGISTERED, available, is_available, shares_of
+from fompi.schedules import PAIRWISE, REGISTERED, available, is_available, shares_of, to_one_peer
 
 EVEN: tuple[Slices, ...] = (1, 2, 4, 8, 16)
 UNEVEN: tuple[Slices, ...] = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2, 1), (1, 2, 3, 3, 2, 1))
@@ -86,7 +86,7 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
     yield from (Candidate(name) for name in REGISTERED if name in names)
     for name in ("direct", "ring", "bidirectional", *groups):
         for slices in cuts:
-            if not is_its_own(problem, name, slices):
+            if not is_its_own(problem, name, slices) or to_one_peer(problem, name, slices) > MOST_MESSAGES:
                 continue
             if 3 * size * len(shares_of(name, slices)) > most_ops and slices != 1:
                 continue
@@ -106,31 +106,41 @@ EXACT_UNITS, MOST_PIECES = 16, 6
 
 
 def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int = MOST_OPS) -> Iterator[Candidate]:
-    """The slices that are the best of all (`fompi.exact`) between two ranks, each with the mean of all shards.
+    """The slices that are the best of all (`fompi.exact`): between two ranks, and of every shard by the library.
 
-    A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards.
+    A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards. The
+    library sums or gathers a slice of every shard, behind the product of the next.
     """
     size = problem.size
-    if size == 1 or not (problem.weights or problem.gradients) or problem.moves == "all_reduce":
+    if size == 1 or not (problem.weights or problem.gradients):
         return
     unit = max(rows_worked(problem, sizes, rank) for rank in range(size)) / size / EXACT_UNITS
     if unit < 1:
         return
     link, nbytes = machine.link(0, size - 1), unit * max(row_nbytes(problem))
-    found = pieces(
-        EXACT_UNITS,
-        lambda n: call_seconds(problem, machine, n * unit),
-        lambda n: link.seconds(n * nbytes),
-        call_seconds(problem, machine, EXACT_UNITS * unit),
-        MOST_PIECES,
-    )
+
+    def product(n: int) -> float:
+        return call_seconds(problem, machine, n * unit)
+
+    def collective(n: int) -> float:
+        return machine.native(problem.moves, native_nbytes(problem, n * size * unit), size, behind=True)
+
+    if problem.moves != "all_reduce":
+        found = pieces(EXACT_UNITS, product, lambda n: link.seconds(n * nbytes), product(EXACT_UNITS), MOST_PIECES)
+        shares = _shares(problem, found)
+        for name in ("direct", "ring") if 3 * size * len(found.sizes) <= most_ops else ():
+            if is_its_own(problem, name, shares) and to_one_peer(problem, name, shares) <= MOST_MESSAGES:
+                yield Candidate(name, shares)
+    found = pieces(EXACT_UNITS, lambda n: product(n * size), collective, 0.0, MOST_PIECES)
+    if is_available(problem, "sliced") and len(found.sizes) > 1:
+        yield Candidate("sliced", _shares(problem, found))
+
+
+def _shares(problem: Problem, found: Groups) -> Slices:
+    """As slices, in the order in which the problem takes them."""
     cut = found.sizes if problem.multiplies_first else found.sizes[::-1]
     each = gcd(*cut)
-    shares: Slices = tuple(n // each for n in cut)
-    if len(set(cut)) == 1:
-        shares = len(cut)
-    if 3 * size * len(cut) <= most_ops:
-        yield from (Candidate(name, shares) for name in ("direct", "ring") if is_its_own(problem, name, shares))
+    return len(cut) if len(set(cut)) == 1 else tuple(n // each for n in cut)
 
 
 ORDERED_SLICES, MOST_ORDERED = (1, 4), 16
@@ -198,7 +208,7 @@ def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candid
     """All-reduces in which a rank with a slow link sums fewer rows than others: who owns them is the plan's choice."""
     size, total = problem.size, sum(sizes.rows)
     rates = [machine.rate(rank) for rank in range(size)]
-    if problem.moves != "all_reduce" or size < 3 or min(rates) == max(rates):
+    if problem.moves != "all_reduce" or size < 3 or min(rates) == max(rates) or not total:
         return
     rows = owned(total, rates)
     yield from (Candidate("direct", slices, None, rows) for slices in RATED_SLICES)
@@ -218,7 +228,7 @@ def owned(total: int, rates: Sequence[float]) -> tuple[int, ...]:
             low = seconds
         else:
             high = seconds
-    shares = [round(1e6 * max(0.0, high * rate - total) / (size - 2) / max(1, total)) for rate in rates]
+    shares = [round(1e6 * max(0.0, high * rate - total) / (size - 2) / total) for rate in rates]
     return tuple(cut(total, shares))
 
 

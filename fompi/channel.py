@@ -204,10 +204,11 @@ class Channel:
 
     def can_finish(self) -> bool:
         """Whether something is in flight here that may end without new calls of this rank."""
-        for task in self.active.values():
-            if task.can_finish() and self.missing(task.begins, task.waits_for()) is None:
-                return True
-        return False
+        with self.engine.lock:
+            return any(
+                task.can_finish() and self.missing(task.begins, task.waits_for()) is None
+                for task in self.active.values()
+            )
 
     def close(self) -> None:
         """Stop listening."""

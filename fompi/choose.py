@@ -16,9 +16,9 @@ from fompi.errors import PlanError
 from fompi.explain import explain
 from fompi.layout import Sizes, Slices
 from fompi.machine import Machine
-from fompi.plan import Plan
+from fompi.plan import MOST_MESSAGES, Plan
 from fompi.problems import Problem
-from fompi.schedules import hint, is_available, write
+from fompi.schedules import hint, is_available, to_one_peer, write
 
 SMALL_NBYTES = 64 << 10
 """Up to this the latency of a sum counts, its bytes do not: an all-reduce goes in one step."""
@@ -91,7 +91,9 @@ def _by_rule(problem: Problem, rows: int | None, network: bool, crowded: bool = 
         return "exchange", 1
     shard = nbytes // problem.size
     if network and shard >= STREAM_NBYTES and problem.moves != "all_to_all":
-        return "ring", STREAM_SLICES
+        for slices in (STREAM_SLICES, 1):
+            if to_one_peer(problem, "ring", slices) <= MOST_MESSAGES:
+                return "ring", slices
     if computes and problem.moves == "all_reduce" and shard >= STREAM_NBYTES:
         return "direct", STREAM_SLICES  # slice j is gathered while the next are made
     return "direct", 2 if computes and shard >= LARGE_NBYTES else 1

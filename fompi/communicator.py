@@ -107,14 +107,16 @@ class Communicator:
         self.turns: deque[int] = deque()  # stamps of the unbound calls that may use the library's collectives
         self.recording: list[Any] | None = None
         self.clock_readings: dict[int, list[Any]] = {}  # rank 0: samples of the clocks of the others (`alignment`)
-        self.network = self.size > 1 and launch.several_hosts(self.link.world_size)
-        self.crowded = launch.crowded(self.link.world_size)
+        self.network = self.crowded = False  # whether these ranks have several hosts; or one, and no core to spare
         self.closed = False
         self._slots = slots(self.link)
         self._calls = self._bound = 0
         if not is_ours:
             self._calls = -1  # this agreement is call 0
             agree(self, f"Communicator of fompi {__version__}", _learn_machine(self.engine))
+        if self.size > 1:
+            self.network = self.link.several_hosts()
+            self.crowded = not self.network and launch.crowded()
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
 
@@ -241,10 +243,10 @@ class Mesh(Mapping[str, Communicator]):
             rest, self.coordinates[name] = divmod(rest, axes[name])
         self._communicators = {}
         for name in axes:
-            others = [self.coordinates[other] for other in axes if other != name]
             color = 0
-            for other, at in zip((o for o in axes if o != name), others, strict=True):
-                color = color * axes[other] + at
+            for other in axes:
+                if other != name:
+                    color = color * axes[other] + self.coordinates[other]
             self._communicators[name] = self.world.split(color, self.coordinates[name], name)
 
     def __getitem__(self, axis: str) -> Communicator:

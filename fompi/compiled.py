@@ -12,11 +12,10 @@ import numpy as np
 
 from fompi import kernels
 from fompi.backends.base import Backend
-from fompi.engine import MOST_MESSAGES
 from fompi.errors import PlanError
 from fompi.layout import Extents, offsets
 from fompi.needs import constraints, enqueued, lane, messages, release
-from fompi.plan import Chunk, Collective, Compute, Plan, Recv, Send
+from fompi.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send
 
 Array = np.ndarray[Any, Any]
 COMPUTE, SEND, RECV, NATIVE = range(4)
@@ -58,7 +57,7 @@ class Compiled:
         self.peers = [peer for _, peer in self.lanes]
         self.numbers = messages(ops)
         if max(self.numbers, default=0) >= MOST_MESSAGES:
-            raise PlanError(f"more than {MOST_MESSAGES} messages to one peer: take fewer slices")
+            raise PlanError(f"{plan.schedule} sends more than {MOST_MESSAGES} messages to one peer: take fewer slices")
         found = constraints(ops, plan.window, plan.by_peer)
         if device:
             found = enqueued(ops, found)

@@ -30,6 +30,8 @@ from fompi.call import How, Operation, Pending
 from fompi.communicator import Communicator
 from fompi.errors import TensorError
 from fompi.layout import HALF, Extents
+from fompi.problems import MEANING
+from fompi.schedules import can_move
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Call:
         return bool(self.arguments.weights)
 
     def forward(self, tensors: Sequence[Any], gradient: bool) -> Any:
-        if self.operation.name not in _DUALS:
+        if self.operation.name not in DUALS:
             self.refuse(" is a gradient itself and has none: pass detached tensors")
         if self.arguments.out is not None:
             self.refuse(": out= cannot be given where a gradient is wanted")
@@ -69,7 +71,7 @@ class Call:
         arguments = self.arguments.with_tensors(tensors)
         if all(g is None for g in grads):
             return [None] * len(tensors)
-        return _DUALS[self.operation.name](self, arguments, grads, needs)
+        return DUALS[self.operation.name](self, arguments, grads, needs)
 
     def refuse(self, why: str) -> NoReturn:
         """Raise, and tell the other ranks, who would wait for us in this call."""
@@ -88,10 +90,9 @@ class Call:
         if operation.name not in ("all_reduce", "broadcast"):
             options["dim"] = self.arguments.dim
         schedule, slices, effort = self.how
-        native = schedule in ("unfused", "sliced", "exchange")
         half = str(tensors[0].dtype).removeprefix("torch.") in HALF
-        if schedule == "exchange" or (native and half):
-            schedule = "auto"
+        if not can_move(schedule, MEANING[operation.name].moves, Communicator.of(self.comm).size, half):
+            schedule = "auto"  # that of the forward does not move what the backward moves
         return operation(*tensors, comm=self.comm, schedule=schedule, slices=slices, effort=effort, **options)
 
 
@@ -188,7 +189,7 @@ def _all_to_all_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Se
     return [dx, dw, *_bias(a, dy)]
 
 
-_DUALS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], list[Any]]] = {
+DUALS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], list[Any]]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,

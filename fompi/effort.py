@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from fompi import launch, ops
+from fompi.agreement import agree
 from fompi.arguments import Arguments, Local
 from fompi.call import How, Operation
 from fompi.candidates import UNFUSED, Candidate, candidates_without_machine
@@ -62,7 +63,10 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
         operation.begin(arguments, comm, How(candidate.schedule, candidate.slices)).wait()
         return perf_counter() - begun
 
-    winner = race(comm, problem, key, listed, timed)
+    def can_be(candidate: Candidate) -> bool:
+        return candidate.anywhere and is_available(problem, candidate.schedule)
+
+    winner = race(comm, key, listed, can_be, timed)
     return winner.schedule, winner.slices
 
 
@@ -81,21 +85,27 @@ def few(explained: Explanation) -> list[Candidate]:
 
 def race(
     comm: Communicator,
-    problem: Problem,
     key: str,
     listed: Callable[[], Iterable[Candidate]],
+    can_be: Callable[[Candidate], bool],
     timed: Callable[[Candidate], float],
 ) -> Candidate:
     """The fastest of those that rank 0 lists, by the seconds of `timed`. Collective if `key` is not known.
 
-    What is known is known to all ranks alike, as long as they ask for the same in the same order.
+    What is known is known to all ranks alike, as long as they ask for the same in the same order. What is on disk is
+    taken if it `can_be`. What is wrong on rank 0 is raised on all ranks.
     """
     if (known := comm.choices.get(key)) is not None:
         return known
     told: list[Candidate] = []
-    if comm.rank == 0:
-        stored = _load(comm, key, problem)
-        told = list(listed()) if stored is None else [stored]
+    wrong: Exception | None = None
+    try:
+        if comm.rank == 0:
+            stored = _load(comm, key, can_be)
+            told = list(listed()) if stored is None else [stored]
+    except Exception as error:
+        wrong = error
+    agree(comm, f"a choice by measurement for {key}", wrong)
     tried = _told_by_rank_0(comm, told)
     winner = comm.choices[key] = tried[0] if len(tried) == 1 else _fastest(comm, tried, timed)
     if comm.rank == 0 and len(tried) > 1:
@@ -170,7 +180,7 @@ def _file(about: dict[str, Any]) -> Path | None:
     return None if kept is None else kept / f"{name}.json"
 
 
-def _load(comm: Communicator, key: str, problem: Problem) -> Candidate | None:
+def _load(comm: Communicator, key: str, can_be: Callable[[Candidate], bool]) -> Candidate | None:
     about = _about(comm, key)
     path = _file(about)
     if path is None:
@@ -179,8 +189,7 @@ def _load(comm: Communicator, key: str, problem: Problem) -> Candidate | None:
         data = json.loads(path.read_text())
         found = _candidate(data["choice"])
         shares_of(found.schedule, found.slices)
-        good = data["about"] == about and is_available(problem, found.schedule)
-        return found if good and (found.window is None or found.window >= 1) else None
+        return found if data["about"] == about and can_be(found) else None
     except Exception:  # whatever it is, it is no choice of ours
         return None
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fompi.backends.base import Token
 from fompi.errors import PeerError, WaitTimeout
 from fompi.link import Link
+from fompi.plan import MESSAGE_BITS
 from fompi.progress import Helper
 
 if TYPE_CHECKING:
@@ -28,12 +29,6 @@ HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
 
 CONTROL = 1
 """Its tag; that of a handshake is 0, and those of payload begin at 1 << MESSAGE_BITS."""
-
-MESSAGE_BITS = 12
-"""A call has this many tags (as a power of two), the last two of them for its agreement."""
-
-MOST_MESSAGES = (1 << MESSAGE_BITS) - 2
-"""A call may send so many to one peer."""
 
 
 def slots(link: Link) -> int:
@@ -313,7 +308,7 @@ class Engine:
     def left(self, world_ranks: Sequence[int]) -> PeerError | None:
         """What to say to who waits for all of these to make a communicator, if one of them has left."""
         for channel in self.channels:
-            for rank, words in channel.left.items():
+            for rank, words in list(channel.left.items()):
                 if channel.link.world_ranks[rank] in world_ranks:
                     wait = f"rank {channel.link.rank} waits for all ranks to come to the creation of a communicator"
                     return PeerError(f"{wait}, but {words}", rank)

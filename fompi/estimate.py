@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fompi.bound import call_seconds, row_nbytes, rows_worked
+from fompi.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
 from fompi.candidates import Candidate
 from fompi.layout import Sizes
 from fompi.machine import Level, Link, Machine
@@ -27,10 +27,10 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     if size == 1:
         return whole
     if schedule == "unfused":
-        return whole + machine.native(problem.moves, rows * wire.row * (1 + 1 / size), size)
+        return whole + machine.native(problem.moves, native_nbytes(problem, rows), size)
     if schedule == "sliced":
         calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
-        each = [machine.native(problem.moves, piece * size * wire.row * (1 + 1 / size), size) for piece in pieces]
+        each = [machine.native(problem.moves, native_nbytes(problem, piece * size), size) for piece in pieces]
         return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
     if schedule == "exchange":
         return whole + machine.latency + (size - 1) * rows * wire.row / machine.bandwidth

@@ -18,6 +18,7 @@ from fompi.compiled import Compiled
 from fompi.dlpack import Tensor
 from fompi.drift import Drift
 from fompi.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, WaitTimeout
+from fompi.kernels import find
 from fompi.layout import Sizes
 from fompi.plan import Collective, Plan, Send, cut_in_words
 from fompi.proof import Needs, Proof, prove
@@ -145,7 +146,12 @@ class Executor:
             run.awaited = awaited  # before the helper can take a kernel: two would share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
-                run.then = lambda: engine.report.note(run, run.trace(extents), extents, backend, kernels)
+
+                def note() -> None:
+                    if not run.left:  # else it was given up
+                        engine.report.note(run, run.trace(extents), extents, backend, kernels)
+
+                run.then = note
             for tensor in self._written:
                 dlpack.written(tensor)
             self.comm.begins(self.compiled.title, stamp)
@@ -278,8 +284,13 @@ class Executor:
         if kind is None:  # else nobody knows whether the others come to what is in flight
             self.close()
 
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and another one for every operation that was bound."""
+        return f"{self.compiled.title} (bound {self._instance})"
+
     def __repr__(self) -> str:
-        return f"Executor({self.compiled.title} (bound {self._instance}) on {self.comm!r})"
+        return f"Executor({self.name} on {self.comm!r})"
 
 
 def bind(
@@ -303,6 +314,10 @@ def bind(
     backend = backend or Numpy()
     refusal: Exception | None = None
     try:  # all that may go wrong here goes wrong before the ranks agree
+        for name in kernels or ():
+            find(name)
+        if kernels and backend.asynchronous:
+            raise PlanError(f"kernels= are called on the host: the {backend.name} has its own")
         bound = _check(plan, communicator, tensors, backend)
         compiled = Compiled(plan, communicator.rank, backend.name if backend.asynchronous else "")
     except Exception as error:
@@ -346,7 +361,8 @@ def _check(plan: Plan, comm: Communicator, tensors: Mapping[str, Any], backend: 
         if not dense and (buffer.role == "output" or name in sent or flat):
             raise TensorError(f"{name} is strided: give a contiguous one, or make the plan with packed=True for x")
         if flat:
-            shapes["y"] = tensor.array.shape
+            if name == "y" or "y" not in tensors:
+                shapes["y"] = tensor.array.shape
             tensor = replace(tensor, array=tensor.array.reshape(shape))
         borrowed[name] = tensor
     for name, tensor in borrowed.items():

@@ -61,6 +61,10 @@ class Explanation:
     def winner(self) -> Judged:
         return self.judged[0]
 
+    def has(self, candidate: Candidate) -> bool:
+        """Whether it is among those that were judged."""
+        return any(one.candidate == candidate for one in self.judged)
+
     @property
     def gap(self) -> float:
         """How much longer than the lower bound the winner takes: 0.05 for a twentieth."""
@@ -130,7 +134,7 @@ def explain(
     walk of those that by the closed form take much longer than another one does by the walk.
     `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
     """
-    least = bound(problem, sizes, machine)
+    least = bound(problem, sizes, machine, at)
     listed = list(
         dict.fromkeys([*candidates(problem, machine, most_ops), *exact_cuts(problem, sizes, machine, most_ops)])
     )

@@ -97,8 +97,11 @@ def _misfit(speeds: Pairs, found: Topology) -> float:
 def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
     """The machine with the levels and rates that its links have now: it knew them when they did other `speeds`.
 
-    A level is as fast as the best of its pairs, a rank as the best that it does.
+    A level is as fast as the best of its pairs, a rank as the best that it does; collectives of the library go by the
+    slowest pair.
     """
+    if not speeds:
+        return machine
     found = Topology(tuple(level.ranks for level in machine.levels if level.ranks < size), ())
     whole = replace(machine, rates=())
     shares = {pair: speed / speed_of(whole, *pair) for pair, speed in speeds.items()}
@@ -109,14 +112,13 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
         for i, level in enumerate(machine.levels, 1)
     )
     inner = _quicker(machine.innermost, fastest.get(0, 1.0))
+    rates = rates if min(rates) < 1 else ()
+    now = replace(machine, bandwidth=inner.bandwidth, curve=inner.curve, levels=levels, rates=rates)
+    slower = min(speed_of(machine, *pair) for pair in speeds) / min(speed_of(now, *pair) for pair in speeds)
     return replace(
-        machine,
-        bandwidth=inner.bandwidth,
-        curve=inner.curve,
-        levels=levels,
-        rates=rates if min(rates) < 1 else (),
-        natives={name: _stretched(points, min(rates)) for name, points in machine.natives.items()},
-        natives_behind={name: _stretched(points, min(rates)) for name, points in machine.natives_behind.items()},
+        now,
+        natives={name: _stretched(points, slower) for name, points in machine.natives.items()},
+        natives_behind={name: _stretched(points, slower) for name, points in machine.natives_behind.items()},
     )
 
 
@@ -148,9 +150,8 @@ def _quicker(level: Level, factor: float) -> Level:
     return level._replace(bandwidth=level.bandwidth * factor, curve=points)
 
 
-def _stretched(points: Points, rate: float) -> Points:
-    """A collective of the library where its slowest rank has this rate."""
-    return tuple((n, s / rate) for n, s in points)
+def _stretched(points: Points, slower: float) -> Points:
+    return tuple((n, s * slower) for n, s in points)
 
 
 def curve(samples: Sequence[tuple[float, float]]) -> Points:

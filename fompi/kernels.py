@@ -123,14 +123,16 @@ def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
     return [kernel.meaning(*row, *whole) for row in zip(*groups, strict=True)]
 
 
-def demand(
-    op: Compute, shape: Callable[[Chunk], tuple[int, ...]], nbytes: Callable[[Chunk], int]
-) -> tuple[int, int, int]:
+Taken = tuple[tuple[int, ...], int]
+"""Shape and bytes of an operand."""
+
+
+def demand(name: str, reads: Sequence[Taken], writes: Sequence[Taken]) -> tuple[int, int, int]:
     """What one call asks of a `Machine.kernel`: operations, bytes touched, bytes of the weight to be packed."""
-    weights = find(op.kernel).whole if op.kernel.startswith("matmul") else 0
-    packed = nbytes(op.reads[-weights]) if weights else 0
-    operations = cost(op.kernel, list(map(shape, op.reads)), list(map(shape, op.writes)))
-    return operations, sum(map(nbytes, (*op.reads, *op.writes))), packed
+    weights = find(name).whole if name.startswith("matmul") else 0
+    packed = reads[-weights][1] if weights else 0
+    operations = cost(name, [shape for shape, _ in reads], [shape for shape, _ in writes])
+    return operations, sum(nbytes for _, nbytes in (*reads, *writes)), packed
 
 
 def cost(name: str, reads: Sequence[tuple[int, ...]], writes: Sequence[tuple[int, ...]]) -> int:

@@ -202,17 +202,9 @@ def thread_note(environ: Mapping[str, str] | None = None) -> str | None:
     )
 
 
-def crowded(size: int) -> bool:
-    """Whether these `size` ranks have one host, and no core of it to spare: all ranks come to the same answer.
+def crowded() -> bool:
+    """Whether the ranks of this host leave no core of it to spare: all of them come to the same answer.
 
-    A message is then a copy by a core that could compute. False where the launcher does not say.
+    A message between them is then a copy by a core that could compute. False where the launcher does not say.
     """
-    return not several_hosts(size) and (detect().local_size or 0) >= (os.cpu_count() or 1)
-
-
-def several_hosts(size: int) -> bool:
-    """Whether some of these `size` ranks run on another host than this one: all ranks come to the same answer.
-
-    False where the launcher does not say.
-    """
-    return (detect().local_size or size) < size
+    return (detect().local_size or 0) >= (os.cpu_count() or 1)

@@ -20,6 +20,7 @@ ITEMSIZE = {
     "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
 }  # fmt: skip
 HALF = ("float16", "bfloat16")
+MOST_NBYTES = 1 << 63
 
 
 def itemsize(dtype: str) -> int:
@@ -68,6 +69,8 @@ class Spec:
         itemsize(self.dtype)
         if any(not isinstance(n, int) or n < 0 for n in self.shape):
             raise LayoutError(f"a shape is made of whole numbers >= 0, not {self.shape}")
+        if nbytes(self.shape, self.dtype) >= MOST_NBYTES:
+            raise LayoutError(f"no memory holds a tensor of shape {self.shape} in {self.dtype}")
         if isinstance(self.layout, Shard) and not -len(self.shape) <= self.layout.dim < len(self.shape):
             raise LayoutError(f"Shard({self.layout.dim}) of a tensor with {len(self.shape)} dimensions")
 

@@ -36,6 +36,7 @@ class Link:
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
         self.improbe: Callable[[int, int], Any] = self.comm.Improbe
         self.any_source: int = MPI.ANY_SOURCE
+        self.given_up: list[object] = []  # requests that nobody waits for any more, and their memory
 
     @cached_property
     def world_ranks(self) -> list[int]:
@@ -73,6 +74,13 @@ class Link:
             return _holding((reads, writes), lambda: self.comm.Iallgatherv(mine, gathered))
         dealt, arrived = _placed(reads), _placed(writes)
         return _holding((reads, writes), lambda: self.comm.Ialltoallv(dealt, arrived))
+
+    def several_hosts(self) -> bool:
+        """Whether the ranks share no memory. Collective, and the same on all ranks."""
+        near = self.comm.Split_type(start_mpi().COMM_TYPE_SHARED)
+        alone: bool = near.Get_size() < self.size
+        near.Free()
+        return alone
 
     def close(self) -> None:
         self.comm.Free()

@@ -12,16 +12,20 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fompi.errors import LayoutError
+from fompi.layout import MOST_NBYTES
 
 Points = tuple[tuple[float, float], ...]
 """A curve: (x, y) with growing x; straight lines between them, and beyond the last two."""
 
 
-MOST_PORTS = 1 << 16
+MOST_PORTS, MOST_SECONDS = 1 << 16, 1e9
+LEAST_SPEED, MOST_SPEED, LEAST_SHARE = 1e-9, 1e300, 1e-6
+"""Of what a file may say: beyond, sums of times are no numbers any more."""
 
 NO_PACKING = 1e300
 """The rate of a library whose products pack nothing, as far as anybody could tell."""
@@ -31,7 +35,7 @@ def at(points: Points, x: float) -> float:
     """The curve at x; below its first point it is level."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
-    i = min(bisect_right(points, (x, float("inf"))), len(points) - 1)
+    i = min(bisect_right(points, (x, inf)), len(points) - 1)
     (a, y), (b, z) = points[i - 1], points[i]
     return y + (z - y) * (x - a) / (b - a)
 
@@ -53,11 +57,11 @@ class Level(NamedTuple):
         """Bytes per second at best: the bandwidth, or what the curve comes to, in the message that it suits best."""
         if not self.curve:
             return self.bandwidth
-        rates = [
-            nbytes / (s - self.latency) if s > self.latency else float("inf") for nbytes, s in self.curve if nbytes
-        ]
+        if len(self.curve) == 1 or self.curve[0] < (1.0, self.latency):  # level from there on, or nothing takes no time
+            return inf
+        rates = [nbytes / (s - self.latency) if s > self.latency else inf for nbytes, s in self.curve if nbytes]
         (a, y), (b, z) = ((0.0, self.latency), *self.curve)[-2:]
-        return max([*rates, (b - a) / (z - y) if z > y else float("inf")])
+        return max([*rates, (b - a) / (z - y) if z > y else inf])
 
 
 class Link(NamedTuple):
@@ -89,13 +93,15 @@ class Machine:
     A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`, and a product `packed / pack_rate` more,
     where `packed` are the bytes of its weight: a library packs them in every call, so many small calls cost more.
 
-    On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from the
-    kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time, and what
-    has come is seen `poll / 2` later. With two lanes sums run beside kernels, and messages cost them nothing. `natives`
-    are the library's collectives: seconds by bytes of the largest rank, read and written, while all ranks wait for it,
-    and `natives_behind` one after the other while they compute, polls among them; without a curve they take one latency
-    a rank, and the bytes through the outermost link. `native_share` of a message moves by itself, while all ranks stay
-    out of MPI.
+    On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from
+    the kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time,
+    and what has come is seen `poll / 2` later. With two lanes sums run beside kernels, and messages cost them
+    nothing. `natives` are the library's collectives: seconds by bytes of the largest rank, read and written, while
+    all ranks wait for it, and `natives_behind` one after the other while they compute, polls among them; both on
+    `natives_ranks` ranks (0: on any number). Without a curve they take one latency a rank, and the bytes through the
+    outermost link. `native_share` of a message moves by itself, while all ranks stay out of MPI.
+
+    Raises LayoutError with the field that cannot be.
     """
 
     name: str
@@ -117,6 +123,12 @@ class Machine:
     natives_behind: Mapping[str, Points] = field(default_factory=dict)
     native_share: float = 0.0
     ports: int = 1
+    natives_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in _checked(given, inf).items():  # what is infinitely fast costs nothing
+            object.__setattr__(self, name, value)
 
     @cached_property
     def _hash(self) -> int:
@@ -144,15 +156,19 @@ class Machine:
     def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
 
+    def sampled(self, name: str, ranks: int, behind: bool = False) -> Points:
+        """The curve of a collective of the library on so many ranks, if there is one."""
+        curves = self.natives_behind if behind else self.natives
+        return curves.get(name, ()) if self.natives_ranks in (0, ranks) else ()
+
     def native(self, name: str, nbytes: float, ranks: int, behind: bool = False) -> float:
         """A collective of the library; `nbytes` are those that the rank with most reads and writes.
 
         `behind` a kernel it moves by itself, or when somebody polls now and then.
         """
-        if behind and name in self.natives_behind:
-            return at(self.natives_behind[name], nbytes)
-        if name in self.natives:
-            return at(self.natives[name], nbytes)
+        points = (self.sampled(name, ranks, True) if behind else ()) or self.sampled(name, ranks)
+        if points:
+            return at(points, nbytes)
         level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
         link = Link(level, (), min(map(self.rate, range(ranks)), default=1.0))
         return level.latency * max(1, ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
@@ -223,6 +239,7 @@ class Machine:
             curve=inner.curve,
             levels=tuple(level for level in levels if level.ranks < len(ranks)),
             rates=rates,
+            ports=self.ports if inner == self.innermost else 1,
             natives={},
             natives_behind={},
         )
@@ -243,10 +260,14 @@ class Machine:
         if str(name) in PRESETS:
             return PRESETS[str(name)]
         path = Path(name)
-        if not path.is_file():
+        try:
+            text = path.read_bytes() if path.is_file() else None
+        except OSError as error:
+            raise LayoutError(f"the machine {str(name)!r} cannot be read: {error.strerror}") from None
+        if text is None:
             raise LayoutError(f"no machine {str(name)!r}: neither a file nor one of {', '.join(PRESETS)}")
         try:
-            return Machine.from_json(path.read_bytes())
+            return Machine.from_json(text)
         except LayoutError as error:
             raise LayoutError(f"{path}: {error}") from None
 
@@ -262,11 +283,12 @@ def _rate(value: float, unit: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- files
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+_WHOLE = {"ports": (1, MOST_PORTS), "natives_ranks": (0, 1 << 40)}
 _FIELDS = ", ".join(f.name for f in fields(Machine))
 
 
-def _checked(data: Any) -> dict[str, Any]:
-    """The fields of a Machine as they stand in a file. Raises LayoutError for what cannot be."""
+def _checked(data: Any, fastest: float = MOST_SPEED) -> dict[str, Any]:
+    """The fields of a Machine from those of a file or of a Machine. Raises LayoutError for what cannot be."""
     if not isinstance(data, dict):
         raise LayoutError(f"a machine is an object with the fields {_FIELDS}")
     if unknown := set(data) - {f.name for f in fields(Machine)}:
@@ -283,41 +305,48 @@ def _checked(data: Any) -> dict[str, Any]:
             if not isinstance(value, str):
                 raise LayoutError(f"{name} must be a text, not {value!r}")
         elif name == "curve":
-            value = _points(name, value) if value != [] else ()
+            value = _curve(name, value)
         elif name == "levels":
-            value = _levels(value)
+            value = _levels(value, fastest)
         elif name == "rates":
-            value = tuple(_number(f"rates[{i}]", rate, 1e-300, 1.0) for i, rate in enumerate(_list(name, value)))
+            value = tuple(_number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in enumerate(_list(name, value)))
         elif name in ("natives", "natives_behind"):
-            if not isinstance(value, dict):
+            if not isinstance(value, Mapping):
                 raise LayoutError(f"{name} must be an object of curves, not {value!r}")
             if wrong := set(value) - set(COLLECTIVES):
                 raise LayoutError(f"{name} has no {sorted(wrong)[0]!r}; the collectives are {', '.join(COLLECTIVES)}")
             value = {key: _points(f"{name}.{key}", points) for key, points in value.items()}
         elif name == "native_share":
             value = _number(name, value, 0.0, 1.0)
-        elif name == "ports":
-            if type(value) is not int or not 1 <= value <= MOST_PORTS:
-                raise LayoutError(f"ports must be a whole number from 1 to {MOST_PORTS}, not {value!r}")
+        elif name in _WHOLE:
+            least, most = _WHOLE[name]
+            if type(value) is not int or not least <= value <= most:
+                raise LayoutError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
         elif name == "lanes":
             if type(value) is not int or value not in (1, 2):
                 raise LayoutError(f"lanes must be 1 or 2, not {value!r}")
+        elif name.endswith(("rate", "width")):
+            value = _number(name, value, LEAST_SPEED, fastest)
         else:
-            value = _number(name, value, 1e-300 if name.endswith(("rate", "width")) else 0.0)  # a divisor
+            value = _number(name, value, 0.0, MOST_SECONDS)
         found[name] = value
     return found
 
 
-def _number(name: str, value: Any, least: float, most: float = 1e300) -> float:
+def _number(name: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise LayoutError(f"{name} must be a number, not {value!r}")
-    if not least <= value <= most:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = inf
+    if not least <= number <= most:
         raise LayoutError(f"{name}={value!r} is out of range")
-    return float(value)
+    return number
 
 
-def _list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
+def _list(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
         raise LayoutError(f"{name} must be a list, not {value!r}")
     return value
 
@@ -325,19 +354,25 @@ def _list(name: str, value: Any) -> list[Any]:
 def _points(name: str, value: Any) -> Points:
     points = []
     for i, point in enumerate(_list(name, value)):
-        if not isinstance(point, list) or len(point) != 2:
+        if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise LayoutError(f"{name}[{i}] must be two numbers, x and seconds, not {point!r}")
-        points.append((_number(f"{name}[{i}][0]", point[0], 0.0), _number(f"{name}[{i}][1]", point[1], 0.0)))
+        x = _number(f"{name}[{i}][0]", point[0], 0.0, MOST_NBYTES)
+        points.append((x, _number(f"{name}[{i}][1]", point[1], 0.0, MOST_SECONDS)))
     if not points or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairwise(points)):
         raise LayoutError(f"{name} must be points with growing x and seconds that do not fall, at least one")
     return tuple(points)
 
 
-def _levels(value: Any) -> tuple[Level, ...]:
+def _curve(name: str, value: Any) -> Points:
+    """What was sampled of a link, if it was."""
+    return _points(name, value) if _list(name, value) else ()
+
+
+def _levels(value: Any, fastest: float) -> tuple[Level, ...]:
     levels: list[Level] = []
     for i, listed in enumerate(_list("levels", value)):
         name = f"levels[{i}]"
-        if not isinstance(listed, list) or len(listed) not in (3, 4, 5):
+        if not isinstance(listed, (list, tuple)) or len(listed) not in (3, 4, 5):
             raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve], not {listed!r}")
         ranks, latency, bandwidth, shared, curve = [*listed, *[False, []][len(listed) - 3 :]]  # type: ignore[misc]
         if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= 1 << 40:
@@ -346,8 +381,9 @@ def _levels(value: Any) -> tuple[Level, ...]:
             raise LayoutError(f"{name}: groups of {ranks} ranks are not made of groups of {levels[-1].ranks}")
         if not isinstance(shared, bool):
             raise LayoutError(f"{name}: shared must be true or false, not {shared!r}")
-        latency, bandwidth = _number(f"{name}.latency", latency, 0.0), _number(f"{name}.bandwidth", bandwidth, 1e-300)
-        levels.append(Level(ranks, latency, bandwidth, shared, _points(f"{name}.curve", curve) if curve != [] else ()))
+        latency = _number(f"{name}.latency", latency, 0.0, MOST_SECONDS)
+        bandwidth = _number(f"{name}.bandwidth", bandwidth, LEAST_SPEED, fastest)
+        levels.append(Level(ranks, latency, bandwidth, shared, _curve(f"{name}.curve", curve)))
     return tuple(levels)
 
 

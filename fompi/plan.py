@@ -17,11 +17,17 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fompi import layout
 from fompi.errors import PlanError
 from fompi.layout import Extents, Sizes, Symbol
+
+MESSAGE_BITS = 12
+"""A call has this many tags (as a power of two), the last two of them for its agreement."""
+
+MOST_MESSAGES = (1 << MESSAGE_BITS) - 2
+"""A plan may send so many to one peer."""
 
 
 class Chunk(NamedTuple):
@@ -211,15 +217,6 @@ class Workspace:
     def program(self, ops: Iterable[Op]) -> Program:
         listed = tuple(ops)  # first: the ops declare scratch as they are written
         return Program(self.rank, self.size, self.parts, tuple(self._buffers.values()), listed)
-
-
-class Problem(Protocol):
-    """What a plan must know of the problem that it solves (`fompi.problems.Problem`)."""
-
-    @property
-    def operation(self) -> str: ...
-    @property
-    def size(self) -> int: ...
 
 
 class Programs(Sequence[Program]):

@@ -22,6 +22,8 @@ from fompi.kernels import Value, product, total
 from fompi.layout import HALF, Partial, Replicate, Shard, Sizes, Spec, accumulator, split
 from fompi.plan import Program, Workspace
 
+PLANNED_RANKS = 1 << 16
+
 
 class Form(NamedTuple):
     """Shape and dtype of one rank's tensor; the rows are its first dimension."""
@@ -116,7 +118,6 @@ class Problem:
         """The inputs and outputs of one rank."""
         work = Workspace(rank, self.size, parts, order)
         here, there = self.axes
-        gathers = not self.multiplies_first
         work.add("x", "input", here, self.row, self.dtype)
         for i, weight in enumerate(self.weights):
             work.add(self.name("w", i), "input", "whole", (self.row[-1], weight.columns), self.dtype)
@@ -127,13 +128,7 @@ class Problem:
         if self.keep or not (self.weights or self.gradients):
             work.add(self.kept, "output", there, self.row, self.dtype)
         for i in range(len(self.weights)):
-            work.add(
-                self.name("y", i),
-                "output",
-                there if gathers else self.axes[1],
-                self.product_row(i),
-                self.dtype,
-            )
+            work.add(self.name("y", i), "output", there, self.product_row(i), self.dtype)
         for i in range(len(self.gradients)):
             work.add(self.name("g", i), "output", "whole", self.gradient_shape(i), self.dtype)
         return work
@@ -296,8 +291,8 @@ def from_specs(
     Rows and columns are spread as evenly as can be, so the problems of the ranks may differ in columns that stay.
     """
     expected = layouts(operation, len(specs))
-    if not isinstance(ranks, int) or ranks < 1:
-        raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank")
+    if not isinstance(ranks, int) or not 1 <= ranks <= PLANNED_RANKS:
+        raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank, and has {PLANNED_RANKS} at most")
     for spec, wanted in zip(specs, expected, strict=True):
         if not isinstance(spec, Spec):
             raise LayoutError(f"{operation} is planned on a fompi.Spec for each tensor, not on {spec!r}")

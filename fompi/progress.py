@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fompi.errors import LaunchError
-from fompi.transport import gather_records
 
 if TYPE_CHECKING:
     from fompi.engine import Engine
@@ -278,7 +277,7 @@ def measure_native(link: Link, rounds: int = 3) -> Native:
 
 def _exchange(link: Link, buffers: tuple[Any, Any], nbytes: int, silence: float = 0.0) -> float:
     """Seconds after the silence until the message of this rank has left and one has come; of the slowest rank."""
-    _of_all_ranks(0.0)  # begin together
+    _of_all_ranks(link, 0.0)  # begin together
     outgoing, incoming = buffers
     requests = [
         link.irecv(incoming[:nbytes], (link.rank - 1) % link.size, 0),
@@ -287,13 +286,15 @@ def _exchange(link: Link, buffers: tuple[Any, Any], nbytes: int, silence: float 
     if silence:
         sleep(silence)
     begun = perf_counter()
-    while not all([request.Test() for request in requests]) and perf_counter() - begun < LOST_SECONDS:
+    while not all([request.Test() for request in requests]):
+        if perf_counter() - begun > LOST_SECONDS:
+            link.given_up.append((requests, buffers))  # what comes late still has a place
+            break
         os.sched_yield()
-    return max(_of_all_ranks(perf_counter() - begun))
+    return float(max(_of_all_ranks(link, perf_counter() - begun)))
 
 
-_SECONDS = struct.Struct("<d")
-
-
-def _of_all_ranks(mine: float) -> list[float]:
-    return [_SECONDS.unpack(record)[0] for record in gather_records(_SECONDS.pack(mine))]
+def _of_all_ranks(link: Link, mine: float) -> Any:
+    everyone = np.empty(link.size)
+    link.comm.Allgather(np.array([mine]), everyone)
+    return everyone

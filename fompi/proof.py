@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fompi.errors import PlanError
@@ -101,10 +101,6 @@ class Proof:
     def possible(self) -> float:
         """What can be hidden at all: the shorter of both."""
         return min(self.compute, self.messages)
-
-    def with_measured(self, alone: float | None = None, bare: float | None = None, progress: str = "") -> Proof:
-        """The same call, beside what was measured by itself, and with how its messages progressed."""
-        return replace(self, alone=alone, bare=bare, progress=progress)
 
     @property
     def warning(self) -> str | None:

@@ -200,13 +200,12 @@ class _Rotation:
         """The seconds of a kernel, or the bytes of a message, if its first block is of this owner."""
         each = dict(zip(chunks, blocks, strict=True))
 
-        def shape(chunk: Chunk) -> tuple[int, ...]:
-            return self._shape(chunk, each[chunk], owner)
+        def taken(chunk: Chunk) -> kernels.Taken:
+            return self._shape(chunk, each[chunk], owner), self._nbytes(chunk, each[chunk], owner)
 
-        def nbytes(chunk: Chunk) -> int:
-            return self._nbytes(chunk, each[chunk], owner)
-
-        return self.machine.kernel(*kernels.demand(op, shape, nbytes)) if isinstance(op, Compute) else nbytes(chunks[0])
+        if not isinstance(op, Compute):
+            return taken(chunks[0])[1]
+        return self.machine.kernel(*kernels.demand(op.kernel, [*map(taken, op.reads)], [*map(taken, op.writes)]))
 
     def _shape(self, chunk: Chunk, blocks: Blocks, owner: int) -> tuple[int, ...]:
         buffer = self.program.buffer(chunk.buffer)

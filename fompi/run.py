@@ -14,10 +14,11 @@ from fompi.backends.base import Token
 from fompi.channel import FAILED
 from fompi.communicator import Communicator
 from fompi.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled
-from fompi.engine import ANYONE, EAGER_NBYTES, MESSAGE_BITS, Task
-from fompi.errors import PeerError
+from fompi.engine import ANYONE, EAGER_NBYTES, Task
+from fompi.errors import PeerError, StateError
 from fompi.layout import Extents, nbytes
 from fompi.needs import track
+from fompi.plan import MESSAGE_BITS
 from fompi.trace import Event, Trace
 
 
@@ -325,7 +326,9 @@ class Run(Task):
 
     # -- afterwards
     def trace(self, extents: Extents) -> Trace:
-        """What this rank did when, in this call."""
+        """What this rank did when, in this call. Raises StateError unless all of it was done."""
+        if self.left:
+            raise StateError(f"{self.title} is not finished: there is no trace yet")
         compiled, rank = self.compiled, self.comm.rank
         starts, shapes = compiled.sized(extents)
         events = []

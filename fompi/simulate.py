@@ -254,7 +254,8 @@ class Walk:
             self.begin_released()  # among them kernels that come before others
             self.next_kernels(rank)
 
-        demand = kernels.demand(op, partial(self.shape, rank), partial(self.nbytes, rank))
+        taken = ([(self.shape(rank, c), self.nbytes(rank, c)) for c in chunks] for chunks in (op.reads, op.writes))
+        demand = kernels.demand(op.kernel, *taken)
         seconds = self.machine.kernel(*demand) * self.jitter()
         self.at(self.now + seconds, finish)
         return seconds
@@ -370,7 +371,7 @@ class Walk:
         name, most, calls = self.collectives.popleft()
         self.moving.update(dict.fromkeys(calls, self.now))
         behind = any("compute" in running for running in self.running)
-        measured = behind and name in self.machine.natives_behind  # with the polls
+        measured = behind and bool(self.machine.sampled(name, self.plan.size, True))  # with the polls
 
         def finish() -> None:
             self.collective_runs = False

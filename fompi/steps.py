@@ -125,9 +125,7 @@ def _moved(moves: str, multiplied: bool, specs: tuple[Spec, ...]) -> Spec:
     return Spec((x.shape[0], columns), DTYPE, MEANING[moves].x)
 
 
-def _operation(
-    what: str, operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine, times: int = 1
-) -> Part:
+def _operation(what: str, operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> Part:
     unfused, fused, schedule = _predicted(operation, specs, ranks, machine)
     return Part(f"{what}: {operation}", unfused, fused, schedule)
 

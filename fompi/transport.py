@@ -130,6 +130,9 @@ def gather_records(record: bytes) -> list[bytes]:
 
 
 _LAST_WORDS_TAG = 32749
+_GIVEN_UP: list[object] = []
+"""Requests that nobody waits for any more, and their memory: what comes late still has a place."""
+
 _COUNT = struct.Struct("<q")
 
 
@@ -145,10 +148,11 @@ def gather_last_words(words: bytes, rank: int, seconds: float) -> dict[int, byte
         return found
     comm, end = MPI.COMM_WORLD, perf_counter() + seconds
 
-    def done(request: Any, until: float) -> bool:
+    def done(request: Any, memory: object, until: float) -> bool:
         while not request.Test():
             if perf_counter() > until:
                 request.Cancel()
+                _GIVEN_UP.append((request, memory))
                 return False
             sleep(1e-3)
         return True
@@ -156,8 +160,8 @@ def gather_last_words(words: bytes, rank: int, seconds: float) -> dict[int, byte
     if rank:
         header, nothing = _COUNT.pack(len(words)), bytearray(1)
         comm.Isend(header, 0, _LAST_WORDS_TAG).Free()  # so few bytes go by themselves
-        if done(comm.Irecv(nothing, 0, _LAST_WORDS_TAG), end):
-            done(comm.Isend(words, 0, _LAST_WORDS_TAG), end + seconds)
+        if done(comm.Irecv(nothing, 0, _LAST_WORDS_TAG), nothing, end):
+            done(comm.Isend(words, 0, _LAST_WORDS_TAG), words, end + seconds)
         return found
     while len(found) < comm.Get_size() and perf_counter() < end:
         status = MPI.Status()
@@ -170,7 +174,7 @@ def gather_last_words(words: bytes, rank: int, seconds: float) -> dict[int, byte
         inbox = bytearray(*_COUNT.unpack(count))
         receiving = comm.Irecv(inbox, source, _LAST_WORDS_TAG)
         comm.Isend(b"!", source, _LAST_WORDS_TAG).Free()
-        if done(receiving, end + seconds):
+        if done(receiving, inbox, end + seconds):
             found[source] = bytes(inbox)
     return found
 

@@ -56,7 +56,7 @@ class Enqueued:
 
 
 class Emulated:
-    """The Backend. `machine.kernel(flops, nbytes)` is how long a kernel takes."""
+    """The Backend. `machine.kernel(...)` is how long a kernel takes."""
 
     name = "emulated accelerator"
     asynchronous = True
@@ -84,8 +84,8 @@ class Emulated:
         seen = [corner(a, whole=i >= count) for i, a in enumerate(reads)]
         made = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]
         work = self._host.bind(kernel, seen, made, read_dtypes, write_dtypes)
-        flops = kernels.cost(kernel, [a.shape for a in reads], [a.shape for a in writes])
-        seconds = self.machine.kernel(flops, sum(a.nbytes for a in (*reads, *writes)))
+        taken = ([(a.shape, a.nbytes) for a in arrays] for arrays in (reads, writes))
+        seconds = self.machine.kernel(*kernels.demand(kernel, *taken))
         stream = self._merges if kernel in MERGES else self._products
 
         def enqueue(after: Sequence[Enqueued]) -> Enqueued:

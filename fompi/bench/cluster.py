@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
+from functools import cached_property
 from typing import Any, Self
 
-from fompi.bench.measure import texts
+from fompi.bench.measure import Calm, texts
 from fompi.bench.wire import Wire, address, listen
 
 IDLE_SECONDS = 0.05
@@ -17,6 +18,7 @@ class Cluster:
 
     def __init__(self, comm: Any):
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
+        self.own = comm.Dup()  # for messages that are none of fompi's
         self.hosts = texts(comm, socket.gethostname())
         self.wire: Wire | None = None
         if not self.shared:
@@ -38,6 +40,15 @@ class Cluster:
     @property
     def progress(self) -> str:
         return "shared memory: no wire" if self.shared else "wire: plain TCP streams round the ring of ranks"
+
+    @cached_property
+    def calm(self) -> Calm | None:
+        """For turns in which kernels run. Collective when first asked for."""
+        return Calm.of(self.comm)
+
+    def told(self) -> str:
+        """How the turns went since this was last asked."""
+        return "ranks share cores" if self.calm is None else self.calm.told()
 
     def __str__(self) -> str:
         hosts = len(set(self.hosts))
@@ -64,6 +75,7 @@ class Cluster:
     def close(self) -> None:
         if self.wire is not None:
             self.wire.close()
+        self.own.Free()
 
     def __enter__(self) -> Self:
         return self

@@ -120,12 +120,14 @@ def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:
             **{f"{s} slices, P2P": rival(rivals.pairwise(operation, mpi, x, w, s)) for s in SLICES},
         }
         errors = checked(mpi, ours | others)
-        tried = alternate(mpi, {name: c.call for name, c in ours.items()}, PILOT_ROUNDS, idle=cluster.idle)
+        tried = alternate(
+            mpi, {name: c.call for name, c in ours.items()}, PILOT_ROUNDS, idle=cluster.idle, calm=cluster.calm
+        )
         best = min(tried, key=lambda name: min(tried[name]))  # too few for a median
-        exchange = exchange_of(mpi, case, comm.size)
+        exchange = exchange_of(cluster.own, case, comm.size)
         yardsticks: dict[str, Callable[[], object]] = {KERNEL: kernel_of(case), BARE: exchange}
         calls = yardsticks | {best: ours[best].call} | {name: c.call for name, c in others.items()}
-        samples = alternate(mpi, calls, rounds, idle=cluster.idle)
+        samples = alternate(mpi, calls, rounds, idle=cluster.idle, calm=cluster.calm)
         cpu = cpu_seconds(mpi, exchange, cluster.idle)
     return judged(comm, cluster, case, best, cpu, replace(Row(str(case), str(cluster), samples), errors=errors))
 
@@ -159,7 +161,7 @@ def judged(comm: Any, cluster: Cluster, case: Case, best: str, cpu: float, row: 
             Figure(f"best slices / fompi{IN_QUIET}", min(least[name] for name in cuts) / least[best]),
         ],
         marks=["void: the exchange costs too much CPU time"] if void and asked else [],
-        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls",
+        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls; {cluster.told()}",
     )
 
 
@@ -181,9 +183,9 @@ def summary(found: list[Row], cluster: Cluster) -> Row:
     return Row("all rows", str(cluster), figures=means)
 
 
-def exchange_of(mpi: Any, case: Case, size: int) -> Callable[[], object]:
+def exchange_of(own: Any, case: Case, size: int) -> Callable[[], object]:
     """The messages of the operation; an all-reduce moves its shards twice."""
-    once = bare_exchange(mpi, case.m // size * case.n * 4, PIECES)
+    once = bare_exchange(own, case.m // size * case.n * 4, PIECES)
     if case.operation != "matmul_all_reduce":
         return once
 

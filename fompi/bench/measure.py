@@ -1,7 +1,8 @@
 """How times are taken and compared: contestants in turns, medians, paired intervals, and rows that hold them.
 
 Rounds are interleaved (A B C, B C A, C A B, ...), so that whatever disturbs the machine disturbs all alike, and ratios
-are made within a round. A contestant whose result is wrong is not timed.
+are made within a round. A contestant whose result is wrong is not timed. What disturbs cores for parts of a second does
+not disturb all alike: with `Calm` a turn is taken again where small products before and after it tell of others.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fompi import launch
 from fompi.errors import FompiError
 
 UNITS = {"us": 1e6, "ms": 1e3}
 """In a second."""
+
+PROBE, PROBES, FIRST_PROBES, CALM, TRIES = 384, 3, 20, 1.15, 4
 
 TOLERANCE = 1e-5
 """Of the largest element, for products in float32 against float64."""
@@ -192,6 +197,57 @@ def checked(comm: Any, contestants: Mapping[str, Contestant], tolerance: float =
     return errors
 
 
+class Calm:
+    """Whether others use the cores: by a small product of each rank before a turn and after it, against its usual time.
+
+    A turn in which the slowest took more than CALM times that is taken again, TRIES times at most, and not more turns
+    again than there are; then the one counts in which the products were disturbed least. What the turn itself took has
+    no say in it. Collective over `comm`.
+    """
+
+    def __init__(self, comm: Any):
+        self.comm = comm
+        self._products = [np.ones((PROBE, PROBE), np.float32) for _ in range(3)]
+        self._taken: list[float] = []
+        self._turns = self._repeated = self._disturbed = 0
+        for _ in range(FIRST_PROBES):
+            self.probe()
+
+    @staticmethod
+    def of(comm: Any) -> Calm | None:
+        """None if ranks share a core: each is disturbed by the others then, whatever it does. Collective."""
+        return Calm(comm) if of_all_ranks(comm, np.array([launch.cores_per_rank()])).min() >= 1 else None
+
+    def probe(self) -> float:
+        """How many times as long as usual a product takes now, the best of some: usual is the lower decile of all."""
+        a, b, c = self._products
+        seconds = []
+        for _ in range(PROBES):
+            begun = perf_counter()
+            np.matmul(a, b, out=c)
+            seconds.append(perf_counter() - begun)
+        self._taken.append(min(seconds))
+        return min(seconds) / float(np.quantile(self._taken, 0.1))
+
+    def least_disturbed(self, turn: Callable[[], tuple[float, float]]) -> float:
+        """The seconds of `turn`, which returns how much this rank was disturbed, and seconds."""
+        self._turns += 1
+        tries: list[tuple[float, float]] = []
+        while not tries or (min(tries)[0] > CALM and len(tries) < TRIES and self._repeated < self._turns):
+            self._repeated += bool(tries)
+            disturbed, seconds = turn()
+            tries.append((float(of_all_ranks(self.comm, np.array([disturbed])).max()), seconds))
+        self._disturbed += min(tries)[0] > CALM
+        return min(tries)[1]
+
+    def told(self) -> str:
+        """How it went since this was last asked, in words."""
+        turns, repeated, disturbed = self._turns, self._repeated, self._disturbed
+        self._turns = self._repeated = self._disturbed = 0
+        words = f"{turns} turns, {repeated} repeated because others used the cores"
+        return f"{words}, as they did in {disturbed} of those that count"
+
+
 def alternate(
     comm: Any,
     contestants: Mapping[str, Callable[[], object]],
@@ -202,29 +258,43 @@ def alternate(
     idle: float = 0.0,
     before: Callable[[str], object] | None = None,
     after: Callable[[str, Any], object] | None = None,
+    calm: Calm | None = None,
 ) -> dict[str, list[float]]:
     """Seconds a call of each contestant, round by round: those of the slowest rank. Collective over `comm` of mpi4py.
 
     Each turn begins together after `idle` seconds of silence (connections lose their window, token buckets fill: all
     begin alike), and is `calls` calls long. `warmup` turns before all that make plans, memory and connections.
-    `before(name)` and `after(name, result)` each turn are not timed.
+    `before(name)` and `after(name, result)` each turn are not timed. With `calm`, turns that others disturb are
+    repeated.
     """
+
+    def turn(name: str) -> tuple[float, float]:
+        call, disturbed = contestants[name], 0.0
+        if before is not None:
+            before(name)
+        sleep(idle)
+        if calm is not None:
+            disturbed = calm.probe()
+        meet(comm)
+        begun = perf_counter()
+        for _ in range(calls):
+            result = call()
+        taken = (perf_counter() - begun) / calls
+        if calm is not None:
+            disturbed = max(disturbed, calm.probe())
+        if after is not None:
+            after(name, result)
+        return disturbed, taken
+
     seconds = np.zeros((len(contestants), warmup + rounds))
     names = list(contestants)
     for i in range(warmup + rounds):
-        for turn in range(len(names)):
-            k = (i + turn) % len(names)
-            call = contestants[names[k]]
-            if before is not None:
-                before(names[k])
-            sleep(idle)
-            meet(comm)
-            begun = perf_counter()
-            for _ in range(calls):
-                result = call()
-            seconds[k, i] = (perf_counter() - begun) / calls
-            if after is not None:
-                after(names[k], result)
+        for place in range(len(names)):
+            k = (i + place) % len(names)
+            if calm is None or i < warmup:
+                _, seconds[k, i] = turn(names[k])
+            else:
+                seconds[k, i] = calm.least_disturbed(partial(turn, names[k]))
     seconds = seconds[:, warmup:].copy()
     slowest = of_all_ranks(comm, seconds).max(axis=0)
     return dict(zip(contestants, slowest.tolist(), strict=True))

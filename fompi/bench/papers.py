@@ -113,7 +113,7 @@ def best_exchange(comm: Any, cluster: Cluster, setting: Setting) -> Callable[[],
     """The exchange of the operation without its kernels, in the pieces that suit this MPI."""
     shard = M // setting.size * N * 4
     exchanges = {
-        f"{pieces} {to}": bare_exchange(comm.link.comm, shard, pieces, round_the_ring=to == "next")
+        f"{pieces} {to}": bare_exchange(cluster.own, shard, pieces, round_the_ring=to == "next")
         for pieces in PIECES
         for to in ("each", "next")
     }

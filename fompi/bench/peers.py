@@ -203,7 +203,7 @@ def measured(
     calls[KERNEL] = kernel_of(case)
     if not cluster.shared:
         calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))
-    samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
+    samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle, calm=cluster.calm)
     row = Row(str(case), str(cluster), samples)
     best = row.best(FUSED)
     limits = {"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"wire": row.median(WIRE)})
@@ -214,7 +214,7 @@ def measured(
         figures=figures(row, best, asked=not cluster.shared),
         absent=absent,
         errors=errors,
-        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls",
+        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls; {cluster.told()}",
     )
 
 

@@ -125,14 +125,16 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
             contestants[str(candidate)] = Contestant(step, error)
         errors = checked(mpi, contestants)
         calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
-        samples = alternate(mpi, calls | {KERNEL: kernel_of(case)}, rounds, idle=cluster.idle)
+        calls[KERNEL] = kernel_of(case)
+        samples = alternate(mpi, calls, rounds, idle=cluster.idle, calm=cluster.calm)
     row = Row(str(case), str(cluster), samples, str(explained.winner.candidate), errors=errors)
     now = at_speed(machine, row.median(KERNEL) / _kernel_seconds(machine, case))
     predicted: dict[str, tuple[float, float]] = {}
     for candidate, seconds in walked.items():
         predicted[str(candidate)] = seconds, predict(explained.plan_of(candidate), now)
     limits = {"T_c": row.median(KERNEL), "bound": explained.bound.seconds}
-    return replace(row, limits=limits, figures=_judged(row, predicted), progress=progress(comm))
+    said = f"{progress(comm)}; {cluster.told()}"
+    return replace(row, limits=limits, figures=_judged(row, predicted), progress=said)
 
 
 def _kernel_seconds(machine: Machine, case: Case) -> float:

@@ -15,10 +15,10 @@ from jax.custom_derivatives import SymbolicZero
 from fompi import ops
 from fompi.call import How, Operation
 from fompi.dlpack import is_tracer
-from fompi.duals import _DUALS, Call, flatten
+from fompi.duals import DUALS, Call, flatten
 from fompi.layout import Slices
 
-__all__ = list(_DUALS)
+__all__ = list(DUALS)
 
 
 def _differentiable(operation: Operation) -> Any:

@@ -17,9 +17,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from operator import index
+from typing import Any
 
 from fompi.errors import PlanError
 from fompi.layout import Sizes, Slices
@@ -49,6 +51,9 @@ PAIRWISE = ("direct", "unfused_p2p", "sliced_p2p")
 
 GROUPS_WINDOW = 2
 """Sends to a peer of a plan with groups: a piece that has gone all the way round leaves before others have begun."""
+
+GROUPED = ("all_gather", "reduce_scatter", "all_reduce")
+"""What `hierarchical` moves."""
 
 IN_RING_ORDER = (*PAIRWISE, "ring")
 """Those that sum an element in the order of the ranks, from the one behind its owner round to the owner."""
@@ -89,28 +94,34 @@ def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
 
 def available(problem: Problem) -> list[str]:
     """The schedules that this problem can be carried out by: ours, then those of users."""
-    return [*_ours(problem), *(name for name, moves in REGISTERED.items() if problem.moves in moves)]
+    return _available(problem.moves, problem.size, problem.half)
 
 
-def _ours(problem: Problem) -> list[str]:
+def _available(moves: str, size: int, half: bool) -> list[str]:
     names = [name for name in SCHEDULES if name not in REGISTERED]
-    if problem.moves == "all_to_all":  # each rank's block is wanted by one rank only: a ring would carry it past others
+    if moves == "all_to_all":  # each rank's block is wanted by one rank only: a ring would carry it past others
         names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct"]
-    if problem.moves != "all_reduce" and "exchange" in names:
+    if moves != "all_reduce" and "exchange" in names:
         names.remove("exchange")
-    if problem.half and problem.moves in ("reduce_scatter", "all_reduce"):
+    if half and moves in ("reduce_scatter", "all_reduce"):
         names = [name for name in names if name not in ("unfused", "sliced")]
-    ranks = next((g for g in range(problem.size // 2, 1, -1) if problem.size % g == 0), 0)
-    return [*names, f"hierarchical({ranks})"] if ranks and _has_groups(problem) else names
+    ranks = next((g for g in range(size // 2, 1, -1) if size % g == 0), 0)
+    groups = [f"hierarchical({ranks})"] if ranks and moves in GROUPED else []
+    return [*names, *groups, *(name for name, known in REGISTERED.items() if moves in known)]
 
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """Groups may have any number of ranks that divides theirs."""
+    return can_move(schedule, problem.moves, problem.size, problem.half)
+
+
+def can_move(schedule: str, moves: str, size: int, half: bool) -> bool:
+    """Whether there is such a schedule for what `moves`, in a half type or not."""
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r}: take the name of one, 'auto' among them")
     ranks = group_of(schedule)
-    grouped = _has_groups(problem) and 1 < ranks < problem.size and problem.size % ranks == 0
-    return (grouped and schedule == f"hierarchical({ranks})") or schedule in available(problem)
+    grouped = moves in GROUPED and 1 < ranks < size and size % ranks == 0
+    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, half)
 
 
 def hint(problem: Problem, schedule: str) -> str:
@@ -123,26 +134,43 @@ def hint(problem: Problem, schedule: str) -> str:
     return f"{why}; take auto, {', '.join(available(problem))}"
 
 
-def _has_groups(problem: Problem) -> bool:
-    return problem.moves in ("all_gather", "reduce_scatter", "all_reduce")
-
-
 def _writer(schedule: str) -> Schedule:
     ranks = group_of(schedule)
     return SCHEDULES[schedule] if ranks == 1 else partial(hierarchical, ranks=ranks)
 
 
+MOST_SLICES = 4096
+
+
+def as_slices(slices: Any) -> Slices:
+    """`slices` as a number or a tuple of numbers. Raises PlanError for what is neither, or cuts nothing."""
+    found: Slices = 0
+    with suppress(TypeError):
+        found = tuple(map(index, slices)) if isinstance(slices, Iterable) else index(slices)
+    sizes = (found,) if isinstance(found, int) else found
+    if not sizes or min(sizes) < 1:
+        raise PlanError(f"slices={slices!r}: give a number >= 1, or the sizes of the slices in proportion: (1, 2, 4)")
+    if (found if isinstance(found, int) else len(found)) > MOST_SLICES:
+        raise PlanError(f"slices={slices!r}: a shard is cut into {MOST_SLICES} slices at most")
+    return found
+
+
 def shares_of(schedule: str, slices: Slices) -> tuple[int, ...]:
     """The sizes of the parts of a shard in proportion. Raises PlanError for slices that are none."""
-    try:
-        shares = (1,) * index(slices) if not isinstance(slices, Sequence) else tuple(map(index, slices))
-    except TypeError:
-        shares = ()
-    if not shares or min(shares) < 1:
-        raise PlanError(f"slices={slices!r}: give a number >= 1, or the sizes of the slices in proportion: (1, 2, 4)")
+    slices = as_slices(slices)
+    shares = (1,) * slices if isinstance(slices, int) else tuple(slices)
     if schedule == "unfused":
         return (1,)
     return tuple(share for share in shares for _ in range(2)) if schedule == "bidirectional" else shares
+
+
+def to_one_peer(problem: Problem, schedule: str, slices: Slices) -> int:
+    """How many messages a rank may send to another one, by a schedule of ours."""
+    rounds = 2 if problem.moves == "all_reduce" else 1
+    hops = {"ring": problem.size - 1, "bidirectional": problem.size - 1}.get(schedule, 1)
+    if group_of(schedule) > 1:
+        hops = problem.size // group_of(schedule)
+    return rounds * hops * len(shares_of(schedule, slices))
 
 
 def write(
@@ -161,8 +189,8 @@ def write(
     """
     if not is_available(problem, schedule):
         raise PlanError(f"{problem.operation} has no schedule {schedule!r}{hint(problem, schedule)}")
-    if window is not None and window < 1:
-        raise PlanError(f"window={window}: at least one message must be under way, or None for no bound")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise PlanError(f"window={window!r}: at least one message must be under way, or None for no bound")
     shares, size = shares_of(schedule, slices), problem.size
     if order and schedule not in PAIRWISE:
         raise PlanError(f"an order of peers is for {', '.join(PAIRWISE)}, not for {schedule}")

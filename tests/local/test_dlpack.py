@@ -246,7 +246,10 @@ def test_what_is_lent_keeps_its_block_until_it_dies(framework, dtype):
 
 
 def test_a_lent_jax_array_feeds_jit_and_survives_its_arena():
-    x = lend(Arena(0).take((64,), "float32"), "float32", "jax")
+    memory = Arena(0).take((64,), "float32")
+    memory[...] = 1
+    x = lend(memory, "float32", "jax")
+    del memory
     y = jax.jit(lambda v: v * 0 + 2)(x)
     del x
     assert y.tolist() == [2] * 64

@@ -6,6 +6,7 @@ import json
 import warnings
 from dataclasses import replace
 from importlib import import_module
+from time import sleep
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from mpi4py import MPI
 import fompi
 from fompi import Partial, Shard, Spec, adaptive, call, drift, effort, fit
 from fompi.calibrate import slowdown
-from fompi.candidates import Candidate
+from fompi.candidates import UNFUSED, Candidate
 from fompi.machine import Machine
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores say nothing new, slowly")
@@ -141,6 +142,91 @@ def test_a_disk_that_takes_nothing(own, folder, monkeypatch):
     assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
 
 
+def test_what_is_fastest_on_the_slowest_rank_is_kept(own, cache, monkeypatch):
+    """One is quick on one rank only, one is even; the fastest of the best few has no say against the unfused call."""
+    quick, even, slow = Candidate("direct"), Candidate("ring", 4), Candidate("unfused")
+    last = own.rank == own.size - 1
+    seconds = {quick: 9.0 if last else 1.0, even: 2.0, slow: 3.0}
+    tried = []
+
+    def timed(candidate):
+        tried.append(candidate)
+        return seconds[candidate]
+
+    assert effort._fastest(own, list(seconds), timed) == even
+    assert [tried.count(candidate) for candidate in seconds] == [1 + effort.ROUNDS] * 3
+    seconds[slow] = 0.5
+    assert effort._fastest(own, list(seconds), timed) == slow
+
+
+def test_calls_without_overlap_are_always_tried(own, machine):
+    explained, *_ = scatter(own)
+    unfused = [one.candidate for one in explained.judged if one.candidate in UNFUSED]
+    for found in (effort.few(explained), list(effort.candidates(explained.problem, explained.sizes, own))):
+        assert unfused[0] in found and (own.size == 1 or len(found) > 2)
+    own.machine = machine
+    assert unfused[0] in effort.candidates(explained.problem, explained.sizes, own)
+
+
+def test_a_choice_holds_for_what_it_was_made_for(own, cache, machine, monkeypatch):
+    """Another version, machine, network, way of progress or call is another file."""
+
+    def file():
+        return effort._file(effort._about(own, key))
+
+    key = "a call"
+    known = {file()}
+    key = "another call"
+    known.add(file())
+    own.machine = machine
+    known.add(file())
+    own.machine = replace(machine, latency=1.0)
+    known.add(file())
+    own.network = not own.network
+    known.add(file())
+    monkeypatch.setattr(effort, "__version__", "999")
+    known.add(file())
+    assert len(known) == 6
+
+
+def test_many_ranks_write_one_choice(own, comm, cache):
+    """All at once, each another winner: what is read is one of them, whole; nothing else is left in the folder."""
+    winners = [Candidate("direct", (1,) * (1 + r), 1 + r) for r in range(own.size)]
+    for _ in range(50):
+        effort._store(own, "a call", winners[own.rank])
+        assert effort._load(own, "a call", lambda found: True) in winners
+    comm.Barrier()
+    assert len(list(effort.folder().iterdir())) == 1
+
+
+def test_a_disk_that_is_full(own, comm, cache, monkeypatch):
+    """Nothing is kept, and nothing is left."""
+
+    def full(self, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(effort.Path, "write_text", full)
+    _, x, w, y = scatter(own)
+    assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
+    comm.Barrier()
+    assert not list(effort.folder().iterdir())
+
+
+def test_a_bound_choice_that_is_no_candidate_any_more(own, comm, cache):
+    """As another release may have left it: measured again."""
+    explained, x, w, y = scatter(own)
+    if own.size == 1:
+        return
+    with fompi.bind(explained, effort="measure", comm=own, x=x, w=w):
+        pass
+    (key,) = own.choices
+    if own.rank == 0:
+        effort._store(own, key, Candidate("direct", (9, 1, 9)))
+    comm.Barrier()
+    with fompi.Communicator(comm) as other, fompi.bind(explained, effort="measure", comm=other, x=x, w=w) as step:
+        assert (step() == y).all() and explained.has(step.changes[0].candidate)
+
+
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_reduce", "broadcast"])
 def test_effort_for_what_only_moves(own, cache, name):
     operation, size = getattr(fompi, name), own.size
@@ -260,7 +346,7 @@ def test_it_goes_over_to_another_plan(own, cache, monkeypatch):
         return
     other = next(one for one in explained.judged if one.proof is not None and one != explained.winner)
     found = replace(explained, judged=(other, *(one for one in explained.judged if one is not other)))
-    monkeypatch.setattr(adaptive, "refit", lambda machine, comm: machine)
+    monkeypatch.setattr(adaptive, "refit", lambda machine, comm, computes: machine)
     monkeypatch.setattr(adaptive, "explain", lambda *given: found)
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)  # whatever they take
     with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
@@ -278,12 +364,53 @@ def test_same_bits_keep_the_schedule(own, cache, monkeypatch):
     if own.size == 1:
         return
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)
-    monkeypatch.setattr(adaptive, "refit", lambda machine, comm: replace(machine, bandwidth=1e3, latency=0.1))
+    monkeypatch.setattr(adaptive, "refit", lambda machine, *_: replace(machine, bandwidth=1e3, latency=0.1))
+    monkeypatch.setattr(adaptive, "LOOK_SHARE", 1e9)
     with fompi.bind(explained, comm=own, x=x, w=w, adapt=True, same_bits=True) as step:
         for _ in range(2 * adaptive.CHECK_CALLS):
             assert (step() == y).all()
         first = step.changes[0].candidate
         assert all(adaptive.sums_alike(explained.problem, change.candidate, first) for change in step.changes)
+
+
+def test_looking_takes_no_more_than_its_share(own, cache, monkeypatch):
+    """Times that differ at every look: after one, the next waits until calls have taken some times as long."""
+    explained, x, w, y = scatter(own)
+    looked = []
+    monkeypatch.setattr(adaptive, "differ", lambda *times: True)
+    monkeypatch.setattr(adaptive, "refit", lambda machine, *_: looked.append(sleep(0.1)) or machine)
+    for share, most in ((1e9, 5), (1e-3, 1)):
+        monkeypatch.setattr(adaptive, "LOOK_SHARE", share)
+        looked.clear()
+        with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
+            for _ in range(5 * adaptive.CHECK_CALLS + 1):
+                assert (step() == y).all()
+        assert len(looked) == most
+
+
+def test_those_that_adapt_are_called_in_one_order(own, cache):
+    """Times of one beside times of another would say nothing: an error on all ranks."""
+    explained, x, w, _ = scatter(own)
+    if own.size == 1:
+        return
+    a, b = (fompi.bind(explained, comm=own, x=x, w=w, adapt=True) for _ in range(2))
+    for _ in range(adaptive.CHECK_CALLS):
+        a(), b()
+    first, second = (b, a) if own.rank == 0 else (a, b)
+    with pytest.raises(fompi.MismatchError, match="the times of"):
+        first.start()
+    with pytest.raises(fompi.MismatchError, match="the times of"):
+        second.start()
+
+
+def test_slower_cores_are_seen(own, monkeypatch):
+    """Kernels that take thrice as long as the machine says, beside links as they were."""
+    calibrated = import_module("fompi.calibrate")
+    explained, *_ = scatter(own)
+    monkeypatch.setattr(calibrated, "slowdown", lambda machine, comm: 3.0)
+    machine = replace(explained.machine, name="fast")
+    assert calibrated.refit(machine, own, True).flops_rate == pytest.approx(machine.flops_rate / 3)
+    assert calibrated.refit(machine, own, False).flops_rate == machine.flops_rate
 
 
 def test_a_drift_is_said_once(own, machine, monkeypatch):

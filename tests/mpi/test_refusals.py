@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 import fompi
+from fompi import effort, schedules
+from fompi.backends.emulated import Emulated
+from fompi.plan import Compute
 
 UNTOUCHED = 99.0
 
@@ -143,6 +146,9 @@ BAD = [
     (fompi.all_gather, (X,), {"schedule": "exchange"}, fompi.PlanError),
     (fompi.all_gather, (X,), {"schedule": "ring", "slices": 0}, fompi.PlanError),
     (fompi.all_gather, (X,), {"slices": -1}, fompi.PlanError),
+    (fompi.all_gather, (X,), {"slices": 2.5}, fompi.PlanError),
+    (fompi.all_gather, (X,), {"slices": "many"}, fompi.PlanError),
+    (fompi.all_gather, (X,), {"effort": "lots"}, fompi.PlanError),
     (fompi.all_reduce, (X.astype(np.float16),), {"schedule": "unfused"}, fompi.PlanError),
     (fompi.all_reduce, (X > 0,), {}, fompi.DtypeError),
     (fompi.broadcast, (X,), {"root": 99}, fompi.LayoutError),
@@ -175,6 +181,66 @@ def test_one_rank_is_asked_for_what_cannot_be(world, last, case):
                 fompi.all_gather(X, comm=world)
         if not last:
             assert f"rank {world.size - 1} refuses {error.__name__}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("case", range(len(BAD)))
+def test_one_rank_cannot_choose_by_measurement(world, last, case, monkeypatch):
+    """The others are in the first exchange of the choice: what they hear ends their call, and is no new one."""
+    monkeypatch.setenv("FOMPI_CACHE", "0")
+    operation, args, options, error = BAD[case]
+    with pytest.raises(error if last or world.size == 1 else fompi.MismatchError):
+        if last:
+            operation(*args, **{"effort": "measure", **options}, comm=world)
+        else:
+            fompi.all_gather(X, comm=world, effort="measure")
+
+
+def test_nothing_can_be_listed(world, last, monkeypatch):
+    """What goes wrong on rank 0 while it looks for candidates is said on all ranks."""
+    monkeypatch.setenv("FOMPI_CACHE", "0")
+
+    def fails(*given):
+        raise fompi.PlanError("no candidates today")
+
+    monkeypatch.setattr(effort, "candidates", fails)
+    if world.size > 1:
+        with pytest.raises((fompi.PlanError, fompi.MismatchError), match="no candidates today"):
+            fompi.all_gather(np.ones((2, 5)), comm=world, effort="measure")
+
+
+def test_plans_that_cannot_be_carried_out(world, last, monkeypatch):
+    """Refused before anything moves, on one rank or on all."""
+    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
+    monkeypatch.setattr(schedules, "REGISTERED", dict(schedules.REGISTERED))
+
+    @fompi.schedule("nobody sends", "all_gather")
+    def nobody_sends(problem, work):
+        yield Compute("copy", (work["x"][:],), (work["y"][work.rank * work.parts : (work.rank + 1) * work.parts],))
+
+    x = np.ones((3, 5))
+    for operation, options in (
+        (fompi.all_gather, {"schedule": "nobody sends"}),
+        (fompi.all_gather, {"slices": 4095}),
+        (fompi.all_reduce, {"schedule": "direct", "slices": 3000}),
+    ):
+        for everywhere in (False, True) if world.size > 1 else ():
+            with pytest.raises(fompi.PlanError if last or everywhere else fompi.MismatchError):
+                operation(x, comm=world, **(options if last or everywhere else {}))
+
+
+def test_slices_may_be_any_whole_numbers(world):
+    x = np.ones((4, 3))
+    for slices in (2, np.int64(2), [1, 2], np.array([1, 2])):
+        assert fompi.all_gather(x, comm=world, slices=slices).shape == (4 * world.size, 3)
+
+
+def test_kernels_that_are_none(world):
+    plan = fompi.plan(fompi.all_reduce, fompi.Spec((3,), "float64", fompi.Partial()), ranks=world.size)
+    x, machine = np.ones(3), fompi.Machine.load("laptop")
+    with pytest.raises(fompi.PlanError, match="no kernel 'matmull'"):
+        fompi.bind(plan, comm=world, x=x, kernels={"matmull": print})
+    with pytest.raises(fompi.PlanError, match="emulated accelerator has its own"):
+        fompi.bind(plan, comm=world, x=x, kernels={"add": print}, backend=Emulated(machine))
 
 
 def outs(world):

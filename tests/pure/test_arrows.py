@@ -17,7 +17,7 @@ HOUSE = Path(fompi.__file__).resolve().parent
 PURE = {
     "errors": set(),
     "layout": {"errors"},
-    "machine": {"errors"},
+    "machine": {"layout", "errors"},
     "exact": set(),
     "version": set(),
     "fit": {"machine"},

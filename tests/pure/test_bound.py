@@ -8,10 +8,12 @@ from random import Random
 import catalogue
 import pytest
 
+import fompi
 from fompi import schedules
 from fompi.bound import bound
-from fompi.layout import Sizes
+from fompi.layout import Partial, Shard, Sizes, Spec
 from fompi.machine import Level, Machine
+from fompi.problems import from_specs
 from fompi.simulate import predict
 
 NAMES = list(catalogue.problems(1))
@@ -35,6 +37,8 @@ def machines(draw):
     yield replace(plain, levels=(Level(2, 2.0, plain.bandwidth / 7, draw.random() < 0.5),))
     seconds = sorted(draw.uniform(plain.latency, plain.latency + 9.0) for _ in range(3))
     yield replace(plain, curve=tuple(zip((0.0, 40.0, 300.0), seconds, strict=True)))
+    yield replace(plain, curve=((40.0, plain.latency + 3.0),))
+    yield replace(plain, latency=1.0, curve=((0.0, 0.5), (300.0, 9.0)))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -52,6 +56,33 @@ def test_no_schedule_is_below_it(name, size, dtype):
                     continue  # what the library does is not known
                 seconds = predict(schedules.write(problem, schedule, draw.choice((1, 2)), sizes), machine)
                 assert seconds >= least.seconds * (1 - 1e-9), (schedule, machine, least)
+
+
+@pytest.mark.parametrize("columns", [0, 3, 9])
+def test_ranks_with_other_columns(columns):
+    """What stays is spread: the first ranks multiply more, and any rank may make fewer sums than the mean."""
+    for name in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        x, w = Spec((8, columns), "float32", Shard(1)), Spec((columns, 4), "float32", Shard(0))
+        at, sizes = from_specs(name, [x, w], 4)
+        for machine in machines(Random(columns)):
+            least = bound(at(0), sizes, machine, at)
+            for schedule in ("direct", "ring", "unfused_p2p"):
+                seconds = predict(schedules.write(at(0), schedule, 1, sizes, None, at), machine)
+                assert seconds >= least.seconds * (1 - 1e-9), (schedule, machine, least)
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce"])
+@pytest.mark.parametrize("rates", [(), (1.0, 0.5)])
+def test_nothing_to_move(name, rates):
+    """No rows, or no columns: an explanation all the same, of no time but latencies."""
+    machine = replace(Machine.load("gigabit"), rates=rates)
+    for rows, columns in ((0, 8), (64, 0), (0, 0)):
+        specs = {
+            "all_gather_matmul": (Spec((rows, 8), "float32", Shard(0)), Spec((8, columns), "float32", Shard(1))),
+            "all_reduce": (Spec((rows, columns), "float32", Partial()),),
+        }.get(name, (Spec((rows, 8), "float32", Shard(1)), Spec((8, columns), "float32", Shard(0))))
+        found = fompi.explain(name, *specs, ranks=4, machine=machine)
+        assert str(found) and found.winner.seconds < 0.1
 
 
 def plain(**more):

@@ -11,7 +11,7 @@ from catalogue import everyone
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
-from fompi.bound import call_seconds, row_nbytes
+from fompi.bound import call_seconds, native_nbytes, row_nbytes
 from fompi.candidates import UNFUSED, WINDOWS, Candidate, candidates, exact_cuts, in_order, owned, paced
 from fompi.errors import LayoutError
 from fompi.estimate import estimate
@@ -21,7 +21,7 @@ from fompi.layout import Sizes
 from fompi.machine import PRESETS, Level, Machine
 from fompi.plan import Compute
 from fompi.problems import Form, problem
-from fompi.schedules import PAIRWISE, write
+from fompi.schedules import PAIRWISE, shares_of, write
 from fompi.simulate import predict
 from fompi.verify import verify
 
@@ -230,6 +230,29 @@ def test_exact_cuts_are_no_worse_than_any_fixed_ones(operation, k):
     for slices in (1, 2, 4, (1, 3), (3, 1), (4, 2, 1, 1), (1, 1, 2, 4)):
         other = predict(write(made, "direct", slices, sizes), machine)
         assert min(times.values()) <= other * (1 + 0.005), (slices, times)
+
+
+def test_slices_for_the_library_are_cut_exactly():
+    """Behind the product of the next: no cut of the sixteen units into at most six is better, by brute force."""
+    natives = {"all_reduce": ((0.0, 1e-3), (1e9, 1e-3 + 1e9 / 3e8))}
+    machine = replace(PRESETS["gigabit"], natives=natives, overhead=2e-4)
+    made, sizes = large("matmul_all_reduce", 4, 2048)
+    (found,) = [c for c in exact_cuts(made, sizes, machine) if c.schedule == "sliced"]
+
+    def seconds(cut):
+        first = second = 0.0
+        for n in cut:
+            first += call_seconds(made, machine, n * 64)
+            second = max(first, second) + machine.native("all_reduce", native_nbytes(made, n * 64), 4, True)
+        return second
+
+    def cuts(units, most):
+        yield (units,)
+        for n in range(1, units) if most > 1 else ():
+            yield from ((n, *rest) for rest in cuts(units - n, most - 1))
+
+    shares = shares_of("sliced", found.slices)
+    assert seconds([16 * n // sum(shares) for n in shares]) == pytest.approx(min(map(seconds, cuts(16, 6))))
 
 
 # ------------------------------------------------------------------------------------------------- the order of peers

@@ -94,9 +94,20 @@ def test_a_machine_is_refitted():
     assert found.rates == pytest.approx(now.rates, rel=0.01)
     assert found.levels[0].bandwidth == pytest.approx(5e6, rel=0.01)
     assert found.levels[0].curve[1] == pytest.approx((1e6, 0.20001), rel=0.01)
-    assert found.natives["all_gather"] == ((1e6, pytest.approx(0.03, rel=0.01)),)
+    assert found.natives["all_gather"] == ((1e6, pytest.approx(0.06, rel=0.01)),)  # a third of a half
+    again = fit.refitted(found, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
+    assert again.natives["all_gather"][0] == pytest.approx((1e6, 0.06), rel=0.01)
+    healed = fit.refitted(again, 4, {pair: fit.speed_of(machine, *pair) for pair in pairs})
+    assert (healed.rates, healed.natives["all_gather"][0]) == ((), pytest.approx((1e6, 0.01), rel=0.01))
     same = fit.refitted(machine, 4, {pair: 0.95 * fit.speed_of(machine, *pair) for pair in pairs})
     assert (same.rates, same.levels, same.bandwidth) == ((), machine.levels, machine.bandwidth)
+
+
+def test_collectives_of_the_library_follow_the_only_link():
+    """Two ranks: their link is at a third for both, and none is slower than the other."""
+    machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, natives={"all_reduce": ((1e6, 0.01),)})
+    found = fit.refitted(machine, 2, {(0, 1): fit.speed_of(machine, 0, 1) / 3})
+    assert (found.rates, found.natives["all_reduce"][0]) == ((), pytest.approx((1e6, 0.03)))
 
 
 def test_a_machine_on_slower_cores():

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fompi.launch import Launch, cores_per_rank, crowded, detect, refusal, several_hosts, thread_note, warning
+from fompi.launch import Launch, cores_per_rank, crowded, detect, refusal, thread_note, warning
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {
@@ -229,22 +229,13 @@ def test_cores_per_rank(monkeypatch, ours, parent, ranks, cores):
     assert cores_per_rank() == cores
 
 
-@pytest.mark.parametrize(
-    ("cores", "local", "size", "is_so"), [(2, 2, 2, True), (2, 8, 8, True), (4, 2, 2, False), (2, 4, 8, False)]
-)
-def test_one_host_without_a_core_to_spare(monkeypatch, cores, local, size, is_so):
+@pytest.mark.parametrize(("cores", "local", "is_so"), [(2, 2, True), (2, 8, True), (4, 2, False)])
+def test_a_host_without_a_core_to_spare(monkeypatch, cores, local, is_so):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_LOCAL_SIZE": str(local)})
-    assert crowded(size) is is_so
+    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": str(local)})
+    assert crowded() is is_so
     monkeypatch.setattr(os, "environ", {})
-    assert not crowded(size), "nobody says so"
-
-
-def test_several_hosts(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    assert several_hosts(8) and not several_hosts(4)
-    monkeypatch.setattr(os, "environ", {})
-    assert not several_hosts(8), "nobody says so"
+    assert not crowded(), "nobody says so"
 
 
 @pytest.mark.parametrize(

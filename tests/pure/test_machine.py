@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -132,8 +133,52 @@ def test_a_collective_without_a_curve():
 
 def test_large_numbers_are_numbers(tmp_path):
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(GOOD | {"curve": [[0, 0], [1, 10**300]]}))
-    assert Machine.load(path).link(0, 1).seconds(200_000_000) > 1e300
+    path.write_text(json.dumps(GOOD | {"curve": [[0, 0], [1, 10**9]]}))
+    assert Machine.load(path).link(0, 1).seconds(200_000_000) == pytest.approx(2e17)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"bandwidth": 0.0}, {"latency": -1.0}, {"rates": (0.0,)}, {"ports": 0}, {"levels": (Level(2, 0.0, 0.0),)}],
+)
+def test_a_machine_made_in_python_is_checked_too(wrong):
+    with pytest.raises(LayoutError, match=next(iter(wrong))):
+        replace(Machine.load("gigabit"), **wrong)
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "machine.json"
+    path.write_text(Machine.load("gigabit").to_json())
+
+    def denied(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(LayoutError, match=r"machine\.json' cannot be read: Permission denied"):
+        Machine.load(path)
+    with pytest.raises(LayoutError, match="cannot be read: File name too long"):
+        Machine.load("m" * 5000)
+
+
+def test_collectives_are_known_for_as_many_ranks_as_were_measured():
+    natives = {"all_gather": ((1e6, 0.5),)}
+    measured = replace(Machine.load("gigabit"), natives=natives, natives_ranks=4)
+    assert measured.native("all_gather", 1e6, 4) == 0.5
+    assert measured.native("all_gather", 1e6, 64) == Machine.load("gigabit").native("all_gather", 1e6, 64)
+    assert replace(measured, natives_ranks=0).native("all_gather", 1e6, 64) == 0.5
+
+
+@pytest.mark.parametrize("curve", [((1e6, 0.01),), ((0.0, 0.0), (1e6, 0.01)), ((1e3, 1e-4), (1e6, 1e-4))])
+def test_nothing_is_faster_than_the_fastest(curve):
+    """A level curve, or one that begins below the latency: any size may take no time at all."""
+    link = replace(Machine.load("gigabit"), latency=1e-4, curve=curve).link(0, 1)
+    for nbytes in (1.0, 1e3, 1e5, 1e6, 1e9):
+        assert link.busy(nbytes) >= nbytes / link.level.fastest
+
+
+def test_an_axis_across_nodes_has_one_port():
+    machine = replace(Machine.load("h100-ndr"), ports=4)
+    assert machine.part([0, 1, 2, 3], 16).ports == 4 and machine.part([0, 8], 16).ports == 1
 
 
 def test_curves():
