@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from time import perf_counter
 
 import fompi
-from fompi import info, picture, problems
+from fompi import faults, info, launch, picture, problems, transport
 from fompi.agreement import agree
 from fompi.bench import suites
 from fompi.errors import FompiError
@@ -18,6 +17,9 @@ from fompi.machine import PRESETS
 from fompi.problems import MEANING
 from fompi.schedules import SCHEDULES
 from fompi.steps import MODELS, PARALLEL, step
+
+MEET_SECONDS = 1.0
+"""So soon all ranks have an error that is everybody's."""
 
 EXAMPLE = "for example: python -m fompi {} all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
 
@@ -38,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     calibrated.add_argument("file", nargs="?", default="machine.json", help="(machine.json)")
     bench = commands.add_parser("bench", help="benchmarks, for mpirun")
     _bench_arguments(bench)
+    options = None
     try:
         if arguments[:1] == ["info"]:
             return info.main(arguments[1:])
@@ -66,9 +69,25 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (FompiError, OSError) as error:
-        print(f"fompi: {error}", file=sys.stderr)
+    except (FompiError, OSError, MemoryError) as error:
+        if options is not None and options.command in ("bench", "calibrate") and launch.detect().launcher != "none":
+            return _fail(error)
+        print(f"fompi: {_words(error)}", file=sys.stderr)
         return 2
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _fail(error: BaseException) -> int:
+    """An error of a rank among others: said once if all of them have it, else it ends the job."""
+    rank, size = transport.world()
+    if size > 1 and not transport.all_come(MEET_SECONDS):
+        faults.end_job(f"rank {rank}: {_words(error)}", 2)
+    if rank == 0:
+        print(f"fompi: {_words(error)}", file=sys.stderr)
+    return 2
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +160,7 @@ def _calibrate(file: str) -> int:
         begun, refusal = perf_counter(), None
         try:
             if comm.rank == 0:
-                _check_writable(Path(file))  # before a minute is spent
+                picture.check_writable(file)  # before a minute is spent
         except OSError as error:
             refusal = error
         agree(comm, f"calibrate {file}", refusal)
@@ -150,14 +169,6 @@ def _calibrate(file: str) -> int:
             machine.save(file)
             print(f"{machine}\nwritten to {file} in {perf_counter() - begun:.0f} s", flush=True)
     return 0
-
-
-def _check_writable(path: Path) -> None:
-    """Raise OSError if nothing can be written there; leave it as it is."""
-    new = not path.exists()
-    path.open("a").close()
-    if new:
-        path.unlink()
 
 
 def _plan(options: argparse.Namespace) -> int:

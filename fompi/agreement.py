@@ -58,6 +58,8 @@ class Agreement(Task):
     signed_alike = True
     told: Sequence[int] = ()
     then: Callable[[Agreement], None] | None = None
+    begun = 0.0
+    last = 0  # the rank that came last
     _round = HANDSHAKE
     _left = 0
     _inbox = bytearray()
@@ -82,7 +84,7 @@ class Agreement(Task):
 
     def start(self) -> None:
         channel = self.comm.channel
-        self.touched = perf_counter()
+        self.touched = self.begun = perf_counter()
         channel.begin(self.stamp, self)
         self._exchange_headers(HANDSHAKE)
         if self.stamp in channel.failures and not self.finished:
@@ -122,6 +124,7 @@ class Agreement(Task):
         if key < 0:  # sent
             return
         self.touched = perf_counter()
+        self.last = key
         self._arrived.add(key)
         self._left -= 1
         if self._left == 0 and not self.finished:

@@ -22,6 +22,7 @@ from fompi import fit, launch, problems
 from fompi.bench.exchange import bare_exchange
 from fompi.bench.measure import Calm, alternate, meet, of_all_ranks, texts
 from fompi.communicator import Communicator
+from fompi.errors import WaitTimeout
 from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
 from fompi.layout import Shard, Spec
@@ -291,10 +292,14 @@ class _Calibration:
         self._complete(requests)
         return perf_counter() - begun
 
-    @staticmethod
-    def _complete(requests: Iterable[Any]) -> None:
+    def _complete(self, requests: Iterable[Any]) -> None:
+        seconds = self.comm.engine.timeout
+        end = perf_counter() + seconds
         for request in requests:
             while not request.Test():
+                if perf_counter() > end:
+                    self.comm.link.given_up.append((request, self.inbox, self.outbox))
+                    raise WaitTimeout(f"rank {self.rank} waited {seconds:g} s (FOMPI_TIMEOUT) to measure a link")
                 os.sched_yield()
 
     def _cpu(self, machine: Machine) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from fompi.plan import MOST_MESSAGES
 from fompi.problems import Problem
 from fompi.run import Run
 from fompi.schedules import REGISTERED, as_slices, to_one_peer, write
-from fompi.trace import Event, Trace
+from fompi.trace import AGREEMENT, Event, Trace
 from fompi.verify import verify
 
 Array = np.ndarray[Any, Any]
@@ -159,6 +159,7 @@ class Pending:
         self._schedule, self._slices = schedule, slices
         self._name = name
         self._outputs: dict[str, Array] = {}
+        self._came: tuple[float, float, int] | None = None  # the ranks: from when, until when, and the last of them
         self._run: Run | None = None
         self._task: Task  # the agreement, then the run: then nothing of ours knows the agreement, nor it us
         self.extents: Extents | None = None
@@ -211,6 +212,7 @@ class Pending:
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
+            self._came = agreement.begun, agreement.touched, agreement.last
             try:
                 self._launch(agreement.rows, agreement.signed_alike, agreement.told)
             except Exception as error:
@@ -343,12 +345,14 @@ class Pending:
 
     def _traced(self, run: Run) -> Trace:
         assert self._local is not None and self.extents is not None
-        trace = run.trace(self.extents)
-        if self._local.packing is None:
-            return trace
-        begun, ended = self._local.packing
-        pack = Event(self._comm.rank, "compute", -1, "pack(x)", begun, ended, self._local.arrays["x"].nbytes)
-        return replace(trace, events=(pack, *trace.events))
+        trace, rank, before = run.trace(self.extents), self._comm.rank, []
+        if self._local.packing is not None:
+            begun, ended = self._local.packing
+            before.append(Event(rank, "compute", -1, "pack(x)", begun, ended, self._local.arrays["x"].nbytes))
+        if self._came is not None:
+            begun, ended, last = self._came
+            before.append(Event(rank, AGREEMENT, -1, f"all ranks, of which rank {last} came last", begun, ended))
+        return replace(trace, events=(*before, *trace.events))
 
 
 @functools.lru_cache(maxsize=1024)

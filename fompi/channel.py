@@ -202,6 +202,11 @@ class Channel:
                 return [*links, f"which has no part in {self.name}"]
             peer = self.link.world_ranks.index(awaited)
 
+    def missed(self) -> list[int]:
+        """Those who have not said that they are gone, by their numbers among all ranks that MPI started."""
+        others = set(range(self.link.size)) - {self.link.rank} - self.gone
+        return [self.link.world_ranks[rank] for rank in sorted(others)]
+
     def can_finish(self) -> bool:
         """Whether something is in flight here that may end without new calls of this rank."""
         with self.engine.lock:

@@ -15,7 +15,7 @@ from fompi.agreement import agree
 from fompi.arena import Arena
 from fompi.channel import Channel
 from fompi.engine import Engine, slots
-from fompi.errors import LaunchError, LayoutError, StateError
+from fompi.errors import LayoutError, StateError
 from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
 from fompi.machine import Machine
 from fompi.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
@@ -24,18 +24,11 @@ from fompi.transport import thread_levels
 from fompi.version import __version__
 
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
-DEFAULT_TIMEOUT = 300.0
 
 
 def _make_engine() -> Engine:
     """The engine of this process, from the variables FOMPI_TIMEOUT (seconds) and what the launcher says of the host."""
-    text = os.environ.get("FOMPI_TIMEOUT", str(DEFAULT_TIMEOUT))
-    try:
-        timeout = float(text)
-    except ValueError:
-        timeout = 0.0
-    if not timeout > 0:
-        raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
+    timeout = launch.timeout()
     mode, cores = progress_mode(), launch.cores_per_rank()
     pause = pause_between_polls(mode, cores)
     worker = Worker() if has_spare(cores) else None
@@ -113,7 +106,8 @@ class Communicator:
         self._calls = self._bound = 0
         if not is_ours:
             self._calls = -1  # this agreement is call 0
-            agree(self, f"Communicator of fompi {__version__}", _learn_machine(self.engine))
+            reports = " with FOMPI_REPORT" if self.engine.report is not None else ""
+            agree(self, f"Communicator of fompi {__version__}{reports}", _learn_machine(self.engine))
         if self.size > 1:
             self.network = self.link.several_hosts()
             self.crowded = not self.network and launch.crowded()

@@ -22,6 +22,9 @@ from fompi.link import abort, finalized
 from fompi.transport import world
 
 HEAR_SECONDS, DEFER_SECONDS = 0.1, 1.0
+BROKEN_SECONDS = 5.0
+"""For a goodbye, where a call was given up."""
+
 READ_SECONDS = 0.2
 """For the launcher to read what we said, before it ends us."""
 
@@ -66,6 +69,13 @@ def _end(engine: Engine, error: BaseException | None, report: Callable[[], objec
         sleep(READ_SECONDS)
         if not finalized():
             abort(1)
+
+
+def end_job(words: str, status: int) -> None:
+    """Say why, and end all ranks."""
+    print(f"fompi: {words}", file=sys.stderr, flush=True)
+    sleep(READ_SECONDS)
+    abort(status)
 
 
 def _is_first(engine: Engine) -> bool:
@@ -117,20 +127,25 @@ def _leave(engine: Engine) -> None:
     if finalized():
         return
     channels = list(engine.channels)
+    broken = any(channel.broken is not None for channel in channels)  # perhaps since nobody can be reached
+    seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
     for channel in channels:
         channel.tell_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
-    _drive(engine, lambda: any(channel.can_finish() for channel in channels))
+    _drive(engine, lambda: any(channel.can_finish() for channel in channels), seconds)
     for channel in channels:
         channel.tell_all(GONE, 0)
-    _drive(engine, lambda: any(len(channel.gone) < channel.link.size - 1 for channel in channels))
+    _drive(engine, lambda: any(channel.missed() for channel in channels), seconds)
+    if missed := {rank for channel in channels if broken for rank in channel.missed()}:
+        who = f"rank{'s' * (len(missed) > 1)} {', '.join(map(str, sorted(missed)))}"
+        end_job(f"rank {world()[0]} ends the job: {who} cannot be reached to say goodbye", 1)  # MPI would wait for ever
     for channel in channels:
         channel.close()
     if engine.helper is not None:
         engine.helper.stop()
 
 
-def _drive(engine: Engine, unfinished: Callable[[], bool]) -> None:
-    end = perf_counter() + engine.timeout
+def _drive(engine: Engine, unfinished: Callable[[], bool], seconds: float) -> None:
+    end = perf_counter() + seconds
     while unfinished() and perf_counter() < end:
         if not engine.progress() and not engine.hear():
             sleep(1e-3)

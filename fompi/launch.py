@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from fompi.errors import LaunchError
+
 # What a launcher is called in a sentence.
 _STARTERS = {
     "srun": "srun",
@@ -200,6 +202,21 @@ def thread_note(environ: Mapping[str, str] | None = None) -> str | None:
         f"BLAS may start {threads} threads in each rank, and a rank has {share:.3g} cores: "
         f"set OMP_NUM_THREADS={max(1, int(share))}"
     )
+
+
+DEFAULT_TIMEOUT = 300.0
+
+
+def timeout() -> float:
+    """FOMPI_TIMEOUT: the seconds after which a wait is given up. Raises LaunchError for what is none."""
+    text = os.environ.get("FOMPI_TIMEOUT", str(DEFAULT_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
+    return seconds
 
 
 def crowded() -> bool:

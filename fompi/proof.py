@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fompi.errors import PlanError
 from fompi.needs import constraints
 from fompi.plan import Collective, Op, Plan, Recv, Send
-from fompi.trace import Event, Trace, length, union
+from fompi.trace import AGREEMENT, Event, Trace, length, union
 
 NOT_OVERLAPPING = ("unfused", "unfused_p2p")
 """The schedules of which nobody asks that they overlap."""
@@ -27,8 +27,9 @@ WORTH_SECONDS, WORTH_SHARE = 1e-3, 0.1
 class Wait(NamedTuple):
     """Time in which no kernel ran, and what the next one (or the end) waited for.
 
-    `what` is a chunk that came from `peer` ("recv") or had to leave to it ("send"), or the name of a collective of the
-    library ("collective"); "start" is time between ops: of fompi itself, or of a program that announces its inputs.
+    `what` is a chunk that came from `peer` ("recv") or had to leave to it ("send"), or the name of a collective of
+    the library ("collective"), or who came last to a call ("agreement"); "start" is time between ops: of fompi
+    itself, or of a program that announces its inputs.
     """
 
     seconds: float
@@ -41,6 +42,7 @@ class Wait(NamedTuple):
             "recv": f"for {self.what} from rank {self.peer}",
             "send": f"for {self.what} to leave to rank {self.peer}",
             "collective": f"for the library's {self.what}",
+            "agreement": f"for {self.what}",
             "start": "between ops",
         }[self.kind]
         return f"{1e3 * self.seconds:.3f} ms {reason}"
@@ -167,6 +169,8 @@ def prove(
     if not events:
         raise PlanError(f"the trace has no event of rank {rank}", rank)
     begin, end = min(e.start for e in events), max(e.end for e in events)
+    came = [e for e in events if e.lane == AGREEMENT]
+    waits = _waits([e for e in events if e.lane != AGREEMENT], max([begin, *(e.end for e in came)]), end, needs)
     busy = union((e.start, e.end) for e in events if e.is_compute)
     return Proof(
         title=trace.title,
@@ -174,10 +178,10 @@ def prove(
         schedule=needs.schedule,
         wall=end - begin,
         kernels=length(busy),
-        communication=length(union(e.moves for e in events if not e.is_compute)),
+        communication=length(union(e.moves for e in events if e.is_message)),
         tail=end - max((stop for _, stop in busy), default=begin),
-        nbytes=sum(e.nbytes for e in events if not e.is_compute),
-        waits=total(_waits(events, begin, end, needs)),
+        nbytes=sum(e.nbytes for e in events if e.is_message),
+        waits=total([*(Wait(e.end - e.start, "agreement", e.name, None) for e in came), *waits]),
         alone=alone,
         bare=bare,
         progress=progress,

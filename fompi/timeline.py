@@ -17,7 +17,7 @@ _WORDS = {"compute": "compute", "add": "adds and copies", "message": "messages"}
 
 def _kind(event: Event) -> str:
     if not event.is_compute:
-        return "message"
+        return "message" if event.is_message else "nothing"
     return "add" if event.lane == "merge" else "compute"
 
 
@@ -71,7 +71,8 @@ def timelines(named: Mapping[str, Trace]) -> str:
     y = 10
     for name, trace in named.items():
         begin, _ = _span(trace)
-        words = f"{escape(name)}: {1e3 * trace.seconds:.1f} ms"
+        where = ", emulated accelerator" if "emulated accelerator" in trace.title else ""
+        words = f"{escape(name)}: {1e3 * trace.seconds:.1f} ms{where}"
         body.append(f'<text x="{_LEFT}" y="{y + 14}" font-weight="bold">{words}</text>')
         y += _HEAD
         for rank in trace.ranks:

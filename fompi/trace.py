@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNEL_LANES = ("compute", "merge")
-"""The lanes of kernels, and that of sums and copies; the others are messages."""
+"""The lanes of kernels, and that of sums and copies; the others are messages, but for one."""
+
+AGREEMENT = "agreement"
+"""The lane in which a call waits until all ranks have come to it."""
 
 
 class Event(NamedTuple):
@@ -40,6 +43,10 @@ class Event(NamedTuple):
     @property
     def is_compute(self) -> bool:
         return self.lane in KERNEL_LANES
+
+    @property
+    def is_message(self) -> bool:
+        return not self.is_compute and self.lane != AGREEMENT
 
 
 class Summary(NamedTuple):
@@ -127,9 +134,9 @@ class Trace:
         return Summary(
             wall=end - begin,
             compute=length(busy),
-            communication=length(union(e.moves for e in events if not e.is_compute)),
+            communication=length(union(e.moves for e in events if e.is_message)),
             tail=end - max((stop for _, stop in busy), default=begin),
-            nbytes=sum(e.nbytes for e in events if not e.is_compute),
+            nbytes=sum(e.nbytes for e in events if e.is_message),
         )
 
     @property
@@ -151,7 +158,8 @@ class Trace:
 
     def compare(self, other: Trace) -> str:
         """Both, rank by rank: wall and exposed time, and the ratio of the wall times."""
-        lines = [f"rank   {self.kind:>9} wall {other.kind:>9} wall  ratio   exposed   exposed   (ms)"]
+        lines = [f"{self.kind}: {self.title}; {other.kind}: {other.title}"]
+        lines += [f"rank   {self.kind:>9} wall {other.kind:>9} wall  ratio   exposed   exposed   (ms)"]
         for rank in self.ranks:
             a, b = self.summary(rank), other.summary(rank)
             ratio = a.wall / b.wall if b.wall else float("nan")

@@ -83,6 +83,17 @@ def world() -> tuple[int, int]:
     return comm.Get_rank(), comm.Get_size()
 
 
+def all_come(seconds: float) -> bool:
+    """Whether all ranks that MPI started come here within so many seconds."""
+    request, end = start_mpi().COMM_WORLD.Ibarrier(), perf_counter() + seconds
+    while not request.Test():
+        if perf_counter() > end:
+            _GIVEN_UP.append((request, None))
+            return False
+        sleep(1e-3)
+    return True
+
+
 def thread_levels() -> tuple[str, str]:
     """The thread level asked for and the one MPI gave: single, funneled, serialized or multiple."""
     MPI = start_mpi()

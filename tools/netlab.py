@@ -70,6 +70,8 @@ def work(
 
 
 def run(options: argparse.Namespace) -> int:
+    if sys.platform != "linux":
+        raise Refused("hosts are network namespaces of Linux: run this in a virtual machine or a container of it")
     lab = asked(options)
     planned = [planned_change(text, lab) for text in options.at]
     for name in ("ip", "tc", "nsenter", *(["taskset"] if options.pin else [])):

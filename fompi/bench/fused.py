@@ -45,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
     for schedule, cuts in {"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)}.items()
     for slices in cuts
 }
-KERNEL, BARE = "kernel alone", "bare exchange"
+KERNEL, BARE, CALLED = "kernel alone", "bare exchange", "fompi, called without a word"
 UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
 UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
 PILOT_ROUNDS, PIECES = 5, 4
@@ -68,16 +68,19 @@ def rows(comm: Any, options: Options) -> list[Row]:
 
 
 def like(comm: Any, m: int, k: int, n: int, options: Options) -> list[Row]:
-    """Every fused operation on the global shapes x[m, k] @ w[k, n], over the ranks that there are."""
+    """Every fused operation on the global shapes x[m, k] @ w[k, n], over the ranks that there are.
+
+    Up to the next multiples of their number; slices are among the rivals where they are even.
+    """
     size = comm.size
-    rows = size * max(SLICES)
-    if min(m, k, n) < 1 or m % rows or k % size or n % size:
-        raise ShapeError(f"M={m}, K={k}, N={n}: M must be a multiple of {rows}, K and N of {size}, for {size} ranks")
+    if min(m, k, n) < 1:
+        raise ShapeError(f"M={m}, K={k}, N={n}: each must be 1 or more")
+    m, k, n = (-(-total // size) * size for total in (m, k, n))  # rivals know even shards only
     cases = [
         Case("all_gather_matmul", m, k, n // size),
         Case("matmul_reduce_scatter", m, n, k // size),
         Case("matmul_all_reduce", m, n, k // size),
-        Case("matmul_all_to_all", m, n, k),
+        Case("matmul_all_to_all", -(-m // size**2) * size, n, k),  # every rank has its rows, and deals them to all
     ]
     with Cluster(comm.link.comm) as cluster:
         return [measured(comm, cluster, case, options.rounds) for case in cases]
@@ -112,12 +115,14 @@ def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:
             return Contestant(made.call, error)
 
         ours = {name: bind(how) for name, how in OURS.items() if available(operation, how)}
+        even = [s for s in SLICES if case.m // comm.size % s == 0]
         others = {
+            CALLED: Contestant(partial(getattr(fompi, operation), x, w, comm=comm), error),
             UNFUSED_P2P: bind({"schedule": "unfused_p2p"}),
             BLOCKING: rival(rivals.blocking(operation, mpi, x, w)),
             PAIRWISE: rival(rivals.pairwise(operation, mpi, x, w)),
-            **{f"{s} slices, native": rival(rivals.native_slices(operation, mpi, x, w, s)) for s in SLICES},
-            **{f"{s} slices, P2P": rival(rivals.pairwise(operation, mpi, x, w, s)) for s in SLICES},
+            **{f"{s} slices, native": rival(rivals.native_slices(operation, mpi, x, w, s)) for s in even},
+            **{f"{s} slices, P2P": rival(rivals.pairwise(operation, mpi, x, w, s)) for s in even},
         }
         errors = checked(mpi, ours | others)
         tried = alternate(
@@ -140,26 +145,29 @@ def judged(comm: Any, cluster: Cluster, case: Case, best: str, cpu: float, row: 
     t_c, t_m = row.median(KERNEL), row.median(BARE)
     bound = median(max(c + cpu, m) for c, m in zip(row.samples[KERNEL], row.samples[BARE], strict=True))
     cuts = [name for name in row.samples if "slices," in name and name != best]
-    unfused, sliced = row.best(UNFUSED), row.best(cuts)
+    unfused = row.best(UNFUSED)
     void = cpu > MOST_CPU * t_m
     slower = row.ratio(best, unfused)
     assert slower.interval is not None
     least = {name: quiet(samples) for name, samples in row.samples.items()}
     asked = not cluster.shared
     headline = asked and case.operation == "matmul_reduce_scatter" and case.k == 1024
+    figures = [
+        Figure("bound / time", bound / row.median(best), limit=1.0),
+        row.ratio(unfused, best, least=LEAST_OVER_UNFUSED if headline else None, limit=(t_c + t_m) / bound),
+        Figure(f"low end of {slower.name}", slower.interval.low, most=MOST_SLOWER if asked else None),
+        Figure("c_m / T_m", cpu / t_m, most=MOST_CPU if asked else None),
+        Figure(f"bound / time{IN_QUIET}", max(least[KERNEL] + cpu, least[BARE]) / least[best], limit=1.0),
+        replace(row.ratio(CALLED, best), name=f"{CALLED} / {best}"),
+    ]
+    if cuts:
+        figures.append(row.ratio(row.best(cuts), best, least=LEAST_SLICED_CASE if asked else None))
+        figures.append(Figure(f"best slices / fompi{IN_QUIET}", min(least[name] for name in cuts) / least[best]))
     return replace(
         row,
         base=best,
         limits={"T_c": t_c, "T_m": t_m, "bound": bound},
-        figures=[
-            Figure("bound / time", bound / row.median(best), limit=1.0),
-            row.ratio(unfused, best, least=LEAST_OVER_UNFUSED if headline else None, limit=(t_c + t_m) / bound),
-            Figure(f"low end of {slower.name}", slower.interval.low, most=MOST_SLOWER if asked else None),
-            row.ratio(sliced, best, least=LEAST_SLICED_CASE if asked else None),
-            Figure("c_m / T_m", cpu / t_m, most=MOST_CPU if asked else None),
-            Figure(f"bound / time{IN_QUIET}", max(least[KERNEL] + cpu, least[BARE]) / least[best], limit=1.0),
-            Figure(f"best slices / fompi{IN_QUIET}", min(least[name] for name in cuts) / least[best]),
-        ],
+        figures=figures,
         marks=["void: the exchange costs too much CPU time"] if void and asked else [],
         progress=f"{progress(comm)}; slices of mpi4py: a helper that polls; {cluster.told()}",
     )
@@ -176,10 +184,11 @@ def summary(found: list[Row], cluster: Cluster) -> Row:
     if counted:
         what, least = f"geometric mean of {len(counted)} rows", LEAST_BOUND if asked else None
         means.append(Figure(f"bound / time, {what}", mean(counted, 0), least=least, limit=1.0))
-        means.append(Figure(f"bound / time{IN_QUIET}, {what}", mean(counted, 5), limit=1.0))
+        means.append(Figure(f"bound / time{IN_QUIET}, {what}", mean(counted, 4), limit=1.0))
     least = LEAST_SLICED if asked else None
-    means.append(Figure("best slices / fompi, geometric mean", mean(found, 3), least=least))
-    means.append(Figure(f"best slices / fompi{IN_QUIET}, geometric mean", mean(found, 6)))
+    means.append(Figure("best slices / fompi, geometric mean", mean(found, 6), least=least))
+    means.append(Figure(f"best slices / fompi{IN_QUIET}, geometric mean", mean(found, 7)))
+    means.append(Figure(f"{CALLED} / the best of fompi, geometric mean", mean(found, 5)))
     return Row("all rows", str(cluster), figures=means)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi import launch
-from fompi.errors import FompiError
+from fompi.errors import FompiError, WaitTimeout
 
 UNITS = {"us": 1e6, "ms": 1e3}
 """In a second."""
@@ -302,8 +302,11 @@ def alternate(
 
 def meet(comm: Any) -> None:
     """A barrier that leaves the cores to those who still work; the second one lets all go together."""
-    request = comm.Ibarrier()
+    request, seconds = comm.Ibarrier(), launch.timeout()
+    end = perf_counter() + seconds
     while not request.Test():
+        if perf_counter() > end:
+            raise WaitTimeout(f"not all ranks came to a measurement within {seconds:g} s (FOMPI_TIMEOUT)")
         sleep(5e-5)
     comm.Barrier()
 

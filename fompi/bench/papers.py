@@ -31,7 +31,7 @@ from fompi.bench.collectives import plan, progress
 from fompi.bench.exchange import bare_exchange
 from fompi.bench.measure import Figure, Row, WrongResult, alternate
 from fompi.bench.suites import Options
-from fompi.layout import slices_in_words
+from fompi.layout import offsets, slices_in_words, split
 from fompi.machine import Machine
 from fompi.transport import library
 
@@ -94,7 +94,7 @@ class Setting:
         ranks = range(self.size)
         if self.gathers:
             return np.concatenate([self.given(rank, turn) for rank in ranks]) @ self.weight(self.rank)
-        own = slice(self.rank * M // self.size, (self.rank + 1) * M // self.size)
+        own = slice(*offsets(split(M, self.size))[self.rank : self.rank + 2])
         return sum((self.given(rank, turn)[own] @ self.weight(rank) for rank in ranks), np.zeros((), np.float32))
 
 

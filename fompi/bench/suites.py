@@ -8,16 +8,24 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import fompi
-from fompi import launch, transport
+from fompi import launch, picture, transport
+from fompi.agreement import agree
 from fompi.bench import table
-from fompi.errors import LaunchError, StateError
+from fompi.errors import FompiError, LaunchError
 
 SUITES = ("collectives", "fused", "papers", "peers", "planner", "adapt", "overhead")
 """Each is a module here, with `rows(comm, options) -> list[Row]`."""
+
+
+ALONE = {
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}  # fmt: skip
+"""In this environment `like` starts ranks, unless somebody asks for something else: the user chose their number."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,8 @@ class Options:
 def run(suite: str, options: Options, json: str | None, markdown: str | None, plot: str | None) -> int:
     """Measure on all ranks; rank 0 prints the table, and writes the files that are named ("-": prints the JSON)."""
     _note_threads()
-    if plot is not None and find_spec("matplotlib") is None:  # said before it is measured
-        raise StateError('--plot needs matplotlib: pip install "fompi[plot]"')
     with fompi.Communicator() as comm:
+        agree(comm, f"bench {suite}", _refusal(comm.rank, json, markdown, plot))
         rows = import_module(f"fompi.bench.{suite}").rows(comm, options)
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
@@ -46,6 +53,20 @@ def run(suite: str, options: Options, json: str | None, markdown: str | None, pl
             if plot is not None:
                 table.plot(rows, plot)
     return 0
+
+
+def _refusal(rank: int, json: str | None, markdown: str | None, plot: str | None) -> Exception | None:
+    """What is wrong with the files: said before it is measured."""
+    try:
+        if plot is not None:
+            picture.check(plot)
+            picture.needs_matplotlib(plot)
+        for name in (json, markdown, plot) if rank == 0 else ():
+            if name not in (None, "-"):
+                picture.check_writable(name)
+    except (OSError, FompiError) as error:
+        return error
+    return None
 
 
 def _note_threads() -> None:
@@ -61,14 +82,17 @@ def like(shape: tuple[int, int, int], ranks: int, options: Options) -> int:
         mpirun = library.mpirun or shutil.which("mpirun")
         if mpirun is None:
             raise LaunchError("there is no mpirun here: start this with the launcher of your cluster")
-        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # unless somebody asks for more
         command = [mpirun, "-n", str(ranks), sys.executable, *sys.orig_argv[1:]]
-        return subprocess.run(command, env={**alone, **os.environ}).returncode
+        return subprocess.run(command, env={**ALONE, **os.environ}).returncode
     _note_threads()
     with fompi.Communicator() as comm:
         fused = import_module("fompi.bench.fused")
         found = fused.like(comm, *shape, options)
         if comm.rank == 0:
             print(f"x[{shape[0]}, {shape[1]}] @ w[{shape[1]}, {shape[2]}], {found[0].setup}, float32")
+            if rounded := [n for n in shape if n % comm.size]:
+                print(
+                    f"{', '.join(map(str, rounded))}: measured as the next multiple of {comm.size}, to be spread evenly"
+                )
             print("\n".join(fused.in_words(row) for row in found), flush=True)
     return 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -76,16 +79,17 @@ def test_fused(mpirun):
         names = row["samples"].keys()
         assert names >= {"kernel alone", "bare exchange", "unfused, mpi4py P2P", "unfused, mpi4py blocking", *CUTS}
         (chosen,) = [name for name in names if name.startswith("fompi ")]
+        assert "fompi, called without a word" in names
         assert row["errors"].keys() > names - {"kernel alone", "bare exchange"} and max(row["errors"].values()) < 1e-5
         assert row["limits"].keys() == {"T_c", "T_m", "bound"}
         assert row["limits"]["bound"] >= max(row["limits"]["T_c"], row["limits"]["T_m"])
         named = [chosen in figure["name"] for figure in row["figures"]]
-        assert named == [False, True, True, True, False, False, False]
+        assert named == [False, True, True, False, False, True, True, False]
         quiet = {name: np.quantile(samples, 0.25) for name, samples in row["samples"].items()}
         cut = min(quiet[name] for name in CUTS) / quiet[chosen]
-        assert row["figures"][6]["value"] == pytest.approx(cut) and row["figures"][5]["value"] > 0
+        assert row["figures"][7]["value"] == pytest.approx(cut) and row["figures"][4]["value"] > 0
         assert SHARED in row["setup"] and row["reached"] is None and "helper" in row["progress"]
-    assert len(summary["figures"]) == 4 and all(figure["value"] > 0 for figure in summary["figures"])
+    assert len(summary["figures"]) == 5 and all(figure["value"] > 0 for figure in summary["figures"])
 
 
 @pytest.mark.timeout(120)
@@ -121,6 +125,60 @@ def test_overhead(mpirun, tmp_path):
         assert row["base"] is None or row["base"] in row["samples"]
     text = page.read_text()
     assert text.count("| median us |") == 5 and text.count("| median ms |") == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_shape_without_mpirun():
+    """It starts as many ranks as are asked for, also as root and with fewer cores; any shape will do."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "PMIX_"))}
+    command = [sys.executable, "-m", "fompi", "bench", "--like", "10,7,9", "--ranks", "3", "--rounds", "2"]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"x[10, 7] @ w[7, 9], 3 ranks, {SHARED}, float32\n")
+    assert "10, 7: measured" in done.stdout and "matmul_all_to_all" in done.stdout
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("--like 0,8,8", "fompi: M=0, K=8, N=8: each must be 1 or more"),
+        ("--like 90000000,90000000,8", "fompi: Unable to allocate"),
+        ("fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
+        ("fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_said_once(mpirun, asked, words):
+    """Before anything is measured; a rank by itself ends the job."""
+    done = mpirun(2, "-m", "fompi", "bench", *asked.split(), seconds=50)
+    assert done.returncode != 0 and not done.timed_out and done.output.count(words) == 1, done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.timeout(60)
+def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
+    """While the others measure on: a word of that rank, and no process is left."""
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.bench import collectives\n"
+        "from fompi.bench.measure import WrongResult, meet\n"
+        "def rows(comm, options):\n"
+        "    if comm.rank == 1:\n"
+        "        raise WrongResult('something is wrong')\n"
+        "    meet(comm.link.comm)\n"
+        "collectives.rows = rows\n"
+        "sys.exit(main(['bench', 'collectives']))\n"
+    )
+    done = mpirun(2, script, seconds=40)
+    assert done.returncode != 0 and not done.timed_out and not done.left_behind, done.output
+    assert "fompi: rank 1: something is wrong" in done.output
+
+
+@pytest.mark.timeout(120)
+def test_papers_on_three_ranks(mpirun):
+    """Rows that do not divide."""
+    done = mpirun(3, "-m", "fompi", "bench", "papers", "--quick", "--rounds", "2", "--json", seconds=110)
+    assert done.returncode == 0 and len(json.loads(done.stdout)["rows"]) == 3, done.output
 
 
 @pytest.mark.timeout(60)

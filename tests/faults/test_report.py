@@ -41,6 +41,22 @@ def test_it_is_printed_once(reporting, ranks):
             assert 0 < p50 <= p99 and len(rest) == 7
 
 
+def test_ranks_that_do_not_all_report(launch):
+    """As where a launcher forwards no environment: an error that says so, in place of a wait at the end."""
+    ended = launch(
+        2,
+        """
+import os
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+    os.environ["FOMPI_REPORT"] = "1"
+fompi.all_reduce(np.ones(3))
+""",
+        world=False,
+    )
+    assert ended.finished.returncode != 0 and not ended.finished.timed_out, ended.output
+    assert "with FOMPI_REPORT" in ended.output and "MismatchError" in ended.output
+
+
 def test_a_closed_communicator_is_in_it(reporting, tmp_path):
     """Its yardsticks were measured when it was closed; the file has everything, stderr nothing."""
     ended = reporting(

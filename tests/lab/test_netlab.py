@@ -278,6 +278,10 @@ def surroundings():
         ("--ranks 3", "leave some of 4 hosts without one"),
         ("--size 8", "write it as 8MB"),
         ("--at soon", "write it as '2.5 h1 100mbit'"),
+        ("--at nan_h1_cut", "write it as '2.5 h1 100mbit'"),
+        ("--at inf_h1_cut", "write it as '2.5 h1 100mbit'"),
+        ("--at -1_h1_cut", "write it as '2.5 h1 100mbit'"),
+        ("--at 1_h0_30gbit --capacity 2gbit", "30.3 Gbit/s of all hosts together are more than this machine can carry"),
         ("--at 1_h4_cut", "is no change of a link"),
         ("--at 1_h3_fast", "'fast' is no rate"),
         ("--at 1_between_cut", "with LINK of h0, h1, h2, h3"),
@@ -307,6 +311,22 @@ def test_a_kernel_that_forbids(capsys, monkeypatch):
     assert (
         "lets us make no network namespace (unshare: Operation not permitted): run as root" in capsys.readouterr().err
     )
+
+
+def test_a_kernel_without_room(capsys):
+    def fails():
+        raise OSError(28, "unshare: No space left on device")
+
+    assert namespaces.speak(fails) == 3
+    assert capsys.readouterr().err == (
+        "netlab: this machine does not let us go on: [Errno 28] unshare: No space left on device\n"
+    )
+
+
+def test_another_system(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert tool.main(["run", "--", sys.executable]) == 2
+    assert "namespaces of Linux" in capsys.readouterr().err
 
 
 def test_another_mpi_than_wanted_or_none(tmp_path, monkeypatch):

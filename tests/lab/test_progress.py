@@ -55,6 +55,46 @@ def test_a_cut_link_ends_the_operation(netlab, schedule):
             assert re.search(r"rank \d at the root does not answer \(nor does rank \d\):", words), words
 
 
+def test_a_cut_link_ends_a_program_that_goes_on(netlab):
+    """Who catches the error and ends as if nothing were would wait for a goodbye, and MPI for its connections."""
+    code = CUT.replace("SCHEDULE", "ring").replace("    raise\n", '    say("CAUGHT")\n')
+    finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=code, seconds=40)
+    assert not finished.timed_out and not finished.left_behind, finished.output
+    assert finished.returncode != 0 and "CAUGHT" in finished.stdout, finished.output
+    assert re.search(r"fompi: rank \d ends the job: ranks? [\d, ]+ cannot be reached", finished.stderr), finished.output
+
+
+SUITE = """
+import os
+import numpy as np
+import fompi
+from fompi.bench import papers
+from fompi.bench.cluster import Cluster
+
+world = fompi.Communicator()
+papers.M, papers.K, papers.N = 480, 64, 2048
+good = {"fompi ring, 4 slices": {"schedule": "ring", "slices": 4}}
+bad = {"fompi ring, 4 slices": {"schedule": "unfused_p2p", "slices": 4}}  # every message waits for the whole kernel
+with Cluster(world.link.comm) as cluster:
+    setting = papers.Setting("matmul_reduce_scatter", world.rank, world.size)
+    exchange = papers.best_exchange(world, cluster, setting)
+    for name, ours in (("good", good), ("spoilt", bad)):
+        papers.OURS = ours
+        row = papers.measured(world, cluster, setting, exchange, 1.0, 5)
+        if world.rank == 0:
+            os.write(1, f"{name} {row.figures[0].value:.3f} {row.reached}\\n".encode())
+"""
+
+
+def test_a_planted_serialisation_turns_a_row_of_a_suite_red(netlab):
+    """The row of `bench papers` itself, with its own limits."""
+    finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=SUITE, seconds=60)
+    assert finished.returncode == 0, finished.output
+    said = dict((name, (float(value), reached)) for name, value, reached in
+                re.findall(r"^(good|spoilt) ([\d.]+) (\w+)$", finished.stdout, re.MULTILINE))  # fmt: skip
+    assert said["good"][0] > 1.5 and said["spoilt"][0] < 1.3 and said["spoilt"][1] == "False", finished.output
+
+
 INFO = """
 import os, sys
 os.environ["FOMPI_PROGRESS"] = "CHOICE"

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from fompi.bench import table
 from fompi.bench.measure import (
+    TRIES,
+    Calm,
     Contestant,
     Figure,
     Row,
@@ -184,6 +186,37 @@ def test_the_time_is_that_of_a_call_on_the_slowest_rank():
     seconds = {"nap": lambda: time.sleep(0.01)}
     mine, slowest = (min(alternate(comm, seconds, 3, calls=2)["nap"]) for comm in (Alone(), Two()))
     assert 0.01 <= mine < 0.019 and 0.02 <= slowest < 0.038
+
+
+def quiet_calm(monkeypatch, disturbed):
+    """A Calm whose products take as long as `disturbed` says: the first 20 are usual, then two for each turn."""
+    calm = Calm(Alone())
+    told = iter(disturbed)
+    monkeypatch.setattr(calm, "probe", lambda: next(told))
+    return calm
+
+
+def test_a_turn_that_others_disturb_is_taken_again(monkeypatch):
+    """The one counts that was disturbed least, whatever it took itself; no turn more often than TRIES."""
+    took = iter([0.03, 0.01, 0.02])
+    calm = quiet_calm(monkeypatch, [1.0, 1.5, 1.5, 1.0, 1.0, 1.1])
+    measured = alternate(Alone(), {"a": lambda: time.sleep(next(took))}, 1, warmup=0, calm=calm)
+    assert measured["a"][0] == pytest.approx(0.02, rel=0.5) and calm.told().startswith("1 turns, 1 repeated")
+    assert "as they did in 1" not in calm.told()
+
+
+def test_turns_are_not_repeated_for_ever(monkeypatch):
+    """Where others never rest, there are at most twice as many turns; what is told starts anew."""
+    calm = quiet_calm(monkeypatch, iter(lambda: 1.6, 0))
+    count = []
+    alternate(Alone(), {"a": lambda: count.append(1), "b": lambda: count.append(1)}, 10, warmup=1, calm=calm)
+    assert 2 + 20 < len(count) <= 2 + 40 + TRIES
+    assert "as they did in 20 of those that count" in calm.told() and calm.told().startswith("0 turns")
+
+
+def test_a_core_by_itself_is_calm():
+    calm = Calm(Alone())
+    assert min(calm.probe() for _ in range(10)) < 1.5
 
 
 def test_a_wrong_result_is_not_timed():

@@ -481,3 +481,29 @@ def test_what_cannot_be_bound_is_an_error_on_all_ranks(own):
     explained, x, w, _ = scatter(own)
     with pytest.raises(fompi.FompiError, match=r"takes a fompi\.Plan"):
         fompi.bind("plan" if own.rank == 0 else explained.plan, comm=own, x=x, w=w)
+
+
+def test_a_measurement_has_a_deadline(own, comm, monkeypatch):
+    """Somebody does not come: an error that says so, in place of a core that spins for ever."""
+    if own.size == 1:
+        return
+    calibrated = import_module("fompi.calibrate")
+    monkeypatch.setenv("FOMPI_TIMEOUT", "0.3")
+    private = comm.Dup()
+    if own.rank == 0:
+        with pytest.raises(fompi.WaitTimeout, match=r"not all ranks came to a measurement within 0\.3 s"):
+            calibrated.meet(private)
+        monkeypatch.setattr(own.engine, "timeout", 0.3)
+        measured = calibrated._Calibration.__new__(calibrated._Calibration)
+        measured.comm, measured.rank, measured.inbox, measured.outbox = own, 0, np.zeros(1), np.zeros(1)
+        with pytest.raises(fompi.WaitTimeout, match="to measure a link"):
+            measured._complete([private.Irecv(measured.inbox, 1, 7)])
+        monkeypatch.undo()
+        private.Send(np.zeros(1), 1, 8)
+    elif own.rank == 1:
+        private.Recv(np.zeros(1), 0, 8)
+        private.Send(np.zeros(1), 0, 7)
+    comm.Barrier()
+    if own.rank:
+        private.Ibarrier().Wait()  # what rank 0 has begun ends
+    comm.Barrier()

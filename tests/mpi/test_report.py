@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from time import sleep
+from time import perf_counter, sleep
 
 import numpy as np
 import pytest
 
 import fompi
-from fompi import Shard, Spec, report
+from fompi import Shard, Spec, alignment, report
 from fompi.backends.emulated import Emulated
 from fompi.plan import Compute
 from fompi.trace import Trace
@@ -31,6 +31,14 @@ def step(world):
     tensors = {"x": np.full((4, 8), world.rank + 1.0, np.float32), "w": np.ones((8, 2), np.float32)}
     with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, **tensors) as bound:
         yield bound
+
+
+@pytest.fixture
+def noting(world):
+    """A report for the time of a test."""
+    world.engine.report = noted = report.Report("1")
+    yield noted
+    world.engine.report = None
 
 
 def kernels_of(step):
@@ -115,6 +123,45 @@ def test_a_late_rank_is_named(world, step):
         assert f"from rank {late}" in str(longest)
 
 
+def test_a_rank_that_comes_late_to_a_call_is_named(world, noting):
+    """Unbound calls wait for all ranks first: that is exposed time too, and who came last is told."""
+    late = world.size - 1
+    if world.size == 1:
+        return
+    fompi.all_reduce(np.ones(3), comm=world)
+    with world.record() as traces:
+        if world.rank == late:
+            sleep(0.15)
+        fompi.all_reduce(np.ones(3), comm=world)
+    summary = traces[0].summary(world.rank)
+    (operation,) = noting.operations.values()
+    if world.rank != late:
+        assert summary.wall > 0.1 and summary.exposed > 0.1 and summary.communication < 0.1
+        longest = max(operation.waits, key=lambda wait: wait.seconds)
+        assert longest.kind == "agreement" and f"of which rank {late} came last" in str(longest)
+
+
+@pytest.mark.parametrize("drift", [0.0, 2e-4])
+def test_clocks_that_differ_are_aligned(world, step, monkeypatch, drift):
+    """Every other rank has a clock with an offset, and one that runs fast: on rank 0 all times are those of its own."""
+
+    def shown(true):
+        return true if world.rank == 0 else 1000.0 * world.rank + true * (1 + drift)
+
+    monkeypatch.setattr(alignment, "perf_counter", lambda: shown(perf_counter()))
+    with fompi.Communicator(world.link.comm) as own:  # its clocks were never compared
+        fompi.read_clocks(own)
+        sleep(1.2)  # a drift shows after a second
+        step()
+        true = step.trace
+        whole = fompi.gather_traces(true.shifted(shown), own)
+    every = world.link.comm.gather([(e.op, e.start, e.end) for e in true.events], 0)
+    if world.rank == 0:
+        for e in whole.events:
+            (expected,) = [(start, end) for op, start, end in every[e.rank] if op == e.op]
+            assert (e.start, e.end) == pytest.approx(expected, abs=2e-3)
+
+
 def test_traces_of_all_ranks(world, step, tmp_path):
     """On rank 0, with hosts, every event of every rank: and a message is not done before its send began."""
     fompi.read_clocks(world)
@@ -145,14 +192,6 @@ def test_several_traces_and_none(world):
     assert (whole is None) == (world.rank > 0)
     empty = fompi.gather_traces([], world)
     assert world.rank or (empty == Trace("measured", "", (), whole.hosts) and whole.title.startswith("all_reduce by"))
-
-
-@pytest.fixture
-def noting(world):
-    """A report for the time of a test."""
-    world.engine.report = noted = report.Report("1")
-    yield noted
-    world.engine.report = None
 
 
 def test_what_is_noted(world, step, noting):

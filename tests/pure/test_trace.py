@@ -83,6 +83,7 @@ def test_the_table():
 def test_beside_another_trace():
     twice = Trace("predicted", "", tuple(e._replace(start=2 * e.start, end=2 * e.end) for e in EVENTS))
     assert TRACE.compare(twice) == (
+        f"measured: {TRACE.title}; predicted: \n"
         "rank    measured wall predicted wall  ratio   exposed   exposed   (ms)\n"
         "   0            5.000         10.000   0.50     1.000     2.000\n"
         "   1            3.000          6.000   0.50     3.000     6.000"

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from cluster.values import Refused
+from cluster.values import REFUSED, Refused
 
 NEWNS, NEWUTS, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -101,6 +101,9 @@ def speak(body: Callable[[], int]) -> int:
     except Refused as refused:
         say(str(refused))
         return refused.status
+    except OSError as error:  # of the kernel: no more namespaces, processes, memory
+        say(f"this machine does not let us go on: {error}")
+        return REFUSED
     except Interrupted as interrupted:
         return 128 + interrupted.number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GOODPUT = 1448 / 1514  # TCP's payload in a full Ethernet frame, as tbf counts it
@@ -75,7 +76,11 @@ class Change:
         if link not in links or len(line.split()) != 2:
             raise Refused(f"'{line}' is no change of a link: write LINK RATE, LINK cut or LINK restore, with LINK of "
                           f"{', '.join(links)}")  # fmt: skip
-        return cls(link, what if what in ("cut", "restore") else Rate.parse(what))
+        change = cls(link, what if what in ("cut", "restore") else Rate.parse(what))
+        if isinstance(change.what, Rate) and link != "between":
+            rates = [change.what if name == link else rate for name, rate in zip(lab.names, lab.rates, strict=True)]
+            check_capacity(rates, lab.capacity)
+        return change
 
     def __str__(self) -> str:
         return f"{self.link} {self.what}"
@@ -92,6 +97,7 @@ class Lab:
     size: int | None = None  # of the messages that measure
     burst: int | None = None
     pinned: bool = True  # rank i to core i, modulo cores
+    capacity: int = 1 << 62  # bits a second of all hosts together
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,11 +153,15 @@ def asked(options: argparse.Namespace) -> Lab:
     if ranks < len(rates):
         raise Refused(f"{ranks} ranks leave some of {len(rates)} hosts without one: take fewer hosts")
     capacity = Rate.parse(options.capacity).bits if options.capacity else CORE_BITS * len(os.sched_getaffinity(0))
+    check_capacity(rates, capacity)
+    return Lab(rates, groups, between, ranks, size_of(options.size), options.burst, options.pin, capacity)
+
+
+def check_capacity(rates: Sequence[Rate], capacity: int) -> None:
     total = sum(rate.bits for rate in rates)
     if total > capacity:
         raise Refused(f"{total / 1e9:g} Gbit/s of all hosts together are more than this machine can carry (about "
                       f"{capacity / 1e9:g}): lower --rate, take fewer hosts, or say --capacity")  # fmt: skip
-    return Lab(rates, groups, between, ranks, size_of(options.size), options.burst, options.pin)
 
 
 def size_of(text: str | None) -> int | None:
@@ -166,6 +176,9 @@ def size_of(text: str | None) -> int | None:
 def planned_change(text: str, lab: Lab) -> tuple[float, Change]:
     seconds, _, change = text.strip().partition(" ")
     try:
-        return float(seconds), Change.parse(change, lab)
+        when = float(seconds)
     except ValueError:
-        raise Refused(f"--at '{text}': write it as '2.5 h1 100mbit', the seconds first") from None
+        when = -1.0
+    if not 0 <= when < float("inf"):
+        raise Refused(f"--at '{text}': write it as '2.5 h1 100mbit', the seconds first")
+    return when, Change.parse(change, lab)

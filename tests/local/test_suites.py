@@ -1,0 +1,142 @@
+"""What the suites ask of their rows, on made-up samples: what falls short is red, what is void does not count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fompi.bench import fused, papers, peers, planner, suites
+from fompi.bench.measure import Row
+from fompi.errors import FompiError
+
+COMM = SimpleNamespace(engine=SimpleNamespace(progress_mode="helper"))
+
+
+class Hosts:
+    """Of a cluster, what a verdict looks at."""
+
+    def __init__(self, shared=False):
+        self.shared = shared
+
+    def told(self):
+        return "calm"
+
+
+def samples(**seconds):
+    """Seven rounds of each, without noise."""
+    return {name.replace("_", " "): [each] * 7 for name, each in seconds.items()}
+
+
+def fused_row(best=1.06, unfused=1.9, cut=1.2, cpu=0.02, called=1.1, shared=False, k=512):
+    named = samples(**{fused.KERNEL: 1.0, fused.BARE: 0.9, fused.CALLED: called, "fompi direct, 2 slices": best})
+    named |= dict.fromkeys(fused.UNFUSED, [unfused] * 7)
+    named |= {f"{n} slices, {way}": [cut] * 7 for n in fused.SLICES for way in ("native", "P2P")}
+    case = peers.Case("matmul_reduce_scatter", 2048, 2048, k)
+    row = Row(str(case), "two hosts", named)
+    return fused.judged(COMM, Hosts(shared), case, "fompi direct, 2 slices", cpu, row)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "red"),
+    [
+        ({}, []),
+        ({"best": 2.0, "cut": 2.0}, ["low end"]),  # a twentieth slower than without overlap
+        ({"cut": 1.02}, ["4 slices|slices"]),
+        ({"cpu": 0.1}, ["c_m / T_m"]),
+        ({"k": 1024, "best": 1.3, "cut": 1.4}, ["unfused"]),
+        ({"best": 9.0, "cpu": 0.5, "shared": True}, []),  # no wire: nothing is asked
+    ],
+)
+def test_fused(seconds, red):
+    row = fused_row(**seconds)
+    found = [figure.name for figure in row.figures if figure.reached is False]
+    assert len(found) == len(red) and all(
+        any(word in name for word in words.split("|")) for name, words in zip(found, red, strict=True)
+    )
+    assert bool(row.marks) == ("cpu" in seconds and not seconds.get("shared"))
+    assert row.reached is (None if seconds.get("shared") else not red)
+
+
+def test_void_rows_of_fused_do_not_count():
+    good, void = fused_row(best=1.05), fused_row(best=2.0, cpu=0.5, cut=2.5)
+    figures = {figure.name: figure for figure in fused.summary([good, void], Hosts()).figures}
+    bound = figures["bound / time, geometric mean of 1 rows"]
+    assert bound.value == pytest.approx(1.02 / 1.05) and bound.reached
+    assert figures["best slices / fompi, geometric mean"].reached
+    assert not fused.summary([fused_row(best=1.2)], Hosts()).reached
+
+
+@pytest.mark.parametrize(
+    ("ratio", "ours", "reached"),
+    [
+        (0.56, 1.0, True),
+        (0.56, 1.01, False),
+        (1.0, 1.03, True),
+        (1.0, 1.05, False),
+        (2.0, 2.06, True),
+        (2.0, 2.1, False),
+    ],
+)  # fmt: skip
+def test_papers(ratio, ours, reached):
+    """T_c = 1, T_m as long as the ratio says; exposed, over unfused, over the bare exchange."""
+    named = samples(**{papers.KERNEL: 1.0, papers.BARE: ratio, "fompi ring, 4 slices": ours})
+    named |= dict.fromkeys(papers.UNFUSED, [1 + ratio] * 7) | dict.fromkeys(papers.SLICED, [1.08 * ours] * 7)
+    setting = papers.Setting("all_gather_matmul", 0, 4)
+    row = papers.judged(COMM, Hosts(), setting, ratio, "fompi ring, 4 slices", named)
+    assert row.reached is reached and row.marks == ["emulated accelerator"]
+    assert papers.judged(COMM, Hosts(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "sliced", "others", "red"),
+    [(1.0, 1.0, 1.4, 0), (1.0, 0.96, 1.4, 1), (1.0, 1.0, 1.2, 1), (1.55, 1.6, 2.1, 1)],
+)
+def test_peers(ours, sliced, others, red):
+    """Against slices row by row, against others on average of the balanced rows, and never slower than unfused."""
+    named = samples(**{peers.KERNEL: 1.0, peers.WIRE: 0.8, "mpi4py blocking": 1.5, "mpi4py P2P": 1.5})
+    named |= samples(**{peers.UNFUSED_P2P: 1.5, "native slices 2": sliced, "gloo blocking": others})
+    named |= dict.fromkeys(peers.FUSED, [ours] * 7)
+    row = Row("a row", "", named)
+    best = row.best(peers.FUSED)
+    row = Row("a row", "", named, figures=peers.figures(row, best, asked=True))
+    found = [*row.figures, *peers.summary([row], Hosts()).figures]
+    names = [figure.name for figure in found if figure.reached is False]
+    assert (len(names) > 0) == (red > 0), names
+
+
+def test_a_shape_of_ones_own_in_words():
+    """A gain, nothing, and a loss are called by their names."""
+    gain, nothing, loss = (fused.in_words(fused_row(best=best, shared=True)) for best in (1.0, 1.9, 2.5))
+    assert "nothing" not in gain and "slower" not in gain and "1.90x" in gain
+    assert "nothing gained: 1.00x" in nothing and "slower: 0.76x" in loss
+
+
+def test_the_planner_is_held_against_the_best_and_unfused():
+    rivals = samples(direct=1.0, unfused=1.5, ring=0.9)
+    row = Row("a row", "", rivals, "direct")
+    figures = planner._judged(row, dict.fromkeys(rivals, (1.1, 1.0)))
+    values = {figure.name: figure for figure in figures}
+    assert values["predicted / measured, direct"].value == pytest.approx(1.1)
+    assert values["chosen / best (ring)"].value == pytest.approx(1 / 0.9)
+    assert values["low end of chosen / unfused"].reached
+    slow = planner._judged(
+        Row("a row", "", rivals | {"direct": [1.6] * 7}, "direct"), dict.fromkeys(rivals, (1.1, 1.0))
+    )
+    assert slow[-1].reached is False
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ((None, None, "rows.pdf"), "a picture is SVG or PNG"),
+        (("/no/such/folder/rows.json", None, None), "No such file"),
+        ((None, "/no/such/folder/rows.md", None), "No such file"),
+        (("-", None, None), None),
+    ],
+)
+def test_files_are_looked_at_before_anything_is_measured(files, words):
+    refusal = suites._refusal(0, *files)
+    assert (refusal is None) == (words is None)
+    if words is not None:
+        assert isinstance(refusal, (FompiError, OSError)) and words in str(refusal)
