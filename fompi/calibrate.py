@@ -25,8 +25,8 @@ from fompi.communicator import Communicator
 from fompi.errors import WaitTimeout
 from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
-from fompi.layout import Shard, Spec
-from fompi.machine import COLLECTIVES, Level, Machine, Points
+from fompi.layout import COLLECTIVES, Shard, Spec
+from fompi.machine import Level, Machine, Points
 from fompi.ops import plan
 from fompi.plan import Collective
 from fompi.progress import HELPED, measure_native

@@ -52,6 +52,8 @@ def compiled(comm: Communicator, local: Local, schedule: str, slices: Slices | N
     key = (local.problem, schedule, slices, local.packed)
     found: Compiled | None = comm.plans.get(key)
     if found is None:
+        if to_one_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before so many are written
+            raise PlanError(f"{schedule} would send more than {MOST_MESSAGES} messages to one peer: take fewer slices")
         plan = write(replace(local.problem, packed=local.packed), schedule, slices or 1)
         if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
             verify(plan)

@@ -242,5 +242,6 @@ def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
         ("sliced", (4,) if computes else ()),
         ("direct", (1, 2, 4)),
         ("ring", (1, 4)),
+        *((name, (1,)) for name in REGISTERED),
     ):
         yield from (Candidate(name, slices) for slices in cuts if is_its_own(problem, name, slices))

@@ -60,6 +60,10 @@ class Kernel:
         each = len(operands) // self.groups
         return [operands[i * each : (i + 1) * each] for i in range(self.groups)]
 
+    def wholes(self, reads: Sequence[T]) -> Sequence[T]:
+        """The operands that are taken whole."""
+        return reads[len(reads) - self.whole :]
+
 
 KERNELS: dict[str, Kernel] = {
     "copy": Kernel(1, 0, False, lambda a: a),
@@ -92,7 +96,7 @@ def fits(op: Compute, row: Callable[[Chunk], tuple[int, ...]]) -> bool:
     """Whether the rows of the operands have shapes that go together; `row` gives that of a chunk."""
     kernel = find(op.kernel)
     groups = [[row(chunk) for chunk in chunks] for chunks in kernel.rows(op.reads)]
-    whole = [row(chunk) for chunk in op.reads[len(op.reads) - kernel.whole :]]
+    whole = [row(chunk) for chunk in kernel.wholes(op.reads)]
     written = [row(chunk) for chunk in op.writes]
     if kernel.reduces:
         g = written[0]
@@ -116,7 +120,7 @@ def in_place(op: Compute, read: int, write: int) -> bool:
 def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
     """What the blocks written by `op` hold afterwards, in their order."""
     kernel = find(op.kernel)
-    whole = [read(chunk)[0] for chunk in op.reads[len(op.reads) - kernel.whole :]]
+    whole = [read(chunk)[0] for chunk in kernel.wholes(op.reads)]
     groups = [[value for chunk in chunks for value in read(chunk)] for chunks in kernel.rows(op.reads)]
     if kernel.reduces:
         return [total(*(kernel.meaning(*row) for row in zip(*groups, strict=True)), *whole)]

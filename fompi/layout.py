@@ -20,6 +20,7 @@ ITEMSIZE = {
     "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
 }  # fmt: skip
 HALF = ("float16", "bfloat16")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MOST_NBYTES = 1 << 63
 
 

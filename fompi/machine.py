@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fompi.errors import LayoutError
-from fompi.layout import MOST_NBYTES
+from fompi.layout import COLLECTIVES, MOST_NBYTES
 
 Points = tuple[tuple[float, float], ...]
 """A curve: (x, y) with growing x; straight lines between them, and beyond the last two."""
@@ -282,7 +282,6 @@ def _rate(value: float, unit: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- files
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 _WHOLE = {"ports": (1, MOST_PORTS), "natives_ranks": (0, 1 << 40)}
 _FIELDS = ", ".join(f.name for f in fields(Machine))
 

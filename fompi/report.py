@@ -46,7 +46,7 @@ GATHER_SECONDS = 10.0
 Kernels = Mapping[str, Callable[..., object]]
 
 
-class Operation:
+class Calls:
     """The calls of one operation with one set of sizes, on this rank. `extents`: None for any sizes."""
 
     def __init__(self, run: Run, extents: Extents | None, backend: Backend, kernels: Kernels | None):
@@ -137,7 +137,7 @@ class Report:
             raise LaunchError(f"FOMPI_REPORT={target}: there is no folder {Path(target).parent} to write to")
         self.target, self.process = target, os.getpid()
         self.rank, self.size = world()
-        self.operations: dict[object, Operation] = {}
+        self.operations: dict[object, Calls] = {}
 
     def note(self, run: Run, trace: Trace, extents: Extents, backend: Backend, kernels: Kernels | None = None) -> None:
         """A call has finished on this rank."""
@@ -150,7 +150,7 @@ class Report:
             known = None
         operation = self.operations.get((same, known))
         if operation is None:
-            operation = self.operations[same, known] = Operation(run, known, backend, kernels)
+            operation = self.operations[same, known] = Calls(run, known, backend, kernels)
         operation.note(trace)
 
     def measured(self, compiled: Compiled, extents: Extents, alone: float) -> None:

@@ -24,15 +24,13 @@ from itertools import count
 from fompi import layout
 from fompi.errors import PlanError
 from fompi.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, is_result, total
-from fompi.layout import AXES, HALF, Symbol
+from fompi.layout import AXES, COLLECTIVES, HALF, Symbol
 from fompi.needs import Frontier, constraints
 from fompi.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
 from fompi.problems import after, before
 
 Partner = tuple[int, int]
 """(rank, op)."""
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 def verify(plan: Plan) -> None:
@@ -146,8 +144,7 @@ def _check_kernel(program: Program, i: int, op: Compute) -> None:
     for group in groups[1:]:
         if [_symbols(program, chunk) for chunk in group] != first:
             raise _error(rank, i, op, group[0], "its operands have not equally many rows")
-    whole = op.reads[len(op.reads) - kernel.whole :]
-    for chunk in (*whole, *(op.writes if kernel.reduces else ())):
+    for chunk in (*kernel.wholes(op.reads), *(op.writes if kernel.reduces else ())):
         if program.buffer(chunk.buffer).axis != "whole":
             raise _error(rank, i, op, chunk, f"{chunk} comes in rows; the kernel takes a whole operand there")
     if not fits(op, lambda chunk: program.buffer(chunk.buffer).row):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Kernel
-from fompi.kernels import KERNELS, find
+from fompi.kernels import find
 from fompi.layout import HALF
 
 Array = np.ndarray[Any, Any]
@@ -86,7 +86,7 @@ class Numpy:
             return compiled
         work = _WORK[kernel]
         if plain:
-            return partial(work, find(kernel).rows(reads), reads[len(reads) - KERNELS[kernel].whole :], writes)
+            return partial(work, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
         return partial(_half, work, kernel, reads, writes, read_dtypes, write_dtypes)
 
 
@@ -121,7 +121,7 @@ def _half(
     """`work` in float32 on widened operands; a result of half type is rounded at the end."""
     wide = [widen(a, d) for a, d in zip(reads, read_dtypes, strict=True)]
     results = [np.empty(a.shape, np.float32) if d in HALF else a for a, d in zip(writes, write_dtypes, strict=True)]
-    work(find(kernel).rows(wide), wide[len(wide) - KERNELS[kernel].whole :], results)
+    work(find(kernel).rows(wide), find(kernel).wholes(wide), results)
     for a, result, dtype in zip(writes, results, write_dtypes, strict=True):
         if result is not a:
             a[...] = narrow(result, dtype)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -126,10 +126,13 @@ def native(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> 
 def plan(operation: str, *tensors: Any, **how: Any) -> fompi.Plan:
     """A plan for operands of which every rank has one of the same shape; the number of ranks comes last."""
     *operands, size = tensors
-    specs = []
-    for operand, layout in zip(operands, problems.layouts(operation, len(operands)), strict=True):
-        shape = list(operand.shape)
+    return fompi.plan(operation, *specs(operation, size, *operands), ranks=size, **how)
+
+
+def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
+    """The global tensors of which every rank has one of this shape."""
+    for tensor, layout in zip(tensors, problems.layouts(operation, len(tensors)), strict=True):
+        shape = list(tensor.shape)
         if isinstance(layout, Shard):
             shape[layout.dim] *= size
-        specs.append(Spec(tuple(shape), str(operand.dtype), layout))
-    return fompi.plan(operation, *specs, ranks=size, **how)
+        yield Spec(tuple(shape), str(tensor.dtype), layout)

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi import problems
 from fompi.bench.cluster import Cluster
-from fompi.bench.collectives import MIB, given, progress
+from fompi.bench.collectives import MIB, given, progress, specs
 from fompi.bench.fused import KERNEL
 from fompi.bench.measure import (
     Contestant,
@@ -46,7 +45,6 @@ from fompi.calibrate import calibrate, slowdown
 from fompi.candidates import UNFUSED, Candidate
 from fompi.explain import Explanation
 from fompi.fit import at_speed, product_seconds
-from fompi.layout import Shard, Spec
 from fompi.machine import NO_PACKING, Machine
 from fompi.report import percentile
 from fompi.simulate import predict
@@ -100,15 +98,7 @@ def _shapes(options: Options, size: int) -> Iterator[Case]:
 
 
 def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
-    return fompi.explain(operation, *_specs(operation, size, *tensors), ranks=size, machine=machine)
-
-
-def _specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
-    for tensor, layout in zip(tensors, problems.layouts(operation, len(tensors)), strict=True):
-        shape = list(tensor.shape)
-        if isinstance(layout, Shard):
-            shape[layout.dim] *= size
-        yield Spec(tuple(shape), str(tensor.dtype), layout)
+    return fompi.explain(operation, *specs(operation, size, *tensors), ranks=size, machine=machine)
 
 
 def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds: int) -> Row:

@@ -54,6 +54,21 @@ def compute():
         a = a @ a / 200
 
 
+def test_who_waits_leaves_the_core_to_others(world):
+    """For a rank that comes late: a wait takes a part of the time of a core, not all of it."""
+    if world.size == 1:
+        return
+    x = np.ones(3)
+    fompi.all_reduce(x, comm=world)
+    world.link.comm.Barrier()
+    begun, spent = time.monotonic(), time.process_time()
+    if world.rank == world.size - 1:
+        time.sleep(0.5)
+    fompi.all_reduce(x, comm=world)
+    waited, spent = time.monotonic() - begun, time.process_time() - spent
+    assert world.rank == world.size - 1 or spent < 0.6 * waited
+
+
 def comes_to_an_end(operation, work):
     end = time.monotonic() + SECONDS
     while not is_finished(operation) and time.monotonic() < end:
