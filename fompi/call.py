@@ -175,7 +175,7 @@ class Pending:
             number, rows, expects, alike, sign, tells = 0, (0,) * comm.size, -1, True, 0, 0
             if local is not None:
                 number, alike = self._common(local), local.problem.moves != "all_to_all"
-                if comm.machine is not None:
+                if comm.machine is not None or (comm.network and not alike):
                     sign, tells = _sign(local.problem), 0 if alike else sum(local.rows).bit_length()
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects

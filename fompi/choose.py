@@ -47,7 +47,8 @@ def choose(
     By the model calls of about the same size (to a power of two) are done alike, so that new sizes cost nothing.
     """
     if machine is None or not rows or problem.size == 1:
-        return _by_rule(problem, None if problem.moves == "all_to_all" else rows, network, crowded)
+        known = rows or None if problem.moves == "all_to_all" else rows  # 0: nobody has told how many
+        return _by_rule(problem, known, network, crowded)
     return _by_model(problem, 1 << rows.bit_length() - 1, machine)
 
 
@@ -90,7 +91,10 @@ def _by_rule(problem: Problem, rows: int | None, network: bool, crowded: bool = 
     if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES:
         return "exchange", 1
     shard = nbytes // problem.size
-    if network and shard >= STREAM_NBYTES and problem.moves != "all_to_all":
+    if problem.moves == "all_to_all":
+        sliced = network and computes and shard // problem.size >= STREAM_NBYTES
+        return "direct", STREAM_SLICES if sliced else 1
+    if network and shard >= STREAM_NBYTES:
         for slices in (STREAM_SLICES, 1):
             if to_one_peer(problem, "ring", slices) <= MOST_MESSAGES:
                 return "ring", slices

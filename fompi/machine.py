@@ -57,7 +57,8 @@ class Level(NamedTuple):
         """Bytes per second at best: the bandwidth, or what the curve comes to, in the message that it suits best."""
         if not self.curve:
             return self.bandwidth
-        if len(self.curve) == 1 or self.curve[0] < (1.0, self.latency):  # level from there on, or nothing takes no time
+        (first, least), *more = self.curve
+        if not more or (not first and least < self.latency):  # level from there on, or below the latency at first
             return inf
         rates = [nbytes / (s - self.latency) if s > self.latency else inf for nbytes, s in self.curve if nbytes]
         (a, y), (b, z) = ((0.0, self.latency), *self.curve)[-2:]

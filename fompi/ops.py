@@ -236,8 +236,9 @@ def explain(
 
     print(fompi.explain("all_gather_matmul", x, w, ranks=8, machine="h100-nvlink"))
 
-    shows every candidate: its time, what it hides, what stays exposed and for which chunk, and how far it is from the
-    lower bound; `.plan` is that of the winner. The specs are those of `fompi.plan`. Raises what that raises.
+    shows every candidate: its time and how far it is from the lower bound and, of the best, which were walked
+    through, what it hides, what stays exposed and for which chunk; `.plan` is that of the winner. The specs are those
+    of `fompi.plan`. Raises what that raises.
     """
     at, sizes = problems.from_specs(_name(operation), specs, ranks, bias=bias, root=root, packed=packed)
     return explained(at(0), sizes, Machine.of(machine), at)

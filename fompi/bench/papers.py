@@ -157,17 +157,18 @@ def judged(
     row = Row(f"{setting.operation}, T_m / T_c = {ratio:g}", str(cluster), samples, base=ours)
     t_c, t_m = row.median(KERNEL), row.median(BARE)
     exposed = [(t - c) / t_m for t, c in zip(samples[ours], samples[KERNEL], strict=True)]
-    unfused, sliced = row.best(UNFUSED), row.best(SLICED)
+    unfused, sliced, limit = row.best(UNFUSED), row.best(SLICED), (t_c + t_m) / max(t_c, t_m)
     if ratio < 1:
         figures = [
             Figure("exposed / communication", median(exposed), most=EXPOSED.get(library().name, 0.005)),
-            row.ratio(unfused, ours, least=1.55, limit=(t_c + t_m) / max(t_c, t_m)),
+            row.ratio(unfused, ours, least=1.55, limit=limit),
             row.ratio(sliced, ours, least=1.055),
         ]
     elif ratio == 1:
-        figures = [row.ratio(unfused, ours, least=1.93, limit=(t_c + t_m) / max(t_c, t_m)), row.ratio(sliced, ours)]
+        figures = [row.ratio(unfused, ours, least=1.93, limit=limit), row.ratio(sliced, ours)]
     else:
-        figures = [row.ratio(ours, BARE, most=1.04), row.ratio(unfused, ours), row.ratio(sliced, ours)]
+        figures = [row.ratio(ours, BARE, most=1.04, limit=1.0), row.ratio(unfused, ours, limit=limit)]
+        figures.append(row.ratio(sliced, ours))
     if cluster.shared:
         figures = [replace(figure, least=None, most=None) for figure in figures]
     return replace(

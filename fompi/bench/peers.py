@@ -225,8 +225,9 @@ def figures(row: Row, best: str, asked: bool) -> list[Figure]:
     other, cut = row.best(others(row)), [name for name in row.samples if is_cut(name)]
     slower = row.ratio(best, unfused)
     assert slower.interval is not None
+    t_c, t_m = row.median(KERNEL), row.median(WIRE) if asked else 0.0
     found = [
-        row.ratio(unfused, best),
+        row.ratio(unfused, best, limit=(t_c + t_m) / max(t_c, t_m) if asked else None),
         Figure(f"low end of {slower.name}", slower.interval.low, most=LEAST_SLOWER if asked else None),
         row.ratio(sliced, best, **({"least": LEAST_SLICED_CASE} if asked else {})),
         row.ratio(other, best),

@@ -298,6 +298,18 @@ def test_an_all_to_all_is_chosen_by_how_much_it_moves_in_all(own, machine, monke
         assert [rows for rows, _ in asked] == [total] and len(set(own.link.comm.allgather(asked[0]))) == 1
 
 
+def test_large_products_are_dealt_out_in_slices_over_a_network(own, monkeypatch):
+    """Also where ranks have other numbers of rows: they tell each other how many, about."""
+    own.network, own.crowded, chosen, choose = own.size > 1, False, [], call.choose
+    monkeypatch.setattr(call, "choose", lambda *asked: chosen.append(choose(*asked)) or chosen[-1])
+    x, w = np.ones((128 * own.size**2 + own.rank, 2)), np.ones((2, 2048))
+    counts = [len(x) - 128 * (own.size - 1)] + [128] * (own.size - 1)
+    y = fompi.matmul_all_to_all(x, w, counts=counts, comm=own)
+    assert (y == 2).all()
+    if own.size > 1:
+        assert chosen == [("direct", 4)] and len(set(own.link.comm.allgather(chosen[0]))) == 1
+
+
 def test_columns_that_differ_take_the_rule(own, machine):
     """Ranks with other weights might choose differently by the model: none of them does."""
     own.machine = machine

@@ -176,6 +176,12 @@ def test_nothing_is_faster_than_the_fastest(curve):
         assert link.busy(nbytes) >= nbytes / link.level.fastest
 
 
+def test_a_sampled_link_has_a_speed():
+    """As calibrate writes it: from the latency on."""
+    link = replace(Machine.load("gigabit"), latency=1e-4, curve=((0.0, 1e-4), (1e6, 0.0101), (4e6, 0.0401))).innermost
+    assert link.fastest == pytest.approx(1e8)
+
+
 def test_an_axis_across_nodes_has_one_port():
     machine = replace(Machine.load("h100-ndr"), ports=4)
     assert machine.part([0, 1, 2, 3], 16).ports == 4 and machine.part([0, 8], 16).ports == 1

@@ -23,10 +23,13 @@ from fompi import (
     schedules,
 )
 from fompi.backends.numpy import Numpy
+from fompi.candidates import candidates
 from fompi.layout import Sizes
+from fompi.machine import Machine
 from fompi.ops import OPERATIONS
-from fompi.plan import Compute, Recv, Send
+from fompi.plan import MOST_MESSAGES, Compute, Recv, Send
 from fompi.problems import MEANING, Form, layouts, problem
+from fompi.schedules import to_one_peer
 from fompi.twin import twin
 
 ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
@@ -318,6 +321,23 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose.plan_for(products, large, "bidirectional").parts == 2
     assert choose.choose(sums, 10**8, network=True) == choose.choose(products, 10**8, network=True) == ("ring", 4)
     assert choose.choose(products, 100, network=True) == ("direct", 1)
+    dealt = problem_of("matmul_all_to_all", 4)
+    assert choose.choose(dealt, 10**8, network=True) == ("direct", 4)
+    for rows, network in ((10**8, False), (100, True), (0, True), (None, True)):
+        assert choose.choose(dealt, rows, network=network) == ("direct", 1)
+    assert choose.choose(problem_of("all_to_all", 4), 10**8, network=True) == ("direct", 1)
+
+
+def test_a_ring_of_very_many_ranks_has_fewer_slices_or_is_none():
+    """A rank has tags for so many messages to its neighbour."""
+    for ranks, expected in ((512, ("ring", 4)), (513, ("ring", 1)), (2048, ("ring", 1)), (2049, ("direct", 1))):
+        made = problem("all_reduce", ranks, Form((1 << 30,), "float32"))
+        assert choose.choose(made, 1 << 34, network=True) == expected
+        name, slices = expected
+        assert to_one_peer(made, name, slices) <= MOST_MESSAGES
+    gigabit = Machine.load("gigabit")
+    listed = {(c.schedule, c.slices) for c in candidates(problem("all_reduce", 256, Form((8,), "float32")), gigabit)}
+    assert ("ring", 8) in listed and ("ring", 16) not in listed
 
 
 def test_products_stay_whole_where_a_message_is_a_copy_by_a_core_that_could_compute():
