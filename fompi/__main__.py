@@ -160,7 +160,7 @@ def _calibrate(file: str) -> int:
         begun, refusal = perf_counter(), None
         try:
             if comm.rank == 0:
-                picture.check_writable(file)  # before a minute is spent
+                suites.check_writable(file)  # before a minute is spent
         except OSError as error:
             refusal = error
         agree(comm, f"calibrate {file}", refusal)

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from time import perf_counter, process_time, sleep
 from typing import Any, Self
@@ -152,6 +152,11 @@ class _Calibration:
             self.mpi.Free()
 
     # -- kernels
+    @cached_property
+    def calm(self) -> Calm | None:
+        """Collective when first asked for."""
+        return Calm.of(self.mpi)
+
     def _kernels(self) -> tuple[float, float, float, float]:
         """Overhead, bytes and operations per second, and packed bytes per second."""
         tiny, large = np.ones((2, 8, 8), np.float32), np.ones((2, 1 << 20), np.float32)
@@ -171,7 +176,7 @@ class _Calibration:
 
     def alone(self, kernels: dict[str, Callable[[], object]], rounds: int, idle: float) -> dict[str, float]:
         """Median seconds of each, of the slowest rank; all ranks compute at once."""
-        taken = alternate(self.mpi, kernels, rounds, warmup=2, idle=idle, calm=Calm.of(self.mpi))
+        taken = alternate(self.mpi, kernels, rounds, warmup=2, idle=idle, calm=self.calm)
         return {name: median(seconds) for name, seconds in taken.items()}
 
     # -- messages

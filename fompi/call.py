@@ -256,8 +256,6 @@ class Pending:
         run.start(actions, None, program.is_long(sized), program.is_small(sized))
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
-        if run.left:
-            return  # given up
         if recording is not None:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:

@@ -146,12 +146,7 @@ class Executor:
             run.awaited = awaited  # before the helper can take a kernel: two would share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
-
-                def note() -> None:
-                    if not run.left:  # else it was given up
-                        engine.report.note(run, run.trace(extents), extents, backend, kernels)
-
-                run.then = note
+                run.then = lambda: engine.report.note(run, run.trace(extents), extents, backend, kernels)
             for tensor in self._written:
                 dlpack.written(tensor)
             self.comm.begins(self.compiled.title, stamp)

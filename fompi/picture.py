@@ -25,15 +25,6 @@ def needs_matplotlib(path: str | Path) -> None:
         raise StateError(f'{path}: this takes matplotlib: pip install "fompi[plot]"')
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise OSError if nothing can be written there; leave it as it is."""
-    path = Path(path)
-    new = not path.exists()
-    path.open("a").close()
-    if new:
-        path.unlink()
-
-
 def check(path: str | Path) -> None:
     """Raise LayoutError for the name of a file that no picture is written to, StateError without what it takes."""
     suffix = Path(path).suffix

@@ -232,7 +232,7 @@ class Run(Task):
         self.comm.channel.active.pop(self.stamp, None)
         then, self.then = self.then, None
         try:
-            if then is not None:
+            if then is not None and not self.left:  # else it was given up
                 then()
         finally:
             self.finished = True  # last: a thread that waits for it looks for what `then` has noted

@@ -63,10 +63,19 @@ def _refusal(rank: int, json: str | None, markdown: str | None, plot: str | None
             picture.needs_matplotlib(plot)
         for name in (json, markdown, plot) if rank == 0 else ():
             if name not in (None, "-"):
-                picture.check_writable(name)
+                check_writable(name)
     except (OSError, FompiError) as error:
         return error
     return None
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise OSError if nothing can be written there; leave it as it is."""
+    path = Path(path)
+    new = not path.exists()
+    path.open("a").close()
+    if new:
+        path.unlink()
 
 
 def _note_threads() -> None:
