@@ -17,7 +17,14 @@ from fompi.problems import Problem
 from fompi.schedules import PAIRWISE, REGISTERED, available, is_available, shares_of, to_one_peer
 
 EVEN: tuple[Slices, ...] = (1, 2, 4, 8, 16)
-UNEVEN: tuple[Slices, ...] = ((1, 2, 4), (1, 2, 3, 5, 8), (4, 2, 1), (8, 5, 3, 2, 1), (1, 2, 3, 3, 2, 1))
+UNEVEN: tuple[Slices, ...] = (
+    (1, 2, 4),
+    (1, 2, 3, 5, 8),
+    (4, 2, 1),
+    (8, 5, 3, 2, 1),
+    (4, 4, 3, 2, 2, 1),
+    (1, 2, 3, 3, 2, 1),
+)
 """Small first: the first message leaves early. Small last: little is left to do after the last message."""
 
 MOST_OPS, FEW_OPS = 20_000, 600
@@ -108,8 +115,9 @@ EXACT_UNITS, MOST_PIECES = 16, 6
 def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int = MOST_OPS) -> Iterator[Candidate]:
     """The slices that are the best of all (`fompi.exact`): between two ranks, and of every shard by the library.
 
-    A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards. The
-    library sums or gathers a slice of every shard, behind the product of the next.
+    A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards. An
+    all-reduce multiplies a slice of every shard, which crosses to be summed and crosses again when it is. The library
+    sums or gathers a slice of every shard, behind the product of the next.
     """
     size = problem.size
     if size == 1 or not (problem.weights or problem.gradients):
@@ -122,16 +130,24 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
     def product(n: int) -> float:
         return call_seconds(problem, machine, n * unit)
 
+    def crossing(n: int) -> float:
+        return link.seconds(n * nbytes)
+
     def collective(n: int) -> float:
         return machine.native(problem.moves, native_nbytes(problem, n * size * unit), size, behind=True)
 
-    if problem.moves != "all_reduce":
-        found = pieces(EXACT_UNITS, product, lambda n: link.seconds(n * nbytes), product(EXACT_UNITS), MOST_PIECES)
-        shares = _shares(problem, found)
-        for name in ("direct", "ring") if 3 * size * len(found.sizes) <= most_ops else ():
-            if is_its_own(problem, name, shares) and to_one_peer(problem, name, shares) <= MOST_MESSAGES:
-                yield Candidate(name, shares)
-    found = pieces(EXACT_UNITS, lambda n: product(n * size), collective, 0.0, MOST_PIECES)
+    def slice_of_all(n: int) -> float:
+        return product(n * size)
+
+    if problem.moves == "all_reduce":
+        found = pieces(EXACT_UNITS, slice_of_all, lambda n: 2 * (size - 1) * crossing(n), 0.0, MOST_PIECES)
+    else:
+        found = pieces(EXACT_UNITS, product, crossing, product(EXACT_UNITS), MOST_PIECES)
+    shares = _shares(problem, found)
+    for name in ("direct", "ring") if 3 * size * len(found.sizes) <= most_ops else ():
+        if is_its_own(problem, name, shares) and to_one_peer(problem, name, shares) <= MOST_MESSAGES:
+            yield Candidate(name, shares)
+    found = pieces(EXACT_UNITS, slice_of_all, collective, 0.0, MOST_PIECES)
     if is_available(problem, "sliced") and len(found.sizes) > 1:
         yield Candidate("sliced", _shares(problem, found))
 

@@ -28,6 +28,9 @@ from fompi.verify import flaw
 WALKED = 6
 """So many candidates are walked through, beside those without overlap."""
 
+MOST_EVENTS = 20_000
+"""Where nobody waits for the answer, further candidates are walked through until so many events have passed."""
+
 FAR = 1.5
 """So near are closed forms to walks, where it matters."""
 
@@ -127,8 +130,10 @@ def explain(
     walked: int = WALKED,
     most_ops: int = MOST_OPS,
     hurried: bool = False,
+    events: int = 0,
 ) -> Explanation:
-    """All candidates; the `walked` best by the closed forms, and those without overlap, by the event walk.
+    """All candidates; the `walked` best by the closed forms, and those without overlap, by the event walk; then
+    further ones, the best first, until walks had so many `events`.
 
     `hurried`, where a call waits: only what a call can take (no window, no rows by rate, no order of peers), and no
     walk of those that by the closed form take much longer than another one does by the walk.
@@ -153,6 +158,11 @@ def explain(
     for one in sorted(chosen, key=_seconds) if hurried else chosen:
         if not (hurried and by_walk and one.seconds > FAR * min(map(_seconds, by_walk))):
             by_walk.append(_judge(problem, sizes, machine, at, one))
+    for one in found:
+        if sum(map(_events, by_walk)) >= events:
+            break
+        if one not in chosen:
+            by_walk.append(_judge(problem, sizes, machine, at, one))
     by_walk.sort(key=_seconds)
     if not hurried and by_walk:
         for other in paced(by_walk[0].candidate, problem.size):
@@ -171,6 +181,10 @@ def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[in
 
 def _seconds(one: Judged) -> float:
     return one.seconds
+
+
+def _events(one: Judged) -> int:
+    return 0 if one.trace is None else len(one.trace.events)
 
 
 def _judge(

@@ -17,7 +17,7 @@ from fompi import problems
 from fompi.arguments import Arguments
 from fompi.call import Operation
 from fompi.choose import plan_for
-from fompi.explain import Explanation
+from fompi.explain import MOST_EVENTS, Explanation
 from fompi.explain import explain as explained
 from fompi.layout import Slices, Spec
 from fompi.machine import Machine
@@ -241,7 +241,7 @@ def explain(
     of `fompi.plan`. Raises what that raises.
     """
     at, sizes = problems.from_specs(_name(operation), specs, ranks, bias=bias, root=root, packed=packed)
-    return explained(at(0), sizes, Machine.of(machine), at)
+    return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS)
 
 
 def _name(operation: Operation | str) -> str:

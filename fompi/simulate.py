@@ -38,8 +38,9 @@ def simulate(plan: Plan, machine: Machine | str, sizes: Sizes | None = None) -> 
     return Trace("predicted", f"{plan.problem} by {plan.schedule} on {machine.name}", tuple(events))
 
 
-MOST_RANKS = 64
-"""A trace of more ranks shows those that stand for all."""
+FEW_RANKS, MOST_RANKS = 16, 64
+"""More ranks than the first are not walked one by one where there is another way to know how long they take; a trace of
+more than the second shows those that stand for all."""
 
 
 def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> Trace:
@@ -50,7 +51,7 @@ def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) ->
     sizes = sizes or plan.sizes
     known: dict[int, Constraints] = {}
     step = symmetry(plan, sizes, machine, known)
-    if step > MOST_RANKS:
+    if step > FEW_RANKS:
         if (found := rotated(plan, sizes, machine)) is not None:
             return found
         alike = Sizes((max(sizes.rows, default=0),) * plan.size)

@@ -42,9 +42,6 @@ from fompi.layout import slices_in_words
 
 M = N = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (1024,)
-PEER_KS = KS[:3]
-"""With the last one there is so little to hide that it would not count."""
-
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
 FUSED: dict[str, dict[str, Any]] = {
     f"fompi direct, {slices_in_words(slices)}": {"schedule": "direct", "slices": slices}
@@ -100,7 +97,7 @@ class Case:
 
 def rows(comm: Any, options: Options) -> list[Row]:
     """A row for every operation and K, and one that sums them up."""
-    edge, ks, slices = (M, PEER_KS, SLICES) if not options.quick else (M // 2, QUICK_KS, QUICK_SLICES)
+    edge, ks, slices = (M, KS, SLICES) if not options.quick else (M // 2, QUICK_KS, QUICK_SLICES)
     with Cluster(comm.link.comm) as cluster, frameworks(cluster, slices) as (peers, absent):
         found = []
         for case in (Case(operation, edge, edge, k) for operation in OPERATIONS for k in ks):

@@ -47,7 +47,8 @@ def _plain(row: Row) -> dict[str, Any]:
 def markdown(rows: Sequence[Row], facts: Mapping[str, Any]) -> str:
     """What was asked and found, in one table, then the times of each row."""
     mpi = facts["mpi"]["library"] + " " + facts["mpi"]["version"] if facts["mpi"] else "no MPI"
-    lines = [f"`{facts['command']}`", f"{mpi}, {facts['cores_per_rank']:.4g} cores per rank, {facts['date']}", ""]
+    cores = f"{facts['cores_per_rank']:.4g} core{'s' * (facts['cores_per_rank'] != 1)} per rank"
+    lines = [f"`{facts['command']}`", f"{mpi}, {cores}, {facts['date']}", ""]
     lines += _figures(rows)
     for row in rows:
         if row.samples or row.absent:

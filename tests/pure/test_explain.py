@@ -220,16 +220,20 @@ def test_an_all_reduce_by_rate_wins_with_a_slow_rank():
     assert fompi.plan("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow).sizes.rows[2] == 0
 
 
-@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("k", [256, 1024, 4096])
 def test_exact_cuts_are_no_worse_than_any_fixed_ones(operation, k):
-    """Between two ranks, where they are exact: of as many pieces, in sixteenths."""
+    """Between two ranks, where they are exact: of as many pieces, in sixteenths.
+
+    But for an all-reduce, whose messages cross twice, the second time among those of later slices: nearly.
+    """
+    most = 1.01 if operation == "matmul_all_reduce" else 1.005
     machine = replace(PRESETS["gigabit"], lanes=2, pack_rate=4e9)
     made, sizes = large(operation, 2, k)
     times = {c: predict(write(made, c.schedule, c.slices, sizes), machine) for c in exact_cuts(made, sizes, machine)}
     for slices in (1, 2, 4, (1, 3), (3, 1), (4, 2, 1, 1), (1, 1, 2, 4)):
         other = predict(write(made, "direct", slices, sizes), machine)
-        assert min(times.values()) <= other * (1 + 0.005), (slices, times)
+        assert min(times.values()) <= other * most, (slices, times)
 
 
 def test_slices_for_the_library_are_cut_exactly():

@@ -317,7 +317,8 @@ def test_many_ranks_that_differ_by_one_row(schedule, monkeypatch):
     problem, where = catalogue.problems(6)["all_gather_matmul"], replace(machine(1.0, matmul=2.0), lanes=2)
     plan = schedules.write(problem, schedule, 1, Sizes((ROWS + 1, ROWS + 1, ROWS, ROWS, ROWS, ROWS)))
     seconds = simulate(plan, where).seconds
-    monkeypatch.setattr(sys.modules["fompi.simulate"], "MOST_RANKS", 5)
+    for name in ("FEW_RANKS", "MOST_RANKS"):
+        monkeypatch.setattr(sys.modules["fompi.simulate"], name, 5)
     assert {e.rank for e in simulate(plan, where).events} == {0}
     assert seconds * (1 - 1e-9) <= predict(plan, where) <= seconds * (ROWS + 1) / ROWS
     slow = replace(where, rates=(1.0, 0.5))

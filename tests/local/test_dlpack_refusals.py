@@ -1,0 +1,192 @@
+"""What is no tensor, or none on this host, or of no dtype that travels: an error that says what to do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fompi.dlpack import borrow, framework_of, is_tracer, requires_grad
+from fompi.errors import DtypeError, FompiError, TensorError
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ((2, 0), "cuda:0"),
+        ((2, 1), "cuda:1"),
+        ((10, 0), "rocm:0"),
+        ((8, 0), "metal:0"),
+        ((99, 2), "DLPack device 99:2"),
+    ],
+)
+def test_tensors_on_a_device(device, name):
+    class OnDevice:
+        def __dlpack_device__(self):
+            return device
+
+        def __dlpack__(self, **asked):
+            raise AssertionError("nothing is exported")
+
+    with pytest.raises(TensorError, match=f"w is on {name}; this communicator works on host memory"):
+        borrow(OnDevice(), "w")
+    assert framework_of(OnDevice()) == "dlpack"
+
+
+def test_a_cupy_array_by_the_name_of_its_class():
+    cupy = type("ndarray", (), {"__module__": "cupy", "__dlpack__": None, "__dlpack_device__": lambda self: (2, 0)})
+    assert framework_of(cupy()) == "cupy"
+    with pytest.raises(TensorError, match="cuda:0"):
+        borrow(cupy())
+
+
+@pytest.mark.parametrize(
+    ("x", "remedy"),
+    [
+        ([1.0, 2.0], r"np\.asarray\(w\)"),
+        ((1, 2), r"np\.asarray\(w\)"),
+        (3.0, r"np\.asarray\(w\)"),
+        (np.float32(3), r"np\.asarray\(w\)"),
+        (np.ma.array([1.0], mask=[True]), r"w\.filled\(\)"),
+        (None, "pass a tensor"),
+        ("text", "pass a tensor"),
+        (b"bytes", "pass a tensor"),
+        (object(), "pass a tensor"),
+    ],
+)
+def test_no_tensors(x, remedy):
+    with pytest.raises(TensorError, match=rf"w is of type \w+, which is no tensor: .*{remedy}"):
+        borrow(x, "w")
+    with pytest.raises(TensorError):
+        framework_of(x)
+    assert not is_tracer(x) and not requires_grad(x)
+
+
+UNKNOWN = [
+    ">f4",
+    ">i8",
+    object,
+    "U3",
+    "S2",
+    "M8[s]",
+    "m8[s]",
+    [("a", "f4")],
+    "V2",
+    np.longdouble,
+    np.clongdouble,
+]
+UNKNOWN += [ml_dtypes.int4, ml_dtypes.float4_e2m1fn]
+
+
+@pytest.mark.parametrize("dtype", UNKNOWN)
+def test_dtypes_of_numpy_that_fompi_does_not_know(dtype):
+    with pytest.raises(DtypeError, match=r"w has dtype .*; fompi knows native int8, .* bfloat16"):
+        borrow(np.zeros(3, dtype), "w")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.quantize")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, dtype=torch.complex32),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        lambda: jnp.zeros(3, jnp.int4),
+    ],
+)
+def test_dtypes_of_frameworks_that_fompi_does_not_know(make):
+    with pytest.raises(DtypeError, match="w has dtype"):
+        borrow(make(), "w")
+
+
+def dual(x):
+    with torch.autograd.forward_ad.dual_level():
+        return borrow(torch.autograd.forward_ad.make_dual(x, x))
+
+
+NOT_PLAIN = {
+    "requires grad": lambda x: borrow(x.requires_grad_()),
+    "requires grad, ": lambda x: borrow(torch.nn.Parameter(x)),
+    "requires grad, and": lambda x: torch.func.grad(lambda v: borrow(v).array.sum())(x),
+    "carries a forward-mode tangent": dual,
+    "is on meta; this communicator works on host memory": lambda x: borrow(x.to("meta")),
+    "has no plain memory to borrow: ": lambda x: borrow(x.to_sparse()),
+    "has no plain memory to borrow: .*negative bit": lambda x: borrow(torch._neg_view(x)),
+    "has no plain memory to borrow: .*storage": lambda x: torch.vmap(lambda v: borrow(v).array)(x),
+    "carries a forward-mode tangent, ": lambda x: torch.func.jvp(lambda v: borrow(v).array, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("message", NOT_PLAIN)
+def test_tensors_of_torch_that_are_not_plain_memory(message, dtype):
+    with pytest.raises(TensorError, match=f"x {message}"):
+        NOT_PLAIN[message](torch.ones(3, dtype=dtype))
+
+
+def test_conjugate_and_fake_tensors_of_torch():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with pytest.raises(TensorError, match=r"resolve_conj"):
+        borrow(torch.ones(3, dtype=torch.complex64).conj())
+    with FakeTensorMode(), pytest.raises(TensorError, match="no plain memory"):
+        borrow(torch.ones(3))
+
+
+def test_requires_grad():
+    assert requires_grad(torch.ones(3, requires_grad=True)) and not requires_grad(torch.ones(3))
+    assert requires_grad(torch.nn.Parameter(torch.ones(3)))
+    assert not requires_grad(np.ones(3)) and not requires_grad(jnp.ones(3))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.make_jaxpr, jax.checkpoint])
+def test_tracers(transform):
+    seen = []
+    message = (
+        r"w is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad; "
+        r"use fompi.jax.<operation> in jax.grad, outside jit"
+    )
+
+    def f(v):
+        seen.append(is_tracer(v) and framework_of(v) == "jax")
+        with pytest.raises(TensorError, match=message):
+            borrow(v, "w")
+        return v.sum()
+
+    transform(f)(jnp.ones(3))
+    assert seen and all(seen) and not is_tracer(jnp.ones(3))
+
+
+def test_arrays_of_jax_without_memory_of_one_dtype_and_place():
+    x = jnp.ones(3)
+    x.delete()
+    with pytest.raises(TensorError, match="deleted or donated"):
+        borrow(x)
+    with pytest.raises(TensorError):
+        borrow(jax.random.key(0))
+
+
+def test_the_errors_of_a_producer_become_ours():
+    class Broken:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, **asked):
+            raise BufferError("not today")
+
+    with pytest.raises(TensorError, match="w cannot be exported by its framework: not today") as caught:
+        borrow(Broken(), "w")
+    assert isinstance(caught.value, FompiError) and isinstance(caught.value.__cause__, BufferError)
+
+
+def test_a_producer_older_than_dlpack_1():
+    class Old:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, stream=None):
+            return np.arange(3).__dlpack__()
+
+    assert borrow(Old()).array.tolist() == [0, 1, 2]
