@@ -151,12 +151,12 @@ class _Calibration:
         if kind is None:  # else messages may still be under way
             self.mpi.Free()
 
-    # -- kernels
     @cached_property
     def calm(self) -> Calm | None:
         """Collective when first asked for."""
         return Calm.of(self.mpi)
 
+    # -- kernels
     def _kernels(self) -> tuple[float, float, float, float]:
         """Overhead, bytes and operations per second, and packed bytes per second."""
         tiny, large = np.ones((2, 8, 8), np.float32), np.ones((2, 1 << 20), np.float32)

@@ -159,7 +159,7 @@ def explain(
         if not (hurried and by_walk and one.seconds > FAR * min(map(_seconds, by_walk))):
             by_walk.append(_judge(problem, sizes, machine, at, one))
     for one in found:
-        if sum(map(_events, by_walk)) >= events:
+        if sum(len(done.trace.events) for done in by_walk if done.trace is not None) >= events:
             break
         if one not in chosen:
             by_walk.append(_judge(problem, sizes, machine, at, one))
@@ -181,10 +181,6 @@ def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[in
 
 def _seconds(one: Judged) -> float:
     return one.seconds
-
-
-def _events(one: Judged) -> int:
-    return 0 if one.trace is None else len(one.trace.events)
 
 
 def _judge(
