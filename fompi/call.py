@@ -20,7 +20,7 @@ from fompi import dlpack
 from fompi.agreement import Agreement, digest
 from fompi.arguments import Arguments, Local, localise
 from fompi.backends.numpy import Numpy
-from fompi.choose import choose
+from fompi.choose import choose, window_by_rule
 from fompi.communicator import Communicator
 from fompi.compiled import Compiled
 from fompi.engine import Task
@@ -54,7 +54,10 @@ def compiled(comm: Communicator, local: Local, schedule: str, slices: Slices | N
     if found is None:
         if to_one_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before so many are written
             raise PlanError(f"{schedule} would send more than {MOST_MESSAGES} messages to one peer: take fewer slices")
-        plan = write(replace(local.problem, packed=local.packed), schedule, slices or 1)
+        problem = replace(local.problem, packed=local.packed)
+        by_rule = comm.network and comm.machine is None
+        window = window_by_rule(problem, schedule, slices or 1) if by_rule else None
+        plan = write(problem, schedule, slices or 1, window=window)
         if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
             verify(plan)
         found = comm.plans[key] = Compiled(plan, comm.rank)

@@ -18,7 +18,7 @@ from fompi.layout import Sizes, Slices
 from fompi.machine import Machine
 from fompi.plan import MOST_MESSAGES, Plan
 from fompi.problems import Problem
-from fompi.schedules import hint, is_available, to_one_peer, write
+from fompi.schedules import hint, is_available, shares_of, to_one_peer, write
 
 SMALL_NBYTES = 64 << 10
 """Up to this the latency of a sum counts, its bytes do not: an all-reduce goes in one step."""
@@ -31,6 +31,10 @@ WALKED = 2
 
 STREAM_NBYTES, STREAM_SLICES = 1 << 20, 4
 """Over a network: shards of this size go round a ring, in so many slices."""
+
+EXCHANGE_NBYTES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 64, 2
+"""Over a network: from the first on, what a rank has for each of several others goes in slices of at most 1 MiB, so
+many under way at a time: one arrives while the next leaves, and few streams meet at a port."""
 
 
 def choose(
@@ -92,8 +96,7 @@ def _by_rule(problem: Problem, rows: int | None, network: bool, crowded: bool = 
         return "exchange", 1
     shard = nbytes // problem.size
     if problem.moves == "all_to_all":
-        sliced = network and computes and shard // problem.size >= STREAM_NBYTES
-        return "direct", STREAM_SLICES if sliced else 1
+        return "direct", _exchange_slices(problem.size, shard // problem.size, computes) if network else 1
     if network and shard >= STREAM_NBYTES:
         for slices in (STREAM_SLICES, 1):
             if to_one_peer(problem, "ring", slices) <= MOST_MESSAGES:
@@ -101,6 +104,22 @@ def _by_rule(problem: Problem, rows: int | None, network: bool, crowded: bool = 
     if computes and problem.moves == "all_reduce" and shard >= STREAM_NBYTES:
         return "direct", STREAM_SLICES  # slice j is gathered while the next are made
     return "direct", 2 if computes and shard >= LARGE_NBYTES else 1
+
+
+def _exchange_slices(size: int, nbytes: int, computes: bool) -> int:
+    """Of the `nbytes` that one rank has for another: where several meet at a port, no more of it than need be."""
+    if computes:
+        return STREAM_SLICES if nbytes >= STREAM_NBYTES else 1
+    if size == 2 or nbytes < EXCHANGE_NBYTES:
+        return 1
+    return min(max(STREAM_SLICES, 1 << (nbytes // STREAM_NBYTES).bit_length()), MOST_EXCHANGE_SLICES)
+
+
+def window_by_rule(problem: Problem, schedule: str, slices: Slices) -> int | None:
+    """Sends in flight of a call over a network, by the rule."""
+    if problem.moves != "all_to_all" or schedule != "direct" or problem.size == 2:
+        return None
+    return EXCHANGE_WINDOW if len(shares_of(schedule, slices)) > 1 else None
 
 
 def plan_for(

@@ -49,7 +49,7 @@ class Compiled:
     def __init__(self, plan: Plan, rank: int, device: str = ""):
         """`device`: the name of what runs kernels by itself, if there is one."""
         self.plan, self.program, self.asynchronous = plan, plan.programs[rank], bool(device)
-        self.by_peer = plan.by_peer
+        self.is_paced = plan.is_paced
         ops = self.program.ops
         self.ops = ops
         self.kinds = [_KINDS[type(op)] for op in ops]

@@ -286,6 +286,15 @@ class Plan:
         """Whether the window bounds the sends to each peer: where links differ, the slow ones hold no others up."""
         return self.group > 1
 
+    @property
+    def is_paced(self) -> bool:
+        """Whether a send counts as under way until the other end takes it.
+
+        A library may call one done that it has copied, and let more of them go than the window allows. Where the
+        window holds one message, or whole shards, it does no harm: none follows that could fill the way of the answer.
+        """
+        return self.by_peer or (self.parts > 1 and (self.window or 0) > 1)
+
     def extents(self, rank: int, sizes: Sizes | None = None) -> Extents:
         """The rows of every block with these sizes (None: those the plan was made for)."""
         return (sizes or self.sizes).extents(rank, self.shares)

@@ -149,7 +149,7 @@ class Run(Task):
             elif action is None:  # no rows: both ends know
                 queue.extend(self._ended(i))
             elif kind == SEND:
-                send = link.issend if compiled.by_peer and action.nbytes > EAGER_NBYTES else link.isend
+                send = link.issend if compiled.is_paced and action.nbytes > EAGER_NBYTES else link.isend
                 if engine.sent(send(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
                     queue.extend(self._ended(i))
             else:

@@ -32,7 +32,7 @@ from cluster.hosts import LAB, Cluster
 from cluster.launcher import Mpi
 from cluster.links import measure, probe
 from cluster.namespaces import Interrupted, enclose, end, say, search_path, speak
-from cluster.values import Change, Refused, asked, planned_change
+from cluster.values import CONGESTION, Change, Refused, asked, planned_change
 
 
 def work(
@@ -109,6 +109,11 @@ def main(arguments: Sequence[str]) -> int:
     its.add_argument("--capacity", help="of this machine, all links together (2.45gbit for each core)")
     its.add_argument(
         "--burst", type=int, help="bytes that a link sends at once after silence (what it carries in 1 ms)"
+    )
+    its.add_argument(
+        "--congestion",
+        default=CONGESTION,
+        help=f"control of the hosts' TCP ({CONGESTION}): reno, bbr ... as the kernel has",
     )
     its.add_argument("--trust", action="store_true", help="go on whatever the measurement says")
     its.add_argument("command", nargs="+", help="-- python program.py ...")

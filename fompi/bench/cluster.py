@@ -51,8 +51,9 @@ class Cluster:
         return "ranks share cores" if self.calm is None else self.calm.told()
 
     def __str__(self) -> str:
-        hosts = len(set(self.hosts))
-        where = "shared memory: no wire" if self.shared else f"{hosts} hosts"
+        where = "shared memory: no wire"
+        if self.wire is not None:
+            where = f"{len(set(self.hosts))} hosts, TCP {self.wire.congestion}".rstrip()
         return f"{self.size} rank{'s' * (self.size > 1)}, {where}"
 
     def exchange(self, nbytes: int) -> float:

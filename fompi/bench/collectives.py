@@ -32,12 +32,13 @@ COLUMNS = 256
 OF_WIRE = {"all_reduce": 0.92}
 LEAST_OF_WIRE, LEAST_OF_NATIVE = 0.95, 0.97
 
+CALLED = "fompi, called without a word"
 CANDIDATES: dict[str, dict[str, Any]] = {
     "fompi direct": {"schedule": "direct"},
     "fompi direct, window 1": {"schedule": "direct", "window": 1},
-    "fompi direct, window 2": {"schedule": "direct", "window": 2},
     "fompi direct, 4 slices, window 2": {"schedule": "direct", "slices": 4, "window": 2},
     "fompi direct, 8 slices, window 2": {"schedule": "direct", "slices": 8, "window": 2},
+    "fompi direct, 16 slices, window 2": {"schedule": "direct", "slices": 16, "window": 2},
     "fompi ring, 4 slices": {"schedule": "ring", "slices": 4},
 }
 
@@ -58,6 +59,8 @@ def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: in
             if operation != "all_to_all" or how["schedule"] != "ring":
                 step = bound.enter_context(fompi.bind(plan(operation, x, size, **how), comm=comm, x=x))
                 contestants[name] = Contestant(step, error)
+        call = getattr(fompi, operation)
+        contestants[CALLED] = Contestant(lambda: call(x, comm=comm), error)
         errors = checked(comm.link.comm, contestants)
         calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
         if not cluster.shared:
@@ -74,6 +77,7 @@ def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: in
         figures=[
             row.ratio("wire", best, least=OF_WIRE.get(operation, LEAST_OF_WIRE), limit=1.0),
             row.ratio("native", best, least=LEAST_OF_NATIVE),
+            row.ratio("native", CALLED),
         ],
         progress=progress(comm),
     )

@@ -50,6 +50,14 @@ class Wire:
         self._outgoing = memoryview(bytearray(PIECE))
         self._incoming = memoryview(bytearray(PIECE))
 
+    @property
+    def congestion(self) -> str:
+        """The congestion control of this host's TCP; "" where the system does not say."""
+        option = getattr(socket, "TCP_CONGESTION", None)
+        if option is None:
+            return ""
+        return self._next.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
+
     def send(self, nbytes: int) -> float:
         """Send to the next rank, which calls `receive`; seconds until it has said that all has arrived."""
         start = perf_counter()

@@ -72,6 +72,20 @@ def near(rate):
 # ------------------------------------------------------------------------------------------------------- real clusters
 
 
+@pytest.mark.parametrize("options", [(), ("--congestion=reno",)], ids=["as it comes", "chosen"])
+def test_the_hosts_tcp_is_the_lab_s_not_this_machine_s(netlab, options):
+    code = "import os; os.write(1, open('/proc/sys/net/ipv4/tcp_congestion_control').read().encode())"
+    finished = netlab("--trust", "--hosts=2", "--rate=100mbit", *options, code=code)
+    said = "reno" if options else "cubic"
+    assert finished.stdout.split() == [said, said] and f"TCP {said}" in finished.stderr, finished.output
+
+
+def test_congestion_control_that_the_kernel_lacks(netlab):
+    finished = netlab("--hosts=2", "--rate=100mbit", "--congestion=none", code="")
+    assert finished.returncode == 2 and finished.stderr.count("\n") == 1, finished.output
+    assert "cannot use 'none' (No such file or directory): give --congestion one of" in finished.stderr
+
+
 def test_unequal_links_places_and_the_exit_status(netlab):
     finished = netlab(
         *("--trust", "--rates=400mbit,400mbit,100mbit", "--ranks=4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,11 @@ def ring(size, program):
 def test_all_at_once_again_and_again(size, nbytes):
     times = ring(size, lambda rank, own: [own.exchange(nbytes) for _ in range(3)])
     assert len(times) == size and all(0 < seconds < 5 for some in times for seconds in some)
+
+
+def test_it_knows_how_tcp_finds_its_rate():
+    known = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    assert ring(2, lambda rank, own: own.congestion) == [known, known]
 
 
 def test_in_turn():

@@ -325,7 +325,29 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose.choose(dealt, 10**8, network=True) == ("direct", 4)
     for rows, network in ((10**8, False), (100, True), (0, True), (None, True)):
         assert choose.choose(dealt, rows, network=network) == ("direct", 1)
-    assert choose.choose(problem_of("all_to_all", 4), 10**8, network=True) == ("direct", 1)
+
+
+def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_after_the_other():
+    made = problem("all_to_all", 4, Form((8, 256), "float32"))
+    row = 4 * 256
+    cuts = {0: 1, 500 << 10: 1, 512 << 10: 4, 1 << 20: 4, 4 << 20: 8, 16 << 20: 32, 1 << 30: 64}
+    for nbytes, slices in cuts.items():
+        rows = 16 * nbytes // row  # of all ranks for all
+        assert choose.choose(made, rows, network=True) == ("direct", slices)
+        assert choose.choose(made, rows) == ("direct", 1)
+        assert choose.window_by_rule(made, "direct", slices) == (None if slices == 1 else 2)
+    two = problem("all_to_all", 2, Form((8, 256), "float32"))
+    assert choose.choose(two, 1 << 30, network=True) == ("direct", 1)
+    assert not choose.window_by_rule(two, "direct", 4)
+    assert not choose.window_by_rule(problem_of("all_gather", 4), "direct", 4)
+
+
+def test_a_send_is_done_when_the_other_end_takes_it_where_a_window_of_several_bounds_parts():
+    made = problem_of("all_to_all", 4)
+    for slices, window, paced in ((1, None, False), (4, None, False), (1, 2, False), (4, 1, False), (4, 3, True)):
+        assert schedules.write(made, "direct", slices, window=window).is_paced == paced
+    assert schedules.write(problem_of("all_gather", 4), "hierarchical(2)").is_paced
+    assert not schedules.write(problem_of("all_gather", 4), "ring", 4).is_paced
 
 
 def test_a_ring_of_very_many_ranks_has_fewer_slices_or_is_none():

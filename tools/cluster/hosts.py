@@ -22,13 +22,14 @@ class Cluster:
         self.lab = lab
         mount("none", "/", flags=MS_REC | MS_PRIVATE)
         mount("proc", "/proc", "proc")
+        use_congestion_control(lab.congestion)  # here too, where an error is the only line
         mount("tmpfs", "/dev/shm", "tmpfs")
         LAB.mkdir()
         names = [f"{SUBNET}.{host + 1} {name}\n" for host, name in enumerate(lab.names)]
         (LAB / "hosts").write_text("".join(["127.0.0.1 localhost\n", f"{CONTROL}.254 switch\n", *names]))
         mount(str(LAB / "hosts"), "/etc/hosts", flags=MS_BIND)
         socket.sethostname("switch")
-        self.pids = [start_host(name) for name in lab.names]
+        self.pids = [start_host(name, lab.congestion) for name in lab.names]
         self._lay_links()
         self._write_scripts()
 
@@ -129,7 +130,19 @@ def rank_script(pinned: bool) -> str:
     )
 
 
-def start_host(name: str) -> int:
+def use_congestion_control(name: str) -> None:
+    """Of the TCP of this network namespace."""
+    ways = Path("/proc/sys/net/ipv4")
+    try:
+        (ways / "tcp_congestion_control").write_text(name)
+    except OSError as error:
+        there = (ways / "tcp_available_congestion_control").read_text().split()
+        raise Refused(
+            f"the hosts' TCP cannot use '{name}' ({error.strerror}): give --congestion one of {', '.join(there)}"
+        ) from None
+
+
+def start_host(name: str, congestion: str) -> int:
     """A process in namespaces of its own, which then only waits; its pid, once they are made."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -137,6 +150,7 @@ def start_host(name: str) -> int:
 
         def body() -> int:
             libc("unshare", NEWNS | NEWNET | NEWUTS)
+            use_congestion_control(congestion)
             socket.sethostname(name)
             shared = os.open(LAB, os.O_PATH)
             mount("tmpfs", "/dev/shm", "tmpfs")

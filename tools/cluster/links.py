@@ -197,7 +197,7 @@ def shares(lab: Lab, times: Times) -> Iterator[tuple[str, float, float]]:
 
 def table(lab: Lab, measured: dict[str, Times]) -> str:
     sizes = {f"{lab.message(host) / 1e6:g}" for host in range(len(lab.rates))}
-    heading = f"{'/'.join(sorted(sizes, key=float))} MB after {IDLE_SECONDS} s of silence; MB/s"
+    heading = f"{'/'.join(sorted(sizes, key=float))} MB after {IDLE_SECONDS} s, TCP {lab.congestion}; MB/s"
     lines = [f"{heading:<40}{'shaped':>8}" + "".join(f"{name:>16}" for name in measured)]
     for cells in zip(*(shares(lab, times) for times in measured.values()), strict=True):
         way, rate, _ = cells[0]

@@ -13,6 +13,7 @@ CORE_BITS = 2_450_000_000  # of all links together that one core can carry: meas
 SUPERPACKET = 70_000  # what the kernel hands down at once, with its headers: a smaller bucket passes it frame by frame
 FRAMES = 4096  # a bucket that holds less passes nothing
 LATENCY = "100ms"  # the longest queue
+CONGESTION = "cubic"  # Linux's default, whatever this machine's own hosts use
 SIZE_SECONDS = 0.067  # a measured message lasts as long as 8 MB at 1 Gbit/s
 LEAST_SIZE = 250_000
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -98,6 +99,7 @@ class Lab:
     burst: int | None = None
     pinned: bool = True  # rank i to core i, modulo cores
     capacity: int = 1 << 62  # bits a second of all hosts together
+    congestion: str = CONGESTION  # how the hosts' TCP finds its rate
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,7 +156,9 @@ def asked(options: argparse.Namespace) -> Lab:
         raise Refused(f"{ranks} ranks leave some of {len(rates)} hosts without one: take fewer hosts")
     capacity = Rate.parse(options.capacity).bits if options.capacity else CORE_BITS * len(os.sched_getaffinity(0))
     check_capacity(rates, capacity)
-    return Lab(rates, groups, between, ranks, size_of(options.size), options.burst, options.pin, capacity)
+    return Lab(
+        rates, groups, between, ranks, size_of(options.size), options.burst, options.pin, capacity, options.congestion
+    )
 
 
 def check_capacity(rates: Sequence[Rate], capacity: int) -> None:
