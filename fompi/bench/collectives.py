@@ -36,6 +36,7 @@ CALLED = "fompi, called without a word"
 CANDIDATES: dict[str, dict[str, Any]] = {
     "fompi direct": {"schedule": "direct"},
     "fompi direct, window 1": {"schedule": "direct", "window": 1},
+    "fompi direct, 4 slices, window 1": {"schedule": "direct", "slices": 4, "window": 1},
     "fompi direct, 4 slices, window 2": {"schedule": "direct", "slices": 4, "window": 2},
     "fompi direct, 8 slices, window 2": {"schedule": "direct", "slices": 8, "window": 2},
     "fompi direct, 16 slices, window 2": {"schedule": "direct", "slices": 16, "window": 2},
