@@ -23,9 +23,12 @@ _INSTALL = (
 )
 
 
+AT_ONCE_NBYTES = (4 << 20) + 4096
+"""Of a message with its header: those of just 4 MiB, the commonest of that size, leave at once too."""
+
 OPENMPI_TCP = {
     "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
-    "OMPI_MCA_btl_tcp_eager_limit": str(4 << 20),
+    "OMPI_MCA_btl_tcp_eager_limit": str(AT_ONCE_NBYTES),
 }
 """What Open MPI is asked for when we start it, where the environment does not say otherwise.
 

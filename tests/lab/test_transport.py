@@ -34,8 +34,11 @@ os.write(1, f"rank {world.rank}: {words}\\n".encode())
 
 
 def test_open_mpi_is_asked_to_send_large_messages_at_once(netlab, monkeypatch):
-    """No put over TCP, which two ranks could only use in turns; what the user asks for stands."""
-    for limit in (4 << 20, 100_000):
+    """No put over TCP, which two ranks could only use in turns; what the user asks for stands.
+
+    A message of 4 MiB and its header are within the limit: just above, two ranks would wait for each other's answers.
+    """
+    for limit in ((4 << 20) + 4096, 100_000):
         finished = netlab("--trust", "--hosts=2", "--rate=200mbit", "--size=100kB", code=ASKED)
         said = re.findall(r"^rank \d: \['(.*)'(?:, (\d+), (\d))?\]$", finished.stdout, re.MULTILINE)
         assert finished.returncode == 0 and len(said) == 2, finished.output
