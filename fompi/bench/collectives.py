@@ -60,8 +60,7 @@ def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: in
             if operation != "all_to_all" or how["schedule"] != "ring":
                 step = bound.enter_context(fompi.bind(plan(operation, x, size, **how), comm=comm, x=x))
                 contestants[name] = Contestant(step, error)
-        call = getattr(fompi, operation)
-        contestants[CALLED] = Contestant(lambda: call(x, comm=comm), error)
+        contestants[CALLED] = Contestant(partial(getattr(fompi, operation), x, comm=comm), error)
         errors = checked(comm.link.comm, contestants)
         calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
         if not cluster.shared:

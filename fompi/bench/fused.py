@@ -28,7 +28,7 @@ import numpy as np
 import fompi
 from fompi.bench import rivals
 from fompi.bench.cluster import Cluster
-from fompi.bench.collectives import plan, progress
+from fompi.bench.collectives import CALLED, plan, progress
 from fompi.bench.exchange import bare_exchange
 from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error
 from fompi.bench.peers import KS, QUICK_KS, Case, M, kernel_of
@@ -45,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
     for schedule, cuts in {"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)}.items()
     for slices in cuts
 }
-KERNEL, BARE, CALLED = "kernel alone", "bare exchange", "fompi, called without a word"
+KERNEL, BARE = "kernel alone", "bare exchange"
 UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
 UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
 PILOT_ROUNDS, PIECES = 5, 4
