@@ -132,14 +132,15 @@ def rank_script(pinned: bool) -> str:
 
 def use_congestion_control(name: str) -> None:
     """Of the TCP of this network namespace."""
-    ways = Path("/proc/sys/net/ipv4")
+    ways, why = Path("/proc/sys/net/ipv4"), ""
+    used = ways / "tcp_congestion_control"
     try:
-        (ways / "tcp_congestion_control").write_text(name)
+        used.write_text(name)
     except OSError as error:
+        why = f" ({error.strerror})"
+    if used.read_text().strip() != name:  # no name at all is no error to the kernel
         there = (ways / "tcp_available_congestion_control").read_text().split()
-        raise Refused(
-            f"the hosts' TCP cannot use '{name}' ({error.strerror}): give --congestion one of {', '.join(there)}"
-        ) from None
+        raise Refused(f"the hosts' TCP cannot use '{name}'{why}: give --congestion one of {', '.join(there)}")
 
 
 def start_host(name: str, congestion: str) -> int:
