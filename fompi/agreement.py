@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fompi.communicator import Communicator
 
 _HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and what we tell, rows expected (or -1)
-_ROWS_BITS, _TOLD_BITS = 34, 6
+_ROWS_BITS, _TOLD_BITS, SIGN_BITS = 34, 7, 22
 _DESCRIPTION_NBYTES = 1024
 REFUSED = -1
 
@@ -45,8 +45,8 @@ def agree(comm: Communicator, text: str, refusal: Exception | None = None) -> No
 class Agreement(Task):
     """`then(self)` is called when it is finished: `rows[source]` are what each rank has for us, or `error` is set.
 
-    `sign` are 23 bits of what the ranks need not have in common; `signed_alike` tells afterwards whether they have.
-    `tells` is a small number (6 bits), those of all ranks are in `told` afterwards.
+    `sign` are 22 bits of what the ranks need not have in common; `signed_alike` tells afterwards whether they have.
+    `tells` is a small number (7 bits), those of all ranks are in `told` afterwards.
 
     `expects` (-1: any) is how many rows must arrive here. Unless as many arrive everywhere (`alike`), each rank knows
     only its own number, and there is a second round in which it says whether it is content.

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi import dlpack
-from fompi.agreement import Agreement, digest
+from fompi.agreement import SIGN_BITS, Agreement, digest
 from fompi.arguments import Arguments, Local, localise
 from fompi.backends.numpy import Numpy
-from fompi.choose import choose, window_by_rule
+from fompi.choose import choose, heard, tell, window_by_rule
 from fompi.communicator import Communicator
 from fompi.compiled import Compiled
 from fompi.engine import Task
@@ -179,7 +179,7 @@ class Pending:
             if local is not None:
                 number, alike = self._common(local), local.problem.moves != "all_to_all"
                 if comm.machine is not None or (comm.network and not alike):
-                    sign, tells = _sign(local.problem), 0 if alike else sum(local.rows).bit_length()
+                    sign, tells = _sign(local.problem), 0 if alike else tell(local.rows, comm.rank)
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
@@ -230,17 +230,17 @@ class Pending:
     def _launch(self, arrived: Sequence[int], alike: bool = True, told: Sequence[int] = ()) -> None:
         """All ranks are here and agree: take a plan, memory for results, and start. `alike`: on the same problem.
 
-        `told`: how many bits the number of rows has that each rank sends in an all-to-all.
+        `told`: by each rank, of what it sends in an all-to-all (`choose.tell`).
         """
         comm, local = self._comm, self._local
         assert local is not None
         problem = local.problem
         if problem.moves == "all_to_all":
-            sizes, total = None, sum(1 << bits >> 1 for bits in told) if alike else None
+            sizes, (total, even) = None, heard(told) if alike else (None, False)
         else:
             sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
-            total = sum(sizes.rows)
-        program = self._compiled(problem, total, alike)
+            total, even = sum(sizes.rows), False
+        program = self._compiled(problem, total, alike, even)
         shares = program.plan.shares
         if sizes is None:
             extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(arrived))
@@ -264,13 +264,13 @@ class Pending:
         if self._comm.engine.report is not None:
             self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND)
 
-    def _compiled(self, problem: Problem, total: int | None, alike: bool) -> Compiled:
-        """The program of this rank, by the schedule that was asked for, or that suits `total` rows."""
+    def _compiled(self, problem: Problem, total: int | None, alike: bool, even: bool) -> Compiled:
+        """The program of this rank, by the schedule that was asked for, or that suits `total` rows (`even`: shards)."""
         assert self._local is not None
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
             machine = self._comm.machine if alike else None  # else the ranks might choose differently
-            schedule, cut = choose(problem, total, self._comm.network, machine, self._comm.crowded)
+            schedule, cut = choose(problem, total, self._comm.network, machine, self._comm.crowded, even)
             if slices is None:
                 slices = cut
             elif to_one_peer(problem, schedule, slices) > MOST_MESSAGES:
@@ -365,7 +365,7 @@ def _digest(agreed: tuple[object, ...]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _sign(problem: Problem) -> int:
-    return digest(str(problem)) & 0x7FFFFF
+    return digest(str(problem)) & (1 << SIGN_BITS) - 1
 
 
 def _size(shape: Sequence[int]) -> int:

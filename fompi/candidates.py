@@ -12,9 +12,9 @@ from fompi.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
 from fompi.exact import Groups, Job, johnson, pieces
 from fompi.layout import Sizes, Slices, cut, slices_in_words
 from fompi.machine import Machine
-from fompi.plan import MOST_MESSAGES, Workspace
+from fompi.plan import IN_STEP, MOST_MESSAGES, Workspace
 from fompi.problems import Problem
-from fompi.schedules import PAIRWISE, REGISTERED, available, is_available, shares_of, to_one_peer
+from fompi.schedules import REGISTERED, STRAIGHT, available, is_available, shares_of, to_one_peer
 
 EVEN: tuple[Slices, ...] = (1, 2, 4, 8, 16)
 UNEVEN: tuple[Slices, ...] = (
@@ -100,12 +100,13 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
             if name != "direct" or together:
                 yield Candidate(name, slices)
             if name == "direct" and size > 2:
-                yield Candidate(name, slices, 1)
+                in_step = problem.moves == "all_to_all" and not computes
+                yield Candidate(IN_STEP, slices) if in_step else Candidate(name, slices, 1)
 
 
 def paced(best: Candidate, size: int) -> Iterator[Candidate]:
     """The same with more or fewer sends in flight, where ranks send to several others."""
-    if best.schedule in PAIRWISE and best not in UNFUSED:
+    if best.schedule in STRAIGHT and best not in UNFUSED:
         yield from (best._replace(window=w) for w in WINDOWS if w != best.window and (w or 0) < size - 1)
 
 

@@ -2,12 +2,12 @@
 
 An operation that is called must choose by what all its ranks know. So it takes the rule where they know less than the
 model asks: columns of a weight that differ between ranks. How much an all-to-all moves they tell each other, to a power
-of two.
+of two, and whether it is about as much for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from fompi import layout
@@ -16,7 +16,7 @@ from fompi.errors import PlanError
 from fompi.explain import explain
 from fompi.layout import Sizes, Slices
 from fompi.machine import Machine
-from fompi.plan import MOST_MESSAGES, Plan
+from fompi.plan import IN_STEP, MOST_MESSAGES, Plan
 from fompi.problems import Problem
 from fompi.schedules import hint, is_available, shares_of, to_one_peer, write
 
@@ -36,6 +36,10 @@ EXCHANGE_NBYTES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 64, 2
 """Over a network: from the first on, what a rank has for each of several others goes in slices of at most 1 MiB, so
 many under way at a time: one arrives while the next leaves, and few streams meet at a port."""
 
+EVEN_SHARE = 1.5
+"""Ranks keep in step as long as nobody has more than so many times as much for one rank as for another: all wait for
+the longest message of a turn."""
+
 
 def choose(
     problem: Problem,
@@ -43,17 +47,30 @@ def choose(
     network: bool = False,
     machine: Machine | None = None,
     crowded: bool = False,
+    even: bool = True,
 ) -> tuple[str, Slices]:
     """Schedule and slices for `rows` in all (None: not known to all ranks), by the model of a machine or by the rule.
 
     `network`: the ranks have several hosts. `crowded`: they have one, and no core of it to spare (`fompi.launch`).
+    `even`: each has about as much for any other (an all-to-all).
 
     By the model calls of about the same size (to a power of two) are done alike, so that new sizes cost nothing.
     """
     if machine is None or not rows or problem.size == 1:
         known = rows or None if problem.moves == "all_to_all" else rows  # 0: nobody has told how many
-        return _by_rule(problem, known, network, crowded)
+        return _by_rule(problem, known, network, crowded, even)
     return _by_model(problem, 1 << rows.bit_length() - 1, machine)
+
+
+def tell(rows: Sequence[int], rank: int) -> int:
+    """What `rank` says of its rows for each rank, in 7 bits: how many bits their sum has, and whether they are even."""
+    others = [*rows[:rank], *rows[rank + 1 :]]
+    return sum(rows).bit_length() << 1 | (max(others) <= EVEN_SHARE * min(others))
+
+
+def heard(told: Sequence[int]) -> tuple[int, bool]:
+    """The rows that all ranks have, about, and whether all are even, from what each tells."""
+    return sum(1 << (one >> 1) >> 1 for one in told), all(one & 1 for one in told)
 
 
 @lru_cache(maxsize=4096)
@@ -74,7 +91,9 @@ def forget() -> None:
 
 
 @lru_cache(maxsize=4096)
-def _by_rule(problem: Problem, rows: int | None, network: bool, crowded: bool = False) -> tuple[str, int]:
+def _by_rule(
+    problem: Problem, rows: int | None, network: bool, crowded: bool = False, even: bool = True
+) -> tuple[str, int]:
     """Schedule and slices without a machine.
 
     Messages go straight to who wants them: no chain of ranks to wait for, and the same bytes as a ring. Large ones
@@ -96,7 +115,8 @@ def _by_rule(problem: Problem, rows: int | None, network: bool, crowded: bool = 
         return "exchange", 1
     shard = nbytes // problem.size
     if problem.moves == "all_to_all":
-        return "direct", _exchange_slices(problem.size, shard // problem.size, computes) if network else 1
+        slices = _exchange_slices(problem.size, shard // problem.size, computes) if network else 1
+        return IN_STEP if even and slices > 1 and not computes else "direct", slices
     if network and shard >= STREAM_NBYTES:
         for slices in (STREAM_SLICES, 1):
             if to_one_peer(problem, "ring", slices) <= MOST_MESSAGES:

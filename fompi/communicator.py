@@ -14,7 +14,7 @@ from fompi import faults, launch
 from fompi.agreement import agree
 from fompi.arena import Arena
 from fompi.channel import Channel
-from fompi.engine import Engine, slots
+from fompi.engine import SPINS, Engine, slots
 from fompi.errors import LayoutError, StateError
 from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
 from fompi.machine import Machine
@@ -33,7 +33,7 @@ def _make_engine() -> Engine:
     pause = pause_between_polls(mode, cores)
     worker = Worker() if has_spare(cores) else None
     helper = (lambda engine: Helper(engine, pause, worker)) if mode in HELPED else None
-    engine = Engine(request_testsome(), timeout, 200 if cores >= 1 else 0, mode, helper)
+    engine = Engine(request_testsome(), timeout, SPINS if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
     asked = os.environ.get("FOMPI_REPORT", "0")
     if asked in ("", "0"):

@@ -58,7 +58,7 @@ class Compiled:
         self.numbers = messages(ops)
         if max(self.numbers, default=0) >= MOST_MESSAGES:
             raise PlanError(f"{plan.schedule} sends more than {MOST_MESSAGES} messages to one peer: take fewer slices")
-        found = constraints(ops, plan.window, plan.by_peer)
+        found = constraints(ops, plan.pace)
         if device:
             found = enqueued(ops, found)
         self.follows = found.follows

@@ -39,6 +39,13 @@ def slots(link: Link) -> int:
 EAGER_NBYTES = 4096
 """A message of so many bytes is copied by any MPI when it is sent: a look at it when it was sent saves a poll."""
 
+SPINS, YIELDS = 20, 280
+"""So often a wait polls at once, then after it has offered the core to others; after that it sleeps between polls.
+
+Twenty are what a small message takes on one host. More would rob ranks that share the core without knowing, as those of
+two containers do: they move messages too.
+"""
+
 ANYONE = -1
 """The rank that is waited for, when all are: in a collective of the library."""
 
@@ -294,7 +301,7 @@ class Engine:
                     idle += 1
                     if idle > self.spins:
                         self._rest(idle - self.spins)
-                if idle > self.spins or rounds % 256 == 0:  # others may move while this task does not
+                if idle > self.spins + YIELDS or rounds % 256 == 0:  # others may move while this task does not
                     self._check(task, channel, begun)
                     if task.error is not None and not patient and perf_counter() - task.failed > ERROR_SECONDS:
                         break
@@ -316,10 +323,10 @@ class Engine:
 
     def _rest(self, times: int) -> None:
         """Leave the core to others: first for a moment, then for longer, but not beyond the end of a kernel."""
-        if times < 100:
+        if times <= YIELDS:
             os.sched_yield()
             return
-        pause = min(times - 99, 10) * 30e-6
+        pause = min(times - YIELDS, 10) * 30e-6
         if self._launched:
             pause = min(pause, min(token.due for token, _, _ in self._launched) - perf_counter())
         if pause > 0:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fompi.plan import Collective, Compute, Op, Recv, Send
+from fompi.plan import Collective, Compute, Op, Pace, Recv, Send
 
 
 class Constraints(NamedTuple):
@@ -108,15 +108,13 @@ def track(op: Op) -> str:
     return {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
 
 
-def constraints(ops: Sequence[Op], window: int | None = None, by_peer: bool = False) -> Constraints:
-    """All that holds an op back: what it reads and writes, its lane, and the window of sends, or of collectives.
-
-    `by_peer`: sends to different peers do not wait for each other.
-    """
+def constraints(ops: Sequence[Op], pace: Pace) -> Constraints:
+    """All that holds an op back: what it reads and writes, its lane, and the pace of sends, or of collectives."""
+    window = pace.window
     needs, behind = dependencies(ops), [-1] * len(ops)
     lanes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
-        one_line = window is not None and isinstance(op, Send) and not by_peer
+        one_line = window is not None and isinstance(op, Send) and not pace.by_peer
         lanes[("send", -1) if one_line else lane(op)].append(i)
     for key, members in lanes.items():
         if key[0] in ("compute", "merge") or (key[0] == "send" and window is None):
@@ -126,6 +124,10 @@ def constraints(ops: Sequence[Op], window: int | None = None, by_peer: bool = Fa
         if window is not None and key[0] != "recv":
             for earlier, later in zip(members, members[window:], strict=False):
                 needs[later] = sorted({*needs[later], earlier})
+    if pace.in_step and window is not None:
+        sends, recvs = ([i for i, op in enumerate(ops) if isinstance(op, kind)] for kind in (Send, Recv))
+        for send, recv in zip(sends[window:], recvs, strict=False):
+            needs[send] = sorted({*needs[send], recv})
     return Constraints(needs, behind)
 
 

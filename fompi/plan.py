@@ -250,6 +250,22 @@ def group_of(schedule: str) -> int:
     return int(ranks) if ranks.isdecimal() else 1
 
 
+class Pace(NamedTuple):
+    """What holds sends back beside their data. `window` bounds those in flight; None: nothing does.
+
+    `by_peer`: those to each peer. `in_step`: those that are not answered: one is, when the receive of the same number
+    is done.
+    """
+
+    window: int | None = None
+    by_peer: bool = False
+    in_step: bool = False
+
+
+IN_STEP = "pairwise"
+"""The schedule whose ranks keep in step."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided about one collective, with the compute around it.
@@ -282,18 +298,20 @@ class Plan:
         return group_of(self.schedule)
 
     @property
-    def by_peer(self) -> bool:
-        """Whether the window bounds the sends to each peer: where links differ, the slow ones hold no others up."""
-        return self.group > 1
+    def pace(self) -> Pace:
+        """Of groups by peer: where links differ, the slow ones hold no others up."""
+        return Pace(self.window, by_peer=self.group > 1, in_step=self.schedule == IN_STEP)
 
     @property
     def is_paced(self) -> bool:
         """Whether a send counts as under way until the other end takes it.
 
         A library may call one done that it has copied, and let more of them go than the window allows. Where the
-        window holds one message, or whole shards, it does no harm: none follows that could fill the way of the answer.
+        window holds one message, or whole shards, it does no harm: none follows that could fill the way of the answer;
+        nor where ranks keep in step.
         """
-        return self.by_peer or (self.parts > 1 and (self.window or 0) > 1)
+        pace = self.pace
+        return pace.by_peer or (self.parts > 1 and (self.window or 0) > 1 and not pace.in_step)
 
     def extents(self, rank: int, sizes: Sizes | None = None) -> Extents:
         """The rows of every block with these sizes (None: those the plan was made for)."""

@@ -153,7 +153,7 @@ class Needs:
     def __init__(self, plan: Plan, rank: int):
         self.rank, self.schedule = rank, plan.schedule
         self.ops: tuple[Op, ...] = plan.programs[rank].ops
-        self.needs, self.behind, _ = constraints(self.ops, plan.window, plan.by_peer)
+        self.needs, self.behind, _ = constraints(self.ops, plan.pace)
 
 
 def prove(

@@ -110,7 +110,7 @@ class _Rotation:
 
     @cached_property
     def after(self) -> dict[Step, list[Step]]:
-        needs, behind, _ = constraints(self.ops, self.plan.window, self.plan.by_peer)
+        needs, behind, _ = constraints(self.ops, self.plan.pace)
         after: dict[Step, list[Step]] = {}
         queued: dict[tuple[str, int], Step] = {}
         for i, op in enumerate(self.ops):

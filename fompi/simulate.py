@@ -67,7 +67,17 @@ def predict(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> float:
     return representatives(plan, machine, sizes).seconds
 
 
-SYMMETRIC = ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional", "hierarchical")
+SYMMETRIC = (
+    "unfused",
+    "sliced",
+    "unfused_p2p",
+    "sliced_p2p",
+    "direct",
+    "pairwise",
+    "ring",
+    "bidirectional",
+    "hierarchical",
+)
 """The schedules by which ranks on equal links do the same, each from where it is: no root, no order of the ranks."""
 
 
@@ -106,7 +116,7 @@ def _alike(plan: Plan, one: int, other: int, known: dict[int, Constraints]) -> b
     a, b = plan.programs[one].ops, plan.programs[other].ops
     shift = other - one
     for rank in {one, other} - known.keys():
-        known[rank] = constraints(plan.programs[rank].ops, plan.window, plan.by_peer)
+        known[rank] = constraints(plan.programs[rank].ops, plan.pace)
     return (
         len(a) == len(b)
         and known[one] == known[other]
@@ -150,7 +160,7 @@ class Walk:
         self.offsets = [
             {b.name: b.offsets(e) for b in p.buffers} for p, e in zip(self.programs, self.extents, strict=True)
         ]
-        needed = (known.get(p.rank) or constraints(p.ops, plan.window, plan.by_peer) for p in self.programs)
+        needed = (known.get(p.rank) or constraints(p.ops, plan.pace) for p in self.programs)
         self.frontiers = [Frontier(each) for each in needed]
         self.numbers = [messages(p.ops) for p in self.programs]
         self.posted: dict[tuple[int, int, int], tuple[int, int]] = {}

@@ -268,7 +268,7 @@ class _Walk:
 
     def __init__(self, plan: Plan, partners: dict[Partner, Partner]):
         self.plan, self.partners = plan, partners
-        self.limits = [constraints(p.ops, plan.window, plan.by_peer) for p in plan.programs]
+        self.limits = [constraints(p.ops, plan.pace) for p in plan.programs]
         self.frontiers = [Frontier(c) for c in self.limits]
         self.started: list[set[int]] = [set() for _ in plan.programs]
         self.done: list[set[int]] = [set() for _ in plan.programs]

@@ -24,6 +24,7 @@ from fompi.bench.cluster import Cluster
 from fompi.bench.measure import Contestant, Row, alternate, checked, relative_error
 from fompi.bench.suites import Options
 from fompi.layout import Shard, Spec
+from fompi.schedules import can_move
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 MIB = 1 << 20
@@ -40,6 +41,9 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "fompi direct, 4 slices, window 2": {"schedule": "direct", "slices": 4, "window": 2},
     "fompi direct, 8 slices, window 2": {"schedule": "direct", "slices": 8, "window": 2},
     "fompi direct, 16 slices, window 2": {"schedule": "direct", "slices": 16, "window": 2},
+    "fompi pairwise": {"schedule": "pairwise"},
+    "fompi pairwise, 4 slices": {"schedule": "pairwise", "slices": 4},
+    "fompi pairwise, 16 slices": {"schedule": "pairwise", "slices": 16},
     "fompi ring, 4 slices": {"schedule": "ring", "slices": 4},
 }
 
@@ -57,7 +61,7 @@ def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: in
     contestants = {"native": Contestant(native(operation, comm.link.comm, x, reference.shape), error)}
     with ExitStack() as bound:
         for name, how in CANDIDATES.items():
-            if operation != "all_to_all" or how["schedule"] != "ring":
+            if can_move(how["schedule"], operation, size):
                 step = bound.enter_context(fompi.bind(plan(operation, x, size, **how), comm=comm, x=x))
                 contestants[name] = Contestant(step, error)
         contestants[CALLED] = Contestant(partial(getattr(fompi, operation), x, comm=comm), error)

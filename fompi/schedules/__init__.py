@@ -9,6 +9,7 @@
 | `unfused_p2p`   | kernel, then pairwise messages                       | slices          |
 | `sliced_p2p`    | the same, a slice of every shard at a time           | slices          |
 | `direct`        | pairwise, between the pieces of the kernel           | slices          |
+| `pairwise`      | `direct`, all ranks in step (all-to-all)             | slices          |
 | `ring`          | to the next rank, between the pieces of the kernel   | slices          |
 | `bidirectional` | half of the parts each way round                     | 2 * slices      |
 | `exchange`      | all-reduce in one step (small tensors)               | slices          |
@@ -25,7 +26,7 @@ from typing import Any
 
 from fompi.errors import PlanError
 from fompi.layout import Sizes, Slices
-from fompi.plan import Op, Plan, Program, Programs, Workspace, group_of
+from fompi.plan import IN_STEP, Op, Plan, Program, Programs, Workspace, group_of
 from fompi.problems import MEANING, Problem
 from fompi.schedules import native
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
@@ -40,14 +41,18 @@ SCHEDULES: dict[str, Schedule] = {
     "unfused_p2p": unfused_p2p,
     "sliced_p2p": sliced_p2p,
     "direct": direct,
+    IN_STEP: direct,
     "ring": ring,
     "bidirectional": bidirectional,
     "exchange": exchange,
 }
 
 
-PAIRWISE = ("direct", "unfused_p2p", "sliced_p2p")
+STRAIGHT = ("direct", "unfused_p2p", "sliced_p2p")
 """Those in which every rank sends to every other one, in any order."""
+
+STEP_WINDOW = 2
+"""Sends under way of ranks in step, if shards are cut: the next slice is there before the last byte of this one."""
 
 GROUPS_WINDOW = 2
 """Sends to a peer of a plan with groups: a piece that has gone all the way round leaves before others have begun."""
@@ -55,7 +60,7 @@ GROUPS_WINDOW = 2
 GROUPED = ("all_gather", "reduce_scatter", "all_reduce")
 """What `hierarchical` moves."""
 
-IN_RING_ORDER = (*PAIRWISE, "ring")
+IN_RING_ORDER = (*STRAIGHT, "ring")
 """Those that sum an element in the order of the ranks, from the one behind its owner round to the owner."""
 
 REGISTERED: dict[str, tuple[str, ...]] = {}
@@ -100,7 +105,9 @@ def available(problem: Problem) -> list[str]:
 def _available(moves: str, size: int, half: bool) -> list[str]:
     names = [name for name in SCHEDULES if name not in REGISTERED]
     if moves == "all_to_all":  # each rank's block is wanted by one rank only: a ring would carry it past others
-        names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct"]
+        names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", IN_STEP]
+    else:
+        names.remove(IN_STEP)
     if moves != "all_reduce" and "exchange" in names:
         names.remove("exchange")
     if half and moves in ("reduce_scatter", "all_reduce"):
@@ -115,7 +122,7 @@ def is_available(problem: Problem, schedule: str) -> bool:
     return can_move(schedule, problem.moves, problem.size, problem.half)
 
 
-def can_move(schedule: str, moves: str, size: int, half: bool) -> bool:
+def can_move(schedule: str, moves: str, size: int, half: bool = False) -> bool:
     """Whether there is such a schedule for what `moves`, in a half type or not."""
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r}: take the name of one, 'auto' among them")
@@ -192,8 +199,8 @@ def write(
     if window is not None and (not isinstance(window, int) or window < 1):
         raise PlanError(f"window={window!r}: at least one message must be under way, or None for no bound")
     shares, size = shares_of(schedule, slices), problem.size
-    if order and schedule not in PAIRWISE:
-        raise PlanError(f"an order of peers is for {', '.join(PAIRWISE)}, not for {schedule}")
+    if order and schedule not in STRAIGHT:
+        raise PlanError(f"an order of peers is for {', '.join(STRAIGHT)}, not for {schedule}")
     for rank, dests in enumerate(order):
         if len(order) != size or sorted((*dests, rank)) != list(range(size)):
             raise PlanError(f"order[{rank}]={dests} must be all other ranks of {size}, each once", rank)
@@ -208,4 +215,6 @@ def write(
         window = native.window(problem)
     elif window is None and group_of(schedule) > 1:
         window = GROUPS_WINDOW
+    elif window is None and schedule == IN_STEP:
+        window = STEP_WINDOW if len(shares) > 1 else 1
     return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window, order)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from fompi import engine as engines
 from fompi import progress
-from fompi.engine import Engine, Task
+from fompi.engine import SPINS, YIELDS, Engine, Task
 from fompi.errors import LaunchError
 from fompi.progress import Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
 
@@ -195,6 +196,26 @@ def test_products_of_a_call_that_the_program_is_about_to_wait_for(engine):
     assert len(task.products) == 2 and not messages.finished
     engine.wait(task, Departed(set(), None))
     assert task.threads == {threading.current_thread().name, "fompi progress"} and not task.awaited
+
+
+def test_a_wait_soon_offers_the_core_to_others_then_sleeps(monkeypatch):
+    """Ranks that share a core without knowing move messages too."""
+
+    class Late(Task):
+        polls = 0
+
+        def take(self, merges_only):
+            self.polls += 1
+            self.finished = self.polls == 500
+
+    waiting, offers, naps = Late(), [], []
+    made = Engine(lambda requests: None, timeout=5.0, spins=SPINS)
+    made.kernels_ready(waiting)
+    monkeypatch.setattr(engines.os, "sched_yield", lambda: offers.append(waiting.polls))
+    monkeypatch.setattr(engines, "sleep", naps.append)
+    made.wait(waiting, Departed(set(), None))
+    assert offers == list(range(SPINS + 1, SPINS + YIELDS + 1)) and SPINS < 50
+    assert len(naps) == 500 - SPINS - YIELDS and naps == sorted(naps) and naps[-1] < 1e-3
 
 
 def test_it_rests_while_others_poll(engine):

@@ -310,17 +310,18 @@ def test_large_products_are_dealt_out_in_slices_over_a_network(own, monkeypatch)
         assert chosen == [("direct", 4)] and len(set(own.link.comm.allgather(chosen[0]))) == 1
 
 
-def test_a_plain_all_to_all_goes_in_slices_over_a_network(own):
-    """Two under way at a time, where there are several peers; also where ranks have other numbers of rows."""
+@pytest.mark.parametrize(("more", "schedule"), [(1, "pairwise"), (300, "direct")])
+def test_a_plain_all_to_all_goes_in_slices_over_a_network(own, more, schedule):
+    """Two under way at a time, where there are several peers; in step, unless a rank has far more for one of them."""
     own.network, own.crowded = own.size > 1, False
-    x = np.arange((512 * own.size + own.rank) * 256.0).reshape(-1, 256) + own.rank
+    x = np.arange((512 * own.size + more * own.rank) * 256.0).reshape(-1, 256) + own.rank
     counts = [len(x) - 512 * (own.size - 1)] + [512] * (own.size - 1)
     everyone = own.link.comm.allgather((x, counts))
     y = fompi.all_to_all(x, counts=counts, comm=own)
     parts = [np.split(given, np.cumsum(cut)[:-1])[own.rank] for given, cut in everyone]
     assert np.array_equal(y, np.concatenate(parts))
     (made,) = (found.plan for found in own.plans.values())
-    assert (made.parts, made.window) == ((4, 2) if own.size > 2 else (1, None))
+    assert (made.schedule, made.parts, made.window) == ((schedule, 4, 2) if own.size > 2 else ("direct", 1, None))
 
 
 def test_columns_that_differ_take_the_rule(own, machine):

@@ -21,7 +21,7 @@ from fompi.layout import Sizes
 from fompi.machine import PRESETS, Level, Machine
 from fompi.plan import Compute
 from fompi.problems import Form, problem
-from fompi.schedules import PAIRWISE, shares_of, write
+from fompi.schedules import STRAIGHT, shares_of, write
 from fompi.simulate import predict
 from fompi.verify import verify
 
@@ -302,7 +302,7 @@ def test_many_sends_in_flight_or_few():
     """Of the best pairwise schedule all windows are walked."""
     made, sizes = large("matmul_all_to_all", 8)
     found = explain(made, sizes, replace(Machine.load("gigabit"), bandwidth=2e9))
-    best = next(one.candidate for one in found.judged if one.candidate.schedule in PAIRWISE)
+    best = next(one.candidate for one in found.judged if one.candidate.schedule in STRAIGHT)
     walked = {one.candidate for one in found.judged if one.trace is not None}
     if found.winner.candidate == best:
         assert {best._replace(window=w) for w in WINDOWS} <= walked

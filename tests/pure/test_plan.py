@@ -14,7 +14,19 @@ from fompi import schedules
 from fompi.errors import PlanError
 from fompi.layout import Sizes
 from fompi.needs import Frontier, constraints, dependencies, enqueued, lane, messages
-from fompi.plan import Chunk, Collective, Compute, Plan, Programs, Recv, Send, format_nbytes, parse, programs_from_json
+from fompi.plan import (
+    Chunk,
+    Collective,
+    Compute,
+    Pace,
+    Plan,
+    Programs,
+    Recv,
+    Send,
+    format_nbytes,
+    parse,
+    programs_from_json,
+)
 
 names = st.sampled_from(["x", "y", "x_full", "w0", "inbox12"])
 chunks = st.builds(
@@ -141,13 +153,14 @@ def test_dependencies_name_the_last_writer_and_the_readers_since():
     assert dependencies(program) == [[], [], [1], [1], [1, 2], [1, 4]]
 
 
-@given(programs, windows, st.booleans())
-def test_constraints(program, window, by_peer):
+@given(programs, windows, st.booleans(), st.booleans())
+def test_constraints(program, window, by_peer, in_step):
     """Beside dependencies: receives, collectives and paced sends start in order; the last two wait for the window.
 
-    By peer, sends to different ones do not wait for each other.
+    By peer, sends to different ones do not wait for each other. In step, they also wait for receives.
     """
-    needs, behind, _ = constraints(program, window, by_peer)
+    needs, behind, _ = constraints(program, Pace(window, by_peer, in_step))
+    recvs = [i for i, op in enumerate(program) if isinstance(op, Recv)]
     for j, op in enumerate(program):
         kind = type(op)
         one_line = kind is Send and window is not None and not by_peer  # whoever they go to
@@ -156,13 +169,16 @@ def test_constraints(program, window, by_peer):
         assert behind[j] == (same[-1] if same and in_order else -1)
         windowed = window is not None and kind in (Send, Collective)
         paced = {same[-window]} if windowed and len(same) >= window else set()
+        turn = sum(isinstance(op, Send) for op in program[:j]) - (window or 0)
+        if in_step and window is not None and kind is Send and 0 <= turn < len(recvs):
+            paced.add(recvs[turn])
         assert set(needs[j]) == set(dependencies(program)[j]) | paced
 
 
 @given(programs, windows, st.randoms(use_true_random=False))
 def test_every_order_of_events_ends(program, window, random):
     """If each op that may start is done some time later, all are done, each once, and none before what it needs."""
-    limits = constraints(program, window)
+    limits = constraints(program, Pace(window))
     frontier, started, done = Frontier(limits), set(), []
     may_start, running = frontier.begin(), []
     while may_start or running:
@@ -181,7 +197,7 @@ def test_every_order_of_events_ends(program, window, random):
 @given(programs, windows)
 def test_enqueued_kernels_wait_for_no_kernel(program, window):
     """They follow those that they need, and wait for messages alone; for messages nothing changes."""
-    found = constraints(program, window)
+    found = constraints(program, Pace(window))
     needs, behind, follows = enqueued(program, found)
     kernels = {i for i, op in enumerate(program) if isinstance(op, Compute)}
     assert behind == found.behind
@@ -193,7 +209,7 @@ def test_enqueued_kernels_wait_for_no_kernel(program, window):
 @given(programs, windows, st.randoms(use_true_random=False))
 def test_every_order_of_events_ends_on_a_device(program, window, random):
     """A device runs what is enqueued lane by lane, each kernel after those it follows, whenever it likes."""
-    found = constraints(program, window)
+    found = constraints(program, Pace(window))
     limits = enqueued(program, found)
     frontier, done, queues, moving = Frontier(limits), [], {}, []
     may_start = frontier.begin()

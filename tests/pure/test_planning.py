@@ -7,6 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 from catalogue import everyone
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fompi
 from fompi import (
@@ -26,6 +28,7 @@ from fompi.backends.numpy import Numpy
 from fompi.candidates import candidates
 from fompi.layout import Sizes
 from fompi.machine import Machine
+from fompi.needs import constraints
 from fompi.ops import OPERATIONS
 from fompi.plan import MOST_MESSAGES, Compute, Recv, Send
 from fompi.problems import MEANING, Form, layouts, problem
@@ -333,13 +336,39 @@ def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_af
     cuts = {0: 1, 500 << 10: 1, 512 << 10: 4, 1 << 20: 4, 4 << 20: 8, 16 << 20: 32, 1 << 30: 64}
     for nbytes, slices in cuts.items():
         rows = 16 * nbytes // row  # of all ranks for all
-        assert choose.choose(made, rows, network=True) == ("direct", slices)
+        assert choose.choose(made, rows, network=True) == ("direct" if slices == 1 else "pairwise", slices)
+        assert choose.choose(made, rows, network=True, even=False) == ("direct", slices)
         assert choose.choose(made, rows) == ("direct", 1)
         assert choose.window_by_rule(made, "direct", slices) == (None if slices == 1 else 2)
     two = problem("all_to_all", 2, Form((8, 256), "float32"))
     assert choose.choose(two, 1 << 30, network=True) == ("direct", 1)
     assert not choose.window_by_rule(two, "direct", 4)
     assert not choose.window_by_rule(problem_of("all_gather", 4), "direct", 4)
+
+
+@given(st.lists(st.lists(st.integers(0, 1 << 33), min_size=4, max_size=4), min_size=4, max_size=4))
+def test_ranks_tell_each_other_how_much_they_have_and_whether_it_is_even(rows):
+    told = [choose.tell(mine, rank) for rank, mine in enumerate(rows)]
+    total, even = choose.heard(told)
+    assert max(told) < 1 << 7 and (total <= sum(map(sum, rows)) < 2 * total or not total)
+    others = [[n for dest, n in enumerate(mine) if dest != rank] for rank, mine in enumerate(rows)]
+    assert even == all(2 * max(mine) <= 3 * min(mine) for mine in others)
+
+
+def test_ranks_keep_in_step():
+    """A message leaves when the last but one has left, and that of the same turn has come."""
+    made = problem_of("all_to_all", 4)
+    plan = schedules.write(made, "pairwise", 2)
+    assert plan.window == 2 and not plan.is_paced and schedules.write(made, "pairwise").window == 1
+    assert schedules.write(made, "pairwise", 4, window=3).window == 3
+    ops = plan.programs[1].ops
+    sends, recvs = ([i for i, op in enumerate(ops) if isinstance(op, kind)] for kind in (Send, Recv))
+    needs = constraints(ops, plan.pace).needs
+    assert not set(needs[sends[1]]) & {*sends, *recvs}
+    assert all({sends[j - 2], recvs[j - 2]} <= set(needs[sends[j]]) for j in range(2, 6))
+    assert "pairwise" in schedules.available(made) and "pairwise" not in schedules.available(
+        problem_of("all_gather", 4)
+    )
 
 
 def test_a_send_is_done_when_the_other_end_takes_it_where_a_window_of_several_bounds_parts():

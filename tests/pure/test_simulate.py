@@ -365,7 +365,7 @@ def test_a_sum_of_a_group_leaves_before_all_sums_have_begun(name):
     made = catalogue.problems(8)[name]
     sizes = Sizes((64,) * 8)
     plan = schedules.write(made, "hierarchical(4)", 8, sizes)
-    assert plan.window and plan.by_peer and not schedules.write(made, "direct", 8, sizes, 1).by_peer
+    assert plan.window and plan.pace.by_peer and not schedules.write(made, "direct", 8, sizes, 1).pace.by_peer
     first = {}
     for window in (plan.window, None):
         events = simulate(replace(plan, window=window), where).events
