@@ -122,7 +122,7 @@ def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     _problem_arguments(parser, *["step"] * (command == "simulate"))
     parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}, hierarchical(RANKS)")
     parser.add_argument("--slices", metavar="N | A,B,...", help="equal ones, or their sizes in proportion: 1,2,4")
-    parser.add_argument("--window", type=int, help="sends in flight of a rank (no bound)")
+    parser.add_argument("--window", type=int, help="sends in flight of a rank (as the schedule has it)")
     parser.add_argument("--verify", action="store_true", help="prove the plan first")
     if command == "plan":
         parser.add_argument("--json", action="store_true", help="the plan as JSON")

@@ -77,9 +77,9 @@ def bind(
     the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
     best now, between two calls (an output that was not given may move then); those that adapt on one communicator are
     called in one order on all its ranks. With `same_bits` only to what sums every element in the same order: `ring`
-    and the pairwise schedules do, with any slices of a reduce-scatter, and with the same slices of an all-reduce. A
-    DriftWarning says when calls take much longer than predicted: on the machine of the Explanation, or on that of
-    FOMPI_MACHINE.
+    and those with messages straight to each rank do, with any slices of a reduce-scatter, and with the same slices of
+    an all-reduce. A DriftWarning says when calls take much longer than predicted: on the machine of the Explanation,
+    or on that of FOMPI_MACHINE.
     """
     given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
     if isinstance(plan, Explanation):

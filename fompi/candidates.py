@@ -30,6 +30,9 @@ UNEVEN: tuple[Slices, ...] = (
 MOST_OPS, FEW_OPS = 20_000, 600
 """Of a rank: finer cuts are not considered; where a call waits for the choice, fewer are."""
 
+CUTS_OF_USERS = (1, 4)
+"""Of schedules that users register: each plan is proven first."""
+
 MOST_TOGETHER = 64
 """With more ranks than this nobody sends to all others at once: only one after the other."""
 
@@ -90,7 +93,9 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
             yield from (Candidate(name, n) for n in (2, 4, 8) if name == "sliced" or 3 * size * n <= most_ops)
     groups = [f"hierarchical({level.ranks})" for level in machine.levels]
     cuts = (*EVEN, *UNEVEN) if computes else EVEN
-    yield from (Candidate(name) for name in REGISTERED if name in names)
+    for name in REGISTERED:
+        if name in names:
+            yield from (Candidate(name, n) for n in CUTS_OF_USERS if n == 1 or 3 * size * n <= min(most_ops, FEW_OPS))
     for name in ("direct", "ring", "bidirectional", *groups):
         for slices in cuts:
             if not is_its_own(problem, name, slices) or to_one_peer(problem, name, slices) > MOST_MESSAGES:
@@ -165,7 +170,7 @@ ORDERED_SLICES, MOST_ORDERED = (1, 4), 16
 
 
 def in_order(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
-    """Pairwise exchanges in which each rank takes the others by Johnson's rule, or those behind slow links first.
+    """Direct exchanges in which each rank takes the others by Johnson's rule, or those behind slow links first.
 
     Only where pieces or links differ, by more than a row.
     """
@@ -257,8 +262,9 @@ def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
         ("unfused_p2p", (1,)),
         ("exchange", (1,)),
         ("sliced", (4,) if computes else ()),
-        ("direct", (1, 2, 4)),
+        ("direct", (1, 2, 4, 8) if problem.moves == "all_to_all" else (1, 2, 4)),
         ("ring", (1, 4)),
+        (IN_STEP, (8, 32)),
         *((name, (1,)) for name in REGISTERED),
     ):
         yield from (Candidate(name, slices) for slices in cuts if is_its_own(problem, name, slices))

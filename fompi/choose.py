@@ -32,9 +32,9 @@ WALKED = 2
 STREAM_NBYTES, STREAM_SLICES = 1 << 20, 4
 """Over a network: shards of this size go round a ring, in so many slices."""
 
-EXCHANGE_NBYTES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 64, 2
-"""Over a network: from the first on, what a rank has for each of several others goes in slices of at most 1 MiB, so
-many under way at a time: one arrives while the next leaves, and few streams meet at a port."""
+EXCHANGE_NBYTES, EXCHANGE_SLICES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 8, 64, 2
+"""Over a network: from the first on, what a rank has for each of several others goes in so many slices, or in more (of
+at most 1 MiB), so many under way at a time: one arrives while the next leaves, and few streams meet at a port."""
 
 EVEN_SHARE = 1.5
 """Ranks keep in step as long as nobody has more than so many times as much for one rank as for another: all wait for
@@ -59,7 +59,7 @@ def choose(
     if machine is None or not rows or problem.size == 1:
         known = rows or None if problem.moves == "all_to_all" else rows  # 0: nobody has told how many
         return _by_rule(problem, known, network, crowded, even)
-    return _by_model(problem, 1 << rows.bit_length() - 1, machine)
+    return _by_model(problem, 1 << rows.bit_length() - 1, machine, even)
 
 
 def tell(rows: Sequence[int], rank: int) -> int:
@@ -74,14 +74,14 @@ def heard(told: Sequence[int]) -> tuple[int, bool]:
 
 
 @lru_cache(maxsize=4096)
-def _by_model(problem: Problem, rows: int, machine: Machine) -> tuple[str, Slices]:
+def _by_model(problem: Problem, rows: int, machine: Machine, even: bool = True) -> tuple[str, Slices]:
     size = problem.size  # rows alike everywhere, so that some ranks stand for all
     if problem.moves == "all_to_all":
         sizes = Sizes(pairs=((max(1, rows // size**2),) * size,) * size)
     else:
         sizes = Sizes((max(1, rows // size),) * size)
     found = explain(problem, sizes, machine, None, WALKED, FEW_OPS, hurried=True)
-    best = found.winner.candidate
+    best = next(c for c in (one.candidate for one in found.judged) if even or c.schedule != IN_STEP)
     return best.schedule, best.slices
 
 
@@ -132,7 +132,7 @@ def _exchange_slices(size: int, nbytes: int, computes: bool) -> int:
         return STREAM_SLICES if nbytes >= STREAM_NBYTES else 1
     if size == 2 or nbytes < EXCHANGE_NBYTES:
         return 1
-    return min(max(STREAM_SLICES, 1 << (nbytes // STREAM_NBYTES).bit_length()), MOST_EXCHANGE_SLICES)
+    return min(max(EXCHANGE_SLICES, 1 << (nbytes // STREAM_NBYTES).bit_length()), MOST_EXCHANGE_SLICES)
 
 
 def window_by_rule(problem: Problem, schedule: str, slices: Slices) -> int | None:

@@ -8,9 +8,9 @@ from fompi.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
 from fompi.candidates import Candidate
 from fompi.layout import Sizes
 from fompi.machine import Level, Link, Machine
-from fompi.plan import group_of
+from fompi.plan import IN_STEP, group_of
 from fompi.problems import Problem
-from fompi.schedules import shares_of
+from fompi.schedules import shares_of, window_of
 
 
 def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candidate) -> float:
@@ -65,7 +65,8 @@ class _Wire:
     """What messages take, in seconds of the busiest port."""
 
     def __init__(self, problem: Problem, machine: Machine):
-        self.size, self.row, self.machine = problem.size, max(row_nbytes(problem)), machine
+        self.problem, self.machine = problem, machine
+        self.size, self.row = problem.size, max(row_nbytes(problem))
         self.slowest = min((machine.rate(rank) for rank in range(problem.size)), default=1.0)
 
     def seconds(self, candidate: Candidate, pieces: Sequence[float]) -> float:
@@ -78,7 +79,8 @@ class _Wire:
                 inside = min(inside, level.ranks)
         alone = inside == self.size or schedule in ("ring", "bidirectional")
         count: float = self.size - 1 if alone else inside
-        at_once = {"ring": 1, "bidirectional": 2}.get(schedule, candidate.window or self.size)
+        window = window_of(self.problem, schedule, len(pieces)) if schedule == IN_STEP else candidate.window
+        at_once = {"ring": 1, "bidirectional": 2}.get(schedule, window or self.size)
         count /= min(self.machine.ports, at_once, max(1, count))
         found.append(self._at(self.machine.innermost, count, pieces, candidate))
         return max(found)

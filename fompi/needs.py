@@ -1,4 +1,4 @@
-"""What holds an op of a program back: what it reads and writes, its lane, and the window."""
+"""What holds an op of a program back: what it reads and writes, its lane, and the pace."""
 
 from __future__ import annotations
 

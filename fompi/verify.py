@@ -359,6 +359,12 @@ class _Walk:
                 if i in self.started[rank] and i not in self.done[rank]:
                     why = f"rank {rank} never completes op {i}, {op}: {self._why(rank, i)}"
                     raise PlanError(why, rank, i, str(_first(op)))
+        for rank, program in enumerate(self.plan.programs):
+            for i, op in enumerate(program.ops):
+                if i not in self.started[rank]:
+                    raise PlanError(
+                        f"rank {rank} never begins op {i}, {op}: it waits in a circle", rank, i, str(_first(op))
+                    )
 
     def _why(self, rank: int, i: int) -> str:
         """What the partner of a stuck op waits for."""

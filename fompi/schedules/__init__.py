@@ -6,9 +6,9 @@
 |-----------------|------------------------------------------------------|-----------------|
 | `unfused`       | kernel, then the native collective                   | 1               |
 | `sliced`        | `slices` asynchronous native collectives             | slices          |
-| `unfused_p2p`   | kernel, then pairwise messages                       | slices          |
+| `unfused_p2p`   | kernel, then messages straight to each rank          | slices          |
 | `sliced_p2p`    | the same, a slice of every shard at a time           | slices          |
-| `direct`        | pairwise, between the pieces of the kernel           | slices          |
+| `direct`        | straight to each rank, between pieces of the kernel  | slices          |
 | `pairwise`      | `direct`, all ranks in step (all-to-all)             | slices          |
 | `ring`          | to the next rank, between the pieces of the kernel   | slices          |
 | `bidirectional` | half of the parts each way round                     | 2 * slices      |
@@ -192,7 +192,7 @@ def write(
     """The Plan of `problem` by `schedule`, its shards cut into `slices`. Raises PlanError for what cannot be.
 
     `at(rank)` is the problem of each rank where they differ in columns that do not travel (None: they do not differ).
-    `order[rank]`: the other ranks, in the order in which `rank` sends to them (pairwise schedules only).
+    `order[rank]`: the other ranks, in the order in which `rank` sends to them (`STRAIGHT` only).
     """
     if not is_available(problem, schedule):
         raise PlanError(f"{problem.operation} has no schedule {schedule!r}{hint(problem, schedule)}")
@@ -211,10 +211,15 @@ def write(
         return work.program(_writer(schedule)(mine, work))
 
     nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
-    if window is None and schedule == "sliced":
-        window = native.window(problem)
-    elif window is None and group_of(schedule) > 1:
-        window = GROUPS_WINDOW
-    elif window is None and schedule == IN_STEP:
-        window = STEP_WINDOW if len(shares) > 1 else 1
+    if window is None:
+        window = window_of(problem, schedule, len(shares))
     return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window, order)
+
+
+def window_of(problem: Problem, schedule: str, parts: int) -> int | None:
+    """Sends in flight, or collectives, where nobody says how many."""
+    if schedule == IN_STEP:
+        return STEP_WINDOW if parts > 1 else 1
+    if schedule == "sliced":
+        return native.window(problem)
+    return GROUPS_WINDOW if group_of(schedule) > 1 else None

@@ -1,4 +1,4 @@
-"""Direct (pairwise): every block goes straight to the rank that wants it, in the permutations rank -> rank + d, for
+"""Direct: every block goes straight to the rank that wants it, in the permutations rank -> rank + d, for
 sums rank -> rank - d, or in the order that the plan has for each rank.
 
 The same bytes as a ring without its chain of dependencies: a slow rank delays only what it sends itself. Own block

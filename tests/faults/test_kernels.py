@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 SCRIPT = """
-from fompi import Shard, Spec
-specs = Spec((6, 2 * size), "float64", Shard(1)), Spec((2 * size, 3), "float64", Shard(0))
+from fompi.bench.collectives import plan
 x, w = np.ones((6, 2)), np.ones((2, 3))
 failing = False
 
@@ -20,8 +19,8 @@ def matmul(reads, writes):
 def run(schedule, slices, calls):
     global failing
     said = {}
-    plan = fompi.plan("OPERATION", *specs, ranks=size, schedule=schedule, slices=slices)
-    with fompi.bind(plan, comm=world, x=x, w=w, kernels={"matmul": matmul}) as step:
+    made = plan("OPERATION", x, w, size, schedule=schedule, slices=slices)
+    with fompi.bind(made, comm=world, x=x, w=w, kernels={"matmul": matmul}) as step:
         for call in range(calls):
             failing = call % 2 == 1
             try:
@@ -32,7 +31,7 @@ def run(schedule, slices, calls):
                 said[kind] = " ".join([kind, str(error), *getattr(error, "__notes__", ())])
             else:
                 assert not failing, f"rank {rank} did not hear of it in call {call}, {schedule}"
-                assert (y == 2 * size).all()
+                assert (y == EACH).all()
     for words in said.values():
         say("SAID", schedule, rank, words)
     for again in ("auto", "unfused"):
@@ -46,9 +45,17 @@ SCHEDULES = {"direct": 2, "ring": 1, "bidirectional": 1, "unfused_p2p": 1, "slic
 ALL = tuple(SCHEDULES.items())
 
 
-def script(operation="matmul_all_reduce", schedules=ALL, culprit="rank == size - 1", calls=20):
-    text = SCRIPT.replace("OPERATION", operation).replace("SCHEDULES", repr(schedules))
+def script(operation="matmul_all_reduce", schedules=ALL, culprit="rank == size - 1", calls=20, each="2 * size"):
+    text = SCRIPT.replace("OPERATION", operation).replace("SCHEDULES", repr(schedules)).replace("EACH", each)
     return text.replace("CULPRIT", culprit).replace("CALLS", str(calls))
+
+
+def test_caught_on_ranks_that_keep_in_step(launch):
+    """Sends that wait for what comes are held back no longer than others."""
+    ended = launch(4, script("matmul_all_to_all", (("pairwise", 2), ("direct", 2)), each="2"))
+    ended.assert_clean()
+    for schedule in ("pairwise", "direct"):
+        assert sum(line.startswith(schedule + " ") for line in ended.lines("SAID")) == 4
 
 
 @pytest.mark.parametrize("operation", ["matmul_all_reduce", "matmul_reduce_scatter"])

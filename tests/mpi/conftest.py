@@ -12,12 +12,17 @@ import os
 import re
 import signal
 import time
+from importlib import import_module
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import fompi
+from fompi import effort
+from fompi.machine import Machine
+
+calibrate = import_module("fompi.calibrate")  # fompi.calibrate is the function
 
 GRACE_SECONDS = 10  # for the others to come back after a failure here
 REPORT_BYTES = 16384  # the end of a report, where the error stands
@@ -37,6 +42,35 @@ def comm():
 def world():
     """All ranks, as fompi's Communicator."""
     return fompi.Communicator.of(None)
+
+
+@pytest.fixture
+def own(comm):
+    """A communicator that knows of no choice yet."""
+    with fompi.Communicator(comm) as made:
+        yield made
+
+
+@pytest.fixture
+def machine():
+    return Machine.load("gigabit")
+
+
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch, comm):
+    """A folder of rank 0's, on all ranks."""
+    folder = comm.bcast(str(tmp_path_factory.mktemp("cache")) if comm.rank == 0 else None)
+    monkeypatch.setenv("FOMPI_CACHE", folder)
+    return folder
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    """Measurements are short: no figure is judged."""
+    monkeypatch.setattr(effort, "ROUNDS", 2)
+    monkeypatch.setattr(effort, "FEW", 2)
+    monkeypatch.setattr(calibrate, "ROUNDS", 2)
+    monkeypatch.setattr(calibrate, "SIZES", [1 << 10, 1 << 14, 1 << 18])
 
 
 @functools.cache

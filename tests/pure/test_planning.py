@@ -333,7 +333,7 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
 def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_after_the_other():
     made = problem("all_to_all", 4, Form((8, 256), "float32"))
     row = 4 * 256
-    cuts = {0: 1, 500 << 10: 1, 512 << 10: 4, 1 << 20: 4, 4 << 20: 8, 16 << 20: 32, 1 << 30: 64}
+    cuts = {0: 1, 500 << 10: 1, 512 << 10: 8, 1 << 20: 8, 7 << 20: 8, 8 << 20: 16, 16 << 20: 32, 1 << 30: 64}
     for nbytes, slices in cuts.items():
         rows = 16 * nbytes // row  # of all ranks for all
         assert choose.choose(made, rows, network=True) == ("direct" if slices == 1 else "pairwise", slices)
