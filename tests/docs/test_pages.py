@@ -14,6 +14,9 @@ import subprocess
 import blocks
 import pytest
 
+from fompi.machine import Machine
+from fompi.steps import step
+
 RUNNABLE = [block for block in blocks.python() if block.ranks]
 
 
@@ -81,3 +84,20 @@ def test_job_scripts_are_bash(script):
 
 def test_there_are_job_scripts():
     assert len(list(blocks.ROOT.glob("examples/slurm/*.sbatch"))) >= 2
+
+
+@pytest.mark.timeout(120)
+def test_what_the_study_at_scale_says_of_eight_ranks():
+    """The first row of each of its tables, on both machines, as the command above the table prints it."""
+    page = (blocks.ROOT / "docs" / "scale.md").read_text()
+    rows = re.findall(r"^\| 8 \|(.*)\|$", page, re.MULTILINE)
+    asked = [shlex.split(line)[5:] for line in re.findall(r"^python -m fompi simulate step .*--model llama-7b.*", page, re.M)]
+    assert len(rows) == len(asked) == 3
+    for row, words in zip(rows, asked, strict=True):
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        cells = [cell.strip() for cell in row.split("|")]
+        for machine, said in (("h100-ndr", cells[:3]), ("a800-hdr", cells[3:])):
+            tokens = int(options.get("--tokens", 2048))
+            made = step("llama-7b", options["--parallel"], 8, Machine.load(machine), tokens)
+            gain = made.unfused / made.fused
+            assert said == [f"{1e3 * made.unfused:.1f}", f"{1e3 * made.fused:.1f}", f"{gain:.2f}x"], (words, machine)
