@@ -11,9 +11,9 @@ from random import Random
 
 import numpy as np
 
-from fompi.layout import Sizes
+from fompi.layout import Sizes, Spec
 from fompi.plan import Compute, Recv, Send
-from fompi.problems import Form, problem
+from fompi.problems import MEANING, Form, from_specs, layouts, problem
 
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 ROWS = ("even", "uneven", "few", "lonely", "none")
@@ -163,3 +163,16 @@ def everyone(problem, work):
         else:
             yield Recv(peer, shard)
             yield Send(peer, x[:])
+
+
+def specs_of(operation, rows=12, k=6, n=9, dtype="float32"):
+    """Global tensors that the operation takes: x (rows, k), w (k, n), h (rows, n)."""
+    meaning = MEANING[operation]
+    shapes = [(rows, k), *[(k, n)] * (meaning.weight is not None), *[(rows, n)] * (meaning.operand is not None)]
+    return [Spec(s, dtype, lay) for s, lay in zip(shapes, layouts(operation, len(shapes)), strict=True)]
+
+
+def problem_of(operation, ranks):
+    """Of rank 0, on the tensors of `specs_of`."""
+    at, _ = from_specs(operation, specs_of(operation), ranks)
+    return at(0)

@@ -54,7 +54,7 @@ MOST_MEDIAN_ERROR, MOST_ERROR = 0.04, 0.10
 NEAR_BEST, LEAST_NEAR, MOST_SLOWER = 1.02, 0.95, 1.02
 TOTAL, QUICK_TOTAL = 8 * MIB, 2 * MIB
 MOST_RIVALS = 10
-"""Among two ranks some fifty candidates are walked through, and a row of all of them takes a minute."""
+"""Between two ranks some fifty candidates are walked through, and a row of all of them takes a minute."""
 
 GROUPED = ("reduce_scatter", "all_gather", "all_reduce")
 BLIND = ("direct", "ring", "bidirectional")
@@ -110,9 +110,8 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
     machine = at_speed(machine, slowdown(machine, comm))
     explained = explained_for(machine, case.operation, comm.size, x, w)
-    listed = [one for one in explained.judged if one.proof is not None]  # the best first
-    held_against = [*listed[:MOST_RIVALS], *(one for one in listed[MOST_RIVALS:] if one.candidate in UNFUSED)]
-    walked = {one.candidate: one.seconds for one in held_against}
+    best_first = [(one.candidate, one.seconds) for one in explained.judged if one.proof is not None]
+    walked = {c: seconds for i, (c, seconds) in enumerate(best_first) if i < MOST_RIVALS or c in UNFUSED}
     with ExitStack() as held:
         contestants = {}
         for candidate in walked:

@@ -6,9 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from catalogue import everyone
-from hypothesis import given
-from hypothesis import strategies as st
+from catalogue import everyone, problem_of, specs_of
 
 import fompi
 from fompi import (
@@ -20,29 +18,16 @@ from fompi import (
     ShapeError,
     Shard,
     Spec,
-    choose,
     problems,
     schedules,
 )
 from fompi.backends.numpy import Numpy
-from fompi.candidates import candidates
-from fompi.layout import Sizes
-from fompi.machine import Machine
-from fompi.needs import constraints
 from fompi.ops import OPERATIONS
-from fompi.plan import MOST_MESSAGES, Compute, Recv, Send
-from fompi.problems import MEANING, Form, layouts, problem
-from fompi.schedules import to_one_peer
+from fompi.plan import Compute, Recv, Send
+from fompi.problems import MEANING, Form, problem
 from fompi.twin import twin
 
 ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
-
-
-def specs_of(operation, rows=12, k=6, n=9, dtype="float32"):
-    """Global tensors that the operation takes: x (rows, k), w (k, n), h (rows, n)."""
-    meaning = MEANING[operation]
-    shapes = [(rows, k), *[(k, n)] * (meaning.weight is not None), *[(rows, n)] * (meaning.operand is not None)]
-    return [Spec(s, dtype, lay) for s, lay in zip(shapes, layouts(operation, len(shapes)), strict=True)]
 
 
 @pytest.mark.parametrize("operation", MEANING)
@@ -56,11 +41,6 @@ def test_every_operation_is_planned(operation, ranks):
         assert plan.size == ranks and (schedule == "auto" or plan.schedule == schedule)
         assert sum(plan.sizes.rows) + sum(map(sum, plan.sizes.pairs)) == (72 if plan.problem.flat else 12)
         assert fompi.simulate(plan, fompi.Machine.load("laptop")).seconds >= 0
-
-
-def problem_of(operation, ranks):
-    at, _ = problems.from_specs(operation, specs_of(operation), ranks)
-    return at(0)
 
 
 def test_operations_and_meanings_are_the_same_list():
@@ -302,108 +282,6 @@ def test_local_tensors_that_do_not_fit(forms, text):
     assert text in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------ auto
-
-
-def test_the_choice_is_one_that_every_rank_can_make():
-    """It depends on the problem and on rows that all ranks know, and it is a schedule of the problem."""
-    for operation in MEANING:
-        for ranks in (1, 2, 8):
-            made = problem_of(operation, ranks)
-            for rows, network, crowded in product((None, 0, 10, 10**9), (False, True), (False, True)):
-                name, slices = choose.choose(made, rows, network, None, crowded)
-                assert name in schedules.available(made) and slices >= 1
-
-
-def test_small_sums_take_one_step_and_large_products_two_slices():
-    small, large = Sizes(rows=(100,) * 4), Sizes(rows=(10**8,) * 4)
-    sums, products = problem_of("all_reduce", 4), problem_of("all_gather_matmul", 4)
-    assert choose.plan_for(sums, small).schedule == "exchange" and choose.plan_for(sums, large).schedule == "direct"
-    assert choose.plan_for(products, small).parts == 1 and choose.plan_for(products, large).parts == 2
-    assert choose.plan_for(products, large, slices=3).parts == 3
-    assert choose.plan_for(products, large, "bidirectional").parts == 2
-    assert choose.choose(sums, 10**8, network=True) == choose.choose(products, 10**8, network=True) == ("ring", 4)
-    assert choose.choose(products, 100, network=True) == ("direct", 1)
-    dealt = problem_of("matmul_all_to_all", 4)
-    assert choose.choose(dealt, 10**8, network=True) == ("direct", 4)
-    for rows, network in ((10**8, False), (100, True), (0, True), (None, True)):
-        assert choose.choose(dealt, rows, network=network) == ("direct", 1)
-
-
-def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_after_the_other():
-    made = problem("all_to_all", 4, Form((8, 256), "float32"))
-    row = 4 * 256
-    cuts = {0: 1, 500 << 10: 1, 512 << 10: 8, 1 << 20: 8, 7 << 20: 8, 8 << 20: 16, 16 << 20: 32, 1 << 30: 64}
-    for nbytes, slices in cuts.items():
-        rows = 16 * nbytes // row  # of all ranks for all
-        assert choose.choose(made, rows, network=True) == ("direct" if slices == 1 else "pairwise", slices)
-        assert choose.choose(made, rows, network=True, even=False) == ("direct", slices)
-        assert choose.choose(made, rows) == ("direct", 1)
-        assert choose.window_by_rule(made, "direct", slices) == (None if slices == 1 else 2)
-    two = problem("all_to_all", 2, Form((8, 256), "float32"))
-    assert choose.choose(two, 1 << 30, network=True) == ("direct", 1)
-    assert not choose.window_by_rule(two, "direct", 4)
-    assert not choose.window_by_rule(problem_of("all_gather", 4), "direct", 4)
-
-
-@given(st.lists(st.lists(st.integers(0, 1 << 33), min_size=4, max_size=4), min_size=4, max_size=4))
-def test_ranks_tell_each_other_how_much_they_have_and_whether_it_is_even(rows):
-    told = [choose.tell(mine, rank) for rank, mine in enumerate(rows)]
-    total, even = choose.heard(told)
-    assert max(told) < 1 << 7 and (total <= sum(map(sum, rows)) < 2 * total or not total)
-    others = [[n for dest, n in enumerate(mine) if dest != rank] for rank, mine in enumerate(rows)]
-    assert even == all(2 * max(mine) <= 3 * min(mine) for mine in others)
-
-
-def test_ranks_keep_in_step():
-    """A message leaves when the last but one has left, and that of the same turn has come."""
-    made = problem_of("all_to_all", 4)
-    plan = schedules.write(made, "pairwise", 2)
-    assert plan.window == 2 and not plan.is_paced and schedules.write(made, "pairwise").window == 1
-    assert schedules.write(made, "pairwise", 4, window=3).window == 3
-    ops = plan.programs[1].ops
-    sends, recvs = ([i for i, op in enumerate(ops) if isinstance(op, kind)] for kind in (Send, Recv))
-    needs = constraints(ops, plan.pace).needs
-    assert not set(needs[sends[1]]) & {*sends, *recvs}
-    assert all({sends[j - 2], recvs[j - 2]} <= set(needs[sends[j]]) for j in range(2, 6))
-    assert "pairwise" in schedules.available(made) and "pairwise" not in schedules.available(
-        problem_of("all_gather", 4)
-    )
-
-
-def test_a_send_is_done_when_the_other_end_takes_it_where_a_window_of_several_bounds_parts():
-    made = problem_of("all_to_all", 4)
-    for slices, window, paced in ((1, None, False), (4, None, False), (1, 2, False), (4, 1, False), (4, 3, True)):
-        assert schedules.write(made, "direct", slices, window=window).is_paced == paced
-    assert schedules.write(problem_of("all_gather", 4), "hierarchical(2)").is_paced
-    assert not schedules.write(problem_of("all_gather", 4), "ring", 4).is_paced
-
-
-def test_a_ring_of_very_many_ranks_has_fewer_slices_or_is_none():
-    """A rank has tags for so many messages to its neighbour."""
-    for ranks, expected in ((512, ("ring", 4)), (513, ("ring", 1)), (2048, ("ring", 1)), (2049, ("direct", 1))):
-        made = problem("all_reduce", ranks, Form((1 << 30,), "float32"))
-        assert choose.choose(made, 1 << 34, network=True) == expected
-        name, slices = expected
-        assert to_one_peer(made, name, slices) <= MOST_MESSAGES
-    gigabit = Machine.load("gigabit")
-    listed = {(c.schedule, c.slices) for c in candidates(problem("all_reduce", 256, Form((8,), "float32")), gigabit)}
-    assert ("ring", 8) in listed and ("ring", 16) not in listed
-
-
-def test_products_stay_whole_where_a_message_is_a_copy_by_a_core_that_could_compute():
-    for operation in ("all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul", "all_gather_weight_gradient"):
-        for rows in (None, 10, 10**9):
-            few = operation == "matmul_all_reduce" and rows == 10
-            assert choose.choose(problem_of(operation, 4), rows, crowded=True) == (
-                "unfused" if few else "unfused_p2p",
-                1,
-            )
-    assert choose.choose(problem_of("all_reduce", 4), 10, crowded=True) == ("exchange", 1)
-    assert choose.choose(problem_of("all_gather", 4), 10, crowded=True) == ("direct", 1)
-    assert choose.choose(problem_of("all_gather_matmul", 1), 10, crowded=True) == ("direct", 1)
-
-
 @pytest.mark.parametrize("weights, biases", [(0, 0), (1, 2)])
 def test_weights_and_biases_that_do_not_go_together(weights, biases):
     x, w, b = Form((0, 3), "float32"), Form((3, 4), "float32"), Form((4,), "float32")
@@ -419,13 +297,3 @@ def test_what_is_no_plan_and_no_schedule():
         fompi.verify("plan")
     plan = fompi.plan("all_gather", x, ranks=2)
     assert fompi.simulate(plan, "laptop").seconds == fompi.simulate(plan, fompi.Machine.load("laptop")).seconds
-
-
-def test_a_choice_by_the_model_is_that_of_a_power_of_two():
-    """New sizes cost nothing, and ranks that know the same choose the same."""
-    machine = fompi.Machine.load("gigabit")
-    made = problem("matmul_reduce_scatter", 4, Form((4096, 512), "float32"), [Form((512, 1024), "float32")])
-    first = choose.choose(made, 4096, True, machine)
-    assert first == choose.choose(made, 5000, True, machine) == choose.choose(made, 8191, True, machine)
-    assert choose.choose(made, 0, True, machine) == choose.choose(made, 0, True)
-    assert choose.choose(made, None, True, machine) == choose.choose(made, None, True)

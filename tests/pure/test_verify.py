@@ -136,6 +136,18 @@ def test_a_window_can_be_too_narrow():
     assert_refused(made(three, *programs, window=1), why, 0, 0, "x[0]")
 
 
+def test_ops_that_wait_for_each_other_in_one_rank():
+    """In step, ranks 0 and 2 may send s only when they have what they receive into s after it; nobody misses it."""
+    three, scratch = problem("all_gather", 3, X), [ROWS]
+    programs = (
+        "copy(x[0]) -> y[0]; x[0]>1; s[0]>2; s[0]<2; y[1]<1; y[2]<1",
+        "copy(x[1]) -> y[1]; y[0]<0; y[2]<2; x[1]>0; y[2]>0; x[1]>2; y[0]>2",
+        "copy(x[2]) -> y[2]; x[2]>1; s[0]>0; s[0]<0; y[1]<1; y[0]<1",
+    )
+    plan = replace(made(three, *programs, scratch=scratch, window=1), schedule="pairwise")
+    assert_refused(plan, "rank 0 never begins op 2, s[0]>2: it waits in a circle", 0, 2, "s[0]")
+
+
 def test_a_collective_that_a_rank_does_not_reach():
     plan = made(
         REDUCE,
