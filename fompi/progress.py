@@ -28,14 +28,13 @@ from queue import SimpleQueue
 from statistics import median
 from threading import Event, Lock, Thread
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fompi.errors import LaunchError
 
 if TYPE_CHECKING:
-    from fompi.engine import Engine
     from fompi.link import Link
 
 MODES = ("auto", "helper", "native", "poll")
@@ -142,13 +141,37 @@ class Worker:
                 self._tasks.get()()
 
 
+class Driven(Protocol):
+    """What a helper needs of what it drives: of an engine."""
+
+    polls: int
+    """A number that changes whenever somebody polls."""
+
+    computing: int
+    """Kernels that run at this moment."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether what is in flight gains nothing from a poll."""
+
+    def progress(self, helping: bool = False) -> bool:
+        """Move whatever can move; whether anything did."""
+
+    def hear(self) -> bool:
+        """Answer others, but move nothing."""
+
+
 class Helper:
     """A thread that drives the engine while nobody else does, and sleeps between polls.
 
     With a `worker` it leaves products to that one.
     """
 
-    def __init__(self, engine: Engine, pause: Pause, worker: Worker | None = None):
+    def __init__(self, engine: Driven, pause: Pause, worker: Worker | None = None):
         self.engine, self.worker, self._moved = engine, worker, 0.0
         self.use(pause)
         self._awake = self._resting = self._stopped = False

@@ -8,8 +8,8 @@
     matmul_all_to_all      all_to_all(x @ w)
 
 Rows divide evenly by ranks and slices. Buffers are made once. Rivals get what we give ourselves: receives posted before
-anything is sent, messages in the permutations rank -> rank + d and paced, every add made when its piece arrives, and a
-helper that tests messages while a kernel runs.
+anything is sent, messages in the permutations rank -> rank + d and paced, every add made when its piece arrives, and
+our own helper, which tests messages while a kernel runs, as seldom as ours does, and rests where there are none.
 
 Slices keep the rows in their standard places: slice j is the j-th part of every shard. One kernel call per slice on
 rows that are first put side by side is faster than a call for each shard, which would pack w again and again. For an
@@ -28,12 +28,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fompi import launch
 from fompi.errors import LayoutError
 from fompi.link import request_testsome
+from fompi.progress import Helper, pause_between_polls
 
 Array = np.ndarray[Any, Any]
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
-HELPER_SECONDS = 2e-4
 SPINS = 50
 NAP_SECONDS = 2e-5
 
@@ -72,14 +73,14 @@ class Messages:
 
     def __init__(self, comm: Any, window: int):
         self.comm, self.window = comm.Dup(), window
+        self.polls = self.computing = 0
         self._testsome = request_testsome()
         self._requests: list[Any] = []
         self._thens: list[tuple[bool, Callable[[], object]]] = []  # whether it had a turn, and what follows
         self._queue: deque[tuple[Callable[[], Any], Callable[[], object]]] = deque()
         self._in_turn = 0
         self._lock = threading.RLock()  # what follows may send again
-        self._computing, self._closed = threading.Event(), False
-        self._helper: threading.Thread | None = None
+        self._helper = Helper(self, pause_between_polls("helper", launch.cores_per_rank()))
 
     def receive(self, into: Array, source: int, tag: int, then: Callable[[], object]) -> None:
         with self._lock:
@@ -98,9 +99,20 @@ class Messages:
         with self._lock:
             do(*arguments)
 
-    def progress(self) -> bool:
+    @property
+    def idle(self) -> bool:
+        return not self._requests  # so the queue is empty too
+
+    rests = idle
+
+    def hear(self) -> bool:
+        """There is nobody who asks."""
+        return False
+
+    def progress(self, helping: bool = False) -> bool:
         """Test all; whether anything was done."""
         with self._lock:
+            self.polls += 1
             done = self._testsome(self._requests) if self._requests else None
             if not done:
                 return False
@@ -123,34 +135,21 @@ class Messages:
                 sleep(NAP_SECONDS)
 
     def finish(self) -> None:
-        self.wait(lambda: not self._requests and not self._queue)
+        self.wait(lambda: self.idle)
 
     @contextmanager
     def kernel(self) -> Iterator[None]:
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._help, name="rival", daemon=True)
-            self._helper.start()
-        self._computing.set()
+        self.computing = 1
+        if not self.idle:
+            self._helper.wake()
         try:
             yield
         finally:
-            self._computing.clear()
+            self.computing = 0
 
     def close(self) -> None:
-        self._closed = True
-        self._computing.set()
-        if self._helper is not None:
-            self._helper.join()
+        self._helper.stop()
         self.comm.Free()
-
-    def _help(self) -> None:
-        while True:
-            self._computing.wait()
-            sleep(HELPER_SECONDS)
-            if self._closed:
-                return
-            if self._computing.is_set():
-                self.progress()
 
     def _fill(self) -> None:
         while self._queue and self._in_turn < self.window:

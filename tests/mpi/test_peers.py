@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from time import perf_counter, sleep
 
 import numpy as np
 import pytest
@@ -60,6 +61,25 @@ def test_rivals_refuse_rows_that_do_not_divide(comm, operation):
     x, w = np.ones((3, 2), np.float32), np.ones((2, 2), np.float32)
     with pytest.raises(LayoutError, match=f"{operation}: 3 rows do not divide by"):
         rivals.pairwise(operation, comm, x, w, 2 * comm.size)
+
+
+def test_a_rival_s_helper_polls_only_for_messages(comm):
+    """As ours: each poll takes the core from the kernel."""
+    messages = rivals.Messages(comm, 2)
+    sent, into, came = np.ones(3), np.zeros(3), []
+    with messages.kernel():
+        sleep(0.05)
+    assert messages.polls == 0
+    messages.receive(into, (comm.rank - 1) % comm.size, 0, lambda: came.append(into.sum()))
+    messages.send(sent, (comm.rank + 1) % comm.size, 0)
+    comm.Barrier()
+    with messages.kernel():
+        end = perf_counter() + 10
+        while not came and perf_counter() < end:
+            sleep(1e-3)
+    assert came == [3.0]
+    messages.finish()
+    messages.close()
 
 
 def test_gloo_is_right(comm, monkeypatch):
