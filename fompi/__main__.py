@@ -179,7 +179,7 @@ def _plan(options: argparse.Namespace) -> int:
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,
-        machine=options.machine if options.command == "plan" else None,
+        machine=options.machine,
     )
     if options.verify:
         fompi.verify(plan)

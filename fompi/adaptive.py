@@ -78,8 +78,8 @@ def bind(
     best now, between two calls (an output that was not given may move then); those that adapt on one communicator are
     called in one order on all its ranks. With `same_bits` only to what sums every element in the same order: `ring`
     and those with messages straight to each rank do, with any slices of a reduce-scatter, and with the same slices of
-    an all-reduce. A DriftWarning says when calls take much longer than predicted: on the machine of the Explanation,
-    or on that of FOMPI_MACHINE.
+    an all-reduce; a weight gradient keeps its plan. A DriftWarning says when calls take much longer than predicted: on
+    the machine of the Explanation, or on that of FOMPI_MACHINE.
     """
     given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
     if isinstance(plan, Explanation):
@@ -122,8 +122,9 @@ class _Binding:
     @property
     def words(self) -> str:
         """What all ranks must have alike."""
-        explained = self.explained
-        return f"{explained.problem} {explained.sizes} on {explained.machine.digest}"
+        explained, backend = self.explained, self.given["backend"]
+        on = f"{explained.machine.digest}{f' by {backend.name}' if backend is not None else ''}"
+        return f"{explained.problem} {explained.sizes} on {on}"
 
     def executor(self, candidate: Candidate) -> Executor:
         return executor.bind(self.explained.plan_of(candidate), comm=self.comm, **self.given)
@@ -142,8 +143,10 @@ class _Binding:
         def listed() -> list[Candidate]:
             return efforts.few(self.explained)
 
+        foreign = self.given["kernels"] is not None  # of which nothing is known: each binding measures its own
+        key = f"bound {self.words}{f', binding {self.comm.next_bound()}' if foreign else ''}"
         try:
-            return efforts.race(self.comm, f"bound {self.words}", listed, self.explained.has, timed)
+            return efforts.race(self.comm, key, listed, self.explained.has, timed, keep=not foreign)
         finally:
             for step in steps.values():
                 step.close()
@@ -156,7 +159,7 @@ class _Binding:
         found = explain(before.problem, before.sizes, machine, before.at)
         if self.same_bits:
             alike = tuple(one for one in found.judged if sums_alike(before.problem, one.candidate, now))
-            found = replace(found, judged=alike or before.judged)
+            found = replace(found, judged=alike or tuple(one for one in before.judged if one.candidate == now))
         self.explained = found
 
 
@@ -164,8 +167,11 @@ def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
     """Whether every element is summed in the same order by both.
 
     The order goes by the rank that owns the element, and slices do not change that in a reduce-scatter, unless half of
-    them go the other way round. They do in an all-reduce, whose ranks own other elements then.
+    them go the other way round. They do in an all-reduce, whose ranks own other elements then. A weight gradient sums
+    over rows, in the pieces in which they are multiplied.
     """
+    if problem.gradients:
+        return one._replace(window=None) == other._replace(window=None)
     if problem.moves not in ("reduce_scatter", "all_reduce") or one == other:
         return True
     if one.rows != other.rows or not {one.schedule, other.schedule} <= {*IN_RING_ORDER}:
@@ -196,7 +202,7 @@ class Adaptive:
         self._count, self._usual, self._rests_until = 0, 0.0, 0.0
         self._recent: list[float] = []
         self._predicted = self._prediction(candidate)
-        if not adapt and binding.comm.rank == 0:
+        if not adapt and binding.comm.rank == 0 and binding.given["kernels"] is None:
             title, machine = self.step.compiled.title, binding.explained.machine.name
             self.step.drift = Drift(title, machine, lambda: self._predicted)
 
@@ -222,7 +228,8 @@ class Adaptive:
 
     def _noting(self, result: Any) -> Any:
         if self.step.seconds is not None:  # each call once
-            self._recent.append(self.step.seconds)
+            if self.step.is_whole:
+                self._recent.append(self.step.seconds)
             self.step.seconds = None
         return result
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and what we tell, rows expected (or -1)
 _ROWS_BITS, _TOLD_BITS, SIGN_BITS = 34, 7, 22
+GIVEN_BITS = _ROWS_BITS
 _DESCRIPTION_NBYTES = 1024
 REFUSED = -1
 
@@ -29,17 +30,21 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
 
-def agree(comm: Communicator, text: str, refusal: Exception | None = None) -> None:
-    """Wait until all ranks come to `text`. Raise on all of them if one refuses, or comes to something else."""
+def agree(comm: Communicator, text: str, refusal: Exception | None = None, gives: int = 0) -> Sequence[int]:
+    """Wait until all ranks come to `text`: the number that each gives. 0 <= gives < 1 << GIVEN_BITS.
+
+    Raises on all of them if one refuses, or comes to something else.
+    """
     comm.check()
     with comm.engine.lock:
         stamp, _ = comm.next_call()
-        agreement = Agreement(comm, stamp, digest(text), lambda: text, [0] * comm.size, refusal=refusal)
+        agreement = Agreement(comm, stamp, digest(text), lambda: text, [gives] * comm.size, refusal=refusal)
         comm.begins(text, stamp)
         agreement.start()
     comm.engine.wait(agreement, comm.channel)
     if agreement.error is not None:
         raise agreement.error
+    return agreement.rows
 
 
 class Agreement(Task):

@@ -20,7 +20,7 @@ from fompi import dlpack
 from fompi.agreement import SIGN_BITS, Agreement, digest
 from fompi.arguments import Arguments, Local, localise
 from fompi.backends.numpy import Numpy
-from fompi.choose import choose, heard, tell, window_by_rule
+from fompi.choose import choose, heard, tell, window_of_call
 from fompi.communicator import Communicator
 from fompi.compiled import Compiled
 from fompi.engine import Task
@@ -55,8 +55,7 @@ def compiled(comm: Communicator, local: Local, schedule: str, slices: Slices | N
         if to_one_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before so many are written
             raise PlanError(f"{schedule} would send more than {MOST_MESSAGES} messages to one peer: take fewer slices")
         problem = replace(local.problem, packed=local.packed)
-        by_rule = comm.network and comm.machine is None
-        window = window_by_rule(problem, schedule, slices or 1) if by_rule else None
+        window = window_of_call(problem, schedule, slices or 1, comm.network, comm.machine is not None)
         plan = write(problem, schedule, slices or 1, window=window)
         if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
             verify(plan)
@@ -166,6 +165,7 @@ class Pending:
         self._outputs: dict[str, Array] = {}
         self._came: tuple[float, float, int] | None = None  # the ranks: from when, until when, and the last of them
         self._run: Run | None = None
+        self._left: float | None = None  # when `start` returned
         self._task: Task  # the agreement, then the run: then nothing of ours knows the agreement, nor it us
         self.extents: Extents | None = None
         engine = comm.engine
@@ -262,7 +262,7 @@ class Pending:
         if recording is not None:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
-            self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND)
+            self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND, left=self._left)
 
     def _compiled(self, problem: Problem, total: int | None, alike: bool, even: bool) -> Compiled:
         """The program of this rank, by the schedule that was asked for, or that suits `total` rows (`even`: shards)."""
@@ -297,7 +297,8 @@ class Pending:
         return arrays
 
     def assist(self) -> None:
-        """Have it go on by itself."""
+        """Have it go on by itself: the program leaves it."""
+        self._left = perf_counter()
         self._comm.engine.assist()
 
     # -- what the caller sees

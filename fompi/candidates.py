@@ -36,6 +36,12 @@ CUTS_OF_USERS = (1, 4)
 MOST_TOGETHER = 64
 """With more ranks than this nobody sends to all others at once: only one after the other."""
 
+
+def window_together(size: int) -> int | None:
+    """Sends in flight where a rank has something for each other one, and nobody says how many."""
+    return 1 if size > MOST_TOGETHER else None
+
+
 CUT_IN_STEPS = ("sliced", "sliced_p2p")
 """Those that multiply one slice of every shard at a time: fewer calls than a piece for each rank."""
 
@@ -59,10 +65,10 @@ class Candidate(NamedTuple):
         order = f", peers in order {crc32(str(self.order).encode()) & 0xFF:02x}" if self.order else ""  # there are two
         return f"{self.schedule}{cut}{window}{rows}{order}"
 
-    @property
-    def anywhere(self) -> bool:
-        """Whether a call can take it that knows its problem, and of the rows only its own."""
-        return self.window is None and self.rows is None and not self.order
+    def anywhere(self, size: int) -> bool:
+        """Whether a call of so many ranks can take it, which knows its problem, and of the rows only its own."""
+        has_its_window = self.window is None or (self.schedule in STRAIGHT and self.window == window_together(size))
+        return has_its_window and self.rows is None and not self.order
 
 
 def is_its_own(problem: Problem, schedule: str, slices: Slices) -> bool:

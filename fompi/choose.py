@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from fompi import layout
-from fompi.candidates import FEW_OPS
+from fompi.candidates import FEW_OPS, window_together
 from fompi.errors import PlanError
 from fompi.explain import explain
 from fompi.layout import Sizes, Slices
 from fompi.machine import Machine
 from fompi.plan import IN_STEP, MOST_MESSAGES, Plan
 from fompi.problems import Problem
-from fompi.schedules import hint, is_available, shares_of, to_one_peer, write
+from fompi.schedules import FORGET, STRAIGHT, hint, is_available, shares_of, to_one_peer, write
+from fompi.simulate import FEW_RANKS
 
 SMALL_NBYTES = 64 << 10
 """Up to this the latency of a sum counts, its bytes do not: an all-reduce goes in one step."""
@@ -80,6 +81,8 @@ def _by_model(problem: Problem, rows: int, machine: Machine, even: bool = True) 
         sizes = Sizes(pairs=((max(1, rows // size**2),) * size,) * size)
     else:
         sizes = Sizes((max(1, rows // size),) * size)
+    if size > FEW_RANKS:  # all wait for the slowest anyway, and now some stand for all
+        machine = machine.at_slowest(size)
     found = explain(problem, sizes, machine, None, WALKED, FEW_OPS, hurried=True)
     best = next(c for c in (one.candidate for one in found.judged) if even or c.schedule != IN_STEP)
     return best.schedule, best.slices
@@ -88,6 +91,9 @@ def _by_model(problem: Problem, rows: int, machine: Machine, even: bool = True) 
 def forget() -> None:
     """Choose anew from now on."""
     _by_model.cache_clear()
+
+
+FORGET.append(forget)
 
 
 @lru_cache(maxsize=4096)
@@ -135,9 +141,11 @@ def _exchange_slices(size: int, nbytes: int, computes: bool) -> int:
     return min(max(EXCHANGE_SLICES, 1 << (nbytes // STREAM_NBYTES).bit_length()), MOST_EXCHANGE_SLICES)
 
 
-def window_by_rule(problem: Problem, schedule: str, slices: Slices) -> int | None:
-    """Sends in flight of a call over a network, by the rule."""
-    if problem.moves != "all_to_all" or schedule != "direct" or problem.size == 2:
+def window_of_call(problem: Problem, schedule: str, slices: Slices, network: bool, by_model: bool) -> int | None:
+    """Sends in flight of a call over a network, or by the model of a machine."""
+    if by_model:
+        return window_together(problem.size) if schedule in STRAIGHT else None
+    if not network or problem.moves != "all_to_all" or schedule != "direct" or problem.size == 2:
         return None
     return EXCHANGE_WINDOW if len(shares_of(schedule, slices)) > 1 else None
 

@@ -26,15 +26,16 @@ from typing import Any
 import numpy as np
 
 from fompi import launch, ops
-from fompi.agreement import agree
+from fompi.agreement import GIVEN_BITS, agree, digest
 from fompi.arguments import Arguments, Local
 from fompi.call import How, Operation
 from fompi.candidates import UNFUSED, Candidate, candidates_without_machine
+from fompi.choose import tell
 from fompi.communicator import Communicator
 from fompi.explain import Explanation, explain
 from fompi.layout import Sizes, Slices
 from fompi.problems import Problem
-from fompi.schedules import is_available, shares_of
+from fompi.schedules import fingerprint, is_available, shares_of
 from fompi.transport import library
 from fompi.version import __version__
 
@@ -45,18 +46,17 @@ ROUNDS, FEW = 5, 5
 def choose(operation: Operation, arguments: Arguments, local: Local, comm: Communicator) -> tuple[str, Slices]:
     """The schedule and slices that are the fastest for such a call, by running it. Collective where it is not known.
 
-    Calls are alike if what travels has the same form and, where all ranks know it beforehand, about the same size: for
-    an all-gather and an all-to-all, whose sizes may differ between ranks, the first call decides. To learn more the
-    ranks would have to wait for each other in every call.
+    Calls are alike if every rank has the same problem in them as before, and about as many rows (to a power of two):
+    the ranks tell each other, which costs each call an agreement more than one that does not measure.
     """
     problem = local.problem
     sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)
-    key = f"{problem.common} on {comm.size}"
-    if problem.moves not in ("all_gather", "all_to_all"):
-        key += f", {sum(local.rows).bit_length()} bits of rows"
+    mine = digest(f"{problem} {tell(local.rows, comm.rank)}") % (1 << GIVEN_BITS)
+    everyone = agree(comm, f'{problem.operation}(..., effort="measure")', gives=mine)
+    key = f"{problem.common} on {comm.size}, {digest(str(everyone)):014x}"
 
     def listed() -> Iterable[Candidate]:
-        return (c for c in candidates(problem, sizes, comm) if c.anywhere)
+        return candidates(problem, sizes, comm)
 
     def timed(candidate: Candidate) -> float:
         begun = perf_counter()
@@ -64,7 +64,7 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
         return perf_counter() - begun
 
     def can_be(candidate: Candidate) -> bool:
-        return candidate.anywhere and is_available(problem, candidate.schedule)
+        return candidate.anywhere(problem.size) and is_available(problem, candidate.schedule)
 
     winner = race(comm, key, listed, can_be, timed)
     return winner.schedule, winner.slices
@@ -73,13 +73,13 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
 def candidates(problem: Problem, sizes: Sizes, comm: Communicator) -> list[Candidate]:
     """Those worth a try: the best few on the machine that FOMPI_MACHINE names, else some of every kind."""
     if comm.machine is None:
-        return list(candidates_without_machine(problem))
-    return few(explain(problem, sizes, comm.machine))
+        return [c for c in candidates_without_machine(problem) if c.anywhere(problem.size)]
+    return few(explain(problem, sizes, comm.machine), lambda c: c.anywhere(problem.size))
 
 
-def few(explained: Explanation) -> list[Candidate]:
-    """The best few by the model, and all without overlap."""
-    walked = [one.candidate for one in explained.judged if one.proof is not None]
+def few(explained: Explanation, can_be: Callable[[Candidate], bool] = lambda _: True) -> list[Candidate]:
+    """Of those that can be, the best few by the model, and all without overlap."""
+    walked = [one.candidate for one in explained.judged if one.proof is not None and can_be(one.candidate)]
     return [c for c in walked if c not in UNFUSED][:FEW] + [c for c in walked if c in UNFUSED]
 
 
@@ -89,26 +89,28 @@ def race(
     listed: Callable[[], Iterable[Candidate]],
     can_be: Callable[[Candidate], bool],
     timed: Callable[[Candidate], float],
+    keep: bool = True,
 ) -> Candidate:
     """The fastest of those that rank 0 lists, by the seconds of `timed`. Collective if `key` is not known.
 
     What is known is known to all ranks alike, as long as they ask for the same in the same order. What is on disk is
-    taken if it `can_be`. What is wrong on rank 0 is raised on all ranks.
+    taken if it `can_be`, and put there only to `keep` it. What is wrong on rank 0 is raised on all ranks.
     """
+    key += fingerprint()
     if (known := comm.choices.get(key)) is not None:
         return known
     told: list[Candidate] = []
     wrong: Exception | None = None
     try:
         if comm.rank == 0:
-            stored = _load(comm, key, can_be)
+            stored = _load(comm, key, can_be) if keep else None
             told = list(listed()) if stored is None else [stored]
     except Exception as error:
         wrong = error
     agree(comm, f"a choice by measurement for {key}", wrong)
     tried = _told_by_rank_0(comm, told)
     winner = comm.choices[key] = tried[0] if len(tried) == 1 else _fastest(comm, tried, timed)
-    if comm.rank == 0 and len(tried) > 1:
+    if comm.rank == 0 and len(tried) > 1 and keep:
         _store(comm, key, winner)
     return winner
 
@@ -169,6 +171,7 @@ def _about(comm: Communicator, key: str) -> dict[str, Any]:
         "host": socket.gethostname() if machine is None else machine,
         "cpu": f"{platform.machine()}, {launch.cores_per_rank():g} cores a rank",
         "network": comm.network,
+        "ranks_on_host": launch.detect().local_size,
         "progress": comm.engine.progress_mode,
         "call": key,
     }

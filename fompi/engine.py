@@ -9,6 +9,7 @@ helper thread (`fompi.progress`) moves messages meanwhile.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
@@ -20,6 +21,7 @@ from fompi.errors import PeerError, WaitTimeout
 from fompi.link import Link
 from fompi.plan import MESSAGE_BITS
 from fompi.progress import Helper
+from fompi.trace import Interval, between, union
 
 if TYPE_CHECKING:
     from fompi.channel import Channel
@@ -48,6 +50,9 @@ two containers do: they move messages too.
 
 ANYONE = -1
 """The rank that is waited for, when all are: in a collective of the library."""
+
+MOST_WAITS = 4096
+"""So many waits and kernels are remembered, to tell what a program did that had started something."""
 
 ERROR_SECONDS = 0.5
 """How long a call with an error is waited for, if other ranks may come to it late."""
@@ -121,9 +126,12 @@ class Engine:
         self.report: Any = None  # where finished calls are noted (`fompi.report`), if somebody wants that
         self.machine: Any = None  # that of all ranks, if FOMPI_MACHINE names one
         self.polls = 0
+        self.waits: deque[Interval] = deque(maxlen=MOST_WAITS)  # when the program waited for whatever
+        self.kernels: deque[tuple[Task, float, float]] = deque(maxlen=MOST_WAITS)  # that threads ran, from when to when
         self.computing = 0  # kernels that threads run at this moment
         self.helper = helper(self) if helper is not None else None
         self._testsome = testsome
+        self._waits_since = 0.0
         self._requests: list[Any] = []
         self._owners: list[tuple[Task, int]] = []
         self._ready: list[Task] = []
@@ -221,6 +229,7 @@ class Engine:
             error = raised
         with self.lock:
             self.computing -= 1
+            self.kernels.append((task, begun, perf_counter()))
             try:
                 task.ran(key, begun, error)
             except Exception as raised:
@@ -291,6 +300,8 @@ class Engine:
         begun = perf_counter()
         limit = None if seconds is None else begun + seconds
         idle = rounds = 0
+        if not self.waiting:
+            self._waits_since = begun
         self.waiting.append((task, channel))
         try:
             while not task.finished:
@@ -310,7 +321,15 @@ class Engine:
         finally:
             self.waiting.remove((task, channel))
             task.awaited = False
+            if not self.waiting:
+                self.waits.append((self._waits_since, perf_counter()))
         return True
+
+    def away(self, task: Task, begin: float, end: float) -> list[Interval]:
+        """When, of this time, the program did something else than wait: kernels of other tasks are something else."""
+        waits = [*self.waits, *([(self._waits_since, perf_counter())] if self.waiting else [])]
+        kernels = [(start, stop) for owner, start, stop in self.kernels if owner is not task]
+        return union([*between(union(waits), begin, end), *kernels])
 
     def left(self, world_ranks: Sequence[int]) -> PeerError | None:
         """What to say to who waits for all of these to make a communicator, if one of them has left."""

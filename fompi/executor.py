@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,7 @@ class Executor:
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
         self._run: Run | None = None
+        self._left: float | None = None  # when `start` returned
         self.seconds: float | None = None
         self.drift: Drift | None = None  # whether calls take what was predicted
         self._needs: Needs | None = None
@@ -121,6 +123,7 @@ class Executor:
     def start(self, *partial: str, counts: Any = None) -> Executor:
         """Begin a call; it goes on by itself. The inputs named in `partial` become ready part by part."""
         self._start(partial, counts)
+        self._left = perf_counter()
         self.comm.engine.assist()
         return self
 
@@ -128,6 +131,7 @@ class Executor:
         if self.closed:
             raise StateError(f"{self.compiled.title}: the executor is closed")
         self.comm.check()
+        self._left = None
         if self._run is not None and not self._run.finished:
             if self._run.error is None:
                 raise StateError(f"{self.compiled.title} is in flight already: wait() before the next start()")
@@ -146,7 +150,9 @@ class Executor:
             run.awaited = awaited  # before the helper can take a kernel: two would share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
-                run.then = lambda: engine.report.note(run, run.trace(extents), extents, backend, kernels)
+                run.then = lambda: engine.report.note(
+                    run, run.trace(extents), extents, backend, kernels, left=self._left
+                )
             for tensor in self._written:
                 dlpack.written(tensor)
             self.comm.begins(self.compiled.title, stamp)
@@ -202,11 +208,16 @@ class Executor:
         if run.error is not None:
             raise run.error
         self.seconds = run.touched - run.started
-        if self.drift is not None and not self._in_parts and self._sizes == self.plan.sizes:
+        if self.drift is not None and self.is_whole:
             self.drift.note(self.seconds)
         if any(like.framework == "jax" for _, _, like in self._outputs):
             self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last call had all rows of the plan, and its inputs from the start; else its time says little."""
+        return not self._in_parts and self._sizes == self.plan.sizes
 
     @property
     def trace(self) -> Trace:
@@ -238,7 +249,8 @@ class Executor:
             self._needs = Needs(self.plan, self.comm.rank)
         known = [seconds if extents == self._extents else None for extents, seconds in (self._alone, self._bare)]
         mode = self.comm.engine.progress_mode
-        return prove(self.trace, self._needs, alone=known[0], bare=known[1], progress=mode)
+        away = run.away(self._left)
+        return prove(self.trace, self._needs, alone=known[0], bare=known[1], progress=mode, away=away)
 
     def _current(self) -> Run:
         if self._run is None:

@@ -145,7 +145,7 @@ def explain(
     )
     listed += [*by_rate(problem, sizes, machine), *in_order(problem, sizes, machine)]
     if hurried:
-        listed = [one for one in listed if one.anywhere]
+        listed = [one for one in listed if one.anywhere(problem.size)]
     flaws = {c: flaw(partial(_plan, problem, sizes, c, at)) for c in listed if c.schedule in REGISTERED}
     refused = tuple((c, f"{type(wrong).__name__}: {wrong}") for c, wrong in flaws.items() if wrong is not None)
     usable = [c for c in listed if flaws.get(c) is None]

@@ -219,6 +219,11 @@ def timeout() -> float:
     return seconds
 
 
+def ranks_per_core() -> int:
+    """Of several hosts, as those of tools/netlab.py may share a core without knowing; 1 elsewhere."""
+    return max(1, _number(os.environ.get("NETLAB_RANKS_PER_CORE")) or 1)
+
+
 def crowded() -> bool:
     """Whether the ranks of this host leave no core of it to spare: all of them come to the same answer.
 

@@ -154,6 +154,11 @@ class Machine:
     def rate(self, rank: int) -> float:
         return self.rates[rank] if rank < len(self.rates) else 1.0
 
+    def at_slowest(self, ranks: int) -> Machine:
+        """As if all of so many ranks were as slow as the slowest of them: then they do the same."""
+        slowest = min(map(self.rate, range(ranks)))
+        return self if slowest == 1.0 else replace(self, rates=(slowest,) * ranks)
+
     def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
 

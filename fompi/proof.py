@@ -1,5 +1,7 @@
 """What overlap is worth, proven by the wall clock: exposed time is the wall time minus the compute time measured alone.
 
+Of a call that was started, and waited for later, what the program did between counts as compute too.
+
 The union of intervals in a trace is no proof: a message may look hidden while it slows the kernel it hides behind, and
 a message counts from its posting, whether or not anything moves. A `Proof` says how much of one rank's call was not
 compute, and why: which chunk of which rank the kernels waited for.
@@ -15,7 +17,7 @@ from typing import NamedTuple
 from fompi.errors import PlanError
 from fompi.needs import constraints
 from fompi.plan import Collective, Op, Plan, Recv, Send
-from fompi.trace import AGREEMENT, Event, Trace, length, union
+from fompi.trace import AGREEMENT, Event, Interval, Trace, intersection, length, union
 
 NOT_OVERLAPPING = ("unfused", "unfused_p2p")
 """The schedules of which nobody asks that they overlap."""
@@ -54,7 +56,8 @@ class Proof:
 
     `alone` is the compute time of this rank by itself and `bare` that of the messages without kernels, where they
     were measured (else None). `kernels` is the time in which kernels ran in this call, `communication` that in
-    which a message was posted and not done, `tail` the time after the last kernel.
+    which a message was posted and not done, `tail` the time after the last kernel. `away` is the time in which the
+    program did something else than wait, after it had started the call, and `kernels_away` what kernels ran of that.
     """
 
     title: str
@@ -69,6 +72,8 @@ class Proof:
     alone: float | None = None
     bare: float | None = None
     progress: str = ""
+    away: float = 0.0
+    kernels_away: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -82,8 +87,9 @@ class Proof:
 
     @property
     def exposed(self) -> float:
-        """What the call took beyond its compute."""
-        return max(0.0, self.wall - self.compute)
+        """What the call took beyond its compute, and beyond what the program did meanwhile."""
+        attended = 1 - self.kernels_away / self.kernels if self.kernels else 1.0
+        return max(0.0, self.wall - self.away - self.compute * attended)
 
     @property
     def messages(self) -> float:
@@ -102,7 +108,7 @@ class Proof:
     @property
     def possible(self) -> float:
         """What can be hidden at all: the shorter of both."""
-        return min(self.compute, self.messages)
+        return min(self.compute + self.away, self.messages)
 
     @property
     def warning(self) -> str | None:
@@ -116,10 +122,12 @@ class Proof:
             return None
         if self.exposed < worth or self.hidden >= self.possible / 2:
             return None
-        slower = self.wall > self.compute + self.messages + worth
+        slower = self.wall > self.compute + self.away + self.messages + worth
         verdict = "slower than one after the other" if slower else "no overlap"
         text = f"{self.title}: {verdict} on rank {self.rank}: {1e3 * self.wall:.1f} ms, where"
         text += f" compute alone takes {1e3 * self.compute:.1f} and the messages alone {1e3 * self.messages:.1f} ms"
+        if self.away:
+            text += f", and the program did something else for {1e3 * self.away:.1f} ms"
         reasons = [str(wait) for wait in self.waits[:3]]
         if self.kernels - self.compute > worth:
             reasons.insert(0, f"the kernels took {self.slowdown:.2f} times as long as alone")
@@ -135,9 +143,11 @@ class Proof:
             f"  compute        {1e3 * self.compute:9.3f}  {alone}; the kernels took {self.slowdown:.2f} times that",
             f"  communication  {1e3 * self.communication:9.3f}{bare}, {self.nbytes} bytes",
             f"  hidden         {1e3 * self.hidden:9.3f}",
-            f"  exposed        {1e3 * self.exposed:9.3f}  = wall - compute",
+            f"  exposed        {1e3 * self.exposed:9.3f}  = wall - compute{' - away' if self.away else ''}",
             f"  tail           {1e3 * self.tail:9.3f}  after the last kernel",
         ]
+        if self.away:
+            lines.append(f"  away           {1e3 * self.away:9.3f}  the program did something else")
         if self.progress:
             lines.append(f"  progress: {self.progress}")
         lines += [f"  waited {wait}" for wait in self.waits[:8]]
@@ -157,12 +167,18 @@ class Needs:
 
 
 def prove(
-    trace: Trace, needs: Needs, *, alone: float | None = None, bare: float | None = None, progress: str = ""
+    trace: Trace,
+    needs: Needs,
+    *,
+    alone: float | None = None,
+    bare: float | None = None,
+    progress: str = "",
+    away: Iterable[Interval] = (),
 ) -> Proof:
     """The Proof of one rank's call from its trace, predicted or measured: `prove(trace, Needs(plan, rank))`.
 
     `alone` is the compute time of that rank measured alone, `bare` the time of the messages alone; `progress` says
-    how messages progressed.
+    how messages progressed; `away`: when the program did something else than wait for this call, or for others.
     """
     rank = needs.rank
     events = [e for e in trace.events if e.rank == rank]
@@ -170,7 +186,11 @@ def prove(
         raise PlanError(f"the trace has no event of rank {rank}", rank)
     begin, end = min(e.start for e in events), max(e.end for e in events)
     came = [e for e in events if e.lane == AGREEMENT]
-    waits = _waits([e for e in events if e.lane != AGREEMENT], max([begin, *(e.end for e in came)]), end, needs)
+    gone = intersection(union(away), [(begin, end)])
+    all_here = max([begin, *(e.end for e in came)])
+    gaps: list[Gap] = [(e.start, e.end, ("agreement", e.name, None)) for e in came]
+    gaps += _gaps([e for e in events if e.lane != AGREEMENT], all_here, end, needs)
+    waits = (Wait(stop - start - length(intersection([(start, stop)], gone)), *why) for start, stop, why in gaps)
     busy = union((e.start, e.end) for e in events if e.is_compute)
     return Proof(
         title=trace.title,
@@ -181,10 +201,12 @@ def prove(
         communication=length(union(e.moves for e in events if e.is_message)),
         tail=end - max((stop for _, stop in busy), default=begin),
         nbytes=sum(e.nbytes for e in events if e.is_message),
-        waits=total([*(Wait(e.end - e.start, "agreement", e.name, None) for e in came), *waits]),
+        waits=total(wait for wait in waits if wait.seconds > 0),
         alone=alone,
         bare=bare,
         progress=progress,
+        away=length(gone),
+        kernels_away=length(intersection(busy, gone)),
     )
 
 
@@ -196,8 +218,12 @@ def total(waits: Iterable[Wait]) -> tuple[Wait, ...]:
     return tuple(sorted((Wait(seconds, *reason) for reason, seconds in sums.items()), key=lambda w: -w.seconds))
 
 
-def _waits(events: list[Event], begin: float, end: float, needs: Needs) -> Iterator[Wait]:
-    """Why no kernel ran, gap by gap."""
+Why = tuple[str, str, int | None]
+Gap = tuple[float, float, Why]
+
+
+def _gaps(events: list[Event], begin: float, end: float, needs: Needs) -> Iterator[Gap]:
+    """When no kernel ran, and why, as a Wait says it."""
     by_op = {e.op: e for e in events if e.op >= 0}  # what fompi packs before a call is no op of the program
     kernels = sorted((e for e in events if e.is_compute), key=lambda e: e.start)
     free = begin
@@ -210,27 +236,27 @@ def _waits(events: list[Event], begin: float, end: float, needs: Needs) -> Itera
         yield from _message(last.op, free, end, by_op, needs)
 
 
-def _reasons(op: int, begin: float, end: float, by_op: dict[int, Event], needs: Needs) -> Iterator[Wait]:
+def _reasons(op: int, begin: float, end: float, by_op: dict[int, Event], needs: Needs) -> Iterator[Gap]:
     """Why `op`, begun at `end`, did not begin at `begin`: what it needed last, and what that had waited for before."""
     while end > begin:
         cause, since = _released_by(op, by_op, needs)
         since = min(max(since, begin), end)
         if since < end:  # it could have begun
-            yield Wait(end - since, "start", "", None)
+            yield since, end, ("start", "", None)
         if since <= begin:
             return
         assert cause is not None
         began = min(max(by_op[cause].start, begin), since)
         if began < since:
-            yield Wait(since - began, *_reason(needs.ops[cause]))
+            yield began, since, _reason(needs.ops[cause])
         op, end = cause, began
 
 
-def _message(op: int, begin: float, end: float, by_op: dict[int, Event], needs: Needs) -> Iterator[Wait]:
+def _message(op: int, begin: float, end: float, by_op: dict[int, Event], needs: Needs) -> Iterator[Gap]:
     """From `begin` to `end` all waited for `op`, and, before it began, for what it waited for."""
     began = min(max(by_op[op].start, begin), end)
     if began < end:
-        yield Wait(end - began, *_reason(needs.ops[op]))
+        yield began, end, _reason(needs.ops[op])
     yield from _reasons(op, begin, began, by_op, needs)
 
 
@@ -246,7 +272,7 @@ def _released_by(op: int, by_op: dict[int, Event], needs: Needs) -> tuple[int | 
     return cause, when
 
 
-def _reason(op: Op) -> tuple[str, str, int | None]:
+def _reason(op: Op) -> Why:
     if isinstance(op, Recv):
         return "recv", str(op.chunk), op.source
     if isinstance(op, Send):

@@ -31,7 +31,7 @@ from fompi.layout import Extents
 from fompi.link import finalized
 from fompi.proof import Needs, Proof, Wait, prove, total
 from fompi.run import Run
-from fompi.trace import Trace
+from fompi.trace import Interval, Trace
 from fompi.transport import gather_last_words, library, world
 
 MOST_OPERATIONS = 64
@@ -60,8 +60,8 @@ class Calls:
         self.alone: float | None = None
         self.bare: float | None = None
 
-    def note(self, trace: Trace) -> None:
-        proof = prove(trace, self.needs)
+    def note(self, trace: Trace, away: Sequence[Interval]) -> None:
+        proof = prove(trace, self.needs, away=away)
         self.calls += 1
         self.waits = total([*self.waits, *proof.waits])
         self.proofs.append(replace(proof, waits=()))
@@ -93,6 +93,8 @@ class Calls:
             alone=self.alone,
             bare=self.bare,
             progress=self.comm.engine.progress_mode,
+            away=middle("away"),
+            kernels_away=middle("kernels_away"),
         )
 
     def record(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ class Calls:
 
 FIGURES = (
     "wall", "kernels", "alone", "compute", "slowdown", "communication", "bare", "hidden", "exposed", "tail", "idle",
-    "nbytes", "warning",
+    "away", "nbytes", "warning",
 )  # fmt: skip
 
 
@@ -139,8 +141,16 @@ class Report:
         self.rank, self.size = world()
         self.operations: dict[object, Calls] = {}
 
-    def note(self, run: Run, trace: Trace, extents: Extents, backend: Backend, kernels: Kernels | None = None) -> None:
-        """A call has finished on this rank."""
+    def note(
+        self,
+        run: Run,
+        trace: Trace,
+        extents: Extents,
+        backend: Backend,
+        kernels: Kernels | None = None,
+        left: float | None = None,
+    ) -> None:
+        """A call has finished on this rank. `left`: since when the program did not stay with it."""
         if run.error is not None:
             return
         plan = run.compiled.plan
@@ -151,7 +161,7 @@ class Report:
         operation = self.operations.get((same, known))
         if operation is None:
             operation = self.operations[same, known] = Calls(run, known, backend, kernels)
-        operation.note(trace)
+        operation.note(trace, run.away(left))
 
     def measured(self, compiled: Compiled, extents: Extents, alone: float) -> None:
         """The program itself has measured the kernels of an operation that was called before."""
@@ -249,7 +259,9 @@ def text(report: Mapping[str, Any]) -> str:
         for o in ranks:
             cells = [_ms(o["p50"]), _ms(o["p99"]), _ms(o["compute"]), f"{o['slowdown']:9.2f}", _ms(o["communication"])]
             cells += [_ms(o["bare"]), _ms(o["hidden"]), _ms(o["exposed"]), _ms(o["tail"])]
-            lines.append(f"{o['rank']:>4}{''.join(cells)}{'' if o['alone'] is not None else '   compute in the call'}")
+            said = ["compute in the call"] * (o["alone"] is None)
+            said += [f"{1e3 * o['away']:.3f} ms away"] * (o["away"] > 0)
+            lines.append("   ".join([f"{o['rank']:>4}{''.join(cells)}", *said]))
         for o in ranks:
             if o["waits"]:
                 lines.append(f"  rank {o['rank']} waited {'; '.join(words for _, words in o['waits'][:3])}")

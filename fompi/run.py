@@ -19,7 +19,7 @@ from fompi.errors import PeerError, StateError
 from fompi.layout import Extents, nbytes
 from fompi.needs import track
 from fompi.plan import MESSAGE_BITS
-from fompi.trace import Event, Trace
+from fompi.trace import Event, Interval, Trace
 
 
 def _nothing() -> None:
@@ -325,6 +325,10 @@ class Run(Task):
         return None
 
     # -- afterwards
+    def away(self, left: float | None) -> list[Interval]:
+        """When the program did something else, since it had `left` this call to itself (None: it stayed)."""
+        return [] if left is None else self.comm.engine.away(self, left, self.touched)
+
     def trace(self, extents: Extents) -> Trace:
         """What this rank did when, in this call. Raises StateError unless all of it was done."""
         if self.left:

@@ -96,9 +96,9 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     size = plan.size
     if plan.order or plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation == "broadcast":
         return size
-    step = lcm(machine.levels[-1].ranks if machine.levels else 1, plan.group)
+    step = lcm(max((level.ranks for level in machine.levels if level.ranks < size), default=1), plan.group)
     counts = sizes.pairs or sizes.rows
-    if size % step or step == size or any(machine.rate(rank) != 1 for rank in range(min(size, len(machine.rates)))):
+    if size % step or step == size or len(set(map(machine.rate, range(size)))) > 1:
         return size
     if sizes.pairs:
         alike = all(row[-step:] + row[:-step] == counts[(r + step) % size] for r, row in enumerate(sizes.pairs))

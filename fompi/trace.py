@@ -76,6 +76,8 @@ class Summary(NamedTuple):
 
 
 Interval = tuple[float, float]
+Track = tuple[str, int]
+"""A lane, and which of its tracks."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -104,6 +106,16 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
         else:
             j += 1
     return both
+
+
+def between(covered: Iterable[Interval], begin: float, end: float) -> list[Interval]:
+    """What is left of this time between the intervals of a `union`."""
+    left, free = [], begin
+    for start, stop in covered:
+        if free < min(start, end):
+            left.append((free, min(start, end)))
+        free = max(free, stop)
+    return [*left, (free, end)] if free < end else left
 
 
 @dataclass(frozen=True)
@@ -174,37 +186,54 @@ class Trace:
         return replace(self, events=tuple(e._replace(start=clock(e.start), end=clock(e.end)) for e in self.events))
 
     def chrome(self) -> dict[str, object]:
-        """Chrome's trace format: a process per rank, a track per lane (kernels first), microseconds."""
+        """Chrome's trace format: a process per rank, its lanes as tracks (kernels first), microseconds.
+
+        Boxes of one track must not overlap there. So a lane has as many tracks as it has messages that are posted at
+        one time: "recv from 1", "recv from 1 (2)".
+        """
         begin = min((e.start for e in self.events), default=0.0)
-        tracks: defaultdict[int, dict[str, int]] = defaultdict(dict)
-        listed: list[dict[str, object]] = []
-        for e in self.events:
-            track = tracks[e.rank].setdefault(e.lane, len(tracks[e.rank]))
-            listed.append(
-                {
-                    "name": e.name, "cat": "compute" if e.is_compute else "communication", "ph": "X",
-                    "pid": e.rank, "tid": track, "ts": 1e6 * (e.start - begin), "dur": 1e6 * (e.end - e.start),
-                    "args": {"op": e.op, "nbytes": e.nbytes},
-                }
-            )  # fmt: skip
+        tracks, placed = self._tracks()
+        listed: list[dict[str, object]] = [
+            {
+                "name": e.name, "cat": "compute" if e.is_compute else "communication", "ph": "X",
+                "pid": e.rank, "tid": tracks[e.rank][track], "ts": 1e6 * (e.start - begin),
+                "dur": 1e6 * (e.end - e.start), "args": {"op": e.op, "nbytes": e.nbytes},
+            }
+            for e, track in placed
+        ]  # fmt: skip
 
         def says(name: str, value: object, pid: int, **track: int) -> None:
             args = {"sort_index" if name.endswith("index") else "name": value}
             listed.append({"name": name, "ph": "M", "pid": pid, **track, "args": args})
 
-        for rank, lanes in sorted(tracks.items()):
+        for rank, names in sorted(tracks.items()):
             host = f" ({self.hosts[rank]})" if rank < len(self.hosts) else ""
             says("process_name", f"rank {rank}{host}", rank)
             says("process_sort_index", rank, rank)
-            for lane, track in lanes.items():
-                says("thread_name", lane, rank, tid=track)
-                first = KERNEL_LANES.index(lane) if lane in KERNEL_LANES else len(KERNEL_LANES) + track
-                says("thread_sort_index", first, rank, tid=track)
+            for (lane, number), tid in names.items():
+                says("thread_name", f"{lane} ({number + 1})" if number else lane, rank, tid=tid)
+                says("thread_sort_index", tid, rank, tid=tid)
         return {
             "traceEvents": listed,
             "displayTimeUnit": "ms",
             "otherData": {"title": self.title, "kind": self.kind, "progress": self.progress},
         }
+
+    def _tracks(self) -> tuple[dict[int, dict[Track, int]], list[tuple[Event, Track]]]:
+        """The tracks of each rank with their places from top to bottom, and every event, by its start, with its own."""
+        free: defaultdict[tuple[int, str], list[float]] = defaultdict(list)  # from when each track of a lane is free
+        placed = []
+        for e in sorted(self.events, key=lambda e: e.start):
+            ends = free[e.rank, e.lane]
+            number = next((i for i, end in enumerate(ends) if end <= e.start), len(ends))
+            ends[number : number + 1] = [e.end]
+            placed.append((e, (e.lane, number)))
+        lanes = sorted(free, key=lambda key: (*KERNEL_LANES, key[1]).index(key[1]))  # kernels first
+        tracks: defaultdict[int, dict[Track, int]] = defaultdict(dict)
+        for rank, lane in lanes:
+            for number in range(len(free[rank, lane])):
+                tracks[rank][lane, number] = len(tracks[rank])
+        return tracks, placed
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.chrome()))

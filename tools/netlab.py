@@ -45,8 +45,8 @@ def work(
     start = time.monotonic()
     planned = sorted(planned, key=lambda item: item[0])
     unread = ""
-    told = {"NETLAB_CONTROL": str(control), "NETLAB_RATES": ",".join(str(rate.bits) for rate in cluster.lab.rates)}
-    job = subprocess.Popen(launched, env={**environment, **told})
+    told = {"NETLAB_CONTROL": str(control), **cluster.lab.told(len(os.sched_getaffinity(0)))}
+    job = subprocess.Popen(launched, env={**environment, **told}, start_new_session=True)  # we pass Ctrl-C on, once
     try:
         while job.poll() is None:
             lines = []

@@ -87,17 +87,25 @@ def like(comm: Any, m: int, k: int, n: int, options: Options) -> list[Row]:
 
 
 def in_words(row: Row) -> str:
-    """One line: the time without overlap and with it, and whether that is a gain."""
+    """The time without overlap and with it, and whether that is a gain; then the same of a call that says nothing."""
     operation = row.what.partition(",")[0]
     assert row.base is not None
     unfused = row.best(UNFUSED)
     gain = row.ratio(unfused, row.base)
-    assert gain.interval is not None
     times = f"{1e3 * row.median(unfused):.2f} ms without overlap, {1e3 * row.median(row.base):.2f} with ({row.base})"
+    called = row.ratio(unfused, CALLED)
+    return (
+        f"{operation:22} {times}: {_verdict(gain)}; at most {row.figures[1].limit:.2f}x\n"
+        f"{'':22} called without a word, {1e3 * row.median(CALLED):.2f} ms: {_verdict(called)}"
+    )
+
+
+def _verdict(gain: Figure) -> str:
+    assert gain.interval is not None
     verdict = f"{gain.value:.2f}x ({gain.interval})"
-    if gain.interval.low <= 1:
-        verdict = ("nothing gained: " if gain.interval.high >= 1 else "slower: ") + verdict
-    return f"{operation:22} {times}: {verdict}; at most {row.figures[1].limit:.2f}x"
+    if gain.interval.low > 1:
+        return verdict
+    return ("nothing gained: " if gain.interval.high >= 1 else "slower: ") + verdict
 
 
 def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:

@@ -216,7 +216,8 @@ class Calm:
     @staticmethod
     def of(comm: Any) -> Calm | None:
         """None if ranks share a core: each is disturbed by the others then, whatever it does. Collective."""
-        return Calm(comm) if of_all_ranks(comm, np.array([launch.cores_per_rank()])).min() >= 1 else None
+        cores = launch.cores_per_rank() / launch.ranks_per_core()
+        return Calm(comm) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
 
     def probe(self) -> float:
         """How many times as long as usual a product takes now, the best of some: usual is the lower decile of all."""

@@ -219,7 +219,7 @@ def figures(row: Row, best: str, asked: bool) -> list[Figure]:
     """The best of ours against the best of each kind of rival; what is to be reached only where there is a wire."""
     unfused = row.best(UNFUSED)
     sliced = row.best(name for name in row.samples if name.startswith((NATIVE, PAIRWISE)))
-    other, cut = row.best(others(row)), [name for name in row.samples if is_cut(name)]
+    other, whole = row.best(others(row)), row.best(name for name in others(row) if not is_cut(name))
     slower = row.ratio(best, unfused)
     assert slower.interval is not None
     t_c, t_m = row.median(KERNEL), row.median(WIRE) if asked else 0.0
@@ -228,21 +228,20 @@ def figures(row: Row, best: str, asked: bool) -> list[Figure]:
         Figure(f"low end of {slower.name}", slower.interval.low, most=LEAST_SLOWER if asked else None),
         row.ratio(sliced, best, **({"least": LEAST_SLICED_CASE} if asked else {})),
         row.ratio(other, best),
+        row.ratio(whole, best),
     ]
-    if cut:
-        found.append(row.ratio(row.best(cut), best))
     if asked:
         found.append(Figure("T_m / T_c", row.median(WIRE) / row.median(KERNEL)))
     return found
 
 
 def others(row: Row) -> list[str]:
-    """Peers that are not of this house, as they come: who cuts gloo's calls in slices has written a schedule."""
-    peers = (name for name in row.samples if name.startswith(("mpi4py", "gloo", "JAX", "mpi4jax")))
-    return [name for name in peers if not is_cut(name)]
+    """Peers that are not of this house."""
+    return [name for name in row.samples if name.startswith(("mpi4py", "gloo", "JAX", "mpi4jax"))]
 
 
 def is_cut(name: str) -> bool:
+    """Whether it overlaps by itself: its asynchronous calls are cut in slices."""
     return name.startswith("gloo, ")
 
 
@@ -258,8 +257,8 @@ def summary(found: Sequence[Row], cluster: Cluster) -> Row:
     means = [Figure("best slices / fompi, geometric mean", geometric_mean(sliced), least=1.0 if asked else None)]
     if balanced:
         rows = f"geometric mean of {len(balanced)} balanced rows"
-        other = geometric_mean(figures[3].value for figures in balanced)
-        means.append(Figure(f"best other peer / fompi, {rows}", other, least=LEAST_OTHERS if asked else None))
-        if cut := [figure.value for figures in balanced for figure in figures if is_cut(figure.name)]:
-            means.append(Figure(f"gloo in slices / fompi, {rows}", geometric_mean(cut), least=1.0 if asked else None))
+        least = LEAST_OTHERS if asked else None
+        for kind, name in ((3, "best other peer"), (4, "best other peer without slices")):
+            value = geometric_mean(figures[kind].value for figures in balanced)
+            means.append(Figure(f"{name} / fompi, {rows}", value, least=least))
     return Row("all rows", str(cluster), figures=means)

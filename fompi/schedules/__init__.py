@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from hashlib import blake2b
 from operator import index
+from types import CodeType
 from typing import Any
 
 from fompi.errors import PlanError
@@ -66,6 +68,9 @@ IN_RING_ORDER = (*STRAIGHT, "ring")
 REGISTERED: dict[str, tuple[str, ...]] = {}
 """The schedules of users, and what each can move."""
 
+FORGET: list[Callable[[], None]] = []
+"""To be called when one is registered: what was chosen without it."""
+
 
 def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
     """Register a schedule of your own: from now on `schedule="NAME"` takes it where these are moved.
@@ -92,9 +97,25 @@ def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
 
     def register(made: Schedule) -> Schedule:
         SCHEDULES[name], REGISTERED[name] = made, moves
+        for forget in FORGET:
+            forget()
         return made
 
     return register
+
+
+def fingerprint() -> str:
+    """What tells the schedules of users from others of the same names: nothing where there are none."""
+    words = [f"{name} {REGISTERED[name]} {_written(getattr(SCHEDULES[name], '__code__', None))}" for name in REGISTERED]
+    return f", with {blake2b(repr(words).encode(), digest_size=8).hexdigest()}" if words else ""
+
+
+def _written(code: CodeType | None) -> list[object]:
+    """A function as it was written, wherever that was."""
+    if code is None:
+        return []
+    inner = [_written(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return [code.co_code, code.co_names, inner]
 
 
 def available(problem: Problem) -> list[str]:

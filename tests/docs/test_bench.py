@@ -31,7 +31,7 @@ def test_peers(mpirun, tmp_path):
         assert row["errors"].keys() == row["samples"].keys() - {"kernel alone"} and max(row["errors"].values()) < 1e-5
         assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples"].values())
         assert "shared memory: no wire" in row["setup"] and row["reached"] is None
-    assert [figure["value"] > 0 for figure in summary["figures"]] == [True] * 3  # slices, others, gloo in slices
+    assert [figure["value"] > 0 for figure in summary["figures"]] == [True] * 3  # slices, others, others without slices
 
 
 @pytest.mark.timeout(100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,16 @@ def run(*arguments, status=0):
 
 
 PLANS = {
-    "all_gather_matmul 512x64 64x256 --ranks 4 --schedule ring": lambda: fompi.plan(
+    "all_gather_matmul 512x64 64x256 --ranks 4 --schedule ring": partial(
+        fompi.plan,
         fompi.all_gather_matmul,
         Spec((512, 64), "float32", Shard(0)),
         Spec((64, 256), "float32", Shard(1)),
         ranks=4,
         schedule="ring",
     ),
-    "matmul_reduce_scatter 7x64 64x5 --ranks 3 --dtype bfloat16 --slices 1,3 --window 1": lambda: fompi.plan(
+    "matmul_reduce_scatter 7x64 64x5 --ranks 3 --dtype bfloat16 --slices 1,3 --window 1": partial(
+        fompi.plan,
         fompi.matmul_reduce_scatter,
         Spec((7, 64), "bfloat16", Shard(1)),
         Spec((64, 5), "bfloat16", Shard(0)),
@@ -41,16 +44,17 @@ PLANS = {
         slices=(1, 3),
         window=1,
     ),
-    "all_to_all_weight_gradient 8x4 8x6 --ranks 2": lambda: fompi.plan(
+    "all_to_all_weight_gradient 8x4 8x6 --ranks 2": partial(
+        fompi.plan,
         fompi.all_to_all_weight_gradient,
         Spec((8, 4), "float32", Shard(0)),
         Spec((8, 6), "float32", Shard(0)),
         ranks=2,
     ),
-    "all_reduce 10 --ranks 8 --schedule unfused": lambda: fompi.plan(
-        fompi.all_reduce, Spec((10,), "float32", Partial()), ranks=8, schedule="unfused"
+    "all_reduce 10 --ranks 8 --schedule unfused": partial(
+        fompi.plan, fompi.all_reduce, Spec((10,), "float32", Partial()), ranks=8, schedule="unfused"
     ),
-    "broadcast 3x3 --ranks 1": lambda: fompi.plan(fompi.broadcast, Spec((3, 3), "float32", Replicate()), ranks=1),
+    "broadcast 3x3 --ranks 1": partial(fompi.plan, fompi.broadcast, Spec((3, 3), "float32", Replicate()), ranks=1),
 }
 
 
@@ -70,8 +74,8 @@ def test_plan(arguments):
 
 @pytest.mark.parametrize("arguments", PLANS)
 def test_simulate(arguments, tmp_path):
-    """The table is str(trace), the file is its JSON, which names every rank and lane."""
-    trace = fompi.simulate(PLANS[arguments](), fompi.Machine.load("laptop"))
+    """The table is str(trace), of the best plan if none is named; the file is its JSON, with every rank and lane."""
+    trace = fompi.simulate(PLANS[arguments](machine="laptop"), fompi.Machine.load("laptop"))
     saved = tmp_path / "trace.json"
     assert run("simulate", *arguments.split(), "--machine", "laptop", "--save", saved) == (f"{trace}\n", "")
     events = json.loads(saved.read_text())["traceEvents"]
@@ -86,7 +90,7 @@ def test_a_machine_from_a_file(tmp_path):
     slow = fompi.Machine("slow", 1.0, 1e3, 1e9, 1e9, 0.0)
     slow.save(tmp_path / "slow.json")
     table, _ = run("simulate", "all_gather", "4x250", "--ranks", 2, "--machine", tmp_path / "slow.json")
-    plan = fompi.plan(fompi.all_gather, Spec((4, 250), "float32", Shard(0)), ranks=2)
+    plan = fompi.plan(fompi.all_gather, Spec((4, 250), "float32", Shard(0)), ranks=2, machine=slow)
     assert table == f"{fompi.simulate(plan, slow)}\n" and "on slow" in table
 
 

@@ -14,6 +14,7 @@ def noted(rank, **fields):
         "communicator": "tp", "members": [0, 2], "stamp": 7, "rank": rank, "calls": 12, "p50": 0.2, "p99": 0.25,
         "wall": 0.2, "kernels": 0.11, "alone": 0.1, "compute": 0.1, "slowdown": 1.1, "communication": 0.15,
         "bare": 0.1, "hidden": 0.0, "exposed": 0.1 + 0.01 * rank, "tail": 0.001, "idle": 0.09, "nbytes": 4096,
+        "away": 0.0,
         "warning": f"no overlap on rank {rank}", "waits": [[0.08, "80.000 ms for x[1] from rank 1"]],
     }  # fmt: skip
     return {**known, **fields}
@@ -47,6 +48,11 @@ def test_the_text():
         "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (ms, the median)\n"
         "   0  200.000  250.000  100.000     1.10  150.000  100.000    0.000  100.000    1.000"
     )
+
+
+def test_a_call_that_was_left_to_itself():
+    one = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, alone=None, away=0.15, waits=[])]}]}
+    assert text(one).splitlines()[-1].endswith("    1.000   compute in the call   150.000 ms away")
 
 
 def test_one_warning_for_an_operation():

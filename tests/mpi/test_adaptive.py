@@ -13,7 +13,7 @@ from explained import scatter, whole
 from mpi4py import MPI
 
 import fompi
-from fompi import Partial, Spec, adaptive, drift
+from fompi import Partial, Shard, Spec, adaptive, drift
 from fompi.candidates import Candidate
 from fompi.machine import Machine
 
@@ -77,6 +77,34 @@ def test_same_bits_keep_the_schedule(own, cache, monkeypatch):
             assert (step() == y).all()
         first = step.changes[0].candidate
         assert all(adaptive.sums_alike(explained.problem, change.candidate, first) for change in step.changes)
+
+
+def test_same_bits_stay_where_nothing_is_alike(own, cache, monkeypatch):
+    """What is best now sums in another order, and the plan at hand is no candidate any more: it stays."""
+    explained, x, w, y = scatter(own)
+    if own.size == 1:
+        return
+    monkeypatch.setattr(adaptive, "differ", lambda *times: True)
+    monkeypatch.setattr(adaptive, "refit", lambda machine, *_: machine)
+    monkeypatch.setattr(adaptive, "sums_alike", lambda *_: False)
+    with fompi.bind(explained, comm=own, x=x, w=w, adapt=True, same_bits=True) as step:
+        for _ in range(2 * adaptive.CHECK_CALLS):
+            assert (step() == y).all()
+        assert {change.candidate for change in step.changes} == {explained.winner.candidate}
+
+
+def test_calls_with_other_rows_say_nothing_of_links(own, cache, monkeypatch):
+    """Only calls with all rows of the plan are compared."""
+    counts = (4,) * own.size
+    x = Spec((4 * own.size, 3), "float64", Shard(0))
+    explained = fompi.explain(fompi.all_gather, x, ranks=own.size, machine="gigabit")
+    mine = np.ones((4, 3))
+    with fompi.bind(explained, comm=own, x=mine, adapt=True) as step:
+        for fewer in range(3):
+            step(counts=[n - fewer for n in counts])
+        assert len(step._recent) == 1
+        step()
+        assert len(step._recent) == 2
 
 
 def test_looking_takes_no_more_than_its_share(own, cache, monkeypatch):

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import fompi
 from fompi import effort
+from fompi.backends.numpy import Numpy
 from fompi.candidates import UNFUSED, Candidate
 
 pytestmark = [
@@ -92,6 +93,47 @@ def test_what_is_fastest_on_the_slowest_rank_is_kept(own, cache, monkeypatch):
     assert [tried.count(candidate) for candidate in seconds] == [1 + effort.ROUNDS] * 3
     seconds[slow] = 0.5
     assert effort._fastest(own, list(seconds), timed) == slow
+
+
+def test_calls_are_told_apart_by_their_problem(own, cache):
+    """By what is multiplied, which need not be alike on all ranks, and by how much: each is tried by itself."""
+    if own.size == 1:
+        return
+    for rows, k in ((2, 8), (64, 8), (2, 64)):
+        x, w = whole((rows, k), own.rank), whole((k, 4 + own.rank), own.rank, 1)
+        expected = np.concatenate([whole((rows, k), r) for r in range(own.size)]) @ w
+        for _ in range(2):
+            assert np.array_equal(fompi.all_gather_matmul(x, w, comm=own, effort="measure"), expected)
+    assert len(own.choices) == 3
+
+
+@pytest.mark.parametrize("rates", [(), (0.25,)])
+def test_a_call_tries_several_that_overlap_on_any_machine(own, machine, rates):
+    """Rows by rate, windows and orders of peers are for bound operations, and take no place from what a call can do."""
+    explained, *_ = scatter(own, rows=512, k=512, machine=replace(machine, rates=rates))
+    if own.size == 1:
+        return
+    own.machine = explained.machine
+    found = effort.candidates(explained.problem, explained.sizes, own)
+    assert all(c.anywhere(own.size) for c in found) and sum(c not in UNFUSED for c in found) >= 2
+
+
+def test_backends_and_kernels_are_measured_by_themselves(own, cache):
+    explained, x, w, y = scatter(own)
+    if own.size == 1:
+        return
+
+    def matmul(reads, writes):
+        product = np.concatenate(reads[:-1]) @ reads[-1]
+        for part in writes:
+            part[...], product = product[: len(part)], product[len(part) :]
+
+    for how in ({}, {"backend": Numpy()}, {"kernels": {"matmul": matmul}}, {"kernels": {"matmul": matmul}}):
+        with fompi.bind(explained, effort="measure", comm=own, x=x, w=w, **how) as step:
+            assert (step() == y).all()
+    assert len(own.choices) == 4
+    if own.rank == 0:
+        assert len(list(effort.folder().iterdir())) == 2  # nothing is known of kernels that are not ours
 
 
 def test_calls_without_overlap_are_always_tried(own, machine):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import Shard, Spec, alignment, report
+from fompi import Partial, Shard, Spec, alignment, report
 from fompi.backends.emulated import Emulated
 from fompi.plan import Compute
-from fompi.trace import Trace
+from fompi.trace import Trace, intersection, length, union
 
 KERNEL_SECONDS = 0.004
 
@@ -39,6 +39,13 @@ def noting(world):
     world.engine.report = noted = report.Report("1")
     yield noted
     world.engine.report = None
+
+
+@pytest.fixture
+def own_noting(comm, noting):
+    """A communicator of its own, and the notes."""
+    with fompi.Communicator(comm) as made:
+        yield made, noting
 
 
 def kernels_of(step):
@@ -105,6 +112,59 @@ def test_the_proof_of_a_call(world, step):
     assert proof.kernels >= kernels_of(step) * KERNEL_SECONDS
     assert {w.peer for w in proof.waits} <= {None, *range(world.size)} - {world.rank}
     assert proof.progress == world.engine.progress_mode and "exposed" in str(proof)
+
+
+def test_what_the_program_does_between_start_and_wait_hides_messages(own_noting):
+    """A started call is exposed by what the program waited for it, not by how long it was in flight."""
+    comm, noting = own_noting
+    x = np.ones((1 << 16, 4), np.float32)
+    pending = fompi.all_reduce.start(x, comm=comm)
+    sleep(0.2)
+    pending.wait()
+    with fompi.bind(
+        fompi.plan("all_reduce", Spec((1 << 16, 4), "float32", Partial()), ranks=comm.size), comm=comm, x=x
+    ) as step:
+        step()
+        assert step.proof.away == 0.0
+        step.start()
+        while not step.finished:
+            sleep(1e-3)
+        step.wait()
+        bound = step.proof
+    assert bound.away > 0 and bound.exposed <= bound.wall - bound.away + 1e-9
+    called = next(iter(noting.operations.values())).proof()
+    if comm.size > 1:
+        assert called.exposed < called.wall - called.away + 1e-9 and called.away > 0
+
+
+def test_kernels_of_others_hide_messages_too(own_noting):
+    """While the program waits for another call, that one's kernels are something else; its messages are not."""
+    comm, _ = own_noting
+    x = np.ones((1 << 18, 4), np.float32)
+
+    def matmul(reads, writes):
+        sleep(0.05)
+        np.matmul(*reads, out=writes[0])
+
+    plan = fompi.plan(
+        fompi.all_gather_matmul,
+        Spec((4 * comm.size, 8), "float32", Shard(0)),
+        Spec((8, 2 * comm.size), "float32", Shard(1)),
+        ranks=comm.size,
+    )
+    tensors = {"x": np.ones((4, 8), np.float32), "w": np.ones((8, 2), np.float32)}
+    reduced = fompi.plan("all_reduce", Spec(x.shape, "float32", Partial()), ranks=comm.size)
+    with (
+        fompi.bind(plan, comm=comm, kernels={"matmul": matmul}, **tensors) as multiplied,
+        fompi.bind(reduced, comm=comm, x=x) as step,
+    ):
+        multiplied()
+        step.start()
+        multiplied()
+        step.wait()
+        begin, end = min(e.start for e in step.trace.events), max(e.end for e in step.trace.events)
+        others = union((e.start, e.end) for e in multiplied.trace.events if e.is_compute)
+        assert step.proof.away >= 0.9 * length(intersection(others, [(begin, end)]))
 
 
 def test_a_late_rank_is_named(world, step):

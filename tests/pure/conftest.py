@@ -31,3 +31,5 @@ def forgotten():
     for name in schedules.REGISTERED:
         del schedules.SCHEDULES[name]
     schedules.REGISTERED.clear()
+    for forget in schedules.FORGET:
+        forget()

@@ -55,7 +55,7 @@ PURE = {
         "errors",
     },
     "steps": {"explain", "bound", "problems", "machine", "layout", "errors"},
-    "choose": {"schedules", "candidates", "explain", "problems", "plan", "machine", "layout", "errors"},
+    "choose": {"schedules", "candidates", "explain", "simulate", "problems", "plan", "machine", "layout", "errors"},
 }
 """The rooms above the line, and all that each may import."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
 from itertools import product
 
 from catalogue import problem_of
@@ -10,12 +12,14 @@ from hypothesis import strategies as st
 
 from fompi import choose, schedules
 from fompi.candidates import candidates
+from fompi.explain import explain
 from fompi.layout import Sizes
 from fompi.machine import PRESETS, Machine
 from fompi.needs import constraints
 from fompi.plan import MOST_MESSAGES, Recv, Send
 from fompi.problems import MEANING, Form, problem
 from fompi.schedules import to_one_peer
+from fompi.simulate import representatives, symmetry
 
 
 def test_the_choice_is_one_that_every_rank_can_make():
@@ -52,11 +56,11 @@ def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_af
         assert choose.choose(made, rows, network=True) == ("direct" if slices == 1 else "pairwise", slices)
         assert choose.choose(made, rows, network=True, even=False) == ("direct", slices)
         assert choose.choose(made, rows) == ("direct", 1)
-        assert choose.window_by_rule(made, "direct", slices) == (None if slices == 1 else 2)
+        assert choose.window_of_call(made, "direct", slices, True, False) == (None if slices == 1 else 2)
     two = problem("all_to_all", 2, Form((8, 256), "float32"))
     assert choose.choose(two, 1 << 30, network=True) == ("direct", 1)
-    assert not choose.window_by_rule(two, "direct", 4)
-    assert not choose.window_by_rule(problem_of("all_gather", 4), "direct", 4)
+    assert not choose.window_of_call(two, "direct", 4, True, False)
+    assert not choose.window_of_call(problem_of("all_gather", 4), "direct", 4, True, False)
 
 
 @given(st.lists(st.lists(st.integers(0, 1 << 33), min_size=4, max_size=4), min_size=4, max_size=4))
@@ -134,3 +138,30 @@ def test_uneven_ranks_stay_out_of_step_on_any_machine():
         assert choose.choose(made, 1 << 20, True, Machine.load(name), even=False)[0] != "pairwise"
         if size == 72 or name == "gigabit":
             assert choose.choose(made, 1 << 20, True, Machine.load(name))[0] == "pairwise"
+
+
+def test_calls_of_many_ranks_have_direct_messages_one_after_the_other():
+    """By the model: with all of them at once nobody counts."""
+    machine = Machine.load("gigabit")
+    made = problem_of("matmul_all_to_all", 72)
+    sizes = Sizes(pairs=((4,) * 72,) * 72)
+    usable = [c for c in candidates(made, machine) if c.anywhere(72)]
+    assert {"unfused", "unfused_p2p", "direct"} <= {c.schedule for c in usable}
+    judged = {one.candidate.schedule: one for one in explain(made, sizes, machine, hurried=True).judged}
+    assert judged["direct"].candidate.window == 1
+    assert [choose.window_of_call(made, name, 1, True, True) for name in ("direct", "ring")] == [1, None]
+    assert choose.window_of_call(problem_of("matmul_all_to_all", 64), "direct", 1, True, True) is None
+
+
+def test_one_slow_rank_of_many_does_not_make_all_of_them_be_walked(monkeypatch):
+    machine = replace(Machine.load("h100-ndr"), rates=(1.0,) * 7 + (0.5,))
+    made = problem("all_reduce", 256, Form((8,), "float32"))
+    walked = []
+
+    def counted(plan, on):
+        walked.append(symmetry(plan, plan.sizes, on))
+        return representatives(plan, on)
+
+    monkeypatch.setattr(import_module("fompi.explain"), "representatives", counted)  # fompi.explain is the function
+    name, _ = choose.choose(made, 1 << 24, machine=machine)
+    assert walked and max(walked) <= 8 and schedules.is_available(made, name)

@@ -90,7 +90,7 @@ def test_in_a_hurry_what_cannot_win_is_not_walked(operation, machine, ranks, k):
     made, sizes = large(operation, ranks, k)
     where = PRESETS[machine]
     found = explain(made, sizes, where, hurried=True)
-    usable = [one for one in explain(made, sizes, where).judged if one.candidate.anywhere]
+    usable = [one for one in explain(made, sizes, where).judged if one.candidate.anywhere(made.size)]
     assert found.winner.trace is not None and found.winner.seconds <= 1.02 * usable[0].seconds
     by_walk = {one.candidate for one in usable if one.trace is not None}
     for one in found.judged:
@@ -272,7 +272,7 @@ def test_an_order_of_peers_only_where_pieces_or_links_differ():
         for machine, sizes in ((flat, catalogue.sizes(made, "uneven")), (slow, even)):
             for candidate in in_order(made, sizes, machine):
                 verify(write(made, "direct", candidate.slices, sizes, candidate.window, None, candidate.order))
-                assert candidate.order and not candidate.anywhere
+                assert candidate.order and not candidate.anywhere(4)
 
 
 def test_the_order_is_the_best_for_a_rank_by_itself():

@@ -18,10 +18,12 @@ from fompi import (
     ShapeError,
     Shard,
     Spec,
+    choose,
     problems,
     schedules,
 )
 from fompi.backends.numpy import Numpy
+from fompi.machine import Machine
 from fompi.ops import OPERATIONS
 from fompi.plan import Compute, Recv, Send
 from fompi.problems import MEANING, Form, problem
@@ -297,3 +299,29 @@ def test_what_is_no_plan_and_no_schedule():
         fompi.verify("plan")
     plan = fompi.plan("all_gather", x, ranks=2)
     assert fompi.simulate(plan, "laptop").seconds == fompi.simulate(plan, fompi.Machine.load("laptop")).seconds
+
+
+def test_what_was_chosen_before_a_schedule_came_is_forgotten(forgotten):
+    problem, machine = problem_of("all_gather", 4), Machine.load("gigabit")
+    choose.choose(problem, 1 << 20, machine=machine)
+    assert choose._by_model.cache_info().currsize
+    fompi.schedule("everyone", "all_gather")(everyone)
+    assert not choose._by_model.cache_info().currsize
+
+
+def test_schedules_are_told_apart_by_what_they_do(forgotten):
+    """Not by where they are written; what is kept of a choice holds for these."""
+
+    def written(text):
+        names = {}
+        exec(compile(text, "anywhere", "exec"), names)
+        schedules.SCHEDULES.pop("mine", None)
+        fompi.schedule("mine", "all_gather")(names["f"])
+        return schedules.fingerprint()
+
+    assert schedules.fingerprint() == ""
+    first = written("def f(problem, work):\n    yield [n for n in range(3)]")
+    assert first == written("\n\ndef f(problem, work):\n    yield [n for n in range(3)]")
+    assert first != written("def f(problem, work):\n    yield [n for n in range(4)]")
+    schedules.REGISTERED["mine"] = ("all_gather", "broadcast")
+    assert len({first, schedules.fingerprint(), written("def f(problem, work):\n    yield work.size")}) == 3

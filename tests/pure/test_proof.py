@@ -262,3 +262,33 @@ def test_a_chain_of_a_thousand_waits():
     trace = fompi.simulate(plan, "gigabit")
     proof = prove(trace, Needs(plan, 0))
     assert sum(wait.seconds for wait in proof.waits) == pytest.approx(proof.idle)
+
+
+def started(*events, away):
+    needs = hand_made(Recv(2, Y[0]), Compute("copy", (Y[0],), (A[0],)))
+    return prove(Trace("measured", "by hand", events), needs, alone=1.0, bare=4.0, away=away)
+
+
+RECEIVED = (Event(0, "recv from 2", 0, "", 0.0, 4.0), Event(0, "compute", 1, "", 4.0, 5.0))
+
+
+def test_what_the_program_does_meanwhile_hides_messages():
+    """It was away for three of the four seconds in which the message came, and then waited for one."""
+    proof = started(*RECEIVED, away=[(-1.0, 3.0)])
+    assert (proof.wall, proof.away, proof.kernels_away) == (5.0, 3.0, 0.0)
+    assert proof.exposed == pytest.approx(1.0) and proof.hidden == pytest.approx(3.0) and proof.warning is None
+    assert proof.waits == (Wait(1.0, "recv", "y[0]", 2),) and "did something else" in str(proof)
+
+
+def test_a_call_that_nobody_waits_for_is_not_exposed():
+    proof = started(*RECEIVED, away=[(0.0, 9.0)])
+    assert (proof.away, proof.kernels_away, proof.exposed, proof.hidden) == (5.0, 1.0, 0.0, 4.0)
+    assert proof.waits == () and proof.warning is None
+
+
+def test_a_message_that_rested_meanwhile():
+    """The program was away for four seconds, and waited for as long as the message takes alone."""
+    late = Event(0, "recv from 2", 0, "", 0.0, 8.0), Event(0, "compute", 1, "", 8.0, 9.0)
+    proof = started(*late, away=[(0.0, 4.0)])
+    assert proof.exposed == pytest.approx(4.0) and proof.hidden == 0.0
+    assert "no overlap on rank 0" in proof.warning and "something else for 4000.0 ms" in proof.warning

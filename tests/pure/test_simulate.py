@@ -301,6 +301,8 @@ def test_ranks_that_differ_are_all_walked():
     assert symmetry(plan, even, flat) == 1 and symmetry(plan, uneven, flat) == 4
     assert symmetry(plan, even, replace(flat, rates=(1.0, 0.5))) == 4
     assert symmetry(plan, even, replace(flat, levels=(Level(3, 0.0, 1.0),))) == 4
+    assert symmetry(plan, even, replace(flat, rates=(1.0, 0.5)).at_slowest(4)) == 1
+    assert symmetry(plan, even, replace(flat, levels=(Level(2, 0.0, 1.0), Level(64, 0.0, 1.0)))) == 2  # 64 are not here
     broken = plan.with_program(replace(plan.programs[1], ops=plan.programs[1].ops[:-1]))
     assert symmetry(broken, even, flat) == 4
 

@@ -12,7 +12,9 @@ from catalogue import RANKS, ROWS
 
 import fompi
 from fompi import schedules
+from fompi.adaptive import sums_alike
 from fompi.backends.numpy import Numpy
+from fompi.candidates import Candidate
 from fompi.errors import PlanError
 from fompi.layout import ITEMSIZE, Sizes, Spec
 from fompi.plan import Compute
@@ -77,6 +79,26 @@ def test_sums_in_the_order_of_a_ring(size, name, dtype):
     assert all(len(each) == 1 for each in found.values())
     if size > 3 and dtype == "float32":  # of three terms the first two may change places
         assert not ways & set.union(*found.values()), "sums in another order should differ somewhere"
+
+
+@pytest.mark.parametrize("name", [name for name, one in catalogue.problems(1).items() if one.gradients])
+def test_a_weight_gradient_is_summed_in_the_order_of_its_plan(name):
+    """The same bits with any window; other slices, or another schedule, sum in other pieces."""
+    size = 4
+    problem = replace(catalogue.problems(size)[name], dtype="float32")
+    sizes = catalogue.sizes(problem, "even")
+    inputs = catalogue.inputs(
+        problem, sizes, fill=lambda draw, shape, _: draw.standard_normal(shape).astype(np.float32)
+    )
+    found = {}
+    for call, (schedule, slices) in enumerate(product(schedules.available(problem), (1, 2))):
+        for window in WINDOWS:
+            plan = schedules.write(problem, schedule, slices, window=window)
+            candidate = Candidate(schedule, slices, window)
+            found[candidate] = repr(bits(twin(plan, inputs, BACKEND, sizes=sizes, seed=call)))
+    pairs = list(product(found, repeat=2))
+    assert all(found[a] == found[b] for a, b in pairs if sums_alike(problem, a, b))
+    assert any(found[a] != found[b] for a, b in pairs), "sums in other pieces should differ somewhere"
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "all_reduce", "matmul_all_reduce bias"])

@@ -20,6 +20,8 @@ NEWNS, NEWUTS, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x10000000, 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG = 1
 
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 GRACE_SECONDS = 5.0  # for a job that is told to end
 
 
@@ -63,9 +65,10 @@ def enclose(body: Callable[[], int]) -> int:
     except OSError as error:
         raise Refused(
             f"this kernel lets us make no network namespace ({error.strerror}): run as root, or allow user namespaces "
-            "(sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone); in a container: --privileged"
+            "(sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, on Ubuntu "
+            "kernel.apparmor_restrict_unprivileged_userns=0); in a container: --privileged"
         ) from None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDINGS:
         signal.signal(number, interrupt)
     child = os.fork()
     if not child:
@@ -75,11 +78,15 @@ def enclose(body: Callable[[], int]) -> int:
         try:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256
         except Interrupted as interrupted:
-            signal.signal(interrupted.number, lambda *_: os.kill(child, signal.SIGKILL))  # asked twice
+            for number in ENDINGS:
+                signal.signal(number, lambda *_: os.kill(child, signal.SIGKILL))  # asked twice
             os.kill(child, interrupted.number)
 
 
 def interrupt(number: int, _: FrameType | None) -> NoReturn:
+    """Once: Ctrl-C at a terminal reaches both processes, and the first one passes it on."""
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
     raise Interrupted(number)
 
 

@@ -113,6 +113,15 @@ class Lab:
         hosts = len(self.rates)
         return ",".join(f"h{i}:{(i + 1) * self.ranks // hosts - i * self.ranks // hosts}" for i in range(hosts))
 
+    def told(self, cores: int) -> dict[str, str]:
+        """What the ranks learn of their links: bits, and bytes of payload, a second; and how many share a core."""
+        payload = [f"{rate.goodput:.0f}" for rate in self.rates]
+        return {
+            "NETLAB_RATES": ",".join(str(rate.bits) for rate in self.rates),
+            "NETLAB_PAYLOAD": ",".join(payload) + (f";{self.between.goodput:.0f}" if self.between else ""),
+            "NETLAB_RANKS_PER_CORE": str(-(-self.ranks // cores)),
+        }
+
     def expected(self, host: int) -> Rate:
         """Of the way from a host to the next one: that of its narrowest link."""
         after = (host + 1) % len(self.rates)
