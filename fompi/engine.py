@@ -9,8 +9,8 @@ helper thread (`fompi.progress`) moves messages meanwhile.
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from threading import RLock
 from time import perf_counter, sleep
@@ -50,9 +50,6 @@ two containers do: they move messages too.
 
 ANYONE = -1
 """The rank that is waited for, when all are: in a collective of the library."""
-
-MOST_WAITS = 4096
-"""So many waits and kernels are remembered, to tell what a program did that had started something."""
 
 ERROR_SECONDS = 0.5
 """How long a call with an error is waited for, if other ranks may come to it late."""
@@ -106,6 +103,21 @@ class Task:
         self.abandon(error)
 
 
+class Recent:
+    """The last 4096 intervals, to tell what a program did that had started something. Its memory does not grow."""
+
+    def __init__(self) -> None:
+        self._times, self._at = array("d", bytes(8 * 2 * 4096)), 0
+
+    def add(self, begin: float, end: float) -> None:
+        times, at = self._times, self._at
+        times[at], times[at + 1] = begin, end
+        self._at = (at + 2) % len(times)
+
+    def __iter__(self) -> Iterator[Interval]:
+        return ((begin, end) for begin, end in zip(self._times[::2], self._times[1::2], strict=True) if begin < end)
+
+
 class Engine:
     """Every request of every task, tested together. Thread-safe; whoever waits drives all."""
 
@@ -126,8 +138,8 @@ class Engine:
         self.report: Any = None  # where finished calls are noted (`fompi.report`), if somebody wants that
         self.machine: Any = None  # that of all ranks, if FOMPI_MACHINE names one
         self.polls = 0
-        self.waits: deque[Interval] = deque(maxlen=MOST_WAITS)  # when the program waited for whatever
-        self.kernels: deque[tuple[Task, float, float]] = deque(maxlen=MOST_WAITS)  # that threads ran, from when to when
+        self.waits = Recent()  # when the program waited for whatever
+        self.kernels = Recent()  # when threads ran one
         self.computing = 0  # kernels that threads run at this moment
         self.helper = helper(self) if helper is not None else None
         self._testsome = testsome
@@ -229,7 +241,7 @@ class Engine:
             error = raised
         with self.lock:
             self.computing -= 1
-            self.kernels.append((task, begun, perf_counter()))
+            self.kernels.add(begun, perf_counter())
             try:
                 task.ran(key, begun, error)
             except Exception as raised:
@@ -322,14 +334,14 @@ class Engine:
             self.waiting.remove((task, channel))
             task.awaited = False
             if not self.waiting:
-                self.waits.append((self._waits_since, perf_counter()))
+                self.waits.add(self._waits_since, perf_counter())
         return True
 
-    def away(self, task: Task, begin: float, end: float) -> list[Interval]:
-        """When, of this time, the program did something else than wait: kernels of other tasks are something else."""
+    def away(self, begin: float, end: float, own: Container[float]) -> list[Interval]:
+        """When, of this time, the program did something else than wait. Kernels are, but those that began at `own`."""
         waits = [*self.waits, *([(self._waits_since, perf_counter())] if self.waiting else [])]
-        kernels = [(start, stop) for owner, start, stop in self.kernels if owner is not task]
-        return union([*between(union(waits), begin, end), *kernels])
+        others = [kernel for kernel in self.kernels if kernel[0] not in own]
+        return union([*between(union(waits), begin, end), *others])
 
     def left(self, world_ranks: Sequence[int]) -> PeerError | None:
         """What to say to who waits for all of these to make a communicator, if one of them has left."""

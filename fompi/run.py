@@ -327,7 +327,7 @@ class Run(Task):
     # -- afterwards
     def away(self, left: float | None) -> list[Interval]:
         """When the program did something else, since it had `left` this call to itself (None: it stayed)."""
-        return [] if left is None else self.comm.engine.away(self, left, self.touched)
+        return [] if left is None else self.comm.engine.away(left, self.touched, set(self.begun))
 
     def trace(self, extents: Extents) -> Trace:
         """What this rank did when, in this call. Raises StateError unless all of it was done."""

@@ -187,7 +187,9 @@ def test_a_shape_of_ones_own(mpirun, ranks):
     """Four operations, what overlap gains of each, 'nothing' included."""
     done = mpirun(ranks, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", seconds=50)
     assert done.returncode == 0, done.output
-    head, *lines = done.stdout.splitlines()
+    head, *both = done.stdout.splitlines()
     assert head == f"x[96, 96] @ w[96, 96], {ranks} ranks, {SHARED}, float32"
+    lines, called = both[::2], both[1::2]
     assert [line.split()[0] for line in lines] == list(peers.OPERATIONS)
+    assert all("called without a word" in line and "x (" in line for line in called) and len(called) == len(lines)
     assert all("ms without overlap" in line and " with (fompi " in line for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fompi.engine import Engine, Recent
 from fompi.errors import LaunchError
 from fompi.report import Report, overlap_warnings, percentile, text
 
@@ -74,3 +75,21 @@ def test_a_file_that_cannot_be_written_is_told_at_the_start():
 
 def test_threads_on_the_cores_of_others_are_told():
     assert "\nwarning: set OMP_NUM_THREADS=1\n" in text({**REPORT, "threads": "set OMP_NUM_THREADS=1"})
+
+
+def test_the_newest_intervals_are_remembered():
+    recent = Recent()
+    for i in range(5000):
+        recent.add(i, i + 0.5)
+    assert sorted(recent) == [(i, i + 0.5) for i in range(5000 - 4096, 5000)]
+
+
+def test_when_the_program_does_something_else():
+    """It waits from 2 to 3 and from 5 to 9; in these a kernel of its own runs, and one of another call."""
+    engine = Engine(lambda requests: None, 1.0, 0)
+    for waited in ((2.0, 3.0), (5.0, 9.0)):
+        engine.waits.add(*waited)
+    engine.kernels.add(5.5, 6.0)
+    engine.kernels.add(7.0, 8.0)
+    assert engine.away(1.0, 10.0, own={5.5}) == [(1.0, 2.0), (3.0, 5.0), (7.0, 8.0), (9.0, 10.0)]
+    assert engine.away(1.0, 4.0, own=()) == [(1.0, 2.0), (3.0, 4.0), (5.5, 6.0), (7.0, 8.0)]

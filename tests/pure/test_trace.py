@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fompi.clocks import Clock
-from fompi.trace import Event, Trace, intersection, length, merge, union
+from fompi.trace import Event, Trace, between, intersection, length, merge, union
 
 intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda i: (i[0], i[0] + i[1])), max_size=8)
 lanes = st.sampled_from(["compute", "merge", "send to 1", "recv from 1", "collective"])
@@ -42,6 +42,13 @@ def test_intersection_is_the_time_of_both(a, b):
     both = intersection(union(a), union(b))
     assert seconds_in(both) == seconds_in(a) & seconds_in(b)
     assert length(both) == len(seconds_in(a) & seconds_in(b))
+
+
+@given(intervals, st.integers(0, 20), st.integers(0, 20))
+def test_between_is_the_time_that_is_left(listed, begin, end):
+    left = between(union(listed), begin, end)
+    assert seconds_in(left) == seconds_in([(begin, end)]) - seconds_in(listed)
+    assert all(start < stop for start, stop in left) and all(a[1] <= b[0] for a, b in pairwise(left))
 
 
 @given(events)
