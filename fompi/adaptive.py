@@ -8,7 +8,7 @@ step = fompi.bind(fompi.explain(...), adapt=True, ...)              # the best, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -19,8 +19,9 @@ import numpy as np
 
 from fompi import effort as efforts
 from fompi import executor, ops
-from fompi.agreement import agree
+from fompi.agreement import agree, digest
 from fompi.backends.base import Backend
+from fompi.backends.numpy import Numpy
 from fompi.calibrate import refit
 from fompi.candidates import Candidate
 from fompi.communicator import Communicator
@@ -92,8 +93,9 @@ def bind(
             refusal = PlanError(
                 f"the explanation is for {plan.problem.size} ranks, {communicator!r} has {communicator.size}"
             )
-        agree(communicator, f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})", refusal)
-        candidate = binding.race() if effort == "measure" else plan.winner.candidate
+        words = f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
+        backends = agree(communicator, words, refusal, gives=binding.backend)
+        candidate = binding.race(backends) if effort == "measure" else plan.winner.candidate
         return Adaptive(binding, candidate, adapt)
     wrong: Exception | None = None
     if not isinstance(plan, Plan):
@@ -122,15 +124,20 @@ class _Binding:
     @property
     def words(self) -> str:
         """What all ranks must have alike."""
-        explained, backend = self.explained, self.given["backend"]
-        on = f"{explained.machine.digest}{f' by {backend.name}' if backend is not None else ''}"
-        return f"{explained.problem} {explained.sizes} on {on}"
+        explained = self.explained
+        return f"{explained.problem} {explained.sizes} on {explained.machine.digest}"
+
+    @property
+    def backend(self) -> int:
+        """What tells its kernels from those of others; 0: nothing does, they are the user's, or a device's."""
+        backend = self.given["backend"] or Numpy()
+        return 0 if self.given["kernels"] or backend.asynchronous else 1 + digest(backend.name) % (1 << 32)
 
     def executor(self, candidate: Candidate) -> Executor:
         return executor.bind(self.explained.plan_of(candidate), comm=self.comm, **self.given)
 
-    def race(self) -> Candidate:
-        """The fastest of the best few."""
+    def race(self, backends: Sequence[int]) -> Candidate:
+        """The fastest of the best few, with these `backends` of all ranks."""
         steps: dict[Candidate, Executor] = {}
 
         def timed(candidate: Candidate) -> float:
@@ -143,10 +150,9 @@ class _Binding:
         def listed() -> list[Candidate]:
             return efforts.few(self.explained)
 
-        foreign = self.given["kernels"] is not None  # of which nothing is known: each binding measures its own
-        key = f"bound {self.words}{f', binding {self.comm.next_bound()}' if foreign else ''}"
+        key = f"bound {self.words} by {digest(str(backends)):014x}"
         try:
-            return efforts.race(self.comm, key, listed, self.explained.has, timed, keep=not foreign)
+            return efforts.race(self.comm, key, listed, self.explained.has, timed, keep=all(backends))
         finally:
             for step in steps.values():
                 step.close()

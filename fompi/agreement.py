@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fompi.communicator import Communicator
 
 _HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and what we tell, rows expected (or -1)
-_ROWS_BITS, _TOLD_BITS, SIGN_BITS = 34, 7, 22
+_ROWS_BITS, TOLD_BITS, SIGN_BITS = 34, 7, 22
 GIVEN_BITS = _ROWS_BITS
 _DESCRIPTION_NBYTES = 1024
 REFUSED = -1
@@ -85,7 +85,7 @@ class Agreement(Task):
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
         self.outgoing, self.expects, self.refusal, self.alike = rows, expects, refusal, alike
-        self.tells = (sign << _TOLD_BITS | tells) << _ROWS_BITS
+        self.tells = (sign << TOLD_BITS | tells) << _ROWS_BITS
 
     def start(self) -> None:
         channel = self.comm.channel
@@ -145,8 +145,8 @@ class Agreement(Task):
         if digests[0] != REFUSED and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
                 if self.tells or max(rows) >> _ROWS_BITS:
-                    self.signed_alike = len({n >> _ROWS_BITS + _TOLD_BITS for n in rows}) == 1
-                    self.told = [n >> _ROWS_BITS & (1 << _TOLD_BITS) - 1 for n in rows]
+                    self.signed_alike = len({n >> _ROWS_BITS + TOLD_BITS for n in rows}) == 1
+                    self.told = [n >> _ROWS_BITS & (1 << TOLD_BITS) - 1 for n in rows]
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
                 if max(expected) >= 0 and self._check_expected(expected):

@@ -305,7 +305,7 @@ class Pending:
     def done(self) -> bool:
         """Whether it is finished; moves it if it is not."""
         if not self._task.finished:
-            self._comm.engine.progress()
+            self._comm.engine.ask()
         return self._task.finished
 
     def wait(self, timeout: float | None = None) -> Any:

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from fompi import launch, ops
-from fompi.agreement import GIVEN_BITS, agree, digest
+from fompi.agreement import GIVEN_BITS, TOLD_BITS, agree, digest
 from fompi.arguments import Arguments, Local
 from fompi.call import How, Operation
 from fompi.candidates import UNFUSED, Candidate, candidates_without_machine
-from fompi.choose import tell
+from fompi.choose import heard, tell
 from fompi.communicator import Communicator
 from fompi.explain import Explanation, explain
 from fompi.layout import Sizes, Slices
@@ -46,14 +46,19 @@ ROUNDS, FEW = 5, 5
 def choose(operation: Operation, arguments: Arguments, local: Local, comm: Communicator) -> tuple[str, Slices]:
     """The schedule and slices that are the fastest for such a call, by running it. Collective where it is not known.
 
-    Calls are alike if every rank has the same problem in them as before, and about as many rows (to a power of two):
-    the ranks tell each other, which costs each call an agreement more than one that does not measure.
+    Calls are alike if every rank has the same problem in them as before, and all together have about as many rows (to
+    a power of two; an all-to-all is even or not): the ranks tell each other, which costs each call an agreement more
+    than one that does not measure.
     """
     problem = local.problem
     sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)
-    mine = digest(f"{problem} {tell(local.rows, comm.rank)}") % (1 << GIVEN_BITS)
+    mine = digest(str(problem)) % (1 << GIVEN_BITS - TOLD_BITS) << TOLD_BITS | tell(local.rows, comm.rank)
     everyone = agree(comm, f'{problem.operation}(..., effort="measure")', gives=mine)
-    key = f"{problem.common} on {comm.size}, {digest(str(everyone)):014x}"
+    rows, even = heard([one % (1 << TOLD_BITS) for one in everyone])
+    problems = digest(str([one >> TOLD_BITS for one in everyone]))
+    key = f"{problem.common} on {comm.size}, {problems:014x}, {rows.bit_length()} bits of rows"
+    if problem.moves == "all_to_all":
+        key += ", even" * even
 
     def listed() -> Iterable[Candidate]:
         return candidates(problem, sizes, comm)
@@ -94,10 +99,10 @@ def race(
     """The fastest of those that rank 0 lists, by the seconds of `timed`. Collective if `key` is not known.
 
     What is known is known to all ranks alike, as long as they ask for the same in the same order. What is on disk is
-    taken if it `can_be`, and put there only to `keep` it. What is wrong on rank 0 is raised on all ranks.
+    taken if it `can_be`. Nothing of that if it is not to `keep`. What is wrong on rank 0 is raised on all ranks.
     """
     key += fingerprint()
-    if (known := comm.choices.get(key)) is not None:
+    if keep and (known := comm.choices.get(key)) is not None:
         return known
     told: list[Candidate] = []
     wrong: Exception | None = None
@@ -109,7 +114,9 @@ def race(
         wrong = error
     agree(comm, f"a choice by measurement for {key}", wrong)
     tried = _told_by_rank_0(comm, told)
-    winner = comm.choices[key] = tried[0] if len(tried) == 1 else _fastest(comm, tried, timed)
+    winner = tried[0] if len(tried) == 1 else _fastest(comm, tried, timed)
+    if keep:
+        comm.choices[key] = winner
     if comm.rank == 0 and len(tried) > 1 and keep:
         _store(comm, key, winner)
     return winner

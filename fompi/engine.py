@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from threading import RLock
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fompi.backends.base import Token
 from fompi.errors import PeerError, WaitTimeout
@@ -50,6 +52,9 @@ two containers do: they move messages too.
 
 ANYONE = -1
 """The rank that is waited for, when all are: in a collective of the library."""
+
+SPIN_SECONDS = 1e-4
+"""A program that asks so soon again whether something is done does nothing else."""
 
 ERROR_SECONDS = 0.5
 """How long a call with an error is waited for, if other ranks may come to it late."""
@@ -104,18 +109,26 @@ class Task:
 
 
 class Recent:
-    """The last 4096 intervals, to tell what a program did that had started something. Its memory does not grow."""
+    """The last 4096 intervals, to tell what a program did that had started something. Its memory does not grow.
 
-    def __init__(self) -> None:
-        self._times, self._at = array("d", bytes(8 * 2 * 4096)), 0
+    One that begins within `joined` seconds of the end of the last goes on with that.
+    """
+
+    def __init__(self, joined: float = -1.0):
+        self._times, self._at, self.joined = array("d", bytes(8 * 2 * 4096)), 0, joined
 
     def add(self, begin: float, end: float) -> None:
         times, at = self._times, self._at
+        if begin - times[at + 1] <= self.joined:
+            times[at + 1] = end
+            return
+        self._at = at = (at + 2) % len(times)
         times[at], times[at + 1] = begin, end
-        self._at = (at + 2) % len(times)
 
-    def __iter__(self) -> Iterator[Interval]:
-        return ((begin, end) for begin, end in zip(self._times[::2], self._times[1::2], strict=True) if begin < end)
+    def within(self, begin: float, end: float) -> list[Interval]:
+        """Those that reach into this time."""
+        pairs = np.array(self._times).reshape(-1, 2)
+        return [(start, stop) for start, stop in pairs[(pairs[:, 0] < end) & (pairs[:, 1] > begin)].tolist()]
 
 
 class Engine:
@@ -138,7 +151,7 @@ class Engine:
         self.report: Any = None  # where finished calls are noted (`fompi.report`), if somebody wants that
         self.machine: Any = None  # that of all ranks, if FOMPI_MACHINE names one
         self.polls = 0
-        self.waits = Recent()  # when the program waited for whatever
+        self.waits = Recent(SPIN_SECONDS)  # when the program waited for whatever, or asked again and again
         self.kernels = Recent()  # when threads ran one
         self.computing = 0  # kernels that threads run at this moment
         self.helper = helper(self) if helper is not None else None
@@ -224,6 +237,12 @@ class Engine:
             self.assist()
         self._run(task, key, kernel)
         return True
+
+    def ask(self) -> None:
+        """As `progress`, for a program that wants to know whether something is done: that is waiting too."""
+        begun = perf_counter()
+        self.progress()
+        self.waits.add(begun, perf_counter())
 
     def _work(self, task: Task, key: int, kernel: Callable[[], object]) -> None:
         """In the thread of the worker."""
@@ -339,8 +358,10 @@ class Engine:
 
     def away(self, begin: float, end: float, own: Container[float]) -> list[Interval]:
         """When, of this time, the program did something else than wait. Kernels are, but those that began at `own`."""
-        waits = [*self.waits, *([(self._waits_since, perf_counter())] if self.waiting else [])]
-        others = [kernel for kernel in self.kernels if kernel[0] not in own]
+        waits = self.waits.within(begin, end)
+        if self.waiting:
+            waits.append((self._waits_since, perf_counter()))
+        others = [kernel for kernel in self.kernels.within(begin, end) if kernel[0] not in own]
         return union([*between(union(waits), begin, end), *others])
 
     def left(self, world_ranks: Sequence[int]) -> PeerError | None:

@@ -175,7 +175,7 @@ class Executor:
         run = self._current()
         writer = self._writers[name][self._block(name, part)]
         if not run.ended[writer]:
-            self.comm.engine.progress()
+            self.comm.engine.ask()
         if run.error is not None:
             raise run.error
         return bool(run.ended[writer])
@@ -183,7 +183,7 @@ class Executor:
     def progress(self) -> bool:
         """Move what is in flight; whether this call is finished."""
         run = self._current()
-        self.comm.engine.progress()
+        self.comm.engine.ask()
         return run.finished
 
     done = progress

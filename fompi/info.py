@@ -140,7 +140,10 @@ def crowding(processes: Sequence[Process]) -> dict[str, Any]:
     host, (cores, ranks) = min(counts.items(), key=lambda item: item[1][0] / item[1][1])
     share = f"{ranks} ranks share {cores} {'core' if cores == 1 else 'cores'} on {host}"
     note = f"{share}: a rank that waits takes time from one that computes"
-    return {"cores_per_rank": cores / ranks / launch.ranks_per_core(), "note": note if cores < ranks else None}
+    return {
+        "cores_per_rank": min(cores / ranks, launch.cores_beside_other_hosts()),
+        "note": note if cores < ranks else None,
+    }
 
 
 def _mpi_facts() -> dict[str, Any]:

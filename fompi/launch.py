@@ -219,9 +219,9 @@ def timeout() -> float:
     return seconds
 
 
-def ranks_per_core() -> int:
-    """Of several hosts, as those of tools/netlab.py may share a core without knowing; 1 elsewhere."""
-    return max(1, _number(os.environ.get("NETLAB_RANKS_PER_CORE")) or 1)
+def cores_beside_other_hosts() -> float:
+    """What `cores_per_rank` is where hosts share cores without knowing, as those of tools/netlab.py; else infinite."""
+    return float(os.environ.get("NETLAB_CORES_PER_RANK", "inf"))
 
 
 def crowded() -> bool:

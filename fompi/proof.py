@@ -137,13 +137,14 @@ class Proof:
     def __str__(self) -> str:
         alone = "in this call" if self.alone is None else "alone"
         bare = "" if self.bare is None else f" (alone {1e3 * self.bare:.3f})"
+        beyond = "compute - away, less what is both" if self.away else "compute"
         lines = [
             f"{self.title}, rank {self.rank}, in ms",
             f"  wall           {1e3 * self.wall:9.3f}",
             f"  compute        {1e3 * self.compute:9.3f}  {alone}; the kernels took {self.slowdown:.2f} times that",
             f"  communication  {1e3 * self.communication:9.3f}{bare}, {self.nbytes} bytes",
             f"  hidden         {1e3 * self.hidden:9.3f}",
-            f"  exposed        {1e3 * self.exposed:9.3f}  = wall - compute{' - away' if self.away else ''}",
+            f"  exposed        {1e3 * self.exposed:9.3f}  = wall - {beyond}",
             f"  tail           {1e3 * self.tail:9.3f}  after the last kernel",
         ]
         if self.away:

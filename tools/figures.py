@@ -50,7 +50,7 @@ of it again. Contestants run in turns, within one run; a figure is a ratio of me
 of the ratios of each round (sign test). Every contestant's result is checked before it is timed. Where kernels run on
 cores that others use too, a turn is taken again if small products just before or after it were disturbed; what the turn
 itself took has no say in that. Limits: `T_c` is the kernel alone, `T_m` the bare exchange, `wire` a plain TCP stream of
-the same size after the same silence.
+the same size after the same silence. The p99 of a row is that of its rounds: of so few it is nearly the slowest.
 
 """
 

@@ -216,7 +216,7 @@ class Calm:
     @staticmethod
     def of(comm: Any) -> Calm | None:
         """None if ranks share a core: each is disturbed by the others then, whatever it does. Collective."""
-        cores = launch.cores_per_rank() / launch.ranks_per_core()
+        cores = min(launch.cores_per_rank(), launch.cores_beside_other_hosts())
         return Calm(comm) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
 
     def probe(self) -> float:

@@ -258,7 +258,7 @@ def summary(found: Sequence[Row], cluster: Cluster) -> Row:
     if balanced:
         rows = f"geometric mean of {len(balanced)} balanced rows"
         least = LEAST_OTHERS if asked else None
-        for kind, name in ((3, "best other peer"), (4, "best other peer without slices")):
+        for kind, name in ((3, "best other peer, gloo in slices too"), (4, "best other peer as it comes")):
             value = geometric_mean(figures[kind].value for figures in balanced)
             means.append(Figure(f"{name} / fompi, {rows}", value, least=least))
     return Row("all rows", str(cluster), figures=means)

@@ -192,15 +192,17 @@ def _collectives(comm: Any, cluster: Cluster, machine: Machine, options: Options
     return [_collective(comm, cluster, machine, operation, total, options.rounds) for operation in GROUPED]
 
 
-def shaped(machine: Machine) -> Machine:
+def shaped(machine: Machine, size: int) -> Machine:
     """With the links as tools/netlab.py shapes them, one host for each rank: what is calibrated may be slower."""
     hosts, _, between = os.environ.get("NETLAB_PAYLOAD", "").partition(";")
-    if not hosts:
+    rates = [float(rate) for rate in hosts.split(",") if rate]
+    if len(rates) != size:
         return machine
-    rates = [float(rate) for rate in hosts.split(",")]
-    levels = [level._replace(bandwidth=float(between), curve=()) for level in machine.levels]
+    levels = machine.levels
+    if between:
+        levels = tuple(level._replace(bandwidth=float(between), shared=True, curve=()) for level in levels)
     shares = tuple(rate / max(rates) for rate in rates) if min(rates) < max(rates) else ()
-    return replace(machine, bandwidth=max(rates), curve=(), levels=tuple(levels), rates=shares)
+    return replace(machine, bandwidth=max(rates), curve=(), levels=levels, rates=shares)
 
 
 def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, total: int, rounds: int) -> Row:
@@ -221,7 +223,7 @@ def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, t
         samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
     row = Row(f"{operation} of {total // MIB} MiB", str(cluster), samples, str(chosen), errors=errors)
     blind = row.best(str(c) for c in rivals if c.schedule != "unfused")
-    least_time = bound(explained.problem, explained.sizes, shaped(machine))
+    least_time = bound(explained.problem, explained.sizes, shaped(machine, size))
     least = OF_BOUND_GROUPS if machine.levels else OF_BOUND_SLOW
     return replace(
         row,

@@ -101,7 +101,8 @@ class Messages:
 
     @property
     def idle(self) -> bool:
-        return not self._requests  # so the queue is empty too
+        with self._lock:  # else the helper may be about to send, or to add
+            return not self._requests and not self._queue
 
     rests = idle
 

@@ -105,17 +105,21 @@ def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
 
 
 def fingerprint() -> str:
-    """What tells the schedules of users from others of the same names: nothing where there are none."""
-    words = [f"{name} {REGISTERED[name]} {_written(getattr(SCHEDULES[name], '__code__', None))}" for name in REGISTERED]
+    """What tells the schedules of users from others of the same names: nothing where there are none.
+
+    The same in every process. What a function calls, or closes over, does not count.
+    """
+    words = [(name, moves, _written(getattr(SCHEDULES[name], "__code__", None))) for name, moves in REGISTERED.items()]
     return f", with {blake2b(repr(words).encode(), digest_size=8).hexdigest()}" if words else ""
 
 
-def _written(code: CodeType | None) -> list[object]:
-    """A function as it was written, wherever that was."""
-    if code is None:
-        return []
-    inner = [_written(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
-    return [code.co_code, code.co_names, inner]
+def _written(constant: object) -> object:
+    """A function as it was written, wherever that was, or one of its constants."""
+    if isinstance(constant, CodeType):
+        return constant.co_code, constant.co_names, [_written(one) for one in constant.co_consts]
+    if isinstance(constant, frozenset):
+        return sorted(map(repr, constant))
+    return [_written(one) for one in constant] if isinstance(constant, tuple) else repr(constant)
 
 
 def available(problem: Problem) -> list[str]:

@@ -260,7 +260,7 @@ def test_nothing_stays(kernel, tmp_path, ending, at_a_terminal):
         assert len(alive) > 8  # ours, the first inside, two hosts, mpirun, its daemons, the ranks
         files = {path for pid in alive for path in open_files(pid)} - {str(script)}
         (os.killpg if at_a_terminal else os.kill)(process.pid, ending)
-        assert process.wait(10) == (-ending if ending == signal.SIGKILL else 128 + ending)
+        assert process.wait(20) == (-ending if ending == signal.SIGKILL else 128 + ending)
     finally:
         process.kill()
     deadline = time.monotonic() + 2
@@ -405,7 +405,7 @@ def test_a_lab_knows_its_ways():
     assert lab.told(cores=4) == {
         "NETLAB_RATES": ",".join(["1000000000"] * 4),
         "NETLAB_PAYLOAD": ",".join(["119550859"] * 4) + ";11955086",
-        "NETLAB_RANKS_PER_CORE": "3",
+        "NETLAB_CORES_PER_RANK": "0.4",
     }
     assert Lab((fast, slow)).expected(0) == Lab((fast, slow)).expected(1) == slow
 

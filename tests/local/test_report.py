@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from time import perf_counter, sleep
+
 import pytest
 
 from fompi.engine import Engine, Recent
 from fompi.errors import LaunchError
 from fompi.report import Report, overlap_warnings, percentile, text
+from fompi.trace import intersection, length
 
 
 def noted(rank, **fields):
@@ -81,7 +84,12 @@ def test_the_newest_intervals_are_remembered():
     recent = Recent()
     for i in range(5000):
         recent.add(i, i + 0.5)
-    assert sorted(recent) == [(i, i + 0.5) for i in range(5000 - 4096, 5000)]
+    assert sorted(recent.within(0, 9999)) == [(i, i + 0.5) for i in range(5000 - 4096, 5000)]
+    assert recent.within(4000.5, 4002.1) == [(4001, 4001.5), (4002, 4002.5)]
+    asked = Recent(joined=0.1)
+    for begin, end in ((1.0, 1.1), (1.15, 1.2), (1.31, 1.4)):
+        asked.add(begin, end)
+    assert asked.within(0, 2) == [(1.0, 1.2), (1.31, 1.4)]
 
 
 def test_when_the_program_does_something_else():
@@ -92,4 +100,15 @@ def test_when_the_program_does_something_else():
     engine.kernels.add(5.5, 6.0)
     engine.kernels.add(7.0, 8.0)
     assert engine.away(1.0, 10.0, own={5.5}) == [(1.0, 2.0), (3.0, 5.0), (7.0, 8.0), (9.0, 10.0)]
-    assert engine.away(1.0, 4.0, own=()) == [(1.0, 2.0), (3.0, 4.0), (5.5, 6.0), (7.0, 8.0)]
+    assert engine.away(1.0, 4.0, own=()) == [(1.0, 2.0), (3.0, 4.0)]
+
+
+def test_who_asks_again_and_again_does_nothing_else():
+    engine, begin = Engine(lambda requests: None, 1.0, 0), perf_counter()
+    while perf_counter() < begin + 0.02:
+        engine.ask()
+    engine.ask()
+    asked = perf_counter()
+    sleep(0.02)
+    away = engine.away(begin + 0.001, asked + 0.02, own=())
+    assert length(intersection(away, [(begin + 0.001, asked)])) < 0.01 and length(away) > 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fompi.bench import fused, papers, peers, planner, suites
 from fompi.bench.measure import Row
 from fompi.errors import FompiError
+from fompi.machine import Level, Machine
 
 COMM = SimpleNamespace(engine=SimpleNamespace(progress_mode="helper"))
 
@@ -140,3 +142,16 @@ def test_files_are_looked_at_before_anything_is_measured(files, words):
     assert (refusal is None) == (words is None)
     if words is not None:
         assert isinstance(refusal, (FompiError, OSError)) and words in str(refusal)
+
+
+def test_the_bound_of_shaped_links(monkeypatch):
+    """What netlab shapes, whatever the calibration took it for; elsewhere the machine as it is."""
+    found = replace(Machine.load("gigabit"), curve=((0.0, 1e-4), (1e6, 1.0)), levels=(Level(2, 1e-4, 1e6, False),))
+    assert planner.shaped(found, 4) == found
+    monkeypatch.setenv("NETLAB_PAYLOAD", "200,200,100,200;10")
+    links = planner.shaped(found, 4)
+    assert (links.bandwidth, links.curve, links.rates) == (200.0, (), (1.0, 1.0, 0.5, 1.0))
+    assert links.levels == (Level(2, 1e-4, 10.0, True),)
+    assert planner.shaped(found, 8) == found  # two ranks on a host
+    monkeypatch.setenv("NETLAB_PAYLOAD", "200,200")
+    assert planner.shaped(found, 2).levels == found.levels and not planner.shaped(found, 2).rates

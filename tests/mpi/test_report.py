@@ -114,57 +114,77 @@ def test_the_proof_of_a_call(world, step):
     assert proof.progress == world.engine.progress_mode and "exposed" in str(proof)
 
 
-def test_what_the_program_does_between_start_and_wait_hides_messages(own_noting):
+@pytest.fixture
+def reduced(own_noting):
+    """A bound all-reduce, on a communicator whose calls are noted."""
+    comm, _ = own_noting
+    x = np.ones((1 << 16, 4), np.float32)
+    plan = fompi.plan("all_reduce", Spec(x.shape, "float32", Partial()), ranks=comm.size)
+    with fompi.bind(plan, comm=comm, x=x) as bound:
+        bound()
+        yield bound
+
+
+def test_what_the_program_does_between_start_and_wait_hides_messages(own_noting, reduced):
     """A started call is exposed by what the program waited for it, not by how long it was in flight."""
     comm, noting = own_noting
-    x = np.ones((1 << 16, 4), np.float32)
-    pending = fompi.all_reduce.start(x, comm=comm)
-    sleep(0.2)
+    if comm.engine.helper is None:
+        pytest.skip("nobody moves messages meanwhile")
+    assert reduced.proof.away == 0.0
+    pending = fompi.all_reduce.start(np.ones((1 << 15, 4), np.float32), comm=comm)
+    reduced.start()
+    sleep(0.3)
     pending.wait()
-    with fompi.bind(
-        fompi.plan("all_reduce", Spec((1 << 16, 4), "float32", Partial()), ranks=comm.size), comm=comm, x=x
-    ) as step:
-        step()
-        assert step.proof.away == 0.0
-        step.start()
-        while not step.finished:
-            sleep(1e-3)
-        step.wait()
-        bound = step.proof
-    assert bound.away > 0 and bound.exposed <= bound.wall - bound.away + 1e-9
-    called = next(iter(noting.operations.values())).proof()
-    if comm.size > 1:
-        assert called.exposed < called.wall - called.away + 1e-9 and called.away > 0
+    reduced.wait()
+    called = next(o for o in noting.operations.values() if o.extents == pending.extents).proof()
+    for proof in (reduced.proof, called):
+        assert proof.exposed < 0.15 and proof.away <= proof.wall and proof.warning is None
 
 
-def test_kernels_of_others_hide_messages_too(own_noting):
+def test_what_rests_meanwhile_is_exposed(own_noting, reduced, monkeypatch):
+    """Where nobody polls while the program does something else; and who asks all the time does nothing else."""
+    comm, _ = own_noting
+    if comm.size == 1:
+        return
+    monkeypatch.setattr(comm.engine, "helper", None)
+    reduced.start()
+    sleep(0.1)
+    reduced.wait()
+    proof = reduced.proof
+    assert proof.wall > proof.away > 0.09 and proof.exposed > 0
+    shares = []
+    for _ in range(20):  # others may have the core between two looks
+        reduced.start()
+        while not reduced.done():
+            pass
+        reduced.wait()
+        shares.append(reduced.proof.away / reduced.proof.wall)
+    assert min(shares) < 0.5
+
+
+def test_kernels_of_others_hide_messages_too(own_noting, reduced):
     """While the program waits for another call, that one's kernels are something else; its messages are not."""
     comm, _ = own_noting
-    x = np.ones((1 << 18, 4), np.float32)
+    if comm.size == 1:
+        return
 
     def matmul(reads, writes):
         sleep(0.05)
         np.matmul(*reads, out=writes[0])
 
-    plan = fompi.plan(
-        fompi.all_gather_matmul,
-        Spec((4 * comm.size, 8), "float32", Shard(0)),
-        Spec((8, 2 * comm.size), "float32", Shard(1)),
-        ranks=comm.size,
-    )
+    x, w = Spec((4 * comm.size, 8), "float32", Shard(0)), Spec((8, 2 * comm.size), "float32", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=comm.size)
     tensors = {"x": np.ones((4, 8), np.float32), "w": np.ones((8, 2), np.float32)}
-    reduced = fompi.plan("all_reduce", Spec(x.shape, "float32", Partial()), ranks=comm.size)
-    with (
-        fompi.bind(plan, comm=comm, kernels={"matmul": matmul}, **tensors) as multiplied,
-        fompi.bind(reduced, comm=comm, x=x) as step,
-    ):
+    with fompi.bind(plan, comm=comm, kernels={"matmul": matmul}, **tensors) as multiplied:
+        reduced.start("x")
         multiplied()
-        step.start()
-        multiplied()
-        step.wait()
-        begin, end = min(e.start for e in step.trace.events), max(e.end for e in step.trace.events)
-        others = union((e.start, e.end) for e in multiplied.trace.events if e.is_compute)
-        assert step.proof.away >= 0.9 * length(intersection(others, [(begin, end)]))
+        for part in range(reduced.compiled.buffers["x"].count):
+            reduced.ready("x", part)
+        reduced.wait()
+        begin, end = min(e.start for e in reduced.trace.events), max(e.end for e in reduced.trace.events)
+        kernels = union((e.start, e.end) for e in multiplied.trace.events if e.is_compute)
+        beside = length(intersection(kernels, [(begin, end)]))
+        assert beside >= 0.05 and reduced.proof.away >= 0.9 * beside
 
 
 def test_a_late_rank_is_named(world, step):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 import numpy as np
@@ -323,5 +326,30 @@ def test_schedules_are_told_apart_by_what_they_do(forgotten):
     first = written("def f(problem, work):\n    yield [n for n in range(3)]")
     assert first == written("\n\ndef f(problem, work):\n    yield [n for n in range(3)]")
     assert first != written("def f(problem, work):\n    yield [n for n in range(4)]")
+    assert first != written("def f(problem, work):\n    yield [n in {'a', 'b', 'c', ('d', 'e')} for n in range(3)]")
     schedules.REGISTERED["mine"] = ("all_gather", "broadcast")
     assert len({first, schedules.fingerprint(), written("def f(problem, work):\n    yield work.size")}) == 3
+
+
+HASHED = """
+import fompi
+from fompi import schedules
+
+@fompi.schedule("mine", "all_gather")
+def mine(problem, work):
+    if problem.moves in {"all_gather", "broadcast", "all_reduce"}:
+        yield from ()
+
+print(schedules.fingerprint())
+"""
+
+
+def test_schedules_are_told_apart_alike_in_every_process():
+    """Whatever Python makes of the order of a set."""
+    said = set()
+    for seed in range(4):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        said.add(
+            subprocess.run([sys.executable, "-c", HASHED], env=environment, capture_output=True, check=True).stdout
+        )
+    assert len(said) == 1 and said != {b"\n"}

@@ -114,12 +114,12 @@ class Lab:
         return ",".join(f"h{i}:{(i + 1) * self.ranks // hosts - i * self.ranks // hosts}" for i in range(hosts))
 
     def told(self, cores: int) -> dict[str, str]:
-        """What the ranks learn of their links: bits, and bytes of payload, a second; and how many share a core."""
+        """What the ranks learn of their links: bits, and bytes of payload, a second; and their share of the cores."""
         payload = [f"{rate.goodput:.0f}" for rate in self.rates]
         return {
             "NETLAB_RATES": ",".join(str(rate.bits) for rate in self.rates),
             "NETLAB_PAYLOAD": ",".join(payload) + (f";{self.between.goodput:.0f}" if self.between else ""),
-            "NETLAB_RANKS_PER_CORE": str(-(-self.ranks // cores)),
+            "NETLAB_CORES_PER_RANK": f"{min(1 if self.pinned else cores, cores / self.ranks):.4g}",
         }
 
     def expected(self, host: int) -> Rate:
