@@ -122,7 +122,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
         errors = checked(mpi, contestants)
         calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
         calls[KERNEL] = kernel_of(case)
-        samples = alternate(mpi, calls, rounds, idle=cluster.idle, calm=cluster.calm)
+        samples = alternate(mpi, calls, rounds, warmup=1, idle=cluster.idle, calm=cluster.calm)  # all ran once already
     row = Row(str(case), str(cluster), samples, str(explained.winner.candidate), errors=errors)
     now = at_speed(machine, row.median(KERNEL) / _kernel_seconds(machine, case))
     predicted: dict[str, tuple[float, float]] = {}
