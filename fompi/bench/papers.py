@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -137,23 +136,23 @@ def measured(
         if name in calls and not np.array_equal(corner(result), setting.expected(turns[0])):
             raise WrongResult(f"{name} is wrong on rank {setting.rank} in turn {turns[0]}")
 
-    def accelerator(t_m: float) -> Machine:
-        return Machine("emulated accelerator", 0.0, 1.0, 2 * M * K * N * ratio / t_m, 1e12, 5e-6)
+    def timed(t_m: float, contestants: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
+        machine = Machine("emulated accelerator", 0.0, 1.0, 2 * M * K * N * ratio / t_m, 1e12, 5e-6)
+        with ExitStack() as held:
+            alone = held.enter_context(comm.split(comm.rank, name="one rank"))
+            yardsticks = {KERNEL: kernel_alone(alone, setting, machine, held), BARE: exchange}
+            calls.clear()
+            calls.update((name, bound(comm, setting, x, w, machine, held, how)) for name, how in contestants.items())
+            return alternate(mpi, yardsticks | calls, rounds, idle=cluster.idle, before=renew, after=check)
 
-    t_m = median(alternate(mpi, {BARE: exchange}, 5, idle=cluster.idle)[BARE])
-    calls: dict[str, Callable[[], Any]]
-    with ExitStack() as held:
-        bind = partial(bound, comm, setting, x, w, accelerator(t_m), held)
-        calls = {name: bind(how) for name, how in OURS.items()}
-        tried = alternate(mpi, {BARE: exchange} | calls, PILOT_ROUNDS, idle=cluster.idle, before=renew, after=check)
-        ours = min(calls, key=lambda name: median(tried[name]))
-    with ExitStack() as held:  # the exchange takes another time between other calls: that one counts
-        machine = accelerator(median(tried[BARE]))
-        bind = partial(bound, comm, setting, x, w, machine, held)
-        alone = held.enter_context(comm.split(comm.rank, name="one rank"))
-        yardsticks = {KERNEL: kernel_alone(alone, setting, machine, held), BARE: exchange}
-        calls = {name: bind(how) for name, how in {ours: OURS[ours], **UNFUSED, **SLICED}.items()}
-        samples = alternate(mpi, yardsticks | calls, rounds, idle=cluster.idle, before=renew, after=check)
+    calls: dict[str, Callable[[], Any]] = {}
+    pilot = alternate(mpi, {BARE: exchange}, PILOT_ROUNDS, idle=cluster.idle)
+    pilot = timed(median(pilot[BARE]), OURS, PILOT_ROUNDS)
+    ours = min(OURS, key=lambda name: median(pilot[name]))
+    contestants = {ours: OURS[ours], **UNFUSED, **SLICED}
+    # what goes over the wire before an exchange changes what it takes: T_m is the one between these very calls
+    pilot = timed(median(pilot[BARE]), contestants, PILOT_ROUNDS)
+    samples = timed(median(pilot[BARE]), contestants, rounds)
     return judged(comm, cluster, setting, ratio, ours, samples)
 
 
