@@ -229,7 +229,8 @@ def _slowest_first(jobs: Sequence[tuple[Job, float]]) -> list[int]:
     return sorted(range(len(jobs)), key=lambda i: -jobs[i][1])
 
 
-RATED_SLICES = (4, 16)
+RATED_SLICES, MOST_PIECES_RATED = (4, 16, 32, 64), 4096
+"""Sums come back to the slow rank from its first slice on, until after its last: fine ones, if the plan stays small."""
 
 
 def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
@@ -239,7 +240,9 @@ def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candid
     if problem.moves != "all_reduce" or size < 3 or min(rates) == max(rates) or not total:
         return
     rows = owned(total, rates)
-    yield from (Candidate("direct", slices, None, rows) for slices in RATED_SLICES)
+    for slices in RATED_SLICES:
+        if slices <= 16 or slices * size * size <= MOST_PIECES_RATED:
+            yield Candidate("direct", slices, None, rows)
 
 
 def owned(total: int, rates: Sequence[float]) -> tuple[int, ...]:
