@@ -183,11 +183,10 @@ class _Calibration:
     def _with_links(self, machine: Machine) -> Machine:
         self.say("which ranks are near each other")
         found = fit.topology(self.size, self.pairs())
-        slowest = min(found.rates)
         levels = []
         for number in range(len(found.groups) + 1):
             self.say(f"messages inside of groups of {([*found.groups, self.size])[number]}")
-            levels.append(self._level(found, number, slowest))
+            levels.append(self._level(found, number))
         inner = levels[0]
         return replace(
             machine,
@@ -195,7 +194,7 @@ class _Calibration:
             bandwidth=inner.bandwidth,
             curve=inner.curve,
             levels=tuple(levels[1:]),
-            rates=found.rates if slowest < 1 else (),
+            rates=found.rates if min(found.rates) < 1 else (),
             ports=self._ports(found.groups[0] if found.groups else self.size),
         )
 
@@ -229,14 +228,13 @@ class _Calibration:
                 self._complete([self.mpi.Irecv(self.inbox[:nbytes], peer)])
         return perf_counter() - begun
 
-    def _level(self, found: Topology, number: int, slowest: float) -> Level:
+    def _level(self, found: Topology, number: int) -> Level:
         """The link of this level, while all ranks use it at once, as they do in a collective."""
         ranks = found.groups[number - 1] if number else 1
-        whole = found.groups[number] if number < len(found.groups) else self.size
-        here = self.rank - self.rank % whole  # a shift by `ranks` inside of the group of the next level
-        dest, source = (here + (self.rank - here + step) % whole for step in (ranks, -ranks))
+        every = fit.shift(found, number)
+        slowest, ways = min(found.rates[rank] for rank in every), [every[rank] for rank in every if rank == self.rank]
         latency = self._latency(ranks)
-        together = self._samples(lambda nbytes: self._shift([(source, dest)], nbytes), SIZES[-1])
+        together = self._samples(lambda nbytes: self._shift(ways, nbytes), SIZES[-1])
         samples = [(nbytes, latency + max(0.0, seconds - latency) * slowest) for nbytes, seconds in together]
         shared = False
         if number:

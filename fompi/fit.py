@@ -36,6 +36,21 @@ class Topology(NamedTuple):
         return sum(source // ranks != dest // ranks for ranks in self.groups)
 
 
+def shift(found: Topology, number: int) -> dict[int, tuple[int, int]]:
+    """From whom and to whom ranks exchange, all at once, to measure the link of a level.
+
+    Inside of the smallest groups those with full links are a ring of their own: slow ones would be what it measures.
+    """
+    size = len(found.rates)
+    step, whole = [*(1, *found.groups), size][number : number + 2]
+    ways = {}
+    for first in range(0, size, whole):
+        ring = [r for r in range(first, first + whole) if number or found.rates[r] == 1.0]
+        if len(ring) > 1:
+            ways |= {r: (ring[i - step], ring[(i + step) % len(ring)]) for i, r in enumerate(ring)}
+    return ways or shift(found._replace(rates=(1.0,) * size), number)
+
+
 def topology(size: int, speeds: Pairs) -> Topology:
     """The groups, nested and even, and the rates that say best how fast each pair is; no groups where none are needed.
 

@@ -46,6 +46,22 @@ def test_groups_and_slow_ranks(groups, size, slow, spread):
     assert found.rates == pytest.approx(made.rates, rel=2.5 * spread + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("groups", "slow", "number", "ways"),
+    [
+        ((), {}, 0, {0: (3, 1), 1: (0, 2), 2: (1, 3), 3: (2, 0)}),
+        ((), {2: 0.25}, 0, {0: (3, 1), 1: (0, 3), 3: (1, 0)}),
+        ((), {0: 0.25, 1: 0.5, 2: 0.25}, 0, {0: (3, 1), 1: (0, 2), 2: (1, 3), 3: (2, 0)}),
+        ((2,), {}, 0, {0: (1, 1), 1: (0, 0), 2: (3, 3), 3: (2, 2)}),
+        ((2,), {2: 0.25}, 0, {0: (1, 1), 1: (0, 0)}),
+        ((2,), {2: 0.25}, 1, {0: (2, 2), 1: (3, 3), 2: (0, 0), 3: (1, 1)}),
+    ],
+)
+def test_who_exchanges_to_measure_a_level(groups, slow, number, ways):
+    """A slow rank does not take part where others can do without: the link would seem to be as slow as it is."""
+    assert fit.shift(Topology(groups, tuple(slow.get(rank, 1.0) for rank in range(4))), number) == ways
+
+
 def test_alike_links_are_no_groups():
     """A little quicker inside is no reason for a level."""
     made = Topology((2,), (1.0,) * 4)
