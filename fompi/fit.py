@@ -43,7 +43,7 @@ def shift(found: Topology, number: int) -> dict[int, tuple[int, int]]:
     """
     size = len(found.rates)
     step, whole = [*(1, *found.groups), size][number : number + 2]
-    ways = {}
+    ways: dict[int, tuple[int, int]] = {}
     for first in range(0, size, whole):
         ring = [r for r in range(first, first + whole) if number or found.rates[r] == 1.0]
         if len(ring) > 1:

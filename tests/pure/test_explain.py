@@ -221,6 +221,18 @@ def test_an_all_reduce_by_rate_wins_with_a_slow_rank():
     assert fompi.plan("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow).sizes.rows[2] == 0
 
 
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_of_rings_that_take_as_long_the_one_with_the_fewest_slices_is_the_best(operation):
+    """A slow rank takes as long whatever the slices are: sixteen of them are sixteen times as many messages."""
+    slow = replace(PRESETS["gigabit"], rates=(1.0, 1.0, 0.25, 1.0))
+    layout = Partial() if operation == "reduce_scatter" else Shard(0)
+    found = fompi.explain(operation, Spec((1 << 21,), "float32", layout), ranks=4, machine=slow)
+    quickest = min(one.seconds for one in found.judged if one.trace is not None)
+    assert found.winner.candidate.slices in (1, 2) and quickest <= found.winner.seconds <= 1.005 * quickest
+    others = [one.seconds for one in found.judged[1:] if one.trace is not None]
+    assert others == sorted(others)
+
+
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("k", [256, 1024, 4096])
 def test_exact_cuts_are_no_worse_than_any_fixed_ones(operation, k):
