@@ -73,10 +73,12 @@ class Link(NamedTuple):
     rate: float  # of the slower end: 1 where nothing is wrong
 
     def busy(self, nbytes: float) -> float:
-        """Seconds for which it occupies its ports."""
+        """Seconds for which it occupies its ports. A slow end stretches the bytes, not what a message costs."""
         _, latency, bandwidth, _, curve = self.level
-        seconds = at(curve, nbytes) - latency if curve else nbytes / bandwidth
-        return max(0.0, seconds) / self.rate
+        seconds = max(0.0, at(curve, nbytes) - latency) if curve else nbytes / bandwidth
+        if self.rate == 1.0:
+            return seconds
+        return seconds + (1 / self.rate - 1) * nbytes / self.level.fastest
 
     def seconds(self, nbytes: float) -> float:
         return self.level.latency + self.busy(nbytes)

@@ -113,6 +113,14 @@ def test_everything_comes_back_from_a_file(tmp_path):
     assert Machine.load(tmp_path / "machine.json") == machine
 
 
+def test_a_slow_rank_stretches_bytes_not_what_a_message_costs():
+    curve = ((1000, 3e-3), (1001000, 1.003))  # a MB/s, and a millisecond for each message
+    slow = replace(Machine.load("laptop"), latency=1e-3, bandwidth=1e6, curve=curve, rates=(1.0, 0.25))
+    assert slow.link(0, 2).busy(1000) == pytest.approx(2e-3)
+    assert slow.link(0, 1).busy(1000) == pytest.approx(1e-3 + 4e-3)
+    assert slow.link(0, 1).busy(0) == pytest.approx(2e-3)  # below its first point a curve is level
+
+
 def test_links():
     """Ranks 0 to 7: pairs, and two groups of four whose ranks share a port."""
     machine = replace(Machine.load("laptop"), levels=(Level(2, 1.0, 1e6), Level(4, 2.0, 1e5, True)), rates=(1.0, 0.5))
