@@ -166,12 +166,12 @@ def explain(
             break
         if one not in chosen:
             by_walk.append(_judge(problem, sizes, machine, at, one))
-    by_walk = _best_first(by_walk, problem)
+    by_walk = _best_first(by_walk, problem, machine)
     if not hurried and by_walk:
         for other in paced(by_walk[0].candidate, problem.size):
             if all(one.candidate != other for one in by_walk):
                 by_walk.append(_judge(problem, sizes, machine, at, Judged(other, by_walk[0].estimate)))
-        by_walk = _best_first(by_walk, problem)
+        by_walk = _best_first(by_walk, problem, machine)
     done = {one.candidate for one in by_walk}
     others = [one for one in found if one.candidate not in done]
     return Explanation(problem, sizes, machine, least, (*by_walk, *others), refused, at)
@@ -186,12 +186,12 @@ def _seconds(one: Judged) -> float:
     return one.seconds
 
 
-def _best_first(walked: Iterable[Judged], problem: Problem) -> list[Judged]:
-    """By their times. Of a plain collective a ring comes before all that is no quicker, the one of fewest slices: one
-    stream in and one out of each rank keep a port busy, and no two meet there.
+def _best_first(walked: Iterable[Judged], problem: Problem, machine: Machine) -> list[Judged]:
+    """By their times. Of a plain collective with a slow rank a ring comes before all that is no quicker, the one of
+    fewest slices: one stream in and one out keep the slow port busy, and no two meet there.
     """
     quickest_first = sorted(walked, key=_seconds)
-    if not quickest_first or problem.weights or problem.gradients:
+    if not quickest_first or not machine.rates or problem.weights or problem.gradients:
         return quickest_first
     best = quickest_first[0]
     if best.candidate.schedule in ("direct", *RINGS):
