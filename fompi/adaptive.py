@@ -28,7 +28,7 @@ from fompi.communicator import Communicator
 from fompi.drift import WARN_DRIFT, Drift, differ
 from fompi.errors import PlanError
 from fompi.executor import Executor
-from fompi.explain import Explanation, explain
+from fompi.explain import MOST_EVENTS, Explanation, explain
 from fompi.plan import Plan, Programs
 from fompi.problems import Problem
 from fompi.schedules import IN_RING_ORDER
@@ -86,7 +86,11 @@ def bind(
     if isinstance(plan, Explanation):
         communicator = Communicator.of(comm)
         binding = _Binding(plan, communicator, given, same_bits)
-        refusal = None
+        refusal, kernels_of = None, 0
+        try:
+            kernels_of = binding.backend
+        except AttributeError as error:
+            refusal = PlanError(f"backend={backend!r} is none of fompi.backends: {error}")
         if effort not in ("plan", "measure"):
             refusal = PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
         if plan.problem.size != communicator.size:
@@ -94,7 +98,7 @@ def bind(
                 f"the explanation is for {plan.problem.size} ranks, {communicator!r} has {communicator.size}"
             )
         words = f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
-        backends = agree(communicator, words, refusal, gives=binding.backend)
+        backends = agree(communicator, words, refusal, gives=kernels_of)
         candidate = binding.race(backends) if effort == "measure" else plan.winner.candidate
         return Adaptive(binding, candidate, adapt)
     wrong: Exception | None = None
@@ -162,7 +166,7 @@ class _Binding:
         before = self.explained
         computes = bool(before.problem.weights or before.problem.gradients)
         machine = refit(before.machine, self.comm, computes)
-        found = explain(before.problem, before.sizes, machine, before.at)
+        found = explain(before.problem, before.sizes, machine, before.at, events=MOST_EVENTS)
         if self.same_bits:
             alike = tuple(one for one in found.judged if sums_alike(before.problem, one.candidate, now))
             found = replace(found, judged=alike or tuple(one for one in before.judged if one.candidate == now))
@@ -219,12 +223,12 @@ class Adaptive:
         return next(one.seconds for one in self.binding.explained.judged if one.candidate == candidate)
 
     def __call__(self, counts: Any = None) -> Any:
-        self._before()
+        self._before(())
         return self._noting(self.step(counts))
 
     def start(self, *partial: str, counts: Any = None) -> Adaptive:
         """As that of an Executor; here plans change."""
-        self._before()
+        self._before(partial)
         self.step.start(*partial, counts=counts)
         return self
 
@@ -245,8 +249,9 @@ class Adaptive:
         trace = self.step.trace
         return replace(trace, title=f"{trace.title}, {self.changes[-1]}") if len(self.changes) > 1 else trace
 
-    def _before(self) -> None:
-        """Every CHECK_CALLS calls: whether the ranks see other times than before."""
+    def _before(self, partial: Sequence[str]) -> None:
+        """Every CHECK_CALLS calls: whether the ranks see other times than before. A call that is refused is none."""
+        self.step.check_start(partial)
         self._count += 1
         if not self.adapt or self._count == 1 or (self._count - 1) % CHECK_CALLS:
             return

@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi import dlpack, problems
+from fompi.agreement import GIVEN_BITS
 from fompi.dlpack import Tensor
 from fompi.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.layout import split
 from fompi.problems import Form, Problem
 
 Array = np.ndarray[Any, Any]
+
+MOST_ROWS = (1 << GIVEN_BITS) - 1
+"""Of a rank: ranks tell each other how many they have."""
 
 
 @dataclass
@@ -136,6 +140,10 @@ def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
 
 def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[int, ...]:
     """Rows to each rank (all-to-all), of each rank where all know it, or our own, once for each rank."""
+    if total > MOST_ROWS:
+        raise LayoutError(
+            f"{problem.operation}: {total} rows on a rank, {MOST_ROWS} can be agreed upon: give x fewer, wider rows"
+        )
     if problem.moves == "all_gather":
         if counts is not None:
             raise LayoutError(f"{problem.operation} gathers what each rank has; it takes no counts")

@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from fompi import fit, launch, problems
+from fompi.agreement import agree
 from fompi.bench.exchange import bare_exchange
 from fompi.bench.measure import Calm, alternate, meet, of_all_ranks, texts
 from fompi.communicator import Communicator
@@ -32,6 +33,7 @@ from fompi.plan import Collective
 from fompi.progress import HELPED, measure_native
 from fompi.report import quiet
 from fompi.transport import library
+from fompi.version import __version__
 
 ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
 """Of each figure; a pause before each, where a network may have queues; what would take longer is left out."""
@@ -79,6 +81,7 @@ def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None
     Kernels are products and sums in float32; messages are those of host memory.
     """
     communicator = Communicator.of(comm)
+    agree(communicator, "calibrate")
     with _Calibration(communicator, say) as measured:
         return _that_of_rank_0(communicator, measured.machine())
 
@@ -104,20 +107,22 @@ def slowdown(machine: Machine, comm: Communicator) -> float:
 
 class _Calibration:
     def __init__(self, comm: Communicator, say: Callable[[str], object]):
-        self.comm, self.mpi, self.say = comm, comm.link.comm.Dup(), say
+        self.comm, self.say, self.link = comm, say, comm.link.duplicate()
+        self.mpi = self.link.comm
         self.rank, self.size = comm.rank, comm.size
         self.idle = IDLE_SECONDS if comm.network else 0.0
         most = max(*SIZES, *PAIR_NBYTES)
         self.inbox, self.outbox = np.zeros(most, np.uint8), np.ones(most, np.uint8)
 
     def machine(self) -> Machine:
-        cores = launch.cores_per_rank()
-        helped = self.comm.engine.progress_mode in HELPED
+        here = launch.cores_per_rank(), self.comm.engine.progress_mode in HELPED
+        cores, helped = of_all_ranks(self.mpi, np.array(here, float)).min(axis=0)  # hosts may differ
         self.say("kernels")
         overhead, memory_rate, flops_rate, pack_rate = self._kernels()
-        here = library()
+        mpi = library()
         hosts = len(set(texts(self.mpi, socket.gethostname())))
-        what = f"{self.size} ranks on {hosts} host{'s' * (hosts > 1)}, {here.name} {here.version}, float32"
+        where = f"{self.size} ranks on {hosts} host{'s' * (hosts > 1)}, {mpi.name} {mpi.version}"
+        what = f"{where}, fompi {__version__}, float32"
         machine = Machine(
             name=f"{socket.gethostname()}, {self.size} ranks",
             latency=0.0,
@@ -138,7 +143,7 @@ class _Calibration:
                 self.say("the library's collectives while nobody waits for them")
                 machine = replace(machine, natives_behind={name: self._native(name, True) for name in COLLECTIVES})
             self.say("what the library moves by itself")
-            machine = replace(machine, native_share=measure_native(self.comm.link).share or 0.0)
+            machine = replace(machine, native_share=measure_native(self.link).share or 0.0)
             if machine.lanes == 1:
                 self.say("what messages cost a core")
                 per_message, per_byte = self._cpu(machine)
@@ -151,8 +156,10 @@ class _Calibration:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:  # else messages may still be under way
-            self.mpi.Free()
+        if kind is None and not self.link.given_up:  # else messages may still be under way
+            self.link.close()
+        else:
+            self.comm.link.given_up.append(self.link)
 
     @cached_property
     def calm(self) -> Calm | None:
@@ -235,16 +242,19 @@ class _Calibration:
         """The link of this level, while all ranks use it at once, as they do in a collective."""
         ranks = found.groups[number - 1] if number else 1
         every = fit.shift(found, number)
-        slowest, ways = min(found.rates[rank] for rank in every), [every[rank] for rank in every if rank == self.rank]
+        slow = min(every, key=lambda rank: found.rates[rank])
+        ways = [every[rank] for rank in every if rank == self.rank]
         latency = self._latency(ranks)
-        together = self._samples(lambda nbytes: self._shift(ways, nbytes), SIZES[-1])
-        samples = [(nbytes, latency + max(0.0, seconds - latency) * slowest) for nbytes, seconds in together]
+        samples = self._samples(lambda nbytes: self._shift(ways, nbytes), SIZES[-1])
         shared = False
         if number:
-            alone = self._samples(lambda nbytes: self._alone_across(ranks, nbytes), together[-1][0])
-            shared = together[-1][1] - latency > (1 + ranks) / 2 * (alone[-1][1] - latency)
+            pair = slow, every[slow][1]  # slowed down as all of them together are
+            alone = self._samples(lambda nbytes: self._alone(pair, nbytes), samples[-1][0])
+            apart = samples[len(alone) - 1][1] - latency, alone[-1][1] - latency
+            shared = apart[0] > (1 + fit.crowd(every, ranks)) / 2 * apart[1]
             samples = alone if shared else samples
-        points = fit.sustained(samples, latency)
+        full = [(nbytes, latency + max(0.0, seconds - latency) * found.rates[slow]) for nbytes, seconds in samples]
+        points = fit.sustained(full, latency)
         (a, y), (b, z) = points[-2:]
         return Level(ranks, latency, (b - a) / (z - y) if z > y else b / max(z, 1e-9), shared, points)
 
@@ -277,9 +287,10 @@ class _Calibration:
         meet(self.mpi)
         return float(of_all_ranks(self.mpi, seconds).min())
 
-    def _alone_across(self, step: int, nbytes: int) -> float:
-        """One message from rank 0 to rank `step`, with one the other way, and nobody else."""
-        return self._shift([(step - self.rank, step - self.rank)] if self.rank in (0, step) else [], nbytes)
+    def _alone(self, pair: tuple[int, int], nbytes: int) -> float:
+        """One message from the first to the second, with one the other way, and nobody else."""
+        other = sum(pair) - self.rank
+        return self._shift([(other, other)] if self.rank in pair else [], nbytes)
 
     def _shift(self, ways: Sequence[tuple[int, int]], nbytes: int) -> float:
         """All ranks at once, each from its sources and to its destinations: seconds of the slowest one."""
@@ -305,7 +316,7 @@ class _Calibration:
         for request in requests:
             while not request.Test():
                 if perf_counter() > end:
-                    self.comm.link.given_up.append((request, self.inbox, self.outbox))
+                    self.link.given_up.append((request, self.inbox, self.outbox))
                     raise WaitTimeout(f"rank {self.rank} waited {seconds:g} s (FOMPI_TIMEOUT) to measure a link")
                 os.sched_yield()
 
@@ -317,7 +328,7 @@ class _Calibration:
         """
         samples = []
         for nbytes, rounds in SPENT_ROUNDS.items():
-            exchange, spent = bare_exchange(self.mpi, nbytes, 1), []
+            exchange, spent = bare_exchange(self.mpi, nbytes, 1, timeout=self.comm.engine.timeout), []
             for _ in range(rounds):
                 meet(self.mpi)
                 begun = process_time()
@@ -362,8 +373,8 @@ class _Calibration:
         """
         layout = problems.layouts(name, 1)[0]
         samples = []
-        for nbytes in NATIVE_SIZES:
-            rows = -(-nbytes // (4 * 64 * self.size)) * self.size
+        each = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in NATIVE_SIZES}  # many ranks: small ones are alike
+        for rows in (n * self.size for n in each):
             x = Spec((rows, 64), "float32", layout)
             made = plan(name, x, ranks=self.size, schedule="unfused")
             program, extents = made.programs[self.rank], made.extents(self.rank)
@@ -393,7 +404,8 @@ class _Calibration:
         meet(self.mpi)
         for _ in range(BEHIND_WARMUP + ROUNDS):
             call.start()
-            while not call.finished:
+            late = perf_counter() + self.comm.engine.timeout
+            while not call.finished and perf_counter() < late:
                 np.matmul(a, b, out=c)
             call.wait()
             begun, ended = ended, perf_counter()
@@ -414,7 +426,7 @@ def _that_of_rank_0(comm: Communicator, machine: Machine) -> Machine:
     """Ranks may round differently: all take what rank 0 has found."""
     text = machine.to_json().encode()
     count = np.array([len(text)])
-    comm.link.comm.Bcast(count, 0)
+    comm.link.blocking.Bcast(count, 0)
     data = np.frombuffer(text.ljust(int(count[0])), np.uint8)[: int(count[0])].copy()
-    comm.link.comm.Bcast(data, 0)
+    comm.link.blocking.Bcast(data, 0)
     return Machine.from_json(bytes(data).decode())

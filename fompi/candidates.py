@@ -34,7 +34,8 @@ CUTS_OF_USERS = (1, 4)
 """Of schedules that users register: each plan is proven first."""
 
 MOST_TOGETHER = 64
-"""With more ranks than this nobody sends to all others at once: only one after the other."""
+"""With more ranks than this nobody sends to all others at once, only one after the other: walks of those in which
+ranks do not do the same (a broadcast, sums by rate) would take minutes."""
 
 
 def window_together(size: int) -> int | None:
@@ -87,11 +88,12 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
     """Every schedule that the problem has, in the cuts and windows that may matter."""
     names, size = available(problem), problem.size
     together = size <= MOST_TOGETHER
-    unfused = (c for c in UNFUSED if c.schedule in names)
+    walkable = together or problem.moves != "broadcast"
+    unfused = (c for c in UNFUSED if c.schedule in names and (walkable or c.schedule == "unfused"))
     yield from (c for c in unfused if c.schedule == "unfused" or (together if c.window is None else size > 2))
     if size == 1:
         return
-    if "exchange" in names:
+    if "exchange" in names and together:
         yield Candidate("exchange")
     computes = bool(problem.weights or problem.gradients)
     for name in CUT_IN_STEPS if computes else ():
@@ -102,7 +104,7 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
     for name in REGISTERED:
         if name in names:
             yield from (Candidate(name, n) for n in CUTS_OF_USERS if n == 1 or 3 * size * n <= min(most_ops, FEW_OPS))
-    for name in ("direct", "ring", "bidirectional", *groups):
+    for name in ("direct", "ring", "bidirectional", *groups) if walkable else ():
         for slices in cuts:
             if not is_its_own(problem, name, slices) or to_one_peer(problem, name, slices) > MOST_MESSAGES:
                 continue
@@ -118,7 +120,8 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
 def paced(best: Candidate, size: int) -> Iterator[Candidate]:
     """The same with more or fewer sends in flight, where ranks send to several others."""
     if best.schedule in STRAIGHT and best not in UNFUSED:
-        yield from (best._replace(window=w) for w in WINDOWS if w != best.window and (w or 0) < size - 1)
+        windows = WINDOWS if size <= MOST_TOGETHER else WINDOWS[1:]
+        yield from (best._replace(window=w) for w in windows if w != best.window and (w or 0) < size - 1)
 
 
 EXACT_UNITS, MOST_PIECES = 16, 6
@@ -158,7 +161,7 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
     shares = _shares(problem, found)
     for name in ("direct", "ring") if 3 * size * len(found.sizes) <= most_ops else ():
         if is_its_own(problem, name, shares) and to_one_peer(problem, name, shares) <= MOST_MESSAGES:
-            yield Candidate(name, shares)
+            yield Candidate(name, shares, window_together(size) if name == "direct" else None)
     found = pieces(EXACT_UNITS, slice_of_all, collective, 0.0, MOST_PIECES)
     if is_available(problem, "sliced") and len(found.sizes) > 1:
         yield Candidate("sliced", _shares(problem, found))
@@ -237,7 +240,7 @@ def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candid
     """All-reduces in which a rank with a slow link sums fewer rows than others: who owns them is the plan's choice."""
     size, total = problem.size, sum(sizes.rows)
     rates = [machine.rate(rank) for rank in range(size)]
-    if problem.moves != "all_reduce" or size < 3 or min(rates) == max(rates) or not total:
+    if problem.moves != "all_reduce" or not 2 < size <= MOST_TOGETHER or min(rates) == max(rates) or not total:
         return
     rows = owned(total, rates)
     for slices in RATED_SLICES:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from fompi import layout
 from fompi.candidates import FEW_OPS, window_together
 from fompi.errors import PlanError
-from fompi.explain import explain
+from fompi.explain import MOST_EVENTS, explain
 from fompi.layout import Sizes, Slices
 from fompi.machine import Machine
 from fompi.plan import IN_STEP, MOST_MESSAGES, Plan
@@ -165,7 +165,7 @@ def plan_for(
     """
     if schedule == "auto" and machine is not None:
         cut: Slices
-        name, cut, paced, rows, order = explain(problem, sizes, machine, at).winner.candidate
+        name, cut, paced, rows, order = explain(problem, sizes, machine, at, events=MOST_EVENTS).winner.candidate
         window = paced if window is None else window
         sizes = sizes if rows is None else Sizes(rows)
     elif schedule == "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fompi import faults, launch
-from fompi.agreement import agree
+from fompi.agreement import GIVEN_BITS, agree, digest
 from fompi.arena import Arena
 from fompi.channel import Channel
 from fompi.engine import SPINS, Engine, slots
@@ -84,7 +85,7 @@ class Communicator:
     they run other versions of fompi, and LayoutError if FOMPI_MACHINE names no machine.
     """
 
-    def __init__(self, comm: Any = None, name: str = "world"):
+    def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine: Engine = attached_to_process(_make_engine)
         is_ours = isinstance(origin, Link)  # by `split`
@@ -107,7 +108,12 @@ class Communicator:
         if not is_ours:
             self._calls = -1  # this agreement is call 0
             reports = " with FOMPI_REPORT" if self.engine.report is not None else ""
-            agree(self, f"Communicator of fompi {__version__}{reports}", _learn_machine(self.engine))
+            what, here = (
+                f"Communicator of fompi {__version__}{reports}",
+                digest(socket.gethostname()) % (1 << GIVEN_BITS),
+            )
+            hosts = digest(str(list(agree(self, what, _learn_machine(self.engine), gives=here))))
+        self.hosts = hosts  # of which rank is where, or is where in what it was split from
         if self.size > 1:
             self.network = self.link.several_hosts()
             self.crowded = not self.network and launch.crowded()
@@ -154,7 +160,7 @@ class Communicator:
     def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
         """The ranks with our color, in the order of their keys. Collective."""
         agree(self, "a split")
-        return Communicator(self.link.split(color, key), name or f"{self.name}/{color}")
+        return Communicator(self.link.split(color, key), name or f"{self.name}/{color}", self.hosts)
 
     def next_call(self) -> tuple[int, int]:
         """Stamp and tag slot of the next unbound call: equal on all ranks that call in the same order."""

@@ -17,6 +17,7 @@ import platform
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
@@ -35,8 +36,9 @@ from fompi.communicator import Communicator
 from fompi.explain import Explanation, explain
 from fompi.layout import Sizes, Slices
 from fompi.problems import Problem
-from fompi.schedules import fingerprint, is_available, shares_of
+from fompi.schedules import REGISTERED, fingerprint, is_available, shares_of, write
 from fompi.transport import library
+from fompi.verify import flaw
 from fompi.version import __version__
 
 ROUNDS, FEW = 5, 5
@@ -78,7 +80,8 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
 def candidates(problem: Problem, sizes: Sizes, comm: Communicator) -> list[Candidate]:
     """Those worth a try: the best few on the machine that FOMPI_MACHINE names, else some of every kind."""
     if comm.machine is None:
-        return [c for c in candidates_without_machine(problem) if c.anywhere(problem.size)]
+        listed = [c for c in candidates_without_machine(problem) if c.anywhere(problem.size)]
+        return [c for c in listed if c.schedule not in REGISTERED or not flaw(partial(write, problem, *c[:2], sizes))]
     return few(explain(problem, sizes, comm.machine), lambda c: c.anywhere(problem.size))
 
 
@@ -175,7 +178,7 @@ def _about(comm: Communicator, key: str) -> dict[str, Any]:
     return {
         "fompi": __version__,
         "mpi": f"{here.name} {here.version}",
-        "host": socket.gethostname() if machine is None else machine,
+        "hosts": f"{comm.hosts:014x}" if machine is None else machine,
         "cpu": f"{platform.machine()}, {launch.cores_per_rank():g} cores a rank",
         "network": comm.network,
         "ranks_on_host": launch.detect().local_size,

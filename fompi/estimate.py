@@ -33,7 +33,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         each = [machine.native(problem.moves, native_nbytes(problem, piece * size), size) for piece in pieces]
         return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
     if schedule == "exchange":
-        return whole + machine.latency + (size - 1) * rows * wire.row / machine.bandwidth
+        return whole + wire.seconds(candidate, [rows])
     messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
     sums = 0.0
     if problem.moves in ("reduce_scatter", "all_reduce"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -128,13 +128,9 @@ class Executor:
         return self
 
     def _start(self, partial: tuple[str, ...], counts: Any, awaited: bool = False) -> None:
-        if self.closed:
-            raise StateError(f"{self.compiled.title}: the executor is closed")
-        self.comm.check()
+        self.check_start(partial)
         self._left = None
         if self._run is not None and not self._run.finished:
-            if self._run.error is None:
-                raise StateError(f"{self.compiled.title} is in flight already: wait() before the next start()")
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
         if counts is not None:
             self._resize(counts)
@@ -256,6 +252,16 @@ class Executor:
         if self._run is None:
             raise StateError(f"{self.compiled.title} was not started")
         return self._run
+
+    def check_start(self, partial: Iterable[str] = ()) -> None:
+        """Raise what this rank would refuse a start for, `partial` inputs among it."""
+        if self.closed:
+            raise StateError(f"{self.compiled.title}: the executor is closed")
+        self.comm.check()
+        if self._run is not None and not self._run.finished and self._run.error is None:
+            raise StateError(f"{self.compiled.title} is in flight already: wait() before the next start()")
+        for name in partial:
+            self._readers_of(name)
 
     def _block(self, name: str, part: int) -> int:
         buffer = self.compiled.buffers.get(name)

@@ -18,7 +18,7 @@ from fompi.layout import Sizes
 from fompi.machine import Machine
 from fompi.plan import Plan
 from fompi.problems import Problem
-from fompi.proof import Needs, Proof, prove
+from fompi.proof import Cover, Needs, Proof, covers, prove
 from fompi.schedules import REGISTERED, shares_of, write
 from fompi.simulate import representatives
 from fompi.timeline import timeline, timelines
@@ -33,6 +33,9 @@ MOST_EVENTS = 20_000
 
 FAR = 1.5
 """So near are closed forms to walks, where it matters."""
+
+COVERS = 3
+"""So many of what is hidden behind what are told of the winner."""
 
 RINGS, ALIKE = ("ring", "bidirectional"), 0.005
 """Times that differ by less are the same to a model; what it does not know (losses, polls) grows with the slices."""
@@ -85,6 +88,14 @@ class Explanation:
         """That of any candidate."""
         return _plan(self.problem, self.sizes, candidate, self.at)
 
+    @property
+    def covers(self) -> list[tuple[int, Cover]]:
+        """What the winner hides behind what, on the rank that ends last (`fompi.proof.covers`), and which that is."""
+        proof, trace = self.winner.proof, self.winner.trace
+        if proof is None or trace is None:
+            return []
+        return [(proof.rank, cover) for cover in covers(trace, Needs(self.plan, proof.rank))]
+
     def timeline(self, width: int = 100) -> str:
         """That of the winner, as text (`fompi.timeline`)."""
         assert self.winner.trace is not None
@@ -122,6 +133,7 @@ class Explanation:
         best = f"best: {self.winner.candidate}, {100 * max(0.0, self.gap):.1f} % above the bound"
         gain = self.unfused.seconds / self.winner.seconds if self.winner.seconds else 1.0
         lines.append(f"{best}, {gain:.2f}x over {self.unfused.candidate}")
+        lines += [f"hidden on rank {rank}: {cover}" for rank, cover in self.covers[:COVERS]]
         return "\n".join(lines)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import log
@@ -37,18 +38,23 @@ class Topology(NamedTuple):
 
 
 def shift(found: Topology, number: int) -> dict[int, tuple[int, int]]:
-    """From whom and to whom ranks exchange, all at once, to measure the link of a level.
+    """From whom and to whom ranks exchange, all at once, to measure the link of a level: rings, from group to group.
 
-    Inside of the smallest groups those with full links are a ring of their own: slow ones would be what it measures.
+    Slow ranks would be what it measures: they sit out, where at least two of a group are left, to share its link.
     """
     size = len(found.rates)
     step, whole = [*(1, *found.groups), size][number : number + 2]
     ways: dict[int, tuple[int, int]] = {}
-    for first in range(0, size, whole):
-        ring = [r for r in range(first, first + whole) if number or found.rates[r] == 1.0]
+    for first in (rank for rank in range(size) if rank % whole < step):
+        ring = [r for r in range(first, first - first % whole + whole, step) if found.rates[r] == 1.0]
         if len(ring) > 1:
-            ways |= {r: (ring[i - step], ring[(i + step) % len(ring)]) for i, r in enumerate(ring)}
-    return ways or shift(found._replace(rates=(1.0,) * size), number)
+            ways |= {r: (ring[i - 1], ring[(i + 1) % len(ring)]) for i, r in enumerate(ring)}
+    return ways if crowd(ways, step) >= min(2, step) else shift(found._replace(rates=(1.0,) * size), number)
+
+
+def crowd(ranks: Iterable[int], group: int) -> int:
+    """How many of these ranks are in one group of so many consecutive ones, at most."""
+    return max(Counter(rank // group for rank in ranks).values(), default=0)
 
 
 def topology(size: int, speeds: Pairs) -> Topology:
@@ -161,7 +167,7 @@ def _quicker(level: Level, factor: float) -> Level:
     """The same link with another bandwidth; what differs by little does not differ."""
     if abs(log(factor)) < log(1 / FULL):
         return level
-    points = tuple((n, level.latency + (s - level.latency) / factor) for n, s in level.curve)
+    points = tuple((n, level.latency + max(0.0, s - level.latency) / factor) for n, s in level.curve)
     return level._replace(bandwidth=level.bandwidth * factor, curve=points)
 
 

@@ -22,12 +22,13 @@ Array = np.ndarray[Any, Any]
 class Link:
     """`isend(uint8, dest, tag)`, `issend`, `irecv(uint8, source, tag)`, and `collective(...)`.
 
-    `comm` is the MPI communicator, and from now on belongs to the Link.
+    `comm` is the MPI communicator, and from now on belongs to the Link; `blocking` one more of the same ranks, for the
+    collectives that wait for all of them: those of calls in flight, on `comm`, may begin before or after.
     """
 
-    def __init__(self, comm: Any):
+    def __init__(self, comm: Any, blocking: Any = None):
         MPI = start_mpi()
-        self.comm = comm
+        self.comm, self.blocking = comm, blocking
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.world_size = MPI.COMM_WORLD.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
@@ -45,11 +46,11 @@ class Link:
 
     def split(self, color: int, key: int) -> Link:
         """The ranks with our color. Collective, and without a deadline."""
-        return Link(self.comm.Split(color, key))
+        return _of_two(self.blocking.Split(color, key))
 
     def duplicate(self) -> Link:
-        """Another Link of the same ranks. Collective, and without a deadline."""
-        return Link(self.comm.Dup())
+        """Another Link of the same ranks, without `blocking`. Collective, and without a deadline."""
+        return Link(self.blocking.Dup())
 
     def collective(
         self, name: str, reads: Sequence[Array], writes: Sequence[Array], root: int, rows: Sequence[int]
@@ -77,13 +78,20 @@ class Link:
 
     def several_hosts(self) -> bool:
         """Whether the ranks share no memory. Collective, and the same on all ranks."""
-        near = self.comm.Split_type(start_mpi().COMM_TYPE_SHARED)
+        near = self.blocking.Split_type(start_mpi().COMM_TYPE_SHARED)
         alone: bool = near.Get_size() < self.size
         near.Free()
         return alone
 
     def close(self) -> None:
-        self.comm.Free()
+        for comm in (self.comm, self.blocking):
+            if comm is not None:
+                comm.Free()
+
+
+def _of_two(comm: Any) -> Link:
+    """A Link with a communicator for what blocks. Collective, and without a deadline."""
+    return Link(comm, comm.Dup())
 
 
 def connect(
@@ -109,7 +117,7 @@ def connect(
                 f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks "
                 "to come to the creation of a communicator"
             )
-    return Link(duplicate)
+    return _of_two(duplicate)
 
 
 def world_ranks(comm: Any) -> list[int]:

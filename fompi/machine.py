@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 from fompi.errors import LayoutError
@@ -26,6 +28,9 @@ Points = tuple[tuple[float, float], ...]
 MOST_PORTS, MOST_SECONDS = 1 << 16, 1e9
 LEAST_SPEED, MOST_SPEED, LEAST_SHARE = 1e-9, 1e300, 1e-6
 """Of what a file may say: beyond, sums of times are no numbers any more."""
+
+MOST_FILE_NBYTES, MOST_DIGITS, MOST_LETTERS = 16 << 20, 400, 1000
+"""Of a file, of a whole number in it, and of a name: what is longer is no machine that somebody has measured."""
 
 NO_PACKING = 1e300
 """The rate of a library whose products pack nothing, as far as anybody could tell."""
@@ -101,8 +106,9 @@ class Machine:
     and what has come is seen `poll / 2` later. With two lanes sums run beside kernels, and messages cost them
     nothing. `natives` are the library's collectives: seconds by bytes of the largest rank, read and written, while
     all ranks wait for it, and `natives_behind` one after the other while they compute, polls among them; both on
-    `natives_ranks` ranks (0: on any number). Without a curve they take one latency a rank, and the bytes through the
-    outermost link. `native_share` of a message moves by itself, while all ranks stay out of MPI.
+    `natives_ranks` ranks (0: on any number). Without a curve they take one latency a rank, the bytes through the
+    outermost link and, on one lane, the sums. `native_share` of a message moves by itself, while all ranks stay out of
+    MPI.
 
     Raises LayoutError with the field that cannot be.
     """
@@ -179,7 +185,10 @@ class Machine:
             return at(points, nbytes)
         level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
         link = Link(level, (), min(map(self.rate, range(ranks)), default=1.0))
-        return level.latency * max(1, ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
+        moves = level.latency * max(1, ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
+        if self.lanes == 1 and name in ("all_reduce", "reduce_scatter"):
+            moves += 3 * (ranks - 1) / (2 * ranks if name == "all_reduce" else ranks + 1) * nbytes / self.memory_rate
+        return moves
 
     def __str__(self) -> str:
         lines = [self.name, self.source]
@@ -218,10 +227,15 @@ class Machine:
     def from_json(text: str | bytes) -> Machine:
         """What `to_json` wrote. Raises LayoutError with the field that cannot be."""
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_each_once, parse_int=_whole)
+        except LayoutError:
+            raise
         except (ValueError, RecursionError) as error:
             raise LayoutError(f"not JSON: {error}") from error
-        return Machine(**_checked(data))
+        found = _checked(data)
+        if (found.get("natives") or found.get("natives_behind")) and "natives_ranks" not in found:
+            raise LayoutError("natives_ranks is missing: natives are those of so many ranks; calibrate again")
+        return Machine(**found)
 
     def part(self, ranks: Sequence[int], world: int) -> Machine:
         """The machine that these of its `world` ranks make by themselves, numbered anew: an axis of a mesh.
@@ -269,9 +283,11 @@ class Machine:
             return PRESETS[str(name)]
         path = Path(name)
         try:
-            text = path.read_bytes() if path.is_file() else None
+            text = _read(path) if path.is_file() else None
         except OSError as error:
             raise LayoutError(f"the machine {str(name)!r} cannot be read: {error.strerror}") from None
+        if text is not None and len(text) > MOST_FILE_NBYTES:
+            raise LayoutError(f"{path}: no machine has more than {MOST_FILE_NBYTES >> 20} MiB")
         if text is None:
             raise LayoutError(f"no machine {str(name)!r}: neither a file nor one of {', '.join(PRESETS)}")
         try:
@@ -294,12 +310,32 @@ _WHOLE = {"ports": (1, MOST_PORTS), "natives_ranks": (0, 1 << 40)}
 _FIELDS = ", ".join(f.name for f in fields(Machine))
 
 
+def _read(path: Path) -> bytes:
+    """What is in a file, up to the first byte that is too many."""
+    with path.open("rb") as file:
+        return file.read(MOST_FILE_NBYTES + 1)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises LayoutError for a field that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise LayoutError(f"the field {shown(twice)} is there twice")
+    return found
+
+
+def _whole(digits: str) -> float:
+    """A whole number of JSON; one that no field can have is as good as any other."""
+    return int(digits) if len(digits) <= MOST_DIGITS else inf
+
+
 def _checked(data: Any, fastest: float = MOST_SPEED) -> dict[str, Any]:
     """The fields of a Machine from those of a file or of a Machine. Raises LayoutError for what cannot be."""
     if not isinstance(data, dict):
         raise LayoutError(f"a machine is an object with the fields {_FIELDS}")
     if unknown := set(data) - {f.name for f in fields(Machine)}:
-        raise LayoutError(f"unknown field {sorted(unknown)[0]!r}; a machine has {_FIELDS}")
+        raise LayoutError(f"unknown field {shown(min(unknown))}; a machine has {_FIELDS}")
     found: dict[str, Any] = {}
     for known in fields(Machine):
         name = known.name
@@ -309,8 +345,8 @@ def _checked(data: Any, fastest: float = MOST_SPEED) -> dict[str, Any]:
             continue
         value = data[name]
         if name in ("name", "source"):
-            if not isinstance(value, str):
-                raise LayoutError(f"{name} must be a text, not {value!r}")
+            if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_LETTERS:
+                raise LayoutError(f"{name} must be a line of at most {MOST_LETTERS} letters, not {shown(value)}")
         elif name == "curve":
             value = _curve(name, value)
         elif name == "levels":
@@ -319,21 +355,21 @@ def _checked(data: Any, fastest: float = MOST_SPEED) -> dict[str, Any]:
             value = tuple(_number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in enumerate(_list(name, value)))
         elif name in ("natives", "natives_behind"):
             if not isinstance(value, Mapping):
-                raise LayoutError(f"{name} must be an object of curves, not {value!r}")
+                raise LayoutError(f"{name} must be an object of curves, not {shown(value)}")
             if wrong := set(value) - set(COLLECTIVES):
-                raise LayoutError(f"{name} has no {sorted(wrong)[0]!r}; the collectives are {', '.join(COLLECTIVES)}")
+                raise LayoutError(f"{name} has no {shown(min(wrong))}; the collectives are {', '.join(COLLECTIVES)}")
             value = {key: _points(f"{name}.{key}", points) for key, points in value.items()}
         elif name == "native_share":
             value = _number(name, value, 0.0, 1.0)
         elif name in _WHOLE:
             least, most = _WHOLE[name]
             if type(value) is not int or not least <= value <= most:
-                raise LayoutError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
+                raise LayoutError(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
         elif name == "lanes":
             if type(value) is not int or value not in (1, 2):
-                raise LayoutError(f"lanes must be 1 or 2, not {value!r}")
+                raise LayoutError(f"lanes must be 1 or 2, not {shown(value)}")
         elif name.endswith(("rate", "width")):
-            value = _number(name, value, LEAST_SPEED, fastest)
+            value = _speed(name, value, fastest)
         else:
             value = _number(name, value, 0.0, MOST_SECONDS)
         found[name] = value
@@ -342,19 +378,24 @@ def _checked(data: Any, fastest: float = MOST_SPEED) -> dict[str, Any]:
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise LayoutError(f"{name} must be a number, not {value!r}")
+        raise LayoutError(f"{name} must be a number, not {shown(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = inf
     if not least <= number <= most:
-        raise LayoutError(f"{name}={value!r} is out of range")
+        raise LayoutError(f"{name}={shown(value)} is out of range")
     return number
+
+
+def _speed(name: str, value: Any, fastest: float) -> float:
+    """A rate; one without end is the greatest that a file can hold."""
+    return min(MOST_SPEED, _number(name, value, LEAST_SPEED, fastest))
 
 
 def _list(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise LayoutError(f"{name} must be a list, not {value!r}")
+        raise LayoutError(f"{name} must be a list, not {shown(value)}")
     return value
 
 
@@ -362,7 +403,7 @@ def _points(name: str, value: Any) -> Points:
     points = []
     for i, point in enumerate(_list(name, value)):
         if not isinstance(point, (list, tuple)) or len(point) != 2:
-            raise LayoutError(f"{name}[{i}] must be two numbers, x and seconds, not {point!r}")
+            raise LayoutError(f"{name}[{i}] must be two numbers, x and seconds, not {shown(point)}")
         x = _number(f"{name}[{i}][0]", point[0], 0.0, MOST_NBYTES)
         points.append((x, _number(f"{name}[{i}][1]", point[1], 0.0, MOST_SECONDS)))
     if not points or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairwise(points)):
@@ -380,16 +421,16 @@ def _levels(value: Any, fastest: float) -> tuple[Level, ...]:
     for i, listed in enumerate(_list("levels", value)):
         name = f"levels[{i}]"
         if not isinstance(listed, (list, tuple)) or len(listed) not in (3, 4, 5):
-            raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve], not {listed!r}")
+            raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve], not {shown(listed)}")
         ranks, latency, bandwidth, shared, curve = [*listed, *[False, []][len(listed) - 3 :]]  # type: ignore[misc]
         if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= 1 << 40:
-            raise LayoutError(f"{name}: ranks must be a whole number >= 1, not {ranks!r}")
+            raise LayoutError(f"{name}: ranks must be a whole number >= 1, not {shown(ranks)}")
         if levels and (ranks % levels[-1].ranks or ranks == levels[-1].ranks):
             raise LayoutError(f"{name}: groups of {ranks} ranks are not made of groups of {levels[-1].ranks}")
         if not isinstance(shared, bool):
-            raise LayoutError(f"{name}: shared must be true or false, not {shared!r}")
+            raise LayoutError(f"{name}: shared must be true or false, not {shown(shared)}")
         latency = _number(f"{name}.latency", latency, 0.0, MOST_SECONDS)
-        bandwidth = _number(f"{name}.bandwidth", bandwidth, LEAST_SPEED, fastest)
+        bandwidth = _speed(f"{name}.bandwidth", bandwidth, fastest)
         levels.append(Level(ranks, latency, bandwidth, shared, _curve(f"{name}.curve", curve)))
     return tuple(levels)
 
@@ -399,37 +440,40 @@ PRESETS = {
     for m in (
         Machine(
             "gigabit", 50e-6, 118e6, 5e10, 1e10, 2e-6,
-            "TCP over 1 Gbit/s Ethernet, one core a rank",
+            "1 Gbit/s Ethernet, of which TCP leaves 118 MB/s; assumed: one core a rank with AVX2, round numbers",
         ),
         Machine(
             "laptop", 2e-6, 4e9, 5e10, 1e10, 2e-6,
-            "shared memory, one core a rank",
+            "assumed: shared memory and one core a rank with AVX2, round numbers",
         ),
         Machine(
             "h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6,
-            "H100 SXM data sheet: 450 GB/s each way, 990 TFLOP/s",
+            "NVIDIA H100 SXM data sheet: NVLink 450 GB/s each way, 989 TFLOP/s bf16, 3.35 TB/s; assumed: nine tenths "
+            "of links and memory, six tenths of operations, 3 us a message, 4 us a launch",
             lanes=2,
         ),
         Machine(
             "h100-ndr", 3e-6, 400e9, 6e14, 3e12, 4e-6,
-            "nodes of 8 H100 SXM (data sheet: 450 GB/s each way inside), InfiniBand NDR: 400 Gbit/s a GPU",
+            "nodes of 8 H100 SXM as in h100-nvlink, InfiniBand NDR: 400 Gbit/s a GPU; assumed: 6 us a message between",
             levels=(Level(8, 6e-6, 48e9),),
             lanes=2,
         ),
         Machine(
             "a800-nvlink", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
-            "A800 SXM data sheet: NVLink 400 GB/s, 200 each way; 312 TFLOP/s bf16, 2 TB/s",
+            "NVIDIA A800 SXM data sheet: NVLink 200 GB/s each way, 312 TFLOP/s bf16, 2 TB/s; assumed: 85 % of links, "
+            "80 % of memory, 70 % of operations, 3 us a message, 4 us a launch",
             lanes=2,
         ),
         Machine(
             "a800-hdr", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
-            "nodes of 8 A800 SXM (data sheet: 200 GB/s each way inside), InfiniBand HDR: 200 Gbit/s a GPU",
+            "nodes of 8 A800 SXM as in a800-nvlink, InfiniBand HDR: 200 Gbit/s a GPU; assumed: 6 us a message between",
             levels=(Level(8, 6e-6, 24e9),),
             lanes=2,
         ),
         Machine(
             "rtx4090-pcie", 10e-6, 12e9, 1.4e14, 0.8e12, 4e-6,
-            "RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 1 TB/s",
+            "NVIDIA RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 1 TB/s; assumed: "
+            "12 GB/s by host memory, 85 % of operations, 80 % of memory, 10 us a message, 4 us a launch",
             lanes=2,
         ),
     )

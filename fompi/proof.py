@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fompi.errors import PlanError
 from fompi.needs import constraints
-from fompi.plan import Collective, Op, Plan, Recv, Send
+from fompi.plan import Collective, Compute, Op, Plan, Recv, Send
 from fompi.trace import AGREEMENT, Event, Interval, Trace, intersection, length, union
 
 NOT_OVERLAPPING = ("unfused", "unfused_p2p")
@@ -209,6 +209,36 @@ def prove(
         away=length(gone),
         kernels_away=length(intersection(busy, gone)),
     )
+
+
+class Cover(NamedTuple):
+    """So long messages of this kind were under way while a kernel of this name ran."""
+
+    seconds: float
+    messages: str
+    kernel: str
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.seconds:.3f} ms of {self.messages} behind {self.kernel}"
+
+
+def covers(trace: Trace, needs: Needs) -> list[Cover]:
+    """What is hidden behind what on one rank, predicted or measured; the longest first."""
+    messages, kernels = defaultdict[str, list[Interval]](list), defaultdict[str, list[Interval]](list)
+    for event in (e for e in trace.events if e.rank == needs.rank and e.op >= 0):
+        op = needs.ops[event.op]
+        if isinstance(op, Compute):
+            kernels[op.kernel].append((event.start, event.end))
+        else:
+            kind, name, peer = _reason(op)
+            what = {"recv": f"what comes from rank {peer}", "send": f"what goes to rank {peer}"}
+            messages[what.get(kind, f"the library's {name}")].append(event.moves)
+    found = [
+        Cover(length(intersection(union(moves), union(runs))), what, kernel)
+        for what, moves in messages.items()
+        for kernel, runs in kernels.items()
+    ]
+    return sorted((cover for cover in found if cover.seconds > 0), key=lambda cover: -cover.seconds)
 
 
 def total(waits: Iterable[Wait]) -> tuple[Wait, ...]:

@@ -48,3 +48,16 @@ def mpirun():
         return job.run(command, seconds, env=env, cwd=cwd)
 
     return launch
+
+
+@pytest.fixture
+def forgotten():
+    """The schedules that a test registers are forgotten after it."""
+    from fompi import schedules  # not before a test asks for it: some tests look at what is loaded
+
+    yield
+    for name in schedules.REGISTERED:
+        del schedules.SCHEDULES[name]
+    schedules.REGISTERED.clear()
+    for forget in schedules.FORGET:
+        forget()

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import sleep
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 
+from fompi import launch
+from fompi.errors import WaitTimeout
 from fompi.link import request_testsome
 
 NAP_SECONDS = 3e-4
 
 
-def bare_exchange(own: Any, nbytes: int, pieces: int, round_the_ring: bool = False) -> Callable[[], object]:
+def bare_exchange(
+    own: Any, nbytes: int, pieces: int, round_the_ring: bool = False, timeout: float | None = None
+) -> Callable[[], object]:
     """Every rank sends a shard of `nbytes` for each other rank, in pieces, paced: the next when one has left.
 
     In the permutations rank -> rank + d, or all of them to the next rank, as a ring does. `own` is mpi4py's, for these
-    messages alone; all receives are posted first, and the wait sleeps.
+    messages alone; all receives are posted first, and the wait sleeps. Raises WaitTimeout after `timeout` seconds
+    without a message (None: FOMPI_TIMEOUT).
     """
+    patience = launch.timeout() if timeout is None else timeout
     rank, size, testsome = own.Get_rank(), own.Get_size(), request_testsome()
     cuts = [nbytes * i // pieces for i in range(pieces + 1)]
     outgoing, incoming = np.ones((size, nbytes), np.uint8), np.empty((size, nbytes), np.uint8)
     steps = [(d, i, 1 if round_the_ring else d) for d in range(1, size) for i in range(pieces)]
+
+    def nap(since: float) -> None:
+        if perf_counter() - since > patience:
+            raise WaitTimeout(f"rank {rank} waited {patience:g} s (FOMPI_TIMEOUT) for a message of a bare exchange")
+        sleep(NAP_SECONDS)
 
     def exchange() -> None:
         receives = [
@@ -30,12 +41,16 @@ def bare_exchange(own: Any, nbytes: int, pieces: int, round_the_ring: bool = Fal
         ]
         for d, i, hop in steps:
             send = own.Isend(outgoing[d, cuts[i] : cuts[i + 1]], (rank + hop) % size, d * pieces + i)
+            since = perf_counter()
             while not send.Test():
-                sleep(NAP_SECONDS)
+                nap(since)
+        since = perf_counter()
         while receives:
             done = testsome(receives) or []
             receives = [request for i, request in enumerate(receives) if i not in done]
-            if receives and not done:
-                sleep(NAP_SECONDS)
+            if done:
+                since = perf_counter()
+            elif receives:
+                nap(since)
 
     return exchange

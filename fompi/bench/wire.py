@@ -33,7 +33,10 @@ def address(listener: socket.socket) -> tuple[str, int]:
 
 
 class Wire:
-    """This rank's two streams: one to the next rank of the ring, one from the previous."""
+    """This rank's two streams: one to the next rank of the ring, one from the previous.
+
+    `congestion` is the congestion control of this host's TCP; "" where the system does not say.
+    """
 
     def __init__(
         self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, timeout: float = 60.0
@@ -49,14 +52,7 @@ class Wire:
         self._timeout = timeout
         self._outgoing = memoryview(bytearray(PIECE))
         self._incoming = memoryview(bytearray(PIECE))
-
-    @property
-    def congestion(self) -> str:
-        """The congestion control of this host's TCP; "" where the system does not say."""
-        option = getattr(socket, "TCP_CONGESTION", None)
-        if option is None:
-            return ""
-        return self._next.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
+        self.congestion = _congestion(self._next)
 
     def send(self, nbytes: int) -> float:
         """Send to the next rank, which calls `receive`; seconds until it has said that all has arrived."""
@@ -120,6 +116,11 @@ class Wire:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _congestion(stream: socket.socket) -> str:
+    option = getattr(socket, "TCP_CONGESTION", None)
+    return "" if option is None else stream.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
 
 
 def _connect(place: tuple[str, int], deadline: float) -> socket.socket:

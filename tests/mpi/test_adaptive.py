@@ -53,7 +53,7 @@ def test_it_goes_over_to_another_plan(own, cache, monkeypatch):
     other = next(one for one in explained.judged if one.proof is not None and one != explained.winner)
     found = replace(explained, judged=(other, *(one for one in explained.judged if one is not other)))
     monkeypatch.setattr(adaptive, "refit", lambda machine, comm, computes: machine)
-    monkeypatch.setattr(adaptive, "explain", lambda *given: found)
+    monkeypatch.setattr(adaptive, "explain", lambda *given, **more: found)
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)  # whatever they take
     with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
         for _ in range(adaptive.CHECK_CALLS):
@@ -189,6 +189,28 @@ def test_an_all_reduce_by_rate(own):
         fompi.verify(explained.plan_of(candidate))
         with fompi.bind(explained.plan_of(candidate), comm=own, x=given) as step:
             assert (step() == total).all()
+
+
+def test_a_call_that_is_refused_does_not_count(own):
+    """It begins nothing, on one rank alone: all come to the comparison of times before the same call."""
+    explained, x, w, y = scatter(own)
+    with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
+        for _ in range(2 * adaptive.CHECK_CALLS + 1):
+            step.start()
+            if own.rank == 0:
+                with pytest.raises((fompi.StateError, fompi.FompiError)):
+                    step.start()
+                    step.start()  # a small one may be finished
+            assert (step.wait() == y).all()
+            if own.rank == 0:
+                with pytest.raises(fompi.PlanError, match="no input"):
+                    step.start("nothing")
+
+
+def test_a_backend_that_is_none_is_an_error_on_all_ranks(own):
+    explained, x, w, _ = scatter(own)
+    with pytest.raises(fompi.FompiError, match="is none of fompi.backends" if own.rank == 0 else ""):
+        fompi.bind(explained, comm=own, x=x, w=w, backend="fast" if own.rank == 0 else None)
 
 
 def test_ranks_that_wait_in_different_ways(own):

@@ -71,6 +71,17 @@ def test_a_spoilt_file_is_measured_again(own, comm, cache, content, monkeypatch)
         assert json.loads(file.read_text())["choice"]
 
 
+def test_a_schedule_of_the_user_that_is_wrong_here_is_left_out(own, cache, forgotten):
+    """It may be right for other sizes: the call goes on without it."""
+
+    @fompi.schedule("of pairs", "all_gather")
+    def of_pairs(problem, work):
+        raise fompi.PlanError("for some other number of ranks")
+
+    y = fompi.all_gather(whole((3, 2), own.rank), comm=own, effort="measure")
+    assert np.array_equal(y, np.concatenate([whole((3, 2), rank) for rank in range(own.size)]))
+
+
 @pytest.mark.parametrize("folder", ["/proc/nothing", "/dev/full", "0"])
 def test_a_disk_that_takes_nothing(own, folder, monkeypatch):
     monkeypatch.setenv("FOMPI_CACHE", folder)

@@ -209,3 +209,20 @@ def test_no_false_alarm_after_a_long_computation(world, monkeypatch):
     if pending is None:
         pending = fompi.all_reduce.start(np.ones(3), comm=world)
     assert (pending.wait() == world.size).all()
+
+
+def test_binding_beside_a_collective_in_flight(world):
+    """Some ranks have started the library's collective when they bind another one, and some have not."""
+    draw = Random(world.rank)
+    x, w = np.full((64, 64), float(world.rank)), np.ones((64, 64))
+    total = 64.0 * sum(range(world.size))
+    made = fompi.plan(fompi.all_reduce, fompi.Spec((8,), "float64", fompi.Partial()), ranks=world.size, schedule="unfused")
+    for _ in range(8):
+        pending = fompi.matmul_all_reduce.start(x, w, schedule="unfused", comm=world)
+        while draw.random() < 0.5 and world.turns:
+            pending.done()
+        with fompi.bind(made, comm=world, x=np.ones(8)) as step:
+            assert (step() == world.size).all()
+        with world.split(0) as again:
+            assert again.size == world.size
+        assert (pending.wait() == total).all()

@@ -38,6 +38,23 @@ def test_calibrate(own, comm, tmp_path):
     assert slower > 10 and comm.allgather(slower) == [slower] * own.size
 
 
+@pytest.mark.timeout(100)
+def test_calibrate_where_hosts_differ(own, comm, monkeypatch):
+    """One host has a core to spare, another one none: the ranks measure the same all the same."""
+    calibrated = import_module("fompi.calibrate")
+    monkeypatch.setattr(calibrated.launch, "cores_per_rank", lambda: 2.0 if own.rank == 0 else 1.0)
+    machine = fompi.calibrate(own)
+    assert comm.allgather(machine) == [machine] * own.size and (own.size == 1 or machine.lanes == 1)
+
+
+def test_calibrate_is_called_on_all_ranks(own):
+    """Something else on one rank is an error on all of them, not a wait."""
+    if own.size == 1:
+        return
+    with pytest.raises(fompi.MismatchError, match="calibrate"):
+        fompi.calibrate(own) if own.rank else fompi.all_reduce(np.ones(3), comm=own)
+
+
 def test_the_machine_of_the_environment_chooses(own, machine):
     """Calls of about the same size are done alike, whatever each rank would think of it."""
     own.machine = machine
@@ -138,7 +155,8 @@ def test_a_measurement_has_a_deadline(own, comm, monkeypatch):
             calibrated.meet(private)
         monkeypatch.setattr(own.engine, "timeout", 0.3)
         measured = calibrated._Calibration.__new__(calibrated._Calibration)
-        measured.comm, measured.rank, measured.inbox, measured.outbox = own, 0, np.zeros(1), np.zeros(1)
+        measured.link, measured.comm = own.link, own
+        measured.rank, measured.inbox, measured.outbox = 0, np.zeros(1), np.zeros(1)
         with pytest.raises(fompi.WaitTimeout, match="to measure a link"):
             measured._complete([private.Irecv(measured.inbox, 1, 7)])
         monkeypatch.undo()

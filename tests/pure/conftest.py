@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from fompi import schedules
-
 HERE = Path(__file__).resolve().parent
 FOREIGN = {"mpi4py", "torch", "jax", "jaxlib", "ml_dtypes", "cupy", "numba"}
 REPORTED = pytest.StashKey[set]()
@@ -22,14 +20,3 @@ def nothing_foreign_is_loaded(request):
     reported |= loaded
     if pure_session:
         assert not loaded, f"{', '.join(sorted(loaded))} loaded by this test or by an import before it"
-
-
-@pytest.fixture
-def forgotten():
-    """The schedules that a test registers are forgotten after it."""
-    yield
-    for name in schedules.REGISTERED:
-        del schedules.SCHEDULES[name]
-    schedules.REGISTERED.clear()
-    for forget in schedules.FORGET:
-        forget()

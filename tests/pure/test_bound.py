@@ -52,8 +52,8 @@ def test_no_schedule_is_below_it(name, size, dtype):
         for machine in machines(draw):
             least = bound(problem, sizes, machine)
             for schedule in schedules.available(problem):
-                if schedule in ("unfused", "sliced"):
-                    continue  # what the library does is not known
+                if schedule == "sliced":
+                    continue  # sums of the library behind kernels are not charged to the core
                 seconds = predict(schedules.write(problem, schedule, draw.choice((1, 2)), sizes), machine)
                 assert seconds >= least.seconds * (1 - 1e-9), (schedule, machine, least)
 

@@ -12,7 +12,18 @@ from catalogue import everyone
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
 from fompi.bound import call_seconds, native_nbytes, row_nbytes
-from fompi.candidates import UNFUSED, WINDOWS, Candidate, candidates, exact_cuts, in_order, owned, paced
+from fompi.candidates import (
+    MOST_TOGETHER,
+    UNFUSED,
+    WINDOWS,
+    Candidate,
+    by_rate,
+    candidates,
+    exact_cuts,
+    in_order,
+    owned,
+    paced,
+)
 from fompi.errors import LayoutError
 from fompi.estimate import estimate
 from fompi.exact import Job, makespan
@@ -68,7 +79,59 @@ def test_every_problem_has_an_explanation(name, ranks):
     verify(found.plan)
     assert found.plan.schedule == found.winner.candidate.schedule
     lines = str(found).splitlines()
-    assert len(lines) == 4 + len(found.judged) and lines[-1].startswith(f"best: {found.winner.candidate}, ")
+    assert lines[3 + len(found.judged)].startswith(f"best: {found.winner.candidate}, ")
+    assert all(line.startswith("hidden on rank ") for line in lines[4 + len(found.judged) :])
+
+
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_what_is_hidden_behind_what(operation):
+    """Nothing is hidden for longer than it moves, or than the kernel runs; the longest come first."""
+    made, sizes = large(operation, 4)
+    found = explain(made, sizes, PRESETS["gigabit"])
+    events = found.winner.trace.events
+    assert found.covers and str(found.covers[0][1]) in str(found)
+    assert found.covers == sorted(found.covers, key=lambda one: -one[1].seconds)
+    for rank, cover in found.covers:
+        ran = [e.end - e.start for e in events if e.rank == rank and e.name.startswith(f"{cover.kernel}(")]
+        sign = "<" if "comes from" in cover.messages else ">"
+        peer = f"{sign}{cover.messages.split()[-1]}"
+        moved = [e.end - e.moves[0] for e in events if e.rank == rank and e.is_message and e.name.endswith(peer)]
+        assert 0 < cover.seconds <= min(sum(ran), sum(moved)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ranks", [64, 65, 100])
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "matmul_reduce_scatter", "all_to_all"])
+def test_with_many_ranks_nobody_sends_to_all_at_once(ranks, name):
+    """Neither in what is listed, nor in what is walked in place of it: each walk takes a moment."""
+    made = catalogue.problems(ranks)[name]
+    sizes = Sizes(pairs=((64,) * ranks,) * ranks) if name == "all_to_all" else Sizes((64,) * ranks)
+    for machine in (PRESETS["gigabit"], replace(PRESETS["gigabit"], rates=(0.25,))):
+        given = made, sizes, machine
+        listed = [*candidates(made, machine), *exact_cuts(*given), *by_rate(*given), *in_order(*given)]
+        listed += [found for one in listed for found in paced(one, ranks)]
+        at_once = [c for c in listed if c.schedule in (*STRAIGHT, "exchange") and c.window is None]
+        assert bool(at_once) == (ranks <= MOST_TOGETHER)
+        assert listed and (name != "broadcast" or ranks <= MOST_TOGETHER or {c.schedule for c in listed} == {"unfused"})
+
+
+def test_an_exchange_across_groups_is_no_exchange_inside():
+    """All that a rank sends to the other group goes through the link that the group shares."""
+    made = catalogue.problems(8)["all_reduce"]
+    flat = PRESETS["gigabit"]
+    groups = replace(flat, levels=(Level(4, 1e-4, flat.bandwidth / 100, True),))
+    rows = Sizes((1000,) * 8)
+    near, far = (estimate(made, rows, machine, Candidate("exchange")) for machine in (flat, groups))
+    assert near == pytest.approx(predict(write(made, "exchange", 1, rows), flat), rel=0.1)
+    assert far == pytest.approx(predict(write(made, "exchange", 1, rows), groups), rel=0.1) and far > 100 * near
+
+
+def test_a_plan_for_a_machine_is_the_winner_of_its_explanation():
+    for ranks, rows in ((2, 64), (4, 4096), (3, 1000)):
+        x, w = Spec((rows, 512), "float32", Shard(0)), Spec((512, 64 * ranks), "float32", Shard(1))
+        for machine in ("gigabit", "laptop"):
+            best = fompi.explain("all_gather_matmul", x, w, ranks=ranks, machine=machine).plan
+            made = fompi.plan("all_gather_matmul", x, w, ranks=ranks, machine=machine)
+            assert (made.schedule, made.shares, made.window) == (best.schedule, best.shares, best.window)
 
 
 @pytest.mark.parametrize("machine", ["gigabit", "laptop", "h100-nvlink", "rtx4090-pcie"])

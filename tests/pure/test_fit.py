@@ -62,6 +62,26 @@ def test_who_exchanges_to_measure_a_level(groups, slow, number, ways):
     assert fit.shift(Topology(groups, tuple(slow.get(rank, 1.0) for rank in range(4))), number) == ways
 
 
+def test_slow_ranks_sit_out_where_enough_are_left():
+    """Two of a group share its link, if it is shared; one by itself would not tell."""
+    one_slow = Topology((4,), tuple(0.25 if rank == 5 else 1.0 for rank in range(8)))
+    ways = fit.shift(one_slow, 1)
+    assert ways == {r: ((r + 4) % 8, (r + 4) % 8) for r in (0, 2, 3, 4, 6, 7)} and fit.crowd(ways, 4) == 3
+    three_slow = one_slow._replace(rates=(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 1.0))
+    assert fit.crowd(fit.shift(three_slow, 1), 4) == 4
+    nested = Topology((2, 4), (1.0,) * 7 + (0.5,))
+    assert fit.shift(nested, 1) == {r: (r ^ 2, r ^ 2) for r in (0, 1, 2, 3)} | {4: (6, 6), 6: (4, 4)}
+
+
+def test_a_link_that_got_slower_is_never_quicker_than_nothing():
+    """A curve may begin below the latency: what is left of it is nothing, not less."""
+    curve = ((0.0, 1e-4), (1e6, 1e-2))
+    machine = replace(Machine.load("gigabit"), latency=1e-3, curve=curve)
+    speeds = {(0, 1): fit.speed_of(machine, 0, 1) / 2}
+    now = fit.refitted(machine, 2, speeds)
+    assert now.curve[0][1] == pytest.approx(1e-3) and now.link(0, 1).busy(1e6) == pytest.approx(18e-3)
+
+
 def test_alike_links_are_no_groups():
     """A little quicker inside is no reason for a level."""
     made = Topology((2,), (1.0,) * 4)

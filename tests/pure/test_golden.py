@@ -1,4 +1,4 @@
-"""What a plan prints: the grid of ranks, compared with tests/golden/*.txt.
+"""What a plan prints, the grid of ranks, and an explanation, the table of candidates: compared with tests/golden/*.txt.
 
 After a change that is meant, `FOMPI_GOLDEN=write python -m pytest tests/pure/test_golden.py` writes the files anew;
 read the difference before it is committed.
@@ -7,12 +7,14 @@ read the difference before it is committed.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
+from fompi.machine import Level, Machine
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -50,12 +52,37 @@ PLANS = {
 }
 
 
+EXPLAINED = {
+    "explain-matmul_reduce_scatter-4-gigabit": (
+        ("matmul_reduce_scatter", Spec((2048, 1024), "float32", Shard(1)), Spec((1024, 1024), "float32", Shard(0))),
+        {"ranks": 4, "machine": "gigabit"},
+    ),
+    "explain-all_gather-4-groups": (
+        ("all_gather", Spec((4 << 20, 1), "uint8", Shard(0))),
+        {
+            "ranks": 4,
+            "machine": replace(Machine.load("gigabit"), name="2 x 2", levels=(Level(2, 1e-4, 11.8e6, True),)),
+        },
+    ),
+}
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_the_grid(name):
     operation, specs, options = PLANS[name]
     plan = fompi.plan(operation, *specs, **options)
     fompi.verify(plan)
-    printed, path = f"{plan}\n", GOLDEN / f"{name}.txt"
+    check(name, f"{plan}\n")
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_the_table_of_candidates(name):
+    given, options = EXPLAINED[name]
+    check(name, f"{fompi.explain(*given, **options)}\n")
+
+
+def check(name, printed):
+    path = GOLDEN / f"{name}.txt"
     if os.environ.get("FOMPI_GOLDEN") == "write":
         GOLDEN.mkdir(exist_ok=True)
         path.write_text(printed)
@@ -63,4 +90,4 @@ def test_the_grid(name):
 
 
 def test_every_golden_text_has_a_plan():
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(PLANS)
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*PLANS, *EXPLAINED}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from fompi.errors import LayoutError
-from fompi.machine import PRESETS, Level, Machine, at
+from fompi.machine import MOST_FILE_NBYTES, PRESETS, Level, Machine, at
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -87,6 +88,42 @@ def test_fields_that_cannot_be(field, value, tmp_path):
     assert str(path) in str(caught.value) and field in str(caught.value)
 
 
+PLAIN = {name: value for name, value in GOOD.items() if name in ("name", *NUMBERS)}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (json.dumps(GOOD)[:-1] + ', "latency": 1}', "'latency' is there twice"),
+        (json.dumps(GOOD | {"ports": "?"}).replace('"?"', "9" * 10_000), "ports must be a whole number"),
+        (json.dumps(GOOD | {"poll": "?"}).replace('"?"', "9" * 10_000), "poll=inf is out of range"),
+        (json.dumps(GOOD | {"name": "\x1b[2J"}), "name must be a line"),
+        (json.dumps(GOOD | {"source": "a\nb"}), "source must be a line"),
+        (json.dumps(GOOD | {"source": "x" * 10_000}), "source must be a line"),
+        (json.dumps(GOOD | {"latency": "x" * 10_000}), "latency must be a number"),
+        (json.dumps(GOOD | {"x" * 10_000: 1}), "unknown field"),
+        (json.dumps(GOOD | {"levels": [list(range(10_000))]}), r"levels\[0\] must be"),
+        (json.dumps({**PLAIN, "natives": {"all_gather": [[0, 1]]}}), "natives_ranks is missing"),
+        ("[" * 100_000, "not JSON"),
+        ('"' * 3 + "\0", "not JSON"),
+        (json.dumps(GOOD) + " " * MOST_FILE_NBYTES, "no machine has more than 16 MiB"),
+    ],
+)
+def test_files_that_were_made_to_harm(text, words, tmp_path):
+    """One line that names the file and the field, whatever is in it."""
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(LayoutError, match=words) as caught:
+        Machine.load(path)
+    said = str(caught.value)
+    assert said.startswith(f"{path}: ") and said.isprintable() and len(said) < 1000
+
+
+def test_what_is_infinitely_fast_comes_back(tmp_path):
+    machine = replace(Machine.load("laptop"), bandwidth=math.inf, pack_rate=math.inf, levels=(Level(2, 0.0, math.inf),))
+    assert Machine.from_json(machine.to_json()) == machine and machine.link(0, 1).busy(1e12) < 1e-200
+
+
 @pytest.mark.parametrize("field", ["name", *NUMBERS])
 def test_fields_that_are_missing(field, tmp_path):
     path = tmp_path / "machine.json"
@@ -158,10 +195,10 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     path = tmp_path / "machine.json"
     path.write_text(Machine.load("gigabit").to_json())
 
-    def denied(self):
+    def denied(self, mode):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(LayoutError, match=r"machine\.json' cannot be read: Permission denied"):
         Machine.load(path)
     with pytest.raises(LayoutError, match="cannot be read: File name too long"):
