@@ -119,7 +119,7 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
 
 def paced(best: Candidate, size: int) -> Iterator[Candidate]:
     """The same with more or fewer sends in flight, where ranks send to several others."""
-    if best.schedule in STRAIGHT and best not in UNFUSED:
+    if best.schedule in STRAIGHT and best not in UNFUSED and best.rows is None:
         windows = WINDOWS if size <= MOST_TOGETHER else WINDOWS[1:]
         yield from (best._replace(window=w) for w in windows if w != best.window and (w or 0) < size - 1)
 
@@ -237,7 +237,10 @@ RATED_SLICES, MOST_PIECES_RATED = (4, 16, 32, 64), 4096
 
 
 def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
-    """All-reduces in which a rank with a slow link sums fewer rows than others: who owns them is the plan's choice."""
+    """All-reduces in which a rank with a slow link sums fewer rows than others: who owns them is the plan's choice.
+
+    As many sends in flight as a slice has: more fill the buffers of the slow link, and then all of them lose packets.
+    """
     size, total = problem.size, sum(sizes.rows)
     rates = [machine.rate(rank) for rank in range(size)]
     if problem.moves != "all_reduce" or not 2 < size <= MOST_TOGETHER or min(rates) == max(rates) or not total:
@@ -245,7 +248,7 @@ def by_rate(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candid
     rows = owned(total, rates)
     for slices in RATED_SLICES:
         if slices <= 16 or slices * size * size <= MOST_PIECES_RATED:
-            yield Candidate("direct", slices, None, rows)
+            yield Candidate("direct", slices, size - 1, rows)
 
 
 def owned(total: int, rates: Sequence[float]) -> tuple[int, ...]:

@@ -216,7 +216,9 @@ def test_binding_beside_a_collective_in_flight(world):
     draw = Random(world.rank)
     x, w = np.full((64, 64), float(world.rank)), np.ones((64, 64))
     total = 64.0 * sum(range(world.size))
-    made = fompi.plan(fompi.all_reduce, fompi.Spec((8,), "float64", fompi.Partial()), ranks=world.size, schedule="unfused")
+    made = fompi.plan(
+        fompi.all_reduce, fompi.Spec((8,), "float64", fompi.Partial()), ranks=world.size, schedule="unfused"
+    )
     for _ in range(8):
         pending = fompi.matmul_all_reduce.start(x, w, schedule="unfused", comm=world)
         while draw.random() < 0.5 and world.turns:

@@ -278,7 +278,7 @@ def test_rows_that_leave_no_port_waiting(rates):
 def test_an_all_reduce_by_rate_wins_with_a_slow_rank():
     slow = replace(PRESETS["gigabit"], rates=(1.0, 1.0, 0.25, 1.0))
     found = fompi.explain("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow)
-    assert found.winner.candidate.rows is not None and found.winner.candidate.rows[2] == 0 and found.gap < 0.03
+    assert found.winner.candidate.rows is not None and found.winner.candidate.rows[2] == 0 and found.gap < 0.04
     even = min(one.seconds for one in found.judged if one.candidate.rows is None)
     assert found.winner.seconds < even / 1.3
     assert fompi.plan("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow).sizes.rows[2] == 0
