@@ -250,8 +250,8 @@ class _Calibration:
         if number:
             pair = slow, every[slow][1]  # slowed down as all of them together are
             alone = self._samples(lambda nbytes: self._alone(pair, nbytes), samples[-1][0])
-            apart = samples[len(alone) - 1][1] - latency, alone[-1][1] - latency
-            shared = apart[0] > (1 + fit.crowd(every, ranks)) / 2 * apart[1]
+            together, by_itself = (some[len(alone) - 1][1] - latency for some in (samples, alone))
+            shared = together > (1 + fit.crowd(every, ranks)) / 2 * by_itself
             samples = alone if shared else samples
         full = [(nbytes, latency + max(0.0, seconds - latency) * found.rates[slow]) for nbytes, seconds in samples]
         points = fit.sustained(full, latency)

@@ -113,7 +113,7 @@ class Communicator:
                 digest(socket.gethostname()) % (1 << GIVEN_BITS),
             )
             hosts = digest(str(list(agree(self, what, _learn_machine(self.engine), gives=here))))
-        self.hosts = hosts  # of which rank is where, or is where in what it was split from
+        self.hosts = hosts  # a digest of those of all ranks, in their order; after a split, of the ranks before it
         if self.size > 1:
             self.network = self.link.several_hosts()
             self.crowded = not self.network and launch.crowded()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -72,6 +73,19 @@ def test_a_machine_that_one_rank_does_not_find(world, monkeypatch):
     with fompi.Communicator(MPI.COMM_WORLD) as found:
         assert found.machine == fompi.Machine.load("laptop").part(range(world.size), world.size)
         assert (fompi.all_reduce(np.ones(2), comm=found) == world.size).all()
+    monkeypatch.setattr(world.engine, "machine", None)
+
+
+def test_machine_files_that_differ(world, monkeypatch, tmp_path):
+    """Each rank reads a file of its own: the first call is refused on all of them, before anything moves."""
+    path = tmp_path / "machine.json"
+    replace(fompi.Machine.load("laptop"), latency=1e-6 * (1 + world.rank)).save(path)
+    monkeypatch.setattr(world.engine, "machine", None)
+    monkeypatch.setenv("FOMPI_MACHINE", str(path))
+    with fompi.Communicator(MPI.COMM_WORLD, "mixed") as mixed:
+        if world.size > 1:
+            with pytest.raises(fompi.MismatchError, match=r"on the machine laptop \(\w{12}\)"):
+                fompi.all_reduce(np.ones(2), comm=mixed)
     monkeypatch.setattr(world.engine, "machine", None)
 
 
