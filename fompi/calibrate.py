@@ -20,7 +20,6 @@ import numpy as np
 
 from fompi import fit, launch, problems
 from fompi.agreement import agree
-from fompi.bench.exchange import bare_exchange
 from fompi.bench.measure import Calm, alternate, meet, of_all_ranks, texts
 from fompi.communicator import Communicator
 from fompi.errors import WaitTimeout
@@ -44,8 +43,8 @@ BEHIND_WARMUP = 2
 LOST_SECONDS = 0.1
 """The most that an exchange may take behind kernels, when it is measured what they lose to it."""
 
-SPENT_ROUNDS = {16 << 10: 40, 1 << 20: 10}
-"""How often what a process spends on messages of so many bytes is taken."""
+MANY, SPENT_SECONDS = 64, 0.02
+"""Messages, and one of as many bytes, which takes no longer than this: what a process spends more on them is theirs."""
 
 PAIR_ROUNDS, ALL_PAIRS = 3, 8
 """How the speed of a pair is taken; of more ranks, not all pairs are looked at."""
@@ -323,33 +322,51 @@ class _Calibration:
     def _cpu(self, machine: Machine) -> tuple[float, float]:
         """Seconds of a core for each message that a rank sends or receives, and for each byte.
 
-        A message by what the process spends on it; bytes by what kernels lose while they move in the background, to
-        polls, interrupts and caches too, which is twice as much.
+        A message by what a process spends more on many than on one of as many bytes; bytes by what kernels lose while
+        they move in the background, to polls, interrupts and caches too.
         """
-        samples = []
-        for nbytes, rounds in SPENT_ROUNDS.items():
-            exchange, spent = bare_exchange(self.mpi, nbytes, 1, timeout=self.comm.engine.timeout), []
-            for _ in range(rounds):
-                meet(self.mpi)
-                begun = process_time()
-                exchange()
-                spent.append(process_time() - begun)
-            mean = float(of_all_ranks(self.mpi, np.array([quiet(spent)])).mean())
-            samples.append((float(nbytes), mean / (2 * (self.size - 1))))
-        per_message, per_byte = fit.line(samples)
+        ends = 2 * (self.size - 1)
+        per_message = self._spent(machine) / (ends * (MANY - 1))
         nbytes, lost = self._lost(machine)
-        return per_message, max(per_byte, (lost / (2 * (self.size - 1)) - per_message) / nbytes)
+        return per_message, max(0.0, (lost / ends - per_message) / nbytes)
+
+    def _exchange_of(self, machine: Machine, most: float) -> tuple[int, float]:
+        """The most bytes that a rank can send to each other one in so many seconds, of some sizes; and its seconds."""
+        alone = {nbytes: (self.size - 1) * machine.link(0, self.size - 1).seconds(nbytes) for nbytes in SIZES}
+        nbytes = max((n for n in SIZES if alone[n] <= most), default=SIZES[0])
+        return nbytes, alone[nbytes]
+
+    def _gather(self, nbytes: int, slices: int) -> Executor:
+        """Each rank sends so many bytes to each other one, in so many messages."""
+        x = Spec((nbytes * self.size, 1), "uint8", Shard(0))
+        made = plan("all_gather", x, ranks=self.size, schedule="direct", slices=slices)
+        return bind(made, comm=self.comm, x=np.ones((nbytes, 1), np.uint8))
+
+    def _spent(self, machine: Machine) -> float:
+        """By how much longer a core is busy with an exchange in many messages to each rank than in one, which nobody
+        waits for: the mean of the ranks."""
+        nbytes, alone = self._exchange_of(machine, SPENT_SECONDS)
+        taken = np.zeros((2 * ROUNDS, 2))
+        with self._gather(nbytes, 1) as one, self._gather(nbytes, MANY) as many:
+            for i in range(-1, 2 * ROUNDS):  # once to warm up
+                for j, exchange in enumerate((one, many)):
+                    sleep(self.idle)
+                    meet(self.mpi)
+                    begun = process_time()
+                    exchange.start()
+                    sleep(2 * alone)
+                    exchange.wait()
+                    taken[i, j] = process_time() - begun
+        more = np.array([max(0.0, float(np.median(taken[:, 1] - taken[:, 0])))])
+        return float(of_all_ranks(self.mpi, more).mean())
 
     def _lost(self, machine: Machine) -> tuple[int, float]:
         """Bytes that each rank has for each other one, and by how much kernels take longer while they move."""
-        alone = {nbytes: (self.size - 1) * machine.link(0, self.size - 1).seconds(nbytes) for nbytes in SIZES}
-        nbytes = max((n for n in SIZES if alone[n] <= LOST_SECONDS), default=SIZES[0])
+        nbytes, alone = self._exchange_of(machine, LOST_SECONDS)
         a, b, c = (np.ones((1024, 1024), np.float32) for _ in range(3))
-        count = 2 + int(1.2 * alone[nbytes] / machine.kernel(2.0 * 1024**3, a.nbytes, a.nbytes))
-        x = np.ones((nbytes, 1), np.uint8)
-        made = plan("all_gather", Spec((nbytes * self.size, 1), "uint8", Shard(0)), ranks=self.size, schedule="direct")
+        count = 2 + int(1.2 * alone / machine.kernel(2.0 * 1024**3, a.nbytes, a.nbytes))
         taken = np.zeros((2 * ROUNDS, 2))
-        with bind(made, comm=self.comm, x=x) as exchange:
+        with self._gather(nbytes, 1) as exchange:
             for i in range(2 * ROUNDS):
                 for moves in (0, 1):
                     sleep(self.idle)

@@ -227,10 +227,3 @@ def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
 def product_seconds(machine: Machine, m: int, k: int, n: int) -> float:
     """What the machine says of one call in float32."""
     return machine.kernel(2.0 * m * k * n, 4.0 * m * (k + n), 4.0 * k * n)
-
-
-def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """What y is at x = 0, and how much it grows: through the two samples that are farthest apart, neither below 0."""
-    (a, y), (b, z) = min(samples), max(samples)
-    slope = max(0.0, (z - y) / (b - a)) if b > a else 0.0
-    return max(0.0, y - slope * a), slope

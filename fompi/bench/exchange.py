@@ -15,16 +15,14 @@ from fompi.link import request_testsome
 NAP_SECONDS = 3e-4
 
 
-def bare_exchange(
-    own: Any, nbytes: int, pieces: int, round_the_ring: bool = False, timeout: float | None = None
-) -> Callable[[], object]:
+def bare_exchange(own: Any, nbytes: int, pieces: int, round_the_ring: bool = False) -> Callable[[], object]:
     """Every rank sends a shard of `nbytes` for each other rank, in pieces, paced: the next when one has left.
 
     In the permutations rank -> rank + d, or all of them to the next rank, as a ring does. `own` is mpi4py's, for these
-    messages alone; all receives are posted first, and the wait sleeps. Raises WaitTimeout after `timeout` seconds
-    without a message (None: FOMPI_TIMEOUT).
+    messages alone; all receives are posted first, and the wait sleeps. Raises WaitTimeout after FOMPI_TIMEOUT seconds
+    without a message.
     """
-    patience = launch.timeout() if timeout is None else timeout
+    patience = launch.timeout()
     rank, size, testsome = own.Get_rank(), own.Get_size(), request_testsome()
     cuts = [nbytes * i // pieces for i in range(pieces + 1)]
     outgoing, incoming = np.ones((size, nbytes), np.uint8), np.empty((size, nbytes), np.uint8)

@@ -188,9 +188,3 @@ def test_products_that_cost_nothing_more_in_slabs():
     timed = [Product(1e9, 4e6, 1.0), Product(1e8, 4e6, 0.09)]
     flops_rate, pack_rate = fit.product_rates(timed)
     assert pack_rate == 1e300 and 1e9 <= flops_rate <= 1.2e9
-
-
-def test_lines():
-    assert fit.line([(1.0, 3.0), (3.0, 7.0), (2.0, 0.0)]) == (1.0, 2.0)
-    assert fit.line([(1.0, 3.0), (3.0, 1.0)]) == (3.0, 0.0)
-    assert fit.line([(1.0, 3.0)]) == (3.0, 0.0)
