@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from time import perf_counter
 from typing import Any
@@ -17,7 +18,7 @@ import fompi
 from fompi import ops
 from fompi.bench.measure import Figure, Row, alternate, difference, median_figure
 from fompi.bench.suites import Options
-from fompi.layout import Partial, Shard, Sizes, Spec
+from fompi.layout import COLLECTIVES, Partial, Shard, Sizes, Spec
 from fompi.link import request_testsome
 from fompi.problems import Form, problem
 
@@ -194,6 +195,14 @@ COLD_ROUNDS = 3
 """Where one takes a second."""
 
 
+def _calibrated(machine: Any) -> Any:
+    """The same as `calibrate` writes one: with curves, and what messages take from a core that they share."""
+    sampled = tuple((float(n), machine.link(0, 1).seconds(n)) for n in (0, 1 << 10, 1 << 14, 1 << 18, 1 << 22))
+    natives = {name: tuple((4.0 * n, 3 * s) for n, s in sampled) for name in COLLECTIVES}
+    costs = {"cpu_message": 12e-6, "cpu_byte": 4e-10, "poll": 1e-3, "pack_rate": 8e9}
+    return replace(machine, curve=sampled, natives=natives, natives_behind=natives, **costs)
+
+
 def choosing(options: Options) -> list[Row]:
     """A choice by the model, as a call with FOMPI_MACHINE makes it: cold with this rank's program, then warm."""
     from fompi import choose
@@ -209,8 +218,10 @@ def choosing(options: Options) -> list[Row]:
         figures: list[Figure] = []
         k = 4096 // ranks
         made = problem("matmul_reduce_scatter", ranks, Form((4096, k), "float32"), [Form((k, 1024), "float32")])
-        for name in ("gigabit", "h100-ndr"):
-            machine = Machine.load(name)
+        plain = Machine.load("gigabit")
+        machines = {"gigabit": plain, "h100-ndr": Machine.load("h100-ndr"), "calibrated": _calibrated(plain)}
+        machines["calibrated, one slow rank"] = replace(machines["calibrated"], rates=(1.0, 0.25))
+        for name, machine in machines.items():
             seconds = samples[f"{name}, cold"] = []
             for _ in range(options.rounds if ranks < 100 else min(options.rounds, COLD_ROUNDS)):
                 choose.forget()
