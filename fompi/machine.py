@@ -228,7 +228,7 @@ class Machine:
         """What `to_json` wrote. Raises LayoutError with the field that cannot be."""
         try:
             data = json.loads(text, object_pairs_hook=_each_once, parse_int=_whole)
-        except LayoutError:
+        except LayoutError:  # a ValueError too, and says more
             raise
         except (ValueError, RecursionError) as error:
             raise LayoutError(f"not JSON: {error}") from error
