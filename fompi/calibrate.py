@@ -21,12 +21,13 @@ import numpy as np
 from fompi import fit, launch, problems
 from fompi.agreement import agree
 from fompi.bench.measure import Calm, alternate, meet, of_all_ranks, texts
+from fompi.checks import Points
 from fompi.communicator import Communicator
 from fompi.errors import WaitTimeout
 from fompi.executor import Executor, bind
 from fompi.fit import PAIR_NBYTES, Product, Topology
 from fompi.layout import COLLECTIVES, Shard, Spec
-from fompi.machine import Level, Machine, Points
+from fompi.machine import Level, Machine
 from fompi.ops import plan
 from fompi.plan import Collective
 from fompi.progress import HELPED, measure_native

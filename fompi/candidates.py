@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from fompi.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
-from fompi.exact import Groups, Job, johnson, pieces
+from fompi.exact import Groups, Job, announced, johnson, pieces
 from fompi.layout import Sizes, Slices, cut, slices_in_words
 from fompi.machine import Machine
 from fompi.plan import IN_STEP, MOST_MESSAGES, Workspace
@@ -132,7 +132,8 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
 
     A sum multiplies a slice and sends it, and multiplies its own rows at the end. A gather is the same backwards. An
     all-reduce multiplies a slice of every shard, which crosses to be summed and crosses again when it is. The library
-    sums or gathers a slice of every shard, behind the product of the next.
+    sums or gathers a slice of every shard, behind the product of the next: by calls of their own, and in the groups in
+    which one kernel would announce them.
     """
     size = problem.size
     if size == 1 or not (problem.weights or problem.gradients):
@@ -162,9 +163,13 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
     for name in ("direct", "ring") if 3 * size * len(found.sizes) <= most_ops else ():
         if is_its_own(problem, name, shares) and to_one_peer(problem, name, shares) <= MOST_MESSAGES:
             yield Candidate(name, shares, window_together(size) if name == "direct" else None)
-    found = pieces(EXACT_UNITS, slice_of_all, collective, 0.0, MOST_PIECES)
-    if is_available(problem, "sliced") and len(found.sizes) > 1:
-        yield Candidate("sliced", _shares(problem, found))
+    if not is_available(problem, "sliced"):
+        return
+    each_call = pieces(EXACT_UNITS, slice_of_all, collective, 0.0, MOST_PIECES)
+    one_call = announced([slice_of_all(n + 1) for n in range(EXACT_UNITS)], collective)
+    yield from dict.fromkeys(
+        Candidate("sliced", _shares(problem, cut)) for cut in (each_call, one_call) if len(cut.sizes) > 1
+    )
 
 
 def _shares(problem: Problem, found: Groups) -> Slices:

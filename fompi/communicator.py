@@ -17,11 +17,12 @@ from fompi.arena import Arena
 from fompi.channel import Channel
 from fompi.engine import SPINS, Engine, slots
 from fompi.errors import LayoutError, StateError
+from fompi.layout import MOST_NBYTES
 from fompi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
 from fompi.machine import Machine
 from fompi.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
 from fompi.trace import Trace
-from fompi.transport import thread_levels
+from fompi.transport import most_at_once, thread_levels
 from fompi.version import __version__
 
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
@@ -117,6 +118,7 @@ class Communicator:
         if self.size > 1:
             self.network = self.link.several_hosts()
             self.crowded = not self.network and launch.crowded()
+        self.most_nbytes = most_at_once() if self.network else MOST_NBYTES  # of a message: more go in several
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
 

@@ -22,7 +22,7 @@ from fompi.backends.base import Token
 from fompi.errors import PeerError, WaitTimeout
 from fompi.link import Link
 from fompi.plan import MESSAGE_BITS
-from fompi.progress import Helper
+from fompi.progress import LOOKS, Helper
 from fompi.trace import Interval, between, union
 
 if TYPE_CHECKING:
@@ -108,6 +108,21 @@ class Task:
         self.abandon(error)
 
 
+class _InParts(Task):
+    """What moves in several messages: `completed(key)` of `task` comes once all of them are done."""
+
+    def __init__(self, task: Task, parts: int):
+        self.task, self.missing = task, parts
+
+    def completed(self, key: int) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.task.completed(key)
+
+    def broke(self, error: Exception) -> None:
+        self.task.broke(error)
+
+
 class Recent:
     """The last 4096 intervals, to tell what a program did that had started something. Its memory does not grow.
 
@@ -182,6 +197,12 @@ class Engine:
         self.post(request, task, key)
         return False
 
+    def post_all(self, requests: Sequence[Any], task: Task, key: int) -> None:
+        """Call `task.completed(key)` once all of them are done."""
+        owner = task if len(requests) == 1 else _InParts(task, len(requests))
+        for request in requests:
+            self.post(request, owner, key)
+
     def kernels_ready(self, task: Task) -> None:
         if task not in self._ready:
             self._ready.append(task)
@@ -234,9 +255,17 @@ class Engine:
             return True
         task, key, kernel = taken
         if task.is_long and self._requests:
+            self.look()
             self.assist()
         self._run(task, key, kernel)
         return True
+
+    def look(self) -> None:
+        """Take in all that has come, however many polls the library needs: the next may be long in coming."""
+        with self.lock:
+            for _ in range(LOOKS - 1):  # besides the one before
+                while self.poll():
+                    pass
 
     def ask(self) -> None:
         """As `progress`, for a program that wants to know whether something is done: that is waiting too."""

@@ -11,7 +11,8 @@ from operator import mul
 from statistics import fmean, median
 from typing import NamedTuple
 
-from fompi.machine import NO_PACKING, Level, Machine, Points
+from fompi.checks import Points
+from fompi.machine import NO_PACKING, Level, Machine
 
 Pairs = Mapping[tuple[int, int], float]
 """Bytes per second between two ranks, each pair of them by itself."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -18,19 +17,14 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple
 
+from fompi import checks
+from fompi.checks import Points
 from fompi.errors import LayoutError
-from fompi.layout import COLLECTIVES, MOST_NBYTES
+from fompi.layout import COLLECTIVES
 
-Points = tuple[tuple[float, float], ...]
-"""A curve: (x, y) with growing x; straight lines between them, and beyond the last two."""
-
-
-MOST_PORTS, MOST_SECONDS = 1 << 16, 1e9
-LEAST_SPEED, MOST_SPEED, LEAST_SHARE = 1e-9, 1e300, 1e-6
-"""Of what a file may say: beyond, sums of times are no numbers any more."""
-
-MOST_FILE_NBYTES, MOST_DIGITS, MOST_LETTERS = 16 << 20, 400, 1000
-"""Of a file, of a whole number in it, and of a name: what is longer is no machine that somebody has measured."""
+MOST_PORTS, MOST_RANKS, LEAST_SHARE = 1 << 16, 1 << 40, 1e-6
+_WHOLE = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2)}
+"""What a file may say: the least and the most."""
 
 NO_PACKING = 1e300
 """The rate of a library whose products pack nothing, as far as anybody could tell."""
@@ -226,13 +220,7 @@ class Machine:
     @staticmethod
     def from_json(text: str | bytes) -> Machine:
         """What `to_json` wrote. Raises LayoutError with the field that cannot be."""
-        try:
-            data = json.loads(text, object_pairs_hook=_each_once, parse_int=_whole)
-        except LayoutError:  # a ValueError too, and says more
-            raise
-        except (ValueError, RecursionError) as error:
-            raise LayoutError(f"not JSON: {error}") from error
-        found = _checked(data)
+        found = _checked(checks.parsed(text))
         if (found.get("natives") or found.get("natives_behind")) and "natives_ranks" not in found:
             raise LayoutError("natives_ranks is missing: natives are those of so many ranks; calibrate again")
         return Machine(**found)
@@ -283,11 +271,9 @@ class Machine:
             return PRESETS[str(name)]
         path = Path(name)
         try:
-            text = _read(path) if path.is_file() else None
+            text = checks.read(path) if path.is_file() else None
         except OSError as error:
             raise LayoutError(f"the machine {str(name)!r} cannot be read: {error.strerror}") from None
-        if text is not None and len(text) > MOST_FILE_NBYTES:
-            raise LayoutError(f"{path}: no machine has more than {MOST_FILE_NBYTES >> 20} MiB")
         if text is None:
             raise LayoutError(f"no machine {str(name)!r}: neither a file nor one of {', '.join(PRESETS)}")
         try:
@@ -306,31 +292,10 @@ def _rate(value: float, unit: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- files
 
-_WHOLE = {"ports": (1, MOST_PORTS), "natives_ranks": (0, 1 << 40)}
 _FIELDS = ", ".join(f.name for f in fields(Machine))
 
 
-def _read(path: Path) -> bytes:
-    """What is in a file, up to the first byte that is too many."""
-    with path.open("rb") as file:
-        return file.read(MOST_FILE_NBYTES + 1)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises LayoutError for a field that is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise LayoutError(f"the field {shown(twice)} is there twice")
-    return found
-
-
-def _whole(digits: str) -> float:
-    """A whole number of JSON; one that no field can have is as good as any other."""
-    return int(digits) if len(digits) <= MOST_DIGITS else inf
-
-
-def _checked(data: Any, fastest: float = MOST_SPEED) -> dict[str, Any]:
+def _checked(data: Any, fastest: float = checks.MOST_SPEED) -> dict[str, Any]:
     """The fields of a Machine from those of a file or of a Machine. Raises LayoutError for what cannot be."""
     if not isinstance(data, dict):
         raise LayoutError(f"a machine is an object with the fields {_FIELDS}")
@@ -338,100 +303,61 @@ def _checked(data: Any, fastest: float = MOST_SPEED) -> dict[str, Any]:
         raise LayoutError(f"unknown field {shown(min(unknown))}; a machine has {_FIELDS}")
     found: dict[str, Any] = {}
     for known in fields(Machine):
-        name = known.name
-        if name not in data:
-            if known.default is MISSING and known.default_factory is MISSING:
-                raise LayoutError(f"{name} is missing; a machine has {_FIELDS}")
-            continue
-        value = data[name]
-        if name in ("name", "source"):
-            if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_LETTERS:
-                raise LayoutError(f"{name} must be a line of at most {MOST_LETTERS} letters, not {shown(value)}")
-        elif name == "curve":
-            value = _curve(name, value)
-        elif name == "levels":
-            value = _levels(value, fastest)
-        elif name == "rates":
-            value = tuple(_number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in enumerate(_list(name, value)))
-        elif name in ("natives", "natives_behind"):
-            if not isinstance(value, Mapping):
-                raise LayoutError(f"{name} must be an object of curves, not {shown(value)}")
-            if wrong := set(value) - set(COLLECTIVES):
-                raise LayoutError(f"{name} has no {shown(min(wrong))}; the collectives are {', '.join(COLLECTIVES)}")
-            value = {key: _points(f"{name}.{key}", points) for key, points in value.items()}
-        elif name == "native_share":
-            value = _number(name, value, 0.0, 1.0)
-        elif name in _WHOLE:
-            least, most = _WHOLE[name]
-            if type(value) is not int or not least <= value <= most:
-                raise LayoutError(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
-        elif name == "lanes":
-            if type(value) is not int or value not in (1, 2):
-                raise LayoutError(f"lanes must be 1 or 2, not {shown(value)}")
-        elif name.endswith(("rate", "width")):
-            value = _speed(name, value, fastest)
-        else:
-            value = _number(name, value, 0.0, MOST_SECONDS)
-        found[name] = value
+        if known.name in data:
+            found[known.name] = _field(known.name, data[known.name], fastest)
+        elif known.default is MISSING and known.default_factory is MISSING:
+            raise LayoutError(f"{known.name} is missing; a machine has {_FIELDS}")
     return found
 
 
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise LayoutError(f"{name} must be a number, not {shown(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = inf
-    if not least <= number <= most:
-        raise LayoutError(f"{name}={shown(value)} is out of range")
-    return number
-
-
-def _speed(name: str, value: Any, fastest: float) -> float:
-    """A rate; one without end is the greatest that a file can hold."""
-    return min(MOST_SPEED, _number(name, value, LEAST_SPEED, fastest))
-
-
-def _list(name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise LayoutError(f"{name} must be a list, not {shown(value)}")
-    return value
-
-
-def _points(name: str, value: Any) -> Points:
-    points = []
-    for i, point in enumerate(_list(name, value)):
-        if not isinstance(point, (list, tuple)) or len(point) != 2:
-            raise LayoutError(f"{name}[{i}] must be two numbers, x and seconds, not {shown(point)}")
-        x = _number(f"{name}[{i}][0]", point[0], 0.0, MOST_NBYTES)
-        points.append((x, _number(f"{name}[{i}][1]", point[1], 0.0, MOST_SECONDS)))
-    if not points or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairwise(points)):
-        raise LayoutError(f"{name} must be points with growing x and seconds that do not fall, at least one")
-    return tuple(points)
+def _field(name: str, value: Any, fastest: float) -> Any:
+    if name in ("name", "source"):
+        return checks.line(name, value)
+    if name == "curve":
+        return _curve(name, value)
+    if name == "levels":
+        return _levels(value, fastest)
+    if name == "rates":
+        every = enumerate(checks.listed(name, value))
+        return tuple(checks.number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in every)
+    if name in ("natives", "natives_behind"):
+        return _natives(name, value)
+    if name == "native_share":
+        return checks.number(name, value, 0.0, 1.0)
+    if name in _WHOLE:
+        return checks.whole(name, value, *_WHOLE[name])
+    if name.endswith(("rate", "width")):
+        return checks.speed(name, value, fastest)
+    return checks.seconds(name, value)
 
 
 def _curve(name: str, value: Any) -> Points:
     """What was sampled of a link, if it was."""
-    return _points(name, value) if _list(name, value) else ()
+    return checks.points(name, value) if checks.listed(name, value) else ()
+
+
+def _natives(name: str, value: Any) -> dict[str, Points]:
+    if not isinstance(value, Mapping):
+        raise LayoutError(f"{name} must be an object of curves, not {shown(value)}")
+    if wrong := set(value) - set(COLLECTIVES):
+        raise LayoutError(f"{name} has no {shown(min(wrong))}; the collectives are {', '.join(COLLECTIVES)}")
+    return {key: checks.points(f"{name}.{key}", points) for key, points in value.items()}
 
 
 def _levels(value: Any, fastest: float) -> tuple[Level, ...]:
     levels: list[Level] = []
-    for i, listed in enumerate(_list("levels", value)):
+    for i, given in enumerate(checks.listed("levels", value)):
         name = f"levels[{i}]"
-        if not isinstance(listed, (list, tuple)) or len(listed) not in (3, 4, 5):
-            raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve], not {shown(listed)}")
-        ranks, latency, bandwidth, shared, curve = [*listed, *[False, []][len(listed) - 3 :]]  # type: ignore[misc]
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= 1 << 40:
-            raise LayoutError(f"{name}: ranks must be a whole number >= 1, not {shown(ranks)}")
+        if not isinstance(given, (list, tuple)) or len(given) not in (3, 4, 5):
+            raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve], not {shown(given)}")
+        ranks, latency, bandwidth, shared, curve = [*given, *[False, []][len(given) - 3 :]]  # type: ignore[misc]
+        ranks = checks.whole(f"{name}.ranks", ranks, 1, MOST_RANKS)
         if levels and (ranks % levels[-1].ranks or ranks == levels[-1].ranks):
             raise LayoutError(f"{name}: groups of {ranks} ranks are not made of groups of {levels[-1].ranks}")
-        if not isinstance(shared, bool):
-            raise LayoutError(f"{name}: shared must be true or false, not {shown(shared)}")
-        latency = _number(f"{name}.latency", latency, 0.0, MOST_SECONDS)
-        bandwidth = _speed(f"{name}.bandwidth", bandwidth, fastest)
-        levels.append(Level(ranks, latency, bandwidth, shared, _curve(f"{name}.curve", curve)))
+        latency = checks.seconds(f"{name}.latency", latency)
+        bandwidth = checks.speed(f"{name}.bandwidth", bandwidth, fastest)
+        shared, curve = checks.truth(f"{name}.shared", shared), _curve(f"{name}.curve", curve)
+        levels.append(Level(ranks, latency, bandwidth, shared, curve))
     return tuple(levels)
 
 

@@ -150,14 +150,25 @@ class Run(Task):
                 queue.extend(self._ended(i))
             elif kind == SEND:
                 send = link.issend if compiled.is_paced and action.nbytes > EAGER_NBYTES else link.isend
-                if engine.sent(send(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
+                if action.nbytes > self.comm.most_nbytes:
+                    self._post_parts(send, i)
+                elif engine.sent(send(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
                     queue.extend(self._ended(i))
+            elif action.nbytes > self.comm.most_nbytes:
+                self._post_parts(link.irecv, i)
             else:
                 engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
             for j in on_start[i]:
                 waits[j] -= 1
                 if waits[j] == 0:
                     queue.append(j)
+
+    def _post_parts(self, call: Callable[[Any, int, int], Any], i: int) -> None:
+        """Send or receive what is too large for one message: both ends know, and those of one tag keep their order."""
+        data, most, peer = self.actions[i], self.comm.most_nbytes, self.compiled.peers[i]
+        tag = self.tag + self.compiled.numbers[i]
+        parts = [data[at : at + most] for at in range(0, data.nbytes, most)]
+        self.comm.engine.post_all([call(part, peer, tag) for part in parts], self, i)
 
     def _ended(self, i: int) -> list[int]:
         """Op i is done: the ops that may start now."""

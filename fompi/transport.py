@@ -16,6 +16,7 @@ from typing import Any
 
 from fompi import launch
 from fompi.errors import LaunchError
+from fompi.layout import MOST_NBYTES
 
 _INSTALL = (
     'on a laptop `pip install "fompi[mpich]"`; on a cluster load the site\'s MPI module, '
@@ -23,17 +24,18 @@ _INSTALL = (
 )
 
 
-AT_ONCE_NBYTES = (4 << 20) + 4096
-"""Of a message with its header: those of just 4 MiB, the commonest of that size, leave at once too."""
+AT_ONCE_NBYTES = 4 << 20
+"""Of a message; those of just 4 MiB, the commonest of that size, are among those that leave at once."""
 
 OPENMPI_TCP = {
     "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
-    "OMPI_MCA_btl_tcp_eager_limit": str(AT_ONCE_NBYTES),
+    "OMPI_MCA_btl_tcp_eager_limit": str(AT_ONCE_NBYTES + 4096),  # with its header
 }
 """What Open MPI is asked for when we start it, where the environment does not say otherwise.
 
 By itself it sends what is large over TCP in one piece (`put`), once the other end has answered, and the answer waits
-behind what that end sends: two ranks take turns (docs/mpi.md).
+behind what that end sends: two ranks take turns (docs/mpi.md). Without `put` they still do, for the first 4 MB: so
+what is larger leaves in several messages, see `most_at_once`.
 """
 
 
@@ -78,6 +80,11 @@ def start_mpi() -> ModuleType:
 def library() -> Library:
     """Which MPI this is. Does not start it."""
     return _library(_load_mpi())
+
+
+def most_at_once() -> int:
+    """Bytes that a message to another host should have at most, so that two that send to each other take no turns."""
+    return AT_ONCE_NBYTES if library().name == "Open MPI" else MOST_NBYTES
 
 
 def world() -> tuple[int, int]:

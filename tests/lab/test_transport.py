@@ -26,6 +26,7 @@ def value(name, kind):
     return found.value
 
 words = [transport.library().name]
+assert (world.most_nbytes == 4 << 20) == (words == ["Open MPI"]), world.most_nbytes
 if words == ["Open MPI"]:
     library.MPI_T_init_thread(0, ctypes.byref(ctypes.c_int()))
     words += [value(b"btl_tcp_eager_limit", ctypes.c_size_t), value(b"btl_tcp_flags", ctypes.c_uint) & 2]
@@ -36,7 +37,8 @@ os.write(1, f"rank {world.rank}: {words}\\n".encode())
 def test_open_mpi_is_asked_to_send_large_messages_at_once(netlab, monkeypatch):
     """No put over TCP, which two ranks could only use in turns; what the user asks for stands.
 
-    A message of 4 MiB and its header are within the limit: just above, two ranks would wait for each other's answers.
+    A message of 4 MiB and its header are within the limit: just above, two ranks would wait for each other's answers,
+    and fompi sends several.
     """
     for limit in ((4 << 20) + 4096, 100_000):
         finished = netlab("--trust", "--hosts=2", "--rate=200mbit", "--size=100kB", code=ASKED)

@@ -13,7 +13,7 @@ from fompi import engine as engines
 from fompi import progress
 from fompi.engine import SPINS, YIELDS, Engine, Task
 from fompi.errors import LaunchError
-from fompi.progress import Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
+from fompi.progress import LOOKS, Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
 
 
 class Kernels(Task):
@@ -265,6 +265,25 @@ def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(eng
     while not task.finished:
         engine.progress()
     assert polls[0] <= 1 < polls[1]
+
+
+def test_before_a_long_kernel_it_looks_as_often_as_the_library_needs(engine, arrived, monkeypatch):
+    """Open MPI takes in with one poll what another one then finds; a helper that sees one is content with it."""
+    monkeypatch.setattr(engine, "helper", None)
+    polls = []
+
+    def found(requests):
+        polls.append(engine.polls)
+        return [i for i, request in enumerate(requests) if request.name in arrived and len(polls) >= LOOKS]
+
+    engine._testsome = found
+    message, task = Arrivals(engine, ["a"]), Kernels(engine, products=[lambda: seen.append(message.finished)])
+    task.is_long, seen = True, []
+    arrived.add("a")
+    with engine.lock:
+        engine.kernels_ready(task)
+    engine.progress()
+    assert seen == [True]
 
 
 def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(helpers, engine, monkeypatch):

@@ -41,6 +41,17 @@ def test_bound_is_as_unbound(world, name):
     calls.check_bound(world, name)
 
 
+@pytest.mark.parametrize("most", [1, 24])
+@pytest.mark.parametrize("name", ["matmul_all_reduce", "all_gather_matmul", "all_to_all"])
+def test_messages_go_in_several_where_one_would_be_too_large(world, monkeypatch, name, most):
+    """As those of more than 4 MiB do between hosts on Open MPI."""
+    monkeypatch.setattr(world, "most_nbytes", most)
+    posted, post = [], world.engine.post_all
+    monkeypatch.setattr(world.engine, "post_all", lambda parts, *rest: posted.append(len(parts)) or post(parts, *rest))
+    calls.check_bound(world, name)
+    assert world.size == 1 or max(posted) > 1
+
+
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 def test_results_stay_at_one_address(world, schedule):
     plan = sum_plan(world, schedule=schedule)

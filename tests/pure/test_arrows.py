@@ -17,10 +17,11 @@ HOUSE = Path(fompi.__file__).resolve().parent
 PURE = {
     "errors": set(),
     "layout": {"errors"},
-    "machine": {"layout", "errors"},
+    "checks": {"layout", "errors"},
+    "machine": {"checks", "layout", "errors"},
     "exact": set(),
     "version": set(),
-    "fit": {"machine"},
+    "fit": {"machine", "checks"},
     "trace": {"errors"},
     "clocks": {"errors"},
     "drift": {"errors"},

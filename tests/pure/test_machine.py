@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fompi.checks import MOST_FILE_NBYTES
 from fompi.errors import LayoutError
-from fompi.machine import MOST_FILE_NBYTES, PRESETS, Level, Machine, at
+from fompi.machine import PRESETS, Level, Machine, at
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -106,7 +107,7 @@ PLAIN = {name: value for name, value in GOOD.items() if name in ("name", *NUMBER
         (json.dumps({**PLAIN, "natives": {"all_gather": [[0, 1]]}}), "natives_ranks is missing"),
         ("[" * 100_000, "not JSON"),
         ('"' * 3 + "\0", "not JSON"),
-        (json.dumps(GOOD) + " " * MOST_FILE_NBYTES, "no machine has more than 16 MiB"),
+        (json.dumps(GOOD) + " " * MOST_FILE_NBYTES, "longer than 16 MiB"),
     ],
 )
 def test_files_that_were_made_to_harm(text, words, tmp_path):
