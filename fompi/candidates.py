@@ -150,7 +150,7 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
         return link.seconds(n * nbytes)
 
     def collective(n: int) -> float:
-        return machine.native(problem.moves, native_nbytes(problem, n * size * unit), size, behind=True)
+        return machine.native(problem.moves, native_nbytes(problem, n * size * unit), size, behind=True, again=True)
 
     def slice_of_all(n: int) -> float:
         return product(n * size)

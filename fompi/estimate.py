@@ -30,7 +30,8 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         return whole + machine.native(problem.moves, native_nbytes(problem, rows), size)
     if schedule == "sliced":
         calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
-        each = [machine.native(problem.moves, native_nbytes(problem, piece * size), size) for piece in pieces]
+        nbytes = [native_nbytes(problem, piece * size) for piece in pieces]
+        each = [machine.native(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
         return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
     if schedule == "exchange":
         return whole + wire.seconds(candidate, [rows])

@@ -169,19 +169,23 @@ class Machine:
         curves = self.natives_behind if behind else self.natives
         return curves.get(name, ()) if self.natives_ranks in (0, ranks) else ()
 
-    def native(self, name: str, nbytes: float, ranks: int, behind: bool = False) -> float:
+    def native(self, name: str, nbytes: float, ranks: int, behind: bool = False, again: bool = False) -> float:
         """A collective of the library; `nbytes` are those that the rank with most reads and writes.
 
-        `behind` a kernel it moves by itself, or when somebody polls now and then.
+        `behind` a kernel it moves by itself, or when somebody polls now and then. `again`: right after another one. The
+        curve says what one takes after a rest, when buffers swallow small ones at once; then they take what the link
+        does.
         """
-        points = (self.sampled(name, ranks, True) if behind else ()) or self.sampled(name, ranks)
-        if points:
-            return at(points, nbytes)
         level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
         link = Link(level, (), min(map(self.rate, range(ranks)), default=1.0))
+        points = (self.sampled(name, ranks, True) if behind else ()) or self.sampled(name, ranks)
+        if points:
+            least = link.busy(nbytes * _moved_share(name, ranks)) if again and ranks > 1 else 0.0
+            return max(at(points, nbytes), least)
         moves = level.latency * max(1, ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
         if self.lanes == 1 and name in ("all_reduce", "reduce_scatter"):
-            moves += 3 * (ranks - 1) / (2 * ranks if name == "all_reduce" else ranks + 1) * nbytes / self.memory_rate
+            summed = nbytes * _moved_share(name, ranks) / (2 if name == "all_reduce" else 1)
+            moves += 3 * summed / self.memory_rate
         return moves
 
     def __str__(self) -> str:
@@ -280,6 +284,14 @@ class Machine:
             return Machine.from_json(text)
         except LayoutError as error:
             raise LayoutError(f"{path}: {error}") from None
+
+
+def _moved_share(name: str, ranks: int) -> float:
+    """Of the bytes that a rank reads and writes in a collective, those that must reach it, or leave it."""
+    if name == "broadcast":
+        return 1.0
+    whole = {"all_reduce": ranks, "all_to_all": 2 * ranks}.get(name, ranks + 1)
+    return (ranks - 1) / whole
 
 
 def _rate(value: float, unit: str) -> str:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from math import lcm
+from math import inf, lcm
 from types import MappingProxyType
 
 from fompi import kernels, layout
@@ -174,7 +174,7 @@ class Walk:
         self.flows: defaultdict[Port, dict[_Flow, None]] = defaultdict(dict)
         self.changed: set[Port] = set()
         self.collectives: deque[tuple[str, int, list[tuple[int, int]]]] = deque()
-        self.collective_runs = False
+        self.collective_runs, self.collective_ended = False, -inf
         self.collective: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.collectives_passed = [count() for _ in self.programs]
         self.start: dict[tuple[int, int], float] = {}
@@ -382,10 +382,11 @@ class Walk:
         name, most, calls = self.collectives.popleft()
         self.moving.update(dict.fromkeys(calls, self.now))
         behind = any("compute" in running for running in self.running)
+        again = self.collective_ended == self.now
         measured = behind and bool(self.machine.sampled(name, self.plan.size, True))  # with the polls
 
         def finish() -> None:
-            self.collective_runs = False
+            self.collective_runs, self.collective_ended = False, self.now
             self.collective_ends(calls)
             for rank, i in calls:
                 op = self.programs[rank].ops[i]
@@ -393,7 +394,8 @@ class Walk:
                 self.seen(rank, i, 2 * (self.plan.size - 1), moved, at_once=measured)
             self.next_collective()
 
-        self.at(self.now + self.machine.native(name, most, self.plan.size, behind) * self.jitter(), finish)
+        seconds = self.machine.native(name, most, self.plan.size, behind, again)
+        self.at(self.now + seconds * self.jitter(), finish)
 
     def _op(self, at: tuple[int, int]) -> Op:
         return self.programs[at[0]].ops[at[1]]

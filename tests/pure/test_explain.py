@@ -325,7 +325,7 @@ def test_slices_for_the_library_are_cut_exactly():
         for n in cut:
             done += n
             first = first + call_seconds(made, machine, n * 64) if calls else call_seconds(made, machine, done * 64)
-            second = max(first, second) + machine.native("all_reduce", native_nbytes(made, n * 64), 4, True)
+            second = max(first, second) + machine.native("all_reduce", native_nbytes(made, n * 64), 4, True, True)
         return second
 
     def cuts(units, most):

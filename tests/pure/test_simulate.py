@@ -12,6 +12,7 @@ import pytest
 
 import fompi
 from fompi import Shard, Spec, schedules
+from fompi.bound import native_nbytes
 from fompi.candidates import Candidate
 from fompi.errors import LayoutError
 from fompi.estimate import estimate
@@ -338,13 +339,31 @@ def test_a_collective_behind_a_kernel_has_a_curve_of_its_own(operation, moves, e
         "all_gather": (Spec((64, 8), "float32", Shard(0)), Spec((8, 4), "float32", Shard(1))),
     }[moves]
     plan = fompi.plan(operation, x, w, ranks=2, schedule="sliced", slices=2)
-    machine = Machine("m", 0.0, 1.0, 1e9, 1e9, 10.0, lanes=2, natives={moves: ((0.0, 1.0),)})
+    machine = Machine("m", 0.0, 1e9, 1e9, 1e9, 10.0, lanes=2, natives={moves: ((0.0, 1.0),)})
     behind = replace(machine, natives_behind={moves: ((0.0, 5.0),)})
     first, second = (
         [e.end - e.start - e.waited for e in fompi.simulate(plan, m).events if e.rank == 0 and not e.is_compute]
         for m in (machine, behind)
     )
     assert first == [1.0, 1.0] and second == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "moves", "share"),
+    [("matmul_reduce_scatter", "reduce_scatter", 3 / 5), ("all_gather_matmul", "all_gather", 3 / 5),
+     ("matmul_all_reduce", "all_reduce", 3 / 4), ("matmul_all_to_all", "all_to_all", 3 / 8)],
+)  # fmt: skip
+def test_what_buffers_swallow_of_one_collective_they_do_not_of_the_next(name, moves, share):
+    """A curve is that of collectives after a rest; one after the other they take what the link does."""
+    made = catalogue.problems(4)[name]
+    plan = schedules.write(
+        made, "sliced", 4, Sizes(pairs=((64,) * 4,) * 4) if moves == "all_to_all" else Sizes((64,) * 4)
+    )
+    machine = Machine("m", 0.0, 1e3, 1e15, 1e15, 1e-9, lanes=2, natives={moves: ((0.0, 1e-3),)})
+    natives = [e for e in simulate(plan, machine).events if e.rank == 0 and not e.is_compute]
+    seconds = [e.end - e.start - e.waited for e in natives]
+    moved = share * native_nbytes(made, 256 / 4)
+    assert seconds == pytest.approx([1e-3, *[moved / 1e3] * 3])
 
 
 def test_a_collective_that_was_measured_behind_kernels_has_its_polls_in_its_curve():
