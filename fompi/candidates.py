@@ -191,7 +191,7 @@ def in_order(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candi
     size = problem.size
     if not 2 < size <= MOST_ORDERED or problem.moves == "broadcast":
         return
-    if not machine.levels and min(map(machine.rate, range(size))) == 1.0 and _alike(sizes):
+    if not machine.levels and machine.slowest(size) == 1.0 and _alike(sizes):
         return
     every = [[_jobs(problem, sizes, machine, rank, dest) for dest in _round(problem, rank)] for rank in range(size)]
     found = dict.fromkeys(

@@ -199,7 +199,7 @@ class Engine:
 
     def post_all(self, requests: Sequence[Any], task: Task, key: int) -> None:
         """Call `task.completed(key)` once all of them are done."""
-        owner = task if len(requests) == 1 else _InParts(task, len(requests))
+        owner = _InParts(task, len(requests))
         for request in requests:
             self.post(request, owner, key)
 

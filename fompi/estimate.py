@@ -68,7 +68,7 @@ class _Wire:
     def __init__(self, problem: Problem, machine: Machine):
         self.problem, self.machine = problem, machine
         self.size, self.row = problem.size, max(row_nbytes(problem))
-        self.slowest = min((machine.rate(rank) for rank in range(problem.size)), default=1.0)
+        self.slowest = machine.slowest(problem.size)
 
     def seconds(self, candidate: Candidate, pieces: Sequence[float]) -> float:
         """Each piece of every shard once through the busiest port of each level; the slowest level counts."""

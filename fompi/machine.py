@@ -156,9 +156,13 @@ class Machine:
     def rate(self, rank: int) -> float:
         return self.rates[rank] if rank < len(self.rates) else 1.0
 
+    def slowest(self, ranks: int) -> float:
+        """The least rate of so many ranks."""
+        return min(self.rates[:ranks], default=1.0)
+
     def at_slowest(self, ranks: int) -> Machine:
         """As if all of so many ranks were as slow as the slowest of them: then they do the same."""
-        slowest = min(map(self.rate, range(ranks)))
+        slowest = self.slowest(ranks)
         return self if slowest == 1.0 else replace(self, rates=(slowest,) * ranks)
 
     def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
@@ -177,7 +181,7 @@ class Machine:
         does.
         """
         level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
-        link = Link(level, (), min(map(self.rate, range(ranks)), default=1.0))
+        link = Link(level, (), self.slowest(ranks))
         points = (self.sampled(name, ranks, True) if behind else ()) or self.sampled(name, ranks)
         if points:
             least = link.busy(nbytes * _moved_share(name, ranks)) if again and ranks > 1 else 0.0
