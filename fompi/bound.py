@@ -84,10 +84,11 @@ def call_seconds(problem: Problem, machine: Machine, rows: float) -> float:
     wide = itemsize(problem.accumulator)
     seconds = 0.0
     for weight in problem.weights:
-        packed = problem.row[-1] * weight.columns * wide
+        packed = rows * width * item + problem.row[-1] * weight.columns * wide
         seconds += machine.kernel(2 * rows * width * weight.columns, rows * width * item, packed)
     for gradient in problem.gradients:
-        seconds += machine.kernel(2 * rows * width * gradient.row[-1], rows * width * item)
+        packed = rows * (width + prod(gradient.row)) * item
+        seconds += machine.kernel(2 * rows * width * gradient.row[-1], rows * width * item, packed)
     return seconds
 
 

@@ -204,11 +204,16 @@ def ports(taken: Mapping[int, float]) -> int:
 
 
 class Product(NamedTuple):
-    """A product that was timed: its operations, the bytes of its weight, and the seconds above the overhead."""
+    """A product that was timed: its operations, the bytes that it multiplies, and the seconds above the overhead."""
 
     flops: float
     packed: float
     seconds: float
+
+
+def product(m: int, k: int, n: int, seconds: float) -> Product:
+    """One of (m, k) and (k, n) in float32."""
+    return Product(2.0 * m * k * n, 4.0 * k * (m + n), seconds)
 
 
 def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
@@ -227,4 +232,5 @@ def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
 
 def product_seconds(machine: Machine, m: int, k: int, n: int) -> float:
     """What the machine says of one call in float32."""
-    return machine.kernel(2.0 * m * k * n, 4.0 * m * (k + n), 4.0 * k * n)
+    one = product(m, k, n, 0.0)
+    return machine.kernel(one.flops, 4.0 * m * (k + n), one.packed)

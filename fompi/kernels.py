@@ -132,9 +132,11 @@ Taken = tuple[tuple[int, ...], int]
 
 
 def demand(name: str, reads: Sequence[Taken], writes: Sequence[Taken]) -> tuple[int, int, int]:
-    """What one call asks of a `Machine.kernel`: operations, bytes touched, bytes of the weight to be packed."""
-    weights = find(name).whole if name.startswith("matmul") else 0
-    packed = reads[-weights][1] if weights else 0
+    """What one call asks of a `Machine.kernel`: operations, bytes touched, bytes of what a product multiplies."""
+    kernel, packed = find(name), 0
+    if name.startswith(("matmul", "gradient")):
+        added = kernel.whole if kernel.reduces else kernel.whole - 1  # a gradient so far, a bias
+        packed = sum(nbytes for _, nbytes in reads[: len(reads) - added])
     operations = cost(name, [shape for shape, _ in reads], [shape for shape, _ in writes])
     return operations, sum(nbytes for _, nbytes in (*reads, *writes)), packed
 

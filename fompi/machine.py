@@ -93,7 +93,8 @@ class Machine:
     between groups of ranks, the innermost first. `rates[rank]`: the share of its bandwidth that a rank has (1 beyond).
 
     A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`, and a product `packed / pack_rate` more,
-    where `packed` are the bytes of its weight: a library packs them in every call, so many small calls cost more.
+    where `packed` are the bytes of what it multiplies: a library packs both in every call, the whole weight too, so
+    many small calls cost more.
 
     On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from
     the kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time,
@@ -202,7 +203,7 @@ class Machine:
         if self.rates:
             slow = ", ".join(f"rank {i} {rate:.0%}" for i, rate in enumerate(self.rates) if rate < 1)
             lines.append(f"slower: {slow}")
-        packing = f", weights packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < NO_PACKING else ""
+        packing = f", operands packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < NO_PACKING else ""
         kernels = f"{_rate(self.flops_rate, 'FLOP/s')}, {_rate(self.memory_rate, 'B/s')}"
         lines.append(f"kernels: {1e6 * self.overhead:.3g} us and {kernels}{packing}")
         if self.lanes == 1:

@@ -81,7 +81,7 @@ def _described(machine: Machine) -> Row:
     figures += [Figure(f"rate of rank {rank}", rate) for rank, rate in enumerate(machine.rates) if rate < 1]
     figures.append(Figure("products", 1e-9 * machine.flops_rate, "GFLOP/s"))
     if machine.pack_rate < NO_PACKING:
-        figures.append(Figure("weights are packed", 1e-9 * machine.pack_rate, "GB/s"))
+        figures.append(Figure("operands are packed", 1e-9 * machine.pack_rate, "GB/s"))
     figures += [
         Figure("sums", 1e-9 * machine.memory_rate, "GB/s"),
         Figure("a message costs a core", 1e6 * machine.cpu_message, "us"),

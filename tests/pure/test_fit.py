@@ -163,10 +163,15 @@ def test_a_machine_on_slower_cores():
 @pytest.mark.parametrize("packing", [1e9, 1e10])
 def test_products(packing):
     shapes = [(1024, 1024, 1024), (256, 1024, 1024), (64, 1024, 1024), (128, 1024, 2048)]
+    both = [4.0 * (m * k + k * n) for m, k, n in shapes]
     timed = [
-        Product(2.0 * m * k * n, 4.0 * k * n, 2.0 * m * k * n / 5e10 + 4.0 * k * n / packing) for m, k, n in shapes
+        fit.product(m, k, n, 2.0 * m * k * n / 5e10 + nbytes / packing)
+        for (m, k, n), nbytes in zip(shapes, both, strict=True)
     ]
     assert fit.product_rates(timed) == pytest.approx((5e10, packing))
+    machine = replace(Machine.load("gigabit"), flops_rate=5e10, pack_rate=packing)
+    for shape, product in zip(shapes, timed, strict=True):
+        assert fit.product_seconds(machine, *shape) == pytest.approx(machine.overhead + product.seconds)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from catalogue import rounded, wide
 
 from fompi.backends.numpy import Numpy, storage
 from fompi.errors import PlanError
-from fompi.kernels import KERNELS, cost, find
+from fompi.kernels import KERNELS, cost, demand, find
 
 MEANING = {
     "copy": lambda a: a,
@@ -150,3 +150,13 @@ def test_strided_rows_are_read_when_the_kernel_runs():
     x *= 2
     call()
     assert (y == 8).all()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_call_asks_of_a_machine(name):
+    """Products pack what they multiply: neither a bias nor the gradient so far, and nothing else does."""
+    sizes, multiplied = {"r": 5, "k": 4, "n": 3}, 2 if name.startswith(("matmul", "gradient")) else 0
+    reads = [(tuple(sizes[letter] for letter in text), 100 + i) for i, text in enumerate(SHAPES[name])]
+    operations, nbytes, packed = demand(name, reads, [((5, 3), 1000)])
+    assert (nbytes, packed) == (1000 + sum(n for _, n in reads), sum(n for _, n in reads[:multiplied]))
+    assert operations == cost(name, [shape for shape, _ in reads], [(5, 3)])
