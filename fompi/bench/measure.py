@@ -69,8 +69,9 @@ class Row:
     """One setting and all who ran in it: seconds of each contestant, round by round, the slowest rank's.
 
     `base` is the contestant with which the table compares the others. `limits` are times, by name, that nothing can
-    beat. `absent` says why a contestant did not run, `errors` how far from the reference each was before it was timed,
-    `progress` how messages progressed, `marks` what must be said with any of these figures.
+    beat; `predicted` what a model says of contestants. `absent` says why a contestant did not run, `errors` how far from
+    the reference each was before it was timed, `progress` how messages progressed, `marks` what must be said with any
+    of these figures.
     """
 
     what: str
@@ -78,6 +79,7 @@ class Row:
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
     base: str | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
     figures: Sequence[Figure] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)

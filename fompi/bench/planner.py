@@ -130,7 +130,8 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
         predicted[str(candidate)] = seconds, predict(explained.plan_of(candidate), now)
     limits = {"T_c": row.median(KERNEL), "bound": explained.bound.seconds}
     said = f"{progress(comm)}; {cluster.told()}"
-    return replace(row, limits=limits, figures=_judged(row, predicted), progress=said)
+    row = replace(row, limits=limits, predicted={str(c): seconds for c, seconds in walked.items()}, progress=said)
+    return replace(row, figures=_judged(row, predicted))
 
 
 def _kernel_seconds(machine: Machine, case: Case) -> float:
@@ -174,7 +175,10 @@ def _summary(found: list[Row], cluster: Cluster) -> Row:
         off = errors(kind)
         figures.append(Figure(f"median error of the prediction, {name}", median(off), most=limits[0]))
         figures.append(Figure(f"95th percentile of that error, {name}", percentile(off, 0.95), most=limits[1]))
+    every = [abs(seconds / row.median(name) - 1) for row in found for name, seconds in row.predicted.items()]
     figures += [
+        Figure("median error of the prediction, all plans that ran", median(every)),
+        Figure("95th percentile of that error, all plans that ran", percentile(every, 0.95)),
         Figure("share of shapes within 2 % of the best", share(4), least=LEAST_NEAR if asked else None),
         Figure("the same of what one half of the rounds picks, in the other", share(5)),
         Figure("share of shapes within 2 % of itself, in other rounds", share(6, 1 / NEAR_BEST)),

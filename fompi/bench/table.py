@@ -93,6 +93,7 @@ def _times(row: Row) -> Iterator[str]:
     unit = "us" if all(row.median(name) < 1e-3 for name in row.samples) else "ms"
     scale = UNITS[unit]
     head = ["", f"median {unit}", "range", "p99"] + ([f"{row.base} / it"] if row.base else [])
+    head += ["predicted / it"] if row.predicted else []
     body = []
     for name in sorted(row.samples, key=row.median):
         times = [scale * s for s in row.samples[name]]
@@ -105,6 +106,9 @@ def _times(row: Row) -> Iterator[str]:
         if row.base:
             against = row.ratio(row.base, name)
             cells.append(f"{against.value:.3f} ({against.interval})")
+        if row.predicted:
+            said = row.predicted.get(name)
+            cells.append("" if said is None else f"{said / row.median(name):.3f}")
         body.append(cells)
     body += [
         [f"limit: {name}", f"{scale * seconds:.2f}"] + [""] * (len(head) - 2) for name, seconds in row.limits.items()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fompi.bench import peers
+from fompi.bench.fused import KERNEL
 
 
 @pytest.mark.timeout(200)
@@ -56,7 +57,8 @@ def test_planner(mpirun):
     assert machine["what"] == "the machine" and "kernels:" in machine["setup"]
     assert len(rows) == 2 and all(max(row["errors"].values()) < 1e-5 for row in rows)
     assert all(row["base"] in row["samples"] and "unfused" in row["samples"] for row in rows)
-    assert len(summary["figures"]) == 12 and summary["reached"] is None
+    assert all(set(row["predicted"]) == set(row["samples"]) - {KERNEL} for row in rows)
+    assert len(summary["figures"]) == 14 and summary["reached"] is None
 
 
 def test_adapt_needs_links_that_can_be_changed(mpirun):

@@ -258,6 +258,7 @@ def rows():
         samples,
         "native",
         {"wire": 0.09},
+        {"fompi | direct": 0.11},
         absent={"other": "not installed"},
         errors={"native": 1e-7},
         progress="polling",
@@ -290,6 +291,7 @@ def test_markdown_says_all(rows):
     assert times.startswith("**all_gather, 2 ranks, 3 rounds, emulated accelerator, polling**")
     body = [line for line in times.splitlines() if line.startswith("|")]
     assert body[2].startswith("| fompi \\| direct | 100.00 | 100.00 to 100.00 | 100.00 | 2.100")  # the fastest first
+    assert body[0].endswith(" | predicted / it |") and body[2].endswith(" | 1.100 |") and body[3].endswith(" |  |")
     assert "| limit: wire | 90.00 |" in times and "| other: not installed |" in times
     assert len({line.replace("\\|", "").count("|") for line in body}) == 1, "as many cells in every line"
 
