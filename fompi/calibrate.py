@@ -102,11 +102,12 @@ def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
 
 
 def slowdown(machine: Machine, comm: Communicator) -> float:
-    """How many times as long kernels take now as `machine` says, on the slowest rank. Collective; some 0.2 s."""
+    """How many times as long kernels take now as `machine` says, on the slowest rank. Collective; under a second."""
+    some = PRODUCTS[::2]
     with _Calibration(comm, lambda text: None) as measured:
-        taken = measured.alone(_products(), ROUNDS, idle=0.0)
-    said = [fit.product_seconds(machine, *shape) for shape in PRODUCTS]
-    return median(seconds / expected for seconds, expected in zip(taken.values(), said, strict=True))
+        taken = measured.products(some, ROUNDS)
+    said = [fit.product_seconds(machine, *shape) for shape in some]
+    return median(seconds / expected for seconds, expected in zip(taken, said, strict=True))
 
 
 class _Calibration:
@@ -178,20 +179,27 @@ class _Calibration:
             "overhead": lambda: np.matmul(tiny[0], tiny[1]),
             "sum": lambda: np.add(large[0], large[1], out=large[0]),
         }
-        taken = self.alone(sums, 2 * ROUNDS, self.idle)
-        memory_rate = 3 * large[0].nbytes / taken["sum"]
-        products = self.alone(_products(), 2 * ROUNDS, self.idle)
+        taken = alternate(self.mpi, sums, 2 * ROUNDS, idle=self.idle, calm=self.calm)
+        overhead, summed = (median(taken[name]) for name in sums)
         timed = [
-            fit.product(*shape, max(1e-9, seconds - taken["overhead"]))
-            for shape, seconds in zip(PRODUCTS, products.values(), strict=True)
+            fit.product(*shape, max(1e-9, seconds - overhead))
+            for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS), strict=True)
         ]
         flops_rate, pack_rate = fit.product_rates(timed)
-        return taken["overhead"], memory_rate, flops_rate, pack_rate
+        return overhead, 3 * large[0].nbytes / summed, flops_rate, pack_rate
 
-    def alone(self, kernels: dict[str, Callable[[], object]], rounds: int, idle: float) -> dict[str, float]:
-        """Median seconds of each, of the slowest rank; all ranks compute at once."""
-        taken = alternate(self.mpi, kernels, rounds, warmup=2, idle=idle, calm=self.calm)
-        return {name: median(seconds) for name, seconds in taken.items()}
+    def products(self, shapes: Sequence[tuple[int, int, int]], rounds: int) -> list[float]:
+        """Median seconds of each, of the slowest rank; all ranks compute at once.
+
+        Each right after other rows by the same weight, as a plan multiplies piece after piece: caches hold the weight.
+        """
+        others: dict[str, Callable[[], object]] = {}
+        calls: dict[str, Callable[[], object]] = {}
+        for m, k, n in shapes:
+            x, w, y = np.ones((2, m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
+            others[f"{m} {k} {n}"], calls[f"{m} {k} {n}"] = (partial(np.matmul, rows, w, out=y) for rows in x)
+        taken = alternate(self.mpi, calls, rounds, warmup=1, before=lambda name: others[name](), calm=self.calm)
+        return [median(seconds) for seconds in taken.values()]
 
     # -- messages
     def _with_links(self, machine: Machine) -> Machine:
@@ -433,15 +441,6 @@ class _Calibration:
             begun, ended = ended, perf_counter()
             taken.append(ended - begun)
         return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[BEHIND_WARMUP:])).max(axis=0)]
-
-
-def _products() -> dict[str, Callable[[], object]]:
-    """Those of PRODUCTS, in their order."""
-    made: dict[str, Callable[[], object]] = {}
-    for m, k, n in PRODUCTS:
-        a, b, c = np.ones((m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
-        made[f"{m} {k} {n}"] = partial(np.matmul, a, b, out=c)
-    return made
 
 
 def _that_of_rank_0(comm: Communicator, machine: Machine) -> Machine:

@@ -69,9 +69,9 @@ class Row:
     """One setting and all who ran in it: seconds of each contestant, round by round, the slowest rank's.
 
     `base` is the contestant with which the table compares the others. `limits` are times, by name, that nothing can
-    beat; `predicted` what a model says of contestants. `absent` says why a contestant did not run, `errors` how far from
-    the reference each was before it was timed, `progress` how messages progressed, `marks` what must be said with any
-    of these figures.
+    beat; `predicted` is what a model says of contestants. `absent` says why a contestant did not run, `errors` how far
+    from the reference each was before it was timed, `progress` how messages progressed, `marks` what must be said with
+    any of these figures.
     """
 
     what: str
