@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from fompi.layout import Sizes, itemsize
-from fompi.machine import Machine
+from fompi.machine import Level, Machine
 from fompi.problems import Problem
 
 
@@ -51,7 +51,7 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int]
     computes = bool(problem.weights or problem.gradients)
     edge = machine.overhead if computes else 0.0
     ports = [machine.innermost, *machine.levels]
-    latency = min(port.latency for port in ports)
+    lag = _lag(ports)
     moved = _moved(problem, sizes, 1)
     rates = [machine.rate(rank) for rank in range(size)]
     own = machine.innermost.fastest * min(machine.ports, size - 1)
@@ -59,23 +59,28 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int]
     for rank in range(size):
         for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
             if nbytes:
-                yield Bound(edge + latency + nbytes / full / rates[rank], f"what rank {rank} {way}")
+                yield Bound(edge + lag + nbytes / full / rates[rank], f"what rank {rank} {way}")
     if moved.together:
-        yield Bound(edge + latency + moved.together / full / sum(rates), "what all ranks receive")
+        yield Bound(edge + lag + moved.together / full / sum(rates), "what all ranks receive")
     for i, level in enumerate(machine.levels):
         if size % level.ranks or size == level.ranks:
             continue
         outer = machine.levels[i:]
         each = sum(port.fastest * (1 if port.shared else level.ranks) for port in outer)
-        latency = min(port.latency for port in outer)
+        lag = _lag(outer)
         moved = _moved(problem, sizes, level.ranks)
         for group in range(size // level.ranks):
             for way, nbytes in (("enters", moved.enter[group]), ("leaves", moved.leave[group])):
                 if nbytes:
-                    yield Bound(edge + latency + nbytes / each, f"what {way} group {group} of {level.ranks} ranks")
+                    yield Bound(edge + lag + nbytes / each, f"what {way} group {group} of {level.ranks} ranks")
         if moved.together:
-            seconds = edge + latency + moved.together / each / len(moved.enter)
+            seconds = edge + lag + moved.together / each / len(moved.enter)
             yield Bound(seconds, f"what crosses between groups of {level.ranks} ranks")
+
+
+def _lag(ports: Sequence[Level]) -> float:
+    """By how much the last byte is later than all bytes at the rate of these ports; they pass a burst at once."""
+    return min(port.latency for port in ports) - max(port.burst for port in ports)
 
 
 def call_seconds(problem: Problem, machine: Machine, rows: float) -> float:

@@ -215,6 +215,7 @@ class _Calibration:
             latency=inner.latency,
             bandwidth=inner.bandwidth,
             curve=inner.curve,
+            burst=inner.burst,
             levels=tuple(levels[1:]),
             rates=found.rates if min(found.rates) < 1 else (),
             ports=self._ports(found.groups[0] if found.groups else self.size),
@@ -268,7 +269,8 @@ class _Calibration:
         full = [(nbytes, latency + max(0.0, seconds - latency) * found.rates[slow]) for nbytes, seconds in samples]
         points = fit.sustained(full, latency)
         (a, y), (b, z) = points[-2:]
-        return Level(ranks, latency, (b - a) / (z - y) if z > y else b / max(z, 1e-9), shared, points)
+        bandwidth = (b - a) / (z - y) if z > y else b / max(z, 1e-9)
+        return Level(ranks, latency, bandwidth, shared, points, fit.burst(full, latency))
 
     def _ports(self, whole: int) -> int:
         """How many others of its group of `whole` ranks each rank can exchange with at once."""

@@ -23,6 +23,9 @@ APART, ENOUGH, PRICE = 1.5, 0.08, 0.04
 PAIR_NBYTES = 256 << 10, 768 << 10
 """Of the two messages by which pairs are compared: what buffers swallow at once is in both, not in the difference."""
 
+ALIKE = 1.25
+"""What differs by no more is the same, measured twice."""
+
 FULL = 0.85
 """A rank with this share of the best speed has all of it: two measurements differ by as much."""
 
@@ -192,6 +195,17 @@ def sustained(samples: Sequence[tuple[float, float]], latency: float) -> Points:
     (a, y), (b, z) = ordered[-2:]
     each = max(0.0, (z - y) / (b - a))
     return curve([(0.0, latency), *((n, max(s, latency + n * each)) for n, s in ordered)])
+
+
+def burst(samples: Sequence[tuple[float, float]], latency: float) -> float:
+    """What a link passes at once after silence, in seconds of its rate: as much of each of the three largest messages.
+
+    Nothing, if it is not the same of all three: then a message of some size is quick, whatever was before it.
+    """
+    *_, (a, y), (b, z) = ordered = sorted(samples)
+    each = (z - y) / (b - a)
+    saved = [n * each - (seconds - latency) for n, seconds in ordered[-3:]]
+    return min(saved) if min(saved) > 0 and max(saved) <= ALIKE * min(saved) else 0.0
 
 
 NO_SLOWER = 1.25

@@ -42,7 +42,8 @@ def at(points: Points, x: float) -> float:
 class Level(NamedTuple):
     """The link between groups of `ranks` consecutive ranks; inside of a group, that of the level below.
 
-    `shared`: the ranks of a group have one port between them, not one each.
+    `shared`: the ranks of a group have one port between them, not one each. After as many seconds of silence what the
+    link carries in `burst` seconds passes at once: a token bucket, by which clouds and `tc` hold a link to its rate.
     """
 
     ranks: int
@@ -50,6 +51,7 @@ class Level(NamedTuple):
     bandwidth: float
     shared: bool = False
     curve: Points = ()  # seconds by bytes, if it was sampled
+    burst: float = 0.0
 
     @property
     def fastest(self) -> float:
@@ -73,7 +75,7 @@ class Link(NamedTuple):
 
     def busy(self, nbytes: float) -> float:
         """Seconds for which it occupies its ports. A slow end stretches the bytes, not what a message costs."""
-        _, latency, bandwidth, _, curve = self.level
+        _, latency, bandwidth, _, curve, _ = self.level
         seconds = max(0.0, at(curve, nbytes) - latency) if curve else nbytes / bandwidth
         if self.rate == 1.0:
             return seconds
@@ -88,9 +90,10 @@ class Machine:
     """Seconds, bytes and floating-point operations per second, of one rank and of the links that it has.
 
     A message takes `latency + nbytes / bandwidth`, or what the sampled `curve` says. A port carries one message at full
-    rate, several at equal shares; messages to one peer go one after the other. A rank has so many `ports` out and in:
-    as many messages at full rate, each to another peer (several network cards, a mesh). `levels` are slower links
-    between groups of ranks, the innermost first. `rates[rank]`: the share of its bandwidth that a rank has (1 beyond).
+    rate, several at equal shares; messages to one peer go one after the other. A port that was silent passes what it
+    carries in `burst` seconds at once. A rank has so many `ports` out and in: as many messages at full rate, each to
+    another peer (several network cards, a mesh). `levels` are slower links between groups of ranks, the innermost
+    first. `rates[rank]`: the share of its bandwidth that a rank has (1 beyond).
 
     A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`, and a product `packed / pack_rate` more,
     where `packed` are the bytes of what it multiplies: a library packs both in every call, the whole weight too, so
@@ -128,6 +131,7 @@ class Machine:
     native_share: float = 0.0
     ports: int = 1
     natives_ranks: int = 0
+    burst: float = 0.0
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -144,7 +148,7 @@ class Machine:
     @property
     def innermost(self) -> Level:
         """The link between ranks of one group."""
-        return Level(1, self.latency, self.bandwidth, False, self.curve)
+        return Level(1, self.latency, self.bandwidth, False, self.curve, self.burst)
 
     def link(self, source: int, dest: int) -> Link:
         number, level = -1, self.innermost
@@ -199,7 +203,8 @@ class Machine:
             where = f"between groups of {level.ranks}" if i else "between ranks"
             shared = ", shared by the group" if level.shared else ""
             ports = "" if i or self.ports == 1 else f", {self.ports} ports a rank"
-            lines.append(f"{where}: {1e6 * level.latency:.3g} us, {_rate(level.fastest, 'B/s')}{ports}{shared}")
+            burst = f", after silence {1e3 * level.burst:.3g} ms of that at once" if level.burst else ""
+            lines.append(f"{where}: {1e6 * level.latency:.3g} us, {_rate(level.fastest, 'B/s')}{ports}{shared}{burst}")
         if self.rates:
             slow = ", ".join(f"rank {i} {rate:.0%}" for i, rate in enumerate(self.rates) if rate < 1)
             lines.append(f"slower: {slow}")
@@ -256,6 +261,7 @@ class Machine:
             latency=inner.latency,
             bandwidth=inner.bandwidth,
             curve=inner.curve,
+            burst=inner.burst,
             levels=tuple(level for level in levels if level.ranks < len(ranks)),
             rates=rates,
             ports=self.ports if inner == self.innermost else 1,
@@ -365,16 +371,17 @@ def _levels(value: Any, fastest: float) -> tuple[Level, ...]:
     levels: list[Level] = []
     for i, given in enumerate(checks.listed("levels", value)):
         name = f"levels[{i}]"
-        if not isinstance(given, (list, tuple)) or len(given) not in (3, 4, 5):
-            raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve], not {shown(given)}")
-        ranks, latency, bandwidth, shared, curve = [*given, *[False, []][len(given) - 3 :]]  # type: ignore[misc]
+        if not isinstance(given, (list, tuple)) or not 3 <= len(given) <= 6:
+            raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve, burst], not {shown(given)}")
+        ranks, latency, bandwidth, shared, curve, burst = [*given, *[False, [], 0.0][len(given) - 3 :]]  # type: ignore[misc]
         ranks = checks.whole(f"{name}.ranks", ranks, 1, MOST_RANKS)
         if levels and (ranks % levels[-1].ranks or ranks == levels[-1].ranks):
             raise LayoutError(f"{name}: groups of {ranks} ranks are not made of groups of {levels[-1].ranks}")
         latency = checks.seconds(f"{name}.latency", latency)
         bandwidth = checks.speed(f"{name}.bandwidth", bandwidth, fastest)
         shared, curve = checks.truth(f"{name}.shared", shared), _curve(f"{name}.curve", curve)
-        levels.append(Level(ranks, latency, bandwidth, shared, curve))
+        burst = checks.seconds(f"{name}.burst", burst)
+        levels.append(Level(ranks, latency, bandwidth, shared, curve, burst))
     return tuple(levels)
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from operator import add, lt
+from operator import add, lt, sub
 
 from fompi import kernels, layout
 from fompi.layout import Sizes
@@ -93,6 +93,7 @@ class _Rotation:
         self.dest = lane(self.ops[self.sends[0]])[1]
         self.links = [machine.link(rank, (rank + self.dest) % self.size) for rank in range(self.size)]
         self.latency = [link.level.latency for link in self.links]
+        self.bursts = [link.level.burst for link in self.links]
         numbers = {key: i for i, key in enumerate(dict.fromkeys((link.level, link.rate) for link in self.links))}
         self.kinds = [numbers[link.level, link.rate] for link in self.links]
         self.known: dict[object, Times] = {}
@@ -138,7 +139,7 @@ class _Rotation:
         left = Counter(step for steps in self.after.values() for step in steps)
         at: dict[Step, Times] = {}
         lanes: dict[object, tuple[Times, Times]] = {}  # since when it has been busy, and until when
-        ends = start = [0.0] * self.size
+        ends = start = credit = [0.0] * self.size
         for step in self.order:
             kind, number = step
             after = [at[earlier] for earlier in self.after[step]]
@@ -156,7 +157,13 @@ class _Rotation:
                 if any(map(lt, ready, since)):  # it would have gone before one that was waited for
                     return None
                 begins = list(map(max, ready, free))
-                until = list(map(add, begins, self._seconds(op)))
+                seconds = self._seconds(op)
+                if kind == "leaves" and any(self.bursts):
+                    silent = map(sub, begins, free) if key in lanes else self.bursts
+                    credit = list(map(min, self.bursts, map(add, credit, silent)))
+                    passed = list(map(min, credit, seconds))
+                    credit, seconds = list(map(sub, credit, passed)), list(map(sub, seconds, passed))
+                until = list(map(add, begins, seconds))
                 if (
                     kind == "ends"
                 ):  # a kernel goes before later ones that are ready with it, a message before later ones

@@ -173,6 +173,7 @@ class Walk:
         self.under_way: set[tuple[int, int]] = set()
         self.flows: defaultdict[Port, dict[_Flow, None]] = defaultdict(dict)
         self.changed: set[Port] = set()
+        self.credit: dict[Port, tuple[float, float]] = {}  # what a port passes at once, and since when it is silent
         self.collectives: deque[tuple[str, int, list[tuple[int, int]]]] = deque()
         self.collective_runs, self.collective_ended = False, -inf
         self.collective: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -298,6 +299,8 @@ class Walk:
         jitter = self.jitter()
         flow = _Flow(pair, s, d, ports)
         flow.left = link.busy(self.nbytes(s[0], self._op(s).reads[0])) * jitter
+        if link.level.burst:
+            flow.left -= self.passes_at_once(flow, link.level.burst)
         flow.latency = link.level.latency * jitter
         self.moving[s] = self.moving[d] = self.now
         self.message_begins(s, d)
@@ -305,6 +308,16 @@ class Walk:
             self.flows[port][flow] = None
         flow.since = self.now
         self.share(flow.ports)
+
+    def passes_at_once(self, flow: _Flow, burst: float) -> float:
+        """What of a message passes its ports at once: the less, the less silent they were before."""
+        credit = {}
+        for port in flow.ports:
+            left, silent = self.credit.get(port, (burst, self.now))
+            credit[port] = left if self.flows[port] else min(burst, left + self.now - silent)
+        passed = min(flow.left, *credit.values())
+        self.credit.update((port, (left - passed, self.now)) for port, left in credit.items())
+        return passed
 
     def port(self, way: str, number: int, end: int) -> Port:
         """That of the rank, or group, which stands for this one."""
@@ -338,6 +351,8 @@ class Walk:
             return
         for port in flow.ports:
             del self.flows[port][flow]
+            if port in self.credit:
+                self.credit[port] = self.credit[port][0], self.now
         self.under_way.discard(flow.pair)
         self.share(flow.ports)
         self.next_message(flow.pair)

@@ -39,6 +39,8 @@ def machines(draw):
     yield replace(plain, curve=tuple(zip((0.0, 40.0, 300.0), seconds, strict=True)))
     yield replace(plain, curve=((40.0, plain.latency + 3.0),))
     yield replace(plain, latency=1.0, curve=((0.0, 0.5), (300.0, 9.0)))
+    levels = (Level(2, 2.0, plain.bandwidth / 7, draw.random() < 0.5, (), draw.choice((0.0, 1.0, 20.0))),)
+    yield replace(plain, burst=10 ** draw.uniform(-2, 1), ports=2, levels=draw.choice(((), levels)))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

@@ -109,6 +109,20 @@ def test_a_burst_after_silence_is_no_speed():
     samples = [(n, 1.0 + max(0, n - 50) / 100) for n in (10, 100, 1000)]
     found = dict(fit.sustained(samples, 1.0))
     assert found == pytest.approx({0: 1.0, 10: 1.1, 100: 2.0, 1000: 11.0})
+    assert fit.burst([*samples, (4000, 40.5)], 1.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        (2.0, 3.0, 5.0),  # as a link at its rate
+        (1.5, 3.0, 5.0),  # one size is quick
+        (3.5, 5.5, 9.5),  # slower at first
+    ],
+)
+def test_no_burst(seconds):
+    samples = list(zip((100, 200, 400), seconds, strict=True))
+    assert fit.burst(samples, 1.0) == 0.0
 
 
 @pytest.mark.parametrize("curve", [((1024.0, 1e-5),), ((1024.0, 1e-5), (1048576.0, 1e-5))])

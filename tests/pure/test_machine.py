@@ -69,7 +69,7 @@ BAD_NUMBERS = [-1, float("nan"), float("inf"), 10**400, True, "4e9", None, [1]]
     [(field, value) for field in NUMBERS for value in BAD_NUMBERS]
     + [(field, 0) for field in ("bandwidth", "flops_rate", "memory_rate")]
     + [("name", 3), ("name", None), ("source", ["here"]), ("colour", "red")]
-    + [(field, value) for field in ("cpu_message", "cpu_byte", "poll", "pack_rate") for value in BAD_NUMBERS]
+    + [(field, value) for field in ("cpu_message", "cpu_byte", "poll", "pack_rate", "burst") for value in BAD_NUMBERS]
     + [("native_share", value) for value in (*BAD_NUMBERS, 1.5)]
     + [("ports", value) for value in (0, -1, 1.5, True, "2", None, 10**9)]
     + [("lanes", 0), ("lanes", 3), ("lanes", True), ("lanes", "1"), ("pack_rate", 0)]
@@ -79,7 +79,8 @@ BAD_NUMBERS = [-1, float("nan"), float("inf"), 10**400, True, "4e9", None, [1]]
     + [("curve", False), ("curve", ""), ("curve", {}), ("lanes", 1.0), ("levels", [[2, 0, 1, True, {}]])]
     + [("natives", {"all_gather": [[2, 1], [1, 1]]}), ("levels", {}), ("levels", [3]), ("levels", [[2, 0.0]])]
     + [("levels", [[2, 0, 1, 0]]), ("levels", [[0, 0, 1]]), ("levels", [[2.0, 0, 1]]), ("levels", [[2, 0, 0]])]
-    + [("levels", [[4, 0, 1], [2, 0, 1]]), ("levels", [[4, 0, 1], [4, 0, 1]]), ("levels", [[2, 0, 1, True, [[1]]]])],
+    + [("levels", [[4, 0, 1], [2, 0, 1]]), ("levels", [[4, 0, 1], [4, 0, 1]]), ("levels", [[2, 0, 1, True, [[1]]]])]
+    + [("levels", [[2, 0, 1, True, [], -1]]), ("levels", [[2, 0, 1, True, [], 0, 0]])],
 )
 def test_fields_that_cannot_be(field, value, tmp_path):
     path = tmp_path / "machine.json"
@@ -141,11 +142,11 @@ def test_fields_that_may_be_left_out(tmp_path):
 
 
 def test_everything_comes_back_from_a_file(tmp_path):
-    levels = (Level(2, 1e-5, 1e9), Level(8, 1e-4, 1e8, True, ((0.0, 1e-4), (1e6, 1e-2))))
+    levels = (Level(2, 1e-5, 1e9), Level(8, 1e-4, 1e8, True, ((0.0, 1e-4), (1e6, 1e-2)), 1e-3))
     curve, natives = ((0.0, 1e-6), (1024.0, 2e-6)), {"all_reduce": ((8.0, 1e-5), (1e6, 1e-2))}
     machine = Machine(
         "all", 1e-6, 1e10, 1e12, 1e11, 1e-6, "here", curve, levels, (1.0, 0.5), 1e9, 2, 1e-6, 1e-9, 1e-3, natives,
-        natives, 0.5,
+        natives, 0.5, 2, 4, 2e-3,
     )  # fmt: skip
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine
@@ -260,7 +261,7 @@ def test_the_part_that_an_axis_sees():
 
 
 def test_a_machine_in_words():
-    levels = (Level(4, 1e-4, 1e7, True),)
+    levels = (Level(4, 1e-4, 1e7, True, (), 2e-3),)
     natives = {"all_gather": ((1e6, 0.01),)}
     rates = (1.0, 0.25)
     text = str(Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, "here", levels=levels, rates=rates, natives=natives, ports=3))
@@ -268,7 +269,7 @@ def test_a_machine_in_words():
         "m",
         "here",
         "between ranks: 1 us, 1 GB/s, 3 ports a rank",
-        "between groups of 4: 100 us, 10 MB/s, shared by the group",
+        "between groups of 4: 100 us, 10 MB/s, shared by the group, after silence 2 ms of that at once",
         "slower: rank 1 25%",
         "kernels: 1 us and 10 GFLOP/s, 1 GB/s",
         "one core for kernels and messages: each end costs 0 us and 0 ns a byte, a poll every 0 ms",

@@ -36,11 +36,13 @@ def machines(draw, size):
         draw(seconds),
         lanes=draw(st.sampled_from([1, 2])),
         pack_rate=draw(st.sampled_from([1e300, 1e5])),
+        burst=draw(st.sampled_from([0.0, 1e-6, 1e-4, 1.0])),
     )
     if draw(st.booleans()):
         whole = replace(whole, rates=tuple(draw(st.lists(st.floats(0.1, 1.0), min_size=1, max_size=size))))
     if draw(st.booleans()):
-        whole = replace(whole, levels=(Level(2, draw(seconds), draw(st.floats(1e3, 1e8))),))
+        burst = draw(st.sampled_from([0.0, whole.burst, 1e-5]))
+        whole = replace(whole, levels=(Level(2, draw(seconds), draw(st.floats(1e3, 1e8)), False, (), burst),))
     return whole
 
 
@@ -58,7 +60,8 @@ def test_the_times_are_those_of_the_events(name, data):
     walked, found = simulate(plan, machine), rotated(plan, sizes, machine)
     apart = machine.lanes == 2 or not any(e.lane == "compute" for e in walked.events)
     if found is None:
-        assert problem.packed or not apart or slices != 1, "the ring is not seen"  # all pack their blocks in one order
+        overtakes = problem.moves == "all_reduce" and len(set(sizes.rows)) > 1  # what is forwarded, a sum that is late
+        assert problem.packed or not apart or slices != 1 or overtakes, "the ring is not seen"  # packed in one order
         return
     assert found.seconds == pytest.approx(walked.seconds, rel=1e-9)
     (rank,) = {event.rank for event in found.events}

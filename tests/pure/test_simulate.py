@@ -46,6 +46,22 @@ def test_a_ring_takes_one_message_after_the_other(size):
     assert {trace.summary(rank).nbytes for rank in range(size)} == {2 * (size - 1) * SHARD}
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_silent_port_passes_a_burst_at_once(size):
+    """A ring is silent before its first message and, for the latency, between any two."""
+    bucket = replace(machine(3.0, latency=0.25), burst=1.0)
+    assert timed("all_gather", "ring", bucket, size).seconds == pytest.approx((size - 1) * 3.0 + 0.25 - 1.0)
+    deep = replace(bucket, burst=10.0)
+    expected = max(0.25 * (size - 1), (size - 1) * 3.0 + 0.25 - 10.0)
+    assert timed("all_gather", "ring", deep, size).seconds == pytest.approx(expected)
+
+
+def test_a_burst_of_all_that_share_a_port():
+    """Two of each group send at once through one bucket: it passes once, not for each of them."""
+    shared = replace(machine(1.0), levels=(Level(2, 0.0, SHARD / 10.0, True, (), 4.0),))
+    assert timed("all_gather", "direct", shared, 4).seconds == pytest.approx(4 * 10.0 - 4.0)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_half_of_a_ring_each_way_round(size):
     """Both halves share the link: the same bytes. What they save is waiting for the neighbour."""
