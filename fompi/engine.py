@@ -169,6 +169,8 @@ class Engine:
         self.waits = Recent(SPIN_SECONDS)  # when the program waited for whatever, or asked again and again
         self.kernels = Recent()  # when threads ran one
         self.computing = 0  # kernels that threads run at this moment
+        self.began = 0.0  # when the last of them began
+        self.took = 0.0  # when something was last found done
         self.helper = helper(self) if helper is not None else None
         self._testsome = testsome
         self._waits_since = 0.0
@@ -282,7 +284,8 @@ class Engine:
 
     def _run(self, task: Task, key: int, kernel: Callable[[], object]) -> None:
         """Run a kernel that was taken, without the lock."""
-        error, begun = None, perf_counter()
+        error = None
+        self.began = begun = perf_counter()
         try:
             kernel()
         except BaseException as raised:
@@ -319,6 +322,7 @@ class Engine:
             done = self._testsome(requests)
         if not done:
             return moved
+        self.took = perf_counter()
         if len(done) == len(requests):
             self._requests, self._owners = [], []
             self._complete(owners)

@@ -101,7 +101,7 @@ class Machine:
 
     On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from
     the kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time,
-    and what has come is seen `poll / 2` later. With two lanes sums run beside kernels, and messages cost them
+    and it looks for what has come every `poll` seconds. With two lanes sums run beside kernels, and messages cost them
     nothing. `natives` are the library's collectives: seconds by bytes of the largest rank, read and written, while
     all ranks wait for it, and `natives_behind` one after the other while they compute, polls among them; both on
     `natives_ranks` ranks (0: on any number). Without a curve they take one latency a rank, the bytes through the

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from math import inf, lcm
+from math import ceil, inf, lcm
 from types import MappingProxyType
 
 from fompi import kernels, layout
@@ -168,6 +168,8 @@ class Walk:
         self.ready: list[dict[str, list[int]]] = [{"compute": [], "merge": []} for _ in self.programs]
         self.running: list[set[str]] = [set() for _ in self.programs]
         self.owed = [0.0] * step  # seconds that messages and sums have taken from the kernel that runs
+        self.computes_since = [0.0] * step
+        self.unseen: list[list[int]] = [[] for _ in self.programs]  # what has come while a kernel runs
         self.outgoing: defaultdict[tuple[int, int], deque[tuple[int, tuple[int, int]]]] = defaultdict(deque)
         self.links: dict[tuple[int, int], tuple[Link, list[Port]]] = {}
         self.under_way: set[tuple[int, int]] = set()
@@ -254,6 +256,8 @@ class Walk:
         op = self.programs[rank].ops[i]
         assert isinstance(op, Compute)
         self.start[rank, i] = self.now
+        if name == "compute":
+            self.computes_since[rank] = self.now
 
         def finish() -> None:
             if name == "compute" and self.owed[rank]:
@@ -263,6 +267,7 @@ class Walk:
             self.running[rank].discard(name)
             self.kernel_ends(rank, op)
             self.done(rank, i)
+            self.look(rank)
             self.begin_released()  # among them kernels that come before others
             self.next_kernels(rank)
 
@@ -365,14 +370,22 @@ class Walk:
             self.seen(rank, i, 1, nbytes)
 
     def seen(self, rank: int, i: int, messages: int, nbytes: float, at_once: bool = False) -> None:
-        """A kernel that runs on the same core pays for them, and the rank sees it at its next poll, or at once."""
+        """A kernel that runs on the same core pays for them, and the rank sees it at its next look, or at once."""
         machine = self.machine
         if machine.lanes == 1 and "compute" in self.running[rank]:
             self.owed[rank] += messages * machine.cpu_message + nbytes * machine.cpu_byte
             if machine.poll and not at_once:
-                self.at(self.now + machine.poll / 2, partial(self.done, rank, i))
+                looks = ceil((self.now - self.computes_since[rank]) / machine.poll)
+                self.unseen[rank].append(i)
+                self.at(self.computes_since[rank] + looks * machine.poll, partial(self.look, rank))
                 return
         self.done(rank, i)
+
+    def look(self, rank: int) -> None:
+        """So long after a kernel has begun, or at its end: what has come meanwhile."""
+        arrived, self.unseen[rank] = self.unseen[rank], []
+        for i in arrived:
+            self.done(rank, i)
 
     def join_collective(self, rank: int, i: int, op: Collective) -> None:
         k = next(self.collectives_passed[rank])

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import sleep
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +74,7 @@ class Messages:
     def __init__(self, comm: Any, window: int):
         self.comm, self.window = comm.Dup(), window
         self.polls = self.computing = 0
+        self.began = self.took = 0.0
         self._testsome = request_testsome()
         self._requests: list[Any] = []
         self._thens: list[tuple[bool, Callable[[], object]]] = []  # whether it had a turn, and what follows
@@ -117,6 +118,7 @@ class Messages:
             done = self._testsome(self._requests) if self._requests else None
             if not done:
                 return False
+            self.took = perf_counter()
             ended = [self._thens[i] for i in done]
             gone = set(done)
             self._requests = [r for i, r in enumerate(self._requests) if i not in gone]
@@ -140,7 +142,7 @@ class Messages:
 
     @contextmanager
     def kernel(self) -> Iterator[None]:
-        self.computing = 1
+        self.computing, self.began = 1, perf_counter()
         if not self.idle:
             self._helper.wake()
         try:

@@ -221,7 +221,7 @@ def test_a_wait_soon_offers_the_core_to_others_then_sleeps(monkeypatch):
 def test_it_rests_while_others_poll(engine):
     """A program that polls by itself finds no competitor at the lock."""
     busy = Arrivals(engine, ["never"])
-    engine.helper.seconds = 0.02
+    engine.helper.use(Pause(0.02, 0.02))
     engine.assist()
     ours, end = 0, time.monotonic() + 0.3
     before = engine.polls
@@ -240,11 +240,42 @@ def test_it_polls_less_often_between_messages_that_are_far_apart(engine, arrived
         assert soon(lambda: begun.finished)
 
     engine.assist()
+    others = Arrivals(engine, ["never"])  # what was in flight before does not matter: this is a gap
     message("late", 0.05)
     assert soon(lambda: engine.helper.seconds == engine.helper.pause.most)
     for name in range(5):
         message(name, 0.0)
     assert soon(lambda: engine.helper.seconds < engine.helper.pause.most)
+    assert not others.finished
+
+
+def test_for_how_long_nothing_was_in_flight_says_nothing(engine, arrived):
+    """The first message of a call after a pause is no message that is far from the last."""
+    engine.assist()
+    for name in range(3):
+        time.sleep(0.03)
+        arrived.add(name)
+        begun = Arrivals(engine, [name])
+        assert soon(lambda begun=begun: begun.finished)
+        assert engine.helper.seconds < engine.helper.pause.most
+
+
+def test_it_looks_so_long_after_a_kernel_has_begun(engine, arrived):
+    """Whoever began it has polled before: a kernel that takes little longer than the pause is looked at once in it."""
+    engine.helper.use(Pause(0.02, 0.02))
+    seen, task, message = [], Kernels(engine), Arrivals(engine, ["a"])
+
+    def kernel():
+        arrived.add("a")
+        time.sleep(0.027)
+        seen.append(message.finished)
+
+    task.products, task.left, task.is_long = [lambda: time.sleep(0.01), kernel], 2, True
+    with engine.lock:
+        engine.kernels_ready(task)
+    while not task.finished:
+        engine.progress()
+    assert seen == [True]
 
 
 def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(engine, monkeypatch):
