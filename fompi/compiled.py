@@ -64,6 +64,12 @@ class Compiled:
         self.follows = found.follows
         self.multiplies = ("compute", 0) in self.lanes
         self.merges = [name == "merge" for name, _ in self.lanes]
+        self.forwards = any(
+            self.kinds[j] == RECV or self.merges[j]
+            for i, needs in enumerate(found.needs)
+            if self.kinds[i] == SEND
+            for j in needs
+        )  # it sends what has come, or sums of it
         self.waits_for, self.on_start, self.on_done = release(found)
         self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
         self.natives = self.kinds.count(NATIVE)

@@ -70,6 +70,7 @@ class Task:
     begins = False  # what it waits for is that others begin the same
     awaited = False  # the program is about to wait for it, and runs its kernels
     is_long = False  # somebody must move messages while its kernels run
+    forwards = False  # it sends what it receives, or sums of it: others wait until that has been seen here
 
     def completed(self, key: int) -> None:
         raise NotImplementedError
@@ -170,7 +171,7 @@ class Engine:
         self.kernels = Recent()  # when threads ran one
         self.computing = 0  # kernels that threads run at this moment
         self.began = 0.0  # when the last of them began
-        self.took = 0.0  # when something was last found done
+        self.longest = 0.0  # seconds of one of a call that forwards, since nothing was in flight
         self.helper = helper(self) if helper is not None else None
         self._testsome = testsome
         self._waits_since = 0.0
@@ -292,7 +293,10 @@ class Engine:
             error = raised
         with self.lock:
             self.computing -= 1
-            self.kernels.add(begun, perf_counter())
+            ended = perf_counter()
+            if task.forwards:
+                self.longest = max(self.longest, ended - begun)
+            self.kernels.add(begun, ended)
             try:
                 task.ran(key, begun, error)
             except Exception as raised:
@@ -322,7 +326,6 @@ class Engine:
             done = self._testsome(requests)
         if not done:
             return moved
-        self.took = perf_counter()
         if len(done) == len(requests):
             self._requests, self._owners = [], []
             self._complete(owners)

@@ -48,7 +48,7 @@ ENOUGH_SHARE = 0.9
 """Of a message: a library that moves so much of it by itself needs little help."""
 
 POLLS_A_MESSAGE = 4
-"""So often, from one message that comes to the next."""
+"""So often, from one message that the helper takes in to the next."""
 
 LOOKS = 3
 """Each time it wakes: Open MPI takes in with one poll what another one then finds."""
@@ -153,8 +153,8 @@ class Driven(Protocol):
     began: float
     """When the last of them began."""
 
-    took: float
-    """When something was last found done, by whoever polled."""
+    longest: float
+    """Seconds of the longest kernel of a call that sends what it receives, since nothing was in flight; 0: none."""
 
     @property
     def idle(self) -> bool:
@@ -178,15 +178,14 @@ class Helper:
     """
 
     def __init__(self, engine: Driven, pause: Pause, worker: Worker | None = None):
-        self.engine, self.worker = engine, worker
+        self.engine, self.worker, self._moved = engine, worker, 0.0
         self.use(pause)
         self._awake = self._resting = self._stopped = False
         self._call, self._lock = Event(), Lock()
         self._thread: Thread | None = None
 
     def use(self, pause: Pause) -> None:
-        """As if messages had come without a pause until now: for how long nothing was in flight says nothing."""
-        self.pause, self.seconds, self._since = pause, pause.least, perf_counter()
+        self.pause, self.seconds = pause, pause.least
 
     def wake(self) -> None:
         """Something is in flight that others may have to move."""
@@ -221,7 +220,6 @@ class Helper:
     def _assist(self) -> None:
         """Poll until nothing has been in flight for a while."""
         engine, busy = self.engine, perf_counter()
-        self.use(self.pause)
         seen = engine.polls
         while not self._stopped:
             self._resting = True  # before we look: who begins something later sets the event
@@ -231,8 +229,11 @@ class Helper:
                 if engine.computing:  # else MPI may be over
                     engine.hear()  # others may ask whether we are alive
             else:
-                left = engine.began + self.seconds - perf_counter()
-                sleep(left if 0 < left < self.seconds else self.seconds)  # who began a kernel has polled before it
+                seconds = self.seconds
+                if engine.longest:  # others wait for what is seen here: look in the middle of its kernels
+                    seconds = min(seconds, max(self.pause.least, engine.longest / 2))
+                left = engine.began + seconds - perf_counter()
+                sleep(left if 0 < left < seconds else seconds)  # who began a kernel has polled before it
             self._resting = False
             if engine.idle and not engine.computing:
                 if perf_counter() - busy > LINGER_SECONDS:
@@ -240,7 +241,7 @@ class Helper:
                     if engine.idle:  # nothing began meanwhile, without waking us
                         return
                     self._awake = True
-                self.use(self.pause)
+                engine.longest = 0.0
             else:
                 busy = perf_counter()
                 if engine.polls == seen and not engine.rests:  # nobody else does
@@ -248,12 +249,13 @@ class Helper:
             seen = engine.polls
 
     def _look(self) -> None:
-        moved, last = False, max(self.engine.took, self._since)
+        moved = False
         for _ in range(LOOKS):
             while self.engine.progress(helping=True) and not self._stopped:
                 moved = True
         if moved:
-            self.seconds = self.pause.after(perf_counter() - last)
+            now = perf_counter()
+            self.seconds, self._moved = self.pause.after(now - self._moved), now
 
 
 # -------------------------------------------------------------------------------- does the library do it?

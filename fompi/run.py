@@ -51,7 +51,7 @@ class Run(Task):
         self.begun = [0.0] * self.left
         self.ended = [0.0] * self.left
         self.actions: list[Any] = []
-        self.natives_left = compiled.natives
+        self.natives_left, self.forwards = compiled.natives, compiled.forwards
         if compiled.asynchronous:
             self.tokens = {}
 

@@ -74,7 +74,7 @@ class Messages:
     def __init__(self, comm: Any, window: int):
         self.comm, self.window = comm.Dup(), window
         self.polls = self.computing = 0
-        self.began = self.took = 0.0
+        self.began = self.longest = 0.0
         self._testsome = request_testsome()
         self._requests: list[Any] = []
         self._thens: list[tuple[bool, Callable[[], object]]] = []  # whether it had a turn, and what follows
@@ -118,7 +118,6 @@ class Messages:
             done = self._testsome(self._requests) if self._requests else None
             if not done:
                 return False
-            self.took = perf_counter()
             ended = [self._thens[i] for i in done]
             gone = set(done)
             self._requests = [r for i, r in enumerate(self._requests) if i not in gone]

@@ -249,15 +249,27 @@ def test_it_polls_less_often_between_messages_that_are_far_apart(engine, arrived
     assert not others.finished
 
 
-def test_for_how_long_nothing_was_in_flight_says_nothing(engine, arrived):
-    """The first message of a call after a pause is no message that is far from the last."""
-    engine.assist()
-    for name in range(3):
-        time.sleep(0.03)
-        arrived.add(name)
-        begun = Arrivals(engine, [name])
-        assert soon(lambda begun=begun: begun.finished)
-        assert engine.helper.seconds < engine.helper.pause.most
+def test_it_looks_in_the_middle_of_kernels_where_others_wait_for_what_comes(engine, arrived):
+    """A call that sends what it receives; another one can wait for a message until its kernel is over."""
+    engine.helper.use(Pause(1e-3, 0.045))
+    for forwards in (False, True):
+        engine.helper.seconds = 0.045
+        seen, task, message = [], Kernels(engine), Arrivals(engine, [forwards])
+
+        def kernel(name=forwards, message=message, seen=seen):
+            arrived.add(name)
+            time.sleep(0.03)
+            seen.append(message.finished)
+
+        task.products, task.left = [lambda: time.sleep(0.02), lambda: time.sleep(0.02), kernel], 3
+        task.is_long, task.forwards = True, forwards
+        with engine.lock:
+            engine.kernels_ready(task)
+        while not task.finished:
+            engine.progress()
+        assert seen == [forwards]
+        engine.progress()
+        time.sleep(0.1)
 
 
 def test_it_looks_so_long_after_a_kernel_has_begun(engine, arrived):

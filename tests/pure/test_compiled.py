@@ -68,3 +68,18 @@ def test_what_is_small():
     assert not is_small(fompi.plan("all_reduce", Spec((rows + 1,), "float32", Partial()), ranks=2))
     wide = Spec((rows, 2), "float32", Shard(1)), Spec((2, 4096), "float32", Shard(0))
     assert not is_small(fompi.plan("matmul_reduce_scatter", *wide, ranks=2))
+
+
+@pytest.mark.parametrize(
+    ("operation", "forwards"),
+    [
+        ("all_gather", {"ring", "bidirectional"}),
+        ("reduce_scatter", {"ring", "bidirectional"}),
+        ("all_reduce", {"direct", "ring", "bidirectional", "unfused_p2p"}),
+    ],
+)
+def test_which_schedules_send_what_has_come(operation, forwards):
+    x = Spec((48, 4), "float32", {"all_gather": Shard(0)}.get(operation, Partial()))
+    for schedule in ("direct", "ring", "bidirectional", "unfused", "unfused_p2p"):
+        plan = fompi.plan(operation, x, ranks=4, schedule=schedule)
+        assert Compiled(plan, 1).forwards == (schedule in forwards), schedule
