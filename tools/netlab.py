@@ -112,8 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     its.add_argument(
         "--congestion",
-        default=CONGESTION,
-        help=f"control of the hosts' TCP ({CONGESTION}): reno, bbr ... as the kernel has",
+        help=f"control of the hosts' TCP ({', else '.join(CONGESTION)}): bbr ... as the kernel has",
     )
     its.add_argument("--trust", action="store_true", help="go on whatever the measurement says")
     its.add_argument("command", nargs="+", help="-- python program.py ...")

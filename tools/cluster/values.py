@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 GOODPUT = 1448 / 1514  # TCP's payload in a full Ethernet frame, as tbf counts it
 CORE_BITS = 2_450_000_000  # of all links together that one core can carry: measured, 4.9 Gbit/s on two
 SUPERPACKET = 70_000  # what the kernel hands down at once, with its headers: a smaller bucket passes it frame by frame
 FRAMES = 4096  # a bucket that holds less passes nothing
 LATENCY = "100ms"  # the longest queue
-CONGESTION = "cubic"  # Linux's default, whatever this machine's own hosts use
+CONGESTION = ("cubic", "reno")  # Linux's default, whatever this machine's own hosts use; what every kernel has
 SIZE_SECONDS = 0.067  # a measured message lasts as long as 8 MB at 1 Gbit/s
 LEAST_SIZE = 250_000
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -99,7 +100,7 @@ class Lab:
     burst: int | None = None
     pinned: bool = True  # rank i to core i, modulo cores
     capacity: int = 1 << 62  # bits a second of all hosts together
-    congestion: str = CONGESTION  # how the hosts' TCP finds its rate
+    congestion: str = CONGESTION[0]  # how the hosts' TCP finds its rate
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -165,9 +166,15 @@ def asked(options: argparse.Namespace) -> Lab:
         raise Refused(f"{ranks} ranks leave some of {len(rates)} hosts without one: take fewer hosts")
     capacity = Rate.parse(options.capacity).bits if options.capacity else CORE_BITS * len(os.sched_getaffinity(0))
     check_capacity(rates, capacity)
-    return Lab(
-        rates, groups, between, ranks, size_of(options.size), options.burst, options.pin, capacity, options.congestion
-    )
+    congestion = options.congestion
+    if congestion is None:
+        congestion = CONGESTION[0] if CONGESTION[0] in allowed_congestion_controls() else CONGESTION[1]
+    return Lab(rates, groups, between, ranks, size_of(options.size), options.burst, options.pin, capacity, congestion)
+
+
+def allowed_congestion_controls() -> list[str]:
+    """What this machine lets the TCP of hosts other than itself use."""
+    return Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
 
 
 def check_capacity(rates: Sequence[Rate], capacity: int) -> None:
