@@ -83,13 +83,13 @@ def _lag(ports: Sequence[Level]) -> float:
     return min(port.latency for port in ports) - max(port.burst for port in ports)
 
 
-def call_seconds(problem: Problem, machine: Machine, rows: float) -> float:
-    """The kernels of a problem on so many rows, one call each."""
+def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1) -> float:
+    """The kernels of a problem on so many rows, one call each; rows in several runs are as many products."""
     width, item = prod(problem.row), itemsize(problem.dtype)
     wide = itemsize(problem.accumulator)
     seconds = 0.0
     for weight in problem.weights:
-        packed = rows * width * item + problem.row[-1] * weight.columns * wide
+        packed = rows * width * item + runs * problem.row[-1] * weight.columns * wide
         seconds += machine.kernel(2 * rows * width * weight.columns, rows * width * item, packed)
     for gradient in problem.gradients:
         packed = rows * (width + prod(gradient.row)) * item

@@ -153,7 +153,7 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
         return machine.native(problem.moves, native_nbytes(problem, n * size * unit), size, behind=True, again=True)
 
     def slice_of_all(n: int) -> float:
-        return product(n * size)
+        return call_seconds(problem, machine, n * size * unit, size)
 
     if problem.moves == "all_reduce":
         found = pieces(EXACT_UNITS, slice_of_all, lambda n: 2 * (size - 1) * crossing(n), 0.0, MOST_PIECES)

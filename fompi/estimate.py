@@ -29,10 +29,10 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     if schedule == "unfused":
         return whole + machine.native(problem.moves, native_nbytes(problem, rows), size)
     if schedule == "sliced":
-        calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
+        calls = sum(call_seconds(problem, machine, piece * size, size) for piece in pieces)
         nbytes = [native_nbytes(problem, piece * size) for piece in pieces]
         each = [machine.native(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
-        return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size) + sum(each))
+        return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size, size) + sum(each))
     if schedule == "exchange":
         return whole + wire.seconds(candidate, [rows])
     messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
@@ -43,8 +43,8 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     if schedule == "unfused_p2p":
         return whole + messages + sums
     if schedule == "sliced_p2p":
-        first, last = (call_seconds(problem, machine, pieces[i] * size) for i in (0, -1))
-        calls = sum(call_seconds(problem, machine, piece * size) for piece in pieces)
+        first, last = (call_seconds(problem, machine, pieces[i] * size, size) for i in (0, -1))
+        calls = sum(call_seconds(problem, machine, piece * size, size) for piece in pieces)
     else:
         first, last = (call_seconds(problem, machine, pieces[i]) for i in (0, -1))
         calls = (size - 1) * sum(call_seconds(problem, machine, piece) for piece in pieces)

@@ -132,11 +132,16 @@ Taken = tuple[tuple[int, ...], int]
 
 
 def demand(name: str, reads: Sequence[Taken], writes: Sequence[Taken]) -> tuple[int, int, int]:
-    """What one call asks of a `Machine.kernel`: operations, bytes touched, bytes of what a product multiplies."""
+    """What one call asks of a `Machine.kernel`: operations, bytes touched, bytes of what products multiply.
+
+    Each run of rows is a product of its own, which packs the weight anew.
+    """
     kernel, packed = find(name), 0
     if name.startswith(("matmul", "gradient")):
-        added = kernel.whole if kernel.reduces else kernel.whole - 1  # a gradient so far, a bias
-        packed = sum(nbytes for _, nbytes in reads[: len(reads) - added])
+        runs, wholes = kernel.rows(reads), kernel.wholes(reads)
+        packed = sum(nbytes for group in runs for _, nbytes in group)
+        if not kernel.reduces:  # else what is whole is the gradient so far; what comes behind a weight is a bias
+            packed += len(runs[0]) * wholes[0][1]
     operations = cost(name, [shape for shape, _ in reads], [shape for shape, _ in writes])
     return operations, sum(nbytes for _, nbytes in (*reads, *writes)), packed
 

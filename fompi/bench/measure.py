@@ -203,8 +203,8 @@ class Calm:
     """Whether others use the cores: by a small product of each rank before a turn and after it, against its usual time.
 
     A turn in which the slowest took more than CALM times that is taken again, TRIES times at most, and not more turns
-    again than there are; then the one counts in which the products were disturbed least. What the turn itself took has
-    no say in it. Collective over `comm`.
+    again than there are (or TRIES); then the one counts in which the products were disturbed least. What the turn
+    itself took has no say in it. Collective over `comm`.
     """
 
     def __init__(self, comm: Any):
@@ -236,12 +236,22 @@ class Calm:
         """The seconds of `turn`, which returns how much this rank was disturbed, and seconds."""
         self._turns += 1
         tries: list[tuple[float, float]] = []
-        while not tries or (min(tries)[0] > CALM and len(tries) < TRIES and self._repeated < self._turns):
+        most = max(self._turns, TRIES)
+        while not tries or (min(tries)[0] > CALM and len(tries) < TRIES and self._repeated < most):
             self._repeated += bool(tries)
             disturbed, seconds = turn()
             tries.append((float(of_all_ranks(self.comm, np.array([disturbed])).max()), seconds))
         self._disturbed += min(tries)[0] > CALM
         return min(tries)[1]
+
+    def undisturbed(self, measured: Callable[[], float]) -> float:
+        """What `measured` says in a turn; it is the same on all ranks."""
+
+        def turn() -> tuple[float, float]:
+            before, value = self.probe(), measured()
+            return max(before, self.probe()), value
+
+        return self.least_disturbed(turn)
 
     def told(self) -> str:
         """How it went since this was last asked, in words."""

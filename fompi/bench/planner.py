@@ -110,7 +110,8 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
     """The plan that was chosen, the best others by the model, and those without overlap."""
     mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
-    machine = at_speed(machine, slowdown(machine, comm))
+    slower = partial(slowdown, machine, comm)
+    machine = at_speed(machine, slower() if cluster.calm is None else cluster.calm.undisturbed(slower))
     explained = explained_for(machine, case.operation, comm.size, x, w)
     best_first = [(one.candidate, one.seconds) for one in explained.judged if one.proof is not None]
     walked = {c: seconds for i, (c, seconds) in enumerate(best_first) if i < MOST_RIVALS or c in UNFUSED}

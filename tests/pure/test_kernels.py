@@ -160,3 +160,13 @@ def test_what_a_call_asks_of_a_machine(name):
     operations, nbytes, packed = demand(name, reads, [((5, 3), 1000)])
     assert (nbytes, packed) == (1000 + sum(n for _, n in reads), sum(n for _, n in reads[:multiplied]))
     assert operations == cost(name, [shape for shape, _ in reads], [(5, 3)])
+
+
+@pytest.mark.parametrize("bias", [[], [((3,), 7)]])
+def test_each_run_of_rows_packs_the_weight_anew(bias):
+    """As the backend does: a call on two runs of rows is two products, that on one run of as many rows is one."""
+    x, w = ((5, 4), 100), ((4, 3), 48)
+    name, y = "matmul_bias" if bias else "matmul", ((5, 3), 60)
+    assert demand(name, [((10, 4), 200), w, *bias], [((10, 3), 120)])[2] == 200 + 48
+    assert demand(name, [x, x, w, *bias], [y, y])[2] == 200 + 2 * 48
+    assert demand("gradient", [x, x, y, y], [w])[2] == 2 * (100 + 60)
