@@ -256,9 +256,9 @@ class _Calibration:
         ranks = found.groups[number - 1] if number else 1
         every = fit.shift(found, number)
         slow = min(every, key=lambda rank: found.rates[rank])
-        ways = [every[rank] for rank in every if rank == self.rank]
+        sources, dests = ([end] for end in every[self.rank]) if self.rank in every else ([], [])
         latency = self._latency(ranks)
-        samples = self._samples(lambda nbytes: self._shift(ways, nbytes), SIZES[-1])
+        samples = self._samples(lambda nbytes: self._shift(sources, dests, nbytes), SIZES[-1])
         shared = False
         if number:
             pair = slow, every[slow][1]  # slowed down as all of them together are
@@ -277,11 +277,10 @@ class _Calibration:
         first, nbytes = self.rank - self.rank % whole, len(self.inbox) // AT_ONCE[-1]
         taken = {}
         for count in (n for n in AT_ONCE if n < whole):
-            ways = [
-                (first + (self.rank - first - step) % whole, first + (self.rank - first + step) % whole)
-                for step in range(1, count + 1)
-            ]
-            taken[count] = self._shift(ways, nbytes)
+            sources, dests = (
+                [first + (self.rank - first + way * step) % whole for step in range(1, count + 1)] for way in (-1, 1)
+            )
+            taken[count] = self._shift(sources, dests, nbytes)
         return fit.ports(taken)
 
     @staticmethod
@@ -302,25 +301,30 @@ class _Calibration:
         return float(of_all_ranks(self.mpi, seconds).min())
 
     def _alone(self, pair: tuple[int, int], nbytes: int) -> float:
-        """One message from the first to the second, with one the other way, and nobody else."""
-        other = sum(pair) - self.rank
-        return self._shift([(other, other)] if self.rank in pair else [], nbytes)
+        """One message from the first to the second, and nobody else.
 
-    def _shift(self, ways: Sequence[tuple[int, int]], nbytes: int) -> float:
+        With one the other way TCP's acknowledgements queue behind data, and either may take a tenth longer than in the
+        middle of a plan, where others are under way too.
+        """
+        source, dest = pair
+        return self._shift([source] * (self.rank == dest), [dest] * (self.rank == source), nbytes)
+
+    def _shift(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
         """All ranks at once, each from its sources and to its destinations: seconds of the slowest one."""
         taken = []
         for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
             sleep(self.idle)
             meet(self.mpi)
-            taken.append(self._exchange(ways, nbytes))
+            taken.append(self._exchange(sources, dests, nbytes))
         slowest = of_all_ranks(self.mpi, np.array(taken)).max(axis=0)
         return quiet(slowest[slowest <= LOST_PACKETS * slowest.min()] if nbytes in LARGEST else slowest)
 
-    def _exchange(self, ways: Sequence[tuple[int, int]], nbytes: int) -> float:
+    def _exchange(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
         begun = perf_counter()
-        inboxes = (self.inbox[i * nbytes : (i + 1) * nbytes] for i in range(len(ways)))
-        requests = [self.mpi.Irecv(inbox, source) for inbox, (source, _) in zip(inboxes, ways, strict=True)]
-        requests += [self.mpi.Isend(self.outbox[:nbytes], dest) for _, dest in ways]
+        requests = [
+            self.mpi.Irecv(self.inbox[i * nbytes : (i + 1) * nbytes], source) for i, source in enumerate(sources)
+        ]
+        requests += [self.mpi.Isend(self.outbox[:nbytes], dest) for dest in dests]
         self._complete(requests)
         return perf_counter() - begun
 

@@ -7,20 +7,22 @@ measured: how far off the prediction is, and how far the chosen plan from the be
 slow host, plain collectives: the chosen plan against the schedules that know nothing of links, and against the lower
 bound.
 
-Who is the best is said by all other rounds than the one in which a plan is held against it: the best of many is best
-by luck too. How often a plan is within 2 % of itself, in one half of the rounds against the other, is told beside.
+All plans that are worth it run in a few rounds; those that may be the best by these, with the chosen one, in many more,
+which alone say how far it is from the best: the best of many is best by luck too. There who is the best is said by all
+other rounds than the one in which a plan is held against it. How often a plan is within 2 % of itself, in one half of
+the rounds against the other, is told beside.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +60,9 @@ TOTAL, QUICK_TOTAL = 8 * MIB, 2 * MIB
 MOST_RIVALS = 10
 """Between two ranks some fifty candidates are walked through, and a row of all of them takes a minute."""
 
+NEAR, FINALISTS = 1.05, 4
+"""Who may be better than the chosen plan: within so much of it in the first rounds, and the best of these."""
+
 GROUPED = ("reduce_scatter", "all_gather", "all_reduce")
 BLIND = ("direct", "ring", "bidirectional")
 LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
@@ -71,7 +76,7 @@ def rows(comm: Any, options: Options) -> list[Row]:
             return [about, *_collectives(comm, cluster, machine, options)]
         shapes = list(_shapes(options, comm.size))
         found = [_measured(comm, cluster, machine, case, options.rounds) for case in shapes]
-    return [about, *found, _summary(found, cluster)]
+    return [about, *(row for both in found for row in both), _summary(found, cluster)]
 
 
 def _described(machine: Machine) -> Row:
@@ -106,7 +111,17 @@ def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndar
     return fompi.explain(operation, *specs(operation, size, *tensors), ranks=size, machine=machine)
 
 
-def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds: int) -> Row:
+class _Measured(NamedTuple):
+    """A shape: all plans that ran in the first rounds, and those that may be the best in the final ones, judged."""
+
+    first: Row
+    final: Row
+
+    def median(self, name: str) -> float:
+        return (self.final if name in self.final.samples else self.first).median(name)
+
+
+def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds: int) -> _Measured:
     """The plan that was chosen, the best others by the model, and those without overlap."""
     mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
@@ -115,6 +130,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
     explained = explained_for(machine, case.operation, comm.size, x, w)
     best_first = [(one.candidate, one.seconds) for one in explained.judged if one.proof is not None]
     walked = {c: seconds for i, (c, seconds) in enumerate(best_first) if i < MOST_RIVALS or c in UNFUSED}
+    times = partial(alternate, mpi, warmup=1, idle=cluster.idle, calm=cluster.calm)  # all ran once already
     with ExitStack() as held:
         contestants = {}
         for candidate in walked:
@@ -123,16 +139,29 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
         errors = checked(mpi, contestants)
         calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
         calls[KERNEL] = kernel_of(case)
-        samples = alternate(mpi, calls, rounds, warmup=1, idle=cluster.idle, calm=cluster.calm)  # all ran once already
-    row = Row(str(case), str(cluster), samples, str(explained.winner.candidate), errors=errors)
-    now = at_speed(machine, row.median(KERNEL) / _kernel_seconds(machine, case))
-    predicted: dict[str, tuple[float, float]] = {}
-    for candidate, seconds in walked.items():
-        predicted[str(candidate)] = seconds, predict(explained.plan_of(candidate), now)
-    limits = {"T_c": row.median(KERNEL), "bound": explained.bound.seconds}
+        chosen = str(explained.winner.candidate)
+        first = Row(f"{case}, first rounds", str(cluster), times(calls, max(1, rounds // 2)), chosen, errors=errors)
+        finalists = {name: calls[name] for name in _finalists(first)}
+        final = Row(str(case), str(cluster), times(finalists, 2 * rounds), chosen)
+    now = at_speed(machine, first.median(KERNEL) / _kernel_seconds(machine, case))
+    seconds = {str(candidate): seconds for candidate, seconds in walked.items()}
+    at_kernels = {str(candidate): predict(explained.plan_of(candidate), now) for candidate in walked}
+    limits = {"T_c": first.median(KERNEL), "bound": explained.bound.seconds}
     said = f"{progress(comm)}; {cluster.told()}"
-    row = replace(row, limits=limits, predicted={str(c): seconds for c, seconds in walked.items()}, progress=said)
-    return replace(row, figures=_judged(row, predicted))
+    measured = _Measured(
+        replace(first, limits=limits, predicted=seconds, progress=said),
+        replace(final, predicted={name: seconds[name] for name in final.samples}),
+    )
+    return measured._replace(final=replace(measured.final, figures=_judged(measured, at_kernels)))
+
+
+def _finalists(first: Row) -> list[str]:
+    """The chosen plan, the best of those that may be better, and what has no overlap if it may be, too."""
+    assert first.base is not None
+    plans = sorted(first.errors, key=first.median)
+    near = [name for name in plans if first.median(name) <= NEAR * first.median(first.base)]
+    unfused = first.best(str(c) for c in UNFUSED)
+    return list(dict.fromkeys([first.base, *near[:FINALISTS], *(name for name in near if name == unfused)]))
 
 
 def _kernel_seconds(machine: Machine, case: Case) -> float:
@@ -141,19 +170,21 @@ def _kernel_seconds(machine: Machine, case: Case) -> float:
     return product_seconds(machine, case.m, inner, outer)
 
 
-def _judged(row: Row, predicted: dict[str, tuple[float, float]]) -> list[Figure]:
-    """`predicted`: by the calibration, and with kernels as fast as they are in this row."""
-    assert row.base is not None
-    chosen, unfused = row.base, row.best(str(c) for c in UNFUSED)
-    rivals = {name: row.samples[name] for name in predicted}
+def _judged(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figure]:
+    """`at_kernels`: what is predicted with kernels as fast as they are in this row."""
+    first, final = measured
+    assert first.base is not None
+    chosen, unfused, rivals = first.base, first.best(str(c) for c in UNFUSED), final.samples
     picked = best_of({name: samples[0::2] for name, samples in rivals.items()})
-    later = {name: samples[1::2] or samples for name, samples in rivals.items()}
-    slower = median_interval([a / b for a, b in zip(row.samples[chosen], row.samples[unfused], strict=True)])
+    later = {name: samples[1::2] for name, samples in rivals.items()}
+    both = rivals if unfused in rivals else first.samples
+    slower = median_interval([a / b for a, b in zip(both[chosen], both[unfused], strict=True)])
+    said = {"": first.predicted, ", at this row's kernel speed": at_kernels}
     return [
         *(
-            Figure(f"predicted / measured, {what}", predicted[name][i] / row.median(name))
+            Figure(f"predicted / measured, {name}{how}", seconds[name] / measured.median(name))
             for name in (chosen, unfused)
-            for i, what in enumerate((name, f"{name}, at this row's kernel speed"))
+            for how, seconds in said.items()
         ),
         Figure(f"chosen / best ({best_of(rivals)})", over_best(rivals, chosen)),
         Figure(f"picked by half of the rounds ({picked}) / best of the others", over_best(later, picked)),
@@ -162,12 +193,12 @@ def _judged(row: Row, predicted: dict[str, tuple[float, float]]) -> list[Figure]
     ]
 
 
-def _summary(found: list[Row], cluster: Cluster) -> Row:
+def _summary(found: list[_Measured], cluster: Cluster) -> Row:
     def errors(kind: int) -> list[float]:
-        return [abs(row.figures[kind].value - 1) for row in found]
+        return [abs(final.figures[kind].value - 1) for _, final in found]
 
     def share(kind: int, least: float = 0.0) -> float:
-        return sum(least <= row.figures[kind].value <= NEAR_BEST for row in found) / len(found)
+        return sum(least <= final.figures[kind].value <= NEAR_BEST for _, final in found) / len(found)
 
     asked = not cluster.shared
     figures = []
@@ -176,7 +207,7 @@ def _summary(found: list[Row], cluster: Cluster) -> Row:
         off = errors(kind)
         figures.append(Figure(f"median error of the prediction, {name}", median(off), most=limits[0]))
         figures.append(Figure(f"95th percentile of that error, {name}", percentile(off, 0.95), most=limits[1]))
-    every = [abs(seconds / row.median(name) - 1) for row in found for name, seconds in row.predicted.items()]
+    every = [abs(seconds / both.median(name) - 1) for both in found for name, seconds in both.first.predicted.items()]
     figures += [
         Figure("median error of the prediction, all plans that ran", median(every)),
         Figure("95th percentile of that error, all plans that ran", percentile(every, 0.95)),
@@ -184,7 +215,7 @@ def _summary(found: list[Row], cluster: Cluster) -> Row:
         Figure("the same of what one half of the rounds picks, in the other", share(5)),
         Figure("share of shapes within 2 % of itself, in other rounds", share(6, 1 / NEAR_BEST)),
     ]
-    worst = max(row.figures[7].value for row in found)
+    worst = max(final.figures[7].value for _, final in found)
     figures.append(Figure("worst low end of chosen / unfused", worst, most=MOST_SLOWER if asked else None))
     return Row(f"all {len(found)} shapes", str(cluster), figures=figures)
 

@@ -55,9 +55,13 @@ def test_planner(mpirun):
     assert done.returncode == 0, done.output
     machine, *rows, summary = json.loads(done.stdout)["rows"]
     assert machine["what"] == "the machine" and "kernels:" in machine["setup"]
-    assert len(rows) == 2 and all(max(row["errors"].values()) < 1e-5 for row in rows)
-    assert all(row["base"] in row["samples"] and "unfused" in row["samples"] for row in rows)
+    firsts, finals = rows[::2], rows[1::2]
+    assert len(firsts) == len(finals) == 2 and all(max(row["errors"].values()) < 1e-5 for row in firsts)
     assert all(set(row["predicted"]) == set(row["samples"]) - {KERNEL} for row in rows)
+    for first, final in zip(firsts, finals, strict=True):
+        assert "unfused" in first["samples"] and {final["base"]} <= set(final["samples"]) <= set(first["samples"])
+        assert len(first["samples"]["unfused"]) == 1 and len(final["samples"][final["base"]]) == 4
+        assert len(final["figures"]) == 8 and not first["figures"]
     assert len(summary["figures"]) == 14 and summary["reached"] is None
 
 

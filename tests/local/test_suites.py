@@ -114,18 +114,38 @@ def test_a_shape_of_ones_own_in_words():
     assert "nothing gained: 1.00x" in nothing and "slower: 0.76x" in loss
 
 
+def measured(chosen: float, **others: float) -> planner._Measured:
+    """What ran in first rounds, the chosen plan `direct`, and the finalists as quick in the final ones."""
+    ran = samples(direct=chosen, **others)
+    said, errors = dict.fromkeys(ran, 1.1), dict.fromkeys(ran, 0.0)
+    first = Row("a row, first rounds", "", ran, "direct", predicted=said, errors=errors)
+    return planner._Measured(first, Row("a row", "", {name: ran[name] for name in planner._finalists(first)}, "direct"))
+
+
 def test_the_planner_is_held_against_the_best_and_unfused():
-    rivals = samples(direct=1.0, unfused=1.5, ring=0.9)
-    row = Row("a row", "", rivals, "direct")
-    figures = planner._judged(row, dict.fromkeys(rivals, (1.1, 1.0)))
-    values = {figure.name: figure for figure in figures}
+    both = measured(1.0, unfused=1.5, ring=0.9)
+    values = {figure.name: figure for figure in planner._judged(both, dict.fromkeys(both.first.samples, 1.0))}
     assert values["predicted / measured, direct"].value == pytest.approx(1.1)
+    assert values["predicted / measured, unfused, at this row's kernel speed"].value == pytest.approx(1 / 1.5)
     assert values["chosen / best (ring)"].value == pytest.approx(1 / 0.9)
     assert values["low end of chosen / unfused"].reached
-    slow = planner._judged(
-        Row("a row", "", rivals | {"direct": [1.6] * 7}, "direct"), dict.fromkeys(rivals, (1.1, 1.0))
-    )
-    assert slow[-1].reached is False
+    slow = measured(1.6, unfused=1.5, ring=0.9)
+    assert planner._judged(slow, dict.fromkeys(slow.first.samples, 1.0))[-1].reached is False
+
+
+@pytest.mark.parametrize(
+    ("others", "finalists"),
+    [
+        ({"ring": 1.2, "unfused": 1.1}, ["direct"]),
+        ({"ring": 1.04, "unfused": 1.1, "sliced": 1.03}, ["direct", "sliced", "ring"]),
+        (
+            {"a": 0.8, "b": 0.9, "c": 0.7, "d": 0.85, "e": 0.95, "unfused": 1.02, "unfused p2p": 1.3},
+            ["direct", "c", "a", "d", "b", "unfused"],
+        ),
+    ],
+)
+def test_who_may_be_the_best_runs_in_many_rounds(others, finalists):
+    assert list(measured(1.0, **others).final.samples) == finalists
 
 
 @pytest.mark.parametrize(
