@@ -6,9 +6,8 @@ Collective, and under a minute. Every rank works while it is measured, as it wil
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -23,20 +22,16 @@ from fompi.agreement import agree
 from fompi.bench.measure import Calm, alternate, meet, of_all_ranks, texts
 from fompi.checks import Points
 from fompi.communicator import Communicator
-from fompi.errors import WaitTimeout
 from fompi.executor import Executor, bind
-from fompi.fit import PAIR_NBYTES, Topology
 from fompi.layout import COLLECTIVES, Shard, Spec
-from fompi.machine import Level, Machine
+from fompi.machine import Machine
 from fompi.ops import plan
 from fompi.plan import Collective
 from fompi.progress import HELPED, measure_native
 from fompi.report import quiet
+from fompi.speeds import MOST_SECONDS, ROUNDS, SIZES, Messages
 from fompi.transport import library
 from fompi.version import __version__
-
-ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
-"""Of each figure; a pause before each, where a network may have queues; what would take longer is left out."""
 
 BEHIND_WARMUP = 2
 """Calls behind kernels that do not count: the helper still learns how often messages come."""
@@ -46,21 +41,6 @@ LOST_SECONDS = 0.1
 
 MANY, SPENT_SECONDS = 64, 0.02
 """Messages, and one of as many bytes, which takes no longer than this: what a process spends more on them is theirs."""
-
-PAIR_ROUNDS, ALL_PAIRS = 3, 8
-"""How the speed of a pair is taken; of more ranks, not all pairs are looked at."""
-
-SIZES = [1 << n for n in range(10, 23, 2)]
-"""Bytes of messages: 1 KiB to 4 MiB."""
-
-LARGEST, LARGEST_ROUNDS = SIZES[-2:], 15
-"""What these two differ in is the bandwidth: a few per cent of one would be all of its error."""
-
-LOST_PACKETS = 1.15
-"""A message that takes so many times as long as the quickest of its size lost packets, and TCP noticed late."""
-
-AT_ONCE = (1, 2, 4, 8)
-"""So many other ranks are exchanged with at once, to see how many ports there are."""
 
 SLOWER = 1.15
 """Kernels that take so many times as long, or as short, have changed."""
@@ -96,7 +76,7 @@ def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
     Collective, and the same on all ranks.
     """
     with _Calibration(comm, lambda text: None) as measured:
-        now = fit.refitted(machine, comm.size, measured.pairs())
+        now = fit.refitted(machine, comm.size, measured.messages.pairs())
     slower = slowdown(machine, comm) if computes else 1.0
     return _that_of_rank_0(comm, fit.at_speed(now, slower) if max(slower, 1 / slower) > SLOWER else now)
 
@@ -113,11 +93,9 @@ def slowdown(machine: Machine, comm: Communicator) -> float:
 class _Calibration:
     def __init__(self, comm: Communicator, say: Callable[[str], object]):
         self.comm, self.say, self.link = comm, say, comm.link.duplicate()
-        self.mpi = self.link.comm
+        self.messages = Messages(comm, self.link)
+        self.mpi, self.idle = self.link.comm, self.messages.idle
         self.rank, self.size = comm.rank, comm.size
-        self.idle = IDLE_SECONDS if comm.network else 0.0
-        most = max(*SIZES, *PAIR_NBYTES)
-        self.inbox, self.outbox = np.zeros(most, np.uint8), np.ones(most, np.uint8)
 
     def machine(self) -> Machine:
         here = launch.cores_per_rank(), self.comm.engine.progress_mode in HELPED
@@ -201,14 +179,14 @@ class _Calibration:
         taken = alternate(self.mpi, calls, rounds, warmup=1, before=lambda name: others[name](), calm=self.calm)
         return [median(seconds) for seconds in taken.values()]
 
-    # -- messages
+    # -- links
     def _with_links(self, machine: Machine) -> Machine:
         self.say("which ranks are near each other")
-        found = fit.topology(self.size, self.pairs())
+        found = fit.topology(self.size, self.messages.pairs())
         levels = []
         for number in range(len(found.groups) + 1):
             self.say(f"messages inside of groups of {([*found.groups, self.size])[number]}")
-            levels.append(self._level(found, number))
+            levels.append(self.messages.level(found, number))
         inner = levels[0]
         return replace(
             machine,
@@ -218,125 +196,8 @@ class _Calibration:
             burst=inner.burst,
             levels=tuple(levels[1:]),
             rates=found.rates if min(found.rates) < 1 else (),
-            ports=self._ports(found.groups[0] if found.groups else self.size),
+            ports=self.messages.ports(found.groups[0] if found.groups else self.size),
         )
-
-    def pairs(self) -> dict[tuple[int, int], float]:
-        """Bytes per second of pairs of ranks, each by itself, there and back: by what two sizes differ in."""
-        if self.size <= ALL_PAIRS:
-            pairs = [(a, b) for a in range(self.size) for b in range(a + 1, self.size)]
-        else:
-            steps = [1 << i for i in range(self.size.bit_length()) if 1 << i < self.size]
-            pairs = [(a, a + step) for step in steps for a in range(self.size - step)]
-        small, large = PAIR_NBYTES
-        seconds = np.zeros(len(pairs))
-        for i, pair in enumerate(pairs):
-            if self.rank in pair:
-                short, long = (
-                    min(self._there_and_back(pair, nbytes) for _ in range(PAIR_ROUNDS)) for nbytes in PAIR_NBYTES
-                )
-                seconds[i] = max(long - short, 0.1 * long)  # both are as good as their noise
-            meet(self.mpi)
-        slowest = of_all_ranks(self.mpi, seconds).max(axis=0)
-        return {pair: 2 * (large - small) / s for pair, s in zip(pairs, slowest.tolist(), strict=True)}
-
-    def _there_and_back(self, pair: tuple[int, int], nbytes: int) -> float:
-        first, other = pair
-        begun = perf_counter()
-        peer = other if self.rank == first else first
-        for turn in (first, other):
-            if turn == self.rank:
-                self._complete([self.mpi.Isend(self.outbox[:nbytes], peer)])
-            else:
-                self._complete([self.mpi.Irecv(self.inbox[:nbytes], peer)])
-        return perf_counter() - begun
-
-    def _level(self, found: Topology, number: int) -> Level:
-        """The link of this level, while all ranks use it at once, as they do in a collective."""
-        ranks = found.groups[number - 1] if number else 1
-        every = fit.shift(found, number)
-        slow = min(every, key=lambda rank: found.rates[rank])
-        sources, dests = ([end] for end in every[self.rank]) if self.rank in every else ([], [])
-        latency = self._latency(ranks)
-        samples = self._samples(lambda nbytes: self._shift(sources, dests, nbytes), SIZES[-1])
-        shared = False
-        if number:
-            pair = slow, every[slow][1]  # slowed down as all of them together are
-            alone = self._samples(lambda nbytes: self._alone(pair, nbytes), samples[-1][0])
-            together, by_itself = (some[len(alone) - 1][1] - latency for some in (samples, alone))
-            shared = together > (1 + fit.crowd(every, ranks)) / 2 * by_itself
-            samples = alone if shared else samples
-        full = [(nbytes, latency + max(0.0, seconds - latency) * found.rates[slow]) for nbytes, seconds in samples]
-        points = fit.sustained(full, latency)
-        (a, y), (b, z) = points[-2:]
-        bandwidth = (b - a) / (z - y) if z > y else b / max(z, 1e-9)
-        return Level(ranks, latency, bandwidth, shared, points, fit.burst(full, latency))
-
-    def _ports(self, whole: int) -> int:
-        """How many others of its group of `whole` ranks each rank can exchange with at once."""
-        first, nbytes = self.rank - self.rank % whole, len(self.inbox) // AT_ONCE[-1]
-        taken = {}
-        for count in (n for n in AT_ONCE if n < whole):
-            sources, dests = (
-                [first + (self.rank - first + way * step) % whole for step in range(1, count + 1)] for way in (-1, 1)
-            )
-            taken[count] = self._shift(sources, dests, nbytes)
-        return fit.ports(taken)
-
-    @staticmethod
-    def _samples(seconds_of: Callable[[int], float], most: float) -> list[tuple[float, float]]:
-        """Seconds by bytes, up to `most` bytes or to what takes too long."""
-        samples: list[tuple[float, float]] = []
-        for nbytes in SIZES:
-            if nbytes <= most and (len(samples) < 2 or 4 * samples[-1][1] <= MOST_SECONDS):
-                samples.append((nbytes, seconds_of(nbytes)))
-        return samples
-
-    def _latency(self, step: int) -> float:
-        """Half of what a byte takes there and back, between ranks 0 and `step`."""
-        seconds = np.array([np.inf])
-        if self.rank in (0, step):
-            seconds[0] = median(self._there_and_back((0, step), 1) for _ in range(20)) / 2
-        meet(self.mpi)
-        return float(of_all_ranks(self.mpi, seconds).min())
-
-    def _alone(self, pair: tuple[int, int], nbytes: int) -> float:
-        """One message from the first to the second, and nobody else.
-
-        With one the other way TCP's acknowledgements queue behind data, and either may take a tenth longer than in the
-        middle of a plan, where others are under way too.
-        """
-        source, dest = pair
-        return self._shift([source] * (self.rank == dest), [dest] * (self.rank == source), nbytes)
-
-    def _shift(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
-        """All ranks at once, each from its sources and to its destinations: seconds of the slowest one."""
-        taken = []
-        for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
-            sleep(self.idle)
-            meet(self.mpi)
-            taken.append(self._exchange(sources, dests, nbytes))
-        slowest = of_all_ranks(self.mpi, np.array(taken)).max(axis=0)
-        return quiet(slowest[slowest <= LOST_PACKETS * slowest.min()] if nbytes in LARGEST else slowest)
-
-    def _exchange(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
-        begun = perf_counter()
-        requests = [
-            self.mpi.Irecv(self.inbox[i * nbytes : (i + 1) * nbytes], source) for i, source in enumerate(sources)
-        ]
-        requests += [self.mpi.Isend(self.outbox[:nbytes], dest) for dest in dests]
-        self._complete(requests)
-        return perf_counter() - begun
-
-    def _complete(self, requests: Iterable[Any]) -> None:
-        seconds = self.comm.engine.timeout
-        end = perf_counter() + seconds
-        for request in requests:
-            while not request.Test():
-                if perf_counter() > end:
-                    self.link.given_up.append((request, self.inbox, self.outbox))
-                    raise WaitTimeout(f"rank {self.rank} waited {seconds:g} s (FOMPI_TIMEOUT) to measure a link")
-                os.sched_yield()
 
     def _cpu(self, machine: Machine) -> tuple[float, float]:
         """Seconds of a core for each message that a rank sends or receives, and for each byte.

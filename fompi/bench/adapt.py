@@ -56,10 +56,13 @@ def _measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: i
         now = explained_for(calibrate(comm), operation, comm.size, x)
         with fompi.bind(now, comm=comm, x=x) as fresh:
             contestants = {"adapted": Contestant(step, error), "fresh plan": Contestant(fresh, error)}
-            errors = checked(mpi, contestants)
+            errors, looked = checked(mpi, contestants), len(step.changes)
             samples = alternate(mpi, {name: c.call for name, c in contestants.items()}, rounds, idle=cluster.idle)
-        last = step.changes[-1]
+        last, looks = step.changes[-1], len(step.changes) - looked
     _set_rate(comm, full)
+    marks = [f"from {first.candidate} to {last.candidate}, fresh: {now.winner.candidate}"]
+    if looks:
+        marks.append(f"adapted looked at the links again in {looks} of the rounds, which counts")
     row = Row(f"{operation} of {total // MIB} MiB, a link drops to a third", str(cluster), samples, errors=errors)
     return replace(
         row,
@@ -68,7 +71,7 @@ def _measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: i
             Figure("calls until they plan again", calls, most=MOST_CALLS),
             row.ratio("adapted", "fresh plan", most=MOST_OVER_FRESH, limit=1.0),
         ],
-        marks=[f"from {first.candidate} to {last.candidate}, fresh: {now.winner.candidate}"],
+        marks=marks,
         progress=progress(comm),
     )
 

@@ -23,7 +23,8 @@ from fompi.errors import FompiError, WaitTimeout
 UNITS = {"us": 1e6, "ms": 1e3}
 """In a second."""
 
-PROBE, PROBES, FIRST_PROBES, CALM, TRIES = 384, 3, 20, 1.15, 4
+PROBE, PROBES, FIRST_PROBES, CALM, TRIES = 384, 3, 20, 1.1, 4
+WAITS, WAIT_SECONDS = 4, 0.03
 
 TOLERANCE = 1e-5
 """Of the largest element, for products in float32 against float64."""
@@ -202,16 +203,16 @@ def checked(comm: Any, contestants: Mapping[str, Contestant], tolerance: float =
 class Calm:
     """Whether others use the cores: by a small product of each rank before a turn and after it, against its usual time.
 
-    A turn in which the slowest took more than CALM times that is taken again, TRIES times at most, and not more turns
-    again than there are (or TRIES); then the one counts in which the products were disturbed least. What the turn
-    itself took has no say in it. Collective over `comm`.
+    While the slowest takes more than CALM times that, a turn waits, WAITS times in the mean; one that was disturbed is
+    taken again, TRIES times at most, and not more turns again than there are (or TRIES); then the one counts in which
+    the products were disturbed least. What the turn itself took has no say in it. Collective over `comm`.
     """
 
     def __init__(self, comm: Any):
         self.comm = comm
         self._products = [np.ones((PROBE, PROBE), np.float32) for _ in range(3)]
         self._taken: list[float] = []
-        self._turns = self._repeated = self._disturbed = 0
+        self._turns = self._repeated = self._waited = self._disturbed = 0
         for _ in range(FIRST_PROBES):
             self.probe()
 
@@ -232,6 +233,16 @@ class Calm:
         self._taken.append(min(seconds))
         return min(seconds) / float(np.quantile(self._taken, 0.1))
 
+    def awaited(self) -> float:
+        """How much this rank is disturbed, once others rest on all ranks, or there has been enough waiting."""
+        while True:
+            disturbed = self.probe()
+            slowest = float(of_all_ranks(self.comm, np.array([disturbed])).max())
+            if slowest <= CALM or self._waited >= WAITS * max(self._turns, TRIES):
+                return disturbed
+            self._waited += 1
+            sleep(WAIT_SECONDS)
+
     def least_disturbed(self, turn: Callable[[], tuple[float, float]]) -> float:
         """The seconds of `turn`, which returns how much this rank was disturbed, and seconds."""
         self._turns += 1
@@ -248,7 +259,7 @@ class Calm:
         """What `measured` says in a turn; it is the same on all ranks."""
 
         def turn() -> tuple[float, float]:
-            before, value = self.probe(), measured()
+            before, value = self.awaited(), measured()
             return max(before, self.probe()), value
 
         return self.least_disturbed(turn)
@@ -256,7 +267,7 @@ class Calm:
     def told(self) -> str:
         """How it went since this was last asked, in words."""
         turns, repeated, disturbed = self._turns, self._repeated, self._disturbed
-        self._turns = self._repeated = self._disturbed = 0
+        self._turns = self._repeated = self._waited = self._disturbed = 0
         words = f"{turns} turns, {repeated} repeated because others used the cores"
         return f"{words}, as they did in {disturbed} of those that count"
 
@@ -287,7 +298,7 @@ def alternate(
             before(name)
         sleep(idle)
         if calm is not None:
-            disturbed = calm.probe()
+            disturbed = calm.awaited()
         meet(comm)
         begun = perf_counter()
         for _ in range(calls):

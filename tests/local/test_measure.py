@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.bench import table
+from fompi.bench import measure, table
 from fompi.bench.measure import (
     TRIES,
     Calm,
@@ -199,7 +199,7 @@ def quiet_calm(monkeypatch, disturbed):
 def test_a_turn_that_others_disturb_is_taken_again(monkeypatch):
     """The one counts that was disturbed least, whatever it took itself; no turn more often than TRIES."""
     took = iter([0.03, 0.01, 0.02])
-    calm = quiet_calm(monkeypatch, [1.0, 1.5, 1.5, 1.0, 1.0, 1.1])
+    calm = quiet_calm(monkeypatch, [1.0, 1.5, 1.0, 1.4, 1.0, 1.1])
     measured = alternate(Alone(), {"a": lambda: time.sleep(next(took))}, 1, warmup=0, calm=calm)
     assert measured["a"][0] == pytest.approx(0.02, rel=0.4)
     assert calm.told().startswith("1 turns, 2 repeated because others used the cores, as they did in 0 ")
@@ -207,11 +207,22 @@ def test_a_turn_that_others_disturb_is_taken_again(monkeypatch):
 
 def test_a_figure_counts_that_was_measured_while_others_rested(monkeypatch):
     """Of the speed of the cores before a row as of its turns; the first of a row may be repeated too."""
-    calm = quiet_calm(monkeypatch, [1.6, 1.0, 1.0, 1.5, 1.4, 1.4, 1.0, 1.0])
+    calm = quiet_calm(monkeypatch, [1.0, 1.6, 1.0, 1.5, 1.0, 1.4, 1.0, 1.0])
     said = iter([1.2, 1.3, 1.4, 1.0])
     assert calm.undisturbed(lambda: next(said)) == 1.0 and calm.told().startswith("1 turns, 3 repeated")
     calm = quiet_calm(monkeypatch, iter(lambda: 1.6, 0))
     assert calm.undisturbed(lambda: 1.1) == 1.1 and f"{TRIES - 1} repeated" in calm.told()
+
+
+def test_a_turn_waits_until_others_rest(monkeypatch):
+    """On any rank: then it need not be taken again. Who never rests is not waited for long."""
+    monkeypatch.setattr(measure, "WAIT_SECONDS", 0.001)
+    calm = quiet_calm(monkeypatch, [1.3, 1.2, 1.0, 1.0])
+    assert calm.undisturbed(lambda: 1.1) == 1.1 and calm.told().startswith("1 turns, 0 repeated")
+    calm, probes = quiet_calm(monkeypatch, iter(lambda: 1.3, 0)), []
+    monkeypatch.setattr(calm, "probe", lambda: probes.append(1) or 1.3)
+    alternate(Alone(), {"a": lambda: None}, 50, warmup=0, calm=calm)
+    assert len(probes) <= 2 * 2 * 50 + measure.WAITS * (50 + TRIES)
 
 
 def test_turns_are_not_repeated_for_ever(monkeypatch):

@@ -19,7 +19,7 @@ import pytest
 from mpi4py import MPI
 
 import fompi
-from fompi import effort
+from fompi import effort, speeds
 from fompi.machine import Machine
 
 calibrate = import_module("fompi.calibrate")  # fompi.calibrate is the function
@@ -69,8 +69,9 @@ def few_rounds(monkeypatch):
     """Measurements are short: no figure is judged."""
     monkeypatch.setattr(effort, "ROUNDS", 2)
     monkeypatch.setattr(effort, "FEW", 2)
-    monkeypatch.setattr(calibrate, "ROUNDS", 2)
-    monkeypatch.setattr(calibrate, "SIZES", [1 << 10, 1 << 14, 1 << 18])
+    for module in (calibrate, speeds):
+        monkeypatch.setattr(module, "ROUNDS", 2)
+        monkeypatch.setattr(module, "SIZES", [1 << 10, 1 << 14, 1 << 18])
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import fompi
 from fompi import Partial, Spec, call, fit
 from fompi.calibrate import slowdown
 from fompi.machine import Machine
+from fompi.speeds import Messages
 
 pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores say nothing new, slowly"),
@@ -51,9 +52,9 @@ def test_a_shared_link_is_measured_one_way(own, comm):
     """With a message the other way its acknowledgements wait behind data, and a slow link looks slower than it is."""
     if own.size == 1:
         return
-    with import_module("fompi.calibrate")._Calibration(own, print) as measured:
-        measured._alone((0, own.size - 1), 1000)
-    assert comm.allgather(int(measured.inbox.sum())) == [0] * (own.size - 1) + [1000]
+    messages = Messages(own, own.link)
+    messages._alone((0, own.size - 1), 1000)
+    assert comm.allgather(int(messages.inbox.sum())) == [0] * (own.size - 1) + [1000]
 
 
 def test_calibrate_is_called_on_all_ranks(own):
@@ -163,11 +164,9 @@ def test_a_measurement_has_a_deadline(own, comm, monkeypatch):
         with pytest.raises(fompi.WaitTimeout, match=r"not all ranks came to a measurement within 0\.3 s"):
             calibrated.meet(private)
         monkeypatch.setattr(own.engine, "timeout", 0.3)
-        measured = calibrated._Calibration.__new__(calibrated._Calibration)
-        measured.link, measured.comm = own.link, own
-        measured.rank, measured.inbox, measured.outbox = 0, np.zeros(1), np.zeros(1)
+        messages = Messages(own, own.link)
         with pytest.raises(fompi.WaitTimeout, match="to measure a link"):
-            measured._complete([private.Irecv(measured.inbox, 1, 7)])
+            messages._complete([private.Irecv(messages.inbox[:8], 1, 7)])
         monkeypatch.undo()
         private.Send(np.zeros(1), 1, 8)
     elif own.rank == 1:
