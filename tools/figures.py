@@ -48,9 +48,10 @@ Everything here was measured by the command beside it, on one machine with two c
 by [tools/netlab.py](lab.md): network namespaces with shaped links of their own. `python tools/figures.py` measures all
 of it again. Contestants run in turns, within one run; a figure is a ratio of medians, its interval that of the median
 of the ratios of each round (sign test). Every contestant's result is checked before it is timed. Where kernels run on
-cores that others use too, a turn is taken again if small products just before or after it were disturbed; what the turn
-itself took has no say in that. Limits: `T_c` is the kernel alone, `T_m` the bare exchange, `wire` a plain TCP stream of
-the same size after the same silence. The p99 of a row is that of its rounds: of so few it is nearly the slowest.
+cores that others use too, a turn waits for a while until small products are not disturbed, and is taken again if those
+just before or after it were; what the turn itself took has no say in that. Limits: `T_c` is the kernel alone, `T_m` the
+bare exchange, `wire` a plain TCP stream of the same size after the same silence. The p99 of a row is that of its
+rounds: of so few it is nearly the slowest.
 
 """
 

@@ -2,7 +2,7 @@
 
 Rounds are interleaved (A B C, B C A, C A B, ...), so that whatever disturbs the machine disturbs all alike, and ratios
 are made within a round. A contestant whose result is wrong is not timed. What disturbs cores for parts of a second does
-not disturb all alike: with `Calm` a turn is taken again where small products before and after it tell of others.
+not disturb all alike: with `Calm` a turn waits for others, and is taken again, where small products tell of them.
 """
 
 from __future__ import annotations
