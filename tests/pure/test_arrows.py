@@ -78,6 +78,7 @@ FRONT = {
     "torch",
     "jax",
     "parallel",
+    "speeds",
     "calibrate",
     "effort",
     "adaptive",
