@@ -11,7 +11,7 @@ import fompi
 from fompi import faults, info, launch, picture, problems, transport
 from fompi.agreement import agree
 from fompi.bench import suites
-from fompi.errors import FompiError
+from fompi.errors import FompiError, LaunchError
 from fompi.layout import Spec
 from fompi.machine import PRESETS
 from fompi.problems import MEANING
@@ -109,9 +109,17 @@ def _problem_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     parser.add_argument("--dtype", default="float32")
 
 
+DEFAULT = "what FOMPI_MACHINE says, or gigabit"
+
+
+def _machine() -> str:
+    return os.environ.get("FOMPI_MACHINE") or "gigabit"
+
+
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     _problem_arguments(parser)
-    parser.add_argument("--machine", default="gigabit", help=f"a JSON file, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--machine", default=_machine(), help=f"a JSON file, or one of {', '.join(PRESETS)}; {DEFAULT}")
+    parser.add_argument("--top", type=int, metavar="N", help="only the best N candidates")
     parser.add_argument("--timeline", action="store_true", help="that of the best one, as text")
     parser.add_argument(
         "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, SVG or PNG"
@@ -128,7 +136,7 @@ def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--json", action="store_true", help="the plan as JSON")
         parser.add_argument("--machine", help="auto is what is best there: a preset, or a JSON file")
     else:
-        parser.add_argument("--machine", default="gigabit", help="a preset, or a JSON file")
+        parser.add_argument("--machine", default=_machine(), help=f"a preset, or a JSON file; {DEFAULT}")
         parser.add_argument("--save", metavar="FILE", help="the trace as Chrome JSON, for Perfetto")
         parser.add_argument("--model", default="llama-7b", help=f"of a step: {', '.join(MODELS)}")
         parser.add_argument("--parallel", default="tp", help=f"of a step: {', '.join(PARALLEL)}")
@@ -144,8 +152,10 @@ def _specs(options: argparse.Namespace) -> list[Spec]:
 def _explain(options: argparse.Namespace) -> int:
     if options.plot:
         picture.check(options.plot)  # before the walks
+    if options.top is not None and options.top < 1:
+        raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
     found = fompi.explain(options.operation, *_specs(options), ranks=options.ranks, machine=options.machine)
-    print(found)
+    print(found.text(options.top))
     if options.timeline:
         print(found.timeline())
     if options.plot:
@@ -159,9 +169,11 @@ def _calibrate(file: str) -> int:
     with fompi.Communicator() as comm:
         begun, refusal = perf_counter(), None
         try:
+            if comm.size == 1:
+                raise LaunchError("one rank has no links to measure: mpirun -n 4 python -m fompi calibrate")
             if comm.rank == 0:
                 suites.check_writable(file)  # before a minute is spent
-        except OSError as error:
+        except (OSError, LaunchError) as error:
             refusal = error
         agree(comm, f"calibrate {file}", refusal)
         machine = calibrate(comm, print if comm.rank == 0 else lambda text: None)
@@ -196,7 +208,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _slices(text: str) -> int | tuple[int, ...]:
     try:
-        shares = tuple(int(part) for part in text.split(","))
+        shares = tuple(int(part) for part in text.replace(":", ",").split(","))
     except ValueError:
         raise fompi.PlanError(
             f"--slices takes a number, or sizes in proportion, for example 1,2,4, not {text!r}"

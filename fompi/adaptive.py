@@ -93,6 +93,8 @@ def bind(
             refusal = PlanError(f"backend={backend!r} is none of fompi.backends: {error}")
         if effort not in ("plan", "measure"):
             refusal = PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
+        if same_bits and not adapt:
+            refusal = PlanError("same_bits=True bounds what adapt=True may go over to: give both, or none")
         if plan.problem.size != communicator.size:
             refusal = PlanError(
                 f"the explanation is for {plan.problem.size} ranks, {communicator!r} has {communicator.size}"
@@ -103,10 +105,10 @@ def bind(
         return Adaptive(binding, candidate, adapt)
     wrong: Exception | None = None
     if not isinstance(plan, Plan):
-        wrong = PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not {plan!r}")
-    elif effort != "plan" or adapt:
+        wrong = PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not a {type(plan).__name__}")
+    elif effort != "plan" or adapt or same_bits:
         wrong = PlanError(
-            "effort= and adapt= choose among many plans: bind(fompi.explain(...), ...) instead of one plan"
+            "effort=, adapt= and same_bits= are for many plans: bind(fompi.explain(...), ...) instead of one plan"
         )
     elif not isinstance(plan.programs, Programs):  # not as a schedule has written it
         wrong = flaw(lambda: plan)
@@ -264,21 +266,20 @@ class Adaptive:
             return
         if not self._usual:  # the first ones say what is usual: a prediction is a little off
             self._usual = slowest
-            if not differ(slowest, self._predicted, WARN_DRIFT):
-                return
-        elif not differ(slowest, self._usual, DRIFT):
-            return
-        self._change(slowest)
+            if differ(slowest, self._predicted, WARN_DRIFT):
+                self._change(slowest, f"{1e3 * self._predicted:.3g} were predicted")
+        elif differ(slowest, self._usual, DRIFT):
+            self._change(slowest, f"{1e3 * self._usual:.3g} were usual")
 
-    def _change(self, slowest: float) -> None:
+    def _change(self, slowest: float, before: str) -> None:
         """The links are looked at again, and the best plan for them taken. All ranks come here before the same call."""
         now, begun = self.changes[-1].candidate, perf_counter()
         self.binding.again(now)
         winner = self.binding.explained.winner.candidate
-        why = f"calls took {1e3 * slowest:.3g} ms, {1e3 * (self._usual or self._predicted):.3g} were usual"
+        why = f"calls took {1e3 * slowest:.3g} ms, {before}" + ("; it stays the best" if winner == now else "")
         if winner != now:
-            before, self.step = self.step, self.binding.executor(winner)
-            before.close()
+            last, self.step = self.step, self.binding.executor(winner)
+            last.close()
         self._predicted, self._usual = self._prediction(winner), 0.0 if winner != now else slowest
         self.changes.append(Change(self._count, winner, why))
         ended = perf_counter()

@@ -58,6 +58,9 @@ PRODUCTS = (
 Powers of two are not all of them: a product of these takes some 4 % longer, its rows share the sets of a cache.
 """
 
+FEW_PRODUCTS = PRODUCTS[2::3]
+"""By which kernels are compared with those of before, while a program waits."""
+
 
 def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None) -> Machine:
     """The Machine of the ranks of `comm`, the same on all of them. Collective; `say` hears what is being measured.
@@ -82,11 +85,13 @@ def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
 
 
 def slowdown(machine: Machine, comm: Communicator) -> float:
-    """How many times as long kernels take now as `machine` says, on the slowest rank. Collective; under a second."""
-    some = PRODUCTS[::2]
+    """How many times as long kernels take now as `machine` says, on the slowest rank. Collective; under a second.
+
+    Now: it does not wait for others who use the cores.
+    """
     with _Calibration(comm, lambda text: None) as measured:
-        taken = measured.products(some, ROUNDS)
-    said = [fit.product_seconds(machine, *shape) for shape in some]
+        taken = measured.products(FEW_PRODUCTS, ROUNDS, None)
+    said = [fit.product_seconds(machine, *shape) for shape in FEW_PRODUCTS]
     return median(seconds / expected for seconds, expected in zip(taken, said, strict=True))
 
 
@@ -102,6 +107,7 @@ class _Calibration:
         cores, helped = of_all_ranks(self.mpi, np.array(here, float)).min(axis=0)  # hosts may differ
         self.say("kernels")
         overhead, memory_rate, flops_rate, pack_rate = self._kernels()
+        self.say(self.calm.told() if self.calm is not None else "ranks share cores: each is slowed down by the others")
         mpi = library()
         hosts = len(set(texts(self.mpi, socket.gethostname())))
         where = f"{self.size} ranks on {hosts} host{'s' * (hosts > 1)}, {mpi.name} {mpi.version}"
@@ -161,12 +167,12 @@ class _Calibration:
         overhead, summed = (median(taken[name]) for name in sums)
         timed = [
             fit.product(*shape, max(1e-9, seconds - overhead))
-            for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS), strict=True)
+            for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS, self.calm), strict=True)
         ]
         flops_rate, pack_rate = fit.product_rates(timed)
         return overhead, 3 * large[0].nbytes / summed, flops_rate, pack_rate
 
-    def products(self, shapes: Sequence[tuple[int, int, int]], rounds: int) -> list[float]:
+    def products(self, shapes: Sequence[tuple[int, int, int]], rounds: int, calm: Calm | None) -> list[float]:
         """Median seconds of each, of the slowest rank; all ranks compute at once.
 
         Each right after other rows by the same weight, as a plan multiplies piece after piece: caches hold the weight.
@@ -176,7 +182,7 @@ class _Calibration:
         for m, k, n in shapes:
             x, w, y = np.ones((2, m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
             others[f"{m} {k} {n}"], calls[f"{m} {k} {n}"] = (partial(np.matmul, rows, w, out=y) for rows in x)
-        taken = alternate(self.mpi, calls, rounds, warmup=1, before=lambda name: others[name](), calm=self.calm)
+        taken = alternate(self.mpi, calls, rounds, warmup=1, before=lambda name: others[name](), calm=calm)
         return [median(seconds) for seconds in taken.values()]
 
     # -- links

@@ -29,7 +29,7 @@ from fompi.layout import Extents, Sizes, Slices
 from fompi.plan import MOST_MESSAGES
 from fompi.problems import Problem
 from fompi.run import Run
-from fompi.schedules import REGISTERED, as_slices, to_one_peer, write
+from fompi.schedules import REGISTERED, SCHEDULES, as_slices, to_one_peer, write
 from fompi.trace import AGREEMENT, Event, Trace
 from fompi.verify import verify
 
@@ -49,7 +49,7 @@ class How(NamedTuple):
 
 def compiled(comm: Communicator, local: Local, schedule: str, slices: Slices | None) -> Compiled:
     """The program of this rank, verified with the whole plan when it is first needed. Raises PlanError for none."""
-    key = (local.problem, schedule, slices, local.packed)
+    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed)  # a user's may be another one now
     found: Compiled | None = comm.plans.get(key)
     if found is None:
         if to_one_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before so many are written
@@ -126,6 +126,8 @@ class Operation:
                 raise PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
             if slices is not None:
                 slices = as_slices(slices)
+            if effort == "measure" and (schedule, slices) != ("auto", None):
+                raise PlanError('effort="measure" chooses schedule and slices: leave both out, or effort')
             if (schedule, slices) != ("auto", None):  # where "auto" takes what cannot be cut so fine: direct
                 compiled(communicator, local, "direct" if schedule == "auto" else schedule, slices)
         except Exception as error:  # the other ranks must not wait for us
@@ -194,9 +196,7 @@ class Pending:
 
     def _common(self, local: Local) -> int:
         """What all ranks must agree on, as a number."""
-        machine = self._comm.machine
-        how = (self._schedule, self._slices, self._arguments.gradient, None if machine is None else machine.digest)
-        number = _digest((local.problem.common, *how))
+        number = _digest((local.problem.common, self._schedule, self._slices, self._arguments.gradient))
         if local.problem.moves in ("all_gather", "all_to_all"):
             return number
         return number ^ digest(str(local.shape if local.problem.flat else local.rows))  # may differ at every call
@@ -211,8 +211,6 @@ class Pending:
         if local.problem.flat:
             rows = f" with the shape {local.shape}"
         how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, slices {self._slices}"
-        if self._comm.machine is not None:
-            how += f" on the machine {self._comm.machine.name} ({self._comm.machine.digest})"
         return f"{local.problem}{rows}{how}{' for a gradient' if self._arguments.gradient else ''}"
 
     def _agreed(self, agreement: Any) -> None:

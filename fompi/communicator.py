@@ -83,7 +83,7 @@ class Communicator:
     """The ranks of an MPI communicator (None: all), with a duplicate of it for our messages. Making one is collective.
 
     `rank` and `size` as in mpi4py. `close()`, or `with`, gives the duplicate back. Raises MismatchError on all ranks if
-    they run other versions of fompi, and LayoutError if FOMPI_MACHINE names no machine.
+    they run other versions of fompi or have other machines, and LayoutError if FOMPI_MACHINE names none.
     """
 
     def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
@@ -108,12 +108,12 @@ class Communicator:
         self._calls = self._bound = 0
         if not is_ours:
             self._calls = -1  # this agreement is call 0
-            reports = " with FOMPI_REPORT" if self.engine.report is not None else ""
-            what, here = (
-                f"Communicator of fompi {__version__}{reports}",
-                digest(socket.gethostname()) % (1 << GIVEN_BITS),
-            )
-            hosts = digest(str(list(agree(self, what, _learn_machine(self.engine), gives=here))))
+            refusal, machine = _learn_machine(self.engine), self.engine.machine
+            what = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
+            if machine is not None:
+                what += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
+            here = digest(socket.gethostname()) % (1 << GIVEN_BITS)
+            hosts = digest(str(list(agree(self, what, refusal, gives=here))))
         self.hosts = hosts  # a digest of those of all ranks, in their order; after a split, of the ranks before it
         if self.size > 1:
             self.network = self.link.several_hosts()

@@ -15,7 +15,7 @@ from fompi.backends.base import Backend
 from fompi.errors import PlanError
 from fompi.layout import Extents, offsets
 from fompi.needs import constraints, enqueued, lane, messages, release
-from fompi.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send
+from fompi.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, cut_in_words
 
 Array = np.ndarray[Any, Any]
 COMPUTE, SEND, RECV, NATIVE = range(4)
@@ -78,7 +78,8 @@ class Compiled:
         self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
         self._x_row_nbytes = self.buffers["x"].row_nbytes
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
-        self.title = f"{plan.problem.operation} by {plan.schedule}" + (f" on an {device}" if device else "")
+        cut = f", {cut_in_words(plan)}" if plan.parts > 1 else ""
+        self.title = f"{plan.problem.operation} by {plan.schedule}{cut}" + (f" on an {device}" if device else "")
         self._reads = [[self._place(c) for c in op.reads] for op in ops]
         self._writes = [[self._place(c) for c in op.writes] for op in ops]
         self._dtypes = [

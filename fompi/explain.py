@@ -53,6 +53,9 @@ class Judged(NamedTuple):
     def seconds(self) -> float:
         return self.estimate if self.trace is None else self.trace.seconds
 
+    def __repr__(self) -> str:
+        return f"Judged({self.candidate}, {'~' if self.trace is None else ''}{1e3 * self.seconds:.3f} ms)"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -111,10 +114,17 @@ class Explanation:
         shown = {str(one.candidate): one.trace for one in (self.unfused, self.winner) if one.trace is not None}
         return timelines(shown)
 
+    def __repr__(self) -> str:
+        return f"Explanation({self.problem} on {self.machine.name}, {len(self.judged)} candidates, {self.winner!r})"
+
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, most: int | None = None) -> str:
+        """The table of the `most` best candidates (None: all), then what is said of the best one."""
         head = f"{self.problem}, {self.problem.size} rank{'s' * (self.problem.size > 1)}, on {self.machine.name}"
         rows: list[tuple[str, ...]] = [("candidate", "ms", "bound/it", "compute", "hidden", "exposed", "why")]
-        for one in self.judged:
+        for one in self.judged[:most]:
             share = f"{self.bound.seconds / one.seconds:.3f}" if one.seconds else ""
             if one.proof is None:
                 rows.append((str(one.candidate), f"~{1e3 * one.seconds:.3f}", share, "", "", "", "by a closed form"))
@@ -128,12 +138,17 @@ class Explanation:
         for row in rows:
             numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
             lines.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
+        if most is not None and most < len(self.judged):
+            lines.append(f"... and {len(self.judged) - most} more")
         lines += [f"{candidate}: refused: {why}" for candidate, why in self.refused]
         lines.append(f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}")
         best = f"best: {self.winner.candidate}, {100 * max(0.0, self.gap):.1f} % above the bound"
         gain = self.unfused.seconds / self.winner.seconds if self.winner.seconds else 1.0
         lines.append(f"{best}, {gain:.2f}x over {self.unfused.candidate}")
         lines += [f"hidden on rank {rank}: {cover}" for rank, cover in self.covers[:COVERS]]
+        if self.machine.natives and self.machine.natives_ranks not in (0, self.problem.size):
+            measured = f"{self.machine.natives_ranks} ranks, not on {self.problem.size}"
+            lines.append(f"the library's collectives were measured on {measured}: a formula takes their place")
         return "\n".join(lines)
 
 

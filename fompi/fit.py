@@ -186,15 +186,20 @@ def curve(samples: Sequence[tuple[float, float]]) -> Points:
     return tuple((float(n), s) for (n, _), s in zip(ordered, seconds, strict=True))
 
 
+TOO_GOOD = 2.0
+
+
 def sustained(samples: Sequence[tuple[float, float]], latency: float) -> Points:
     """The curve of a link that is busy: no size moves faster than what the two largest ones differ by.
 
-    After silence a link may swallow what its buffers hold at once; in the middle of a collective they are full.
+    After silence a link may swallow what its buffers hold at once; in the middle of a collective they are full. No
+    link is TOO_GOOD times as fast between the two as on the way to the largest: then one of them was disturbed.
     """
     ordered = sorted(samples)
     (a, y), (b, z) = ordered[-2:]
-    each = max(0.0, (z - y) / (b - a))
-    return curve([(0.0, latency), *((n, max(s, latency + n * each)) for n, s in ordered)])
+    each = max((z - y) / (b - a), (z - latency) / b / TOO_GOOD, 0.0)
+    *points, (_, y), (_, z) = curve([(0.0, latency), *((n, max(s, latency + n * each)) for n, s in ordered)])
+    return (*points, (a, y), (b, max(z, y + (b - a) * each)))
 
 
 def burst(samples: Sequence[tuple[float, float]], latency: float) -> float:

@@ -185,13 +185,15 @@ class Machine:
         curve says what one takes after a rest, when buffers swallow small ones at once; then they take what the link
         does.
         """
+        if ranks == 1:  # a copy
+            return self.overhead + nbytes / self.memory_rate
         level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
         link = Link(level, (), self.slowest(ranks))
         points = (self.sampled(name, ranks, True) if behind else ()) or self.sampled(name, ranks)
         if points:
-            least = link.busy(nbytes * _moved_share(name, ranks)) if again and ranks > 1 else 0.0
+            least = link.busy(nbytes * _moved_share(name, ranks)) if again else 0.0
             return max(at(points, nbytes), least)
-        moves = level.latency * max(1, ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
+        moves = level.latency * (ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
         if self.lanes == 1 and name in ("all_reduce", "reduce_scatter"):
             summed = nbytes * _moved_share(name, ranks) / (2 if name == "all_reduce" else 1)
             moves += 3 * summed / self.memory_rate

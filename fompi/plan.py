@@ -212,10 +212,15 @@ class Workspace:
         return self.add(name, "scratch", axis, row, dtype)
 
     def __getitem__(self, name: str) -> Buffer:
+        if name not in self._buffers:
+            raise PlanError(f"there is no buffer {name!r}; there are {', '.join(self._buffers)}", self.rank)
         return self._buffers[name]
 
     def program(self, ops: Iterable[Op]) -> Program:
         listed = tuple(ops)  # first: the ops declare scratch as they are written
+        for i, op in enumerate(listed):
+            if not isinstance(op, Op):
+                raise PlanError(f"rank {self.rank}, op {i}: a schedule yields no {op!r}", self.rank, i)
         return Program(self.rank, self.size, self.parts, tuple(self._buffers.values()), listed)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi import fit
+from fompi import fit, launch
 from fompi.bench.measure import meet, of_all_ranks
 from fompi.communicator import Communicator
 from fompi.errors import WaitTimeout
@@ -44,12 +44,17 @@ class Messages:
     def __init__(self, comm: Communicator, link: Link):
         self.link, self.mpi = link, link.comm
         self.rank, self.size, self.timeout = comm.rank, comm.size, comm.engine.timeout
-        self.idle = IDLE_SECONDS if comm.network else 0.0
+        self.network, self.idle = comm.network, IDLE_SECONDS if comm.network else 0.0
         most = max(*SIZES, *PAIR_NBYTES)
         self.inbox, self.outbox = np.zeros(most, np.uint8), np.ones(most, np.uint8)
 
     def pairs(self) -> dict[tuple[int, int], float]:
-        """Bytes per second of pairs of ranks, each by itself, there and back: by what two sizes differ in."""
+        """Bytes per second of pairs of ranks, each by itself, there and back: by what two sizes differ in.
+
+        None of ranks that share the cores of one host: it would be who has a core just then that tells them apart.
+        """
+        if not self.network and of_all_ranks(self.mpi, np.array([launch.cores_per_rank()])).min() < 1:
+            return {}
         if self.size <= ALL_PAIRS:
             pairs = [(a, b) for a in range(self.size) for b in range(a + 1, self.size)]
         else:

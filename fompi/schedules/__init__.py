@@ -84,12 +84,15 @@ def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
     `moves` are among all_gather, reduce_scatter, all_reduce, all_to_all, broadcast. The generator yields `Send`,
     `Recv`, `Compute` and `Collective` on chunks of the buffers in `work` (`fompi.plan.Workspace`): those of the
     problem, and what `work.scratch(...)` makes. All ranks of a job must register it. A plan by such a schedule is
-    proven whenever it is made, on any number of ranks: PlanError names rank, op and chunk. Raises PlanError for a name
-    that is taken or cannot be told from a number of ranks, and for what nothing moves.
+    proven whenever it is made, on any number of ranks: PlanError names rank, op and chunk. Registered again, a name of
+    yours stands for the new one. Raises PlanError for a name of ours or one that cannot be told from a number of ranks,
+    and for what nothing moves.
     """
     known = {meaning.moves for meaning in MEANING.values()}
-    if not name or name == "auto" or "(" in name or name in SCHEDULES:
-        raise PlanError(f"a schedule cannot be registered as {name!r}: the name is taken, empty, or has a parenthesis")
+    if name == "auto" or (name in SCHEDULES and name not in REGISTERED):
+        raise PlanError(f"a schedule cannot be registered as {name!r}: that is one of ours")
+    if not name or "(" in name:
+        raise PlanError(f"a schedule cannot be registered as {name!r}: the name is empty, or has a parenthesis")
     if not moves or not known >= set(moves):
         raise PlanError(
             f"schedule {name!r} moves {', '.join(moves) or 'nothing'}; name some of {', '.join(sorted(known))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -17,10 +18,11 @@ from fompi.plan import Plan, programs_from_json
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments, status=0):
+def run(*arguments, status=0, machine=""):
     """Standard output, then standard error, of a command that ends with `status`."""
     command = [sys.executable, "-m", "fompi", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    environ = {**os.environ, "FOMPI_MACHINE": machine}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environ)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr
@@ -35,7 +37,7 @@ PLANS = {
         ranks=4,
         schedule="ring",
     ),
-    "matmul_reduce_scatter 7x64 64x5 --ranks 3 --dtype bfloat16 --slices 1,3 --window 1": partial(
+    "matmul_reduce_scatter 7x64 64x5 --ranks 3 --dtype bfloat16 --slices 1:3 --window 1": partial(
         fompi.plan,
         fompi.matmul_reduce_scatter,
         Spec((7, 64), "bfloat16", Shard(1)),
@@ -105,6 +107,8 @@ def test_explain(tmp_path):
     text, _ = run("explain", *GATHER.split(), "--machine", "laptop", "--timeline", "--plot", picture)
     assert text == f"{found}\n{found.timeline()}\n" and picture.read_text() == found.plot()
     assert run("plan", *GATHER.split(), "--machine", "laptop") == (f"{found.plan}\n", "")
+    text, _ = run("explain", *GATHER.split(), "--top", 1, machine="laptop")
+    assert text == f"{found.text(1)}\n"
     pixels = tmp_path / "best.png"
     run("explain", *GATHER.split(), "--machine", "laptop", "--plot", pixels)
     assert pixels.read_bytes().startswith(b"\x89PNG") and len(pixels.read_bytes()) > 5000
@@ -120,6 +124,7 @@ WRONG = {
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
     "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks are no groups of 3; take auto, ",
     "plan all_gather_matmul 64x8 8x4 --ranks 2 --dtype bool": "a product of bool has no meaning",
+    f"explain {GATHER} --top 0": "--top 0: show one candidate at least",
     f"explain {GATHER} --plot picture.pdf": "picture.pdf: a picture is SVG or PNG",
     "plan all_to_all 64x4 --ranks 4 --schedule ring": "no schedule 'ring' for all_to_all; take auto, unfused",
     "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "does not sum bfloat16 in float32",
@@ -209,6 +214,12 @@ def test_calibrate(mpirun, tmp_path):
     assert "kernels" in done.stdout and f"written to {tmp_path / 'machine.json'} in" in done.stdout
     text, _ = run("explain", *GATHER.split(), "--machine", tmp_path / "machine.json")
     assert "best: " in text
+
+
+def test_calibrate_needs_others(mpirun, tmp_path):
+    done = mpirun(1, "-m", "fompi", "calibrate", tmp_path / "machine.json", seconds=30)
+    assert done.returncode == 2 and "one rank has no links to measure" in done.output, done.output
+    assert not (tmp_path / "machine.json").exists()
 
 
 def test_calibrate_looks_at_its_file_first(mpirun):

@@ -38,6 +38,10 @@ def test_bind_refuses(own):
     explained, x, w, _ = scatter(own)
     with pytest.raises(fompi.PlanError, match=r"fompi\.explain"):
         fompi.bind(explained.plan, comm=own, x=x, w=w, adapt=True)
+    with pytest.raises(fompi.PlanError, match="give both"):
+        fompi.bind(explained, comm=own, x=x, w=w, same_bits=True)
+    with pytest.raises(fompi.PlanError, match=r"not a Judged$"):
+        fompi.bind(explained.winner, comm=own, x=x, w=w)
     with pytest.raises(fompi.FompiError, match="effort"):
         fompi.bind(explained, comm=own, x=x, w=w, effort="lots" if own.rank == 0 else "plan")
     more = replace(explained, problem=replace(explained.problem, size=own.size + 1))
@@ -55,6 +59,7 @@ def test_it_goes_over_to_another_plan(own, cache, monkeypatch):
     monkeypatch.setattr(adaptive, "refit", lambda machine, comm, computes: machine)
     monkeypatch.setattr(adaptive, "explain", lambda *given, **more: found)
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)  # whatever they take
+    monkeypatch.setattr(adaptive, "LOOK_SHARE", 1e9)
     with fompi.bind(explained, comm=own, x=x, w=w, adapt=True) as step:
         for _ in range(adaptive.CHECK_CALLS):
             assert (step() == y).all()
@@ -63,6 +68,12 @@ def test_it_goes_over_to_another_plan(own, cache, monkeypatch):
         assert [change.call for change in step.changes] == [1, adaptive.CHECK_CALLS + 1]
         assert step.changes[-1].candidate == other.candidate and step.plan.schedule == other.candidate.schedule
         assert f"from call {adaptive.CHECK_CALLS + 1} on {other.candidate}" in step.trace.title
+        for _ in range(2 * adaptive.CHECK_CALLS):
+            assert (step() == y).all()
+        words = [change.why.partition(" ms, ")[2] for change in step.changes[1:]]
+        predicted = [f"{1e3 * one.seconds:.3g} were predicted" for one in (explained.winner, other)]
+        assert words[:2] == [predicted[0], f"{predicted[1]}; it stays the best"]
+        assert words[2].endswith(" were usual; it stays the best")
 
 
 def test_same_bits_keep_the_schedule(own, cache, monkeypatch):

@@ -195,6 +195,12 @@ def test_one_rank_cannot_choose_by_measurement(world, last, case, monkeypatch):
             fompi.all_gather(X, comm=world, effort="measure")
 
 
+@pytest.mark.parametrize("asked", [{"schedule": "ring"}, {"slices": 2}])
+def test_measuring_chooses_itself(world, asked):
+    with pytest.raises(fompi.PlanError, match="chooses schedule and slices"):
+        fompi.all_gather(X, comm=world, effort="measure", **asked)
+
+
 def test_nothing_can_be_listed(world, last, monkeypatch):
     """What goes wrong on rank 0 while it looks for candidates is said on all ranks."""
     monkeypatch.setenv("FOMPI_CACHE", "0")

@@ -188,11 +188,30 @@ def test_the_closed_forms_are_near():
                 assert 1 / 1.5 < estimate(made, sizes, machine, candidate) / seconds < 1.5, candidate
 
 
+def test_collectives_that_were_measured_on_other_ranks():
+    """A formula takes the place of their curves: that is said."""
+    natives = {name: ((1e6, 0.5),) for name in ("all_gather", "all_reduce")}
+    measured = replace(Machine.load("gigabit"), natives=natives, natives_ranks=2)
+    x, words = Spec((512, 256), "float32", Shard(0)), "measured on 2 ranks, not on 4: a formula"
+    assert words in str(fompi.explain("all_gather", x, ranks=4, machine=measured))
+    assert "a formula" not in str(fompi.explain("all_gather", x, ranks=2, machine=measured))
+
+
+def test_one_rank_has_no_wire():
+    x, w = Spec((512, 256), "float32", Shard(0)), Spec((256, 512), "float32", Shard(1))
+    found = fompi.explain("all_gather_matmul", x, w, ranks=1, machine="gigabit")
+    assert found.winner.seconds < 1.2 * found.bound.seconds
+
+
 def test_what_a_user_types(tmp_path):
     x, w = Spec((512, 256), "float32", Shard(0)), Spec((256, 512), "float32", Shard(1))
     found = fompi.explain(fompi.all_gather_matmul, x, w, ranks=4, machine="gigabit")
     assert fompi.explain("all_gather_matmul", x, w, ranks=4, machine=Machine.load("gigabit")) == found
     assert "rank 0" in found.timeline() and found.plot().startswith("<svg")
+    assert len(repr(found)) < 200 and repr(found.winner) in repr(found) and str(found.winner.candidate) in repr(found)
+    best = found.text(2).splitlines()
+    words = [line.split() for line in (*best[:4], *str(found).splitlines()[:4])]
+    assert words[:4] == words[4:] and best[4] == f"... and {len(found.judged) - 2} more"
     with pytest.raises(LayoutError, match="no machine 'cray'"):
         fompi.explain("all_gather_matmul", x, w, ranks=4, machine="cray")
     with pytest.raises(LayoutError, match="ranks=0"):

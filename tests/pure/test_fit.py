@@ -112,6 +112,14 @@ def test_a_burst_after_silence_is_no_speed():
     assert fit.burst([*samples, (4000, 40.5)], 1.0) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("disturbed", [(1.1, 2.0, 2.0), (1.1, 4.0, 3.0), (1.1, 2.0, 2.1)])
+def test_no_link_is_infinitely_fast(disturbed):
+    """The second largest message was held up: the largest is not free beside it."""
+    *_, (a, y), (b, z) = fit.sustained(list(zip((10, 100, 400), disturbed, strict=True)), 1.0)
+    assert z - y >= (b - a) * (disturbed[-1] - 1.0) / b / fit.TOO_GOOD * (1 - 1e-9)
+    assert Level(1, 1.0, 1.0, False, fit.sustained([(10, 1.1), (100, 2.0), (400, 2.0)], 1.0)).fastest < 1e3
+
+
 @pytest.mark.parametrize(
     "seconds",
     [

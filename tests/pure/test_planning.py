@@ -146,6 +146,27 @@ def test_a_schedule_of_a_user_that_is_wrong(forgotten, lacking, text):
 
 
 @pytest.mark.parametrize(
+    ("yielded", "text"),
+    [
+        (lambda work: work["z"], "no buffer 'z'; there are x, y"),
+        (lambda work: "send", "op 0: a schedule yields no 'send'"),
+    ],
+    ids=["no such buffer", "no op"],
+)
+def test_a_schedule_of_a_user_that_makes_no_plan(forgotten, yielded, text):
+    fompi.schedule("wrong", "all_gather")(lambda problem, work: iter([yielded(work)]))
+    with pytest.raises(PlanError, match=text):
+        fompi.plan(fompi.all_gather, X, ranks=3, schedule="wrong")
+
+
+def test_a_schedule_of_a_user_is_registered_again(forgotten):
+    """As a cell of a notebook is run again."""
+    fompi.schedule("mine", "all_gather")(lambda problem, work: iter(()))
+    fompi.schedule("mine", "all_gather")(everyone)
+    assert fompi.plan(fompi.all_gather, X, ranks=2, schedule="mine").programs[0].ops
+
+
+@pytest.mark.parametrize(
     ("name", "moves"),
     [("ring", ["all_gather"]), ("", ["all_gather"]), ("auto", ["all_gather"]), ("mine(3)", ["all_gather"]),
      ("mine", []), ("mine", ["all_gather", "barrier"])],
