@@ -92,7 +92,7 @@ def legs() -> list[Leg]:
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))
     if (ROOT / "tests/docs").exists():
-        found.append(Leg("docs", "mpich", 300, ("tests/docs",)))
+        found.append(Leg("docs", "mpich", 600, ("tests/docs",)))
     return found
 
 
