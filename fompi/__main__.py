@@ -11,6 +11,7 @@ import fompi
 from fompi import faults, info, launch, picture, problems, transport
 from fompi.agreement import agree
 from fompi.bench import suites
+from fompi.communicator import machine_of_environment
 from fompi.errors import FompiError, LaunchError
 from fompi.layout import Spec
 from fompi.machine import PRESETS
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             how = options.schedule, options.slices, options.window, options.dtype
             if options.shapes or how != ("auto", None, None, "float32") or options.verify or options.save:
                 parser.error("simulate step takes --model, --parallel, --ranks, --machine and --tokens only")
-            machine = fompi.Machine.load(options.machine)
+            machine = _machine(options)
             print(step(options.model, options.parallel, options.ranks, machine, options.tokens))
             return 0
         status = _explain(options) if options.command == "explain" else _plan(options)
@@ -112,13 +113,18 @@ def _problem_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
 DEFAULT = "what FOMPI_MACHINE says, or gigabit"
 
 
-def _machine() -> str:
-    return os.environ.get("FOMPI_MACHINE") or "gigabit"
+def _machine(options: argparse.Namespace) -> fompi.Machine:
+    return _named(options) or fompi.Machine.load("gigabit")
+
+
+def _named(options: argparse.Namespace) -> fompi.Machine | None:
+    """That of --machine, or of FOMPI_MACHINE, if there is one."""
+    return machine_of_environment() if options.machine is None else fompi.Machine.load(options.machine)
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     _problem_arguments(parser)
-    parser.add_argument("--machine", default=_machine(), help=f"a JSON file, or one of {', '.join(PRESETS)}; {DEFAULT}")
+    parser.add_argument("--machine", help=f"a JSON file, or one of {', '.join(PRESETS)}; {DEFAULT}")
     parser.add_argument("--top", type=int, metavar="N", help="only the best N candidates")
     parser.add_argument("--timeline", action="store_true", help="that of the best one, as text")
     parser.add_argument(
@@ -136,7 +142,7 @@ def _plan_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--json", action="store_true", help="the plan as JSON")
         parser.add_argument("--machine", help="auto is what is best there: a preset, or a JSON file")
     else:
-        parser.add_argument("--machine", default=_machine(), help=f"a preset, or a JSON file; {DEFAULT}")
+        parser.add_argument("--machine", help=f"a preset, or a JSON file; {DEFAULT}")
         parser.add_argument("--save", metavar="FILE", help="the trace as Chrome JSON, for Perfetto")
         parser.add_argument("--model", default="llama-7b", help=f"of a step: {', '.join(MODELS)}")
         parser.add_argument("--parallel", default="tp", help=f"of a step: {', '.join(PARALLEL)}")
@@ -154,7 +160,7 @@ def _explain(options: argparse.Namespace) -> int:
         picture.check(options.plot)  # before the walks
     if options.top is not None and options.top < 1:
         raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
-    found = fompi.explain(options.operation, *_specs(options), ranks=options.ranks, machine=options.machine)
+    found = fompi.explain(options.operation, *_specs(options), ranks=options.ranks, machine=_machine(options))
     print(found.text(options.top))
     if options.timeline:
         print(found.timeline())
@@ -191,7 +197,7 @@ def _plan(options: argparse.Namespace) -> int:
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,
-        machine=options.machine,
+        machine=_named(options) if options.command == "plan" else _machine(options),
     )
     if options.verify:
         fompi.verify(plan)
@@ -199,7 +205,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.command == "plan":
         print(plan.to_json() if options.json else plan)
         return 0
-    trace = fompi.simulate(plan, fompi.Machine.load(options.machine))
+    trace = fompi.simulate(plan, _machine(options))
     print(trace)
     if options.save:
         trace.save(options.save)

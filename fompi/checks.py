@@ -109,4 +109,6 @@ def points(name: str, value: Any) -> Points:
         found.append((number(f"{name}[{i}][0]", point[0], 0.0, MOST_NBYTES), seconds(f"{name}[{i}][1]", point[1])))
     if not found or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairwise(found)):
         raise LayoutError(f"{name} must be points with growing x and seconds that do not fall, at least one")
+    if any((b[1] - a[1]) * LEAST_SPEED > b[0] - a[0] for a, b in pairwise(found)):
+        raise LayoutError(f"{name} is steeper than {1 / LEAST_SPEED:g} seconds for each of x")
     return tuple(found)

@@ -35,8 +35,9 @@ from fompi.choose import heard, tell
 from fompi.communicator import Communicator
 from fompi.explain import Explanation, explain
 from fompi.layout import Sizes, Slices
+from fompi.plan import MOST_MESSAGES
 from fompi.problems import Problem
-from fompi.schedules import REGISTERED, fingerprint, is_available, shares_of, write
+from fompi.schedules import REGISTERED, fingerprint, is_available, shares_of, to_one_peer, write
 from fompi.transport import library
 from fompi.verify import flaw
 from fompi.version import __version__
@@ -71,7 +72,8 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
         return perf_counter() - begun
 
     def can_be(candidate: Candidate) -> bool:
-        return candidate.anywhere(problem.size) and is_available(problem, candidate.schedule)
+        fits = to_one_peer(problem, candidate.schedule, candidate.slices) <= MOST_MESSAGES
+        return fits and candidate.anywhere(problem.size) and is_available(problem, candidate.schedule)
 
     winner = race(comm, key, listed, can_be, timed)
     return winner.schedule, winner.slices

@@ -32,6 +32,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         calls = sum(call_seconds(problem, machine, piece * size, size) for piece in pieces)
         nbytes = [native_nbytes(problem, piece * size) for piece in pieces]
         each = [machine.native(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
+        calls += sum(machine.native_sums(problem.moves, n, size) for n in nbytes[:-1])
         return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size, size) + sum(each))
     if schedule == "exchange":
         return whole + wire.seconds(candidate, [rows])
@@ -59,6 +60,8 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         return max(calls, first * size + messages)
     if problem.multiplies_first:
         return max(calls, first + messages)
+    if problem.moves == "reduce_scatter":  # a sum is all that a core has to do
+        last = sums * shares[-1] / sum(shares)
     return max(calls, messages + last)
 
 

@@ -37,7 +37,7 @@ def accumulator(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank r holds the r-th piece along dimension `dim`."""
+    """Rank r holds the r-th piece along dimension `dim`; -1 is the last one."""
 
     dim: int = 0
 
@@ -72,8 +72,15 @@ class Spec:
             raise LayoutError(f"a shape is made of whole numbers >= 0, not {self.shape}")
         if nbytes(self.shape, self.dtype) >= MOST_NBYTES:
             raise LayoutError(f"no memory holds a tensor of shape {self.shape} in {self.dtype}")
-        if isinstance(self.layout, Shard) and not -len(self.shape) <= self.layout.dim < len(self.shape):
-            raise LayoutError(f"Shard({self.layout.dim}) of a tensor with {len(self.shape)} dimensions")
+        object.__setattr__(self, "layout", self.resolved(self.layout))
+
+    def resolved(self, layout: Layout) -> Layout:
+        """`layout`, its dimension counted from the first. Raises LayoutError where this tensor has none."""
+        if not isinstance(layout, Shard):
+            return layout
+        if not -len(self.shape) <= layout.dim < len(self.shape):
+            raise LayoutError(f"Shard({layout.dim}) of a tensor with {len(self.shape)} dimensions")
+        return Shard(layout.dim % len(self.shape))
 
 
 Slices = int | Sequence[int]

@@ -22,7 +22,7 @@ from fompi.checks import Points
 from fompi.errors import LayoutError
 from fompi.layout import COLLECTIVES
 
-MOST_PORTS, MOST_RANKS, LEAST_SHARE = 1 << 16, 1 << 40, 1e-6
+MOST_PORTS, MOST_RANKS, LEAST_SHARE, LEAST_POLL = 1 << 16, 1 << 40, 1e-6, 1e-9
 _WHOLE = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2)}
 """What a file may say: the least and the most."""
 
@@ -194,10 +194,14 @@ class Machine:
             least = link.busy(nbytes * _moved_share(name, ranks)) if again else 0.0
             return max(at(points, nbytes), least)
         moves = level.latency * (ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
-        if self.lanes == 1 and name in ("all_reduce", "reduce_scatter"):
-            summed = nbytes * _moved_share(name, ranks) / (2 if name == "all_reduce" else 1)
-            moves += 3 * summed / self.memory_rate
-        return moves
+        return moves + self.native_sums(name, nbytes, ranks)
+
+    def native_sums(self, name: str, nbytes: float, ranks: int) -> float:
+        """What of that a core has to sum, which it shares with kernels; a curve that was measured does not tell."""
+        if self.lanes == 2 or name not in ("all_reduce", "reduce_scatter") or self.sampled(name, ranks):
+            return 0.0
+        summed = nbytes * _moved_share(name, ranks) / (2 if name == "all_reduce" else 1)
+        return 3 * summed / self.memory_rate
 
     def __str__(self) -> str:
         lines = [self.name, self.source]
@@ -349,6 +353,8 @@ def _field(name: str, value: Any, fastest: float) -> Any:
         return _natives(name, value)
     if name == "native_share":
         return checks.number(name, value, 0.0, 1.0)
+    if name == "poll":
+        return checks.seconds(name, value) and checks.number(name, value, LEAST_POLL, checks.MOST_SECONDS)
     if name in _WHOLE:
         return checks.whole(name, value, *_WHOLE[name])
     if name.endswith(("rate", "width")):

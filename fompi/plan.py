@@ -252,7 +252,7 @@ class Programs(Sequence[Program]):
 def group_of(schedule: str) -> int:
     """Ranks in a group, if the schedule has groups: 4 of 'hierarchical(4)', 1 of 'ring'."""
     ranks = schedule.partition("(")[2][:-1]
-    return int(ranks) if ranks.isdecimal() else 1
+    return int(ranks) if ranks.isdecimal() and len(ranks) < 10 else 1
 
 
 class Pace(NamedTuple):

@@ -177,7 +177,7 @@ _AXES = {
     "all_to_all": ("send", "recv"),
 }
 
-_ROWS, _COLUMNS, _ALL, _TERM = Shard(0), Shard(1), Replicate(), Partial()
+_ROWS, _COLUMNS, _ALL, _TERM = Shard(0), Shard(-1), Replicate(), Partial()
 
 MEANING: dict[str, Meaning] = {
     "all_gather": Meaning("gather", "all_gather", _ROWS, _ALL),
@@ -293,11 +293,13 @@ def from_specs(
     expected = layouts(operation, len(specs))
     if not isinstance(ranks, int) or not 1 <= ranks <= PLANNED_RANKS:
         raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank, and has {PLANNED_RANKS} at most")
-    for spec, wanted in zip(specs, expected, strict=True):
+    for spec in specs:
         if not isinstance(spec, Spec):
             raise LayoutError(f"{operation} is planned on a fompi.Spec for each tensor, not on {spec!r}")
+    takes = [spec.resolved(wanted) for spec, wanted in zip(specs, expected, strict=True)]
+    for spec, wanted in zip(specs, takes, strict=True):
         if spec.layout != wanted:
-            raise LayoutError(f"{operation} takes tensors with the layouts {expected}, not {spec}")
+            raise LayoutError(f"{operation} takes tensors with the layouts {takes}, not {spec}")
     meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
     flipped = has_operand and meaning.weight is not None
 
@@ -325,8 +327,6 @@ def _local(operation: str, spec: Spec, rank: int, ranks: int) -> Form:
     """One rank's piece of a global tensor."""
     shape = list(spec.shape)
     if isinstance(spec.layout, Shard):
-        if spec.layout.dim >= len(shape):
-            raise ShapeError(f"{operation}: {spec} has no dimension {spec.layout.dim}")
         shape[spec.layout.dim] = split(shape[spec.layout.dim], ranks)[rank]
     return Form(tuple(shape), spec.dtype)
 

@@ -9,7 +9,7 @@ to a rank beyond them is the one that its like gets.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -82,9 +82,15 @@ SYMMETRIC = (
 
 
 def check_sizes(plan: Plan, sizes: Sizes) -> None:
-    """Raise LayoutError unless these are for as many ranks as the plan."""
+    """Raise LayoutError unless these are rows of as many ranks as the plan has, of an all-to-all those for each."""
     if len(sizes.pairs or sizes.rows) != plan.size:
         raise LayoutError(f"sizes for {len(sizes.pairs or sizes.rows)} ranks, but the plan has {plan.size}")
+    dealt = plan.problem.moves == "all_to_all"
+    if bool(sizes.pairs) != dealt or any(len(row) != plan.size for row in sizes.pairs):
+        wanted = f"pairs of {plan.size} x {plan.size} ranks" if dealt else "rows of each rank"
+        raise LayoutError(f"{plan.problem.operation} takes Sizes with the {wanted}, not {sizes}")
+    if min((n for row in sizes.pairs or (sizes.rows,) for n in row), default=0) < 0:
+        raise LayoutError(f"{sizes}: rows are 0 or more")
 
 
 def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constraints] | None = None) -> int:
@@ -112,13 +118,18 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
 
 
 def _alike(plan: Plan, one: int, other: int, known: dict[int, Constraints]) -> bool:
-    """Whether two ranks do the same at the same time, with peers as far away as they are from each other."""
-    a, b = plan.programs[one].ops, plan.programs[other].ops
+    """Whether two ranks do the same at the same time, with peers as far away as they are from each other.
+
+    Of many ranks some may have a column more than others: that is taken for nothing.
+    """
+    first, second = plan.programs[one], plan.programs[other]
+    a, b = first.ops, second.ops
     shift = other - one
     for rank in {one, other} - known.keys():
         known[rank] = constraints(plan.programs[rank].ops, plan.pace)
     return (
         len(a) == len(b)
+        and (plan.size > FEW_RANKS or [x.row for x in first.buffers] == [y.row for y in second.buffers])
         and known[one] == known[other]
         and all(
             type(p) is type(q)
@@ -175,6 +186,7 @@ class Walk:
         self.under_way: set[tuple[int, int]] = set()
         self.flows: defaultdict[Port, dict[_Flow, None]] = defaultdict(dict)
         self.changed: set[Port] = set()
+        self.beginning: list[tuple[_Flow, float]] = []  # messages of this moment, and the bursts of their links
         self.credit: dict[Port, tuple[float, float]] = {}  # what a port passes at once, and since when it is silent
         self.collectives: deque[tuple[str, int, list[tuple[int, int]]]] = deque()
         self.collective_runs, self.collective_ended = False, -inf
@@ -305,7 +317,7 @@ class Walk:
         flow = _Flow(pair, s, d, ports)
         flow.left = link.busy(self.nbytes(s[0], self._op(s).reads[0])) * jitter
         if link.level.burst:
-            flow.left -= self.passes_at_once(flow, link.level.burst)
+            self.beginning.append((flow, link.level.burst))
         flow.latency = link.level.latency * jitter
         self.moving[s] = self.moving[d] = self.now
         self.message_begins(s, d)
@@ -314,15 +326,27 @@ class Walk:
         flow.since = self.now
         self.share(flow.ports)
 
-    def passes_at_once(self, flow: _Flow, burst: float) -> float:
-        """What of a message passes its ports at once: the less, the less silent they were before."""
-        credit = {}
-        for port in flow.ports:
+    def pass_at_once(self) -> None:
+        """What of the messages that begin now passes at once: the less, the less silent their ports were before.
+
+        They have equal shares of what a port holds, as they have of its rate (progressive filling).
+        """
+        bursts = {port: burst for flow, burst in self.beginning for port in flow.ports}
+        waiting = [flow for flow, _ in self.beginning]
+        new, held = set(waiting), {}
+        for port, burst in bursts.items():
             left, silent = self.credit.get(port, (burst, self.now))
-            credit[port] = left if self.flows[port] else min(burst, left + self.now - silent)
-        passed = min(flow.left, *credit.values())
-        self.credit.update((port, (left - passed, self.now)) for port, left in credit.items())
-        return passed
+            held[port] = min(burst, left + self.now - silent) if new.issuperset(self.flows[port]) else left
+        while waiting := [flow for flow in waiting if flow.left > 0 and all(held[port] > 0 for port in flow.ports)]:
+            crowd = Counter(port for flow in waiting for port in flow.ports)
+            shares = {port: held[port] / flows for port, flows in crowd.items()}
+            each = min(*shares.values(), *(flow.left for flow in waiting))
+            for flow in waiting:
+                flow.left -= each
+            for port, share in shares.items():
+                held[port] = (share - each) * crowd[port]
+        self.credit.update((port, (left, self.now)) for port, left in held.items())
+        self.beginning = []
 
     def port(self, way: str, number: int, end: int) -> Port:
         """That of the rank, or group, which stands for this one."""
@@ -342,6 +366,7 @@ class Walk:
     def settle(self) -> None:
         """Messages at one port have equal shares of it, and go as fast as the fullest of their ports lets them, but no
         faster than one by itself."""
+        self.pass_at_once()
         ports, self.changed = sorted(self.changed), set()
         for flow in dict.fromkeys(flow for port in ports for flow in self.flows[port]):
             share = min(1.0, *(self.capacity(port) / len(self.flows[port]) for port in flow.ports))
@@ -418,6 +443,8 @@ class Walk:
             self.collective_ends(calls)
             for rank, i in calls:
                 op = self.programs[rank].ops[i]
+                if "compute" in self.running[rank]:
+                    self.owed[rank] += self.machine.native_sums(name, most, self.plan.size)
                 moved = sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes))
                 self.seen(rank, i, 2 * (self.plan.size - 1), moved, at_once=measured)
             self.next_collective()

@@ -33,6 +33,9 @@ DTYPE = "int16"
 WALKED, MOST_OPS = 3, 2_000
 """Candidates that are walked through for an operation, beside those without overlap; how many ops of a rank."""
 
+MOST = 1 << 30
+"""Ranks, and tokens."""
+
 
 class Model(NamedTuple):
     """A transformer: `matrices` of hidden x ffn in its MLP, 2 or (gated) 3; tokens of a sequence."""
@@ -93,8 +96,8 @@ def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -
         raise LayoutError(f"no model {model!r}; there are {', '.join(MODELS)}")
     if parallel not in PARALLEL:
         raise LayoutError(f"no parallelism {parallel!r}; there are {', '.join(PARALLEL)}")
-    if ranks < 1 or tokens < 1:
-        raise LayoutError(f"ranks={ranks}, tokens={tokens}: both are 1 or more")
+    if not (1 <= ranks <= MOST and 1 <= tokens <= MOST):
+        raise LayoutError(f"ranks={ranks}, tokens={tokens}: both are from 1 to {MOST}")
     made = MODELS[model]
     title = f"{model}, {parallel} over {ranks} ranks, {tokens} tokens a rank, on {machine.name}, two-byte elements"
     return Step(title, made.layers, tuple(PARALLEL[parallel](made, ranks, machine, tokens)))
@@ -166,10 +169,14 @@ def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[P
     yield _kernel("products, forward", machine, products, 2.0 * weights)
     yield from _attention(model, machine, tokens, 1)
     backward = _kernel("products, backward", machine, 2 * products, 4.0 * weights)
-    unfused, messages, schedule = _predicted("all_reduce", (_spec(weights, 1, Partial()),), ranks, machine)
     yield backward
+    if ranks == 1:
+        return
+    unfused, messages, schedule = _predicted("all_reduce", (_spec(weights, 1, Partial()),), ranks, machine)
     behind = backward.fused + 2.5 * 2.0 * tokens * model.sequence * model.hidden / machine.flops_rate
-    exposed = max(0.0, messages - behind) + min(messages, behind) / model.layers  # the first layer has none behind it
+    sums = 6.0 * weights * (ranks - 1) / ranks / machine.memory_rate if machine.lanes == 1 else 0.0  # on that core
+    hidden = min(messages - sums, behind)
+    exposed = messages - hidden + hidden / model.layers  # the first layer has none behind it
     yield Part("sum of the gradients: all_reduce", unfused, exposed, schedule)
 
 

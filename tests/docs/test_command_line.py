@@ -116,13 +116,14 @@ def test_explain(tmp_path):
 
 WRONG = {
     "plan all_gather_matmul 512x64 --ranks 4": "all_gather_matmul takes x, w: not 1 tensors",
-    "plan all_gather_matmul 512x64 64 --ranks 4": "Shard(1) of a tensor with 1 dimension",
+    "plan all_gather_matmul 512x64 64 --ranks 4": "w needs the shape (64, n), not (64,)",
     "plan all_gather_matmul 512x64 63x256 --ranks 4": "w needs the shape (64, n)",
     "plan all_gather_matmul 512xa 64x256 --ranks 4": "'512xa' is not a shape like 4096x1024",
     "plan all_gather_matmul 512x-4 64x256 --ranks 4": "numbers >= 0",
     "plan all_gather 64x4 --ranks 0": "ranks=0: a plan needs at least one rank",
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
     "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks are no groups of 3; take auto, ",
+    f"plan all_gather 64x4 --ranks 4 --schedule hierarchical({'9' * 5000})": "; take auto, ",
     "plan all_gather_matmul 64x8 8x4 --ranks 2 --dtype bool": "a product of bool has no meaning",
     f"explain {GATHER} --top 0": "--top 0: show one candidate at least",
     f"explain {GATHER} --plot picture.pdf": "picture.pdf: a picture is SVG or PNG",
@@ -136,7 +137,7 @@ WRONG = {
     f"explain {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"plan {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
-    "simulate step --ranks 0": "ranks=0, tokens=2048: both are 1 or more",
+    "simulate step --ranks 0": "ranks=0, tokens=2048: both are from 1 to",
     "simulate step --ranks 8 --model gpt9": "no model 'gpt9'; there are",
     f"simulate {GATHER} --save /no/such/folder/trace.json": "No such file or directory",
 }
@@ -153,6 +154,12 @@ MISSPELT = {
     "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
     "info --yaml": "unrecognized arguments: --yaml",
 }
+
+
+def test_a_machine_of_the_environment_that_cannot_be():
+    for command in ("plan", "simulate", "explain"):
+        _, error = run(command, *GATHER.split(), status=2, machine="/nowhere.json")
+        assert error.startswith("fompi: FOMPI_MACHINE: no machine '/nowhere.json'") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", WRONG)

@@ -55,6 +55,23 @@ def test_bound_choices_are_of_one_shape(own, cache):
     assert len(own.choices) == 2
 
 
+@pytest.mark.parametrize("slices", [4096, 0, -1, 3])
+def test_a_choice_on_disk_that_cannot_be_is_measured_again(own, comm, cache, slices):
+    if own.size == 1:
+        return
+    _, x, w, y = scatter(own)
+    fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure")
+    comm.Barrier()
+    if own.rank == 0:
+        (file,) = effort.folder().iterdir()
+        kept = json.loads(file.read_text())
+        file.write_text(json.dumps({**kept, "choice": ["bidirectional", slices, None, None, []]}))
+    with fompi.Communicator(comm) as other:
+        assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
+        (again,) = other.choices.values()
+        assert ((again.schedule, again.slices) == ("bidirectional", slices)) == (slices == 3)
+
+
 @pytest.mark.parametrize("content", ["{", '{"about": 1, "choice": ["direct", 1, null, null]}', "\x00"])
 def test_a_spoilt_file_is_measured_again(own, comm, cache, content, monkeypatch):
     if own.size == 1:

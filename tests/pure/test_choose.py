@@ -6,13 +6,14 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import product
 
+import pytest
 from catalogue import problem_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fompi import choose, schedules
 from fompi.candidates import candidates
-from fompi.explain import explain
+from fompi.explain import MOST_EVENTS, explain
 from fompi.layout import Sizes
 from fompi.machine import PRESETS, Machine
 from fompi.needs import constraints
@@ -165,3 +166,17 @@ def test_one_slow_rank_of_many_does_not_make_all_of_them_be_walked(monkeypatch):
     monkeypatch.setattr(import_module("fompi.explain"), "representatives", counted)  # fompi.explain is the function
     name, _ = choose.choose(made, 1 << 24, machine=machine)
     assert walked and max(walked) <= 8 and schedules.is_available(made, name)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce", "all_gather"])
+@pytest.mark.parametrize("name", ["laptop", "gigabit", "h100-nvlink"])
+def test_what_a_call_takes_is_near_what_it_might(operation, ranks, name):
+    """The closed forms, by which a call picks what it walks, do not take what is far from the best."""
+    machine, made = Machine.load(name), problem(operation, ranks, Form((1 << 13, 1 << 12), "float32"))
+    rows = 1 << (13 if made.row else 25)
+    sizes = Sizes((rows // ranks,) * ranks)
+    every = explain(made, sizes, machine, events=MOST_EVENTS).judged
+    best = min(one.seconds for one in every if one.trace is not None and one.candidate.anywhere(ranks))
+    taken = schedules.write(made, *choose.choose(made, rows, machine=machine), sizes)
+    assert representatives(taken, machine).seconds <= 1.1 * best

@@ -265,6 +265,25 @@ def test_no_candidate_is_said_to_beat_the_bound(operation, name):
     assert min(one.seconds for one in found.judged) >= found.bound.seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("name", ["gigabit", "laptop"])
+@pytest.mark.parametrize("operation", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_the_sums_of_the_library_take_their_time_from_kernels(operation, name):
+    """On a core that both share nobody is quicker than kernels and sums together."""
+    x, w = Spec((4096, 1024), "float32", Shard(1)), Spec((1024, 1024), "float32", Shard(0))
+    found = fompi.explain(operation, x, w, ranks=4, machine=name)
+    assert min(one.seconds for one in found.judged) >= found.bound.seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_rows_of_several_dimensions(k):
+    """Columns are those of the last one; some ranks may have none."""
+    x, w = Spec((8, 3, k), "float32", Shard(-1)), Spec((k, 6), "float32", Shard(0))
+    for operation in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        fompi.verify(fompi.explain(operation, x, w, ranks=2, machine="laptop").plan)
+    d, h = Spec((8, 3, 4), "float32", Shard(0)), Spec((8, 3, k), "float32", Shard(2))
+    fompi.verify(fompi.explain("all_gather_weight_gradient", d, h, ranks=2, machine="laptop").plan)
+
+
 def test_without_overlap_nothing_is_hidden():
     """A message counts from when it is under way, not from when it was posted."""
     x, w = Spec((2048, 1024), "float32", Shard(1)), Spec((1024, 2048), "float32", Shard(0))

@@ -105,6 +105,8 @@ PLAIN = {name: value for name, value in GOOD.items() if name in ("name", *NUMBER
         (json.dumps(GOOD | {"latency": "x" * 10_000}), "latency must be a number"),
         (json.dumps(GOOD | {"x" * 10_000: 1}), "unknown field"),
         (json.dumps(GOOD | {"levels": [list(range(10_000))]}), r"levels\[0\] must be"),
+        (json.dumps(GOOD | {"poll": 1e-320}), "poll=1e-320 is out of range"),
+        (json.dumps(GOOD | {"curve": [[0, 0], [1e-300, 1e9]]}), r"curve is steeper than 1e\+09 seconds"),
         (json.dumps({**PLAIN, "natives": {"all_gather": [[0, 1]]}}), "natives_ranks is missing"),
         ("[" * 100_000, "not JSON"),
         ('"' * 3 + "\0", "not JSON"),

@@ -202,6 +202,53 @@ def test_a_prediction_is_the_same_every_time():
     assert simulate(plan, Machine.load("gigabit")) == simulate(plan, Machine.load("gigabit"))
 
 
+@pytest.mark.parametrize(("name", "size"), [("all_gather", 3), ("all_to_all", 5), ("reduce_scatter", 8)])
+@pytest.mark.parametrize("burst", [0.4, 1.0, 5.0])
+def test_messages_that_begin_together_share_the_bursts(name, size, burst):
+    """No rank before another: those who stand for all are as quick as all of them."""
+    bucket = replace(machine(3.0, latency=0.25), burst=burst)
+    trace = timed(name, "direct", bucket, size)
+    ends = {max(event.end for event in trace.events if event.rank == rank) for rank in range(size)}
+    assert max(ends) == pytest.approx(min(ends)) and trace.seconds == pytest.approx(max(ends))
+    assert trace.seconds == pytest.approx(0.25 + max(0.0, (size - 1) * 3.0 - burst))
+    plan = schedules.write(catalogue.problems(size)[name], "direct", 1)
+    sizes = Sizes(pairs=((ROWS,) * size,) * size) if name == "all_to_all" else Sizes(rows=(ROWS,) * size)
+    assert predict(plan, bucket, sizes) == pytest.approx(trace.seconds)
+
+
+def test_what_one_does_not_need_of_a_burst_is_left_for_others():
+    """Of rank 2: 4 seconds of its port, of which rank 0 and 1 have one message each, of 1 and of 5."""
+    rows = ((0, 0, ROWS), (0, 0, 5 * ROWS), (0, 0, 0))
+    plan = schedules.write(catalogue.problems(3)["all_to_all"], "direct")
+    bucket = replace(machine(1.0), burst=4.0)
+    assert simulate(plan, bucket, Sizes(pairs=rows)).seconds == pytest.approx(2.0)
+
+
+def test_uneven_columns_are_no_symmetry():
+    """explain and simulate say the same of one plan."""
+    x, w = Spec((2, 3), "float32", Shard(1)), Spec((3, 1024), "float32", Shard(0))
+    found = fompi.explain("matmul_all_reduce", x, w, ranks=2, machine="laptop")
+    for one in found.judged:
+        assert one.seconds == pytest.approx(simulate(found.plan_of(one.candidate), "laptop").seconds), one
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("all_to_all", Sizes((4, 4)), "takes Sizes with the pairs of 2 x 2 ranks"),
+        ("all_to_all", Sizes(pairs=((4, 4), (4,))), "takes Sizes with the pairs of 2 x 2 ranks"),
+        ("all_gather", Sizes(pairs=((4, 4), (4, 4))), "takes Sizes with the rows of each rank"),
+        ("all_gather", Sizes((4, -4)), "rows are 0 or more"),
+        ("all_to_all", Sizes(pairs=((4, 4), (4, -1))), "rows are 0 or more"),
+    ],
+)
+def test_sizes_of_another_kind_are_refused(name, sizes, words):
+    plan = schedules.write(catalogue.problems(2)[name], "direct")
+    for walk in (simulate, predict):
+        with pytest.raises(LayoutError, match=words):
+            walk(plan, Machine.load("gigabit"), sizes)
+
+
 def test_64_ranks():
     trace = timed("all_gather_matmul", "ring", machine(2.0, matmul=5.0), 64)
     assert trace.seconds == pytest.approx(64 * 5.0)

@@ -21,8 +21,9 @@ def test_every_model_in_every_way(model, parallel):
     assert lines[0].startswith(f"{model}, {parallel} over 4 ranks") and lines[-1].endswith("(simulated)")
 
 
-def test_one_rank_has_nothing_to_hide():
-    made = step("llama-7b", "tp", 1, NVLINK, 512)
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_one_rank_has_nothing_to_hide(parallel):
+    made = step("llama-7b", parallel, 1, NVLINK, 512)
     assert made.fused == pytest.approx(made.unfused, rel=0.05)
 
 
@@ -42,6 +43,7 @@ def test_a_step_takes_its_products():
         ("llama-7b", "pp", 4, 8, "no parallelism 'pp'; there are tp"),
         ("llama-7b", "tp", 0, 8, "ranks=0"),
         ("llama-7b", "tp", 4, 0, "tokens=0"),
+        ("llama-7b", "dp", 4, 10**400, "both are from 1 to"),
     ],
 )
 def test_what_there_is_not(model, parallel, ranks, tokens, words):
