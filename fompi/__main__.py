@@ -190,6 +190,7 @@ def _calibrate(file: str) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    simulated = _machine(options) if options.command == "simulate" else None
     plan = fompi.plan(
         options.operation,
         *_specs(options),
@@ -197,15 +198,15 @@ def _plan(options: argparse.Namespace) -> int:
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,
-        machine=_named(options) if options.command == "plan" else _machine(options),
+        machine=simulated or _named(options),
     )
     if options.verify:
         fompi.verify(plan)
         print(f"verified: {plan.size} ranks, {sum(len(p.ops) for p in plan.programs)} ops", file=sys.stderr)
-    if options.command == "plan":
+    if simulated is None:
         print(plan.to_json() if options.json else plan)
         return 0
-    trace = fompi.simulate(plan, _machine(options))
+    trace = fompi.simulate(plan, simulated)
     print(trace)
     if options.save:
         trace.save(options.save)

@@ -55,17 +55,23 @@ def test_bound_choices_are_of_one_shape(own, cache):
     assert len(own.choices) == 2
 
 
-@pytest.mark.parametrize("slices", [4096, 0, -1, 3])
-def test_a_choice_on_disk_that_cannot_be_is_measured_again(own, comm, cache, slices):
-    if own.size == 1:
-        return
+def kept_and_spoilt(own, comm, spoilt):
+    """A choice was kept on disk, and its file changed: the operands of the call, and its result."""
     _, x, w, y = scatter(own)
     fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure")
     comm.Barrier()
     if own.rank == 0:
         (file,) = effort.folder().iterdir()
-        kept = json.loads(file.read_text())
-        file.write_text(json.dumps({**kept, "choice": ["bidirectional", slices, None, None, []]}))
+        file.write_text(spoilt(file.read_text()))
+    return x, w, y
+
+
+@pytest.mark.parametrize("slices", [4096, 0, -1, 3])
+def test_a_choice_on_disk_that_cannot_be_is_measured_again(own, comm, cache, slices):
+    if own.size == 1:
+        return
+    choice = ["bidirectional", slices, None, None, []]
+    x, w, y = kept_and_spoilt(own, comm, lambda kept: json.dumps({**json.loads(kept), "choice": choice}))
     with fompi.Communicator(comm) as other:
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
         (again,) = other.choices.values()
@@ -76,15 +82,11 @@ def test_a_choice_on_disk_that_cannot_be_is_measured_again(own, comm, cache, sli
 def test_a_spoilt_file_is_measured_again(own, comm, cache, content, monkeypatch):
     if own.size == 1:
         return
-    _, x, w, y = scatter(own)
-    fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure")
-    comm.Barrier()
-    if own.rank == 0:
-        (file,) = effort.folder().iterdir()
-        file.write_text(content)
+    x, w, y = kept_and_spoilt(own, comm, lambda kept: content)
     with fompi.Communicator(comm) as other:
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
     if own.rank == 0:
+        (file,) = effort.folder().iterdir()
         assert json.loads(file.read_text())["choice"]
 
 
