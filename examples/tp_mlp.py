@@ -33,8 +33,9 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 import numpy as np  # noqa: E402
 
 import fompi  # noqa: E402
-from fompi.layout import offsets, split  # noqa: E402
-from fompi.report import percentile  # noqa: E402
+from fompi.base.layout import offsets, split  # noqa: E402
+from fompi.mpi import launcher  # noqa: E402
+from fompi.runtime.report import percentile  # noqa: E402
 
 IMAGES, KEPT_BACK, PIXELS, CLASSES = 1797, 359, 64, 10
 TRAINED, MOMENTUM = IMAGES - KEPT_BACK, 0.9
@@ -397,8 +398,8 @@ def compare(
     say(f"  ratio {median[WITHOUT] / median[OVERLAP]:.2f} (above 1: overlap is faster)")
     say("Compute and messages by themselves; exposed = step - compute, hidden = messages - exposed.")
     say(f"Messages progress by {comm.engine.progress_mode}.")
-    if fompi.launch.detect().local_size == comm.size > 1:
-        cores = fompi.launch.cores()
+    if launcher.detect().local_size == comm.size > 1:
+        cores = launcher.cores()
         say(
             f"All {comm.size} ranks share the memory and {cores} cores of one host: a message is a copy by a core\n"
             "that could compute, and most of the time in a message is waiting for a turn on a core. So there is\n"

@@ -12,12 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from fompi.adaptive import Adaptive, bind
-from fompi.alignment import gather_traces, read_clocks
-from fompi.calibrate import calibrate
-from fompi.call import Pending
-from fompi.communicator import Communicator, Mesh
-from fompi.errors import (
+from fompi.base.errors import (
     DriftWarning,
     DtypeError,
     FompiError,
@@ -32,11 +27,13 @@ from fompi.errors import (
     TensorError,
     WaitTimeout,
 )
-from fompi.executor import Executor
-from fompi.explain import Explanation
-from fompi.layout import Partial, Replicate, Shard, Spec
-from fompi.machine import Machine
-from fompi.ops import (
+from fompi.base.layout import Partial, Replicate, Shard, Spec
+from fompi.base.version import __version__ as __version__
+from fompi.engine.communicator import Communicator, Mesh
+from fompi.model.machine import Machine
+from fompi.model.simulate import simulate
+from fompi.ops.operation import Pending
+from fompi.ops.operations import (
     all_gather,
     all_gather_matmul,
     all_gather_matmul_many,
@@ -55,14 +52,17 @@ from fompi.ops import (
     plan,
     reduce_scatter,
 )
-from fompi.plan import Plan
-from fompi.proof import Needs, Proof, prove
-from fompi.schedules import schedule
-from fompi.simulate import simulate
-from fompi.timeline import timeline, timelines
-from fompi.trace import Trace
-from fompi.verify import verify
-from fompi.version import __version__ as __version__
+from fompi.planner.explain import Explanation
+from fompi.plans.plan import Plan
+from fompi.plans.verify import verify
+from fompi.runtime.alignment import gather_traces, read_clocks
+from fompi.runtime.executor import Executor
+from fompi.schedules.registry import schedule
+from fompi.traces.proof import Needs, Proof, prove
+from fompi.traces.timeline import timeline, timelines
+from fompi.traces.trace import Trace
+from fompi.tuning.adaptive import Adaptive, bind
+from fompi.tuning.calibrate import calibrate
 
 __all__ = [
     "Adaptive",

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 
 import fompi
-from fompi import schedules
-from fompi.layout import Sizes, split
-from fompi.problems import reference
+from fompi.base.layout import Sizes, split
+from fompi.plans.problems import reference
+from fompi.schedules import registry
 
 NAMES = [name for name in catalogue.problems(1) if "weight_gradient flipped" not in name]
 """Those of the catalogue that a public operation asks for."""
@@ -95,9 +95,9 @@ def check_bound(world, name, seen=dict, **options):
     `seen(arrays)` is the part of operands and results that counts; `options` are those of `fompi.bind`.
     """
     listed = catalogue.problems(world.size)[name]
-    for number, schedule in enumerate(schedules.available(listed)):
+    for number, schedule in enumerate(registry.available(listed)):
         sizes = spread(listed, "uneven", seed=number)
-        plan = schedules.write(listed, schedule, (1, (1, 2))[number % 2], sizes)
+        plan = registry.write(listed, schedule, (1, (1, 2))[number % 2], sizes)
         mine = catalogue.inputs(listed, sizes)[world.rank]
         if listed.packed:
             mine["x"] = with_gaps(mine["x"])

@@ -11,9 +11,9 @@ from random import Random
 
 import numpy as np
 
-from fompi.layout import Sizes, Spec
-from fompi.plan import Compute, Recv, Send
-from fompi.problems import MEANING, Form, from_specs, layouts, problem
+from fompi.base.layout import Sizes, Spec
+from fompi.plans.plan import Compute, Recv, Send
+from fompi.plans.problems import MEANING, Form, from_specs, layouts, problem
 
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 ROWS = ("even", "uneven", "few", "lonely", "none")

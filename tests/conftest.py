@@ -53,11 +53,11 @@ def mpirun():
 @pytest.fixture
 def forgotten():
     """The schedules that a test registers are forgotten after it."""
-    from fompi import schedules  # not before a test asks for it: some tests look at what is loaded
+    from fompi.schedules import registry  # not before a test asks for it: some tests look at what is loaded
 
     yield
-    for name in schedules.REGISTERED:
-        del schedules.SCHEDULES[name]
-    schedules.REGISTERED.clear()
-    for forget in schedules.FORGET:
+    for name in registry.REGISTERED:
+        del registry.SCHEDULES[name]
+    registry.REGISTERED.clear()
+    for forget in registry.FORGET:
         forget()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fompi.kernels import KERNELS
-from fompi.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
-from fompi.verify import COLLECTIVES
+from fompi.plans.kernels import KERNELS
+from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
+from fompi.plans.verify import COLLECTIVES
 
 
 def mutant(plan: Plan, random) -> tuple[str, Plan]:

@@ -1,1 +1,1 @@
-"""Where kernels run. A backend turns the names of `fompi.kernels` into calls on arrays."""
+"""Where kernels run. A backend turns the names of `fompi.plans.kernels` into calls on arrays."""

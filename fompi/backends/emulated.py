@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from fompi import kernels
 from fompi.backends.numpy import Numpy
-from fompi.machine import Machine
-from fompi.needs import MERGES
+from fompi.model.machine import Machine
+from fompi.plans import kernels
+from fompi.plans.dependencies import MERGES
 
 Array = np.ndarray[Any, Any]
 CORNER = 4

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Kernel
-from fompi.kernels import find
-from fompi.layout import HALF
+from fompi.base.layout import HALF
+from fompi.plans.kernels import find
 
 Array = np.ndarray[Any, Any]
 

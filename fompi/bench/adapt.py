@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 import fompi
+from fompi.base.errors import StateError
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import MIB, given, progress
-from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, meet, relative_error
 from fompi.bench.planner import explained_for
 from fompi.bench.suites import Options
-from fompi.calibrate import calibrate
-from fompi.errors import StateError
+from fompi.tuning.calibrate import calibrate
+from fompi.tuning.rounds import Contestant, Figure, Row, alternate, checked, meet, relative_error
 
 OPERATIONS = {"all_gather": 17, "reduce_scatter": 20, "all_reduce": 22}
 """And how many calls there are before the link drops: the ranks compare their times after every eighth."""

@@ -6,8 +6,8 @@ import socket
 from functools import cached_property
 from typing import Any, Self
 
-from fompi.bench.measure import Calm, texts
 from fompi.bench.wire import Wire, address, listen
+from fompi.tuning.rounds import Calm, texts
 
 IDLE_SECONDS = 0.05
 """Between calls over a network: what a link may send at once has come back, and no queue is left."""

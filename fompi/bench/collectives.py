@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi import problems
+from fompi.base.layout import Shard, Spec
 from fompi.bench.cluster import Cluster
-from fompi.bench.measure import Contestant, Row, alternate, checked, relative_error
 from fompi.bench.suites import Options
-from fompi.layout import Shard, Spec
-from fompi.schedules import can_move
+from fompi.plans import problems
+from fompi.schedules.registry import can_move
+from fompi.tuning.rounds import Contestant, Row, alternate, checked, relative_error
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 MIB = 1 << 20

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fompi import launch
-from fompi.errors import WaitTimeout
-from fompi.link import request_testsome
+from fompi.base.errors import WaitTimeout
+from fompi.mpi import launcher
+from fompi.mpi.link import request_testsome
 
 NAP_SECONDS = 3e-4
 
@@ -22,7 +22,7 @@ def bare_exchange(own: Any, nbytes: int, pieces: int, round_the_ring: bool = Fal
     messages alone; all receives are posted first, and the wait sleeps. Raises WaitTimeout after FOMPI_TIMEOUT seconds
     without a message.
     """
-    patience = launch.timeout()
+    patience = launcher.timeout()
     rank, size, testsome = own.Get_rank(), own.Get_size(), request_testsome()
     cuts = [nbytes * i // pieces for i in range(pieces + 1)]
     outgoing, incoming = np.ones((size, nbytes), np.uint8), np.empty((size, nbytes), np.uint8)

@@ -26,18 +26,18 @@ from typing import Any
 import numpy as np
 
 import fompi
+from fompi.base.errors import ShapeError
+from fompi.base.layout import slices_in_words
 from fompi.bench import rivals
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import CALLED, plan, progress
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.measure import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error
 from fompi.bench.peers import KS, QUICK_KS, Case, M, kernel_of
 from fompi.bench.rivals import OPERATIONS
 from fompi.bench.suites import Options
-from fompi.candidates import UNEVEN
-from fompi.errors import ShapeError
-from fompi.layout import slices_in_words
-from fompi.report import quiet
+from fompi.planner.candidates import UNEVEN
+from fompi.runtime.report import quiet
+from fompi.tuning.rounds import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error
 
 SLICES = (2, 4, 8)
 OURS: dict[str, dict[str, Any]] = {

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi import ops
-from fompi.bench.measure import Figure, Row, alternate, difference, median_figure
+from fompi.base.layout import COLLECTIVES, Partial, Shard, Sizes, Spec
 from fompi.bench.suites import Options
-from fompi.layout import COLLECTIVES, Partial, Shard, Sizes, Spec
-from fompi.link import request_testsome
-from fompi.problems import Form, problem
+from fompi.mpi.link import request_testsome
+from fompi.ops import operations
+from fompi.plans.problems import Form, problem
+from fompi.tuning.rounds import Figure, Row, alternate, difference, median_figure
 
 CALLS, QUICK_CALLS, WARMUP = 300, 60, 1
 NBYTES = 1024
@@ -49,7 +49,7 @@ def all_reduces(comm: Any, options: Options) -> Row:
         contestants: dict[str, Callable[[], object]] = {
             "the library": lambda: comm.link.comm.Allreduce(x, y),
             "fompi bound": bound,
-            "fompi": lambda: ops.all_reduce(x, comm=comm),
+            "fompi": lambda: operations.all_reduce(x, comm=comm),
         }
         seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options), warmup=WARMUP)
     native = seconds["the library"]
@@ -141,7 +141,7 @@ def changing_sizes(comm: Any, options: Options) -> list[Row]:
 
 def unbound_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
     counts = table[comm.rank]
-    ops.all_to_all(data[: sum(counts)], counts=counts, comm=comm)
+    operations.all_to_all(data[: sum(counts)], counts=counts, comm=comm)
 
 
 def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
@@ -169,7 +169,7 @@ def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
 
 def planning(options: Options) -> list[Row]:
     """A cold plan for 8 ranks, as the first call of an operation makes it; and the choice among many."""
-    from fompi.compiled import Compiled
+    from fompi.runtime.compiled import Compiled
 
     seconds = []
     for _ in range(options.rounds):
@@ -205,10 +205,10 @@ def _calibrated(machine: Any) -> Any:
 
 def choosing(options: Options) -> list[Row]:
     """A choice by the model, as a call with FOMPI_MACHINE makes it: cold with this rank's program, then warm."""
-    from fompi import choose
-    from fompi.compiled import Compiled
-    from fompi.machine import Machine
-    from fompi.schedules import write
+    from fompi.model.machine import Machine
+    from fompi.planner import choose
+    from fompi.runtime.compiled import Compiled
+    from fompi.schedules.registry import write
 
     found = []
     for ranks, allowed in COLD_MS.items():
@@ -248,9 +248,9 @@ WALKED_MS = 10_000.0
 
 def walking(options: Options) -> list[Row]:
     """The event walk for very many ranks."""
-    from fompi.machine import Machine
-    from fompi.schedules import write
-    from fompi.simulate import predict
+    from fompi.model.machine import Machine
+    from fompi.model.simulate import predict
+    from fompi.schedules.registry import write
 
     machine, found = Machine.load("gigabit"), []
     for ranks, uneven in ((1024, True), (4096, False)):

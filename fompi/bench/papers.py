@@ -25,14 +25,14 @@ import numpy as np
 
 import fompi
 from fompi.backends.emulated import CORNER, Emulated, corner
+from fompi.base.layout import offsets, slices_in_words, split
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.measure import Figure, Row, WrongResult, alternate
 from fompi.bench.suites import Options
-from fompi.layout import offsets, slices_in_words, split
-from fompi.machine import Machine
-from fompi.transport import library
+from fompi.model.machine import Machine
+from fompi.mpi.transport import library
+from fompi.tuning.rounds import Figure, Row, WrongResult, alternate
 
 Array = np.ndarray[Any, Any]
 M, K, N = 2048, 1024, 4096

@@ -21,11 +21,15 @@ from typing import Any
 import numpy as np
 
 import fompi
+from fompi.base.layout import slices_in_words
 from fompi.bench import rivals
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
 from fompi.bench.gloo import Gloo
-from fompi.bench.measure import (
+from fompi.bench.rivals import OPERATIONS, Array, Rival
+from fompi.bench.suites import Options
+from fompi.bench.xla import Mpi4jax, Xla
+from fompi.tuning.rounds import (
     Contestant,
     Figure,
     Row,
@@ -35,10 +39,6 @@ from fompi.bench.measure import (
     relative_error,
     texts,
 )
-from fompi.bench.rivals import OPERATIONS, Array, Rival
-from fompi.bench.suites import Options
-from fompi.bench.xla import Mpi4jax, Xla
-from fompi.layout import slices_in_words
 
 M = N = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (1024,)

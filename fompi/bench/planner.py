@@ -30,7 +30,18 @@ import fompi
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import MIB, given, progress, specs
 from fompi.bench.fused import KERNEL
-from fompi.bench.measure import (
+from fompi.bench.peers import KS, Case, M, kernel_of
+from fompi.bench.rivals import OPERATIONS
+from fompi.bench.suites import Options
+from fompi.model.bound import bound
+from fompi.model.fit import at_speed, product_seconds
+from fompi.model.machine import NO_PACKING, Machine
+from fompi.model.simulate import predict
+from fompi.planner.candidates import UNFUSED, Candidate
+from fompi.planner.explain import Explanation
+from fompi.runtime.report import percentile
+from fompi.tuning.calibrate import calibrate, slowdown
+from fompi.tuning.rounds import (
     Contestant,
     Figure,
     Row,
@@ -41,17 +52,6 @@ from fompi.bench.measure import (
     over_best,
     relative_error,
 )
-from fompi.bench.peers import KS, Case, M, kernel_of
-from fompi.bench.rivals import OPERATIONS
-from fompi.bench.suites import Options
-from fompi.bound import bound
-from fompi.calibrate import calibrate, slowdown
-from fompi.candidates import UNFUSED, Candidate
-from fompi.explain import Explanation
-from fompi.fit import at_speed, product_seconds
-from fompi.machine import NO_PACKING, Machine
-from fompi.report import percentile
-from fompi.simulate import predict
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.04, 0.10

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi import launch
-from fompi.errors import LayoutError
-from fompi.link import request_testsome
-from fompi.progress import Helper, pause_between_polls
+from fompi.base.errors import LayoutError
+from fompi.engine.progress import Helper, pause_between_polls
+from fompi.mpi import launcher
+from fompi.mpi.link import request_testsome
 
 Array = np.ndarray[Any, Any]
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
@@ -81,7 +81,7 @@ class Messages:
         self._queue: deque[tuple[Callable[[], Any], Callable[[], object]]] = deque()
         self._in_turn = 0
         self._lock = threading.RLock()  # what follows may send again
-        self._helper = Helper(self, pause_between_polls("helper", launch.cores_per_rank()))
+        self._helper = Helper(self, pause_between_polls("helper", launcher.cores_per_rank()))
 
     def receive(self, into: Array, source: int, tag: int, then: Callable[[], object]) -> None:
         with self._lock:

@@ -11,10 +11,11 @@ from importlib import import_module
 from pathlib import Path
 
 import fompi
-from fompi import launch, picture, transport
-from fompi.agreement import agree
+from fompi.base.errors import FompiError, LaunchError
 from fompi.bench import table
-from fompi.errors import FompiError, LaunchError
+from fompi.cli import picture
+from fompi.engine.handshake import agree
+from fompi.mpi import launcher, transport
 
 SUITES = ("collectives", "fused", "papers", "peers", "planner", "adapt", "overhead")
 """Each is a module here, with `rows(comm, options) -> list[Row]`."""
@@ -79,14 +80,14 @@ def check_writable(path: str | Path) -> None:
 
 
 def _note_threads() -> None:
-    note = launch.thread_note()
-    if note is not None and not launch.detect().rank:
+    note = launcher.thread_note()
+    if note is not None and not launcher.detect().rank:
         print(f"fompi: {note}", file=sys.stderr)
 
 
 def like(shape: tuple[int, int, int], ranks: int, options: Options) -> int:
     """Say what overlap gains here for one shape. Outside of mpirun, this starts it."""
-    library, launched = transport.library(), launch.detect()
+    library, launched = transport.library(), launcher.detect()
     if launched.launcher == "none":
         mpirun = library.mpirun or shutil.which("mpirun")
         if mpirun is None:

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fompi import info
-from fompi.bench.measure import UNITS, Figure, Row
-from fompi.report import percentile
+from fompi.cli import info
+from fompi.runtime.report import percentile
+from fompi.tuning.rounds import UNITS, Figure, Row
 
 MS = UNITS["ms"]
 

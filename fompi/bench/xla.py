@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from fompi.base.errors import StateError
 from fompi.bench.rivals import Array, Rival
-from fompi.errors import StateError
-from fompi.transport import start_mpi
+from fompi.mpi.transport import start_mpi
 
 AXIS = "ranks"
 

@@ -4,18 +4,18 @@ sums rank -> rank - d, or in the order that the plan has for each rank.
 The same bytes as a ring without its chain of dependencies: a slow rank delays only what it sends itself. Own block
 first for gathers, last for sums (TransformerEngine, PyTorch's async-TP, the attention of arXiv 2604.24013). Terms are
 summed in the order of a ring, so that both give the same bits: that of the next rank first, our own last.
-`pairwise` is `direct` at another pace (`fompi.plan.Pace`): nobody runs ahead, so that one stream enters each port, as
-in the pairwise exchange of MPICH (Thakur, Rabenseifner, Gropp 2005). `unfused_p2p` is the same exchange with the
-compute in one piece before or after it, `sliced_p2p` with the compute cut as in `sliced`: one part of every shard at a
-time. `exchange` is an all-reduce in one step for small tensors.
+`pairwise` is `direct` at another pace (`fompi.plans.plan.Pace`): nobody runs ahead, so that one stream enters each
+port, as in the pairwise exchange of MPICH (Thakur, Rabenseifner, Gropp 2005). `unfused_p2p` is the same exchange with
+the compute in one piece before or after it, `sliced_p2p` with the compute cut as in `sliced`: one part of every shard
+at a time. `exchange` is an all-reduce in one step for small tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fompi.plan import Chunk, Compute, Op, Recv, Send, Workspace
-from fompi.problems import Problem
+from fompi.plans.plan import Chunk, Compute, Op, Recv, Send, Workspace
+from fompi.plans.problems import Problem
 from fompi.schedules.work import Gather, Scatter, skewed
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from fompi.plan import Buffer, Chunk, Compute, Op, Recv, Send, Workspace
-from fompi.problems import Problem
+from fompi.plans.plan import Buffer, Chunk, Compute, Op, Recv, Send, Workspace
+from fompi.plans.problems import Problem
 from fompi.schedules.work import Gather, Scatter, skewed
 
 

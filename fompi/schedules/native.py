@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fompi.plan import Chunk, Collective, Compute, Op, Workspace
-from fompi.problems import Problem
+from fompi.plans.plan import Chunk, Collective, Compute, Op, Workspace
+from fompi.plans.problems import Problem
 from fompi.schedules.work import Gather, Scatter
 
 

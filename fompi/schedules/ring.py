@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fompi.plan import Chunk, Compute, Op, Recv, Send, Workspace
-from fompi.problems import Problem
+from fompi.plans.plan import Chunk, Compute, Op, Recv, Send, Workspace
+from fompi.plans.problems import Problem
 from fompi.schedules.work import Gather, Scatter, skewed
 
 Directions = list[tuple[int, range]]

@@ -1,6 +1,6 @@
 """The local work around the messages of a schedule: what is made before a block leaves, and done after one arrives.
 
-`Gather` and `Scatter` are the two families of `fompi.problems`. A schedule decides the order of messages; these
+`Gather` and `Scatter` are the two families of `fompi.plans.problems`. A schedule decides the order of messages; these
 classes yield the kernels that go with them, so that each schedule is one loop for every operation of the family.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 
-from fompi.layout import accumulator
-from fompi.plan import Buffer, Chunk, Compute, Op, Workspace
-from fompi.problems import Problem
+from fompi.base.layout import accumulator
+from fompi.plans.plan import Buffer, Chunk, Compute, Op, Workspace
+from fompi.plans.problems import Problem
 
 
 def merged(*columns: Iterable[Chunk]) -> list[tuple[Chunk, ...]]:

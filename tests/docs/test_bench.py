@@ -167,7 +167,7 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
     script = tmp_path / "one.py"
     script.write_text(
         "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.bench import collectives\n"
-        "from fompi.bench.measure import WrongResult, meet\n"
+        "from fompi.tuning.rounds import WrongResult, meet\n"
         "def rows(comm, options):\n"
         "    if comm.rank == 1:\n"
         "        raise WrongResult('something is wrong')\n"

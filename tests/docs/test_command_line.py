@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import fompi
-from fompi.layout import Partial, Replicate, Shard, Spec
-from fompi.plan import Plan, programs_from_json
+from fompi.base.layout import Partial, Replicate, Shard, Spec
+from fompi.plans.plan import Plan, programs_from_json
 
 ROOT = Path(__file__).resolve().parents[2]
 

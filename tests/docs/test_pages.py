@@ -14,8 +14,8 @@ import subprocess
 import blocks
 import pytest
 
-from fompi.machine import Machine
-from fompi.steps import step
+from fompi.model.machine import Machine
+from fompi.planner.layers import step
 
 RUNNABLE = [block for block in blocks.python() if block.ranks]
 

@@ -127,15 +127,15 @@ def test_unbound(launch):
     ended = launch(
         3,
         """
-from fompi import call
-bind, failing = call._BACKEND.bind, False
+from fompi.ops import operation
+bind, failing = operation._BACKEND.bind, False
 
 def bad(kernel, *operands):
     if failing and rank == 1 and kernel == "add":
         return lambda: 1 / 0
     return bind(kernel, *operands)
 
-call._BACKEND.bind = bad
+operation._BACKEND.bind = bad
 for number in range(30):
     failing = number % 3 == 1
     try:
@@ -209,8 +209,8 @@ except (fompi.PeerError if rank == 0 else ValueError):
 
 
 SMALL = """
-from fompi import call
-bind, failing = call._BACKEND.bind, False
+from fompi.ops import operation
+bind, failing = operation._BACKEND.bind, False
 
 def add(*arguments):
     kernel = bind(*arguments)
@@ -220,7 +220,7 @@ def add(*arguments):
         kernel()
     return guarded
 
-call._BACKEND.bind = add
+operation._BACKEND.bind = add
 for i in range(40):
     failing = i % 2 == 1
     for schedule in ("direct", "ring"):  # their sums are wanted by all

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fompi.progress import pause_between_polls
+from fompi.engine.progress import pause_between_polls
 
 CUT = """
 import os, time
@@ -101,7 +101,7 @@ def test_a_planted_serialisation_turns_a_row_of_a_suite_red(netlab):
 INFO = """
 import os, sys
 os.environ["FOMPI_PROGRESS"] = "CHOICE"
-from fompi.info import main
+from fompi.cli.info import main
 sys.exit(main(["--json"]))
 """
 
@@ -113,7 +113,7 @@ import numpy as np
 import fompi
 from fompi import Machine, Shard, Spec
 from fompi.backends.emulated import CORNER, Emulated, corner
-from fompi.bench.measure import Figure, Row, alternate, ratio
+from fompi.tuning.rounds import Figure, Row, alternate, ratio
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())

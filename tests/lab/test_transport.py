@@ -12,7 +12,7 @@ before = dict(os.environ)
 world = fompi.Communicator()
 assert dict(os.environ) == before, "what is asked for stays in the environment"
 
-from fompi import transport
+from fompi.mpi import transport
 from mpi4py import MPI
 
 library = ctypes.CDLL(MPI.__file__)

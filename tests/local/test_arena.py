@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fompi import arena as module
-from fompi.arena import ALIGNMENT, Arena, block_nbytes
-from fompi.errors import DtypeError
+from fompi.base.errors import DtypeError
+from fompi.tensors import arena as module
+from fompi.tensors.arena import ALIGNMENT, Arena, block_nbytes
 
 MIB = 2**20
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from fompi.arena import Arena
-from fompi.dlpack import STORAGE, Lent, borrow, framework_of, lend
-from fompi.errors import DtypeError, TensorError
+from fompi.base.errors import DtypeError, TensorError
+from fompi.tensors.arena import Arena
+from fompi.tensors.dlpack import STORAGE, Lent, borrow, framework_of, lend
 
 TORCH = [dtype for dtype in STORAGE if hasattr(torch, dtype)]
 JAX = [dtype for dtype in STORAGE if hasattr(jnp, dtype)]
@@ -330,8 +330,8 @@ def run(code, **environment):
 
 def test_no_framework_is_imported_by_importing_us():
     done = run(
-        "import sys, fompi.dlpack, fompi.arena, numpy\n"
-        "fompi.dlpack.framework_of(fompi.dlpack.borrow(numpy.ones(3)).array)\n"
+        "import sys, fompi.tensors.dlpack, fompi.tensors.arena, numpy\n"
+        "fompi.tensors.dlpack.framework_of(fompi.tensors.dlpack.borrow(numpy.ones(3)).array)\n"
         "print({'torch', 'jax', 'jaxlib', 'cupy', 'ml_dtypes', 'mpi4py'} & set(sys.modules))"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "set()\n", "")
@@ -340,8 +340,8 @@ def test_no_framework_is_imported_by_importing_us():
 def test_tensors_alive_at_exit():
     done = run(
         "import torch, jax.numpy as jnp\n"
-        "from fompi.arena import Arena\n"
-        "from fompi.dlpack import Lent, borrow, lend\n"
+        "from fompi.tensors.arena import Arena\n"
+        "from fompi.tensors.dlpack import Lent, borrow, lend\n"
         "arena = Arena(0)\n"
         "take = lambda: arena.take((1000,), 'uint16')\n"
         "held = [borrow(x) for x in (jnp.ones(9), torch.ones(9), torch.ones(9).__dlpack__())]\n"
@@ -354,7 +354,7 @@ def test_tensors_alive_at_exit():
 def test_an_array_of_jax_on_several_devices():
     done = run(
         "import jax, jax.numpy as jnp\n"
-        "from fompi.dlpack import borrow, TensorError\n"
+        "from fompi.tensors.dlpack import borrow, TensorError\n"
         "mesh = jax.sharding.Mesh(jax.devices(), 'a')\n"
         "sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('a'))\n"
         "try: borrow(jax.device_put(jnp.ones(8), sharding))\n"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fompi.dlpack import borrow, framework_of
-from fompi.errors import DtypeError, TensorError
+from fompi.base.errors import DtypeError, TensorError
+from fompi.tensors.dlpack import borrow, framework_of
 
 
 class DLTensor(ctypes.Structure):

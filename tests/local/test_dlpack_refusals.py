@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fompi.dlpack import borrow, framework_of, is_tracer, requires_grad
-from fompi.errors import DtypeError, FompiError, TensorError
+from fompi.base.errors import DtypeError, FompiError, TensorError
+from fompi.tensors.dlpack import borrow, framework_of, is_tracer, requires_grad
 
 
 @pytest.mark.parametrize(

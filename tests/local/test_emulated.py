@@ -10,8 +10,8 @@ import pytest
 
 from fompi.backends import emulated
 from fompi.backends.emulated import CORNER, Emulated, corner
-from fompi.kernels import KERNELS
-from fompi.machine import Machine
+from fompi.model.machine import Machine
+from fompi.plans.kernels import KERNELS
 
 ROWS, BATCH, K, N = 5, 2, 6, 7
 SHAPES = {

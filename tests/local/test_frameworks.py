@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fompi
 import fompi.jax
-from fompi.dlpack import Lent
+from fompi.tensors.dlpack import Lent
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fompi.info import Process, crowding, table, text
+from fompi.cli.info import Process, crowding, table, text
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).with_name("mpirun")
-RUN = [sys.executable, "-c", "import sys; from fompi.info import main; sys.exit(main(sys.argv[1:]))"]
+RUN = [sys.executable, "-c", "import sys; from fompi.cli.info import main; sys.exit(main(sys.argv[1:]))"]
 OF_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "MPI_LOCAL", "OMPI_COMM_", "HYD", "TORCHELASTIC_", "LOCAL_RANK")
 OPENMPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fompi.bench import measure, table
-from fompi.bench.measure import (
+from fompi.tuning.rounds import (
     TRIES,
     Calm,
     Contestant,
@@ -325,7 +325,7 @@ def test_a_plot(rows, tmp_path, name, begins):
 
 def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path):
     """By a path on which it cannot be found."""
-    code = "import sys; sys.modules['matplotlib'] = None; from fompi.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['matplotlib'] = None; from fompi.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "bench", "collectives", "--plot", str(tmp_path / "x.png")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2 and 'pip install "fompi[plot]"' in done.stderr and "Traceback" not in done.stderr

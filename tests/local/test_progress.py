@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from fompi import engine as engines
-from fompi import progress
-from fompi.engine import SPINS, YIELDS, Engine, Task
-from fompi.errors import LaunchError
-from fompi.progress import LOOKS, Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
+from fompi.base.errors import LaunchError
+from fompi.engine import engine as engines
+from fompi.engine import progress
+from fompi.engine.engine import SPINS, YIELDS, Engine, Task
+from fompi.engine.progress import LOOKS, Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
 
 
 class Kernels(Task):

@@ -6,10 +6,10 @@ from time import perf_counter, sleep
 
 import pytest
 
-from fompi.engine import Engine, Recent
-from fompi.errors import LaunchError
-from fompi.report import Report, overlap_warnings, percentile, text
-from fompi.trace import intersection, length
+from fompi.base.errors import LaunchError
+from fompi.engine.engine import Engine, Recent
+from fompi.runtime.report import Report, overlap_warnings, percentile, text
+from fompi.traces.trace import intersection, length
 
 
 def noted(rank, **fields):

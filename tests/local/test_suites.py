@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fompi.base.errors import FompiError
 from fompi.bench import fused, papers, peers, planner, suites
-from fompi.bench.measure import Row
-from fompi.errors import FompiError
-from fompi.machine import Level, Machine
+from fompi.model.machine import Level, Machine
+from fompi.tuning.rounds import Row
 
 COMM = SimpleNamespace(engine=SimpleNamespace(progress_mode="helper"))
 

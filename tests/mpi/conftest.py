@@ -12,17 +12,14 @@ import os
 import re
 import signal
 import time
-from importlib import import_module
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import fompi
-from fompi import effort, speeds
-from fompi.machine import Machine
-
-calibrate = import_module("fompi.calibrate")  # fompi.calibrate is the function
+from fompi.model.machine import Machine
+from fompi.tuning import autotune, calibrate, links
 
 GRACE_SECONDS = 10  # for the others to come back after a failure here
 REPORT_BYTES = 16384  # the end of a report, where the error stands
@@ -67,9 +64,9 @@ def cache(tmp_path_factory, monkeypatch, comm):
 @pytest.fixture
 def few_rounds(monkeypatch):
     """Measurements are short: no figure is judged."""
-    monkeypatch.setattr(effort, "ROUNDS", 2)
-    monkeypatch.setattr(effort, "FEW", 2)
-    for module in (calibrate, speeds):
+    monkeypatch.setattr(autotune, "ROUNDS", 2)
+    monkeypatch.setattr(autotune, "FEW", 2)
+    for module in (calibrate, links):
         monkeypatch.setattr(module, "ROUNDS", 2)
         monkeypatch.setattr(module, "SIZES", [1 << 10, 1 << 14, 1 << 18])
 

@@ -13,9 +13,11 @@ from explained import scatter, whole
 from mpi4py import MPI
 
 import fompi
-from fompi import Partial, Shard, Spec, adaptive, drift
-from fompi.candidates import Candidate
-from fompi.machine import Machine
+from fompi import Partial, Shard, Spec
+from fompi.model.machine import Machine
+from fompi.planner.candidates import Candidate
+from fompi.traces import drift
+from fompi.tuning import adaptive
 
 pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores say nothing new, slowly"),
@@ -150,7 +152,7 @@ def test_those_that_adapt_are_called_in_one_order(own, cache):
 
 def test_slower_cores_are_seen(own, monkeypatch):
     """Kernels that take thrice as long as the machine says, beside links as they were."""
-    calibrated = import_module("fompi.calibrate")
+    calibrated = import_module("fompi.tuning.calibrate")
     explained, *_ = scatter(own)
     monkeypatch.setattr(calibrated, "slowdown", lambda machine, comm: 3.0)
     machine = replace(explained.machine, name="fast")

@@ -53,7 +53,7 @@ def test_no_communicator(comm):
 
 
 def test_ranks_with_other_versions(world, monkeypatch):
-    monkeypatch.setattr("fompi.communicator.__version__", f"0.{min(world.rank, 1)}")
+    monkeypatch.setattr("fompi.engine.communicator.__version__", f"0.{min(world.rank, 1)}")
     if world.size == 1:
         return
     with pytest.raises(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import call as module
 from fompi import verify
+from fompi.ops import operation as module
 
 CALLS = {1: 2000, 2: 10_000}
 """By number of ranks; with more, enough to see a leak."""

@@ -11,9 +11,9 @@ from explained import scatter, whole
 from mpi4py import MPI
 
 import fompi
-from fompi import effort
 from fompi.backends.numpy import Numpy
-from fompi.candidates import UNFUSED, Candidate
+from fompi.planner.candidates import UNFUSED, Candidate
+from fompi.tuning import autotune
 
 pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores say nothing new, slowly"),
@@ -61,7 +61,7 @@ def kept_and_spoilt(own, comm, spoilt):
     fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure")
     comm.Barrier()
     if own.rank == 0:
-        (file,) = effort.folder().iterdir()
+        (file,) = autotune.folder().iterdir()
         file.write_text(spoilt(file.read_text()))
     return x, w, y
 
@@ -86,7 +86,7 @@ def test_a_spoilt_file_is_measured_again(own, comm, cache, content, monkeypatch)
     with fompi.Communicator(comm) as other:
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
     if own.rank == 0:
-        (file,) = effort.folder().iterdir()
+        (file,) = autotune.folder().iterdir()
         assert json.loads(file.read_text())["choice"]
 
 
@@ -119,10 +119,10 @@ def test_what_is_fastest_on_the_slowest_rank_is_kept(own, cache, monkeypatch):
         tried.append(candidate)
         return seconds[candidate]
 
-    assert effort._fastest(own, list(seconds), timed) == even
-    assert [tried.count(candidate) for candidate in seconds] == [1 + effort.ROUNDS] * 3
+    assert autotune._fastest(own, list(seconds), timed) == even
+    assert [tried.count(candidate) for candidate in seconds] == [1 + autotune.ROUNDS] * 3
     seconds[slow] = 0.5
-    assert effort._fastest(own, list(seconds), timed) == slow
+    assert autotune._fastest(own, list(seconds), timed) == slow
 
 
 def test_calls_are_told_apart_by_their_problem(own, cache):
@@ -144,7 +144,7 @@ def test_a_call_tries_several_that_overlap_on_any_machine(own, machine, rates):
     if own.size == 1:
         return
     own.machine = explained.machine
-    found = effort.candidates(explained.problem, explained.sizes, own)
+    found = autotune.candidates(explained.problem, explained.sizes, own)
     assert all(c.anywhere(own.size) for c in found) and sum(c not in UNFUSED for c in found) >= 2
 
 
@@ -170,23 +170,23 @@ def test_backends_and_kernels_are_measured_by_themselves(own, cache):
         assert (step() == y).all()
     assert len(own.choices) == 2
     if own.rank == 0:
-        assert len(list(effort.folder().iterdir())) == 2
+        assert len(list(autotune.folder().iterdir())) == 2
 
 
 def test_calls_without_overlap_are_always_tried(own, machine):
     explained, *_ = scatter(own)
     unfused = [one.candidate for one in explained.judged if one.candidate in UNFUSED]
-    for found in (effort.few(explained), list(effort.candidates(explained.problem, explained.sizes, own))):
+    for found in (autotune.few(explained), list(autotune.candidates(explained.problem, explained.sizes, own))):
         assert unfused[0] in found and (own.size == 1 or len(found) > 2)
     own.machine = machine
-    assert unfused[0] in effort.candidates(explained.problem, explained.sizes, own)
+    assert unfused[0] in autotune.candidates(explained.problem, explained.sizes, own)
 
 
 def test_a_choice_holds_for_what_it_was_made_for(own, cache, machine, monkeypatch):
     """Another version, machine, network, way of progress or call is another file."""
 
     def file():
-        return effort._file(effort._about(own, key))
+        return autotune._file(autotune._about(own, key))
 
     key = "a call"
     known = {file()}
@@ -198,7 +198,7 @@ def test_a_choice_holds_for_what_it_was_made_for(own, cache, machine, monkeypatc
     known.add(file())
     own.network = not own.network
     known.add(file())
-    monkeypatch.setattr(effort, "__version__", "999")
+    monkeypatch.setattr(autotune, "__version__", "999")
     known.add(file())
     assert len(known) == 6
 
@@ -207,10 +207,10 @@ def test_many_ranks_write_one_choice(own, comm, cache):
     """All at once, each another winner: what is read is one of them, whole; nothing else is left in the folder."""
     winners = [Candidate("direct", (1,) * (1 + r), 1 + r) for r in range(own.size)]
     for _ in range(50):
-        effort._store(own, "a call", winners[own.rank])
-        assert effort._load(own, "a call", lambda found: True) in winners
+        autotune._store(own, "a call", winners[own.rank])
+        assert autotune._load(own, "a call", lambda found: True) in winners
     comm.Barrier()
-    assert len(list(effort.folder().iterdir())) == 1
+    assert len(list(autotune.folder().iterdir())) == 1
 
 
 def test_a_disk_that_is_full(own, comm, cache, monkeypatch):
@@ -219,11 +219,11 @@ def test_a_disk_that_is_full(own, comm, cache, monkeypatch):
     def full(self, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(effort.Path, "write_text", full)
+    monkeypatch.setattr(autotune.Path, "write_text", full)
     _, x, w, y = scatter(own)
     assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
     comm.Barrier()
-    assert not list(effort.folder().iterdir())
+    assert not list(autotune.folder().iterdir())
 
 
 def test_a_bound_choice_that_is_no_candidate_any_more(own, comm, cache):
@@ -235,7 +235,7 @@ def test_a_bound_choice_that_is_no_candidate_any_more(own, comm, cache):
         pass
     (key,) = own.choices
     if own.rank == 0:
-        effort._store(own, key, Candidate("direct", (9, 1, 9)))
+        autotune._store(own, key, Candidate("direct", (9, 1, 9)))
     comm.Barrier()
     with fompi.Communicator(comm) as other, fompi.bind(explained, effort="measure", comm=other, x=x, w=w) as step:
         assert (step() == y).all() and explained.has(step.changes[0].candidate)
@@ -279,4 +279,4 @@ def test_candidates_come_back_from_json():
     listed = [Candidate("direct", 4, 1), Candidate("hierarchical(2)", (1, 2, 4)), Candidate("unfused")]
     listed += [Candidate("direct", 4, None, (1, 0, 3)), Candidate("direct", 1, 2, None, ((1, 2), (2, 0), (0, 1)))]
     for candidate in listed:
-        assert effort._candidate(json.loads(json.dumps(list(candidate)))) == candidate
+        assert autotune._candidate(json.loads(json.dumps(list(candidate)))) == candidate

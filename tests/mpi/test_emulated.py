@@ -12,7 +12,7 @@ import fompi
 from fompi import Machine, Shard, Spec
 from fompi.backends import emulated
 from fompi.backends.emulated import Emulated, corner
-from fompi.kernels import KERNELS
+from fompi.plans.kernels import KERNELS
 
 SLOW = Machine("kernels of a tenth of a millisecond", 0.0, 1e9, 1e15, 1e15, 1e-4)
 WHOLE = ("w", "v", "bias", "g")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import Partial, Replicate, Shard, Spec, schedules
-from fompi.layout import Sizes, split
-from fompi.problems import Form, problem
+from fompi import Partial, Replicate, Shard, Spec
+from fompi.base.layout import Sizes, split
+from fompi.plans.problems import Form, problem
+from fompi.schedules import registry
 
 EVERY_SCHEDULE = ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional")
 
@@ -391,7 +392,7 @@ def test_strided_rows_are_read_afresh_at_every_call(world):
     holder = np.ones((3, world.size, 4))
     x = holder.swapaxes(0, 1)
     forms = Form(x.shape, "float64"), [Form((4, 2), "float64")]
-    made = schedules.write(problem("matmul_all_reduce", world.size, *forms), "direct", 1, Sizes((1,) * world.size))
+    made = registry.write(problem("matmul_all_reduce", world.size, *forms), "direct", 1, Sizes((1,) * world.size))
     with fompi.bind(made, comm=world, x=x, w=np.ones((4, 2))) as step:
         for value in (1.0, 2.0, 3.0):
             holder[...] = value

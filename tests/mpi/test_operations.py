@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import call, schedules
-from fompi.layout import HALF, ITEMSIZE
+from fompi.base.layout import HALF, ITEMSIZE
+from fompi.ops import operation
+from fompi.schedules import registry
 
 
 def assert_same(got, wanted, what):
@@ -24,12 +25,12 @@ def assert_same(got, wanted, what):
 @pytest.fixture
 def proven_before(monkeypatch):
     """These plans have been proven, in `tests/pure`; to prove each again on each rank would take most of the time."""
-    monkeypatch.setattr(call, "VERIFIED_RANKS", 0)
+    monkeypatch.setattr(operation, "VERIFIED_RANKS", 0)
 
 
 def variants(problem, turn=0, most=20):
     """Schedules and slices, all of them, or about `most`: others at another `turn`."""
-    every = [("auto", None), *product(schedules.available(problem), (1, (1, 2)))]
+    every = [("auto", None), *product(registry.available(problem), (1, (1, 2)))]
     step = -(-len(every) // most)
     return every[turn % step :: step]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import fompi
+from fompi.base.errors import LayoutError
 from fompi.bench import collectives, peers, rivals
 from fompi.bench.cluster import Cluster
 from fompi.bench.gloo import Gloo
-from fompi.bench.measure import relative_error
 from fompi.bench.peers import Case
-from fompi.errors import LayoutError
+from fompi.tuning.rounds import relative_error
 
 MAKERS = {
     "blocking": rivals.blocking,

@@ -10,10 +10,12 @@ from explained import scatter, whole
 from mpi4py import MPI
 
 import fompi
-from fompi import Partial, Spec, call, fit
-from fompi.calibrate import slowdown
-from fompi.machine import Machine
-from fompi.speeds import Messages
+from fompi import Partial, Spec
+from fompi.model import fit
+from fompi.model.machine import Machine
+from fompi.ops import operation
+from fompi.tuning.calibrate import slowdown
+from fompi.tuning.links import Messages
 
 pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores say nothing new, slowly"),
@@ -41,7 +43,7 @@ def test_calibrate(own, comm, tmp_path):
 @pytest.mark.timeout(100)
 def test_calibrate_where_hosts_differ(own, comm, monkeypatch):
     """One host has a core to spare, another one none: the ranks measure the same all the same."""
-    calibrated = import_module("fompi.calibrate")
+    calibrated = import_module("fompi.tuning.calibrate")
     monkeypatch.setattr(calibrated.launch, "cores_per_rank", lambda: 2.0 if own.rank == 0 else 1.0)
     machine = fompi.calibrate(own)
     assert comm.allgather(machine) == [machine] * own.size and (own.size == 1 or machine.lanes == 1)
@@ -81,13 +83,13 @@ def test_the_machine_of_the_environment_chooses(own, machine):
 
 def test_an_all_to_all_is_chosen_by_how_much_it_moves_in_all(own, machine, monkeypatch):
     """Each rank tells how many rows it has, to a power of two: all choose alike, whatever their own part is."""
-    own.machine, asked, choose = machine, [], call.choose
+    own.machine, asked, choose = machine, [], operation.choose
 
     def noted(problem, rows, *rest):
         asked.append((rows, choose(problem, rows, *rest)))
         return asked[-1][1]
 
-    monkeypatch.setattr(call, "choose", noted)
+    monkeypatch.setattr(operation, "choose", noted)
     x, w = whole((3 * (own.rank + 1), 3), own.rank), whole((3, 4), 5)
     counts = [3 * (own.rank + 1) if dest == 0 else 0 for dest in range(own.size)]
     y = fompi.all_to_all_matmul(x, w, counts=counts, comm=own)
@@ -100,8 +102,8 @@ def test_an_all_to_all_is_chosen_by_how_much_it_moves_in_all(own, machine, monke
 
 def test_large_products_are_dealt_out_in_slices_over_a_network(own, monkeypatch):
     """Also where ranks have other numbers of rows: they tell each other how many, about."""
-    own.network, own.crowded, chosen, choose = own.size > 1, False, [], call.choose
-    monkeypatch.setattr(call, "choose", lambda *asked: chosen.append(choose(*asked)) or chosen[-1])
+    own.network, own.crowded, chosen, choose = own.size > 1, False, [], operation.choose
+    monkeypatch.setattr(operation, "choose", lambda *asked: chosen.append(choose(*asked)) or chosen[-1])
     x, w = np.ones((128 * own.size**2 + own.rank, 2)), np.ones((2, 2048))
     counts = [len(x) - 128 * (own.size - 1)] + [128] * (own.size - 1)
     y = fompi.matmul_all_to_all(x, w, counts=counts, comm=own)
@@ -125,8 +127,8 @@ def test_a_plain_all_to_all_goes_in_slices_over_a_network(own, more, schedule):
 
 
 def test_ranks_keep_in_step_on_a_machine_only_where_all_have_about_as_much(own, machine, monkeypatch):
-    own.machine, asked, choose = machine, [], call.choose
-    monkeypatch.setattr(call, "choose", lambda *given: asked.append(given[-1]) or choose(*given))
+    own.machine, asked, choose = machine, [], operation.choose
+    monkeypatch.setattr(operation, "choose", lambda *given: asked.append(given[-1]) or choose(*given))
     for more in (0, 1000):
         x = np.arange((512 * own.size + more) * 4.0).reshape(-1, 4) + own.rank
         counts = [512] * (own.size - 1) + [512 + more]
@@ -148,7 +150,7 @@ def test_a_measurement_has_a_deadline(own, comm, monkeypatch):
     """Somebody does not come: an error that says so, in place of a core that spins for ever."""
     if own.size == 1:
         return
-    calibrated = import_module("fompi.calibrate")
+    calibrated = import_module("fompi.tuning.calibrate")
     monkeypatch.setenv("FOMPI_TIMEOUT", "0.3")
     private = comm.Dup()
     if own.rank == 0:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import Partial, Shard, Spec, progress
-from fompi.call import Pending
-from fompi.run import Run
+from fompi import Partial, Shard, Spec
+from fompi.engine import progress
+from fompi.ops.operation import Pending
+from fompi.runtime.program import Run
 
 SECONDS = 20
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import effort, schedules
 from fompi.backends.emulated import Emulated
-from fompi.plan import Compute
+from fompi.plans.plan import Compute
+from fompi.schedules import registry
+from fompi.tuning import autotune
 
 UNTOUCHED = 99.0
 
@@ -208,7 +209,7 @@ def test_nothing_can_be_listed(world, last, monkeypatch):
     def fails(*given):
         raise fompi.PlanError("no candidates today")
 
-    monkeypatch.setattr(effort, "candidates", fails)
+    monkeypatch.setattr(autotune, "candidates", fails)
     if world.size > 1:
         with pytest.raises((fompi.PlanError, fompi.MismatchError), match="no candidates today"):
             fompi.all_gather(np.ones((2, 5)), comm=world, effort="measure")
@@ -216,8 +217,8 @@ def test_nothing_can_be_listed(world, last, monkeypatch):
 
 def test_plans_that_cannot_be_carried_out(world, last, monkeypatch):
     """Refused before anything moves, on one rank or on all."""
-    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
-    monkeypatch.setattr(schedules, "REGISTERED", dict(schedules.REGISTERED))
+    monkeypatch.setattr(registry, "SCHEDULES", dict(registry.SCHEDULES))
+    monkeypatch.setattr(registry, "REGISTERED", dict(registry.REGISTERED))
 
     @fompi.schedule("nobody sends", "all_gather")
     def nobody_sends(problem, work):

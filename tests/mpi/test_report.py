@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi import Partial, Shard, Spec, alignment, report
+from fompi import Partial, Shard, Spec
 from fompi.backends.emulated import Emulated
-from fompi.plan import Compute
-from fompi.trace import Trace, intersection, length, union
+from fompi.plans.plan import Compute
+from fompi.runtime import alignment, report
+from fompi.traces.trace import Trace, intersection, length, union
 
 KERNEL_SECONDS = 0.004
 

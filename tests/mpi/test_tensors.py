@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi.layout import split
+from fompi.base.layout import split
 
 DTYPES = ["float64", "float32", "float16", ml_dtypes.bfloat16, "int32", "uint8", "complex128"]
 

@@ -9,12 +9,12 @@ import catalogue
 import pytest
 
 import fompi
-from fompi import schedules
-from fompi.bound import bound
-from fompi.layout import Partial, Shard, Sizes, Spec
-from fompi.machine import Level, Machine
-from fompi.problems import from_specs
-from fompi.simulate import predict
+from fompi.base.layout import Partial, Shard, Sizes, Spec
+from fompi.model.bound import bound
+from fompi.model.machine import Level, Machine
+from fompi.model.simulate import predict
+from fompi.plans.problems import from_specs
+from fompi.schedules import registry
 
 NAMES = list(catalogue.problems(1))
 
@@ -53,10 +53,10 @@ def test_no_schedule_is_below_it(name, size, dtype):
         sizes = catalogue.sizes(problem, how)
         for machine in machines(draw):
             least = bound(problem, sizes, machine)
-            for schedule in schedules.available(problem):
+            for schedule in registry.available(problem):
                 if schedule == "sliced":
                     continue  # sums of the library behind kernels are not charged to the core
-                seconds = predict(schedules.write(problem, schedule, draw.choice((1, 2)), sizes), machine)
+                seconds = predict(registry.write(problem, schedule, draw.choice((1, 2)), sizes), machine)
                 assert seconds >= least.seconds * (1 - 1e-9), (schedule, machine, least)
 
 
@@ -69,7 +69,7 @@ def test_ranks_with_other_columns(columns):
         for machine in machines(Random(columns)):
             least = bound(at(0), sizes, machine, at)
             for schedule in ("direct", "ring", "unfused_p2p"):
-                seconds = predict(schedules.write(at(0), schedule, 1, sizes, None, at), machine)
+                seconds = predict(registry.write(at(0), schedule, 1, sizes, None, at), machine)
                 assert seconds >= least.seconds * (1 - 1e-9), (schedule, machine, least)
 
 
@@ -97,7 +97,7 @@ def test_it_is_reached_on_equal_links(name):
     problem = catalogue.problems(4)[name]
     sizes = Sizes(pairs=((6,) * 4,) * 4) if name == "all_to_all" else Sizes((6,) * 4)
     least = bound(problem, sizes, plain())
-    assert predict(schedules.write(problem, "direct", 1, sizes), plain()) == pytest.approx(least.seconds)
+    assert predict(registry.write(problem, "direct", 1, sizes), plain()) == pytest.approx(least.seconds)
     assert least.what in ("what rank 3 receives", "what rank 3 sends", "what all ranks receive")
 
 
@@ -108,7 +108,7 @@ def test_it_is_reached_over_a_shared_link(name):
     slow = plain(levels=(Level(2, 0.0, 48e-6, True),))
     least = bound(problem, sizes, slow)
     assert "group" in least.what
-    found = {s: predict(schedules.write(problem, s, 1, sizes), slow) for s in ("hierarchical(2)", "direct", "ring")}
+    found = {s: predict(registry.write(problem, s, 1, sizes), slow) for s in ("hierarchical(2)", "direct", "ring")}
     assert found["hierarchical(2)"] == pytest.approx(least.seconds, rel=1e-5)
     assert found["direct"] == pytest.approx(2 * least.seconds, rel=1e-5)
 
@@ -118,7 +118,7 @@ def test_one_slow_rank():
     slow = plain(rates=(1.0, 1.0, 1.0, 0.25))
     least = bound(problem, sizes, slow)
     assert least.what == "what rank 3 receives"
-    assert predict(schedules.write(problem, "direct", 1, sizes), slow) == pytest.approx(least.seconds)
+    assert predict(registry.write(problem, "direct", 1, sizes), slow) == pytest.approx(least.seconds)
 
 
 def test_kernels_that_take_longer_than_messages():
@@ -126,4 +126,4 @@ def test_kernels_that_take_longer_than_messages():
     slow = Machine("slow", 0.0, 1e9, 100.0, 1e300, 0.0)
     least = bound(problem, sizes, slow)
     assert least.what.startswith("the kernels of rank")
-    assert predict(schedules.write(problem, "ring", 1, sizes), slow) == pytest.approx(least.seconds)
+    assert predict(registry.write(problem, "ring", 1, sizes), slow) == pytest.approx(least.seconds)

@@ -11,16 +11,17 @@ from catalogue import problem_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi import choose, schedules
-from fompi.candidates import candidates
-from fompi.explain import MOST_EVENTS, explain
-from fompi.layout import Sizes
-from fompi.machine import PRESETS, Machine
-from fompi.needs import constraints
-from fompi.plan import MOST_MESSAGES, Recv, Send
-from fompi.problems import MEANING, Form, problem
-from fompi.schedules import to_one_peer
-from fompi.simulate import representatives, symmetry
+from fompi.base.layout import Sizes
+from fompi.model.machine import PRESETS, Machine
+from fompi.model.simulate import representatives, symmetry
+from fompi.planner import choose
+from fompi.planner.candidates import candidates
+from fompi.planner.explain import MOST_EVENTS, explain
+from fompi.plans.dependencies import constraints
+from fompi.plans.plan import MOST_MESSAGES, Recv, Send
+from fompi.plans.problems import MEANING, Form, problem
+from fompi.schedules import registry
+from fompi.schedules.registry import to_one_peer
 
 
 def test_the_choice_is_one_that_every_rank_can_make():
@@ -30,7 +31,7 @@ def test_the_choice_is_one_that_every_rank_can_make():
             made = problem_of(operation, ranks)
             for rows, network, crowded in product((None, 0, 10, 10**9), (False, True), (False, True)):
                 name, slices = choose.choose(made, rows, network, None, crowded)
-                assert name in schedules.available(made) and slices >= 1
+                assert name in registry.available(made) and slices >= 1
 
 
 def test_small_sums_take_one_step_and_large_products_two_slices():
@@ -76,25 +77,23 @@ def test_ranks_tell_each_other_how_much_they_have_and_whether_it_is_even(rows):
 def test_ranks_keep_in_step():
     """A message leaves when the last but one has left, and that of the same turn has come."""
     made = problem_of("all_to_all", 4)
-    plan = schedules.write(made, "pairwise", 2)
-    assert plan.window == 2 and not plan.is_paced and schedules.write(made, "pairwise").window == 1
-    assert schedules.write(made, "pairwise", 4, window=3).window == 3
+    plan = registry.write(made, "pairwise", 2)
+    assert plan.window == 2 and not plan.is_paced and registry.write(made, "pairwise").window == 1
+    assert registry.write(made, "pairwise", 4, window=3).window == 3
     ops = plan.programs[1].ops
     sends, recvs = ([i for i, op in enumerate(ops) if isinstance(op, kind)] for kind in (Send, Recv))
     needs = constraints(ops, plan.pace).needs
     assert not set(needs[sends[1]]) & {*sends, *recvs}
     assert all({sends[j - 2], recvs[j - 2]} <= set(needs[sends[j]]) for j in range(2, 6))
-    assert "pairwise" in schedules.available(made) and "pairwise" not in schedules.available(
-        problem_of("all_gather", 4)
-    )
+    assert "pairwise" in registry.available(made) and "pairwise" not in registry.available(problem_of("all_gather", 4))
 
 
 def test_a_send_is_done_when_the_other_end_takes_it_where_a_window_of_several_bounds_parts():
     made = problem_of("all_to_all", 4)
     for slices, window, paced in ((1, None, False), (4, None, False), (1, 2, False), (4, 1, False), (4, 3, True)):
-        assert schedules.write(made, "direct", slices, window=window).is_paced == paced
-    assert schedules.write(problem_of("all_gather", 4), "hierarchical(2)").is_paced
-    assert not schedules.write(problem_of("all_gather", 4), "ring", 4).is_paced
+        assert registry.write(made, "direct", slices, window=window).is_paced == paced
+    assert registry.write(problem_of("all_gather", 4), "hierarchical(2)").is_paced
+    assert not registry.write(problem_of("all_gather", 4), "ring", 4).is_paced
 
 
 def test_a_ring_of_very_many_ranks_has_fewer_slices_or_is_none():
@@ -163,9 +162,9 @@ def test_one_slow_rank_of_many_does_not_make_all_of_them_be_walked(monkeypatch):
         walked.append(symmetry(plan, plan.sizes, on))
         return representatives(plan, on)
 
-    monkeypatch.setattr(import_module("fompi.explain"), "representatives", counted)  # fompi.explain is the function
+    monkeypatch.setattr(import_module("fompi.planner.explain"), "representatives", counted)
     name, _ = choose.choose(made, 1 << 24, machine=machine)
-    assert walked and max(walked) <= 8 and schedules.is_available(made, name)
+    assert walked and max(walked) <= 8 and registry.is_available(made, name)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -178,5 +177,5 @@ def test_what_a_call_takes_is_near_what_it_might(operation, ranks, name):
     sizes = Sizes((rows // ranks,) * ranks)
     every = explain(made, sizes, machine, events=MOST_EVENTS).judged
     best = min(one.seconds for one in every if one.trace is not None and one.candidate.anywhere(ranks))
-    taken = schedules.write(made, *choose.choose(made, rows, machine=machine), sizes)
+    taken = registry.write(made, *choose.choose(made, rows, machine=machine), sizes)
     assert representatives(taken, machine).seconds <= 1.1 * best

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.clocks import SAME, Clock, Sample, fit
-from fompi.errors import LayoutError
+from fompi.base.errors import LayoutError
+from fompi.traces.clocks import SAME, Clock, Sample, fit
 
 offsets = st.floats(-1e5, 1e5)
 drifts = st.floats(-1e-3, 1e-3)

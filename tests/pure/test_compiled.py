@@ -6,8 +6,8 @@ import pytest
 
 import fompi
 from fompi import Partial, Shard, Spec
-from fompi.compiled import LONG_FLOPS, LONG_NBYTES, SMALL_NBYTES, Compiled
-from fompi.layout import Sizes
+from fompi.base.layout import Sizes
+from fompi.runtime.compiled import LONG_FLOPS, LONG_NBYTES, SMALL_NBYTES, Compiled
 
 
 def gather_matmul(rows, k=64, columns=64, schedule="direct", slices=1):

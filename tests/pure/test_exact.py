@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from fompi.exact import Job, announced, johnson, makespan, pieces
+from fompi.model.flow_shop import Job, announced, johnson, makespan, pieces
 
 WHOLE = range(0, 12)
 """Whole numbers, so that sums are exact in whatever order."""

@@ -11,8 +11,13 @@ from catalogue import everyone
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
-from fompi.bound import call_seconds, native_nbytes, row_nbytes
-from fompi.candidates import (
+from fompi.base.errors import LayoutError
+from fompi.base.layout import Sizes
+from fompi.model.bound import call_seconds, native_nbytes, row_nbytes
+from fompi.model.flow_shop import Job, makespan
+from fompi.model.machine import PRESETS, Level, Machine
+from fompi.model.simulate import predict
+from fompi.planner.candidates import (
     MOST_TOGETHER,
     UNFUSED,
     WINDOWS,
@@ -24,17 +29,12 @@ from fompi.candidates import (
     owned,
     paced,
 )
-from fompi.errors import LayoutError
-from fompi.estimate import estimate
-from fompi.exact import Job, makespan
-from fompi.explain import FAR, explain
-from fompi.layout import Sizes
-from fompi.machine import PRESETS, Level, Machine
-from fompi.plan import Compute
-from fompi.problems import Form, problem
-from fompi.schedules import STRAIGHT, shares_of, write
-from fompi.simulate import predict
-from fompi.verify import verify
+from fompi.planner.estimate import estimate
+from fompi.planner.explain import FAR, explain
+from fompi.plans.plan import Compute
+from fompi.plans.problems import Form, problem
+from fompi.plans.verify import verify
+from fompi.schedules.registry import STRAIGHT, shares_of, write
 
 NAMES = [
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "all_gather_matmul 3-d",

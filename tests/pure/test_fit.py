@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fompi import fit
-from fompi.fit import Product, Topology
-from fompi.machine import Level, Machine
+from fompi.model import fit
+from fompi.model.fit import Product, Topology
+from fompi.model.machine import Level, Machine
 
 
 def speeds(topology: Topology, by_level: list[float], spread: float = 0.0) -> dict[tuple[int, int], float]:

@@ -14,7 +14,7 @@ import pytest
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
-from fompi.machine import Level, Machine
+from fompi.model.machine import Level, Machine
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

@@ -15,11 +15,11 @@ from catalogue import RANKS, rounded, wide
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi import schedules
 from fompi.backends.numpy import Numpy, narrow, widen
-from fompi.layout import HALF
-from fompi.problems import reference
-from fompi.twin import twin
+from fompi.base.layout import HALF
+from fompi.model.twin import twin
+from fompi.plans.problems import reference
+from fompi.schedules import registry
 
 BACKEND = Numpy()
 NAMES = list(catalogue.problems(1))
@@ -50,8 +50,8 @@ def test_every_result_is_the_exact_one_rounded_once(size, dtype):
         sizes = catalogue.sizes(problem, "uneven", seed=size)
         inputs = catalogue.inputs(problem, sizes, fill=fill)
         exact = reference(problem, catalogue.widened(inputs, dtype), sizes, np)
-        for schedule in schedules.available(problem):
-            outputs = twin(schedules.write(problem, schedule, 1 + size % 2), inputs, BACKEND, sizes=sizes, seed=size)
+        for schedule in registry.available(problem):
+            outputs = twin(registry.write(problem, schedule, 1 + size % 2), inputs, BACKEND, sizes=sizes, seed=size)
             for got, wanted in zip(outputs, exact, strict=True):
                 for key, array in wanted.items():
                     np.testing.assert_array_equal(got[key], rounded(array, dtype), err_msg=f"{name} {schedule} {key}")
@@ -92,7 +92,7 @@ def test_a_sum_of_any_numbers_is_within_half_an_ulp(schedule, dtype):
     inputs = catalogue.inputs(problem, sizes, fill=fill)
     terms = [d["x"] for d in catalogue.widened(inputs, dtype)]
     exact, most = sum(terms), sum(map(np.abs, terms))
-    got = wide(twin(schedules.write(problem, schedule), inputs, BACKEND, sizes=sizes)[0]["y"], dtype)
+    got = wide(twin(registry.write(problem, schedule), inputs, BACKEND, sizes=sizes)[0]["y"], dtype)
     ulp = np.exp2(np.frexp(exact)[1] - DIGITS[dtype])
     assert (np.abs(got - exact) <= ulp / 2 + 8 * 2**-24 * most).all()
 
@@ -100,7 +100,7 @@ def test_a_sum_of_any_numbers_is_within_half_an_ulp(schedule, dtype):
 def test_the_mpi_library_is_not_asked_to_sum_half_types():
     for size, dtype in product((1, 4), HALF):
         for name in ("reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce"):
-            assert not {"unfused", "sliced"} & set(schedules.available(catalogue.problems(size, dtype)[name]))
+            assert not {"unfused", "sliced"} & set(registry.available(catalogue.problems(size, dtype)[name]))
 
 
 def test_every_bfloat16_survives_widening():

@@ -10,8 +10,8 @@ import pytest
 from catalogue import rounded, wide
 
 from fompi.backends.numpy import Numpy, storage
-from fompi.errors import PlanError
-from fompi.kernels import KERNELS, cost, demand, find
+from fompi.base.errors import PlanError
+from fompi.plans.kernels import KERNELS, cost, demand, find
 
 MEANING = {
     "copy": lambda a: a,

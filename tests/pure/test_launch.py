@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fompi.launch import Launch, cores_per_rank, crowded, detect, refusal, thread_note, warning
+from fompi.mpi.launcher import Launch, cores_per_rank, crowded, detect, refusal, thread_note, warning
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {

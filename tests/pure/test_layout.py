@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.errors import DtypeError, LayoutError
-from fompi.layout import (
+from fompi.base.errors import DtypeError, LayoutError
+from fompi.base.layout import (
     AXES,
     ITEMSIZE,
     Extents,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fompi.checks import MOST_FILE_NBYTES
-from fompi.errors import LayoutError
-from fompi.machine import PRESETS, Level, Machine, at
+from fompi.base.errors import LayoutError
+from fompi.base.file_checks import MOST_FILE_NBYTES
+from fompi.model.machine import PRESETS, Level, Machine, at
 
 
 @pytest.mark.parametrize("name", PRESETS)

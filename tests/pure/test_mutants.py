@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from mutants import MUTATIONS, mutant
 
-from fompi import schedules
 from fompi.backends.numpy import Numpy
-from fompi.errors import PlanError
-from fompi.twin import twin
-from fompi.verify import verify
+from fompi.base.errors import PlanError
+from fompi.model.twin import twin
+from fompi.plans.verify import verify
+from fompi.schedules import registry
 
 BACKEND = Numpy()
 EACH = 300
@@ -35,7 +35,7 @@ def problems(size, dtype):
 
 def right_plan(random):
     problem = random.choice(problems(random.choice((1, 2, 3, 4, 5, 8)), random.choice(DTYPES)))
-    return schedules.write(problem, random.choice(schedules.available(problem)), random.choice((1, 2)))
+    return registry.write(problem, random.choice(registry.available(problem)), random.choice((1, 2)))
 
 
 def bits(plan, inputs, sizes, seed):

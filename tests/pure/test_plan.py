@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi import schedules
-from fompi.errors import PlanError
-from fompi.layout import Sizes
-from fompi.needs import Frontier, constraints, dependencies, enqueued, lane, messages
-from fompi.plan import (
+from fompi.base.errors import PlanError
+from fompi.base.layout import Sizes
+from fompi.plans.dependencies import Frontier, constraints, dependencies, enqueued, lane, messages
+from fompi.plans.plan import (
     Chunk,
     Collective,
     Compute,
@@ -27,6 +26,7 @@ from fompi.plan import (
     parse,
     programs_from_json,
 )
+from fompi.schedules import registry
 
 names = st.sampled_from(["x", "y", "x_full", "w0", "inbox12"])
 chunks = st.builds(
@@ -88,8 +88,8 @@ def test_what_is_no_chunk(op, chunk):
 def test_json_keeps_everything(name):
     problem = catalogue.problems(3)[name]
     sizes = catalogue.sizes(problem, "uneven")
-    for schedule in schedules.available(problem):
-        plan = schedules.write(problem, schedule, (2, 1), sizes, window=2)
+    for schedule in registry.available(problem):
+        plan = registry.write(problem, schedule, (2, 1), sizes, window=2)
         described, fields = programs_from_json(plan.to_json())
         assert json.loads(json.dumps(asdict(problem))) == described
         assert Plan(problem, **fields) == plan
@@ -105,7 +105,7 @@ def test_json_keeps_everything(name):
     lambda data: data.update(sizes=[]),
 ])  # fmt: skip
 def test_what_is_no_plan(spoil):
-    data = json.loads(schedules.write(catalogue.problems(2)["all_gather"], "ring").to_json())
+    data = json.loads(registry.write(catalogue.problems(2)["all_gather"], "ring").to_json())
     spoil(data)
     with pytest.raises(PlanError, match="not the JSON of a plan"):
         programs_from_json(json.dumps(data))
@@ -270,7 +270,7 @@ def test_chunks_by_index():
 
 
 def test_an_unknown_buffer():
-    program = schedules.write(catalogue.problems(2)["all_gather"], "ring").programs[1]
+    program = registry.write(catalogue.problems(2)["all_gather"], "ring").programs[1]
     with pytest.raises(PlanError, match="rank 1 has no buffer 'z'"):
         program.buffer("z")
 
@@ -278,7 +278,7 @@ def test_an_unknown_buffer():
 def test_programs_are_written_when_asked_for():
     """A rank of a cluster writes its own program, not those of all others."""
     written = []
-    plan = schedules.write(catalogue.problems(1000)["all_gather"], "ring")
+    plan = registry.write(catalogue.problems(1000)["all_gather"], "ring")
 
     def write(rank):
         written.append(rank)
@@ -294,9 +294,9 @@ def test_programs_are_written_when_asked_for():
 
 def test_plans_are_values():
     problem = catalogue.problems(3)["matmul_reduce_scatter"]
-    plan, again = (schedules.write(problem, "direct", 2) for _ in range(2))
+    plan, again = (registry.write(problem, "direct", 2) for _ in range(2))
     assert plan == again and hash(plan) == hash(again)
-    assert plan != schedules.write(problem, "direct", 1) and plan != replace(plan, window=1)
+    assert plan != registry.write(problem, "direct", 1) and plan != replace(plan, window=1)
     assert plan != plan.with_program(replace(plan.programs[1], ops=()))
     assert plan.with_program(plan.programs[1]) == plan
 
@@ -304,7 +304,7 @@ def test_plans_are_values():
 def test_scratch_is_counted():
     """direct: a reduce-scatter keeps `size` copies of our own shard of float64."""
     problem = catalogue.problems(4)["reduce_scatter"]
-    plan = schedules.write(problem, "direct", 1, Sizes(rows=(2, 3, 0, 1)))
+    plan = registry.write(problem, "direct", 1, Sizes(rows=(2, 3, 0, 1)))
     assert [p.scratch_nbytes(plan.extents(p.rank)) for p in plan.programs] == [4 * n * 24 for n in (2, 3, 0, 1)]
     assert "scratch 288 B a rank" in str(plan)
 

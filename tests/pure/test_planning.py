@@ -21,16 +21,16 @@ from fompi import (
     ShapeError,
     Shard,
     Spec,
-    choose,
-    problems,
-    schedules,
 )
 from fompi.backends.numpy import Numpy
-from fompi.machine import Machine
-from fompi.ops import OPERATIONS
-from fompi.plan import Compute, Recv, Send
-from fompi.problems import MEANING, Form, problem
-from fompi.twin import twin
+from fompi.model.machine import Machine
+from fompi.model.twin import twin
+from fompi.ops.operations import OPERATIONS
+from fompi.planner import choose
+from fompi.plans import problems
+from fompi.plans.plan import Compute, Recv, Send
+from fompi.plans.problems import MEANING, Form, problem
+from fompi.schedules import registry
 
 ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
 
@@ -39,7 +39,7 @@ ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_every_operation_is_planned(operation, ranks):
     """By its name or itself; rows and columns spread as evenly as can be; by every schedule."""
-    for schedule in ("auto", *schedules.available(problem_of(operation, ranks))):
+    for schedule in ("auto", *registry.available(problem_of(operation, ranks))):
         plan = fompi.plan(OPERATIONS[operation], *specs_of(operation), ranks=ranks, schedule=schedule)
         fompi.verify(plan)
         assert plan == fompi.plan(operation, *specs_of(operation), ranks=ranks, schedule=schedule)
@@ -103,7 +103,7 @@ def test_operations_that_are_not_there():
 @pytest.mark.parametrize("operation", MEANING)
 def test_schedules_that_are_not_there(operation):
     """The message lists those that are, for this operation."""
-    names = ", ".join(schedules.available(problem_of(operation, 2)))
+    names = ", ".join(registry.available(problem_of(operation, 2)))
     text = f"no schedule 'tree' for {operation}; take auto, {names}"
     refused(PlanError, text, operation, *specs_of(operation), schedule="tree")
 
@@ -118,7 +118,7 @@ def test_a_schedule_of_a_user(forgotten):
         inputs = [{"x": np.full((rows, *X.shape[1:]), rank, X.dtype)} for rank, rows in enumerate(plan.sizes.rows)]
         for outputs in twin(plan, inputs, Numpy()):
             np.testing.assert_array_equal(outputs["y"], np.concatenate([given["x"] for given in inputs]))
-    assert "everyone" in schedules.available(problem_of("all_gather", 2))
+    assert "everyone" in registry.available(problem_of("all_gather", 2))
     terms = Spec((12, 6), "float32", TERM)
     refused(PlanError, "no schedule 'everyone' for all_reduce", fompi.all_reduce, terms, schedule="everyone")
 
@@ -182,7 +182,7 @@ def test_schedules_that_an_operation_does_not_have():
     half = Spec((6,), "float16", TERM)
     refused(PlanError, "take auto, unfused_p2p, sliced_p2p, direct, ring", fompi.all_reduce, half, schedule="unfused")
     with pytest.raises(PlanError, match="all_gather has no schedule 'auto'"):
-        schedules.write(problem("all_gather", 2, Form((3,), "int8")), "auto")
+        registry.write(problem("all_gather", 2, Form((3,), "int8")), "auto")
 
 
 @pytest.mark.parametrize("slices", [0, -2, 1.5, (), (1, 0), (2, -1), "2", ("a",), ((1, 2),)])
@@ -340,29 +340,29 @@ def test_schedules_are_told_apart_by_what_they_do(forgotten):
     def written(text):
         names = {}
         exec(compile(text, "anywhere", "exec"), names)
-        schedules.SCHEDULES.pop("mine", None)
+        registry.SCHEDULES.pop("mine", None)
         fompi.schedule("mine", "all_gather")(names["f"])
-        return schedules.fingerprint()
+        return registry.fingerprint()
 
-    assert schedules.fingerprint() == ""
+    assert registry.fingerprint() == ""
     first = written("def f(problem, work):\n    yield [n for n in range(3)]")
     assert first == written("\n\ndef f(problem, work):\n    yield [n for n in range(3)]")
     assert first != written("def f(problem, work):\n    yield [n for n in range(4)]")
     assert first != written("def f(problem, work):\n    yield [n in {'a', 'b', 'c', ('d', 'e')} for n in range(3)]")
-    schedules.REGISTERED["mine"] = ("all_gather", "broadcast")
-    assert len({first, schedules.fingerprint(), written("def f(problem, work):\n    yield work.size")}) == 3
+    registry.REGISTERED["mine"] = ("all_gather", "broadcast")
+    assert len({first, registry.fingerprint(), written("def f(problem, work):\n    yield work.size")}) == 3
 
 
 HASHED = """
 import fompi
-from fompi import schedules
+from fompi.schedules import registry
 
 @fompi.schedule("mine", "all_gather")
 def mine(problem, work):
     if problem.moves in {"all_gather", "broadcast", "all_reduce"}:
         yield from ()
 
-print(schedules.fingerprint())
+print(registry.fingerprint())
 """
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import fompi
 from fompi import Machine, Plan, Shard, Spec
-from fompi.errors import PlanError
-from fompi.plan import Compute, Recv, Send
-from fompi.proof import Needs, Proof, Wait, prove, total
-from fompi.schedules import available, write
-from fompi.trace import Event, Trace, length, union
+from fompi.base.errors import PlanError
+from fompi.plans.plan import Compute, Recv, Send
+from fompi.schedules.registry import available, write
+from fompi.traces.proof import Needs, Proof, Wait, prove, total
+from fompi.traces.trace import Event, Trace, length, union
 
 X, W = Spec((4096, 1024), "float32", Shard(0)), Spec((1024, 4096), "float32", Shard(1))
 

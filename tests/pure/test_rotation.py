@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fompi
-from fompi import Machine, Shard, Spec, schedules
-from fompi.layout import Sizes
-from fompi.machine import Level
-from fompi.rotation import rotated
-from fompi.simulate import MOST_RANKS, predict, representatives, simulate
+from fompi import Machine, Shard, Spec
+from fompi.base.layout import Sizes
+from fompi.model.machine import Level
+from fompi.model.rotation import rotated
+from fompi.model.simulate import MOST_RANKS, predict, representatives, simulate
+from fompi.schedules import registry
 
 GIGABIT = Machine.load("gigabit")
-RINGS = [name for name, problem in catalogue.problems(3).items() if "ring" in schedules.available(problem)]
+RINGS = [name for name, problem in catalogue.problems(3).items() if "ring" in registry.available(problem)]
 ROTATED = [name for name in RINGS if "broadcast" not in name]
 """A broadcast has a root, and ranks that do something else."""
 
@@ -55,7 +56,7 @@ def test_the_times_are_those_of_the_events(name, data):
     problem = catalogue.problems(size)[name]
     sizes = Sizes(tuple(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))))
     slices = data.draw(st.sampled_from([1, 2, 3, (1, 2)]))
-    plan = schedules.write(problem, "ring", slices, sizes, data.draw(st.sampled_from([None, 1, 2])))
+    plan = registry.write(problem, "ring", slices, sizes, data.draw(st.sampled_from([None, 1, 2])))
     machine = data.draw(machines(size))
     walked, found = simulate(plan, machine), rotated(plan, sizes, machine)
     apart = machine.lanes == 2 or not any(e.lane == "compute" for e in walked.events)

@@ -11,15 +11,16 @@ import catalogue
 import pytest
 
 import fompi
-from fompi import Shard, Spec, schedules
-from fompi.bound import native_nbytes
-from fompi.candidates import Candidate
-from fompi.errors import LayoutError
-from fompi.estimate import estimate
-from fompi.layout import Sizes
-from fompi.machine import Level, Machine
-from fompi.problems import Form, problem
-from fompi.simulate import predict, simulate, symmetry
+from fompi import Shard, Spec
+from fompi.base.errors import LayoutError
+from fompi.base.layout import Sizes
+from fompi.model.bound import native_nbytes
+from fompi.model.machine import Level, Machine
+from fompi.model.simulate import predict, simulate, symmetry
+from fompi.planner.candidates import Candidate
+from fompi.planner.estimate import estimate
+from fompi.plans.problems import Form, problem
+from fompi.schedules import registry
 
 ROWS, K, N = 16, 3, 4  # of each rank's x, and the columns of x and w, in the catalogue
 SHARD = ROWS * K * 8  # bytes
@@ -35,7 +36,7 @@ def machine(message, matmul=0.0, latency=0.0):
 def timed(name, schedule, where, size, slices=1, window=None):
     problem = catalogue.problems(size)[name]
     sizes = Sizes(pairs=((ROWS,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(ROWS,) * size)
-    return simulate(schedules.write(problem, schedule, slices, sizes, window), where)
+    return simulate(registry.write(problem, schedule, slices, sizes, window), where)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -113,7 +114,7 @@ def test_a_rank_that_all_send_to_is_the_bottleneck(size):
     """One at a time in, whatever the others have free."""
     problem = catalogue.problems(size)["all_to_all"]
     to_the_last = Sizes(pairs=tuple((0,) * (size - 1) + (ROWS,) for _ in range(size)))
-    trace = simulate(schedules.write(problem, "direct", 1, to_the_last), machine(3.0))
+    trace = simulate(registry.write(problem, "direct", 1, to_the_last), machine(3.0))
     assert trace.seconds == pytest.approx((size - 1) * 3.0)
 
 
@@ -164,7 +165,7 @@ def test_a_window_paces_the_sends():
     """With one send in flight, the next is not posted before the last one is done."""
     problem = catalogue.problems(5)["all_gather"]
     sizes = Sizes(rows=(ROWS,) * 5)
-    paced = simulate(schedules.write(problem, "direct", 1, sizes, window=1), machine(3.0))
+    paced = simulate(registry.write(problem, "direct", 1, sizes, window=1), machine(3.0))
     for rank in range(5):
         sends = sorted((e.start, e.end) for e in paced.events if e.rank == rank and e.lane.startswith("send"))
         assert all(end <= start for (_, end), (start, _) in pairwise(sends))
@@ -172,7 +173,7 @@ def test_a_window_paces_the_sends():
 
 def test_other_sizes_than_those_of_the_plan():
     problem = catalogue.problems(3)["all_gather"]
-    plan = schedules.write(problem, "ring", 1, Sizes(rows=(1, 1, 1)))
+    plan = registry.write(problem, "ring", 1, Sizes(rows=(1, 1, 1)))
     assert simulate(plan, machine(3.0), Sizes(rows=(ROWS,) * 3)).seconds == pytest.approx(6.0)
     assert simulate(plan, machine(3.0, latency=0.5), Sizes(rows=(0,) * 3)).seconds == pytest.approx(1.0)
 
@@ -181,8 +182,8 @@ def test_other_sizes_than_those_of_the_plan():
 def test_every_op_is_in_the_trace(name, tmp_path):
     """Once, with a time, on the lane that it has; the file has a process for every rank."""
     problem = catalogue.problems(3)[name]
-    for schedule in schedules.available(problem):
-        plan = schedules.write(problem, schedule, 2, catalogue.sizes(problem, "uneven"))
+    for schedule in registry.available(problem):
+        plan = registry.write(problem, schedule, 2, catalogue.sizes(problem, "uneven"))
         trace = simulate(plan, Machine.load("laptop"))
         assert trace.kind == "predicted" and "laptop" in trace.title and schedule in trace.title
         for program in plan.programs:
@@ -198,7 +199,7 @@ def test_every_op_is_in_the_trace(name, tmp_path):
 
 def test_a_prediction_is_the_same_every_time():
     problem = catalogue.problems(4)["matmul_all_reduce bias"]
-    plan = schedules.write(problem, "bidirectional", 2, Sizes(rows=(5, 0, 7, 1)))
+    plan = registry.write(problem, "bidirectional", 2, Sizes(rows=(5, 0, 7, 1)))
     assert simulate(plan, Machine.load("gigabit")) == simulate(plan, Machine.load("gigabit"))
 
 
@@ -211,7 +212,7 @@ def test_messages_that_begin_together_share_the_bursts(name, size, burst):
     ends = {max(event.end for event in trace.events if event.rank == rank) for rank in range(size)}
     assert max(ends) == pytest.approx(min(ends)) and trace.seconds == pytest.approx(max(ends))
     assert trace.seconds == pytest.approx(0.25 + max(0.0, (size - 1) * 3.0 - burst))
-    plan = schedules.write(catalogue.problems(size)[name], "direct", 1)
+    plan = registry.write(catalogue.problems(size)[name], "direct", 1)
     sizes = Sizes(pairs=((ROWS,) * size,) * size) if name == "all_to_all" else Sizes(rows=(ROWS,) * size)
     assert predict(plan, bucket, sizes) == pytest.approx(trace.seconds)
 
@@ -219,7 +220,7 @@ def test_messages_that_begin_together_share_the_bursts(name, size, burst):
 def test_what_one_does_not_need_of_a_burst_is_left_for_others():
     """Of rank 2: 4 seconds of its port, of which rank 0 and 1 have one message each, of 1 and of 5."""
     rows = ((0, 0, ROWS), (0, 0, 5 * ROWS), (0, 0, 0))
-    plan = schedules.write(catalogue.problems(3)["all_to_all"], "direct")
+    plan = registry.write(catalogue.problems(3)["all_to_all"], "direct")
     bucket = replace(machine(1.0), burst=4.0)
     assert simulate(plan, bucket, Sizes(pairs=rows)).seconds == pytest.approx(2.0)
 
@@ -243,7 +244,7 @@ def test_uneven_columns_are_no_symmetry():
     ],
 )
 def test_sizes_of_another_kind_are_refused(name, sizes, words):
-    plan = schedules.write(catalogue.problems(2)[name], "direct")
+    plan = registry.write(catalogue.problems(2)[name], "direct")
     for walk in (simulate, predict):
         with pytest.raises(LayoutError, match=words):
             walk(plan, Machine.load("gigabit"), sizes)
@@ -256,7 +257,7 @@ def test_64_ranks():
 
 
 def test_sizes_for_another_number_of_ranks_are_refused():
-    plan = schedules.write(catalogue.problems(2)["all_gather"], "ring")
+    plan = registry.write(catalogue.problems(2)["all_gather"], "ring")
     for walk in (simulate, predict):
         with pytest.raises(LayoutError, match="sizes for 3 ranks, but the plan has 2"):
             walk(plan, Machine.load("gigabit"), Sizes((1, 2, 3)))
@@ -350,8 +351,8 @@ def test_some_ranks_stand_for_all(name, size):
     sizes = catalogue.sizes(problem, "even")
     flat = Machine.load("gigabit")
     groups = replace(flat, levels=(Level(2, 1e-4, 1e7, True),))
-    for schedule in schedules.available(problem):
-        plan = schedules.write(problem, schedule, 2, sizes)
+    for schedule in registry.available(problem):
+        plan = registry.write(problem, schedule, 2, sizes)
         for where in (flat, groups) if size > 2 else (flat,):
             step = symmetry(plan, sizes, where)
             assert predict(plan, where) == pytest.approx(simulate(plan, where).seconds, rel=1e-9), (schedule, step)
@@ -362,7 +363,7 @@ def test_some_ranks_stand_for_all(name, size):
 @pytest.mark.parametrize("root", range(8))
 def test_a_broadcast_has_a_root(root):
     made = problem("broadcast", 8, Form((24, 2), "float32"), root=root)
-    plan = schedules.write(made, "ring", 8, Sizes((3,) * 8))
+    plan = registry.write(made, "ring", 8, Sizes((3,) * 8))
     assert symmetry(plan, plan.sizes, machine(1.0)) == 8
     assert predict(plan, machine(1.0)) == pytest.approx(simulate(plan, machine(1.0)).seconds)
 
@@ -370,7 +371,7 @@ def test_a_broadcast_has_a_root(root):
 def test_ranks_that_differ_are_all_walked():
     problem = catalogue.problems(4)["all_gather_matmul"]
     even, uneven = Sizes((4,) * 4), Sizes((4, 4, 4, 5))
-    plan, flat = schedules.write(problem, "ring", 1, even), machine(1.0)
+    plan, flat = registry.write(problem, "ring", 1, even), machine(1.0)
     assert symmetry(plan, even, flat) == 1 and symmetry(plan, uneven, flat) == 4
     assert symmetry(plan, even, replace(flat, rates=(1.0, 0.5))) == 4
     assert symmetry(plan, even, replace(flat, levels=(Level(3, 0.0, 1.0),))) == 4
@@ -390,10 +391,10 @@ def test_the_trace_of_many_ranks_shows_those_that_stand_for_all():
 def test_many_ranks_that_differ_by_one_row(schedule, monkeypatch):
     """They are taken to have the greater number: a little longer than all of them would take."""
     problem, where = catalogue.problems(6)["all_gather_matmul"], replace(machine(1.0, matmul=2.0), lanes=2)
-    plan = schedules.write(problem, schedule, 1, Sizes((ROWS + 1, ROWS + 1, ROWS, ROWS, ROWS, ROWS)))
+    plan = registry.write(problem, schedule, 1, Sizes((ROWS + 1, ROWS + 1, ROWS, ROWS, ROWS, ROWS)))
     seconds = simulate(plan, where).seconds
     for name in ("FEW_RANKS", "MOST_RANKS"):
-        monkeypatch.setattr(sys.modules["fompi.simulate"], name, 5)
+        monkeypatch.setattr(sys.modules["fompi.model.simulate"], name, 5)
     assert {e.rank for e in simulate(plan, where).events} == {0}
     assert seconds * (1 - 1e-9) <= predict(plan, where) <= seconds * (ROWS + 1) / ROWS
     slow = replace(where, rates=(1.0, 0.5))
@@ -428,7 +429,7 @@ def test_a_collective_behind_a_kernel_has_a_curve_of_its_own(operation, moves, e
 def test_what_buffers_swallow_of_one_collective_they_do_not_of_the_next(name, moves, share):
     """A curve is that of collectives after a rest; one after the other they take what the link does."""
     made = catalogue.problems(4)[name]
-    plan = schedules.write(
+    plan = registry.write(
         made, "sliced", 4, Sizes(pairs=((64,) * 4,) * 4) if moves == "all_to_all" else Sizes((64,) * 4)
     )
     machine = Machine("m", 0.0, 1e3, 1e15, 1e15, 1e-9, lanes=2, natives={moves: ((0.0, 1e-3),)})
@@ -457,8 +458,8 @@ def test_a_sum_of_a_group_leaves_before_all_sums_have_begun(name):
     where = replace(machine(1.0), levels=(Level(4, 0.0, SHARD / 10.0, True),))
     made = catalogue.problems(8)[name]
     sizes = Sizes((64,) * 8)
-    plan = schedules.write(made, "hierarchical(4)", 8, sizes)
-    assert plan.window and plan.pace.by_peer and not schedules.write(made, "direct", 8, sizes, 1).pace.by_peer
+    plan = registry.write(made, "hierarchical(4)", 8, sizes)
+    assert plan.window and plan.pace.by_peer and not registry.write(made, "direct", 8, sizes, 1).pace.by_peer
     first = {}
     for window in (plan.window, None):
         events = simulate(replace(plan, window=window), where).events

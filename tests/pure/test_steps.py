@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fompi.errors import LayoutError
-from fompi.machine import Machine
-from fompi.steps import MODELS, PARALLEL, step
+from fompi.base.errors import LayoutError
+from fompi.model.machine import Machine
+from fompi.planner.layers import MODELS, PARALLEL, step
 
 NVLINK = Machine.load("h100-nvlink")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.timeline import timeline, timelines
-from fompi.trace import Event, Trace
+from fompi.traces.timeline import timeline, timelines
+from fompi.traces.trace import Event, Trace
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "timeline.svg"
 

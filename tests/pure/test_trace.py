@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.clocks import Clock
-from fompi.trace import Event, Trace, between, intersection, length, merge, union
+from fompi.traces.clocks import Clock
+from fompi.traces.trace import Event, Trace, between, intersection, length, merge, union
 
 intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda i: (i[0], i[0] + i[1])), max_size=8)
 lanes = st.sampled_from(["compute", "merge", "send to 1", "recv from 1", "collective"])

@@ -11,16 +11,16 @@ import pytest
 from catalogue import RANKS, ROWS
 
 import fompi
-from fompi import schedules
-from fompi.adaptive import sums_alike
 from fompi.backends.numpy import Numpy
-from fompi.candidates import Candidate
-from fompi.errors import PlanError
-from fompi.layout import ITEMSIZE, Sizes, Spec
-from fompi.plan import Compute
-from fompi.problems import layouts, reference
-from fompi.twin import twin
-from fompi.verify import verify
+from fompi.base.errors import PlanError
+from fompi.base.layout import ITEMSIZE, Sizes, Spec
+from fompi.model.twin import twin
+from fompi.planner.candidates import Candidate
+from fompi.plans.plan import Compute
+from fompi.plans.problems import layouts, reference
+from fompi.plans.verify import verify
+from fompi.schedules import registry
+from fompi.tuning.adaptive import sums_alike
 
 BACKEND = Numpy()
 NAMES = list(catalogue.problems(1))
@@ -47,8 +47,8 @@ def assert_close(got, wanted, what):
 def test_every_plan_is_verified_and_means_its_operation(size, name):
     """Every schedule x slices; of the ways to spread rows, the windows and the interleavings, some each in turn."""
     problem = catalogue.problems(size)[name]
-    for call, (schedule, slices) in enumerate(product(schedules.available(problem), SLICES)):
-        plan = schedules.write(problem, schedule, slices, window=WINDOWS[(call + size) % 3])
+    for call, (schedule, slices) in enumerate(product(registry.available(problem), SLICES)):
+        plan = registry.write(problem, schedule, slices, window=WINDOWS[(call + size) % 3])
         verify(plan)
         for how in sorted({ROWS[(call + size) % 5], ROWS[(call + size + (2 if size < 7 else 0)) % 5]}):
             sizes = catalogue.sizes(problem, how)
@@ -66,10 +66,10 @@ def test_sums_in_the_order_of_a_ring(size, name, dtype):
     sizes = Sizes(tuple(50 + 7 * rank for rank in range(size)))
     inputs = catalogue.inputs(problem, sizes, fill=lambda draw, shape, _: draw.standard_normal(shape).astype(dtype))
     found = {}
-    for call, (schedule, slices) in enumerate(product((*schedules.IN_RING_ORDER, "bidirectional"), SLICES)):
+    for call, (schedule, slices) in enumerate(product((*registry.IN_RING_ORDER, "bidirectional"), SLICES)):
         others = tuple(tuple(r for r in reversed(range(size)) if r != rank) for rank in range(size))
-        for order in ((), others) if schedule in schedules.STRAIGHT else [()]:
-            plan = schedules.write(problem, schedule, slices, window=WINDOWS[call % 3], order=order)
+        for order in ((), others) if schedule in registry.STRAIGHT else [()]:
+            plan = registry.write(problem, schedule, slices, window=WINDOWS[call % 3], order=order)
             verify(plan)
             same = "any" if name == "reduce_scatter" else slices
             if schedule == "bidirectional":
@@ -91,9 +91,9 @@ def test_a_weight_gradient_is_summed_in_the_order_of_its_plan(name):
         problem, sizes, fill=lambda draw, shape, _: draw.standard_normal(shape).astype(np.float32)
     )
     found = {}
-    for call, (schedule, slices) in enumerate(product(schedules.available(problem), (1, 2))):
+    for call, (schedule, slices) in enumerate(product(registry.available(problem), (1, 2))):
         for window in WINDOWS:
-            plan = schedules.write(problem, schedule, slices, window=window)
+            plan = registry.write(problem, schedule, slices, window=window)
             candidate = Candidate(schedule, slices, window)
             found[candidate] = repr(bits(twin(plan, inputs, BACKEND, sizes=sizes, seed=call)))
     pairs = list(product(found, repeat=2))
@@ -107,7 +107,7 @@ def test_groups_of_ranks(size, ranks, name):
     """A hierarchy in groups of any number that divides that of the ranks."""
     problem = catalogue.problems(size)[name]
     for slices, how in ((1, "uneven"), ((1, 2), "even")):
-        plan = schedules.write(problem, f"hierarchical({ranks})", slices)
+        plan = registry.write(problem, f"hierarchical({ranks})", slices)
         verify(plan)
         sizes = catalogue.sizes(problem, how)
         inputs = catalogue.inputs(problem, sizes)
@@ -120,9 +120,9 @@ def test_groups_of_ranks(size, ranks, name):
 def test_groups_that_are_none(schedule):
     problem = catalogue.problems(4)["all_gather"]
     with pytest.raises(PlanError, match=r"has no schedule .*hierarchical\(2\)"):
-        schedules.write(problem, schedule)
+        registry.write(problem, schedule)
     with pytest.raises(PlanError, match="no schedule"):
-        schedules.write(catalogue.problems(4)["all_to_all"], "hierarchical(2)")
+        registry.write(catalogue.problems(4)["all_to_all"], "hierarchical(2)")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,8 +131,8 @@ def test_every_interleaving_gives_the_same_bits(name):
     problem = catalogue.problems(5)[name]
     sizes = catalogue.sizes(problem, "uneven")
     inputs = catalogue.inputs(problem, sizes)
-    for schedule, slices in product(schedules.available(problem), (1, 2)):
-        plan = schedules.write(problem, schedule, slices)
+    for schedule, slices in product(registry.available(problem), (1, 2)):
+        plan = registry.write(problem, schedule, slices)
         first, *others = (bits(twin(plan, inputs, BACKEND, sizes=sizes, seed=seed)) for seed in range(4))
         assert all(other == first for other in others), schedule
 
@@ -146,8 +146,8 @@ def test_every_dtype_is_moved_and_added(dtype):
             sizes = catalogue.sizes(problem, "uneven")
             inputs = catalogue.inputs(problem, sizes)
             meant = reference(problem, catalogue.widened(inputs, dtype), sizes, np)
-            for schedule, slices in product(schedules.available(problem), (1, 2)):
-                plan = schedules.write(problem, schedule, slices)
+            for schedule, slices in product(registry.available(problem), (1, 2)):
+                plan = registry.write(problem, schedule, slices)
                 verify(plan)
                 got = twin(plan, inputs, BACKEND, sizes=sizes, seed=size)
                 if name in catalogue.SUMS and ("float" in dtype or "complex" in dtype):
@@ -166,8 +166,8 @@ def test_products_of_other_dtypes(name, dtype):
     problem = catalogue.problems(4, dtype)[name]
     sizes = catalogue.sizes(problem, "uneven")
     inputs = catalogue.inputs(problem, sizes)
-    for schedule in schedules.available(problem):
-        outputs = twin(schedules.write(problem, schedule, 2), inputs, BACKEND, sizes=sizes)
+    for schedule in registry.available(problem):
+        outputs = twin(registry.write(problem, schedule, 2), inputs, BACKEND, sizes=sizes)
         for mine, meant in zip(outputs, reference(problem, inputs, sizes, np), strict=True):
             for key, array in meant.items():
                 assert mine[key].dtype == np.dtype(dtype)
@@ -206,7 +206,7 @@ def test_payloads_are_not_met_twice():
 def test_what_was_never_written_is_nan():
     """Without its last copy, the twin of an all-gather shows NaN where our own block belongs."""
     problem = catalogue.problems(2)["all_gather"]
-    plan = schedules.write(problem, "direct")
+    plan = registry.write(problem, "direct")
     kept = tuple(op for op in plan.programs[1].ops if not isinstance(op, Compute))
     lacking = plan.with_program(replace(plan.programs[1], ops=kept))
     sizes = catalogue.sizes(problem, "even")

@@ -8,16 +8,16 @@ import catalogue
 import numpy as np
 import pytest
 
-from fompi import schedules
 from fompi.backends.numpy import Numpy
-from fompi.errors import PlanError
-from fompi.layout import Sizes
-from fompi.machine import Machine
-from fompi.plan import Plan, parse
-from fompi.problems import Form, problem
-from fompi.simulate import simulate
-from fompi.twin import twin
-from fompi.verify import verify
+from fompi.base.errors import PlanError
+from fompi.base.layout import Sizes
+from fompi.model.machine import Machine
+from fompi.model.simulate import simulate
+from fompi.model.twin import twin
+from fompi.plans.plan import Plan, parse
+from fompi.plans.problems import Form, problem
+from fompi.plans.verify import verify
+from fompi.schedules import registry
 
 X, W, V = Form((0, 3), "float64"), Form((3, 4), "float64"), Form((3, 2), "float64")
 GATHER = problem("all_gather", 2, X)
@@ -348,4 +348,4 @@ def test_scratch_is_of_the_axis_and_dtype_that_it_can_have():
 
 def test_plans_of_many_ranks():
     """A ring of 32 ranks, 2 parts each: one walk."""
-    verify(schedules.write(catalogue.problems(32)["matmul_reduce_scatter"], "ring", 2))
+    verify(registry.write(catalogue.problems(32)["matmul_reduce_scatter"], "ring", 2))

@@ -1,0 +1,1 @@
+"""The ground: errors, layouts, file checks and the version. It imports nothing of fompi."""

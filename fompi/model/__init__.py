@@ -1,0 +1,1 @@
+"""What would happen on a machine: machines, the event walk, the digital twin, lower bounds, fits."""

@@ -1,0 +1,142 @@
+"""What no schedule can beat: the lower bound of a problem on a machine, and what sets it.
+
+Four things take their time whatever the schedule: the kernels of a rank, in one call each, with the sums that must be
+made; what must come in and go out at the ports of a rank; at the ports of a group of ranks; and around the messages a
+first or a last kernel. The bounds on what all-gather, reduce-scatter and all-reduce must move are those of Patarasuk
+and Yuan (2009), rank by rank. Collectives of the library are what the machine says, by a curve or without: a curve
+that was measured may be quicker than its sums would be in kernels of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from fompi.base.layout import Sizes, itemsize
+from fompi.model.machine import Level, Machine
+from fompi.plans.problems import Problem
+
+
+class Bound(NamedTuple):
+    """`seconds`, and what sets them: 'the kernels of rank 0', 'what rank 3 receives', 'what enters group 1'."""
+
+    seconds: float
+    what: str
+
+
+def bound(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None = None) -> Bound:
+    """The greatest of all bounds. `at(rank)` is the problem of each rank where they differ in columns that stay."""
+    return max(_bounds(problem, sizes, machine, at or (lambda rank: problem)))
+
+
+class _Moved(NamedTuple):
+    """Bytes that must enter and leave each of some equals (ranks, groups), and that enter all of them together."""
+
+    enter: Sequence[float]
+    leave: Sequence[float]
+    together: float
+
+
+def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem]) -> Iterator[Bound]:
+    size = problem.size
+    kernels = [call_seconds(at(rank), machine, rows_worked(problem, sizes, rank)) for rank in range(size)]
+    yield from (Bound(seconds, f"the kernels of rank {rank}") for rank, seconds in enumerate(kernels))
+    if size == 1:
+        return
+    if problem.moves in ("reduce_scatter", "all_reduce") and machine.lanes == 1:
+        term, whole = row_nbytes(problem)
+        sums = (2 * term + whole) * (size - 1) * sum(sizes.rows) / machine.memory_rate  # of all ranks
+        yield Bound((sum(kernels) + sums) / size, "kernels and sums, on average")
+    computes = bool(problem.weights or problem.gradients)
+    edge = machine.overhead if computes else 0.0
+    ports = [machine.innermost, *machine.levels]
+    lag = _lag(ports)
+    moved = _moved(problem, sizes, 1)
+    rates = [machine.rate(rank) for rank in range(size)]
+    own = machine.innermost.fastest * min(machine.ports, size - 1)
+    full = own + sum(level.fastest for level in machine.levels)  # a rank may use its ports at all levels at once
+    for rank in range(size):
+        for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
+            if nbytes:
+                yield Bound(edge + lag + nbytes / full / rates[rank], f"what rank {rank} {way}")
+    if moved.together:
+        yield Bound(edge + lag + moved.together / full / sum(rates), "what all ranks receive")
+    for i, level in enumerate(machine.levels):
+        if size % level.ranks or size == level.ranks:
+            continue
+        outer = machine.levels[i:]
+        each = sum(port.fastest * (1 if port.shared else level.ranks) for port in outer)
+        lag = _lag(outer)
+        moved = _moved(problem, sizes, level.ranks)
+        for group in range(size // level.ranks):
+            for way, nbytes in (("enters", moved.enter[group]), ("leaves", moved.leave[group])):
+                if nbytes:
+                    yield Bound(edge + lag + nbytes / each, f"what {way} group {group} of {level.ranks} ranks")
+        if moved.together:
+            seconds = edge + lag + moved.together / each / len(moved.enter)
+            yield Bound(seconds, f"what crosses between groups of {level.ranks} ranks")
+
+
+def _lag(ports: Sequence[Level]) -> float:
+    """By how much the last byte is later than all bytes at the rate of these ports; they pass a burst at once."""
+    return min(port.latency for port in ports) - max(port.burst for port in ports)
+
+
+def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1) -> float:
+    """The kernels of a problem on so many rows, one call each; rows in several runs are as many products."""
+    width, item = prod(problem.row), itemsize(problem.dtype)
+    wide = itemsize(problem.accumulator)
+    seconds = 0.0
+    for weight in problem.weights:
+        packed = rows * width * item + runs * problem.row[-1] * weight.columns * wide
+        seconds += machine.kernel(2 * rows * width * weight.columns, rows * width * item, packed)
+    for gradient in problem.gradients:
+        packed = rows * (width + prod(gradient.row)) * item
+        seconds += machine.kernel(2 * rows * width * gradient.row[-1], rows * width * item, packed)
+    return seconds
+
+
+def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
+    """How many rows a rank multiplies."""
+    if not sizes.pairs:
+        return sum(sizes.rows)
+    return sum(sizes.pairs[rank]) if problem.multiplies_first else sum(row[rank] for row in sizes.pairs)
+
+
+def row_nbytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row on the wire: of a term that is to be summed (a product unrounded), and of anything else."""
+    summed = problem.multiplies_first and problem.moves != "all_to_all"
+    width = prod(problem.sent_row)
+    return width * itemsize(problem.accumulator if summed else problem.dtype), width * itemsize(problem.dtype)
+
+
+def native_nbytes(problem: Problem, rows: float) -> float:
+    """What the library's collective reads and writes on a rank, for `rows` of all shards together."""
+    once = rows * max(row_nbytes(problem))
+    shares = {"all_reduce": 2.0, "all_to_all": 2.0, "broadcast": 1.0}
+    return once * shares.get(problem.moves, 1 + 1 / problem.size)
+
+
+def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
+    """Between groups of so many ranks (1: between ranks)."""
+    count, (term, each) = problem.size // ranks, row_nbytes(problem)
+    if sizes.pairs:
+        enter, leave = [0.0] * count, [0.0] * count
+        for source, row in enumerate(sizes.pairs):
+            for dest, rows in enumerate(row):
+                if source // ranks != dest // ranks:
+                    enter[dest // ranks] += rows * each
+                    leave[source // ranks] += rows * each
+        return _Moved(enter, leave, sum(enter))
+    own, total = [sum(sizes.rows[g * ranks : (g + 1) * ranks]) for g in range(count)], sum(sizes.rows)
+    others = [total - n for n in own]
+    if problem.moves == "all_gather":
+        return _Moved([n * each for n in others], [n * each for n in own], sum(others) * each)
+    if problem.moves == "reduce_scatter":
+        return _Moved([n * term for n in own], [n * term for n in others], sum(others) * term)
+    if problem.moves == "all_reduce":
+        return _Moved([total * each] * count, [total * each] * count, sum(others) * (term + each))
+    here = problem.root // ranks
+    away = [0 if g == here else total * each for g in range(count)]
+    return _Moved(away, [total * each if g == here else 0 for g in range(count)], sum(away))

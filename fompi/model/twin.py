@@ -1,0 +1,89 @@
+"""The digital twin: the event walk with data, which needs no MPI.
+
+`twin(plan, inputs, backend)` runs a plan in this process, in an interleaving of its own for every seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from fompi.base.layout import Sizes
+from fompi.model.machine import Machine
+from fompi.model.simulate import Walk, rows_of
+from fompi.plans.plan import Chunk, Compute, Plan
+
+
+def twin(
+    plan: Plan, inputs: Sequence[dict[str, Any]], backend: Any, *, sizes: Sizes | None = None, seed: int = 0
+) -> list[dict[str, Any]]:
+    """The outputs of all ranks: the plan, run with data in this process, in the interleaving number `seed`.
+
+    Scratch and outputs begin as NaN (or as the largest integer). A message is read from its source either when it
+    begins or when it ends, by chance: a plan whose result depends on that is wrong.
+    """
+    return _Twin(plan, sizes or plan.sizes, inputs, backend, seed).outputs()
+
+
+class _Twin(Walk):
+    def __init__(self, plan: Plan, sizes: Sizes, inputs: Sequence[dict[str, Any]], backend: Any, seed: int):
+        super().__init__(plan, sizes, Machine("chance", 0.0, 1.0, 1.0, 1.0, 1.0, lanes=2), plan.size)
+        self.random, self.backend = random.Random(seed), backend
+        self.memory = []
+        for program, extents, given in zip(self.programs, self.extents, inputs, strict=True):
+            made = {b.name: backend.poisoned(b.shape(extents), b.dtype) for b in program.buffers if b.role != "input"}
+            self.memory.append({**given, **made})
+        self.early: dict[tuple[int, int], Any] = {}
+
+    def outputs(self) -> list[dict[str, Any]]:
+        self.run()
+        return [
+            {b.name: memory[b.name] for b in program.buffers if b.role == "output"}
+            for program, memory in zip(self.programs, self.memory, strict=True)
+        ]
+
+    def jitter(self) -> float:
+        return self.random.expovariate(1.0)
+
+    def view(self, rank: int, chunk: Chunk) -> Any:
+        array = self.memory[rank][chunk.buffer]
+        if self.programs[rank].buffer(chunk.buffer).axis == "whole":
+            return array
+        first, last = rows_of(self.programs[rank], self.offsets[rank], chunk)
+        return array[first:last]
+
+    def message_begins(self, source: tuple[int, int], dest: tuple[int, int]) -> None:
+        if self.random.random() < 0.5:
+            self.early[source] = self.view(source[0], self._op(source).reads[0]).copy()
+
+    def message_ends(self, source: tuple[int, int], dest: tuple[int, int]) -> None:
+        sent = self.early.pop(source) if source in self.early else self.view(source[0], self._op(source).reads[0])
+        self.view(dest[0], self._op(dest).writes[0])[...] = sent
+
+    def kernel_ends(self, rank: int, op: Compute) -> None:
+        program = self.programs[rank]
+        dtypes = [program.buffer(c.buffer).dtype for c in (*op.reads, *op.writes)]
+        reads, writes = [self.view(rank, c) for c in op.reads], [self.view(rank, c) for c in op.writes]
+        self.backend.bind(op.kernel, reads, writes, dtypes[: len(reads)], dtypes[len(reads) :])()
+
+    def collective_ends(self, calls: list[tuple[int, int]]) -> None:
+        ops = [self._op(call) for call in calls]
+        read = [[self.view(rank, c).copy() for c in op.reads] for rank, op in enumerate(ops)]
+        name = ops[0].name  # type: ignore[union-attr]
+        for rank, op in enumerate(ops):
+            targets = [self.view(rank, c) for c in op.writes]
+            if name == "all_gather":
+                pieces = [chunks[0] for chunks in read]
+            elif name == "all_to_all":
+                pieces = [chunks[rank] for chunks in read]
+            elif name == "broadcast":
+                pieces = [chunks[0] for chunks in read if chunks] if targets else []
+            else:
+                summed = sum((chunks[0] for chunks in read[1:]), read[0][0])
+                if name == "reduce_scatter":
+                    rows = [self.shape(r, o.writes[0])[0] for r, o in enumerate(ops)]
+                    summed = summed[sum(rows[:rank]) : sum(rows[: rank + 1])]
+                pieces = [summed]
+            for target, piece in zip(targets, pieces, strict=True):
+                target[...] = piece

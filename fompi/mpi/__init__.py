@@ -1,0 +1,1 @@
+"""The MPI library: the launcher, facts of the library, messages of one communicator."""

@@ -1,0 +1,1 @@
+"""The public operations: arguments, calls, gradients."""

@@ -1,0 +1,1 @@
+"""Which schedule, and why: candidates, estimates, explanations, choices, whole layers."""

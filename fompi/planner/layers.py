@@ -1,0 +1,210 @@
+"""Whole layers and steps of a model, on paper: what overlap is worth on a machine that one does not have.
+
+    python -m fompi simulate step --model llama-7b --parallel tp --ranks 16 --machine h100-ndr
+
+A layer is a list of operations of ours and of kernels between them, each predicted by itself (`fompi.explain`): nothing
+of one operation hides behind another. Without overlap the kernel runs in one call, and the best of all collectives
+before or after it. A step is forward and backward of all layers; embeddings, the loss, norms and the optimizer are left
+out. Elements of two bytes, dense causal attention, no recomputation.
+
+| `--parallel` | what is spread                            | operations of a layer                                     |
+|--------------|-------------------------------------------|-----------------------------------------------------------|
+| `tp`         | tokens and columns (TP with SP, Megatron) | all-gather + GEMM, GEMM + reduce-scatter, and their duals |
+| `dp`         | tokens; gradients are summed              | an all-reduce behind the backward of the layer before     |
+| `ep`         | tokens and experts, one expert a rank     | all-to-all + GEMM, GEMM + all-to-all, and their duals     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from fompi.base.errors import LayoutError
+from fompi.base.layout import Partial, Replicate, Shard, Spec
+from fompi.model.bound import call_seconds, rows_worked
+from fompi.model.machine import Machine
+from fompi.planner.explain import explain
+from fompi.plans.problems import MEANING, from_specs
+
+DTYPE = "int16"
+"""Two bytes an element, and neither products nor sums are widened: what counts here is how many bytes move."""
+
+WALKED, MOST_OPS = 3, 2_000
+"""Candidates that are walked through for an operation, beside those without overlap; how many ops of a rank."""
+
+MOST = 1 << 30
+"""Ranks, and tokens."""
+
+
+class Model(NamedTuple):
+    """A transformer: `matrices` of hidden x ffn in its MLP, 2 or (gated) 3; tokens of a sequence."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    matrices: int
+    sequence: int
+    source: str
+
+
+MODELS = {
+    "gpt2-1.5b": Model(48, 1600, 6400, 2, 1024, "Radford et al. 2019: 48 layers, width 1600"),
+    "llama-7b": Model(32, 4096, 11008, 3, 2048, "Touvron et al. 2023: 32 layers, width 4096, gated 11008"),
+    "ul2-20b": Model(64, 4096, 16384, 3, 512, "Tay et al. 2022: 32 encoder and 32 decoder layers, width 4096, 16384"),
+}
+
+
+class Part(NamedTuple):
+    """One operation of a layer, or a kernel: seconds without overlap and with it, and by what schedule."""
+
+    what: str
+    unfused: float
+    fused: float
+    schedule: str = ""
+
+
+class Step(NamedTuple):
+    """All parts of a layer, and what a step comes to."""
+
+    title: str
+    layers: int
+    parts: tuple[Part, ...]
+
+    @property
+    def unfused(self) -> float:
+        return self.layers * sum(part.unfused for part in self.parts)
+
+    @property
+    def fused(self) -> float:
+        return self.layers * sum(part.fused for part in self.parts)
+
+    def __str__(self) -> str:
+        width = max(len(part.what) for part in self.parts)
+        lines = [self.title, f"{'':{width}}  without ms     with ms  by"]
+        for part in self.parts:
+            times = f"{1e3 * part.unfused:11.3f} {1e3 * part.fused:11.3f}"
+            lines.append(f"{part.what:{width}} {times}  {part.schedule}".rstrip())
+        ratio = self.unfused / self.fused if self.fused else 1.0
+        total = f"{1e3 * self.unfused:.1f} ms a step without overlap, {1e3 * self.fused:.1f} with"
+        return "\n".join([*lines, f"{self.layers} layers: {total}, {ratio:.2f}x (simulated)"])
+
+
+def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -> Step:
+    """Forward and backward of `tokens` tokens a rank (of a `tp` group: so many times its ranks)."""
+    if model not in MODELS:
+        raise LayoutError(f"no model {model!r}; there are {', '.join(MODELS)}")
+    if parallel not in PARALLEL:
+        raise LayoutError(f"no parallelism {parallel!r}; there are {', '.join(PARALLEL)}")
+    if not (1 <= ranks <= MOST and 1 <= tokens <= MOST):
+        raise LayoutError(f"ranks={ranks}, tokens={tokens}: both are from 1 to {MOST}")
+    made = MODELS[model]
+    title = f"{model}, {parallel} over {ranks} ranks, {tokens} tokens a rank, on {machine.name}, two-byte elements"
+    return Step(title, made.layers, tuple(PARALLEL[parallel](made, ranks, machine, tokens)))
+
+
+@lru_cache(maxsize=1024)
+def _predicted(operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> tuple[float, float, str]:
+    """Seconds of the best without overlap, of the best, and which that is."""
+    at, sizes = from_specs(operation, specs, ranks)
+    found = explain(at(0), sizes, machine, at, WALKED, MOST_OPS)
+    problem, unfused = at(0), found.unfused.seconds
+    if problem.operation != problem.moves:
+        plain = _moved(problem.moves, problem.multiplies_first, specs)
+        rows = max(rows_worked(problem, sizes, rank) for rank in range(ranks))
+        unfused = min(
+            unfused, call_seconds(problem, machine, rows) + _predicted(problem.moves, (plain,), ranks, machine)[1]
+        )
+    else:  # there is nothing to hide it behind
+        return found.winner.seconds, found.winner.seconds, str(found.winner.candidate)
+    fused = found.winner.seconds
+    return (unfused, fused, str(found.winner.candidate)) if fused < unfused else (unfused, unfused, "no overlap")
+
+
+def _moved(moves: str, multiplied: bool, specs: tuple[Spec, ...]) -> Spec:
+    """The global tensor of the collective by itself: x, or the product."""
+    x, *others = specs
+    columns = others[0].shape[1] if multiplied else x.shape[1]
+    return Spec((x.shape[0], columns), DTYPE, MEANING[moves].x)
+
+
+def _operation(what: str, operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> Part:
+    unfused, fused, schedule = _predicted(operation, specs, ranks, machine)
+    return Part(f"{what}: {operation}", unfused, fused, schedule)
+
+
+def _kernel(what: str, machine: Machine, flops: float, nbytes: float) -> Part:
+    seconds = machine.kernel(flops, nbytes)
+    return Part(what, seconds, seconds)
+
+
+def _attention(model: Model, machine: Machine, tokens: float, share: int) -> Iterator[Part]:
+    """Scores and their sum, causal: half of all pairs; the backward has two and a half times the products."""
+    flops, nbytes = 2.0 * tokens * model.sequence * model.hidden / share, 8.0 * tokens * model.hidden / share
+    yield _kernel("attention, forward", machine, flops, nbytes)
+    yield _kernel("attention, backward", machine, 2.5 * flops, 2 * nbytes)
+
+
+def _tensor(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
+    rows, h, f = tokens * ranks, model.hidden, model.ffn
+    wide = {"qkv": 3 * h, "up": (model.matrices - 1) * f}
+    back = {"out": h, "down": f}
+    for name, n in wide.items():  # x[rows, h] @ w[h, n]
+        x, w, y = _spec(rows, h, Shard(0)), _spec(h, n, Shard(1)), _spec(rows, n, Shard(1))
+        yield _operation(name, "all_gather_matmul", (x, w), ranks, machine)
+        yield _operation(f"{name}, dx", "matmul_reduce_scatter", (y, _spec(n, h, Shard(0))), ranks, machine)
+        yield _operation(f"{name}, dw", "all_gather_weight_gradient", (x, y), ranks, machine)
+    for name, n in back.items():  # x[rows, n] @ w[n, h]
+        x, w, d = _spec(rows, n, Shard(1)), _spec(n, h, Shard(0)), _spec(rows, h, Shard(0))
+        yield _operation(name, "matmul_reduce_scatter", (x, w), ranks, machine)
+        operands = (d, _spec(h, n, Shard(1)), x)
+        yield _operation(f"{name}, dx and dw", "all_gather_matmul_weight_gradient", operands, ranks, machine)
+    yield from _attention(model, machine, rows, ranks)
+
+
+def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
+    """Kernels of a layer, and the sum of its gradients, hidden behind the backward of the layer before."""
+    weights = 4 * model.hidden**2 + model.matrices * model.hidden * model.ffn
+    products = 2.0 * tokens * weights
+    yield _kernel("products, forward", machine, products, 2.0 * weights)
+    yield from _attention(model, machine, tokens, 1)
+    backward = _kernel("products, backward", machine, 2 * products, 4.0 * weights)
+    yield backward
+    if ranks == 1:
+        return
+    unfused, messages, schedule = _predicted("all_reduce", (_spec(weights, 1, Partial()),), ranks, machine)
+    behind = backward.fused + 2.5 * 2.0 * tokens * model.sequence * model.hidden / machine.flops_rate
+    sums = 6.0 * weights * (ranks - 1) / ranks / machine.memory_rate if machine.lanes == 1 else 0.0  # on that core
+    hidden = min(messages - sums, behind)
+    exposed = messages - hidden + hidden / model.layers  # the first layer has none behind it
+    yield Part("sum of the gradients: all_reduce", unfused, exposed, schedule)
+
+
+def _experts(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
+    """The MLP of each token on one expert, tokens spread evenly; attention on the tokens of the rank."""
+    rows, h, f = tokens * ranks, model.hidden, model.ffn
+    wide = (model.matrices - 1) * f
+    x, y = _spec(rows, h, Shard(0)), _spec(rows, f, Shard(0))
+    up, down = _spec(h, wide, Replicate()), _spec(f, h, Replicate())
+    hidden = _spec(rows, wide, Shard(0))
+    yield _operation("dispatch", "all_to_all_matmul", (x, up), ranks, machine)
+    yield _operation("combine", "matmul_all_to_all", (y, down), ranks, machine)
+    yield _operation("dispatch, dx", "matmul_all_to_all", (hidden, _spec(wide, h, Replicate())), ranks, machine)
+    yield _operation("dispatch, dw", "all_to_all_weight_gradient", (x, hidden), ranks, machine)
+    operands = (x, _spec(h, f, Replicate()), y)
+    yield _operation("combine, dx and dw", "all_to_all_matmul_weight_gradient", operands, ranks, machine)
+    attention = 2.0 * tokens * 4 * h * h
+    yield _kernel("attention's products", machine, attention, 8.0 * h * h)
+    yield _kernel("attention's products, backward", machine, 2 * attention, 16.0 * h * h)
+    yield from _attention(model, machine, tokens, 1)
+
+
+def _spec(rows: int, columns: int, layout: object) -> Spec:
+    return Spec((rows, columns), DTYPE, layout)  # type: ignore[arg-type]
+
+
+PARALLEL: dict[str, Callable[[Model, int, Machine, int], Iterator[Part]]] = {
+    "tp": _tensor,
+    "dp": _data,
+    "ep": _experts,
+}

@@ -1,0 +1,444 @@
+"""What each operation means: its operands and their layouts, what is where before and after, and a reference.
+
+Two families cover them all:
+
+* *gather*: rows travel (all-gather, all-to-all, broadcast), then each block that arrives is kept, multiplied by
+  weights, or used for a weight gradient;
+* *scatter*: rows are given or made by a product, then summed over ranks (reduce-scatter, all-reduce) or dealt out
+  (all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+from fompi.base import layout
+from fompi.base.errors import DtypeError, LayoutError, ShapeError
+from fompi.base.layout import HALF, Partial, Replicate, Shard, Sizes, Spec, accumulator, split
+from fompi.plans.kernels import Value, product, total
+from fompi.plans.plan import Program, Workspace
+
+PLANNED_RANKS = 1 << 16
+
+
+class Form(NamedTuple):
+    """Shape and dtype of one rank's tensor; the rows are its first dimension."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """y = x @ w (+ b): `columns` of w."""
+
+    columns: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """g = gathered.T @ h, or h.T @ gathered when `flipped`; `row` is the shape of one row of h."""
+
+    row: tuple[int, ...]
+    flipped: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An operation on `size` ranks, apart from how many rows it has: the key of every cache.
+
+    `moves` is what travels; `row` the shape of one row of x; `keep` says whether the gathered rows are a result.
+    `packed`: x comes strided and is packed first. The weights have the names w (or w0, w1, ...), and so on.
+    """
+
+    operation: str
+    size: int
+    dtype: str
+    row: tuple[int, ...]
+    weights: tuple[Weight, ...] = ()
+    gradients: tuple[Gradient, ...] = ()
+    keep: bool = False
+    root: int = 0
+    packed: bool = False
+
+    @cached_property
+    def moves(self) -> str:
+        return MEANING[self.operation].moves
+
+    @cached_property
+    def multiplies_first(self) -> bool:
+        return MEANING[self.operation].family == "scatter" and bool(self.weights)
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether the shape of x does not matter: its elements are the rows."""
+        return self.moves in ("all_reduce", "broadcast") and not self.weights
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in HALF
+
+    @property
+    def accumulator(self) -> str:
+        return accumulator(self.dtype)
+
+    @property
+    def sent_row(self) -> tuple[int, ...]:
+        """The shape of one row as it travels."""
+        return self.product_row(0) if self.multiplies_first else self.row
+
+    def product_row(self, i: int) -> tuple[int, ...]:
+        return (*self.row[:-1], self.weights[i].columns)
+
+    def gradient_shape(self, i: int) -> tuple[int, int]:
+        left, right = self.row[-1], self.gradients[i].row[-1]
+        return (right, left) if self.gradients[i].flipped else (left, right)
+
+    def name(self, kind: str, i: int) -> str:
+        """The buffer of the i-th weight w, bias, product y, operand h or gradient g."""
+        count = len(self.gradients) if kind in "hg" else len(self.weights)
+        return kind if count <= 1 else f"{kind}{i}"
+
+    @property
+    def kept(self) -> str:
+        """The name of the result that holds the rows as they came: `y`, or `x_full` beside products."""
+        return "x_full" if self.weights or self.gradients else "y"
+
+    @property
+    def axes(self) -> tuple[str, str]:
+        """The axes of x and of the results that come in rows."""
+        return _AXES[self.moves]
+
+    def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
+        """The inputs and outputs of one rank."""
+        work = Workspace(rank, self.size, parts, order)
+        here, there = self.axes
+        work.add("x", "input", here, self.row, self.dtype)
+        for i, weight in enumerate(self.weights):
+            work.add(self.name("w", i), "input", "whole", (self.row[-1], weight.columns), self.dtype)
+            if weight.bias:
+                work.add(self.name("bias", i), "input", "whole", (weight.columns,), self.dtype)
+        for i, gradient in enumerate(self.gradients):
+            work.add(self.name("h", i), "input", there, gradient.row, self.dtype)
+        if self.keep or not (self.weights or self.gradients):
+            work.add(self.kept, "output", there, self.row, self.dtype)
+        for i in range(len(self.weights)):
+            work.add(self.name("y", i), "output", there, self.product_row(i), self.dtype)
+        for i in range(len(self.gradients)):
+            work.add(self.name("g", i), "output", "whole", self.gradient_shape(i), self.dtype)
+        return work
+
+    @cached_property
+    def common(self) -> str:
+        """What all ranks must have in common: what travels, not what is done with it."""
+        if not self.multiplies_first:
+            return f"{self.operation} {self.dtype} {self.row} {self.root}"
+        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias}"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(
+            (self.operation, self.size, self.dtype, self.row, self.weights, self.gradients, self.keep, self.packed)
+        )
+
+    def __hash__(self) -> int:  # the key of every call: worked out once
+        return self._hash
+
+    def __str__(self) -> str:
+        parts = [f"{self.dtype}[:, {', '.join(map(str, self.row))}]" if self.row else f"{self.dtype}[:]"]
+        parts += [f"w[{self.row[-1]}, {w.columns}]{' + b' if w.bias else ''}" for w in self.weights]
+        parts += [f"h[:, {', '.join(map(str, g.row))}]{' flipped' if g.flipped else ''}" for g in self.gradients]
+        parts += ["keep"] * self.keep + [f"root {self.root}"] * (self.moves == "broadcast")
+        return f"{self.operation}({', '.join(parts)}{', packed' if self.packed else ''})"
+
+
+class Meaning(NamedTuple):
+    """The family of an operation, what travels, and the layouts of its global tensors."""
+
+    family: str
+    moves: str
+    x: layout.Layout
+    y: layout.Layout
+    weight: layout.Layout | None = None
+    operand: layout.Layout | None = None
+    keeps: bool = False  # the gathered rows are a result, beside others
+
+
+_AXES = {
+    "all_gather": ("own", "rows"),
+    "broadcast": ("rows", "rows"),
+    "reduce_scatter": ("rows", "own"),
+    "all_reduce": ("slices", "slices"),
+    "all_to_all": ("send", "recv"),
+}
+
+_ROWS, _COLUMNS, _ALL, _TERM = Shard(0), Shard(-1), Replicate(), Partial()
+
+MEANING: dict[str, Meaning] = {
+    "all_gather": Meaning("gather", "all_gather", _ROWS, _ALL),
+    "broadcast": Meaning("gather", "broadcast", _ALL, _ALL),
+    "reduce_scatter": Meaning("scatter", "reduce_scatter", _TERM, _ROWS),
+    "all_reduce": Meaning("scatter", "all_reduce", _TERM, _ALL),
+    "all_to_all": Meaning("gather", "all_to_all", _ROWS, _ROWS),
+    "all_gather_matmul": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS),
+    "all_gather_matmul_many": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, None, True),
+    "all_gather_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, None, _COLUMNS),
+    "all_gather_matmul_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, _COLUMNS),
+    "all_to_all_matmul": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL),
+    "all_to_all_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _TERM, None, _ROWS),
+    "all_to_all_matmul_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL, _ROWS, True),
+    "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", _COLUMNS, _ROWS, _ROWS),
+    "matmul_all_reduce": Meaning("scatter", "all_reduce", _COLUMNS, _ALL, _ROWS),
+    "matmul_all_to_all": Meaning("scatter", "all_to_all", _ROWS, _ROWS, _ALL),
+}
+
+
+def problem(
+    operation: str,
+    size: int,
+    x: Form,
+    weights: Sequence[Form] = (),
+    biases: Sequence[Form | None] = (),
+    operands: Sequence[Form] = (),
+    *,
+    flipped: bool = False,
+    keep: bool = False,
+    root: int = 0,
+    packed: bool = False,
+) -> Problem:
+    """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError."""
+    if operation not in MEANING:
+        raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
+    if not weights and MEANING[operation].moves in ("all_reduce", "broadcast"):
+        row: tuple[int, ...] = ()  # its elements are the rows
+    elif x.shape:
+        row = x.shape[1:]
+    else:
+        raise ShapeError(f"{operation}: x has no dimension whose rows could be spread over ranks")
+    rows_of_operands = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
+    others = tuple(weights), tuple(biases), tuple(rows_of_operands)
+    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed)
+
+
+@lru_cache(maxsize=4096)
+def _problem(
+    operation: str,
+    size: int,
+    row: tuple[int, ...],
+    dtype: str,
+    weights: tuple[Form, ...],
+    biases: tuple[Form | None, ...],
+    operands: tuple[Form, ...],
+    flipped: bool,
+    keep: bool,
+    root: int,
+    packed: bool,
+) -> Problem:
+    """The same by the shapes of rows: one object for all calls that differ in how many rows they have."""
+    if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
+        raise ShapeError(f"{operation} was given {len(weights)} weights and {len(biases)} biases")
+    if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and dtype == "bool":
+        raise DtypeError(f"{operation}: a sum of bool has no meaning; convert x to an integer dtype")
+    if dtype == "bool" and (weights or operands):
+        raise DtypeError(f"{operation}: a product of bool has no meaning; convert x to another dtype")
+    if not 0 <= root < size:
+        raise LayoutError(f"{operation}: root {root} is none of the ranks 0 to {size - 1}")
+    if (weights or operands) and not row:
+        raise ShapeError(f"{operation}: x needs rows and columns")
+    for form in (*weights, *(b for b in biases if b), *operands):
+        if form.dtype != dtype:
+            raise DtypeError(f"{operation}: x is {dtype}, but another operand is {form.dtype}; convert one of them")
+    listed = []
+    for i, w in enumerate(weights):
+        if len(w.shape) != 2 or w.shape[0] != row[-1]:
+            raise ShapeError(
+                f"{operation}: x has {row[-1]} columns, so w needs the shape ({row[-1]}, n), not {w.shape}"
+            )
+        bias = biases[i] if i < len(biases) else None
+        if bias is not None and bias.shape != w.shape[1:]:
+            raise ShapeError(f"{operation}: the bias of w {w.shape} needs the shape {w.shape[1:]}, not {bias.shape}")
+        listed.append(Weight(w.shape[1], bias is not None))
+    for h in operands:
+        if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
+            raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} differ in more than their columns")
+    gradients = tuple(Gradient(h.shape, flipped) for h in operands)
+    return Problem(operation, size, dtype, row, tuple(listed), gradients, keep, root, packed)
+
+
+def layouts(operation: str, count: int) -> list[layout.Layout]:
+    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand of a gradient."""
+    if operation not in MEANING:
+        raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
+    meaning = MEANING[operation]
+    weights = count - 1 - (meaning.operand is not None)
+    if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):
+        names = ["x", *["w"] * (meaning.weight is not None), *["h"] * (meaning.operand is not None)]
+        raise LayoutError(f"{operation} takes {', '.join(names)}: not {count} tensors")
+    listed = [meaning.x, *[meaning.weight] * weights, meaning.operand]
+    return [wanted for wanted in listed if wanted is not None]
+
+
+def from_specs(
+    operation: str, specs: Sequence[Spec], ranks: int, *, bias: bool = False, root: int = 0, packed: bool = False
+) -> tuple[Callable[[int], Problem], Sizes]:
+    """What each rank's Problem is, and the Sizes, of global tensors: x, the weights, the operand of a gradient.
+
+    Rows and columns are spread as evenly as can be, so the problems of the ranks may differ in columns that stay.
+    """
+    expected = layouts(operation, len(specs))
+    if not isinstance(ranks, int) or not 1 <= ranks <= PLANNED_RANKS:
+        raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank, and has {PLANNED_RANKS} at most")
+    for spec in specs:
+        if not isinstance(spec, Spec):
+            raise LayoutError(f"{operation} is planned on a fompi.Spec for each tensor, not on {spec!r}")
+    takes = [spec.resolved(wanted) for spec, wanted in zip(specs, expected, strict=True)]
+    for spec, wanted in zip(specs, takes, strict=True):
+        if spec.layout != wanted:
+            raise LayoutError(f"{operation} takes tensors with the layouts {takes}, not {spec}")
+    meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
+    flipped = has_operand and meaning.weight is not None
+
+    def made(x: Form, *others: Form) -> Problem:
+        weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
+        biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
+        options = {"flipped": flipped, "keep": meaning.keeps, "packed": packed}
+        return problem(operation, ranks, x, weights, biases, operands, root=root, **options)
+
+    @cache
+    def at(rank: int) -> Problem:
+        return made(*(_local(operation, spec, rank, ranks) for spec in specs))
+
+    made(*(Form(spec.shape, spec.dtype) for spec in specs))  # what fits as a whole fits in pieces on every rank
+    first, x = at(0), specs[0]
+    if has_operand and specs[-1].shape[0] != x.shape[0]:
+        raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but h has {specs[-1].shape[0]}")
+    rows = split(prod(x.shape) if first.flat else x.shape[0], ranks)
+    if first.moves == "all_to_all":
+        return at, Sizes(pairs=tuple(split(n, ranks) for n in rows))
+    return at, Sizes(rows=rows)
+
+
+def _local(operation: str, spec: Spec, rank: int, ranks: int) -> Form:
+    """One rank's piece of a global tensor."""
+    shape = list(spec.shape)
+    if isinstance(spec.layout, Shard):
+        shape[spec.layout.dim] = split(shape[spec.layout.dim], ranks)[rank]
+    return Form(tuple(shape), spec.dtype)
+
+
+# ------------------------------------------------------------------------------------------- before and after
+
+
+def before(problem: Problem, program: Program) -> dict[tuple[str, int], Value]:
+    """What the inputs of a rank hold: each block a term of its own. Only the root has what it broadcasts."""
+    if problem.moves == "broadcast" and program.rank != problem.root:
+        return {}
+    inputs = [b for b in program.buffers if b.role == "input"]
+    return {(b.name, i): ((b.name, program.rank, i),) for b in inputs for i in range(b.first, b.first + b.count)}
+
+
+def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+    """What the outputs of a rank must hold at the end."""
+    size = problem.size
+
+    def weighted(x: Value, i: int, at: int, bias: bool = True) -> Value:
+        y = product("matmul", x, ((problem.name("w", i), at, 0),))
+        return total(y, ((problem.name("bias", i), at, 0),)) if bias and problem.weights[i].bias else y
+
+    def scattered(b: int) -> Value:
+        terms = [((("x", r, b),)) for r in range(size)]
+        if not problem.multiplies_first:
+            return total(*terms)
+        added = rank if problem.moves == "reduce_scatter" else b % size  # by the owner of the rows
+        return total(*(weighted(x, 0, r, bias=r == added) for r, x in enumerate(terms)))
+
+    everything = range(size * parts)
+    if problem.moves == "reduce_scatter":
+        return {("y", b): scattered(b) for b in range(rank * parts, (rank + 1) * parts)}
+    if problem.moves == "all_reduce":
+        return {("y", b): scattered(b) for b in everything}
+
+    def arrives(b: int) -> Value:
+        if problem.moves == "broadcast":
+            return (("x", problem.root, b),)
+        if problem.moves == "all_gather":
+            return (("x", b // parts, b),)
+        source, part = divmod(b, parts)
+        x: Value = (("x", source, rank * parts + part),)
+        return weighted(x, 0, source) if problem.multiplies_first else x
+
+    if problem.multiplies_first:
+        return {("y", b): arrives(b) for b in everything}
+    result: dict[tuple[str, int], Value] = {}
+    for b in everything:
+        if problem.keep or not (problem.weights or problem.gradients):
+            result[problem.kept, b] = arrives(b)
+        for i in range(len(problem.weights)):
+            result[problem.name("y", i), b] = weighted(arrives(b), i, rank)
+    for i, gradient in enumerate(problem.gradients):
+        h = problem.name("h", i)
+        pairs = [(arrives(b), ((h, rank, b),)) for b in everything]
+        terms = [product("gradient", *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
+        result[problem.name("g", i), 0] = total(*terms)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any) -> list[dict[str, Any]]:
+    """The outputs of all ranks from the inputs of all ranks, unfused, in any array namespace `xp`."""
+    size = problem.size
+
+    def rows(counts: Sequence[int], i: int) -> slice:
+        return slice(sum(counts[:i]), sum(counts[: i + 1]))
+
+    def weighted(x: Any, data: dict[str, Any], i: int) -> Any:
+        y = x @ data[problem.name("w", i)]
+        return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
+
+    xs = [data["x"] for data in inputs]
+    if problem.moves in ("reduce_scatter", "all_reduce"):
+        if problem.multiplies_first:
+            without = [x @ data["w"] for x, data in zip(xs, inputs, strict=True)]
+            summed = sum(without[1:], without[0])
+            if problem.weights[0].bias and problem.moves == "all_reduce":  # which is the same on all ranks
+                summed = summed + inputs[0]["bias"]
+            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
+            if problem.weights[0].bias and problem.moves == "reduce_scatter":
+                owners = [y + data["bias"] for y, data in zip(owners, inputs, strict=True)]
+        else:
+            summed = sum(xs[1:], xs[0])
+            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
+        if problem.moves == "reduce_scatter":
+            return [{"y": y} for y in owners]
+        return [{"y": xp.concatenate(owners)} for _ in range(size)]
+    if problem.multiplies_first:
+        xs = [weighted(x, data, 0) for x, data in zip(xs, inputs, strict=True)]
+    if problem.moves == "broadcast":
+        arrived = [xs[problem.root]] * size
+    elif problem.moves == "all_gather":
+        arrived = [xp.concatenate(xs)] * size
+    else:
+        arrived = [
+            xp.concatenate([xs[s][rows(sizes.pairs[s], r)] for s in range(size)]) for r in range(size)
+        ]  # fmt: skip
+    if problem.multiplies_first:
+        return [{"y": y} for y in arrived]
+    results = []
+    for data, x in zip(inputs, arrived, strict=True):
+        result = {problem.kept: x} if problem.keep or not (problem.weights or problem.gradients) else {}
+        for i in range(len(problem.weights)):
+            result[problem.name("y", i)] = weighted(x, data, i)
+        for i, gradient in enumerate(problem.gradients):
+            h = data[problem.name("h", i)]
+            left, right = (h, x) if gradient.flipped else (x, h)
+            flat = left.reshape(prod(left.shape[:-1]), left.shape[-1])
+            result[problem.name("g", i)] = flat.T @ right.reshape(prod(right.shape[:-1]), right.shape[-1])
+        results.append(result)
+    return results

@@ -1,0 +1,1 @@
+"""One rank's program: compiled, in flight, bound to addresses; its baselines and reports."""

@@ -1,0 +1,216 @@
+"""One rank's program, compiled: everything worked out that does not depend on the sizes or addresses of a call.
+
+What an op needs is worked out once, by `needs.constraints`; a run (`fompi.runtime.program`) counts down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi.backends.base import Backend
+from fompi.base.errors import PlanError
+from fompi.base.layout import Extents, offsets
+from fompi.plans import kernels
+from fompi.plans.dependencies import constraints, enqueued, lane, messages, release
+from fompi.plans.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, cut_in_words
+
+Array = np.ndarray[Any, Any]
+COMPUTE, SEND, RECV, NATIVE = range(4)
+LONG_FLOPS, LONG_NBYTES = 4e6, 4e6
+"""A kernel of so many operations, or on so many bytes, may keep a rank busy for longer than messages should rest."""
+SMALL_NBYTES = 16 << 10
+"""Of x: a sum or a copy of a part of it takes less than to hand it out as a kernel."""
+
+_KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
+
+
+class Place(NamedTuple):
+    """A chunk, counted from the first block that its buffer has on this rank; `width` bytes a row."""
+
+    buffer: str
+    start: int
+    stop: int
+    width: int
+
+
+class Sized(NamedTuple):
+    """What depends on the rows of a call: the first row of each block (and the end), and the shape of each buffer."""
+
+    starts: dict[str, list[int]]
+    shapes: dict[str, tuple[int, ...]]
+
+
+class Compiled:
+    """The program of `rank` in `plan`, for any sizes."""
+
+    def __init__(self, plan: Plan, rank: int, device: str = ""):
+        """`device`: the name of what runs kernels by itself, if there is one."""
+        self.plan, self.program, self.asynchronous = plan, plan.programs[rank], bool(device)
+        self.is_paced = plan.is_paced
+        ops = self.program.ops
+        self.ops = ops
+        self.kinds = [_KINDS[type(op)] for op in ops]
+        self.lanes = [lane(op) for op in ops]
+        self.peers = [peer for _, peer in self.lanes]
+        self.numbers = messages(ops)
+        if max(self.numbers, default=0) >= MOST_MESSAGES:
+            raise PlanError(f"{plan.schedule} sends more than {MOST_MESSAGES} messages to one peer: take fewer slices")
+        found = constraints(ops, plan.pace)
+        if device:
+            found = enqueued(ops, found)
+        self.follows = found.follows
+        self.multiplies = ("compute", 0) in self.lanes
+        self.merges = [name == "merge" for name, _ in self.lanes]
+        self.forwards = any(
+            self.kinds[j] == RECV or self.merges[j]
+            for i, needs in enumerate(found.needs)
+            if self.kinds[i] == SEND
+            for j in needs
+        )  # it sends what has come, or sums of it
+        self.waits_for, self.on_start, self.on_done = release(found)
+        self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
+        self.natives = self.kinds.count(NATIVE)
+        self.buffers = {b.name: b for b in self.program.buffers}
+        self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole"]
+        self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
+        self._x_row_nbytes = self.buffers["x"].row_nbytes
+        self.outputs = [b for b in self.program.buffers if b.role == "output"]
+        cut = f", {cut_in_words(plan)}" if plan.parts > 1 else ""
+        self.title = f"{plan.problem.operation} by {plan.schedule}{cut}" + (f" on an {device}" if device else "")
+        self._reads = [[self._place(c) for c in op.reads] for op in ops]
+        self._writes = [[self._place(c) for c in op.writes] for op in ops]
+        self._dtypes = [
+            ([self.buffers[c.buffer].dtype for c in op.reads], [self.buffers[c.buffer].dtype for c in op.writes])
+            for op in ops
+        ]
+        self._moved = [
+            (*reads, *writes)[0] if kind in (SEND, RECV) else None
+            for kind, reads, writes in zip(self.kinds, self._reads, self._writes, strict=True)
+        ]
+        self._sized: tuple[Extents, Sized] | None = None
+        self._long: tuple[Sized, bool] | None = None
+
+    def _place(self, chunk: Chunk) -> Place:
+        buffer = self.buffers[chunk.buffer]
+        return Place(chunk.buffer, chunk.start - buffer.first, chunk.stop - buffer.first, buffer.row_nbytes)
+
+    def places(self, i: int) -> list[Place]:
+        """What op i moves or works on: what it receives, else what it reads."""
+        return self._writes[i] if self.kinds[i] == RECV else self._reads[i]
+
+    def sized(self, extents: Extents) -> Sized:
+        """Where blocks begin, and the shapes of buffers, with these rows; those of the last call are kept."""
+        if self._sized is None or self._sized[0] != extents:
+            by_axis: dict[str, list[int]] = {}
+            starts, shapes = {}, dict(self._whole)
+            for name, axis, row in self._forms:
+                begins = by_axis.get(axis)
+                if begins is None:
+                    begins = by_axis[axis] = offsets(extents.counts(axis))
+                starts[name] = begins
+                shapes[name] = (begins[-1], *row)
+            self._sized = extents, Sized(starts, shapes)
+        return self._sized[1]
+
+    def is_long(self, sized: Sized) -> bool:
+        """Whether some kernel takes so long that somebody else must move messages meanwhile."""
+        if not self.multiplies and 2 * self._x_row_nbytes * sized.starts["x"][-1] <= LONG_NBYTES:
+            return False  # a sum reads no more: seen at once, where sizes change at every call
+        if self._long is None or self._long[0] is not sized:
+            self._long = sized, any(self._is_long(sized, i) for i in range(len(self.ops)) if self.kinds[i] == COMPUTE)
+        return self._long[1]
+
+    def is_small(self, sized: Sized) -> bool:
+        """Whether sums and copies are so short that they are best done where they are released."""
+        return not self.multiplies and self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
+
+    def _is_long(self, sized: Sized, i: int) -> bool:
+        op = self.ops[i]
+        assert isinstance(op, Compute)
+        shapes = [[_shape(sized, place) for place in places] for places in (self._reads[i], self._writes[i])]
+        moved = sum(p.width * s[0] for p, s in zip(self._reads[i], shapes[0], strict=True) if p.buffer in sized.starts)
+        return moved > LONG_NBYTES or kernels.cost(op.kernel, *shapes) > LONG_FLOPS
+
+    def readers(self, name: str) -> dict[int, list[int]]:
+        """For each block of an input the ops that read it."""
+        found: dict[int, list[int]] = {b: [] for b in self._blocks(name)}
+        for i, op in enumerate(self.ops):
+            for chunk in op.reads:
+                if chunk.buffer == name:
+                    for block in range(chunk.start, chunk.stop):
+                        found[block].append(i)
+        return found
+
+    def last_writers(self, name: str) -> dict[int, int]:
+        """For each block of an output the op that writes it last."""
+        found: dict[int, int] = {}
+        for i, op in enumerate(self.ops):
+            for chunk in op.writes:
+                if chunk.buffer == name:
+                    found.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
+        return found
+
+    def _blocks(self, name: str) -> range:
+        buffer = self.buffers[name]
+        return range(buffer.first, buffer.first + buffer.count)
+
+    def resolve(
+        self,
+        arrays: Mapping[str, Array],
+        starts: Mapping[str, list[int]],
+        backend: Backend,
+        native: Callable[..., Any] | None = None,
+        kernels: Mapping[str, Callable[..., object]] | None = None,
+    ) -> list[Any]:
+        """What each op does, on these arrays: bytes to send or to fill (None: no rows), or a call."""
+        flat: dict[str, Array] = {}
+        actions: list[Any] = []
+        for i, moved in enumerate(self._moved):
+            if moved is not None:
+                name, start, stop, width = moved
+                begins = starts[name]
+                first, last = begins[start] * width, begins[stop] * width
+                if first == last:
+                    actions.append(None)
+                    continue
+                data = flat.get(name)
+                if data is None:
+                    data = flat[name] = arrays[name].reshape(-1).view(np.uint8)
+                actions.append(data[first:last])
+                continue
+            reads = [_view(arrays, starts, place) for place in self._reads[i]]
+            writes = [_view(arrays, starts, place) for place in self._writes[i]]
+            op = self.ops[i]
+            if isinstance(op, Collective):
+                assert native is not None
+                rows = [
+                    starts[name][block + 1] - starts[name][block]
+                    for name, start, stop, _ in self._reads[i]
+                    for block in range(start, stop)
+                ]
+                actions.append(native(op.name, reads, writes, self.plan.problem.root, rows))
+            elif isinstance(op, Compute):
+                if kernels and op.kernel in kernels:
+                    actions.append(_call(kernels[op.kernel], reads, writes))
+                else:
+                    actions.append(backend.bind(op.kernel, reads, writes, *self._dtypes[i]))
+        return actions
+
+
+def _shape(sized: Sized, place: Place) -> tuple[int, ...]:
+    shape, starts = sized.shapes[place.buffer], sized.starts.get(place.buffer)
+    return shape if starts is None else (starts[place.stop] - starts[place.start], *shape[1:])
+
+
+def _view(arrays: Mapping[str, Array], starts: Mapping[str, list[int]], place: Place) -> Array:
+    name, start, stop, _ = place
+    if name not in starts:
+        return arrays[name]
+    return arrays[name][starts[name][start] : starts[name][stop]]
+
+
+def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> Callable[[], object]:
+    return lambda: kernel(reads, writes)

@@ -1,0 +1,1 @@
+"""A framework's memory in and out: DLPack and the arena."""

@@ -1,0 +1,387 @@
+"""Tensors in and out without a copy: borrow a framework's memory as a NumPy array, lend ours as its tensor.
+
+    tensor ──borrow──▶ Tensor(array, dtype, ...)       the array is a view of the tensor's memory
+    array ───lend────▶ tensor of the same framework    the tensor keeps the array, and its arena block, alive
+
+NumPy and PyTorch have doors of their own, faster than DLPack; all others, JAX included, come in through its
+capsules. NumPy knows no bfloat16 and no 8-bit floats: an array of ours holds their bits in unsigned integers
+of the same size, and the logical dtype is a name beside it. No framework is imported before a tensor of it
+comes, or is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from fompi.base.errors import DtypeError, TensorError
+
+# ── dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+_FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+_CARRIERS = {"bfloat16": "uint16", **{f"float8_{kind}": "uint8" for kind in _FLOAT8}}
+
+_CODES: dict[str, tuple[int, int]] = {  # name -> DLPack's type code, bits
+    **{f"int{bits}": (0, bits) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (1, bits) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": (2, bits) for bits in (16, 32, 64)},
+    "bfloat16": (4, 16),
+    **{f"complex{bits}": (5, bits) for bits in (64, 128)},
+    "bool": (6, 8),
+    **{f"float8_{kind}": (code, 8) for code, kind in enumerate(_FLOAT8, start=7)},
+}
+_NAMES = {code: name for name, code in _CODES.items()}
+
+STORAGE: dict[str, np.dtype] = {name: np.dtype(_CARRIERS.get(name, name)) for name in _CODES}
+"""Logical dtype -> dtype of the array that holds it: uint16 for bfloat16, uint8 for float8, else itself."""
+
+
+@lru_cache(maxsize=256)
+def _numpy_name(dtype: np.dtype) -> str | None:
+    """The logical dtype of an array of NumPy or JAX: its name, also with ml_dtypes. None: not one of ours."""
+    known = dtype.isnative and dtype.name in STORAGE
+    return dtype.name if known and dtype.itemsize == STORAGE[dtype.name].itemsize else None
+
+
+@lru_cache(maxsize=256)
+def _torch_name(dtype: Any) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    return name if name in STORAGE else None
+
+
+# ── borrow ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """A tensor of a framework, borrowed as a NumPy array on the same memory."""
+
+    array: np.ndarray  # shape and strides of the tensor, in the dtype STORAGE[dtype]
+    dtype: str  # the logical dtype: "float32", "bfloat16", ...
+    framework: str  # "numpy", "torch", "jax", or "dlpack" for any other
+    readonly: bool
+    owner: object  # the tensor itself
+
+
+def borrow(x: Any, name: str = "x") -> Tensor:
+    """The memory of `x`, as it lies, for as long as the result (or a view of its array) lives. Never a copy.
+
+    `x` is a tensor on the host: of NumPy, PyTorch or JAX, or anything else with `__dlpack__`. Errors call it
+    `name`. Gradients do not pass: a torch tensor that requires grad is refused, and so is a JAX tracer.
+    """
+    family = _family(type(x))
+    if family == "numpy":
+        array = x if type(x) is np.ndarray else x.view(np.ndarray)
+        dtype = _numpy_name(array.dtype)
+        if dtype is None:
+            raise _unknown_dtype(name, array.dtype)
+        if dtype in _CARRIERS:
+            array = array.view(STORAGE[dtype])
+        return Tensor(array, dtype, "numpy", not array.flags.writeable, x)
+    if family == "torch":
+        return _borrow_torch(x, name)
+    if family == "tracer":
+        raise TensorError(
+            f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad; "
+            "use fompi.jax.<operation> in jax.grad, outside jit (and not in the grad of a grad)"
+        )
+    if not _exports(x):
+        raise _no_tensor(x, name)
+    if family == "jax":
+        if x.is_deleted():
+            raise TensorError(f"{name} is a JAX array that was deleted or donated")
+        if _numpy_name(x.dtype) is None:
+            raise _unknown_dtype(name, x.dtype)
+    return _borrow_capsule(x, name, family)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether `x` stands for a JAX array inside jit, grad or vmap: it has a shape but no memory."""
+    return _family(type(x)) == "tracer"
+
+
+def requires_grad(x: Any) -> bool:
+    """Whether `x` is a torch tensor whose gradient somebody wants. Under torch.no_grad nobody does."""
+    return _family(type(x)) == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled()
+
+
+def written(x: Any) -> None:
+    """Tell torch that we write to `x`: a graph that has saved it raises then, instead of taking the new numbers."""
+    if _family(type(x)) == "torch" and not x.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(x)
+
+
+def framework_of(x: Any) -> str:
+    """Whose tensor `x` is: "numpy", "torch", "jax", "cupy", or "dlpack" for any other with `__dlpack__`."""
+    family = _family(type(x))
+    if family == "tracer":
+        return "jax"
+    if family == "dlpack" and not _exports(x):
+        raise _no_tensor(x, "this object")
+    return family
+
+
+_FAMILIES = {  # (package, class) -> family
+    ("numpy", "MaskedArray"): "dlpack",  # its memory lacks the mask: see _exports
+    ("numpy", "ndarray"): "numpy",
+    ("torch", "Tensor"): "torch",
+    ("jax", "Tracer"): "tracer",
+    ("jax", "ArrayImpl"): "jax",
+    ("jaxlib", "ArrayImpl"): "jax",
+    ("cupy", "ndarray"): "cupy",
+}
+
+
+def _family_of_class(cls: type) -> str:
+    """Which framework a class belongs to, told by the names of its bases: that needs no import."""
+    for base in cls.__mro__:
+        family = _FAMILIES.get((str(base.__module__).partition(".")[0], base.__name__))
+        if family:
+            return family
+    return "dlpack"
+
+
+_family: Callable[[type], str] = lru_cache(maxsize=256)(_family_of_class)
+
+
+def _exports(x: Any) -> bool:
+    """Whether `x` can be read as DLPack: as a producer, or as the capsule of one."""
+    return type(x) is _Capsule or (hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray))
+
+
+def _borrow_torch(x: Any, name: str) -> Tensor:
+    dtype = _torch_name(x.dtype)
+    if dtype is None:
+        raise _unknown_dtype(name, x.dtype)
+    torch = sys.modules["torch"]
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TensorError(f"{name} requires grad, and raw memory carries none: pass {name}.detach() to do without it")
+    if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        raise TensorError(f"{name} carries a forward-mode tangent, which raw memory does not")
+    try:
+        carrier, plain = _CARRIERS.get(dtype), x.detach() if x.requires_grad else x
+        array = (plain.view(getattr(torch, carrier)) if carrier else plain).numpy()
+    except (RuntimeError, TypeError) as error:  # on a GPU, sparse, conjugate, traced, ...
+        if x.device.type != "cpu":
+            raise TensorError(f"{name} is on {x.device}; this communicator works on host memory") from None
+        raise TensorError(f"{name} has no plain memory to borrow: {error}") from error
+    return Tensor(array, dtype, "torch", False, x)
+
+
+def _unknown_dtype(name: str, dtype: object) -> DtypeError:
+    return DtypeError(f"{name} has dtype {dtype}; fompi knows native {', '.join(_CODES)}")
+
+
+def _no_tensor(x: Any, name: str) -> TensorError:
+    if isinstance(x, np.ndarray):
+        remedy = f"pass {name}.filled()"
+    elif isinstance(x, (list, tuple, int, float, complex, np.generic)):
+        remedy = f"pass np.asarray({name})"
+    else:
+        remedy = "pass a tensor of NumPy, PyTorch, JAX or whatever else exports DLPack"
+    return TensorError(f"{name} is of type {type(x).__name__}, which is no tensor: {remedy}")
+
+
+# ── DLPack's capsules ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; null: C-contiguous
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):  # DLManagedTensor, before DLPack 1.0
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+    major, flags = 0, 0
+
+
+class _ManagedVersioned(ctypes.Structure):  # DLManagedTensorVersioned
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+_READ_ONLY = 1  # a bit of `flags`
+_FORMS = (
+    (b"dltensor_versioned", b"used_dltensor_versioned", _ManagedVersioned),
+    (b"dltensor", b"used_dltensor", _Managed),
+)
+_DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda (managed)", 14: "oneapi"}
+_HOST = (1, 3, 11)  # plain, and page-locked for CUDA or ROCm
+
+_Capsule = type(np.empty(0).__array_struct__)  # Python gives the class no name before 3.13
+_Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _c_function(name: str, result: Any) -> Any:
+    return ctypes.PYFUNCTYPE(result, ctypes.py_object, ctypes.c_char_p)((name, ctypes.pythonapi))
+
+
+_capsule_is = _c_function("PyCapsule_IsValid", ctypes.c_int)
+_capsule_pointer = _c_function("PyCapsule_GetPointer", ctypes.c_void_p)
+_capsule_rename = _c_function("PyCapsule_SetName", ctypes.c_int)
+
+
+class _Export:
+    """What a producer exported. NumPy makes an array of it; once its last view is dead, the deleter runs."""
+
+    __slots__ = ("__array_interface__", "_address", "_delete")
+
+    def __init__(self, interface: dict[str, Any], managed: Any):
+        self._address = ctypes.addressof(managed)
+        self._delete: Callable[[int], None] | None = _Deleter(managed.deleter) if managed.deleter else None
+        self.__array_interface__ = interface
+
+    def __del__(self) -> None:
+        if self._delete is not None:
+            self._delete(self._address)
+
+
+def _borrow_capsule(x: Any, name: str, framework: str) -> Tensor:
+    capsule = x if type(x) is _Capsule else _capsule_of(x, name)
+    managed, used_name = _open(capsule, name)
+    if managed.major > 1:
+        raise TensorError(f"{name} was exported by DLPack {managed.major}, and fompi reads 1 and before")
+    tensor = managed.tensor
+    if tensor.device_type not in _HOST:
+        raise _on_device(name, tensor.device_type, tensor.device_id)
+    dtype = _NAMES.get((tensor.code, tensor.bits))
+    if dtype is None or tensor.lanes != 1:
+        raise _unknown_dtype(name, f"{tensor.code}:{tensor.bits}x{tensor.lanes} (DLPack's code:bits x lanes)")
+    storage = STORAGE[dtype]
+    readonly = framework == "jax" or bool(managed.flags & _READ_ONLY)
+    shape, strides = tensor.shape[: tensor.ndim], tensor.strides and tensor.strides[: tensor.ndim]
+    interface = {
+        "version": 3,
+        "data": ((tensor.data or 0) + tensor.byte_offset, readonly),
+        "typestr": storage.str,
+        "shape": tuple(shape),
+        "strides": tuple(stride * storage.itemsize for stride in strides) if strides else None,
+    }
+    _capsule_rename(capsule, used_name)  # consumed: from here on the deleter is ours to call
+    return Tensor(np.asarray(_Export(interface, managed)), dtype, framework, readonly, x)
+
+
+def _capsule_of(x: Any, name: str) -> Any:
+    try:
+        device_type, device_id = x.__dlpack_device__()
+        if device_type in _HOST:
+            return _export(x, max_version=(1, 0))
+    except Exception as error:
+        raise TensorError(f"{name} cannot be exported by its framework: {error}") from error
+    raise _on_device(name, int(device_type), device_id)
+
+
+def _export(x: Any, **asked: Any) -> Any:
+    """`x.__dlpack__(**asked)`, or without the keywords if the producer is older than DLPack 1.0."""
+    try:
+        return x.__dlpack__(**asked)
+    except TypeError:
+        return x.__dlpack__()
+
+
+def _open(capsule: Any, name: str) -> tuple[Any, bytes]:
+    """The struct in a capsule, and the name that the capsule bears once it is consumed."""
+    for fresh_name, used_name, form in _FORMS:
+        if _capsule_is(capsule, fresh_name):
+            return form.from_address(_capsule_pointer(capsule, fresh_name)), used_name
+    raise TensorError(f"{name} exported {capsule!r}: a capsule can be consumed once; export the tensor again")
+
+
+def _on_device(name: str, device_type: int, device_id: int) -> TensorError:
+    device = _DEVICES.get(device_type, f"DLPack device {device_type}")
+    return TensorError(f"{name} is on {device}:{device_id}; this communicator works on host memory")
+
+
+# ── lend ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lend(array: np.ndarray, dtype: str, like: Tensor | str) -> Any:
+    """`array` as a tensor of the framework of `like`, on the same memory, which lives as long as the tensor.
+
+    `dtype` is the logical dtype of an array of `STORAGE[dtype]`. What a framework cannot hold is copied:
+    read-only memory and negative strides for torch; for JAX all but writable, C-contiguous, 64-byte aligned.
+    """
+    if array.dtype != STORAGE[dtype]:
+        raise DtypeError(f"{dtype} is held in an array of {STORAGE[dtype]}, not of {array.dtype}")
+    framework = like if isinstance(like, str) else like.framework
+    if framework == "numpy":
+        return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in _CARRIERS else array
+    if framework == "torch":
+        if not array.flags.writeable or min(array.strides, default=0) < 0:
+            array = array.copy()
+        tensor = _module("torch").from_numpy(array)
+        return tensor.view(getattr(_module("torch"), dtype)) if dtype in _CARRIERS else tensor
+    if framework == "jax":
+        tensor = _module("jax.dlpack").from_dlpack(Lent(array if array.flags.carray else array.copy(), dtype))
+        if tensor.dtype.name != dtype:
+            raise DtypeError(f"JAX made {tensor.dtype} of {dtype}: set jax_enable_x64")
+        return tensor
+    if framework == "dlpack":
+        return Lent(array, dtype)
+    raise TensorError(f"host memory cannot be lent to {framework}")
+
+
+class Lent:
+    """Memory of ours for any consumer of DLPack: `torch.from_dlpack(lent)`, `cupy.from_dlpack(lent)`, ...
+
+    NumPy writes the capsule; its deleter, in C, is safe on any thread and at exit. We only correct the dtype.
+    """
+
+    __slots__ = ("__weakref__", "array", "dtype")
+
+    def __init__(self, array: np.ndarray, dtype: str):
+        self.array = array
+        self.dtype = dtype
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule of the array. `stream` means nothing on the host, but some consumers pass it."""
+        if dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError(f"this tensor is on device {self.__dlpack_device__()}, not {dl_device}")
+        array = self.array.copy() if copy else self.array
+        capsule = _export(array, max_version=max_version) if max_version else array.__dlpack__()
+        if self.dtype in _CARRIERS:
+            tensor = _open(capsule, "a lent array")[0].tensor
+            tensor.code, tensor.bits = _CODES[self.dtype]
+        return capsule
+
+    def __repr__(self) -> str:
+        return f"Lent({self.dtype}{list(self.array.shape)})"
+
+
+def _module(name: str) -> ModuleType:
+    """A framework by its name: loaded already if a tensor of it came in, else the caller asks for it."""
+    return sys.modules.get(name) or import_module(name)

@@ -1,0 +1,1 @@
+"""What happened when: traces, timelines, clocks, drift, and the proof of overlap."""

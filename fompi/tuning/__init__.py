@@ -1,0 +1,1 @@
+"""What is measured to choose better: rounds, links, calibration, autotuning, adaptation."""
