@@ -32,7 +32,7 @@ from fompi.base.version import __version__ as __version__
 from fompi.engine.communicator import Communicator, Mesh
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
-from fompi.ops.operation import Pending
+from fompi.ops.operation import HOOKS, Pending
 from fompi.ops.operations import (
     all_gather,
     all_gather_matmul,
@@ -121,6 +121,14 @@ __all__ = [
     "timelines",
     "verify",
 ]
+
+
+def _differentiable(*call: Any) -> Any:
+    """PyTorch is loaded by then: a tensor of its own requires grad."""
+    return import_module("fompi.torch.autograd").differentiable(*call)
+
+
+HOOKS.differentiable = _differentiable
 
 
 def __getattr__(name: str) -> Any:

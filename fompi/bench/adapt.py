@@ -16,8 +16,8 @@ import fompi
 from fompi.base.errors import StateError
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import MIB, given, progress
+from fompi.bench.options import Options
 from fompi.bench.planner import explained_for
-from fompi.bench.suites import Options
 from fompi.tuning.calibrate import calibrate
 from fompi.tuning.rounds import Contestant, Figure, Row, alternate, checked, meet, relative_error
 

@@ -21,7 +21,7 @@ import numpy as np
 import fompi
 from fompi.base.layout import Shard, Spec
 from fompi.bench.cluster import Cluster
-from fompi.bench.suites import Options
+from fompi.bench.options import Options
 from fompi.plans import problems
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Contestant, Row, alternate, checked, relative_error

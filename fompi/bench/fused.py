@@ -32,9 +32,9 @@ from fompi.bench import rivals
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import CALLED, plan, progress
 from fompi.bench.exchange import bare_exchange
+from fompi.bench.options import Options
 from fompi.bench.peers import KS, QUICK_KS, Case, M, kernel_of
 from fompi.bench.rivals import OPERATIONS
-from fompi.bench.suites import Options
 from fompi.planner.candidates import UNEVEN
 from fompi.runtime.report import quiet
 from fompi.tuning.rounds import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error

@@ -16,7 +16,7 @@ import numpy as np
 
 import fompi
 from fompi.base.layout import COLLECTIVES, Partial, Shard, Sizes, Spec
-from fompi.bench.suites import Options
+from fompi.bench.options import Options
 from fompi.mpi.link import request_testsome
 from fompi.ops import operations
 from fompi.plans.problems import Form, problem

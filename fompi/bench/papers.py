@@ -29,7 +29,7 @@ from fompi.base.layout import offsets, slices_in_words, split
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
 from fompi.bench.exchange import bare_exchange
-from fompi.bench.suites import Options
+from fompi.bench.options import Options
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
 from fompi.tuning.rounds import Figure, Row, WrongResult, alternate

@@ -26,8 +26,8 @@ from fompi.bench import rivals
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
 from fompi.bench.gloo import Gloo
+from fompi.bench.options import Options
 from fompi.bench.rivals import OPERATIONS, Array, Rival
-from fompi.bench.suites import Options
 from fompi.bench.xla import Mpi4jax, Xla
 from fompi.tuning.rounds import (
     Contestant,

@@ -30,9 +30,9 @@ import fompi
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import MIB, given, progress, specs
 from fompi.bench.fused import KERNEL
+from fompi.bench.options import Options
 from fompi.bench.peers import KS, Case, M, kernel_of
 from fompi.bench.rivals import OPERATIONS
-from fompi.bench.suites import Options
 from fompi.model.bound import bound
 from fompi.model.fit import at_speed, product_seconds
 from fompi.model.machine import NO_PACKING, Machine

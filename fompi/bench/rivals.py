@@ -107,7 +107,7 @@ class Messages:
 
     rests = idle
 
-    def hear(self) -> bool:
+    def receive_control(self) -> bool:
         """There is nobody who asks."""
         return False
 

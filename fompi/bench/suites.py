@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import fompi
 from fompi.base.errors import FompiError, LaunchError
 from fompi.bench import table
+from fompi.bench.options import Options
 from fompi.cli import picture
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
@@ -27,14 +27,6 @@ ALONE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }  # fmt: skip
 """In this environment `like` starts ranks, unless somebody asks for something else: the user chose their number."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How much is measured: rounds of every row, and with `quick` fewer and smaller rows."""
-
-    rounds: int
-    quick: bool
 
 
 def run(suite: str, options: Options, json: str | None, markdown: str | None, plot: str | None) -> int:

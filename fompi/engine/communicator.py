@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from fompi.base.version import __version__
 from fompi.engine import faults
 from fompi.engine.control import Channel
 from fompi.engine.engine import SPINS, Engine, slots
-from fompi.engine.handshake import GIVEN_BITS, agree, digest
+from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
 from fompi.model.machine import Machine
 from fompi.mpi import launcher
@@ -27,6 +27,9 @@ from fompi.tensors.arena import Arena
 from fompi.traces.trace import Trace
 
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
+
+OBSERVERS: list[Callable[[], Any]] = []
+"""Each makes what notes the finished calls of a process, or None. `fompi.runtime.report` registers itself here."""
 
 
 def _make_engine() -> Engine:
@@ -38,16 +41,13 @@ def _make_engine() -> Engine:
     helper = (lambda engine: Helper(engine, pause, worker)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, SPINS if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
-    asked = os.environ.get("FOMPI_REPORT", "0")
-    if asked in ("", "0"):
-        faults.install(engine)
-        return engine
-    from fompi.runtime.report import Report  # it looks at communicators from outside
-
-    engine.report = report = Report(asked)
-    atexit.register(report.finish)  # what is registered first comes last: after the ranks have said goodbye
+    observers = [made for make in OBSERVERS if (made := make()) is not None]
+    for observer in observers:
+        engine.report = observer
+        atexit.register(observer.finish)  # registered first, called last: after the ranks have said goodbye
     faults.install(engine)
-    atexit.register(report.settle_all)
+    for observer in observers:
+        atexit.register(observer.settle_all)
     return engine
 
 
@@ -94,7 +94,7 @@ class Communicator:
         if is_ours:
             self.link = origin
         else:
-            self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.left)
+            self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.plans: dict[Any, Any] = {}  # what `ops` has compiled
@@ -113,8 +113,8 @@ class Communicator:
             what = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
             if machine is not None:
                 what += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
-            here = digest(socket.gethostname()) % (1 << GIVEN_BITS)
-            hosts = digest(str(list(agree(self, what, refusal, gives=here))))
+            here = digest(socket.gethostname()) % (1 << VALUE_BITS)
+            hosts = digest(str(list(agree(self, what, refusal, value=here))))
         self.hosts = hosts  # a digest of those of all ranks, in their order; after a split, of the ranks before it
         if self.size > 1:
             self.network = self.link.several_hosts()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING
 
 from fompi.base.errors import PeerError
-from fompi.engine.engine import ANYONE, CONTROL, Task
+from fompi.engine.engine import Engine
+from fompi.engine.tasks import ANYONE, CONTROL, Task
 from fompi.mpi.link import Link
-
-if TYPE_CHECKING:
-    from fompi.engine.engine import Engine
 
 
 def _series(stamp: int) -> int:
@@ -20,7 +17,7 @@ def _series(stamp: int) -> int:
     return stamp >> 24 if stamp >> 62 else 0
 
 
-FAILED, HEARD, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(8)
+FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(8)
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, whose words these are, how many bytes
 _NBYTES = 2048
 ANSWER_SECONDS = 1.0
@@ -37,9 +34,9 @@ class _Sent(Task):
 
 
 class Channel:
-    """The control messages of one communicator. `failures` and `left` are what the others said.
+    """The control messages of one communicator. `failures` and `departed` are what the others said.
 
-    A rank that has `left` begins no call any more; once it is `gone` it does not finish one either.
+    A rank that has `departed` begins no call any more; once it is `gone` it does not finish one either.
     """
 
     def __init__(self, link: Link, engine: Engine, name: str):
@@ -47,7 +44,7 @@ class Channel:
         self.active: dict[int, Task] = {}  # stamp -> the task of that call
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the newest that began here
         self.failures: dict[int, tuple[PeerError, bool]] = {}  # stamp -> error, fatal: before its task was there
-        self.left: dict[int, str] = {}
+        self.departed: dict[int, str] = {}
         self.gone: set[int] = set()
         self.dying: set[int] = set()
         self.broken: BaseException | None = None  # why a call was given up with messages under way
@@ -57,24 +54,24 @@ class Channel:
         self._sent = _Sent()
         engine.channels.append(self)
 
-    def tell(self, dest: int, kind: int, stamp: int, text: str = "", origin: int | None = None) -> None:
+    def send(self, dest: int, kind: int, stamp: int, text: str = "", origin: int | None = None) -> None:
         """Send words of ours, or pass on those of rank `origin`."""
         words, own = text.encode()[: _NBYTES - _HEADER.size], self.link.rank
         message = _HEADER.pack(kind, stamp, own, own if origin is None else origin, len(words)) + words
         self.engine.post(self.link.isend(message, dest, CONTROL), self._sent, 0)
 
-    def tell_all(self, kind: int, stamp: int, text: str = "") -> None:
+    def send_all(self, kind: int, stamp: int, text: str = "") -> None:
         with self.engine.lock:
             for peer in range(self.link.size):  # they listen until all are gone
                 if peer != self.link.rank:
-                    self.tell(peer, kind, stamp, text)
+                    self.send(peer, kind, stamp, text)
 
     def begin(self, stamp: int, task: Task) -> None:
         """`task` does the call `stamp` from now on."""
         self.active[stamp] = task
         self.begun[_series(stamp)] = stamp
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Take in all that has come. A probe: MPICH over UCX never completes a receive from any source."""
         heard = False
         while self.link.size > 1 and (message := self.link.improbe(self.link.any_source, CONTROL)) is not None:
@@ -95,18 +92,18 @@ class Channel:
             elif not task.poison(error, sender) if task is not None else stamp > self.begun.get(_series(stamp), 0):
                 self.failures[stamp] = (error, kind == FATAL)  # the call has not begun here
             if kind == FAILED:
-                self.tell(sender, HEARD, stamp)
-        elif kind == HEARD:
+                self.send(sender, ACKNOWLEDGED, stamp)
+        elif kind == ACKNOWLEDGED:
             if stamp in self.active:
-                self.active[stamp].heard(sender)
+                self.active[stamp].acknowledged(sender)
         elif kind == LEFT:
-            self.left[origin] = text
+            self.departed[origin] = text
         elif kind == GONE:
             self.gone.add(origin)
         elif kind == DYING:
             self.dying.add(origin)
         elif kind == ASK:
-            self.tell(origin, ANSWER, *self._state())
+            self.send(origin, ANSWER, *self._state())
         else:
             self._answers[origin] = (stamp, text)
 
@@ -131,12 +128,12 @@ class Channel:
             stamp = getattr(task, "stamp", None)
             if stamp is not None:
                 self.broken = self.broken or error
-                self.tell_all(FATAL, stamp, f"rank {self.link.rank} gave up: {error}")
+                self.send_all(FATAL, stamp, f"rank {self.link.rank} gave up: {error}")
             task.abandon(error)
 
     def missing(self, begins: bool, awaited: tuple[int, str] | None) -> int | None:
         """The rank that is awaited and will not come, as it has left."""
-        absent = self.left if begins else self.gone
+        absent = self.departed if begins else self.gone
         if awaited is None:
             return None
         if awaited[0] == ANYONE:
@@ -152,11 +149,11 @@ class Channel:
             if awaited is None:
                 return f"rank {self.link.rank} made no progress for {seconds:g} s (FOMPI_TIMEOUT)"
             self._answers.clear()
-            self.tell_all(ASK, 0)
+            self.send_all(ASK, 0)
             end = perf_counter() + ANSWER_SECONDS
-            expected = self.link.size - 1 - len(self.left)
+            expected = self.link.size - 1 - len(self.departed)
             while perf_counter() < end and len(self._answers) < expected:
-                if not self.engine.progress() and not self.engine.hear():
+                if not self.engine.progress() and not self.engine.receive_control():
                     sleep(1e-3)
             chain = self._all(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
             return f"after {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(chain)
@@ -169,8 +166,8 @@ class Channel:
         for rank in range(self.link.size):
             if rank == self.link.rank:
                 continue
-            if rank in self.left:
-                return [first, self.left[rank]]
+            if rank in self.departed:
+                return [first, self.departed[rank]]
             if rank not in self._answers:
                 return [first, self._silence(rank)]
             awaited, words = self._answers[rank]
@@ -180,15 +177,15 @@ class Channel:
 
     def _silence(self, rank: int) -> str:
         """That this rank does not answer, and which others do not either."""
-        others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.left.keys()
+        others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.departed.keys()
         too = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
         return f"rank {rank} at the root does not answer{too}: {_SILENT}"
 
     def _chain(self, peer: int, what: str) -> Sequence[str]:
         links, seen = [f"rank {self.link.rank} waits for {what}"], {self.link.rank}
         while True:
-            if peer in self.left:
-                return [*links, self.left[peer]]
+            if peer in self.departed:
+                return [*links, self.departed[peer]]
             if peer in seen:
                 return [*links, f"and so on from rank {peer}: a circle"]
             seen.add(peer)

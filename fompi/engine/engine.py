@@ -9,30 +9,19 @@ helper thread (`fompi.engine.progress`) moves messages meanwhile.
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from threading import RLock
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from fompi.backends.base import Token
 from fompi.base.errors import PeerError, WaitTimeout
-from fompi.engine.progress import LOOKS, Helper
+from fompi.engine.progress import POLLS_PER_WAKE, Helper
+from fompi.engine.tasks import InParts, Peers, Recent, Task
 from fompi.mpi.link import Link
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.traces.trace import Interval, between, union
-
-if TYPE_CHECKING:
-    from fompi.engine.control import Channel
-
-HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
-"""The rounds of an agreement."""
-
-CONTROL = 1
-"""Its tag; that of a handshake is 0, and those of payload begin at 1 << MESSAGE_BITS."""
 
 
 def slots(link: Link) -> int:
@@ -50,101 +39,11 @@ Twenty are what a small message takes on one host. More would rob ranks that sha
 two containers do: they move messages too.
 """
 
-ANYONE = -1
-"""The rank that is waited for, when all are: in a collective of the library."""
-
 SPIN_SECONDS = 1e-4
 """A program that asks so soon again whether something is done does nothing else."""
 
 ERROR_SECONDS = 0.5
 """How long a call with an error is waited for, if other ranks may come to it late."""
-
-
-class Task:
-    """Something in flight. The engine calls `completed(key)` for each of its requests and kernels that are done."""
-
-    finished = False
-    error: BaseException | None = None
-    touched = 0.0  # when it last moved, on the clock of perf_counter
-    failed = 0.0  # when it got its error
-    begins = False  # what it waits for is that others begin the same
-    awaited = False  # the program is about to wait for it, and runs its kernels
-    is_long = False  # somebody must move messages while its kernels run
-    forwards = False  # it sends what it receives, or sums of it: others wait until that has been seen here
-
-    def completed(self, key: int) -> None:
-        raise NotImplementedError
-
-    def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
-        """A kernel that can run, and its key; None: there is none of these. It is the caller's from now on."""
-        return None
-
-    def ran(self, key: int, begun: float, error: BaseException | None) -> None:
-        """The kernel `key`, taken and begun at that time, has run, or failed."""
-
-    def waits_for(self) -> tuple[int, str] | None:
-        """The rank of the communicator whose message is missing, and which message; None: nobody's."""
-        return None
-
-    def take_turn(self) -> None:
-        """The library's collectives may be used now (`Communicator.turns`)."""
-
-    def can_finish(self) -> bool:
-        """False if it waits for this rank's program, not for others."""
-        return True
-
-    def poison(self, error: BaseException, sender: int) -> bool:
-        """`sender` says that this call failed: go on without kernels, then raise `error`. False: tell me later."""
-        return False
-
-    def heard(self, rank: int) -> None:
-        """This rank knows now that the call failed."""
-
-    def abandon(self, error: BaseException) -> None:
-        """End with `error` at once, whatever is still in flight."""
-        self.error, self.finished = self.error or error, True
-
-    def broke(self, error: Exception) -> None:
-        """MPI, or we, failed in the middle of it."""
-        self.abandon(error)
-
-
-class _InParts(Task):
-    """What moves in several messages: `completed(key)` of `task` comes once all of them are done."""
-
-    def __init__(self, task: Task, parts: int):
-        self.task, self.missing = task, parts
-
-    def completed(self, key: int) -> None:
-        self.missing -= 1
-        if not self.missing:
-            self.task.completed(key)
-
-    def broke(self, error: Exception) -> None:
-        self.task.broke(error)
-
-
-class Recent:
-    """The last 4096 intervals, to tell what a program did that had started something. Its memory does not grow.
-
-    One that begins within `joined` seconds of the end of the last goes on with that.
-    """
-
-    def __init__(self, joined: float = -1.0):
-        self._times, self._at, self.joined = array("d", bytes(8 * 2 * 4096)), 0, joined
-
-    def add(self, begin: float, end: float) -> None:
-        times, at = self._times, self._at
-        if begin - times[at + 1] <= self.joined:
-            times[at + 1] = end
-            return
-        self._at = at = (at + 2) % len(times)
-        times[at], times[at + 1] = begin, end
-
-    def within(self, begin: float, end: float) -> list[Interval]:
-        """Those that reach into this time."""
-        pairs = np.array(self._times).reshape(-1, 2)
-        return [(start, stop) for start, stop in pairs[(pairs[:, 0] < end) & (pairs[:, 1] > begin)].tolist()]
 
 
 class Engine:
@@ -160,8 +59,8 @@ class Engine:
     ):
         self.timeout, self.spins, self.progress_mode = timeout, spins, progress_mode
         self.lock = RLock()
-        self.channels: list[Channel] = []
-        self.waiting: list[tuple[Task, Channel]] = []  # innermost last
+        self.channels: list[Any] = []  # control channels (`fompi.engine.control`) register themselves
+        self.waiting: list[tuple[Task, Peers]] = []  # innermost last
         self.last_began: tuple[str, Any, int] | None = None  # what, the communicator, the stamp
         self.arena: Any = None  # where outputs and scratch come from
         self.report: Any = None  # where finished calls are noted (`fompi.runtime.report`), if somebody wants that
@@ -202,7 +101,7 @@ class Engine:
 
     def post_all(self, requests: Sequence[Any], task: Task, key: int) -> None:
         """Call `task.completed(key)` once all of them are done."""
-        owner = _InParts(task, len(requests))
+        owner = InParts(task, len(requests))
         for request in requests:
             self.post(request, owner, key)
 
@@ -258,15 +157,15 @@ class Engine:
             return True
         task, key, kernel = taken
         if task.is_long and self._requests:
-            self.look()
+            self.poll_thoroughly()
             self.assist()
         self._run(task, key, kernel)
         return True
 
-    def look(self) -> None:
+    def poll_thoroughly(self) -> None:
         """Take in all that has come, however many polls the library needs: the next may be long in coming."""
         with self.lock:
-            for _ in range(LOOKS - 1):  # besides the one before
+            for _ in range(POLLS_PER_WAKE - 1):  # besides the one before
                 while self.poll():
                     pass
 
@@ -314,7 +213,7 @@ class Engine:
     def poll(self) -> bool:
         """Take in what has arrived; now and then, what the other ranks say. False: nothing had."""
         self.polls += 1
-        moved = self.polls % 64 == 0 and self.hear()
+        moved = self.polls % 64 == 0 and self.receive_control()
         if self._launched:
             moved |= self._finish_launched()
         requests, owners = self._requests, self._owners
@@ -353,12 +252,12 @@ class Engine:
             except Exception as error:
                 task.broke(error)
 
-    def hear(self) -> bool:
+    def receive_control(self) -> bool:
         """Take in the control messages that have come. False: none had."""
         with self.lock:
-            return any([channel.hear() for channel in list(self.channels)])
+            return any([channel.receive() for channel in list(self.channels)])
 
-    def wait(self, task: Task, channel: Channel, seconds: float | None = None, patient: bool = False) -> bool:
+    def wait(self, task: Task, channel: Peers, seconds: float | None = None, patient: bool = False) -> bool:
         """Drive everything until `task` is finished; False if `seconds` pass before.
 
         After `timeout` seconds without a move of `task` it is abandoned: its error says who waits for whom. Unless we
@@ -392,7 +291,7 @@ class Engine:
                 self.waits.add(self._waits_since, perf_counter())
         return True
 
-    def away(self, begin: float, end: float, own: Container[float]) -> list[Interval]:
+    def elsewhere(self, begin: float, end: float, own: Container[float]) -> list[Interval]:
         """When, of this time, the program did something else than wait. Kernels are, but those that began at `own`."""
         waits = self.waits.within(begin, end)
         if self.waiting:
@@ -400,10 +299,10 @@ class Engine:
         others = [kernel for kernel in self.kernels.within(begin, end) if kernel[0] not in own]
         return union([*between(union(waits), begin, end), *others])
 
-    def left(self, world_ranks: Sequence[int]) -> PeerError | None:
+    def departure(self, world_ranks: Sequence[int]) -> PeerError | None:
         """What to say to who waits for all of these to make a communicator, if one of them has left."""
         for channel in self.channels:
-            for rank, words in list(channel.left.items()):
+            for rank, words in list(channel.departed.items()):
                 if channel.link.world_ranks[rank] in world_ranks:
                     wait = f"rank {channel.link.rank} waits for all ranks to come to the creation of a communicator"
                     return PeerError(f"{wait}, but {words}", rank)
@@ -420,19 +319,19 @@ class Engine:
         if pause > 0:
             sleep(pause)
 
-    def _check(self, task: Task, channel: Channel, begun: float) -> None:
+    def _check(self, task: Task, channel: Peers, begun: float) -> None:
         """End the wait that began at `begun` for a rank that has left, or after the deadline."""
-        self.hear()
+        self.receive_control()
         if task.finished:
             return
         silent = perf_counter() - max(task.touched, begun)
-        if channel.left and silent > 0.2:
+        if channel.departed and silent > 0.2:
             awaited = task.waits_for()
             missing = channel.missing(task.begins, awaited)
             if missing is not None and not self.progress():  # what came before its last words may be here by now
                 if task.finished:
                     return
-                words = f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.left[missing]}"  # type: ignore[index]
+                words = f"rank {channel.link.rank} waits for {awaited[1]}, but {channel.departed[missing]}"  # type: ignore[index]
                 channel.fail(task, PeerError(words, missing))
                 return
         if silent > self.timeout and not channel.asking and not self.computing:  # else it may be its kernel that runs

@@ -89,7 +89,7 @@ def _is_first(engine: Engine) -> bool:
         if any(channel.dying for channel in engine.channels):
             return False
         for channel in engine.channels:
-            channel.tell_all(DYING, 0)
+            channel.send_all(DYING, 0)
         _listen(engine, HEAR_SECONDS)
         return not any(_is_lower(channel, peer) for channel in engine.channels for peer in channel.dying)
     finally:
@@ -98,7 +98,7 @@ def _is_first(engine: Engine) -> bool:
 
 def _follows(engine: Engine, error: BaseException | None) -> bool:
     """Whether this error only reports that of another rank, which will speak for itself."""
-    gone = {rank for channel in engine.channels for rank in channel.left}
+    gone = {rank for channel in engine.channels for rank in channel.departed}
     while error is not None:
         if isinstance(error, PeerError) and error.origin not in gone:
             return True
@@ -116,7 +116,7 @@ def _listen(engine: Engine, seconds: float) -> None:
     """Take in what the others say; run no kernels."""
     end = perf_counter() + seconds
     while True:
-        if not engine.hear() and perf_counter() >= end:
+        if not engine.receive_control() and perf_counter() >= end:
             return
         if seconds:
             sleep(1e-3)
@@ -130,10 +130,10 @@ def _leave(engine: Engine) -> None:
     broken = any(channel.broken is not None for channel in channels)  # perhaps since nobody can be reached
     seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
     for channel in channels:
-        channel.tell_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
+        channel.send_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
     _drive(engine, lambda: any(channel.can_finish() for channel in channels), seconds)
     for channel in channels:
-        channel.tell_all(GONE, 0)
+        channel.send_all(GONE, 0)
     _drive(engine, lambda: any(channel.missed() for channel in channels), seconds)
     if missed := {rank for channel in channels if broken for rank in channel.missed()}:
         who = f"rank{'s' * (len(missed) > 1)} {', '.join(map(str, sorted(missed)))}"
@@ -147,5 +147,5 @@ def _leave(engine: Engine) -> None:
 def _drive(engine: Engine, unfinished: Callable[[], bool], seconds: float) -> None:
     end = perf_counter() + seconds
     while unfinished() and perf_counter() < end:
-        if not engine.progress() and not engine.hear():
+        if not engine.progress() and not engine.receive_control():
             sleep(1e-3)

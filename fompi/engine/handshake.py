@@ -10,35 +10,58 @@ import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fompi.base.errors import MismatchError, ShapeError
-from fompi.engine.engine import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
+from fompi.engine.control import Channel
+from fompi.engine.engine import Engine
+from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
+from fompi.mpi.link import Link
 from fompi.plans.plan import MESSAGE_BITS
 
-if TYPE_CHECKING:
-    from fompi.engine.communicator import Communicator
-
 _HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and what we tell, rows expected (or -1)
-_ROWS_BITS, TOLD_BITS, SIGN_BITS = 34, 7, 22
-GIVEN_BITS = _ROWS_BITS
+_ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
+VALUE_BITS = _ROWS_BITS
 _DESCRIPTION_NBYTES = 1024
 REFUSED = -1
+
+
+class Members(Protocol):
+    """What an agreement needs of a `Communicator`."""
+
+    name: str
+    rank: int
+    size: int
+    engine: Engine
+    link: Link
+    channel: Channel
+
+    def check(self) -> None:
+        """Raise StateError if nothing can be called on it any more."""
+
+    def next_call(self) -> tuple[int, int]:
+        """Stamp and tag slot of the next unbound call."""
+
+    def slot(self, stamp: int) -> int:
+        """The tag slot of an unbound call."""
+
+    def begins(self, what: str, stamp: int) -> None:
+        """Note the last thing that this rank began."""
 
 
 def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
 
-def agree(comm: Communicator, text: str, refusal: Exception | None = None, gives: int = 0) -> Sequence[int]:
-    """Wait until all ranks come to `text`: the number that each gives. 0 <= gives < 1 << GIVEN_BITS.
+def agree(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
+    """Wait until all ranks come to `text`: the number that each gives. 0 <= value < 1 << VALUE_BITS.
 
     Raises on all of them if one refuses, or comes to something else.
     """
     comm.check()
     with comm.engine.lock:
         stamp, _ = comm.next_call()
-        agreement = Agreement(comm, stamp, digest(text), lambda: text, [gives] * comm.size, refusal=refusal)
+        agreement = Agreement(comm, stamp, digest(text), lambda: text, [value] * comm.size, refusal=refusal)
         comm.begins(text, stamp)
         agreement.start()
     comm.engine.wait(agreement, comm.channel)
@@ -50,18 +73,18 @@ def agree(comm: Communicator, text: str, refusal: Exception | None = None, gives
 class Agreement(Task):
     """`then(self)` is called when it is finished: `rows[source]` are what each rank has for us, or `error` is set.
 
-    `sign` are 22 bits of what the ranks need not have in common; `signed_alike` tells afterwards whether they have.
-    `tells` is a small number (7 bits), those of all ranks are in `told` afterwards.
+    `signature` are 22 bits of what may differ between the ranks. `same_signature` tells afterwards whether it does not.
+    `hint` is a small number of 7 bits. `hints` holds those of all ranks afterwards.
 
-    `expects` (-1: any) is how many rows must arrive here. Unless as many arrive everywhere (`alike`), each rank knows
-    only its own number, and there is a second round in which it says whether it is content.
+    `expects` (-1: any) is how many rows must arrive here. Unless as many arrive everywhere
+    (`equal_totals`), each rank knows only its own number, and says in a second round whether that number fits.
     """
 
     begins = True
     # What every call replaces stands here: making an Agreement is part of what a small call costs.
     rows: Sequence[int] = ()
-    signed_alike = True
-    told: Sequence[int] = ()
+    same_signature = True
+    hints: Sequence[int] = ()
     then: Callable[[Agreement], None] | None = None
     begun = 0.0
     last = 0  # the rank that came last
@@ -72,20 +95,20 @@ class Agreement(Task):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Members,
         stamp: int,
         digest: int,
         describe: Callable[[], str],
         rows: Sequence[int],
         expects: int = -1,
         refusal: Exception | None = None,
-        alike: bool = True,
-        sign: int = 0,
-        tells: int = 0,
+        equal_totals: bool = True,
+        signature: int = 0,
+        hint: int = 0,
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
-        self.outgoing, self.expects, self.refusal, self.alike = rows, expects, refusal, alike
-        self.tells = (sign << TOLD_BITS | tells) << _ROWS_BITS
+        self.outgoing, self.expects, self.refusal, self.equal_totals = rows, expects, refusal, equal_totals
+        self.hint = (signature << HINT_BITS | hint) << _ROWS_BITS
 
     def start(self) -> None:
         channel = self.comm.channel
@@ -99,8 +122,8 @@ class Agreement(Task):
 
     def _exchange_headers(self, round: int) -> None:
         mine = REFUSED if self.refusal is not None else self.digest
-        pack, stamp, tells, expects = _HEADER.pack, self.stamp, self.tells, self.expects
-        headers = [pack(stamp, mine, rows | tells, expects) for rows in self.outgoing]
+        pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
+        headers = [pack(stamp, mine, rows | hint, expects) for rows in self.outgoing]
         self._exchange(_HEADER.size, round, headers)
 
     def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
@@ -144,9 +167,9 @@ class Agreement(Task):
         stamps, digests, rows, expected = fields[::4], fields[1::4], fields[2::4], fields[3::4]
         if digests[0] != REFUSED and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
-                if self.tells or max(rows) >> _ROWS_BITS:
-                    self.signed_alike = len({n >> _ROWS_BITS + TOLD_BITS for n in rows}) == 1
-                    self.told = [n >> _ROWS_BITS & (1 << TOLD_BITS) - 1 for n in rows]
+                if self.hint or max(rows) >> _ROWS_BITS:
+                    self.same_signature = len({n >> _ROWS_BITS + HINT_BITS for n in rows}) == 1
+                    self.hints = [n >> _ROWS_BITS & (1 << HINT_BITS) - 1 for n in rows]
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
                 if max(expected) >= 0 and self._check_expected(expected):
@@ -162,7 +185,7 @@ class Agreement(Task):
     def _check_expected(self, expected: Sequence[int]) -> bool:
         """Some rank expects so many rows: must all hear from each other once more, to know if all are content?"""
         total = sum(self.rows)
-        if not self.alike:
+        if not self.equal_totals:
             if self.expects not in (-1, total):
                 self.refusal = ShapeError(
                     f"{self.describe()}: {total} rows arrive here, but an operand or out= has {self.expects}"

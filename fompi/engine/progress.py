@@ -50,7 +50,7 @@ ENOUGH_SHARE = 0.9
 POLLS_A_MESSAGE = 4
 """So often, from one message that the helper takes in to the next."""
 
-LOOKS = 3
+POLLS_PER_WAKE = 3
 """Each time it wakes: Open MPI takes in with one poll what another one then finds."""
 
 LINGER_SECONDS, REST_SECONDS = 0.05, 5e-3
@@ -167,7 +167,7 @@ class Driven(Protocol):
     def progress(self, helping: bool = False) -> bool:
         """Move whatever can move; whether anything did."""
 
-    def hear(self) -> bool:
+    def receive_control(self) -> bool:
         """Answer others, but move nothing."""
 
 
@@ -227,7 +227,7 @@ class Helper:
                 self._call.wait(REST_SECONDS)
                 self._call.clear()
                 if engine.computing:  # else MPI may be over
-                    engine.hear()  # others may ask whether we are alive
+                    engine.receive_control()  # others may ask whether we are alive
             else:
                 seconds = self.seconds
                 if engine.longest:  # others wait for what is seen here: look in the middle of its kernels
@@ -250,7 +250,7 @@ class Helper:
 
     def _look(self) -> None:
         moved = False
-        for _ in range(LOOKS):
+        for _ in range(POLLS_PER_WAKE):
             while self.engine.progress(helping=True) and not self._stopped:
                 moved = True
         if moved:

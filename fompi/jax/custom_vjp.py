@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from fompi.base.layout import Slices
 from fompi.ops import operations
 from fompi.ops.adjoints import DUALS, Call, flatten
-from fompi.ops.operation import How, Operation
+from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer
 
 __all__ = list(DUALS)
@@ -32,7 +32,7 @@ def _differentiable(operation: Operation) -> Any:
         **options: Any,
     ) -> Any:
         arguments = operation.arguments(*args, **options)
-        state = Call(operation, arguments, comm, How(schedule, slices, effort))
+        state = Call(operation, arguments, comm, CallOptions(schedule, slices, effort))
 
         @jax.custom_vjp
         def run(*tensors: jax.Array) -> Any:

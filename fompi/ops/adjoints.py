@@ -29,7 +29,7 @@ from fompi.base.layout import HALF, Extents
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import How, Operation, Pending
+from fompi.ops.operation import CallOptions, Operation, Pending
 from fompi.plans.problems import MEANING
 from fompi.schedules.registry import can_move
 
@@ -44,7 +44,7 @@ class Call:
     operation: Operation
     arguments: Arguments
     comm: Any
-    how: How
+    call_options: CallOptions
     _extents: Extents | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Call:
         if self.arguments.out is not None:
             self.refuse(": out= cannot be given where a gradient is wanted")
         arguments = replace(self.arguments.with_tensors(tensors), gradient=gradient)
-        pending: Pending = self.operation.begin(arguments, self.comm, self.how)
+        pending: Pending = self.operation.begin(arguments, self.comm, self.call_options)
         result = pending.wait()
         self._extents = pending.extents
         return result
@@ -77,7 +77,9 @@ class Call:
         """Raise, and tell the other ranks, who would wait for us in this call."""
         error = TensorError(f"fompi.{self.operation.name}{why}")
         comm = Communicator.of(self.comm)
-        Pending(self.operation.name, self.arguments, None, error, comm, self.how.schedule, self.how.slices)
+        Pending(
+            self.operation.name, self.arguments, None, error, comm, self.call_options.schedule, self.call_options.slices
+        )
         raise error
 
     @property
@@ -89,7 +91,7 @@ class Call:
     def run(self, operation: Operation, *tensors: Any, **options: Any) -> Any:
         if operation.name not in ("all_reduce", "broadcast"):
             options["dim"] = self.arguments.dim
-        schedule, slices, effort = self.how
+        schedule, slices, effort = self.call_options
         half = str(tensors[0].dtype).removeprefix("torch.") in HALF
         if not can_move(schedule, MEANING[operation.name].moves, Communicator.of(self.comm).size, half):
             schedule = "auto"  # that of the forward does not move what the backward moves

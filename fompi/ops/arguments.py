@@ -12,7 +12,7 @@ import numpy as np
 
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import split
-from fompi.engine.handshake import GIVEN_BITS
+from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
 from fompi.plans.problems import Form, Problem
 from fompi.tensors import dlpack
@@ -20,7 +20,7 @@ from fompi.tensors.dlpack import Tensor
 
 Array = np.ndarray[Any, Any]
 
-MOST_ROWS = (1 << GIVEN_BITS) - 1
+MOST_ROWS = (1 << VALUE_BITS) - 1
 """Of a rank: ranks tell each other how many they have."""
 
 
@@ -58,7 +58,7 @@ class Arguments:
         )
 
 
-class Local(NamedTuple):
+class LocalCall(NamedTuple):
     """One rank's part of a call, checked: the problem, our arrays by name, and how many rows go to whom."""
 
     problem: Problem
@@ -72,7 +72,7 @@ class Local(NamedTuple):
     packing: tuple[float, float] | None
 
 
-def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Local:
+def localise(operation: str, arguments: Arguments, rank: int, size: int) -> LocalCall:
     """Check our tensors and put them in the order of rows; nothing here asks another rank."""
     x = dlpack.borrow(arguments.x, "x")
     weights: Sequence[Tensor] = ()
@@ -122,7 +122,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         if any(np.may_share_memory(out.array, array) for array in arrays.values()):
             raise TensorError(f"{operation}: out= shares memory with another operand")
         expects = _check_out(problem, out, shape, dim, rank, rows, expects)
-    return Local(problem, packed, arrays, x, shape, rows, expects, out, packing)
+    return LocalCall(problem, packed, arrays, x, shape, rows, expects, out, packing)
 
 
 def _form(tensor: Tensor) -> Form:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from importlib import import_module
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError, ShapeError, StateError, TensorError, WaitTimeout
 from fompi.base.layout import Extents, Sizes, Slices
 from fompi.engine.communicator import Communicator
-from fompi.engine.engine import Task
-from fompi.engine.handshake import SIGN_BITS, Agreement, digest
-from fompi.ops.arguments import Arguments, Local, localise
-from fompi.planner.choose import choose, heard, tell, window_of_call
+from fompi.engine.handshake import SIGNATURE_BITS, Agreement, digest
+from fompi.engine.tasks import Task
+from fompi.ops.arguments import Arguments, LocalCall, localise
+from fompi.planner.choose import choose, decode_rows, encode_rows, window_of_call
 from fompi.plans.plan import MOST_MESSAGES
 from fompi.plans.problems import Problem
 from fompi.plans.verify import verify
@@ -39,7 +38,7 @@ VERIFIED_RANKS = 8
 """Plans for so many ranks are verified when they are first used here; larger ones are proven by the tests alone."""
 
 
-class How(NamedTuple):
+class CallOptions(NamedTuple):
     """What a call asks for; effort="measure": where it asks for nothing, what is the fastest, tried at first use."""
 
     schedule: str = "auto"
@@ -47,7 +46,7 @@ class How(NamedTuple):
     effort: str = "plan"
 
 
-def compiled(comm: Communicator, local: Local, schedule: str, slices: Slices | None) -> Compiled:
+def compiled(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Compiled:
     """The program of this rank, verified with the whole plan when it is first needed. Raises PlanError for none."""
     key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed)  # a user's may be another one now
     found: Compiled | None = comm.plans.get(key)
@@ -61,6 +60,24 @@ def compiled(comm: Communicator, local: Local, schedule: str, slices: Slices | N
             verify(plan)
         found = comm.plans[key] = Compiled(plan, comm.rank)
     return found
+
+
+@dataclass
+class Hooks:
+    """What rooms further down do for a call. They register themselves: this file imports neither."""
+
+    differentiable: Callable[..., Any]
+    """(operation, arguments, comm, call_options) -> the result, attached to autograd (`fompi.torch`)."""
+
+    measure: Callable[..., tuple[str, Slices]]
+    """(operation, arguments, local, comm) -> the fastest schedule and slices (`fompi.tuning.autotune`)."""
+
+
+def _unregistered(*args: Any) -> Any:
+    raise StateError("import fompi, not a part of it: the rooms that this call needs are not loaded")
+
+
+HOOKS = Hooks(_unregistered, _unregistered)
 
 
 class Operation:
@@ -82,9 +99,7 @@ class Operation:
     ) -> Any:
         arguments = self._arguments(*args, **options)
         if _wants_gradient(arguments):
-            return import_module("fompi.torch.autograd").differentiable(
-                self, arguments, comm, How(schedule, slices, effort)
-            )
+            return HOOKS.differentiable(self, arguments, comm, CallOptions(schedule, slices, effort))
         return self._begin(arguments, comm, (schedule, slices, effort)).wait()
 
     def arguments(self, *args: Any, **options: Any) -> Arguments:
@@ -101,11 +116,11 @@ class Operation:
         **options: Any,
     ) -> Pending:
         """Begin, and return at once; it goes on by itself. The tensors may be used again when the Pending is done."""
-        pending = self.begin(self._arguments(*args, **options), comm, How(schedule, slices, effort))
+        pending = self.begin(self._arguments(*args, **options), comm, CallOptions(schedule, slices, effort))
         pending.assist()
         return pending
 
-    def begin(self, arguments: Arguments, comm: Any, how: How) -> Pending:
+    def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Pending:
         """Start a call whose tensors must carry no gradient."""
         refusal = None
         if _wants_gradient(arguments):
@@ -113,13 +128,17 @@ class Operation:
                 f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
                 "grad, or pass x.detach()"
             )
-        return self._begin(arguments, comm, how, refusal)
+        return self._begin(arguments, comm, call_options, refusal)
 
     def _begin(
-        self, arguments: Arguments, comm: Any, how: tuple[str, Slices | None, str], refusal: Exception | None = None
+        self,
+        arguments: Arguments,
+        comm: Any,
+        call_options: tuple[str, Slices | None, str],
+        refusal: Exception | None = None,
     ) -> Pending:
         communicator, local = Communicator.of(comm), None
-        schedule, slices, effort = how
+        schedule, slices, effort = call_options
         try:
             if refusal is not None:
                 raise refusal
@@ -136,7 +155,7 @@ class Operation:
             local, refusal = None, error
         asks = (schedule, slices) != ("auto", None) or local is None or communicator.size == 1
         if effort == "measure" and not asks:
-            schedule, slices = import_module("fompi.tuning.autotune").choose(self, arguments, local, communicator)
+            schedule, slices = HOOKS.measure(self, arguments, local, communicator)
         return Pending(self.name, arguments, local, refusal, communicator, schedule, slices)
 
     def __repr__(self) -> str:
@@ -157,7 +176,7 @@ class Pending:
         self,
         name: str,
         arguments: Arguments,
-        local: Local | None,
+        local: LocalCall | None,
         refusal: Exception | None,
         comm: Any,
         schedule: str,
@@ -169,7 +188,7 @@ class Pending:
         self._outputs: dict[str, Array] = {}
         self._came: tuple[float, float, int] | None = None  # the ranks: from when, until when, and the last of them
         self._run: Run | None = None
-        self._left: float | None = None  # when `start` returned
+        self._returned_at: float | None = None  # when `start` returned
         self._task: Task  # the agreement, then the run: then nothing of ours knows the agreement, nor it us
         self.extents: Extents | None = None
         engine = comm.engine
@@ -179,16 +198,16 @@ class Pending:
             if comm.size == 1 and refusal is None:
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
-            number, rows, expects, alike, sign, tells = 0, (0,) * comm.size, -1, True, 0, 0
+            number, rows, expects, alike, signature, hint = 0, (0,) * comm.size, -1, True, 0, 0
             if local is not None:
                 number, alike = self._common(local), local.problem.moves != "all_to_all"
                 if comm.machine is not None or (comm.network and not alike):
-                    sign, tells = _sign(local.problem), 0 if alike else tell(local.rows, comm.rank)
+                    signature, hint = _signature_of(local.problem), 0 if alike else encode_rows(local.rows, comm.rank)
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
             self._task = agreement = Agreement(
-                comm, self._stamp, number, self._signature, rows, expects, refusal, alike, sign, tells
+                comm, self._stamp, number, self._signature, rows, expects, refusal, alike, signature, hint
             )
             agreement.then = self._agreed
             agreement.start()
@@ -196,7 +215,7 @@ class Pending:
             engine.wait(agreement, comm.channel)
             raise refusal
 
-    def _common(self, local: Local) -> int:
+    def _common(self, local: LocalCall) -> int:
         """What all ranks must agree on, as a number."""
         number = _digest((local.problem.common, self._schedule, self._slices, self._arguments.gradient))
         if local.problem.moves in ("all_gather", "all_to_all"):
@@ -219,7 +238,7 @@ class Pending:
         if agreement.error is None:
             self._came = agreement.begun, agreement.touched, agreement.last
             try:
-                self._launch(agreement.rows, agreement.signed_alike, agreement.told)
+                self._launch(agreement.rows, agreement.same_signature, agreement.hints)
             except Exception as error:
                 if self._run is None:
                     self._comm.channel.fail(agreement, error)
@@ -227,16 +246,16 @@ class Pending:
         if self._run is None:
             self._comm.end_turn(self._stamp)
 
-    def _launch(self, arrived: Sequence[int], alike: bool = True, told: Sequence[int] = ()) -> None:
+    def _launch(self, arrived: Sequence[int], alike: bool = True, hints: Sequence[int] = ()) -> None:
         """All ranks are here and agree: take a plan, memory for results, and start. `alike`: on the same problem.
 
-        `told`: by each rank, of what it sends in an all-to-all (`choose.tell`).
+        `hints`: by each rank, of what it sends in an all-to-all (`choose.encode_rows`).
         """
         comm, local = self._comm, self._local
         assert local is not None
         problem = local.problem
         if problem.moves == "all_to_all":
-            sizes, (total, even) = None, heard(told) if alike else (None, False)
+            sizes, (total, even) = None, decode_rows(hints) if alike else (None, False)
         else:
             sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
             total, even = sum(sizes.rows), False
@@ -262,7 +281,7 @@ class Pending:
         if recording is not None:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
-            self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND, left=self._left)
+            self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND, returned_at=self._returned_at)
 
     def _compiled(self, problem: Problem, total: int | None, alike: bool, even: bool) -> Compiled:
         """The program of this rank, by the schedule that was asked for, or that suits `total` rows (`even`: shards)."""
@@ -298,7 +317,7 @@ class Pending:
 
     def assist(self) -> None:
         """Have it go on by itself: the program leaves it."""
-        self._left = perf_counter()
+        self._returned_at = perf_counter()
         self._comm.engine.assist()
 
     # -- what the caller sees
@@ -365,8 +384,8 @@ def _digest(agreed: tuple[object, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sign(problem: Problem) -> int:
-    return digest(str(problem)) & (1 << SIGN_BITS) - 1
+def _signature_of(problem: Problem) -> int:
+    return digest(str(problem)) & (1 << SIGNATURE_BITS) - 1
 
 
 def _size(shape: Sequence[int]) -> int:

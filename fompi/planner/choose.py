@@ -58,20 +58,20 @@ def choose(
     By the model calls of about the same size (to a power of two) are done alike, so that new sizes cost nothing.
     """
     if machine is None or not rows or problem.size == 1:
-        known = rows or None if problem.moves == "all_to_all" else rows  # 0: nobody has told how many
+        known = rows or None if problem.moves == "all_to_all" else rows  # 0: no rank knows how many
         return _by_rule(problem, known, network, crowded, even)
     return _by_model(problem, 1 << rows.bit_length() - 1, machine, even)
 
 
-def tell(rows: Sequence[int], rank: int) -> int:
+def encode_rows(rows: Sequence[int], rank: int) -> int:
     """What `rank` says of its rows for each rank, in 7 bits: how many bits their sum has, and whether they are even."""
     others = [*rows[:rank], *rows[rank + 1 :]]
     return sum(rows).bit_length() << 1 | (max(others) <= EVEN_SHARE * min(others))
 
 
-def heard(told: Sequence[int]) -> tuple[int, bool]:
+def decode_rows(hints: Sequence[int]) -> tuple[int, bool]:
     """The rows that all ranks have, about, and whether all are even, from what each tells."""
-    return sum(1 << (one >> 1) >> 1 for one in told), all(one & 1 for one in told)
+    return sum(1 << (one >> 1) >> 1 for one in hints), all(one & 1 for one in hints)
 
 
 @lru_cache(maxsize=4096)

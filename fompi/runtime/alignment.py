@@ -9,8 +9,8 @@ from time import perf_counter
 from typing import Any
 
 from fompi.engine.communicator import Communicator
-from fompi.engine.engine import Task
 from fompi.engine.handshake import agree
+from fompi.engine.tasks import Task
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.traces.clocks import Sample, fit
 from fompi.traces.trace import Trace, merge

@@ -58,7 +58,7 @@ class Executor:
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
         self._run: Run | None = None
-        self._left: float | None = None  # when `start` returned
+        self._returned_at: float | None = None  # when `start` returned
         self.seconds: float | None = None
         self.drift: Drift | None = None  # whether calls take what was predicted
         self._needs: Needs | None = None
@@ -124,13 +124,13 @@ class Executor:
     def start(self, *partial: str, counts: Any = None) -> Executor:
         """Begin a call; it goes on by itself. The inputs named in `partial` become ready part by part."""
         self._start(partial, counts)
-        self._left = perf_counter()
+        self._returned_at = perf_counter()
         self.comm.engine.assist()
         return self
 
     def _start(self, partial: tuple[str, ...], counts: Any, awaited: bool = False) -> None:
         self.check_start(partial)
-        self._left = None
+        self._returned_at = None
         if self._run is not None and not self._run.finished:
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
         if counts is not None:
@@ -148,7 +148,7 @@ class Executor:
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
                 run.then = lambda: engine.report.note(
-                    run, run.trace(extents), extents, backend, kernels, left=self._left
+                    run, run.trace(extents), extents, backend, kernels, returned_at=self._returned_at
                 )
             for tensor in self._written:
                 dlpack.written(tensor)
@@ -246,8 +246,10 @@ class Executor:
             self._needs = Needs(self.plan, self.comm.rank)
         known = [seconds if extents == self._extents else None for extents, seconds in (self._alone, self._bare)]
         mode = self.comm.engine.progress_mode
-        away = run.away(self._left)
-        return prove(self.trace, self._needs, alone=known[0], bare=known[1], progress=mode, away=away)
+        away = run.elsewhere(self._returned_at)
+        return prove(
+            self.trace, self._needs, compute_alone=known[0], messages_alone=known[1], progress=mode, elsewhere=away
+        )
 
     def _current(self) -> Run:
         if self._run is None:

@@ -15,7 +15,8 @@ from fompi.base.errors import PeerError, StateError
 from fompi.base.layout import Extents, nbytes
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import FAILED
-from fompi.engine.engine import ANYONE, EAGER_NBYTES, Task
+from fompi.engine.engine import EAGER_NBYTES
+from fompi.engine.tasks import ANYONE, Task
 from fompi.plans.dependencies import track
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled
@@ -270,7 +271,7 @@ class Run(Task):
         where = f"op {i}, {self.compiled.ops[i]}"
         error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
         words = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
-        self.comm.channel.tell_all(FAILED, self.stamp, words)
+        self.comm.channel.send_all(FAILED, self.stamp, words)
         self.told = frozenset(range(self.comm.size))
         self.poison(error, self.comm.rank)
 
@@ -294,13 +295,13 @@ class Run(Task):
             return False
         if isinstance(error, PeerError):
             for peer in ignorant - self.told:
-                self.comm.channel.tell(peer, FAILED, self.stamp, str(error), error.origin)
+                self.comm.channel.send(peer, FAILED, self.stamp, str(error), error.origin)
             self.told |= ignorant
         if ignorant:
             self.held = (*self.held, i)
         return bool(ignorant)
 
-    def heard(self, rank: int) -> None:
+    def acknowledged(self, rank: int) -> None:
         self.aware |= {rank}
         held, self.held = self.held, ()
         self._begin(list(held))
@@ -336,9 +337,9 @@ class Run(Task):
         return None
 
     # -- afterwards
-    def away(self, left: float | None) -> list[Interval]:
-        """When the program did something else, since it had `left` this call to itself (None: it stayed)."""
-        return [] if left is None else self.comm.engine.away(left, self.touched, set(self.begun))
+    def elsewhere(self, returned_at: float | None) -> list[Interval]:
+        """When the program did something else, since it had `returned_at` this call to itself (None: it stayed)."""
+        return [] if returned_at is None else self.comm.engine.elsewhere(returned_at, self.touched, set(self.begun))
 
     def trace(self, extents: Extents) -> Trace:
         """What this rank did when, in this call. Raises StateError unless all of it was done."""

@@ -23,7 +23,7 @@ import numpy as np
 from fompi.backends.base import Backend
 from fompi.base.errors import LaunchError, OverlapWarning
 from fompi.base.layout import Extents
-from fompi.engine.communicator import Communicator
+from fompi.engine.communicator import OBSERVERS, Communicator
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher
 from fompi.mpi.link import finalized
@@ -57,11 +57,11 @@ class Calls:
         self.calls = 0
         self.proofs: deque[Proof] = deque(maxlen=MOST_CALLS)
         self.waits: tuple[Wait, ...] = ()
-        self.alone: float | None = None
-        self.bare: float | None = None
+        self.compute_alone: float | None = None
+        self.messages_alone: float | None = None
 
-    def note(self, trace: Trace, away: Sequence[Interval]) -> None:
-        proof = prove(trace, self.needs, away=away)
+    def note(self, trace: Trace, elsewhere: Sequence[Interval]) -> None:
+        proof = prove(trace, self.needs, elsewhere=elsewhere)
         self.calls += 1
         self.waits = total([*self.waits, *proof.waits])
         self.proofs.append(replace(proof, waits=()))
@@ -69,10 +69,10 @@ class Calls:
     def measure(self) -> None:
         """The yardsticks. Collective. Kernels of the user's own are not run: they may do more than compute."""
         if self.extents is not None:
-            if self.kernels is None and self.alone is None:
+            if self.kernels is None and self.compute_alone is None:
                 take = self.comm.engine.arena.take
-                self.alone = compute_alone(self.compiled, self.extents, self.backend, take).seconds
-            self.bare = messages_alone(self.compiled, self.comm, self.extents, self.backend)
+                self.compute_alone = compute_alone(self.compiled, self.extents, self.backend, take).seconds
+            self.messages_alone = messages_alone(self.compiled, self.comm, self.extents, self.backend)
 
     def proof(self) -> Proof:
         """The call in the middle: medians of the figures; of the waits the mean."""
@@ -90,11 +90,11 @@ class Calls:
             tail=middle("tail"),
             nbytes=int(middle("nbytes")),
             waits=tuple(wait._replace(seconds=wait.seconds / self.calls) for wait in self.waits),
-            alone=self.alone,
-            bare=self.bare,
+            compute_alone=self.compute_alone,
+            messages_alone=self.messages_alone,
             progress=self.comm.engine.progress_mode,
-            away=middle("away"),
-            kernels_away=middle("kernels_away"),
+            elsewhere=middle("elsewhere"),
+            kernels_elsewhere=middle("kernels_elsewhere"),
         )
 
     def record(self) -> dict[str, Any]:
@@ -116,8 +116,8 @@ class Calls:
 
 
 FIGURES = (
-    "wall", "kernels", "alone", "compute", "slowdown", "communication", "bare", "hidden", "exposed", "tail", "idle",
-    "away", "nbytes", "warning",
+    "wall", "kernels", "compute_alone", "compute", "slowdown", "communication", "messages_alone", "hidden",
+    "exposed", "tail", "idle", "elsewhere", "nbytes", "warning",
 )  # fmt: skip
 
 
@@ -148,9 +148,9 @@ class Report:
         extents: Extents,
         backend: Backend,
         kernels: Kernels | None = None,
-        left: float | None = None,
+        returned_at: float | None = None,
     ) -> None:
-        """A call has finished on this rank. `left`: since when the program did not stay with it."""
+        """A call has finished on this rank. `returned_at`: since when the program did not stay with it."""
         if run.error is not None:
             return
         plan = run.compiled.plan
@@ -161,19 +161,19 @@ class Report:
         operation = self.operations.get((same, known))
         if operation is None:
             operation = self.operations[same, known] = Calls(run, known, backend, kernels)
-        operation.note(trace, run.away(left))
+        operation.note(trace, run.elsewhere(returned_at))
 
     def measured(self, compiled: Compiled, extents: Extents, alone: float) -> None:
         """The program itself has measured the kernels of an operation that was called before."""
         for operation in self.operations.values():
             if operation.compiled is compiled and operation.extents == extents:
-                operation.alone = alone
+                operation.compute_alone = alone
 
     def settle(self, comm: Communicator) -> None:
         """Measure the yardsticks of all operations of this communicator. Collective; done once for each of them."""
-        ours = [o for o in self.operations.values() if o.comm is comm and o.bare is None]
+        ours = [o for o in self.operations.values() if o.comm is comm and o.messages_alone is None]
         ours.sort(key=lambda operation: operation.stamp)
-        if not ours or finalized() or comm.channel.broken is not None or comm.channel.left:
+        if not ours or finalized() or comm.channel.broken is not None or comm.channel.departed:
             return
         try:
             agree(comm, f"the report of {[(o.stamp, o.compiled.title, o.extents is None) for o in ours]}")
@@ -258,9 +258,9 @@ def text(report: Mapping[str, Any]) -> str:
         )
         for o in ranks:
             cells = [_ms(o["p50"]), _ms(o["p99"]), _ms(o["compute"]), f"{o['slowdown']:9.2f}", _ms(o["communication"])]
-            cells += [_ms(o["bare"]), _ms(o["hidden"]), _ms(o["exposed"]), _ms(o["tail"])]
-            said = ["compute in the call"] * (o["alone"] is None)
-            said += [f"{1e3 * o['away']:.3f} ms away"] * (o["away"] > 0)
+            cells += [_ms(o["messages_alone"]), _ms(o["hidden"]), _ms(o["exposed"]), _ms(o["tail"])]
+            said = ["compute in the call"] * (o["compute_alone"] is None)
+            said += [f"{1e3 * o['elsewhere']:.3f} ms elsewhere"] * (o["elsewhere"] > 0)
             lines.append("   ".join([f"{o['rank']:>4}{''.join(cells)}", *said]))
         for o in ranks:
             if o["waits"]:
@@ -270,3 +270,12 @@ def text(report: Mapping[str, Any]) -> str:
 
 def _ms(seconds: float | None) -> str:
     return f"{'-':>9}" if seconds is None else f"{1e3 * seconds:9.3f}"
+
+
+def of_environment() -> Report | None:
+    """The report that FOMPI_REPORT asks for."""
+    asked = os.environ.get("FOMPI_REPORT", "0")
+    return None if asked in ("", "0") else Report(asked)
+
+
+OBSERVERS.append(of_environment)

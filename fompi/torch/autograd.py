@@ -14,12 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from fompi.ops.adjoints import Call, flatten, unflatten
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import How, Operation
+from fompi.ops.operation import CallOptions, Operation
 
 
-def differentiable(operation: Operation, arguments: Arguments, comm: Any, how: How) -> Any:
+def differentiable(operation: Operation, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
     """The result of the operation, attached to the graph of its tensors."""
-    call = Call(operation, arguments, comm, how)
+    call = Call(operation, arguments, comm, call_options)
     for tensor in arguments.tensors:
         if not isinstance(tensor, torch.Tensor):
             call.refuse(f": {type(tensor).__name__} beside a torch tensor that requires grad; make it one of torch too")

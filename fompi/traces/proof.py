@@ -54,10 +54,11 @@ class Wait(NamedTuple):
 class Proof:
     """One rank's call, in seconds.
 
-    `alone` is the compute time of this rank by itself and `bare` that of the messages without kernels, where they
-    were measured (else None). `kernels` is the time in which kernels ran in this call, `communication` that in
-    which a message was posted and not done, `tail` the time after the last kernel. `away` is the time in which the
-    program did something else than wait, after it had started the call, and `kernels_away` what kernels ran of that.
+    `compute_alone` is the time of this rank's kernels without messages. `messages_alone` is the time of its messages
+    without kernels. Both are None where they were not measured. `kernels` is the time in which kernels ran in this
+    call. `communication` is the time in which a message was posted and not done. `tail` is the time after the last
+    kernel. `elsewhere` is the time the program spent outside the call after it started it. `kernels_elsewhere` is the
+    time of the kernels that ran meanwhile.
     """
 
     title: str
@@ -69,16 +70,16 @@ class Proof:
     tail: float
     nbytes: int
     waits: tuple[Wait, ...]
-    alone: float | None = None
-    bare: float | None = None
+    compute_alone: float | None = None
+    messages_alone: float | None = None
     progress: str = ""
-    away: float = 0.0
-    kernels_away: float = 0.0
+    elsewhere: float = 0.0
+    kernels_elsewhere: float = 0.0
 
     @property
     def compute(self) -> float:
         """Measured alone; if it was not, what the kernels took in this call."""
-        return self.kernels if self.alone is None else self.alone
+        return self.kernels if self.compute_alone is None else self.compute_alone
 
     @property
     def slowdown(self) -> float:
@@ -88,13 +89,13 @@ class Proof:
     @property
     def exposed(self) -> float:
         """What the call took beyond its compute, and beyond what the program did meanwhile."""
-        attended = 1 - self.kernels_away / self.kernels if self.kernels else 1.0
-        return max(0.0, self.wall - self.away - self.compute * attended)
+        attended = 1 - self.kernels_elsewhere / self.kernels if self.kernels else 1.0
+        return max(0.0, self.wall - self.elsewhere - self.compute * attended)
 
     @property
     def messages(self) -> float:
         """What the messages take: alone, if that was measured."""
-        return self.communication if self.bare is None else self.bare
+        return self.communication if self.messages_alone is None else self.messages_alone
 
     @property
     def hidden(self) -> float:
@@ -108,7 +109,7 @@ class Proof:
     @property
     def possible(self) -> float:
         """What can be hidden at all: the shorter of both."""
-        return min(self.compute + self.away, self.messages)
+        return min(self.compute + self.elsewhere, self.messages)
 
     @property
     def warning(self) -> str | None:
@@ -118,16 +119,21 @@ class Proof:
         behind a kernel cannot be told from one that rests until the kernel is over.
         """
         worth = max(WORTH_SECONDS, WORTH_SHARE * self.wall)
-        if self.schedule in NOT_OVERLAPPING or self.alone is None or self.bare is None or self.possible < worth:
+        if (
+            self.schedule in NOT_OVERLAPPING
+            or self.compute_alone is None
+            or self.messages_alone is None
+            or self.possible < worth
+        ):
             return None
         if self.exposed < worth or self.hidden >= self.possible / 2:
             return None
-        slower = self.wall > self.compute + self.away + self.messages + worth
+        slower = self.wall > self.compute + self.elsewhere + self.messages + worth
         verdict = "slower than one after the other" if slower else "no overlap"
         text = f"{self.title}: {verdict} on rank {self.rank}: {1e3 * self.wall:.1f} ms, where"
         text += f" compute alone takes {1e3 * self.compute:.1f} and the messages alone {1e3 * self.messages:.1f} ms"
-        if self.away:
-            text += f", and the program did something else for {1e3 * self.away:.1f} ms"
+        if self.elsewhere:
+            text += f", and the program did something else for {1e3 * self.elsewhere:.1f} ms"
         reasons = [str(wait) for wait in self.waits[:3]]
         if self.kernels - self.compute > worth:
             reasons.insert(0, f"the kernels took {self.slowdown:.2f} times as long as alone")
@@ -135,9 +141,9 @@ class Proof:
         return f"{text}. Progress: {self.progress}" if self.progress else text
 
     def __str__(self) -> str:
-        alone = "in this call" if self.alone is None else "alone"
-        bare = "" if self.bare is None else f" (alone {1e3 * self.bare:.3f})"
-        beyond = "compute - away, less what is both" if self.away else "compute"
+        alone = "in this call" if self.compute_alone is None else "alone"
+        bare = "" if self.messages_alone is None else f" (alone {1e3 * self.messages_alone:.3f})"
+        beyond = "compute - elsewhere, less what is both" if self.elsewhere else "compute"
         lines = [
             f"{self.title}, rank {self.rank}, in ms",
             f"  wall           {1e3 * self.wall:9.3f}",
@@ -147,8 +153,8 @@ class Proof:
             f"  exposed        {1e3 * self.exposed:9.3f}  = wall - {beyond}",
             f"  tail           {1e3 * self.tail:9.3f}  after the last kernel",
         ]
-        if self.away:
-            lines.append(f"  away           {1e3 * self.away:9.3f}  the program did something else")
+        if self.elsewhere:
+            lines.append(f"  elsewhere      {1e3 * self.elsewhere:9.3f}  the program did something else")
         if self.progress:
             lines.append(f"  progress: {self.progress}")
         lines += [f"  waited {wait}" for wait in self.waits[:8]]
@@ -171,15 +177,16 @@ def prove(
     trace: Trace,
     needs: Needs,
     *,
-    alone: float | None = None,
-    bare: float | None = None,
+    compute_alone: float | None = None,
+    messages_alone: float | None = None,
     progress: str = "",
-    away: Iterable[Interval] = (),
+    elsewhere: Iterable[Interval] = (),
 ) -> Proof:
     """The Proof of one rank's call from its trace, predicted or measured: `prove(trace, Needs(plan, rank))`.
 
-    `alone` is the compute time of that rank measured alone, `bare` the time of the messages alone; `progress` says
-    how messages progressed; `away`: when the program did something else than wait for this call, or for others.
+    `compute_alone` is the time of that rank's kernels without messages, `messages_alone` that of its messages without
+    kernels. `progress` says how messages progressed. `elsewhere` are the intervals in which the program did something
+    else than wait in fompi.
     """
     rank = needs.rank
     events = [e for e in trace.events if e.rank == rank]
@@ -187,7 +194,7 @@ def prove(
         raise PlanError(f"the trace has no event of rank {rank}", rank)
     begin, end = min(e.start for e in events), max(e.end for e in events)
     came = [e for e in events if e.lane == AGREEMENT]
-    gone = intersection(union(away), [(begin, end)])
+    gone = intersection(union(elsewhere), [(begin, end)])
     all_here = max([begin, *(e.end for e in came)])
     gaps: list[Gap] = [(e.start, e.end, ("agreement", e.name, None)) for e in came]
     gaps += _gaps([e for e in events if e.lane != AGREEMENT], all_here, end, needs)
@@ -203,11 +210,11 @@ def prove(
         tail=end - max((stop for _, stop in busy), default=begin),
         nbytes=sum(e.nbytes for e in events if e.is_message),
         waits=total(wait for wait in waits if wait.seconds > 0),
-        alone=alone,
-        bare=bare,
+        compute_alone=compute_alone,
+        messages_alone=messages_alone,
         progress=progress,
-        away=length(gone),
-        kernels_away=length(intersection(busy, gone)),
+        elsewhere=length(gone),
+        kernels_elsewhere=length(intersection(busy, gone)),
     )
 
 

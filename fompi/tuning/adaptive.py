@@ -101,7 +101,7 @@ def bind(
                 f"the explanation is for {plan.problem.size} ranks, {communicator!r} has {communicator.size}"
             )
         words = f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
-        backends = agree(communicator, words, refusal, gives=kernels_of)
+        backends = agree(communicator, words, refusal, value=kernels_of)
         candidate = binding.race(backends) if effort == "measure" else plan.winner.candidate
         return Adaptive(binding, candidate, adapt)
     wrong: Exception | None = None

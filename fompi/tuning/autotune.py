@@ -29,14 +29,14 @@ import numpy as np
 from fompi.base.layout import Sizes, Slices
 from fompi.base.version import __version__
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import GIVEN_BITS, TOLD_BITS, agree, digest
+from fompi.engine.handshake import HINT_BITS, VALUE_BITS, agree, digest
 from fompi.mpi import launcher
 from fompi.mpi.transport import library
 from fompi.ops import operations
-from fompi.ops.arguments import Arguments, Local
-from fompi.ops.operation import How, Operation
+from fompi.ops.arguments import Arguments, LocalCall
+from fompi.ops.operation import HOOKS, CallOptions, Operation
 from fompi.planner.candidates import UNFUSED, Candidate, candidates_without_machine
-from fompi.planner.choose import heard, tell
+from fompi.planner.choose import decode_rows, encode_rows
 from fompi.planner.explain import Explanation, explain
 from fompi.plans.plan import MOST_MESSAGES
 from fompi.plans.problems import Problem
@@ -47,7 +47,7 @@ ROUNDS, FEW = 5, 5
 """How often each is run, after once to warm up; how many beside those without overlap."""
 
 
-def choose(operation: Operation, arguments: Arguments, local: Local, comm: Communicator) -> tuple[str, Slices]:
+def choose(operation: Operation, arguments: Arguments, local: LocalCall, comm: Communicator) -> tuple[str, Slices]:
     """The schedule and slices that are the fastest for such a call, by running it. Collective where it is not known.
 
     Calls are alike if every rank has the same problem in them as before, and all together have about as many rows (to
@@ -56,10 +56,10 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
     """
     problem = local.problem
     sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)
-    mine = digest(str(problem)) % (1 << GIVEN_BITS - TOLD_BITS) << TOLD_BITS | tell(local.rows, comm.rank)
-    everyone = agree(comm, f'{problem.operation}(..., effort="measure")', gives=mine)
-    rows, even = heard([one % (1 << TOLD_BITS) for one in everyone])
-    problems = digest(str([one >> TOLD_BITS for one in everyone]))
+    mine = digest(str(problem)) % (1 << VALUE_BITS - HINT_BITS) << HINT_BITS | encode_rows(local.rows, comm.rank)
+    everyone = agree(comm, f'{problem.operation}(..., effort="measure")', value=mine)
+    rows, even = decode_rows([one % (1 << HINT_BITS) for one in everyone])
+    problems = digest(str([one >> HINT_BITS for one in everyone]))
     key = f"{problem.common} on {comm.size}, {problems:014x}, {rows.bit_length()} bits of rows"
     if problem.moves == "all_to_all":
         key += ", even" * even
@@ -69,7 +69,7 @@ def choose(operation: Operation, arguments: Arguments, local: Local, comm: Commu
 
     def timed(candidate: Candidate) -> float:
         begun = perf_counter()
-        operation.begin(arguments, comm, How(candidate.schedule, candidate.slices)).wait()
+        operation.begin(arguments, comm, CallOptions(candidate.schedule, candidate.slices)).wait()
         return perf_counter() - begun
 
     def can_be(candidate: Candidate) -> bool:
@@ -223,3 +223,6 @@ def _store(comm: Communicator, key: str, winner: Candidate) -> None:
             os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
+
+
+HOOKS.measure = choose

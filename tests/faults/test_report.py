@@ -72,7 +72,11 @@ with fompi.Communicator(name="inner") as inner:
     assert written["size"] == 2 and [rank["rank"] for rank in written["ranks"]] == [0, 1]
     for rank in written["ranks"]:
         (operation,) = rank["operations"]
-        assert operation["communicator"] == "inner" and operation["bare"] > 0 and operation["alone"] is not None
+        assert (
+            operation["communicator"] == "inner"
+            and operation["messages_alone"] > 0
+            and operation["compute_alone"] is not None
+        )
 
 
 def test_an_overlap_that_did_not_happen(reporting):

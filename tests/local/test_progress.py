@@ -12,8 +12,9 @@ import pytest
 from fompi.base.errors import LaunchError
 from fompi.engine import engine as engines
 from fompi.engine import progress
-from fompi.engine.engine import SPINS, YIELDS, Engine, Task
-from fompi.engine.progress import LOOKS, Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
+from fompi.engine.engine import SPINS, YIELDS, Engine
+from fompi.engine.progress import POLLS_PER_WAKE, Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
+from fompi.engine.tasks import Task
 
 
 class Kernels(Task):
@@ -317,7 +318,7 @@ def test_before_a_long_kernel_it_looks_as_often_as_the_library_needs(engine, arr
 
     def found(requests):
         polls.append(engine.polls)
-        return [i for i, request in enumerate(requests) if request.name in arrived and len(polls) >= LOOKS]
+        return [i for i, request in enumerate(requests) if request.name in arrived and len(polls) >= POLLS_PER_WAKE]
 
     engine._testsome = found
     message, task = Arrivals(engine, ["a"]), Kernels(engine, products=[lambda: seen.append(message.finished)])
@@ -463,12 +464,12 @@ class Departed:
     asking = False
 
     def __init__(self, arrived, request):
-        self.left, self.begun = {}, time.perf_counter()
+        self.departed, self.begun = {}, time.perf_counter()
         self.arrived, self.request, self.failed = arrived, request, None
 
-    def hear(self):
+    def receive(self):
         if time.perf_counter() - self.begun > 0.3:
-            self.left = {1: "rank 1 has ended"}
+            self.departed = {1: "rank 1 has ended"}
             self.arrived.add(self.request)
         return False
 

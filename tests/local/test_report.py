@@ -7,7 +7,8 @@ from time import perf_counter, sleep
 import pytest
 
 from fompi.base.errors import LaunchError
-from fompi.engine.engine import Engine, Recent
+from fompi.engine.engine import Engine
+from fompi.engine.tasks import Recent
 from fompi.runtime.report import Report, overlap_warnings, percentile, text
 from fompi.traces.trace import intersection, length
 
@@ -16,9 +17,9 @@ def noted(rank, **fields):
     known = {
         "title": "all_gather_matmul by direct", "problem": "all_gather_matmul(float32[:, 8], w[8, 4])",
         "communicator": "tp", "members": [0, 2], "stamp": 7, "rank": rank, "calls": 12, "p50": 0.2, "p99": 0.25,
-        "wall": 0.2, "kernels": 0.11, "alone": 0.1, "compute": 0.1, "slowdown": 1.1, "communication": 0.15,
-        "bare": 0.1, "hidden": 0.0, "exposed": 0.1 + 0.01 * rank, "tail": 0.001, "idle": 0.09, "nbytes": 4096,
-        "away": 0.0,
+        "wall": 0.2, "kernels": 0.11, "compute_alone": 0.1, "compute": 0.1, "slowdown": 1.1, "communication": 0.15,
+        "messages_alone": 0.1, "hidden": 0.0, "exposed": 0.1 + 0.01 * rank, "tail": 0.001, "idle": 0.09, "nbytes": 4096,
+        "elsewhere": 0.0,
         "warning": f"no overlap on rank {rank}", "waits": [[0.08, "80.000 ms for x[1] from rank 1"]],
     }  # fmt: skip
     return {**known, **fields}
@@ -30,7 +31,7 @@ REPORT = {
     "progress": "helper",
     "ranks": [
         {"rank": 0, "host": "a", "operations": [noted(0), noted(0, stamp=9, title="all_reduce by ring", waits=[])]},
-        {"rank": 2, "host": "b", "operations": [noted(1, alone=None, bare=None, warning=None)]},
+        {"rank": 2, "host": "b", "operations": [noted(1, compute_alone=None, messages_alone=None, warning=None)]},
     ],
 }
 
@@ -55,8 +56,8 @@ def test_the_text():
 
 
 def test_a_call_that_was_left_to_itself():
-    one = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, alone=None, away=0.15, waits=[])]}]}
-    assert text(one).splitlines()[-1].endswith("    1.000   compute in the call   150.000 ms away")
+    one = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, compute_alone=None, elsewhere=0.15, waits=[])]}]}
+    assert text(one).splitlines()[-1].endswith("    1.000   compute in the call   150.000 ms elsewhere")
 
 
 def test_one_warning_for_an_operation():
@@ -99,8 +100,8 @@ def test_when_the_program_does_something_else():
         engine.waits.add(*waited)
     engine.kernels.add(5.5, 6.0)
     engine.kernels.add(7.0, 8.0)
-    assert engine.away(1.0, 10.0, own={5.5}) == [(1.0, 2.0), (3.0, 5.0), (7.0, 8.0), (9.0, 10.0)]
-    assert engine.away(1.0, 4.0, own=()) == [(1.0, 2.0), (3.0, 4.0)]
+    assert engine.elsewhere(1.0, 10.0, own={5.5}) == [(1.0, 2.0), (3.0, 5.0), (7.0, 8.0), (9.0, 10.0)]
+    assert engine.elsewhere(1.0, 4.0, own=()) == [(1.0, 2.0), (3.0, 4.0)]
 
 
 def test_who_asks_again_and_again_does_nothing_else():
@@ -110,5 +111,5 @@ def test_who_asks_again_and_again_does_nothing_else():
     engine.ask()
     asked = perf_counter()
     sleep(0.02)
-    away = engine.away(begin + 0.001, asked + 0.02, own=())
+    away = engine.elsewhere(begin + 0.001, asked + 0.02, own=())
     assert length(intersection(away, [(begin + 0.001, asked)])) < 0.01 and length(away) > 0.01

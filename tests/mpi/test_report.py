@@ -103,11 +103,11 @@ def test_the_proof_of_a_call(world, step):
     with pytest.raises(fompi.StateError):
         _ = step.proof
     step()
-    assert step.proof.alone is None and step.proof.warning is None
+    assert step.proof.compute_alone is None and step.proof.warning is None
     compute, messages = step.compute_seconds(), step.messages_seconds()
     step()
     proof = step.proof
-    assert (proof.alone, proof.bare, proof.rank) == (compute, messages, world.rank)
+    assert (proof.compute_alone, proof.messages_alone, proof.rank) == (compute, messages, world.rank)
     assert proof.exposed == max(0.0, proof.wall - compute)
     assert proof.idle == pytest.approx(proof.wall - proof.kernels, abs=1e-9)
     assert proof.kernels >= kernels_of(step) * KERNEL_SECONDS
@@ -131,7 +131,7 @@ def test_what_the_program_does_between_start_and_wait_hides_messages(own_noting,
     comm, noting = own_noting
     if comm.engine.helper is None:
         pytest.skip("nobody moves messages meanwhile")
-    assert reduced.proof.away == 0.0
+    assert reduced.proof.elsewhere == 0.0
     pending = fompi.all_reduce.start(np.ones((1 << 15, 4), np.float32), comm=comm)
     reduced.start()
     sleep(0.3)
@@ -139,7 +139,7 @@ def test_what_the_program_does_between_start_and_wait_hides_messages(own_noting,
     reduced.wait()
     called = next(o for o in noting.operations.values() if o.extents == pending.extents).proof()
     for proof in (reduced.proof, called):
-        assert proof.exposed < 0.15 and proof.away <= proof.wall and proof.warning is None
+        assert proof.exposed < 0.15 and proof.elsewhere <= proof.wall and proof.warning is None
 
 
 def test_what_rests_meanwhile_is_exposed(own_noting, reduced, monkeypatch):
@@ -152,14 +152,14 @@ def test_what_rests_meanwhile_is_exposed(own_noting, reduced, monkeypatch):
     sleep(0.1)
     reduced.wait()
     proof = reduced.proof
-    assert proof.wall > proof.away > 0.09 and proof.exposed > 0
+    assert proof.wall > proof.elsewhere > 0.09 and proof.exposed > 0
     shares = []
     for _ in range(20):  # others may have the core between two looks
         reduced.start()
         while not reduced.done():
             pass
         reduced.wait()
-        shares.append(reduced.proof.away / reduced.proof.wall)
+        shares.append(reduced.proof.elsewhere / reduced.proof.wall)
     assert min(shares) < 0.5
 
 
@@ -185,7 +185,7 @@ def test_kernels_of_others_hide_messages_too(own_noting, reduced):
         begin, end = min(e.start for e in reduced.trace.events), max(e.end for e in reduced.trace.events)
         kernels = union((e.start, e.end) for e in multiplied.trace.events if e.is_compute)
         beside = length(intersection(kernels, [(begin, end)]))
-        assert beside >= 0.05 and reduced.proof.away >= 0.9 * beside
+        assert beside >= 0.05 and reduced.proof.elsewhere >= 0.9 * beside
 
 
 def test_a_late_rank_is_named(world, step):
@@ -287,16 +287,16 @@ def test_what_is_noted(world, step, noting):
     for _ in range(2):
         step()
     noting.settle(world)
-    assert [o.alone is None for o in noting.operations.values()] == [False, False, True]
-    assert step.compute_seconds() == max(o.alone for o in noting.operations.values())
+    assert [o.compute_alone is None for o in noting.operations.values()] == [False, False, True]
+    assert step.compute_seconds() == max(o.compute_alone for o in noting.operations.values())
     records = sorted((o.record() for o in noting.operations.values()), key=lambda r: r["stamp"])
     assert [r["calls"] for r in records] == [3, 1, 2]
     assert [r["title"] for r in records] == ["all_gather_matmul by ring"] * 2 + ["all_gather_matmul by direct"]
     for r in records:
-        assert r["bare"] is not None and r["members"] == list(range(world.size)) and r["rank"] == world.rank
+        assert r["messages_alone"] is not None and r["members"] == list(range(world.size)) and r["rank"] == world.rank
         assert 0 < r["p50"] <= r["p99"] and r["kernels"] > 0
         assert r["exposed"] == max(0.0, r["wall"] - r["compute"])
-    assert all(r["alone"] is not None for r in records)
+    assert all(r["compute_alone"] is not None for r in records)
     json.dumps(records)
 
 
@@ -321,4 +321,4 @@ def test_so_many_sizes(world, noting, monkeypatch):
     noting.settle(world)
     operations = list(noting.operations.values())
     assert [o.calls for o in operations] == [1, 1, 3]
-    assert [o.bare is None for o in operations] == [False, False, True]
+    assert [o.messages_alone is None for o in operations] == [False, False, True]

@@ -67,8 +67,8 @@ def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_af
 
 @given(st.lists(st.lists(st.integers(0, 1 << 33), min_size=4, max_size=4), min_size=4, max_size=4))
 def test_ranks_tell_each_other_how_much_they_have_and_whether_it_is_even(rows):
-    told = [choose.tell(mine, rank) for rank, mine in enumerate(rows)]
-    total, even = choose.heard(told)
+    told = [choose.encode_rows(mine, rank) for rank, mine in enumerate(rows)]
+    total, even = choose.decode_rows(told)
     assert max(told) < 1 << 7 and (total <= sum(map(sum, rows)) < 2 * total or not total)
     others = [[n for dest, n in enumerate(mine) if dest != rank] for rank, mine in enumerate(rows)]
     assert even == all(2 * max(mine) <= 3 * min(mine) for mine in others)

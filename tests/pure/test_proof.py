@@ -77,7 +77,7 @@ def test_overlap_hides_what_it_can(ratio, exposed):
     plan = gathered("direct", 8)
     trace = fompi.simulate(plan, machine(ratio))
     for rank in range(4):
-        proof = prove(trace, Needs(plan, rank), alone=0.1, bare=0.1 * ratio)
+        proof = prove(trace, Needs(plan, rank), compute_alone=0.1, messages_alone=0.1 * ratio)
         assert proof.exposed == pytest.approx(exposed, abs=0.02) and proof.slowdown == pytest.approx(1.0)
         assert proof.hidden == pytest.approx(0.1 * ratio - proof.exposed) and proof.warning is None
 
@@ -103,8 +103,8 @@ def test_a_planted_serialisation_is_found():
     times = machine(1.0)
     good, bad = fompi.simulate(plan, times), simulate_any(late, plan, times)
     for rank in range(4):
-        assert prove(good, Needs(plan, rank), alone=0.1, bare=0.1).warning is None
-        proof = prove(bad, Needs(late, rank), alone=0.1, bare=0.1, progress="polls between kernels")
+        assert prove(good, Needs(plan, rank), compute_alone=0.1, messages_alone=0.1).warning is None
+        proof = prove(bad, Needs(late, rank), compute_alone=0.1, messages_alone=0.1, progress="polls between kernels")
         assert proof.exposed == pytest.approx(0.1) and proof.hidden == pytest.approx(0.0, abs=1e-9)
         assert "no overlap on rank" in proof.warning and "from rank" in proof.warning
         assert proof.warning.endswith("Progress: polls between kernels")
@@ -135,7 +135,7 @@ def simulate_any(plan: Plan, like: Plan, times: Machine) -> Trace:
 def test_unfused_is_not_asked_to_overlap():
     for schedule in ("unfused", "unfused_p2p"):
         plan = gathered(schedule)
-        proof = prove(fompi.simulate(plan, machine(1.0)), Needs(plan, 0), alone=0.1, bare=0.1)
+        proof = prove(fompi.simulate(plan, machine(1.0)), Needs(plan, 0), compute_alone=0.1, messages_alone=0.1)
         assert proof.hidden < 0.05 and proof.exposed > 0.05 and proof.warning is None
 
 
@@ -143,7 +143,7 @@ def proof_of(**fields):
     """A call of 200 ms: 100 of compute and 100 of messages, one after the other."""
     known = {
         "title": "all_gather_matmul by direct", "rank": 1, "schedule": "direct", "wall": 0.2, "kernels": 0.1,
-        "communication": 0.15, "tail": 0.01, "nbytes": 4096, "alone": 0.1, "bare": 0.1,
+        "communication": 0.15, "tail": 0.01, "nbytes": 4096, "compute_alone": 0.1, "messages_alone": 0.1,
         "waits": (Wait(0.08, "recv", "x_full[4]", 2), Wait(0.02, "send", "y[2]", 3)),
     }  # fmt: skip
     return Proof(**{**known, **fields})
@@ -154,14 +154,14 @@ def proof_of(**fields):
     [
         ({}, True),
         ({"wall": 0.12}, False),  # most of it is hidden
-        ({"alone": None}, False),  # nobody knows
-        ({"bare": None}, False),
+        ({"compute_alone": None}, False),  # nobody knows
+        ({"messages_alone": None}, False),
         ({"schedule": "unfused"}, False),
-        ({"bare": 0.004}, False),  # nothing worth hiding
-        ({"alone": 0.004, "wall": 0.104}, False),
-        ({"bare": 1.0, "wall": 1.0}, False),  # bound by messages: all compute is hidden
-        ({"bare": 0.5, "wall": 0.59}, True),  # as if there were no overlap
-        ({"wall": 2e-4, "alone": 1e-4, "bare": 1e-4}, False),  # too short to say
+        ({"messages_alone": 0.004}, False),  # nothing worth hiding
+        ({"compute_alone": 0.004, "wall": 0.104}, False),
+        ({"messages_alone": 1.0, "wall": 1.0}, False),  # bound by messages: all compute is hidden
+        ({"messages_alone": 0.5, "wall": 0.59}, True),  # as if there were no overlap
+        ({"wall": 2e-4, "compute_alone": 1e-4, "messages_alone": 1e-4}, False),  # too short to say
         ({"wall": 0.3, "kernels": 0.2}, True),
     ],
 )
@@ -195,7 +195,7 @@ def test_what_it_prints():
         "the messages alone 100.0 ms. 80.000 ms for x_full[4] from rank 2; 20.000 ms for y[2] to leave to rank 3. "
         "Progress: polls between kernels"
     )
-    many = proof_of(waits=tuple(Wait(0.01, "recv", f"x[{i}]", 2) for i in range(10)), alone=None)
+    many = proof_of(waits=tuple(Wait(0.01, "recv", f"x[{i}]", 2) for i in range(10)), compute_alone=None)
     assert str(many).splitlines()[2] == "  compute          100.000  in this call; the kernels took 1.00 times that"
     assert str(many).splitlines()[-1] == "  waited 20.000 ms for 2 more"
 
@@ -264,9 +264,9 @@ def test_a_chain_of_a_thousand_waits():
     assert sum(wait.seconds for wait in proof.waits) == pytest.approx(proof.idle)
 
 
-def started(*events, away):
+def started(*events, elsewhere):
     needs = hand_made(Recv(2, Y[0]), Compute("copy", (Y[0],), (A[0],)))
-    return prove(Trace("measured", "by hand", events), needs, alone=1.0, bare=4.0, away=away)
+    return prove(Trace("measured", "by hand", events), needs, compute_alone=1.0, messages_alone=4.0, elsewhere=elsewhere)
 
 
 RECEIVED = (Event(0, "recv from 2", 0, "", 0.0, 4.0), Event(0, "compute", 1, "", 4.0, 5.0))
@@ -274,21 +274,21 @@ RECEIVED = (Event(0, "recv from 2", 0, "", 0.0, 4.0), Event(0, "compute", 1, "",
 
 def test_what_the_program_does_meanwhile_hides_messages():
     """It was away for three of the four seconds in which the message came, and then waited for one."""
-    proof = started(*RECEIVED, away=[(-1.0, 3.0)])
-    assert (proof.wall, proof.away, proof.kernels_away) == (5.0, 3.0, 0.0)
+    proof = started(*RECEIVED, elsewhere=[(-1.0, 3.0)])
+    assert (proof.wall, proof.elsewhere, proof.kernels_elsewhere) == (5.0, 3.0, 0.0)
     assert proof.exposed == pytest.approx(1.0) and proof.hidden == pytest.approx(3.0) and proof.warning is None
     assert proof.waits == (Wait(1.0, "recv", "y[0]", 2),) and "did something else" in str(proof)
 
 
 def test_a_call_that_nobody_waits_for_is_not_exposed():
-    proof = started(*RECEIVED, away=[(0.0, 9.0)])
-    assert (proof.away, proof.kernels_away, proof.exposed, proof.hidden) == (5.0, 1.0, 0.0, 4.0)
+    proof = started(*RECEIVED, elsewhere=[(0.0, 9.0)])
+    assert (proof.elsewhere, proof.kernels_elsewhere, proof.exposed, proof.hidden) == (5.0, 1.0, 0.0, 4.0)
     assert proof.waits == () and proof.warning is None
 
 
 def test_a_message_that_rested_meanwhile():
     """The program was away for four seconds, and waited for as long as the message takes alone."""
     late = Event(0, "recv from 2", 0, "", 0.0, 8.0), Event(0, "compute", 1, "", 8.0, 9.0)
-    proof = started(*late, away=[(0.0, 4.0)])
+    proof = started(*late, elsewhere=[(0.0, 4.0)])
     assert proof.exposed == pytest.approx(4.0) and proof.hidden == 0.0
     assert "no overlap on rank 0" in proof.warning and "something else for 4000.0 ms" in proof.warning
