@@ -1,6 +1,8 @@
 # `make run`   sets up .venv and trains the example on 8 ranks.
 # `make lab`   sets up .venv and trains a wide one on four hosts with slow links: a picture with overlap and without.
 # `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
+# `make docs`  builds the documentation as HTML in build/site.
+# `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
 # An environment is made once: a stamp file remembers it until pyproject.toml changes. PYTHON chooses
 # the interpreter, ARGS goes to the program: `make run ARGS="--framework torch"`, `make test ARGS="--leg pure"`.
@@ -9,7 +11,7 @@ PYTHON ?= python3
 ARGS ?=
 LAB ?= --hosts 4 --rate 500mbit
 
-.PHONY: run lab test environments test-mpich test-openmpi lint format clean
+.PHONY: run lab test soak docs environments test-mpich test-openmpi lint format clean
 
 run: .venv/.ready-run
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -24,6 +26,13 @@ lab: .venv/.ready-run
 test:
 	@$(MAKE) --no-print-directory -j 2 environments
 	.venv/bin/python tools/test.py $(ARGS)
+
+soak: environments
+	.venv/bin/python tools/test.py --soak $(ARGS)
+
+docs: .venv/.ready-test
+	.venv/bin/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "The documentation is in build/site/index.html"
 
 environments: .venv/.ready-test .venv-openmpi/.ready-test
 

@@ -1,10 +1,36 @@
-"""fompi: a runtime on MPI that hides communication behind computation, for any array framework.
+"""fompi hides communication behind computation: a runtime on MPI for NumPy, PyTorch and JAX.
 
-    y = fompi.all_gather_matmul(x, w, comm=tp)        # do it
-    plan = fompi.plan(fompi.all_gather_matmul, ...)   # see what would be done: no MPI, no arrays
-    step = fompi.bind(plan, comm=tp, x=x, w=w)        # bind it to addresses, call it often
+It splits a collective into messages, and runs them between the pieces of the computation that needs or makes the data.
 
-MPI starts with the first Communicator or operation, not with the import.
+    # mpirun -n 4 python step.py
+    import numpy as np
+    import fompi
+
+    comm = fompi.Communicator()                               # all ranks; starts MPI
+    x = np.ones((128, 64), np.float32)                        # the rows of this rank
+    w = np.ones((64, 96), np.float32)                         # the columns of this rank
+    y = fompi.all_gather_matmul(x, w, comm=comm)              # all_gather(x) @ w, with overlap
+
+There are three ways to use an operation:
+
+    y = fompi.all_gather_matmul(x, w, comm=comm)              # 1. call it
+    pending = fompi.all_gather_matmul.start(x, w, comm=comm)  #    or start it, and wait later
+    y = pending.wait()
+
+    S, Shard = fompi.Spec, fompi.Shard                        # 2. plan it: no MPI, no data
+    rows, columns = S((512, 64), "float32", Shard(0)), S((64, 384), "float32", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, rows, columns, ranks=4)
+    print(plan)                                               #    who sends what, and when
+    print(fompi.simulate(plan, fompi.Machine.load("gigabit")))
+
+    step = fompi.bind(plan, comm=comm, x=x, w=w)              # 3. bind it to memory, and call it often
+    y = step()
+
+- Operations: `help(fompi.all_gather_matmul)` gives shapes, layouts, dtypes and errors. `fompi.__all__` lists all names.
+- PyTorch: tensors that require grad get gradients. JAX: use `fompi.jax.<operation>` in `jax.grad`.
+- Command line: `python -m fompi` shows the installation, and what to try next.
+
+`import fompi` does not start MPI. The first Communicator, or the first operation, starts it.
 """
 
 from __future__ import annotations
@@ -55,76 +81,77 @@ from fompi.ops.operations import (
 from fompi.planner.explain import Explanation
 from fompi.plans.plan import Plan
 from fompi.plans.verify import verify
-from fompi.runtime.alignment import gather_traces, read_clocks
+from fompi.runtime.alignment import gather_traces
 from fompi.runtime.executor import Executor
 from fompi.schedules.registry import schedule
-from fompi.traces.proof import Needs, Proof, prove
-from fompi.traces.timeline import timeline, timelines
+from fompi.traces.proof import Proof
+from fompi.traces.timeline import timeline
 from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 from fompi.tuning.calibrate import calibrate
 
 __all__ = [
-    "Adaptive",
-    "Communicator",
-    "DriftWarning",
-    "DtypeError",
-    "Executor",
-    "Explanation",
-    "FompiError",
-    "LaunchError",
-    "LayoutError",
-    "Machine",
-    "Mesh",
-    "MismatchError",
-    "Needs",
-    "OverlapWarning",
-    "Partial",
-    "PeerError",
-    "Pending",
-    "Plan",
-    "PlanError",
-    "Proof",
-    "Replicate",
-    "ShapeError",
-    "Shard",
-    "Spec",
-    "StateError",
-    "TensorError",
-    "Trace",
-    "WaitTimeout",
+    # operations
     "all_gather",
-    "all_gather_matmul",
-    "all_gather_matmul_many",
-    "all_gather_matmul_weight_gradient",
-    "all_gather_weight_gradient",
+    "reduce_scatter",
     "all_reduce",
     "all_to_all",
-    "all_to_all_matmul",
-    "all_to_all_matmul_weight_gradient",
-    "all_to_all_weight_gradient",
-    "bind",
-    "calibrate",
     "broadcast",
-    "gather_traces",
+    "all_gather_matmul",
+    "all_gather_matmul_many",
+    "matmul_reduce_scatter",
     "matmul_all_reduce",
     "matmul_all_to_all",
-    "matmul_reduce_scatter",
-    "explain",
+    "all_to_all_matmul",
+    "all_gather_weight_gradient",
+    "all_gather_matmul_weight_gradient",
+    "all_to_all_weight_gradient",
+    "all_to_all_matmul_weight_gradient",
+    # planning: without MPI and data
     "plan",
-    "prove",
-    "read_clocks",
-    "reduce_scatter",
-    "schedule",
-    "simulate",
-    "timeline",
-    "timelines",
+    "explain",
     "verify",
+    "simulate",
+    "schedule",
+    # running: communicators, bound operations, measurements
+    "Communicator",
+    "Mesh",
+    "Pending",
+    "bind",
+    "Executor",
+    "Adaptive",
+    "calibrate",
+    "gather_traces",
+    "timeline",
+    # values
+    "Spec",
+    "Shard",
+    "Replicate",
+    "Partial",
+    "Plan",
+    "Machine",
+    "Explanation",
+    "Trace",
+    "Proof",
+    # errors and warnings
+    "FompiError",
+    "ShapeError",
+    "LayoutError",
+    "DtypeError",
+    "TensorError",
+    "PlanError",
+    "MismatchError",
+    "PeerError",
+    "WaitTimeout",
+    "StateError",
+    "LaunchError",
+    "OverlapWarning",
+    "DriftWarning",
 ]
 
 
 def _differentiable(*call: Any) -> Any:
-    """PyTorch is loaded by then: a tensor of its own requires grad."""
+    """The call as a node of autograd. This import is late, because torch is optional and slow to import."""
     return import_module("fompi.torch.autograd").differentiable(*call)
 
 
@@ -132,7 +159,7 @@ HOOKS.differentiable = _differentiable
 
 
 def __getattr__(name: str) -> Any:
-    """The adapters are loaded when they are first asked for."""
+    """Import `fompi.torch` and `fompi.jax` at first use, because both packages are optional."""
     if name in ("torch", "jax"):
         return import_module(f"fompi.{name}")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""python -m fompi: the command line."""
+"""`python -m fompi`: the command line, the same as `fompi`."""
 
 from fompi.cli.main import main
 

@@ -1,4 +1,4 @@
-"""From a problem of the catalogue to the public operation: what a user on one rank would type, and what comes back."""
+"""Calls of the public operations for the problems of the catalogue: arguments, results and expected results."""
 
 from __future__ import annotations
 
@@ -12,49 +12,51 @@ from fompi.plans.problems import reference
 from fompi.schedules import registry
 
 NAMES = [name for name in catalogue.problems(1) if "weight_gradient flipped" not in name]
-"""Those of the catalogue that a public operation asks for."""
+"""The problems of the catalogue that belong to a public operation."""
 
 
-def spread(problem, how, seed=0):
-    """Rows of every rank, or pair of ranks. An all-reduce owns its rows as evenly as can be, whoever asks."""
-    sizes = catalogue.sizes(problem, how, seed)
+def row_sizes(problem, distribution, seed=0):
+    """The rows of every rank, or pair of ranks. An all-reduce or broadcast always has an even distribution."""
+    sizes = catalogue.sizes(problem, distribution, seed)
     if problem.moves in ("all_reduce", "broadcast"):
         return Sizes(rows=split(sum(sizes.rows), problem.size))
     return sizes
 
 
 def tensors(problem, given):
-    """The inputs of one rank as a user has them: bfloat16 as ml_dtypes' own, a packed x with gaps."""
-    found = {name: as_user(array, problem.dtype) for name, array in given.items()}
+    """The inputs of one rank as a user has them: bfloat16 is the dtype of ml_dtypes, and a packed x has gaps."""
+    arrays = {name: as_user(array, problem.dtype) for name, array in given.items()}
     if problem.packed:
-        found["x"] = with_gaps(found["x"])
-    return found
+        arrays["x"] = with_gaps(arrays["x"])
+    return arrays
 
 
 def as_user(array, dtype):
+    """An array in storage dtype as an array of ml_dtypes, if it is bfloat16."""
     return array.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else array
 
 
 def as_stored(array):
+    """The inverse of `as_user`."""
     return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
 
 
 def with_gaps(array):
-    """The same numbers, no two of them side by side."""
+    """The same numbers, with a gap after each of them in memory."""
     holder = np.full((*array.shape, 2), 99).astype(array.dtype)
     holder[..., 0] = array
     return holder[..., 0]
 
 
 def arguments(problem, given, sizes, rank):
-    """Positional and keyword arguments of the operation."""
-    mine, name = tensors(problem, given), problem.name
-    weights = [mine[name("w", i)] for i in range(len(problem.weights))]
-    biases = [mine[name("bias", i)] if w.bias else None for i, w in enumerate(problem.weights)]
-    operands = [mine[name("h", i)] for i in range(len(problem.gradients))]
+    """The positional and the keyword arguments of the operation on one rank."""
+    arrays, name = tensors(problem, given), problem.name
+    weights = [arrays[name("w", i)] for i in range(len(problem.weights))]
+    biases = [arrays[name("bias", i)] if w.bias else None for i, w in enumerate(problem.weights)]
+    operands = [arrays[name("h", i)] for i in range(len(problem.gradients))]
     options = {}
     if problem.operation == "all_gather_matmul_many":
-        return [mine["x"], weights], {"biases": biases}
+        return [arrays["x"], weights], {"biases": biases}
     if any(b is not None for b in biases):
         options["bias"] = biases[0]
     if problem.moves == "all_to_all":
@@ -63,17 +65,18 @@ def arguments(problem, given, sizes, rank):
         options["counts"] = sizes.rows
     elif problem.moves == "broadcast":
         options["root"] = problem.root
-    return [mine["x"], *weights, *operands], options
+    return [arrays["x"], *weights, *operands], options
 
 
 def call(problem, given, sizes, comm, **options):
-    """Call the operation on this rank: its results by the names of the outputs, in storage dtype."""
+    """Call the operation on this rank. Returns the results by output name, in storage dtype."""
     positional, named = arguments(problem, given, sizes, comm.rank)
     result = getattr(fompi, problem.operation)(*positional, comm=comm, **named, **options)
     return by_name(problem, result)
 
 
 def by_name(problem, result):
+    """The results of a call by output name, in storage dtype."""
     if problem.operation == "all_gather_matmul_many":
         full, products = result
         result = (full, *products)
@@ -84,32 +87,32 @@ def by_name(problem, result):
     return {name: as_stored(array) for name, array in zip(names, results, strict=True)}
 
 
-def meant(problem, inputs, sizes, rank):
-    """The same results by the unfused meaning."""
+def expected(problem, inputs, sizes, rank):
+    """The results that `call` must return, computed unfused."""
     return reference(problem, inputs, sizes, np)[rank]
 
 
-def check_bound(world, name, seen=dict, **options):
-    """A problem of the catalogue by every schedule, bound, and called three times with other numbers in the same place.
+def check_bound(world, name, select=dict, **options):
+    """Bind a problem of the catalogue by every schedule. Call it three times with new numbers in the same arrays.
 
-    `seen(arrays)` is the part of operands and results that counts; `options` are those of `fompi.bind`.
+    `select(arrays)` is the part of operands and results that is compared. `options` are options of `fompi.bind`.
     """
-    listed = catalogue.problems(world.size)[name]
-    for number, schedule in enumerate(registry.available(listed)):
-        sizes = spread(listed, "uneven", seed=number)
-        plan = registry.write(listed, schedule, (1, (1, 2))[number % 2], sizes)
-        mine = catalogue.inputs(listed, sizes)[world.rank]
-        if listed.packed:
-            mine["x"] = with_gaps(mine["x"])
-        with fompi.bind(plan, comm=world, **options, **mine) as step:
+    problem = catalogue.problems(world.size)[name]
+    for number, schedule in enumerate(registry.available(problem)):
+        sizes = row_sizes(problem, "uneven", seed=number)
+        plan = registry.write(problem, schedule, (1, (1, 2))[number % 2], sizes)
+        bound = catalogue.inputs(problem, sizes)[world.rank]
+        if problem.packed:
+            bound["x"] = with_gaps(bound["x"])
+        with fompi.bind(plan, comm=world, **options, **bound) as step:
             for call in range(3):
-                inputs = catalogue.inputs(listed, sizes, call, catalogue.whole)
+                inputs = catalogue.inputs(problem, sizes, call, catalogue.integers)
                 for key, array in inputs[world.rank].items():
-                    mine[key][...] = array
+                    bound[key][...] = array
                 results = step()
                 names = [b.name for b in step.compiled.outputs]
                 got = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
-                wanted = meant(listed, [seen(given) for given in inputs], sizes, world.rank)
+                wanted = expected(problem, [select(given) for given in inputs], sizes, world.rank)
                 assert got.keys() == wanted.keys()
-                for key, array in seen(got).items():
+                for key, array in select(got).items():
                     np.testing.assert_array_equal(array, wanted[key], err_msg=f"{schedule} {key} call {call}")

@@ -1,7 +1,7 @@
-"""What the tests run: a problem for every operation and variant, rows for it, and data for it.
+"""The problems that the tests run: one for every operation and variant, with rows and data. Nothing here needs MPI.
 
-`problems(size)` is the catalogue, `sizes(problem, how)` spreads rows over the ranks, `inputs(problem, sizes, call)`
-fills the inputs with numbers that no other rank, block or call has. Nothing here needs MPI.
+`problems(size)` is the catalogue. `sizes(problem, distribution)` distributes rows over the ranks. `inputs(problem,
+sizes, call)` fills the inputs; every rank, block and call has different numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from fompi.plans.problems import MEANING, Form, from_specs, layouts, problem
 
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 ROWS = ("even", "uneven", "few", "lonely", "none")
-"""even: alike everywhere; few: less rows than ranks; lonely: only the last rank has some; none: no rows at all."""
+"""The ways to distribute rows over ranks.
+
+even: the same number everywhere. few: fewer rows than ranks. lonely: only the last rank has rows. none: no rows.
+"""
 
 
 def problems(size, dtype="float64"):
-    """name -> Problem, for `size` ranks: each operation, then its variants."""
+    """The problems for `size` ranks by name: every operation and its variants."""
 
     def form(*shape):
         return Form(shape, dtype)
@@ -74,25 +77,25 @@ MOVES = ("all_gather", "all_to_all", "broadcast", *SUMS)
 
 
 def moves(size, dtype):
-    """The operations that only move or add, which take any dtype (but there is no sum of bool)."""
+    """The operations that only move or add. They take any dtype, except that bool cannot be added."""
     names = [name for name in MOVES if dtype != "bool" or name not in SUMS]
     return {name: problem(name, size, Form((0, 3), dtype)) for name in names}
 
 
-def sizes(problem, how, seed=0):
-    """Rows of every rank, or of every pair of ranks, spread in one of the ways of `ROWS`."""
-    random, size = Random(f"{problem.operation} {problem.size} {how} {seed}"), problem.size
+def sizes(problem, distribution, seed=0):
+    """The rows of every rank, or of every pair of ranks, for one of the distributions in `ROWS`."""
+    random, size = Random(f"{problem.operation} {problem.size} {distribution} {seed}"), problem.size
 
     def counts(count):
-        if how == "even":
+        if distribution == "even":
             return (3,) * count
-        if how == "uneven":
+        if distribution == "uneven":
             drawn = [random.randrange(0, 7) for _ in range(count)]
             drawn[random.randrange(count)] = 0 if count > 2 else 5
             return tuple(drawn)
-        if how == "few":
+        if distribution == "few":
             return tuple(int(i % 3 == 1) for i in range(count))
-        return tuple(4 if how == "lonely" and i == count - 1 else 0 for i in range(count))
+        return tuple(4 if distribution == "lonely" and i == count - 1 else 0 for i in range(count))
 
     if problem.moves == "all_to_all":
         return Sizes(pairs=tuple(counts(size) for _ in range(size)))
@@ -100,21 +103,21 @@ def sizes(problem, how, seed=0):
 
 
 def inputs(problem, sizes, call=0, fill=None):
-    """The inputs of every rank, by name, in storage dtype. `fill(random, shape, dtype)` draws the numbers."""
-    fill, given = fill or drawn, []
+    """The inputs of every rank, by name, in storage dtype. `fill(random, shape, dtype)` makes the numbers."""
+    fill, given = fill or distinct, []
     for rank in range(problem.size):
         extents = sizes.extents(rank, (1,))
         buffers = [b for b in problem.workspace(rank, 1).program(()).buffers if b.role == "input"]
-        shared = {"bias"} if problem.moves == "all_reduce" else set()  # the same on all ranks
+        shared = {"bias"} if problem.moves == "all_reduce" else set()  # equal on all ranks
         seeds = {b.name: [call, 0 if b.name in shared else rank, zlib.crc32(b.name.encode())] for b in buffers}
         given.append({b.name: fill(np.random.default_rng(seeds[b.name]), b.shape(extents), b.dtype) for b in buffers})
     return given
 
 
-def drawn(random, shape, dtype):
-    """Numbers of this dtype that are not met twice (as far as the dtype has so many)."""
+def distinct(random, shape, dtype):
+    """Random numbers, all different if the dtype has enough of them."""
     if dtype in ("float16", "bfloat16"):
-        return whole(random, shape, dtype)
+        return integers(random, shape, dtype)
     kind = np.dtype(dtype)
     if kind.kind == "b":
         return random.integers(0, 2, shape).astype(bool)
@@ -125,22 +128,22 @@ def drawn(random, shape, dtype):
     return random.standard_normal(shape).astype(kind)
 
 
-def whole(random, shape, dtype="float64"):
-    """Whole numbers: their sums and products are exact in the accumulator, so no order of sums can hide anything."""
+def integers(random, shape, dtype="float64"):
+    """Random integers. Their sums and products are exact in the accumulator, so the order of a sum does not matter."""
     if dtype == "float64":
         return random.integers(1, 1 << 20, shape).astype(float)
     return rounded(random.integers(-120, 121, shape).astype(float), dtype)
 
 
 def wide(array, dtype):
-    """What is stored, exactly, in float64 (or as it is, where it is no float)."""
+    """An array in storage dtype as float64, exactly. An array of another kind than float is returned unchanged."""
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return array.astype(np.float64) if dtype in ("float16", "float32") else array
 
 
 def rounded(array, dtype):
-    """float64 in the storage of `dtype`, rounded once, to the nearest even."""
+    """A float64 array in the storage of `dtype`, rounded once, to the nearest even."""
     if dtype != "bfloat16":
         return array.astype(dtype)
     mantissa, exponent = np.frexp(array)
@@ -149,12 +152,12 @@ def rounded(array, dtype):
 
 
 def widened(given, dtype):
-    """`inputs` of a float dtype, in float64: what a reference starts from."""
+    """The inputs of all ranks as float64, for the reference."""
     return [{name: wide(array, dtype) for name, array in arrays.items()} for arrays in given]
 
 
-def everyone(problem, work):
-    """A schedule of a user, for all_gather: each shard straight to everyone."""
+def send_to_all(problem, work):
+    """A user's schedule for all_gather: each rank sends its shard to all other ranks."""
     x, y = work["x"], work["y"]
     for peer in range(work.size):
         shard = y[peer * work.parts : (peer + 1) * work.parts]
@@ -166,13 +169,13 @@ def everyone(problem, work):
 
 
 def specs_of(operation, rows=12, k=6, n=9, dtype="float32"):
-    """Global tensors that the operation takes: x (rows, k), w (k, n), h (rows, n)."""
+    """The global tensors of an operation: x (rows, k), w (k, n), h (rows, n)."""
     meaning = MEANING[operation]
     shapes = [(rows, k), *[(k, n)] * (meaning.weight is not None), *[(rows, n)] * (meaning.operand is not None)]
     return [Spec(s, dtype, lay) for s, lay in zip(shapes, layouts(operation, len(shapes)), strict=True)]
 
 
 def problem_of(operation, ranks):
-    """Of rank 0, on the tensors of `specs_of`."""
+    """The problem of rank 0 for the tensors of `specs_of`."""
     at, _ = from_specs(operation, specs_of(operation), ranks)
     return at(0)

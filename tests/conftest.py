@@ -1,4 +1,4 @@
-"""For every room: a deadline that holds inside C code, and a way to launch a job of ranks."""
+"""For all tests: a deadline that also works inside C code, and a way to launch a job of ranks."""
 
 import faulthandler
 import os
@@ -13,22 +13,22 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STDERR = pytest.StashKey[int]()
 
-# The same examples on every rank and in every run: what fails here fails again.
+# Every rank and every run gets the same examples, so a failure can be repeated.
 hypothesis.settings.register_profile("fompi", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fompi")
 
 
 def pytest_configure(config):
-    # Tracebacks go past pytest's capture, which is lost when a process is ended.
+    # Write tracebacks to the real stderr: output that pytest has captured is lost when the process is killed.
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         config.stash[STDERR] = os.dup(2)
-    # Whoever ends a job that hangs sends SIGTERM first: say where we are, even inside a blocked MPI call.
+    # A job that hangs gets SIGTERM before it is killed. Print a traceback then, even inside a blocked MPI call.
     faulthandler.register(signal.SIGTERM, file=config.stash[STDERR], chain=True)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """The second line behind pytest-timeout, whose thread needs the GIL that a blocked call may hold."""
+    """A deadline for the case that pytest-timeout fails: its thread needs the GIL, which a blocked call may hold."""
     marker = item.get_closest_marker("timeout")
     seconds = (marker.args or [marker.kwargs["timeout"]])[0] if marker else item.config.getini("timeout")
     faulthandler.dump_traceback_later(float(seconds) + 3, exit=True, file=item.config.stash[STDERR])
@@ -41,7 +41,7 @@ def pytest_runtest_protocol(item):
 @pytest.fixture(scope="session")
 def mpirun():
     """mpirun(ranks, "script.py", "argument", seconds=20, env={}) -> job.Finished, under this Python's MPI."""
-    launcher = Path(sys.executable).parent / "mpirun"  # each test environment brings its own
+    launcher = Path(sys.executable).parent / "mpirun"  # each test environment has its own launcher
 
     def launch(ranks, *arguments, seconds=30, env=None, cwd=ROOT):
         command = [str(launcher), "-n", str(ranks), sys.executable, *map(str, arguments)]
@@ -52,12 +52,12 @@ def mpirun():
 
 @pytest.fixture
 def forgotten():
-    """The schedules that a test registers are forgotten after it."""
-    from fompi.schedules import registry  # not before a test asks for it: some tests look at what is loaded
+    """Remove the schedules that a test has registered."""
+    from fompi.schedules import registry  # imported late: some tests check which modules are loaded
 
     yield
     for name in registry.REGISTERED:
         del registry.SCHEDULES[name]
     registry.REGISTERED.clear()
-    for forget in registry.FORGET:
+    for forget in registry.ON_REGISTER:
         forget()

@@ -1,7 +1,8 @@
-"""What each differentiable operation means, as code on the tensors of all ranks, in one process, by torch's autograd.
+"""A reference for each differentiable operation: torch code on the tensors of all ranks in one process.
 
-`CASES` are calls with uneven rows, none on some ranks; `tensors(case, ranks)` is what each rank gives, `means` what
-each rank gets, `gradients` the derivative of the sum of all ranks' losses. A test compares its rank with that.
+`CASES` are calls with uneven rows; some ranks have no rows. `tensors(case, ranks)` are the inputs of each rank,
+`expected` the results of each rank, and `gradients` the gradients of the sum of the losses of all ranks. A test
+compares the values of its own rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ K, N = 4, 3  # columns of x, columns of a weight
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `operation`; `weights` has the columns of each weight, `biased` tells which of them has a bias."""
+    """A call of `operation`. `weights` are the columns of each weight, `biased` says which weights have a bias."""
 
     operation: str
     weights: tuple[int, ...] = ()
@@ -30,8 +31,8 @@ class Case:
         return "-".join([*words, *map(str, self.options.values())])
 
     def call(self, namespace, ranks, rank, given, **more):
-        """The operation of `namespace` (fompi, fompi.jax) on what `rank` gives: its results as a list."""
-        x, weights, biases = self.sorted(given)
+        """Call the operation of `namespace` (fompi or fompi.jax) on the inputs of `rank`. Returns a list of results."""
+        x, weights, biases = self.operands(given)
         options = dict(self.options)
         if self.operation not in ("all_reduce", "broadcast"):
             options["dim"] = self.dim
@@ -49,8 +50,8 @@ class Case:
             options["bias"] = biases[0]
         return [operation(x, *weights, **options, **more)]
 
-    def sorted(self, given):
-        """x, the weights, and a bias or None for each of them."""
+    def operands(self, given):
+        """x, the weights, and for each weight its bias or None."""
         count = len(self.weights)
         rest = iter(given[1 + count :])
         return given[0], list(given[1 : 1 + count]), [next(rest) if has else None for has in self.biased]
@@ -90,29 +91,29 @@ CASES = [
     Case("all_to_all_matmul", (N,), (True,), dim=1, options=unfused),
 ]
 BASIC = [case for case in CASES if not case.options]
-"""Every operation once."""
+"""The cases with default options."""
 
 
 # ---------------------------------------------------------------------------------------------------------- rows
 
 
 def own(ranks):
-    """Rows that each rank has: none on the third."""
+    """The rows of each rank. The third rank has none."""
     return [(1, 3, 0, 2, 4, 1, 2, 3)[rank] for rank in range(ranks)]
 
 
 def kept(ranks):
-    """Rows of a sum that each rank keeps: none on the second."""
+    """The rows of a sum that each rank keeps. The second rank keeps none."""
     return [(2, 0, 3, 1, 1, 4, 0, 2)[rank] for rank in range(ranks)]
 
 
 def exchanged(ranks):
-    """counts[source][dest]; the fourth rank sends nothing, the first one gets nothing (but from itself)."""
+    """counts[source][dest]. The fourth rank sends nothing. The first rank receives only from itself."""
     return [[0 if s == 3 or (d == 0 and s) else (s + 2 * d) % 3 + 1 for d in range(ranks)] for s in range(ranks)]
 
 
 def shape(case, ranks, rank):
-    """Of x on this rank: two dimensions, or three if its rows are not the first of them."""
+    """The shape of x on this rank: (rows, K), or (2, rows, K) if the rows are the second dimension."""
     if "all_to_all" in case.operation:
         rows = sum(exchanged(ranks)[rank])
     elif case.operation.startswith("all_gather"):
@@ -126,12 +127,13 @@ def shape(case, ranks, rank):
 
 
 def tensors(case, ranks, draw):
-    """What each rank gives: x, the weights, the biases; `draw(random, shape)` makes an array."""
+    """The inputs of each rank: x, the weights, the biases. `draw(random, shape)` makes an array."""
     given = []
     for rank in range(ranks):
         shapes = [shape(case, ranks, rank), *[(K, n) for n in case.weights]]
         shapes += [(n,) for n, has in zip(case.weights, case.biased, strict=True) if has]
-        shared = len(shapes) - 1 if case.operation == "matmul_all_reduce" and any(case.biased) else -1  # its bias
+        has_shared_bias = case.operation == "matmul_all_reduce" and any(case.biased)  # equal on all ranks
+        shared = len(shapes) - 1 if has_shared_bias else -1
         seeds = [[0 if i == shared else rank, i] for i in range(len(shapes))]
         given.append([draw(np.random.default_rng(seed), s) for seed, s in zip(seeds, shapes, strict=True)])
     return given
@@ -141,26 +143,26 @@ def normal(random, shape):
     return random.standard_normal(shape)
 
 
-def small(random, shape):
-    """0, 1 and 2: every sum and product of the cases is below 256, and so exact in every dtype."""
+def small_integers(random, shape):
+    """0, 1 and 2. Every sum and product of the cases stays below 256, so it is exact in every dtype."""
     return random.integers(0, 3, shape)
 
 
-def means(case, given):
-    """The results of all ranks, from what all ranks give."""
+def expected(case, given):
+    """The results of all ranks, from the inputs of all ranks."""
     ranks, dim = len(given), case.dim
-    listed = [case.sorted(tensors) for tensors in given]
-    xs = [x for x, _, _ in listed]
+    operands = [case.operands(tensors) for tensors in given]
+    xs = [x for x, _, _ in operands]
 
     def product(x, rank, i=0, bias=True):
-        _, weights, biases = listed[rank]
+        _, weights, biases = operands[rank]
         y = x @ weights[i]
         return y + biases[i] if bias and biases[i] is not None else y
 
     def summed(counts):
-        """The pieces of sum(x @ w), each with the bias of its owner."""
+        """The pieces of sum(x @ w). Each piece has the bias of its owner."""
         pieces = sum(product(x, rank, bias=False) for rank, x in enumerate(xs)).split(counts, dim)
-        biases = [biases[0] for _, _, biases in listed]
+        biases = [biases[0] for _, _, biases in operands]
         return [piece if b is None else piece + b for piece, b in zip(pieces, biases, strict=True)]
 
     def exchange(xs):
@@ -198,16 +200,16 @@ def means(case, given):
 
 
 def loss(rank, results):
-    """A rank's own loss, in any framework: its gradient depends on the results, and on which rank this is."""
+    """The loss of one rank, in any framework. Its gradient depends on the results and on the rank."""
     return sum((rank + 2 + i) * (y * y).sum() + (y * (i + 1)).sum() for i, y in enumerate(results))
 
 
 def gradients(case, ranks):
-    """What each rank gives (arrays of float64), the results, and the gradients of the sum of all losses."""
+    """The inputs of each rank (float64 arrays), the results, and the gradients of the sum of all losses."""
     given = tensors(case, ranks, normal)
-    leaves = [[torch.from_numpy(t).requires_grad_() for t in mine] for mine in given]
-    results = means(case, leaves)
-    total = sum(loss(rank, mine) for rank, mine in enumerate(results))
-    flat = torch.autograd.grad(total, [t for mine in leaves for t in mine], materialize_grads=True)
-    found = iter(flat)
-    return given, [[y.detach() for y in mine] for mine in results], [[next(found) for _ in mine] for mine in leaves]
+    leaves = [[torch.from_numpy(t).requires_grad_() for t in local] for local in given]
+    results = expected(case, leaves)
+    total = sum(loss(rank, local) for rank, local in enumerate(results))
+    flat = torch.autograd.grad(total, [t for local in leaves for t in local], materialize_grads=True)
+    grads = iter(flat)
+    return given, [[y.detach() for y in local] for local in results], [[next(grads) for _ in local] for local in leaves]

@@ -1,4 +1,4 @@
-"""Plans that are wrong in one place: what a slip in a schedule, or in an executor, would make of a right one."""
+"""Mutations of plans: small changes, like those that a mistake in a schedule or an executor would make."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fompi.plans.verify import COLLECTIVES
 
 
 def mutant(plan: Plan, random) -> tuple[str, Plan]:
-    """What was changed, in a word, and the changed plan."""
+    """The name of a random mutation, and the mutated plan."""
     while True:
         name = random.choice(list(MUTATIONS))
         try:
-            found = MUTATIONS[name](plan, random)
-        except LookupError:  # there is nothing of that kind in this plan
+            mutated = MUTATIONS[name](plan, random)
+        except LookupError:  # the plan has nothing of this kind
             continue
-        if found != plan:
-            return name, found
+        if mutated != plan:
+            return name, mutated
 
 
 # ------------------------------------------------------------------------------------------------ tools
@@ -30,7 +30,7 @@ def with_ops(plan: Plan, rank: int, ops: list[Op]) -> Plan:
 
 
 def somewhere(plan: Plan, random, kinds: tuple[type, ...] = (Send, Recv, Compute, Collective)):
-    """(rank, its ops as a list, the number of one of these kinds). LookupError: there is none."""
+    """(rank, its ops as a list, the number of a random op of these kinds). Raises LookupError if there is none."""
     places = [(p.rank, i) for p in plan.programs for i, op in enumerate(p.ops) if isinstance(op, kinds)]
     rank, i = random.choice(places)
     return rank, list(plan.programs[rank].ops), i
@@ -41,44 +41,48 @@ def chunks(op: Op) -> list[Chunk]:
 
 
 def with_chunk(op: Op, number: int, chunk: Chunk) -> Op:
-    """The op with another chunk in this place of `chunks(op)`."""
+    """The op with another chunk at this place of `chunks(op)`."""
     if isinstance(op, (Send, Recv)):
         return replace(op, chunk=chunk)
-    listed = chunks(op)
-    listed[number] = chunk
-    return replace(op, reads=tuple(listed[: len(op.reads)]), writes=tuple(listed[len(op.reads) :]))
+    operands = chunks(op)
+    operands[number] = chunk
+    return replace(op, reads=tuple(operands[: len(op.reads)]), writes=tuple(operands[len(op.reads) :]))
 
 
 def change_chunk(change, plan: Plan, random) -> Plan:
-    """`change(random, program, chunk)` for one chunk of one op."""
+    """Replace one chunk of one op by `change(random, program, chunk)`."""
     rank, ops, i = somewhere(plan, random)
     number, chunk = random.choice(list(enumerate(chunks(ops[i]))))
     ops[i] = with_chunk(ops[i], number, change(random, plan.programs[rank], chunk))
     return with_ops(plan, rank, ops)
 
 
-# ------------------------------------------------------------------------------------------------ ops in their order
+# ------------------------------------------------------------------------------------------------ order of ops
 
 
 def drop(plan, random):
+    """Remove an op."""
     rank, ops, i = somewhere(plan, random)
     del ops[i]
     return with_ops(plan, rank, ops)
 
 
 def double(plan, random):
+    """Repeat an op at once."""
     rank, ops, i = somewhere(plan, random)
     ops.insert(i, ops[i])
     return with_ops(plan, rank, ops)
 
 
 def double_later(plan, random):
+    """Repeat an op later."""
     rank, ops, i = somewhere(plan, random)
     ops.insert(random.randrange(i, len(ops)) + 1, ops[i])
     return with_ops(plan, rank, ops)
 
 
 def swap(plan, random):
+    """Two ops of one rank change places."""
     rank, ops, i = somewhere(plan, random)
     j = random.randrange(len(ops))
     ops[i], ops[j] = ops[j], ops[i]
@@ -86,6 +90,7 @@ def swap(plan, random):
 
 
 def swap_neighbours(plan, random):
+    """Two neighbouring ops of one rank change places."""
     rank, ops, i = somewhere(plan, random)
     j = (i + 1) % len(ops)
     ops[i], ops[j] = ops[j], ops[i]
@@ -93,6 +98,7 @@ def swap_neighbours(plan, random):
 
 
 def move(plan, random):
+    """Move an op to another place."""
     rank, ops, i = somewhere(plan, random)
     op = ops.pop(i)
     ops.insert(random.randrange(len(ops) + 1), op)
@@ -100,13 +106,13 @@ def move(plan, random):
 
 
 def exchange_programs(plan, random):
-    """Two ranks with each other's ops."""
+    """Two ranks exchange their ops."""
     a, b = random.randrange(plan.size), random.randrange(plan.size)
     return with_ops(with_ops(plan, a, plan.programs[b].ops), b, plan.programs[a].ops)
 
 
 def everywhere(change, plan, random):
-    """The same change of the ops at the same places, on all ranks: messages and collectives still pair up."""
+    """The same change at the same places on all ranks. Messages and collectives still match."""
     numbers = range(min(len(p.ops) for p in plan.programs))
     i, j = random.choice(numbers), random.choice(numbers)
     for program in plan.programs:
@@ -132,7 +138,7 @@ def _double_at(ops, i, j):
 
 
 def divert(plan, random):
-    """A message to, or from, another rank."""
+    """A message goes to, or comes from, another rank."""
     rank, ops, i = somewhere(plan, random, (Send, Recv))
     peer = random.randrange(-1, plan.size + 1)
     ops[i] = replace(ops[i], dest=peer) if isinstance(ops[i], Send) else replace(ops[i], source=peer)
@@ -140,7 +146,7 @@ def divert(plan, random):
 
 
 def turn_round(plan, random):
-    """A Send for a Recv, or a Recv for a Send."""
+    """A send becomes a receive, or a receive becomes a send."""
     rank, ops, i = somewhere(plan, random, (Send, Recv))
     op = ops[i]
     ops[i] = Recv(op.dest, op.chunk) if isinstance(op, Send) else Send(op.source, op.chunk)
@@ -148,15 +154,15 @@ def turn_round(plan, random):
 
 
 def both_ends(change, plan, random):
-    """The same change at both ends of one message."""
+    """The same change to the send and to the receive of one message."""
     source, ops, i = somewhere(plan, random, (Send,))
     dest = ops[i].dest
     number = [j for j, op in enumerate(ops) if isinstance(op, Send) and op.dest == dest].index(i)
-    theirs = list(plan.programs[dest].ops)
-    arrivals = [j for j, op in enumerate(theirs) if isinstance(op, Recv) and op.source == source]
+    dest_ops = list(plan.programs[dest].ops)
+    arrivals = [j for j, op in enumerate(dest_ops) if isinstance(op, Recv) and op.source == source]
     change(ops, i, random)
-    change(theirs, arrivals[number], random)
-    return with_ops(with_ops(plan, source, ops), dest, theirs)
+    change(dest_ops, arrivals[number], random)
+    return with_ops(with_ops(plan, source, ops), dest, dest_ops)
 
 
 def _drop_one(ops, i, random):
@@ -173,7 +179,7 @@ def _move_one(ops, i, random):
 
 
 def exchange_chunks(plan, random):
-    """Two ops of one kind on a rank exchange what they send, receive, read or write."""
+    """Two ops of one kind on one rank exchange a chunk."""
     rank, ops, i = somewhere(plan, random)
     j = random.choice([j for j, op in enumerate(ops) if type(op) is type(ops[i]) and j != i])
     n = random.choice(range(min(len(chunks(ops[i])), len(chunks(ops[j])))))
@@ -186,11 +192,13 @@ def exchange_chunks(plan, random):
 
 
 def _shifted(random, program: Program, chunk: Chunk):
+    """The blocks one or two places before or after."""
     by = random.choice((-2, -1, 1, 2))
     return chunk._replace(start=chunk.start + by, stop=chunk.stop + by)
 
 
 def _resized(random, program: Program, chunk: Chunk):
+    """One block more or less."""
     return chunk._replace(stop=chunk.stop + random.choice((-1, 1)))
 
 
@@ -202,7 +210,7 @@ def _moved(random, program: Program, chunk: Chunk):
 
 
 def _elsewhere(random, program: Program, chunk: Chunk):
-    """Another buffer: the same blocks, or any."""
+    """The same block numbers in another buffer, or any block of it."""
     buffer = random.choice(program.buffers)
     if random.random() < 0.5:
         return chunk._replace(buffer=buffer.name)
@@ -211,28 +219,29 @@ def _elsewhere(random, program: Program, chunk: Chunk):
 
 
 def exchange_operands(plan, random):
-    """Two operands of one op, read or written."""
+    """Two operands of one op change places."""
     rank, ops, i = somewhere(plan, random, (Compute, Collective))
-    listed = chunks(ops[i])
-    a, b = random.choice(range(len(listed))), random.choice(range(len(listed)))
-    ops[i] = with_chunk(with_chunk(ops[i], a, listed[b]), b, listed[a])
+    operands = chunks(ops[i])
+    a, b = random.choice(range(len(operands))), random.choice(range(len(operands)))
+    ops[i] = with_chunk(with_chunk(ops[i], a, operands[b]), b, operands[a])
     return with_ops(plan, rank, ops)
 
 
 def change_operands(plan, random):
-    """One operand more, or one less."""
+    """Add or remove one operand."""
     rank, ops, i = somewhere(plan, random, (Compute, Collective))
     side = random.choice(("reads", "writes"))
-    listed = list(getattr(ops[i], side))
-    if listed and random.random() < 0.5:
-        del listed[random.randrange(len(listed))]
+    operands = list(getattr(ops[i], side))
+    if operands and random.random() < 0.5:
+        del operands[random.randrange(len(operands))]
     else:
-        listed.insert(random.randint(0, len(listed)), random.choice(chunks(ops[i])))
-    ops[i] = replace(ops[i], **{side: tuple(listed)})
+        operands.insert(random.randint(0, len(operands)), random.choice(chunks(ops[i])))
+    ops[i] = replace(ops[i], **{side: tuple(operands)})
     return with_ops(plan, rank, ops)
 
 
 def other_kernel(plan, random):
+    """Another kernel, or another collective."""
     rank, ops, i = somewhere(plan, random, (Compute, Collective))
     if isinstance(ops[i], Compute):
         ops[i] = replace(ops[i], kernel=random.choice((*KERNELS, "nothing")))
@@ -242,7 +251,7 @@ def other_kernel(plan, random):
 
 
 def other_memory(plan, random):
-    """Scratch of another dtype or another shape, on all ranks alike."""
+    """A scratch buffer has another dtype or another shape, the same on all ranks."""
     name = random.choice([b.name for p in plan.programs for b in p.buffers if b.role == "scratch"])
     dtype, row = random.choice(("float32", "bfloat16", "int64")), random.choice(((), (1,), (3,), (4,)))
     change = random.choice(({"dtype": dtype}, {"dtype": plan.problem.dtype}, {"row": row}))
@@ -253,6 +262,7 @@ def other_memory(plan, random):
 
 
 def window(plan, random):
+    """Another window."""
     return replace(plan, window=random.choice((1, 2, 3)))
 
 

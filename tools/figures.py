@@ -1,117 +1,173 @@
-"""Measure every figure of docs/benchmarks.md again: python tools/figures.py [--mpi mpich|openmpi] [--suite NAME]
+"""Measure the figures of docs/results.md: python tools/figures.py [--mpi mpich|openmpi] [--suite NAME]
 
-Each suite but `overhead` runs on a cluster of shaped hosts (tools/netlab.py), with both MPIs, one after the other. Its
-tables go to docs/benchmarks/SUITE-MPI.md, what they come to into docs/benchmarks.md. Nothing else should run on the
-machine meanwhile: netlab refuses if the links do not carry what they should.
+Each suite but `overhead` runs on a cluster of shaped hosts (tools/netlab.py), with both MPIs, one after the other. The
+full output stays in build/figures. The figures that back a claim (tools/claims.py) go to docs/results/SUITE-MPI.json,
+one line per figure, with command, date, versions and commit. docs/results.md is written from these files. `--page-only`
+only writes the page. Nothing else should run on the machine: netlab refuses to start if the links do not carry what
+they should.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from claims import CLAIMS, Claim, Figure, condense, from_line, to_line
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ROOT / "docs" / "benchmarks"
+RAW = ROOT / "build" / "figures"
+KEPT = ROOT / "docs" / "results"
+PAGE = ROOT / "docs" / "results.md"
 ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
 NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
-SUITES = {
-    "collectives": ("Plain collectives", ["--hosts", "4", "--rate", "1gbit"], 9),
-    "papers": ("The papers' settings, on an emulated accelerator", ["--hosts", "4", "--rate", "1gbit"], 7),
-    "fused": ("Fused operations on real GEMMs", ["--hosts", "2", "--rate", "1gbit"], 11),
-    "peers": ("Peers", ["--hosts", "2", "--rate", "1gbit"], 5),
-    "planner": ("The planner, on fused operations", ["--hosts", "2", "--rate", "1gbit"], 7),
-    "planner-2x2": (
-        "The planner, two groups of two hosts",
-        ["--groups", "2x2", "--rate", "1gbit", "--between", "100mbit"],
-        5,
-    ),
-    "planner-2x4": (
-        "The planner, two groups of four hosts",
-        ["--groups", "2x4", "--rate", "400mbit", "--between", "40mbit"],
-        5,
-    ),
-    "adapt": ("Links that change", ["--hosts", "4", "--rate", "1gbit"], 7),
-    "overhead": ("What a call costs", [], 15),
-    "planner-slow": ("The planner, a slow host", ["--hosts", "4", "--rates", "1gbit,1gbit,250mbit,1gbit"], 5),
+LINKS = {
+    "collectives": (["--hosts", "4", "--rate", "1gbit"], 9),
+    "papers": (["--hosts", "4", "--rate", "1gbit"], 7),
+    "fused": (["--hosts", "2", "--rate", "1gbit"], 11),
+    "peers": (["--hosts", "2", "--rate", "1gbit"], 5),
+    "planner": (["--hosts", "2", "--rate", "1gbit"], 7),
+    "planner-2x2": (["--groups", "2x2", "--rate", "1gbit", "--between", "100mbit"], 5),
+    "planner-2x4": (["--groups", "2x4", "--rate", "400mbit", "--between", "40mbit"], 5),
+    "planner-slow": (["--hosts", "4", "--rates", "1gbit,1gbit,250mbit,1gbit"], 5),
+    "adapt": (["--hosts", "4", "--rate", "1gbit"], 7),
+    "overhead": ([], 15),
 }
-"""Title, links (none: two ranks that share memory), rounds; the suite is what stands before the hyphen."""
-
-MOST_LINES = 160
+"""The links of each suite (none: two ranks that share memory), and its rounds. Variants of a suite have a hyphen."""
 
 HEAD = """\
-# Benchmarks
+# Results
 
-Everything here was measured by the command beside it, on one machine with two cores; what netlab starts, on hosts made
-by [tools/netlab.py](lab.md): network namespaces with shaped links of their own. `python tools/figures.py` measures all
-of it again. Contestants run in turns, within one run; a figure is a ratio of medians, its interval that of the median
-of the ratios of each round (sign test). Every contestant's result is checked before it is timed. Where kernels run on
-cores that others use too, a turn waits for a while until small products are not disturbed, and is taken again if those
-just before or after it were; what the turn itself took has no say in that. Limits: `T_c` is the kernel alone, `T_m` the
-bare exchange, `wire` a plain TCP stream of the same size after the same silence. The p99 of a row is that of its
-rounds: of so few it is nearly the slowest.
-
+Every figure is a ratio or a time from one interleaved run on one machine with two cores. Hosts and links are made by
+[tools/netlab.py](howto/lab.md) on that machine. A ratio above 1 means that fompi is faster. Brackets hold the 95 %
+interval of the median, or the range over several rows. `≥` and `≤` is what was asked for; **bold** values miss it.
+[results/](results) holds each figure with its command, date, versions and commit. `python tools/figures.py` measures
+them again. Figures are not measured again when unrelated code changes.
 """
 
 
 def measure(suite: str, mpi: str, trust: bool, quick: bool) -> None:
-    _, links, rounds = SUITES[suite]
+    """Run a suite and keep its figures."""
+    links, rounds = LINKS[suite]
     bin_folder = ENVIRONMENTS[mpi] / "bin"
     if not (bin_folder / "python").exists():
         sys.exit(f"there is no {bin_folder}/python: call `make test` once")
+    RAW.mkdir(parents=True, exist_ok=True)
+    raw = RAW / f"{suite}-{mpi}.json"
     inner = ["python", "-m", "fompi", "bench", suite.partition("-")[0], "--rounds", str(rounds), *["--quick"] * quick]
-    page = PAGES / f"{suite}-{mpi}.md"
     lab = ["python", "tools/netlab.py", "run", *links, "--mpi", mpi] if links else ["mpirun", "-n", "2"]
-    trusting = ["--trust"] * (trust and bool(links))
     shown = shlex.join([*lab, *["--"] * bool(links), *inner])
     print(shown, flush=True)
     variables = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = [*lab, *trusting, *["--"] * bool(links), *inner, "--markdown", str(page)]
+    trusting = ["--trust"] * (trust and bool(links))
+    command = [*lab, *trusting, *["--"] * bool(links), *inner, "--json", str(raw)]
     if subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"failed: {shown}")
-    text = page.read_text().partition("\n")[2]  # its own first line is the command inside the lab
-    page.write_text(f"# {SUITES[suite][0]}, {NAMES[mpi]}\n\n    {shown}\n\n{text}")
+    if quick:
+        print(f"quick figures are not kept; they are in {raw}")
+    else:
+        keep(suite, mpi, json.loads(raw.read_text()), shown, _commit())
 
 
-def shortened(table: str) -> str:
-    """Of a table of very many rows those that sum up."""
-    lines = table.splitlines()
-    return table if len(lines) <= MOST_LINES else "\n".join(lines[:2] + [line for line in lines if "| all " in line])
+def _commit() -> str:
+    """The commit that is measured; a + marks uncommitted changes."""
+    return subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
-def summary() -> str:
-    """The first table of every page."""
-    sections = [HEAD]
-    for suite, (title, _, _) in SUITES.items():
-        for mpi, name in NAMES.items():
-            page = PAGES / f"{suite}-{mpi}.md"
-            if page.exists():
-                blocks = page.read_text().split("\n\n")
-                command, about, table = blocks[1], blocks[2].partition("\n")[0], blocks[2:4]
-                figures = shortened(next(block for block in table if block.startswith("|")))
-                link = f"All times: [benchmarks/{page.name}](benchmarks/{page.name})."
-                sections.append(f"## {title}, {name}\n\n{command}\n\n{about}. {link}\n\n{figures}\n\n")
-    return "".join(sections).rstrip() + "\n"
+def keep(suite: str, mpi: str, measured: Mapping[str, Any], command: str, commit: str) -> None:
+    """Write the figures that back a claim, one line each."""
+    about = measured["about"]
+    source = {
+        "command": command,
+        "date": about["date"][:10],
+        "mpi": f"{about['mpi']['library']} {about['mpi']['version']}",
+        **{name: about["versions"][name] for name in ("fompi", "numpy") if about["versions"].get(name)},
+        "commit": commit,
+    }
+    lines = []
+    for claim in CLAIMS:
+        for pick in claim.picks if claim.suite == suite else ():
+            figure = condense(pick, measured["rows"])
+            if figure is None:
+                sys.exit(f"{suite}: no row matches {pick}")
+            lines.append(json.dumps({**to_line(figure), **source}, ensure_ascii=False))
+    KEPT.mkdir(exist_ok=True)
+    (KEPT / f"{suite}-{mpi}.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def page() -> str:
+    """docs/results.md, from the files beside it."""
+    return HEAD + "".join("\n" + "\n".join(_section(claim)) + "\n" for claim in CLAIMS)
+
+
+def _section(claim: Claim) -> Iterator[str]:
+    kept = {mpi: KEPT / f"{claim.suite}-{mpi}.json" for mpi in NAMES}
+    lines = {mpi: json.loads(path.read_text()) for mpi, path in kept.items() if path.exists()}
+    yield f"## {claim.title}\n"
+    yield textwrap.fill(claim.text, 120) + "\n"
+    if not lines:
+        yield "Not measured yet."
+        return
+    files = (f"[{NAMES[mpi]}](results/{claim.suite}-{mpi}.json), {of[0]['date']}" for mpi, of in lines.items())
+    yield f"`python tools/figures.py --suite {claim.suite}` ({' / '.join(files)}):\n"
+    yield f"| | {' | '.join(NAMES[mpi] for mpi in lines)} | asked |"
+    yield f"|---|{'---|' * len(lines)}---|"
+    figures = {mpi: {line["figure"]: from_line(line) for line in of} for mpi, of in lines.items()}
+    for pick in claim.picks:
+        found = [of.get(pick.label) for of in figures.values()]
+        yield f"| {pick.label} | {' | '.join(map(_cell, found))} | {_asked(found)} |"
+
+
+def _cell(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    text = _number(figure.value)
+    if figure.low is not None and figure.high is not None:
+        text += f" [{_number(figure.low)}, {_number(figure.high)}]"
+    text += f" {figure.unit}" if figure.unit else ""
+    return f"**{text}**" if figure.reached is False else text
+
+
+def _number(value: float) -> str:
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value + 0.0:.{digits}f}"
+
+
+def _asked(figures: list[Figure | None]) -> str:
+    for figure in figures:
+        if figure is not None and figure.least is not None:
+            return f"≥ {figure.least:.4g}"
+        if figure is not None and figure.most is not None:
+            return f"≤ {figure.most:.4g}"
+    return ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mpi", choices=NAMES, action="append")
-    parser.add_argument("--suite", choices=SUITES, action="append")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
-    parser.add_argument("--trust", action="store_true", help="also on links that are not what was asked for")
-    parser.add_argument(
-        "--pages-only", action="store_true", help="write docs/benchmarks.md from the tables that are there"
-    )
+    parser.add_argument("--suite", choices=LINKS, action="append")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller rows, to try it: nothing is kept")
+    parser.add_argument("--trust", action="store_true", help="also on links that do not carry what was asked for")
+    parser.add_argument("--page-only", action="store_true", help="only write docs/results.md from the kept figures")
     options = parser.parse_args()
-    PAGES.mkdir(exist_ok=True)
-    if not options.pages_only:
-        for suite in options.suite or SUITES:
+    if not options.page_only:
+        for suite in options.suite or LINKS:
             for mpi in options.mpi or NAMES:
                 measure(suite, mpi, options.trust, options.quick)
-    (ROOT / "docs" / "benchmarks.md").write_text(summary())
+    PAGE.write_text(page())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Run a command that may hang or leave processes behind, and be rid of all of them.
+"""Run a command that may hang or leave processes behind, and end all of its processes.
 
-A launcher puts its ranks into sessions of their own, so killing its process group does not reach them.
-Every process of a job therefore carries a mark in its environment, which its children inherit: what bears
-the mark belongs to the job, whoever its parent is now. (Where there is no /proc only the group is killed.)
+A launcher puts its ranks into sessions of their own, so a signal to its process group does not reach them. Therefore
+every process of a job carries a mark in its environment, which its children inherit. A process with the mark belongs to
+the job, also if its parent has ended. On a system without /proc only the process group is ended.
 """
 
 import contextlib
@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import IO
 
 MARK = "FOMPI_TEST_JOB"
-GRACE_SECONDS = 3.0  # for tracebacks after SIGTERM, and for the last processes to leave
+"""The environment variable that holds the mark."""
+
+GRACE_SECONDS = 3.0
+"""How long processes have to print tracebacks after SIGTERM, and to end after the job has ended."""
 
 _numbers = itertools.count()
 
@@ -32,7 +35,7 @@ class Finished:
     stderr: str
     seconds: float
     timed_out: bool
-    left_behind: tuple[str, ...]  # command lines of processes that outlived the job by more than the grace
+    left_behind: tuple[str, ...]  # command lines of processes that still ran GRACE_SECONDS after the job
 
     @property
     def output(self) -> str:
@@ -46,12 +49,12 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
-    """Run `command` for at most `seconds`; afterwards nothing of it is alive. `env` is added to ours."""
-    # A job inside a job (a test that calls mpirun) extends the mark, so that the outer one ends it too.
+    """Run `command` for at most `seconds`. Afterwards all of its processes have ended. `env` extends the environment."""
+    # A job inside a job (a test that calls mpirun) extends the mark, so that the outer job ends it too.
     mark = f"{os.environ.get(MARK, '')}/{os.getpid()}.{next(_numbers)}"
     environment = {**os.environ, **(env or {}), MARK: mark}
     shared_memory = set(_shared_memory())
-    # Files, not pipes: a process left behind would hold a pipe open, and we would wait for it.
+    # Files, not pipes: a process that is left behind would keep a pipe open, and reading it would not end.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.monotonic()
         process = subprocess.Popen(
@@ -68,11 +71,11 @@ def run(
         try:
             process.wait(timeout=seconds)
             elapsed = time.monotonic() - start
-            left_behind = _wait_for_the_last(mark)
+            left_behind = _wait_for_all(mark)
         except subprocess.TimeoutExpired:
             timed_out = True
             elapsed = time.monotonic() - start
-        finally:  # also when we are interrupted ourselves
+        finally:  # also after an interrupt
             _end(process, mark)
             _unlink(set(_shared_memory()) - shared_memory)
         return Finished(process.returncode, _text(out), _text(err), elapsed, timed_out, left_behind)
@@ -89,13 +92,14 @@ def _marked(mark: str) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone meanwhile, or somebody else's
+        except OSError:  # it has ended, or it belongs to another user
             continue
         if any(variable == wanted or variable.startswith(wanted + b"/") for variable in variables):
             yield int(folder.name)
 
 
-def _wait_for_the_last(mark: str) -> tuple[str, ...]:
+def _wait_for_all(mark: str) -> tuple[str, ...]:
+    """Wait until all processes of the job have ended. Returns those that have not."""
     deadline = time.monotonic() + GRACE_SECONDS
     while pids := list(_marked(mark)):
         if time.monotonic() > deadline:
@@ -112,13 +116,13 @@ def _command_line(pid: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """SIGTERM first: tests answer it with their traceback, even inside a blocked MPI call."""
+    """SIGTERM comes first: tests print a traceback then, even inside a blocked MPI call."""
     if process.poll() is None or any(_marked(mark)):
         _signal(process, mark, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and (process.poll() is None or any(_marked(mark))):
             time.sleep(0.05)
-        while process.poll() is None or any(_marked(mark)):  # again: one may have been born meanwhile
+        while process.poll() is None or any(_marked(mark)):  # again, because a process may have started another
             _signal(process, mark, signal.SIGKILL)
             time.sleep(0.05)
     process.wait()
@@ -127,7 +131,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 def _signal(process: subprocess.Popen[bytes], mark: str, number: signal.Signals) -> None:
     for pid in _marked(mark):
         _kill(os.kill, pid, number)
-        _kill(os.kill, pid, signal.SIGCONT)  # a stopped process does not serve SIGTERM
+        _kill(os.kill, pid, signal.SIGCONT)  # a stopped process does not handle SIGTERM
     if process.poll() is None:
         _kill(os.killpg, process.pid, number)
 
@@ -138,13 +142,13 @@ def _kill(kill: Callable[[int, int], None], pid: int, number: int) -> None:
 
 
 def _shared_memory() -> Iterator[Path]:
-    """Both MPIs leave some megabytes here for every job that is killed; a container may have 64 in all."""
+    """The files of both MPIs in /dev/shm. A job that is killed leaves some megabytes, and a container may have 64."""
     for pattern in ("mpich_shm_*", "sm_segment.*"):
         yield from Path("/dev/shm").glob(pattern)
 
 
 def _unlink(segments: set[Path]) -> None:
-    """Remove those that no process has mapped: another job may have started while ours ran."""
+    """Remove the files that no process has mapped. Another job may have made some of them."""
     for folder in Path("/proc").glob("[0-9]*"):
         if not segments:
             return
@@ -154,5 +158,5 @@ def _unlink(segments: set[Path]) -> None:
             continue
         segments = {segment for segment in segments if str(segment) not in maps}
     for segment in segments:
-        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+        with contextlib.suppress(OSError):  # it is removed already, or it belongs to another user
             segment.unlink()

@@ -1,11 +1,13 @@
-"""Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR]
+"""Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR] [--soak]
 
-The legs run one after the other. A leg that cannot run fails; nothing is skipped because something is
-missing. Each has a time-out of its own, enforced from here on every process that it started: whatever is
-blocked inside ends. Outputs and reports stay in build/test/<leg>/.
+The legs run one after the other. A leg that cannot run fails. No test is skipped because something is missing.
+Each leg has a time-out, enforced on every process that it started. Outputs and reports stay in build/test/<leg>/.
+After each leg come its slowest tests.
 
-The last line is always `N passed, M failed`, over all legs. A leg that counts no tests (lint, types), and
-one that ends without a report, counts as one.
+`--soak` runs the tests that repeat for long instead (marked `soak`). Continuous integration does not run them.
+
+The last line is always `N passed, M failed`, over all legs. A leg that counts no tests (lint, types) counts as one
+test. So does a leg that ends without a report.
 """
 
 import argparse
@@ -23,20 +25,24 @@ import job
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
-SIZES = (1, 2, 3, 4, 8)
+FULL_SIZES, OTHER_SIZES = (2, 4), (1, 3, 8)
+"""All of tests/mpi runs on the first numbers of ranks, and `EVERY_SIZE` on the others too."""
 
-SPARED = ("--ignore=tests/mpi/test_jax.py", "--ignore=tests/mpi/test_peers.py")
-"""Not on eight ranks: on two cores they take as long there as all sizes below; tests/docs runs JAX on eight."""
+EVERY_SIZE = ("communicator", "counts", "operations", "refusals", "tensors", "torch")
+"""The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
+
+SLOWEST = 10
+"""This many of the slowest tests are listed after each leg."""
 
 ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
 RANK = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK"}
 
 VARIABLES = {
-    # One thread for each rank: the ranks are the parallelism, and there are more of them than cores.
+    # One thread per rank: there are more ranks than cores.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "JAX_PLATFORMS": "cpu",
-    # Open MPI refuses root and more ranks than cores unless told; MPICH reads none of these.
+    # Open MPI refuses root, and more ranks than cores, without these. MPICH reads none of them.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -45,11 +51,15 @@ VARIABLES = {
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
-# Not shown: the lines of tests that passed, and the frames of pytest itself in a traceback.
+# Hidden from the output: tests that passed, and the frames of pytest itself in a traceback.
 NOISE = re.compile(
     r"""^.* PASSED +\[ *\d+%\]\n|^  File "[^"]*/(?:_pytest|pytest|pluggy)/[^"]*", line .*\n(?:    .*\n)?""",
     re.MULTILINE,
 )
+
+
+SOAK_FACTOR = 10
+"""With --soak a leg may take this many times as long."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class Result:
     counts: dict[str, int]
     problem: str  # empty if the leg passed
     output: str
+    slowest: tuple[str, ...] = ()  # the slowest tests of rank 0, with their seconds
 
     @property
     def word(self) -> str:
@@ -81,11 +92,12 @@ def legs() -> list[Leg]:
         Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
         Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
         Leg("pure", "mpich", 240, ("-n", "2", "tests/pure")),
-        Leg("local", "mpich", 240, ("tests/local",)),
+        Leg("local", "mpich", 240, ("-n", "2", "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
-        for size in SIZES:
-            tests = ("--with-mpi", "tests/mpi", *(SPARED if size > 4 else ()))
+        for size in sorted((*FULL_SIZES, *OTHER_SIZES)):
+            subset = [f"tests/mpi/test_{name}.py" for name in EVERY_SIZE]
+            tests = ("--with-mpi", *(["tests/mpi"] if size in FULL_SIZES else subset))
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))
@@ -96,41 +108,43 @@ def legs() -> list[Leg]:
     return found
 
 
-def run(leg: Leg, expression: str | None) -> Result:
+def run(leg: Leg, expression: str | None, marker: str = "") -> Result:
     logs = LOGS / leg.name
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     bin_folder = ENVIRONMENTS[leg.mpi] / "bin"
     if not (bin_folder / "python").exists():
         return Result(leg, 0.0, {FAILED: 1}, f"there is no {bin_folder}/python: call `make test`", "")
-    # In front of PATH: `python`, `mpirun` and the tools are this environment's, for tests that call them too.
+    # First in PATH: tests that call `python`, `mpirun` or a tool get those of this environment.
     variables = {**VARIABLES, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
-    finished = job.run(command_of(leg, expression, logs), leg.seconds, env=variables, cwd=ROOT)
+    seconds = SOAK_FACTOR * leg.seconds if marker else leg.seconds
+    finished = job.run(command_of(leg, expression, logs, marker), seconds, env=variables, cwd=ROOT)
     (logs / "launcher.txt").write_text(finished.output)
-    return judge(leg, expression, logs, finished)
+    return judge(leg, bool(expression or marker), logs, finished)
 
 
-def command_of(leg: Leg, expression: str | None, logs: Path) -> list[str]:
+def command_of(leg: Leg, expression: str | None, logs: Path, marker: str) -> list[str]:
     if not leg.is_pytest:
         return list(leg.command)
-    # -v: the test that hangs is named before it starts.
+    # -v names a test before it starts. A test that hangs is thus known.
     pytest = ["python", "-m", "pytest", "-v", *leg.command, *(("-k", expression) if expression else ())]
+    pytest += ["-m", marker] if marker else []
     if not leg.ranks:
         return [*pytest, f"--junitxml={logs}/rank-0.xml"]
-    # Every rank writes its own report and output; the shell only knows the rank after the launch.
+    # Every rank writes its own report and output. Only the shell that mpirun starts knows the rank.
     rank = f"{logs}/rank-${RANK[leg.mpi]}"
     script = f'exec "$0" "$@" -p no:cacheprovider "--junitxml={rank}.xml" >"{rank}.txt" 2>&1'
     return ["mpirun", "-n", str(leg.ranks), "sh", "-c", script, *pytest]
 
 
-def judge(leg: Leg, expression: str | None, logs: Path, finished: job.Finished) -> Result:
+def judge(leg: Leg, is_selection: bool, logs: Path, finished: job.Finished) -> Result:
     reports = {rank: read_report(logs / f"rank-{rank}.xml") for rank in range(max(leg.ranks, 1))}
     tests: dict[str, str] = {}
     for report in reports.values():
         for test, outcome in (report or {}).items():
             tests[test] = worst(outcome, tests.get(test, outcome))
     counts = {word: list(tests.values()).count(word) for word in (PASSED, FAILED, SKIPPED)}
-    nothing_selected = bool(expression) and not tests and None not in reports.values()
+    nothing_selected = is_selection and not tests and None not in reports.values()
 
     problem = ""
     if finished.timed_out:
@@ -147,11 +161,12 @@ def judge(leg: Leg, expression: str | None, logs: Path, finished: job.Finished) 
         counts[FAILED] = 1
     if not problem and not leg.is_pytest:
         counts[PASSED] = 1
-    return Result(leg, finished.seconds, counts, problem, gather_output(leg, logs, finished, reports))
+    output = gather_output(leg, logs, finished, reports)
+    return Result(leg, finished.seconds, counts, problem, output, slowest_tests(logs / "rank-0.xml"))
 
 
 def read_report(path: Path) -> dict[str, str] | None:
-    """test -> outcome, or None where pytest did not come to write it."""
+    """test -> outcome; None if pytest did not get to write the report."""
     try:
         root = xml.etree.ElementTree.parse(path).getroot()
     except (OSError, xml.etree.ElementTree.ParseError):
@@ -161,8 +176,19 @@ def read_report(path: Path) -> dict[str, str] | None:
         name = f"{case.get('classname')}::{case.get('name')}"
         tags = {child.tag for child in case}
         outcome = FAILED if tags & {"failure", "error"} else SKIPPED if "skipped" in tags else PASSED
-        tests[name] = worst(outcome, tests.get(name, outcome))  # failed, and its teardown too: twice there
+        tests[name] = worst(outcome, tests.get(name, outcome))  # a test that fails in its teardown too is listed twice
     return tests
+
+
+def slowest_tests(path: Path) -> tuple[str, ...]:
+    """Those of one rank's report, with their seconds."""
+    try:
+        cases = list(xml.etree.ElementTree.parse(path).getroot().iter("testcase"))
+    except (OSError, xml.etree.ElementTree.ParseError):
+        return ()
+    cases.sort(key=lambda case: -float(case.get("time", 0)))
+    names = [(float(case.get("time", 0)), f"{case.get('classname', '')}::{case.get('name')}") for case in cases]
+    return tuple(f"{seconds:6.1f} s  {name.removeprefix('tests.')[:90]}" for seconds, name in names[:SLOWEST])
 
 
 def worst(*outcomes: str) -> str:
@@ -170,7 +196,7 @@ def worst(*outcomes: str) -> str:
 
 
 def gather_output(leg: Leg, logs: Path, finished: job.Finished, reports: dict[int, dict[str, str] | None]) -> str:
-    """Rank 0 speaks for all, unless another rank did not come to its report or knows of other failures."""
+    """The output of rank 0, and of each rank that wrote no report or that has other failures."""
     if not leg.ranks:
         return NOISE.sub("", finished.output)
     known = failures(reports[0])
@@ -193,18 +219,21 @@ def main() -> int:
     parser.add_argument("--leg", action="append", metavar="NAME", help="only this leg, or all of NAME-*")
     parser.add_argument("--mpi", choices=list(ENVIRONMENTS), help="only the legs in this MPI's environment")
     parser.add_argument("-k", metavar="EXPR", help="only the tests that match, as in pytest")
+    parser.add_argument("--soak", action="store_true", help="only the tests that repeat for long")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the running leg is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the running leg ends too
 
     start = time.monotonic()
     results = []
     for leg in select(parser, options):
         print(f"{leg.name:<18}", end="", flush=True)
-        result = run(leg, options.k)
+        result = run(leg, options.k, "soak" if options.soak else "")
         results.append(result)
         lines = result.output.rstrip().splitlines()
         say = result.problem or "".join(lines[-1:]).strip("= ")
         print(f"{result.word:<7}{result.seconds:6.1f} s  {say}", flush=True)
+        for line in result.slowest:
+            print(f"{'':18}{line}", flush=True)
         if result.problem:
             print("\n".join(f"    {line}" for line in lines), flush=True)
     summarize(results, time.monotonic() - start)
@@ -217,12 +246,12 @@ def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
         return (
             any(leg.name == name or leg.name.startswith(f"{name}-") for name in names)
             and options.mpi in (None, leg.mpi)
-            and (leg.is_pytest or not options.k)
+            and (leg.is_pytest or not (options.k or options.soak))
         )
 
     selected = [leg for leg in legs() if wanted(leg)]
     if not selected:
-        parser.error(f"no such leg; there are {', '.join(leg.name for leg in legs())}")
+        parser.error(f"no such leg. The legs are {', '.join(leg.name for leg in legs())}")
     return selected
 
 

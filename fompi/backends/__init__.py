@@ -1,1 +1,11 @@
-"""Where kernels run. A backend turns the names of `fompi.plans.kernels` into calls on arrays."""
+"""Where kernels run. A backend turns the kernel names of `fompi.plans.kernels` into calls on arrays.
+
+| file | what it holds |
+|---|---|
+| `base` | the protocol of a backend and of its tokens; a new backend, for example for CUDA, implements it here |
+| `numpy` | kernels on host memory with NumPy and BLAS; also bfloat16 and float16 |
+| `numba` | sums and copies of large bfloat16 arrays, compiled; used by `numpy` if Numba is installed |
+| `emulated` | an accelerator without hardware: its kernels take modelled time and no CPU time |
+
+May import `base`, `plans`, `traces`, `model` and `tensors`, never `schedules` or `planner`. Only `numba` imports Numba.
+"""

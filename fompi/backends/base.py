@@ -1,4 +1,4 @@
-"""What the executor asks of a backend."""
+"""The protocol of a backend: what the executor needs from it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Kernel = Callable[..., Any]
-"""A kernel bound to its operands: `kernel()` runs it, or, of an asynchronous backend, `kernel(after)` enqueues it and
-returns its Token; `after` are the tokens of kernels that it must follow."""
+"""A kernel bound to its operands. `kernel()` runs it.
+
+On an asynchronous backend `kernel(after)` enqueues it and returns its Token. `after` holds the tokens of the kernels
+that must run before it.
+"""
 
 
 class Token(Protocol):
-    """A kernel on its way on a device.
+    """A kernel that a device has enqueued.
 
-    `begun` and `due`: when it starts and will be done, on the clock of perf_counter, as far as the backend knows.
+    `begun` and `due` are when it starts and when it will be done, in seconds of perf_counter, as the backend estimates.
     """
 
     begun: float
     due: float
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """True once the kernel has run."""
+        ...
 
 
 class Backend(Protocol):
+    """Runs kernels on arrays of one kind of memory."""
+
     name: str
     asynchronous: bool
-    """Kernels are enqueued, and run in the order of the queue, by themselves."""
+    """True if kernels are enqueued. They then run in the order of the queue, without a thread of the host."""
 
     def storage(self, dtype: str) -> Any:
-        """The array dtype in which elements of this dtype are kept."""
+        """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
         ...
 
     def poisoned(self, shape: Sequence[int], dtype: str) -> Any:
-        """A fresh array full of NaN, or of the largest integer: what is read by mistake shows."""
+        """A new array full of NaN, or of the largest integer. A value that is read by mistake becomes visible."""
         ...
 
     def bind(
@@ -43,5 +50,5 @@ class Backend(Protocol):
         read_dtypes: Sequence[str],
         write_dtypes: Sequence[str],
     ) -> Kernel:
-        """The call that does `kernel` on these arrays."""
+        """The kernel named `kernel`, bound to these arrays."""
         ...

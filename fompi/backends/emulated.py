@@ -1,15 +1,15 @@
-"""An accelerator that takes the time of one and none of the CPU: messages are real, kernels are modelled.
+"""An emulated accelerator: messages are real, kernels take modelled time and almost no CPU time.
 
     backend = Emulated(machine)
     step = fompi.bind(plan, comm=tp, x=x, w=w, backend=backend)
 
-A kernel is enqueued on one of two streams, products on one and sums and copies on the other. It begins when it has been
-enqueued, its stream is free and the kernels that it follows are done, and takes as long as the Machine says. So
-several hosts that would compute on devices of their own can be measured on the few cores of one machine.
+A kernel is enqueued on one of two streams: products on one, sums and copies on the other. It begins when its stream is
+free and the kernels before it are done. It takes as long as the Machine says. In this way several hosts with one
+device each can be measured on the few cores of one machine.
 
-Kernels work for real on the first `CORNER` elements of each row, as if operands had no others: `corner(y)` is what the
-same operation makes of `corner(x)` and `corner(w)`, and shows whether every block came to its place; the rest of a
-result is whatever was there. Whatever is printed from here must say "emulated accelerator".
+Kernels compute only the first `CORNER` elements of each row, as if the operands had no others. `corner(y)` is the
+result of the same operation on `corner(x)` and `corner(w)`, and shows whether every block arrived at its place. The
+rest of a result is undefined. Every output that is based on this backend must say "emulated accelerator".
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from fompi.plans.dependencies import MERGES
 
 Array = np.ndarray[Any, Any]
 CORNER = 4
+"""Elements of each row that kernels compute: enough to tell blocks apart, too few to cost CPU time."""
 
 
 def corner(a: Array, whole: bool = False) -> Array:
-    """The first elements of each row; of an operand that is taken `whole` also the first rows."""
+    """A view of the first elements of each row. For an operand that a kernel takes `whole`, only of the first rows."""
     if whole:
         return a[:CORNER, :CORNER] if a.ndim == 2 else a[:CORNER]
     return a[..., :CORNER] if a.ndim > 1 else a
 
 
 class Stream:
-    """Kernels one after the other. `free`: when the last of them is done."""
+    """Runs kernels one after the other. `free` is when the last one is done, in seconds of perf_counter."""
 
     def __init__(self) -> None:
         self.free = 0.0
 
 
 class Enqueued:
-    """A kernel on a stream, from `begun` to `due`."""
+    """The Token of a kernel that runs on a stream from `begun` to `due`."""
 
     __slots__ = ("begun", "due")
 
@@ -56,7 +57,7 @@ class Enqueued:
 
 
 class Emulated:
-    """The Backend. `machine.kernel(...)` is how long a kernel takes."""
+    """The backend. `machine.kernel(...)` gives the duration of each kernel."""
 
     name = "emulated accelerator"
     asynchronous = True
@@ -81,17 +82,17 @@ class Emulated:
         write_dtypes: Sequence[str],
     ) -> Callable[..., Enqueued]:
         count = len(reads) - kernels.find(kernel).whole
-        seen = [corner(a, whole=i >= count) for i, a in enumerate(reads)]
-        made = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]
-        work = self._host.bind(kernel, seen, made, read_dtypes, write_dtypes)
-        taken = ([(a.shape, a.nbytes) for a in arrays] for arrays in (reads, writes))
-        seconds = self.machine.kernel(*kernels.demand(kernel, *taken))
+        read_corners = [corner(a, whole=i >= count) for i, a in enumerate(reads)]
+        write_corners = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]
+        compute = self._host.bind(kernel, read_corners, write_corners, read_dtypes, write_dtypes)
+        sizes = ([(a.shape, a.nbytes) for a in arrays] for arrays in (reads, writes))
+        seconds = self.machine.kernel(*kernels.demand(kernel, *sizes))
         stream = self._merges if kernel in MERGES else self._products
 
         def enqueue(after: Sequence[Enqueued]) -> Enqueued:
             begun = max([perf_counter(), stream.free, *(token.due for token in after)])
             stream.free = begun + seconds
-            work()
+            compute()
             return Enqueued(begun, stream.free)
 
         return enqueue

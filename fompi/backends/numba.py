@@ -1,7 +1,7 @@
-"""Kernels compiled by Numba: bfloat16, which NumPy does not know, in one pass instead of eight.
+"""bfloat16 kernels compiled by Numba. NumPy has no bfloat16: it needs eight passes for what these do in one.
 
-Loaded by the NumPy backend for large arrays, where Numba is installed. The bits are the same: float32 sums, rounded to
-the nearest even. The compiled code is kept on disk, so only the first run on a machine waits for the compiler.
+The NumPy backend loads this file for large arrays if Numba is installed. The results have the same bits: sums are in
+float32, rounded to the nearest even. Compiled code is cached on disk, so only the first run on a machine compiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 @intrinsic
 def _as_float(typing: Any, bits: Any) -> Any:
-    """The float32 of these 32 bits."""
+    """The float32 with these 32 bits."""
     return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
         args[0], context.get_value_type(types.float32)
     )
@@ -44,7 +44,7 @@ def _wide_of(x):
 
 
 def _put(c, i, value):
-    """c[i] = value, rounded if c is bfloat16."""
+    """c[i] = value, rounded if c holds bfloat16."""
 
 
 @overload(_put, inline="always")
@@ -68,7 +68,7 @@ def _put_in(c, i, value):
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     try:
         return njit(cache=True, error_model="numpy", nogil=True)(function)
-    except RuntimeError:  # nowhere to keep the code
+    except RuntimeError:  # there is no writable folder for compiled code
         return njit(error_model="numpy", nogil=True)(function)
 
 
@@ -78,7 +78,7 @@ def _add(a: Any, b: Any, c: Any) -> None:
 
 
 def _accumulate(c: Any, b: Any) -> None:
-    for i in range(c.size):  # not by `add`: the compiler must see that only two arrays can overlap
+    for i in range(c.size):  # separate from `_add`: with two arrays the compiler can rule out more overlaps
         _put(c, i, _wide(c[i]) + _wide(b[i]))
 
 
@@ -91,7 +91,7 @@ _add_into, _accumulate_into, _copy_into = _compiled(_add), _compiled(_accumulate
 
 
 def add(a: Array, b: Array, c: Array) -> None:
-    """c = a + b, on contiguous arrays, each of float32 or of bfloat16 kept in uint16; c may be a or b."""
+    """c = a + b on contiguous arrays. Each is float32, or bfloat16 stored in uint16. c may be a or b."""
     for summed, other in ((a, b), (b, a)):
         if summed.ctypes.data == c.ctypes.data:
             _accumulate_into(c.reshape(-1), other.reshape(-1))
@@ -100,5 +100,5 @@ def add(a: Array, b: Array, c: Array) -> None:
 
 
 def copy(a: Array, c: Array) -> None:
-    """c = a, widened or rounded, on arrays as those of `add`."""
+    """c = a, widened or rounded. The arrays are as in `add`."""
     _copy_into(a.reshape(-1), c.reshape(-1))

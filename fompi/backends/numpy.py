@@ -1,8 +1,8 @@
-"""Kernels on host memory with NumPy and the BLAS below it.
+"""Kernels on host memory with NumPy and its BLAS library.
 
-bfloat16 has no NumPy dtype of its own: it is kept in uint16. Both half types are widened to float32 for every
-kernel, and rounded once, to the nearest even, when the result is written. Large bfloat16 arrays go by Numba, where it
-is installed: NumPy takes 7 ns an element for what compiled code does in 0.2.
+NumPy has no bfloat16, so its bits are stored in uint16. Both half types are widened to float32 for every kernel. The
+result is rounded once, to the nearest even. Large bfloat16 arrays use Numba if it is installed: NumPy takes 7 ns per
+element, compiled code 0.2 ns.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ Array = np.ndarray[Any, Any]
 
 @cache
 def storage(dtype: str) -> np.dtype[Any]:
+    """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def widen(a: Array, dtype: str) -> Array:
-    """Half types as float32; all others as they are."""
+    """`a` as float32 if `dtype` is a half type, else `a` itself."""
     if dtype == "bfloat16":
         return (a.astype(np.uint32) << 16).view(np.float32)
     return a.astype(np.float32) if dtype == "float16" else a
 
 
 def narrow(a: Array, dtype: str) -> Array:
-    """`a` in the storage of `dtype`, rounded to the nearest even."""
+    """`a` in the storage dtype of `dtype`, rounded to the nearest even."""
     if dtype != "bfloat16":
         return a.astype(storage(dtype), copy=False)
     bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
@@ -45,11 +46,13 @@ def narrow(a: Array, dtype: str) -> Array:
 
 
 def rows(a: Array) -> Array:
-    """All dimensions but the last in one."""
+    """`a` as a matrix: all dimensions but the last become one."""
     return a if a.ndim == 2 else a.reshape(prod(a.shape[:-1]), a.shape[-1])
 
 
 class Numpy:
+    """The backend. It is synchronous: `kernel()` returns when the kernel has run."""
+
     name = "numpy"
     asynchronous = False
 
@@ -74,34 +77,35 @@ class Numpy:
         dtypes = {*read_dtypes, *write_dtypes}
         moves = kernel in ("copy", "pack") and len(dtypes) == 1
         plain = moves or dtypes.isdisjoint(HALF)
-        if plain and len(writes) == 1:  # the usual cases, without a detour
+        if plain and len(writes) == 1:  # the most frequent kernels, bound directly to NumPy's functions
             if kernel == "add":
                 return partial(np.add, reads[0], reads[1], writes[0])
             if moves and len(reads) == 1:
                 return partial(np.copyto, writes[0], reads[0])
             if kernel == "matmul" and len(reads) == 2 and (reads[0].ndim == 2 or reads[0].flags.c_contiguous):
-                return partial(np.matmul, rows(reads[0]), reads[1], rows(writes[0]))  # views: read at every call
+                # `rows` returns views here, so every call reads the current data
+                return partial(np.matmul, rows(reads[0]), reads[1], rows(writes[0]))
         compiled = None if plain else _compiled(kernel, reads, writes, (*read_dtypes, *write_dtypes))
         if compiled is not None:
             return compiled
-        work = _WORK[kernel]
+        compute = _KERNELS[kernel]
         if plain:
-            return partial(work, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
-        return partial(_half, work, kernel, reads, writes, read_dtypes, write_dtypes)
+            return partial(compute, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
+        return partial(_half, compute, kernel, reads, writes, read_dtypes, write_dtypes)
 
 
 LARGE = 1 << 18
-"""Elements from which on a pass of compiled code is worth the second that Numba takes to come."""
+"""Elements. Larger arrays use compiled code: for smaller ones it does not repay the second that Numba takes to load."""
 
 
 @cache
 def _numba() -> Any:
-    """The compiled kernels, where Numba is installed."""
+    """The module of compiled kernels, or None if Numba is not installed."""
     return import_module("fompi.backends.numba") if find_spec("numba") else None
 
 
 def _compiled(kernel: str, reads: Sequence[Array], writes: Sequence[Array], dtypes: Sequence[str]) -> Kernel | None:
-    """The kernel by Numba: sums and copies of large bfloat16 arrays. A call compiles when it first runs."""
+    """The compiled kernel for a sum or copy of large bfloat16 arrays, else None. It compiles at its first call."""
     arrays = (*reads, *writes)
     if kernel not in ("add", "copy") or len(writes) > 1 or writes[0].size < LARGE or "float16" in dtypes:
         return None
@@ -111,23 +115,25 @@ def _compiled(kernel: str, reads: Sequence[Array], writes: Sequence[Array], dtyp
 
 
 def _half(
-    work: Callable[..., None],
+    compute: Callable[..., None],
     kernel: str,
     reads: Sequence[Array],
     writes: Sequence[Array],
     read_dtypes: Sequence[str],
     write_dtypes: Sequence[str],
 ) -> None:
-    """`work` in float32 on widened operands; a result of half type is rounded at the end."""
+    """Run `compute` in float32 on widened operands, then round the results that have a half type."""
     wide = [widen(a, d) for a, d in zip(reads, read_dtypes, strict=True)]
     results = [np.empty(a.shape, np.float32) if d in HALF else a for a, d in zip(writes, write_dtypes, strict=True)]
-    work(find(kernel).rows(wide), find(kernel).wholes(wide), results)
+    compute(find(kernel).rows(wide), find(kernel).wholes(wide), results)
     for a, result, dtype in zip(writes, results, write_dtypes, strict=True):
         if result is not a:
             a[...] = narrow(result, dtype)
 
 
 Groups = Sequence[Sequence[Array]]
+"""Operands that are split into chunks of rows: one sequence of chunks per operand."""
+
 Arrays = Sequence[Array]
 
 
@@ -161,7 +167,7 @@ def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
         add = True
 
 
-_WORK: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
+_KERNELS: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
     "copy": _copy,
     "pack": _copy,
     "add": _add,
@@ -170,3 +176,4 @@ _WORK: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
     "gradient": _gradient,
     "gradient_add": _gradient,
 }
+"""Each kernel of `fompi.plans.kernels` as a function of its chunked operands, its whole operands and its results."""

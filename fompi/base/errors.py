@@ -1,30 +1,33 @@
-"""Every error that fompi raises: a `FompiError` and, for `except` clauses that know nothing of fompi, a builtin."""
+"""The exceptions and warnings of fompi.
+
+Each exception is a `FompiError` and also the closest builtin exception, so that `except ValueError` works too.
+"""
 
 from __future__ import annotations
 
 
 class FompiError(Exception):
-    """The root of all errors of fompi."""
+    """The base class of all errors of fompi."""
 
 
 class LayoutError(FompiError, ValueError):
-    """A layout, a mesh or a partition of rows that cannot be."""
+    """A layout, a mesh or a partition of rows is not valid."""
 
 
 class ShapeError(FompiError, ValueError):
-    """A shape, or a number of dimensions, that the operation cannot take."""
+    """The operation does not accept this shape or this number of dimensions."""
 
 
 class DtypeError(FompiError, TypeError):
-    """A dtype that the operation cannot take."""
+    """The operation does not accept this dtype."""
 
 
 class TensorError(FompiError, TypeError):
-    """An object that cannot be used as a tensor here: its device, strides, read-only memory, consumed capsule."""
+    """An object cannot be used as a tensor: wrong device or strides, read-only memory, or a consumed capsule."""
 
 
 class PlanError(FompiError, ValueError):
-    """A plan that is wrong. `rank`, `op` (its number in the program) and `chunk` say where."""
+    """A plan is wrong or cannot be made. `rank`, `op` (its number in the program) and `chunk` say where."""
 
     def __init__(self, message: str, rank: int | None = None, op: int | None = None, chunk: str | None = None):
         super().__init__(message)
@@ -32,19 +35,19 @@ class PlanError(FompiError, ValueError):
 
 
 class MismatchError(FompiError, ValueError):
-    """The ranks of a communicator called different operations, or the same one with arguments that do not fit."""
+    """The ranks called different operations, or the same operation with arguments that do not match."""
 
 
 class StateError(FompiError, RuntimeError):
-    """A call at the wrong time: an executor started twice, a communicator used after `close()`."""
+    """A call came at the wrong time: an executor was started twice, or a communicator was used after `close()`."""
 
 
 class LaunchError(FompiError, RuntimeError):
-    """There is no MPI, or the program was not started as the call needs."""
+    """MPI is missing, or the program was not started in the way that the call needs."""
 
 
 class PeerError(FompiError, RuntimeError):
-    """Another rank failed in an operation that this rank takes part in. `origin` is that rank."""
+    """Another rank failed in an operation of this rank. `origin` is the number of the failed rank."""
 
     def __init__(self, message: str, origin: int):
         super().__init__(message)
@@ -52,12 +55,12 @@ class PeerError(FompiError, RuntimeError):
 
 
 class OverlapWarning(UserWarning):
-    """An overlap that was asked for did not happen: the call took about as long as without."""
+    """A requested overlap did not happen: the call took about as long as without overlap."""
 
 
 class DriftWarning(UserWarning):
-    """A bound operation takes another time than its plan was chosen for: links, hosts or kernels have changed."""
+    """The time of a bound operation no longer matches the prediction for its plan: links, hosts or kernels changed."""
 
 
 class WaitTimeout(FompiError, TimeoutError):
-    """A wait reached its deadline. The message names who waits for whom, back to the rank at the root."""
+    """A wait reached its deadline. The message says which rank waits for which, up to the rank that causes it."""

@@ -1,8 +1,10 @@
-"""Where the rows of a tensor are: layouts over ranks, blocks of rows, and how many rows each block has in a call.
+"""Where the rows of a tensor are: layouts over ranks, blocks of rows, and the number of rows of each block in a call.
 
-A partition has `size` shards (one owner each) and every shard `parts` blocks. Blocks are numbered owner by owner:
-block `owner * parts + part`. Plans speak of blocks only; `Extents` says how many rows they have: `shares` are the
-sizes of the parts of a shard in proportion, (1, 1) for two equal ones.
+A partition divides the rows into `size` shards, one per owner. Each shard has `parts` blocks. Block `part` of an owner
+has the number `owner * parts + part`.
+
+A plan names blocks but no rows. `Extents` holds the number of rows of each block. `shares` are the relative sizes of
+the parts of a shard: (1, 1) for two equal parts.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ ITEMSIZE = {
 HALF = ("float16", "bfloat16")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MOST_NBYTES = 1 << 63
+"""Bytes: a tensor must be smaller than this. Sizes then fit into a signed 64-bit integer."""
 
 
 def itemsize(dtype: str) -> int:
@@ -31,25 +34,25 @@ def itemsize(dtype: str) -> int:
 
 
 def accumulator(dtype: str) -> str:
-    """The dtype in which sums of `dtype` are kept: float32 for half types, so that they round once."""
+    """The dtype of sums of `dtype`. It is float32 for half types, so that a result is rounded only once."""
     return "float32" if dtype in HALF else dtype
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank r holds the r-th piece along dimension `dim`; -1 is the last one."""
+    """Rank r holds the r-th piece along dimension `dim`; -1 is the last dimension."""
 
     dim: int = 0
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank holds all of it."""
+    """Every rank holds the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank holds a term of full shape; the tensor is their sum."""
+    """Every rank holds one term of the full shape. The tensor is the sum of all terms."""
 
     op: str = "sum"
 
@@ -59,7 +62,7 @@ Layout = Shard | Replicate | Partial
 
 @dataclass(frozen=True)
 class Spec:
-    """A global tensor without its data: shape over all ranks, dtype name, layout."""
+    """A global tensor without data: its shape over all ranks, the name of its dtype, its layout."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -69,22 +72,22 @@ class Spec:
         object.__setattr__(self, "shape", tuple(self.shape))
         itemsize(self.dtype)
         if any(not isinstance(n, int) or n < 0 for n in self.shape):
-            raise LayoutError(f"a shape is made of whole numbers >= 0, not {self.shape}")
+            raise LayoutError(f"a shape must consist of integers >= 0, not {self.shape}")
         if nbytes(self.shape, self.dtype) >= MOST_NBYTES:
-            raise LayoutError(f"no memory holds a tensor of shape {self.shape} in {self.dtype}")
+            raise LayoutError(f"a tensor of shape {self.shape} in {self.dtype} is too large for any memory")
         object.__setattr__(self, "layout", self.resolved(self.layout))
 
     def resolved(self, layout: Layout) -> Layout:
-        """`layout`, its dimension counted from the first. Raises LayoutError where this tensor has none."""
+        """`layout` with a dimension >= 0. Raises LayoutError if this tensor does not have the dimension."""
         if not isinstance(layout, Shard):
             return layout
         if not -len(self.shape) <= layout.dim < len(self.shape):
-            raise LayoutError(f"Shard({layout.dim}) of a tensor with {len(self.shape)} dimensions")
+            raise LayoutError(f"Shard({layout.dim}) does not fit a tensor with {len(self.shape)} dimensions")
         return Shard(layout.dim % len(self.shape))
 
 
 Slices = int | Sequence[int]
-"""Into what a shard is cut: a number of equal parts, or their sizes in proportion."""
+"""How a shard is cut: the number of equal slices, or the relative sizes of the slices."""
 
 
 def slices_in_words(slices: Slices) -> str:
@@ -95,44 +98,45 @@ def slices_in_words(slices: Slices) -> str:
 
 
 def split(total: int, pieces: int) -> tuple[int, ...]:
-    """`total` rows in `pieces` runs as even as can be, the longer ones first: split(7, 3) == (3, 2, 2)."""
-    each, rest = divmod(total, pieces)
-    return (each + 1,) * rest + (each,) * (pieces - rest)
+    """`total` rows in `pieces` runs whose lengths differ by at most 1, longer runs first: split(7, 3) == (3, 2, 2)."""
+    shorter, rest = divmod(total, pieces)
+    return (shorter + 1,) * rest + (shorter,) * (pieces - rest)
 
 
 def cut(total: int, shares: Sequence[int]) -> list[int]:
-    """`total` rows in the proportions of `shares`, what is left to the first: cut(10, (1, 3)) == [3, 7]."""
-    whole = sum(shares)
-    rows = [total * share // whole for share in shares]
+    """`total` rows in proportion to `shares`. Rows that remain go to the first runs: cut(10, (1, 3)) == [3, 7]."""
+    all_shares = sum(shares)
+    rows = [total * share // all_shares for share in shares]
     for i in range(total - sum(rows)):
         rows[i] += 1
     return rows
 
 
 def offsets(counts: Iterable[int]) -> list[int]:
-    """Where each run begins, and where the last one ends: offsets((3, 2)) == [0, 3, 5]."""
+    """The first row of each run, and the end of the last run: offsets((3, 2)) == [0, 3, 5]."""
     return list(accumulate(counts, initial=0))
 
 
 Symbol = tuple[str | int, ...]
-"""The length of a block, unevaluated: two blocks of equal symbol have equally many rows in every call."""
+"""A name for the number of rows of a block. Two blocks with equal symbols have equally many rows in every call."""
 
 AXES = ("rows", "own", "copies", "slices", "send", "recv", "whole")
-"""What the blocks of a buffer are, on `rank`:
+"""The axis of a buffer says what its blocks are. For a buffer of `rank`:
 
-| axis     | block b                             | rows of                                              |
-|----------|-------------------------------------|------------------------------------------------------|
-| `rows`   | owner b // parts, part b % parts    | that block of the partition                          |
-| `own`    | the blocks of `rows` that are ours  | the same (numbered as in `rows`)                     |
-| `copies` | copy b // parts, part b % parts     | our own block `part`, `size` times                   |
-| `slices` | part b // size, owner b % size      | as `rows`, part by part                              |
-| `send`   | dest b // parts, part b % parts     | what we send to dest                                 |
-| `recv`   | source b // parts, part b % parts   | what source sends to us                              |
-| `whole`  | one block                           | all of the buffer, whose shape does not change       |
+| axis     | block b is                           | its rows are                                             |
+|----------|--------------------------------------|----------------------------------------------------------|
+| `rows`   | part b % parts of owner b // parts   | the rows of this block of the partition                  |
+| `own`    | a block of `rows` that `rank` owns   | the same; the number is the one in `rows`                |
+| `copies` | part b % parts of copy b // parts    | the rows of this part of `rank`; there are `size` copies |
+| `slices` | part b // size of owner b % size     | the rows of this block of the partition                  |
+| `send`   | part b % parts for dest b // parts   | rows that `rank` sends to dest                           |
+| `recv`   | part b % parts of source b // parts  | rows that source sends to `rank`                         |
+| `whole`  | the only block                       | the whole buffer, whose shape is fixed                   |
 """
 
 
 def symbol(axis: str, rank: int, size: int, parts: int, block: int) -> Symbol:
+    """The symbol of a block of a buffer with this axis on `rank`."""
     if axis in ("rows", "own"):
         return ("rows", *divmod(block, parts))
     if axis == "copies":
@@ -147,7 +151,7 @@ def symbol(axis: str, rank: int, size: int, parts: int, block: int) -> Symbol:
 
 
 def blocks(axis: str, rank: int, size: int, parts: int) -> range:
-    """The numbers of the blocks that a buffer of this axis has on `rank`."""
+    """The block numbers of a buffer with this axis on `rank`."""
     if axis == "whole":
         return range(1)
     if axis == "own":
@@ -156,7 +160,7 @@ def blocks(axis: str, rank: int, size: int, parts: int) -> range:
 
 
 class Extents(NamedTuple):
-    """Rows of every block in one call, as `rank` sees them: `rows[owner]`, `send[dest]`, `recv[source]`."""
+    """The rows of one call, as `rank` needs them: `rows[owner]`, or `send[dest]` and `recv[source]`."""
 
     rank: int
     size: int
@@ -166,8 +170,8 @@ class Extents(NamedTuple):
     recv: tuple[int, ...] = ()
 
     def counts(self, axis: str) -> Sequence[int]:
-        """Rows of the blocks of a buffer of this axis, in the order of the blocks."""
-        if axis in ("send", "recv", "rows"):  # the common ones first: this is part of what a small call costs
+        """The rows of each block of a buffer with this axis, in the order of the blocks."""
+        if axis in ("send", "recv", "rows"):  # the common axes first: a small call spends time here
             counts: Sequence[int] = getattr(self, axis)
             return counts if len(self.shares) == 1 else [n for c in counts for n in cut(c, self.shares)]
         if axis == "own":
@@ -175,13 +179,13 @@ class Extents(NamedTuple):
         if axis == "copies":
             return cut(self.rows[self.rank], self.shares) * self.size
         if axis == "slices":
-            each = [cut(n, self.shares) for n in self.rows]
-            return [each[owner][part] for part in range(len(self.shares)) for owner in range(self.size)]
-        raise LayoutError(f"a buffer of the axis {axis!r} has a shape of its own, not rows that change")
+            blocks_of = [cut(n, self.shares) for n in self.rows]
+            return [blocks_of[owner][part] for part in range(len(self.shares)) for owner in range(self.size)]
+        raise LayoutError(f"a buffer of the axis {axis!r} has a fixed shape, not rows")
 
 
 class Sizes(NamedTuple):
-    """Rows on all ranks in one call: `rows[owner]`, or `pairs[source][dest]` for an all-to-all."""
+    """The rows of all ranks in one call: `rows[owner]`, or `pairs[source][dest]` for an all-to-all."""
 
     rows: tuple[int, ...] = ()
     pairs: tuple[tuple[int, ...], ...] = ()

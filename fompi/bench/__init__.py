@@ -1,1 +1,21 @@
-"""Benchmarks: one file per suite, run by `python -m fompi bench`. Nothing of the product imports this room."""
+"""Benchmarks: `fompi bench` and `fompi try`.
+
+| file             | what it holds                                                                              |
+|------------------|--------------------------------------------------------------------------------------------|
+| `command.py`     | `fompi bench`: runs a suite, prints its table, writes the files that are named             |
+| `trial.py`       | `fompi try`: what overlap gains for one shape; one table and a verdict                     |
+| `options.py`     | how much is measured                                                                       |
+| `cluster.py`     | which ranks share a host, and the TCP streams between hosts                                |
+| `table.py`       | rows as JSON, Markdown and plots                                                           |
+| `collectives.py` | suite: plain collectives, the MPI library's own, and a TCP stream                          |
+| `fused.py`       | suite: fused operations on real GEMMs, and what the core and the link allow                |
+| `papers.py`      | suite: the papers' settings on emulated accelerators                                       |
+| `peers.py`       | suite: fused operations beside gloo, JAX and mpi4py                                        |
+| `planner.py`     | suite: the planner's choices and predictions                                               |
+| `adapt.py`       | suite: a link that drops while a job runs                                                  |
+| `overhead.py`    | suite: what a call costs above the bare messages                                           |
+| `rivals/`        | what fompi is measured against                                                             |
+
+A suite is a module with `rows(comm, options) -> list[Row]`. This room may import every other room. Nothing of the
+product imports it: `fompi.cli.main` names `command.py` and `trial.py` as text.
+"""

@@ -1,8 +1,9 @@
 """A link that drops to a third during a run: python tools/netlab.py run --hosts 4 -- python -m fompi bench adapt
 
-The machine is calibrated, each operation is bound with adapt=True and called for a while; then the link of the second
-host drops. Counted are the calls until the ranks go over to another machine, and compared is a fresh plan: the machine
-calibrated again, from nothing. Needs the control of `tools/netlab.py`, by which a program changes links.
+The machine is calibrated. Each operation is bound with adapt=True and called for a while. Then the link of the second
+host drops. The suite counts the calls until the ranks change their plan, and compares the new plan with a fresh one: a
+plan for the machine that is calibrated again from nothing. It needs `tools/netlab.py`, which lets a program change
+links.
 """
 
 from __future__ import annotations
@@ -15,32 +16,40 @@ from typing import Any
 import fompi
 from fompi.base.errors import StateError
 from fompi.bench.cluster import Cluster
-from fompi.bench.collectives import MIB, given, progress
+from fompi.bench.collectives import MIB, problem_of, progress
 from fompi.bench.options import Options
 from fompi.bench.planner import explained_for
 from fompi.tuning.calibrate import calibrate
 from fompi.tuning.rounds import Contestant, Figure, Row, alternate, checked, meet, relative_error
 
 OPERATIONS = {"all_gather": 17, "reduce_scatter": 20, "all_reduce": 22}
-"""And how many calls there are before the link drops: the ranks compare their times after every eighth."""
+"""How many calls there are before the link drops. They differ because ranks compare times after every eighth call."""
 
 TOTAL, QUICK_TOTAL = 8 * MIB, 2 * MIB
-SETTLED, MOST_CALLS, GIVEN_UP = 17, 20, 60
+
+SETTLING_CALLS = 17
+"""Calls after the first change of plan, before the plan is timed: two more comparisons may change it again."""
+
+MOST_CALLS, GIVE_UP_CALLS = 20, 60
+"""Calls until the plan changes: the target, and when the suite stops waiting."""
+
 DROP, MOST_OVER_FRESH = 3, 1.10
+"""The link's rate is divided by this. The target for adapted / fresh."""
 
 
 def rows(comm: Any, options: Options) -> list[Row]:
     if "NETLAB_CONTROL" not in os.environ:
-        raise StateError("bench adapt changes links: start it by tools/netlab.py (docs/lab.md)")
+        raise StateError("bench adapt changes links: start it with tools/netlab.py (docs/howto/lab.md)")
     total = QUICK_TOTAL if options.quick else TOTAL
     with Cluster(comm.link.comm) as cluster:
-        return [_measured(comm, cluster, operation, total, options.rounds) for operation in OPERATIONS]
+        operations = options.progress.each([*OPERATIONS])
+        return [_measured(comm, cluster, operation, total, options.rounds) for operation in operations]
 
 
 def _measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: int) -> Row:
     mpi, machine = comm.link.comm, calibrate(comm)
     full = int(os.environ["NETLAB_RATES"].split(",")[1]) // 10**6
-    x, reference = given(operation, total, comm.rank, comm.size)
+    x, reference = problem_of(operation, total, comm.rank, comm.size)
     error = partial(relative_error, reference=reference)
     with fompi.bind(explained_for(machine, operation, comm.size, x), comm=comm, x=x, adapt=True) as step:
         for _ in range(OPERATIONS[operation]):
@@ -48,27 +57,27 @@ def _measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: i
         first = step.changes[-1]
         _set_rate(comm, full // DROP)
         calls = 0
-        while calls < GIVEN_UP and step.changes[-1] is first:
+        while calls < GIVE_UP_CALLS and step.changes[-1] is first:
             step()
             calls += 1
-        for _ in range(SETTLED):  # what it settles on
+        for _ in range(SETTLING_CALLS):
             step()
         now = explained_for(calibrate(comm), operation, comm.size, x)
         with fompi.bind(now, comm=comm, x=x) as fresh:
             contestants = {"adapted": Contestant(step, error), "fresh plan": Contestant(fresh, error)}
-            errors, looked = checked(mpi, contestants), len(step.changes)
+            errors, before = checked(mpi, contestants), len(step.changes)
             samples = alternate(mpi, {name: c.call for name, c in contestants.items()}, rounds, idle=cluster.idle)
-        last, looks = step.changes[-1], len(step.changes) - looked
+        last, refits = step.changes[-1], len(step.changes) - before
     _set_rate(comm, full)
     marks = [f"from {first.candidate} to {last.candidate}, fresh: {now.winner.candidate}"]
-    if looks:
-        marks.append(f"adapted looked at the links again in {looks} of the rounds, which counts")
+    if refits:
+        marks.append(f"adapted measured the links again in {refits} of the rounds, which is part of its time")
     row = Row(f"{operation} of {total // MIB} MiB, a link drops to a third", str(cluster), samples, errors=errors)
     return replace(
         row,
         base="fresh plan",
         figures=[
-            Figure("calls until they plan again", calls, most=MOST_CALLS),
+            Figure("calls until the plan changes", calls, most=MOST_CALLS),
             row.ratio("adapted", "fresh plan", most=MOST_OVER_FRESH, limit=1.0),
         ],
         marks=marks,
@@ -77,7 +86,7 @@ def _measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: i
 
 
 def _set_rate(comm: Any, mbit: int) -> None:
-    """Of the host of rank 1, and wait until it is so."""
+    """Set the rate of rank 1's host, and let all ranks wait for it."""
     if comm.rank == 0:
         with open(os.environ["NETLAB_CONTROL"], "w") as control:
             print(f"h1 {mbit}mbit", file=control)

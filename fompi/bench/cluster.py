@@ -1,4 +1,4 @@
-"""Where a benchmark runs: which ranks share a host, and the wire between hosts as the limit of every figure."""
+"""Where a benchmark runs: which ranks share a host, and plain TCP streams between hosts as a limit."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import socket
 from functools import cached_property
 from typing import Any, Self
 
-from fompi.bench.wire import Wire, address, listen
-from fompi.tuning.rounds import Calm, texts
+from fompi.bench.rivals.wire import Wire, address, listen
+from fompi.tuning.rounds import NoiseMonitor, Turns, texts
 
 IDLE_SECONDS = 0.05
-"""Between calls over a network: what a link may send at once has come back, and no queue is left."""
+"""Silence between two calls over a network. Token buckets are full again by then, and queues are empty."""
 
 
 class Cluster:
-    """The hosts of the ranks of `comm` (mpi4py) and, where they differ, plain TCP streams between them. Collective."""
+    """The hosts of the ranks of `comm` (mpi4py), and plain TCP streams between them if there are several. Collective.
+
+    `totals` counts the turns in which kernels ran, as far as `turns` was called.
+    """
 
     def __init__(self, comm: Any):
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
-        self.own = comm.Dup()  # for messages that are none of fompi's
+        self.own = comm.Dup()  # for messages that do not belong to fompi
         self.hosts = texts(comm, socket.gethostname())
+        self.totals = Turns(0, 0, 0)
         self.wire: Wire | None = None
         if not self.shared:
             listener = listen()
@@ -29,7 +33,7 @@ class Cluster:
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks are on one host: then messages are copies by its cores, and there is no wire."""
+        """True if all ranks are on one host. Then messages are copies by its cores, and there is no wire."""
         return len(set(self.hosts)) == 1
 
     @property
@@ -37,18 +41,18 @@ class Cluster:
         """Seconds of silence before each call."""
         return 0.0 if self.shared else IDLE_SECONDS
 
-    @property
-    def progress(self) -> str:
-        return "shared memory: no wire" if self.shared else "wire: plain TCP streams round the ring of ranks"
-
     @cached_property
-    def calm(self) -> Calm | None:
-        """For turns in which kernels run. Collective when first asked for."""
-        return Calm.of(self.comm)
+    def monitor(self) -> NoiseMonitor | None:
+        """Detects other users of the cores while kernels are timed. None if ranks share cores. Collective at first."""
+        return NoiseMonitor.of(self.comm)
 
-    def told(self) -> str:
-        """How the turns went since this was last asked."""
-        return "ranks share cores" if self.calm is None else self.calm.told()
+    def turns(self) -> str:
+        """In words: how often others disturbed the turns since the last call. Adds to `totals`."""
+        if self.monitor is None:
+            return "ranks share cores"
+        turns = self.monitor.count()
+        self.totals = Turns(*map(sum, zip(self.totals, turns, strict=True)))
+        return str(turns)
 
     def __str__(self) -> str:
         where = "shared memory: no wire"
@@ -57,21 +61,17 @@ class Cluster:
         return f"{self.size} rank{'s' * (self.size > 1)}, {where}"
 
     def exchange(self, nbytes: int) -> float:
-        """Each rank sends so much to the next one: seconds on this rank."""
+        """Each rank sends `nbytes` to the next one by plain TCP. Returns the seconds on this rank."""
         if self.wire is None:
             raise ValueError("there is no wire between ranks on one host")
         return self.wire.exchange(nbytes)
 
-    @property
-    def host(self) -> str:
-        """This rank's address for the others: that of the interface that GLOO_SOCKET_IFNAME names, or of its name."""
-        return "127.0.0.1" if self.shared else socket.gethostbyname(socket.gethostname())
-
     def rendezvous(self) -> str:
-        """An address of rank 0 that nobody listens at yet, told to all. Collective."""
+        """A free address of rank 0, the same on all ranks. Collective."""
+        host = "127.0.0.1" if self.shared else socket.gethostbyname(socket.gethostname())
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
-        return texts(self.comm, f"{self.host}:{port}")[0]
+        return texts(self.comm, f"{host}:{port}")[0]
 
     def close(self) -> None:
         if self.wire is not None:

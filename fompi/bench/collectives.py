@@ -1,4 +1,4 @@
-"""Plain collectives against the wire and against the MPI library's own: mpirun -n 4 python -m fompi bench collectives
+"""Plain collectives against the wire and the MPI library's own: mpirun -n 4 python -m fompi bench collectives
 
 | operation        | x on each rank | result on each rank | bytes that each rank sends  |
 |------------------|----------------|---------------------|-----------------------------|
@@ -28,12 +28,19 @@ from fompi.tuning.rounds import Contestant, Row, alternate, checked, relative_er
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 MIB = 1 << 20
-TOTALS, QUICK_TOTALS = (4 * MIB, 16 * MIB, 64 * MIB), (4 * MIB,)
-COLUMNS = 256
-OF_WIRE = {"all_reduce": 0.92}
-LEAST_OF_WIRE, LEAST_OF_NATIVE = 0.95, 0.97
 
-CALLED = "fompi, called without a word"
+TOTALS, QUICK_TOTALS = (4 * MIB, 16 * MIB, 64 * MIB), (4 * MIB,)
+"""Bytes of the global tensor."""
+
+COLUMNS = 256
+"""Columns of every tensor, in float32."""
+
+LEAST_OF_WIRE, LEAST_OF_WIRE_ALL_REDUCE, LEAST_OF_NATIVE = 0.95, 0.92, 0.97
+"""Targets: wire / fompi, the same for an all-reduce, and the library's own / fompi."""
+
+DEFAULT = "fompi, default schedule"
+"""The contestant that is called as a user calls it: without binding, without naming a schedule."""
+
 CANDIDATES: dict[str, dict[str, Any]] = {
     "fompi direct": {"schedule": "direct"},
     "fompi direct, window 1": {"schedule": "direct", "window": 1},
@@ -52,12 +59,18 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 def rows(comm: Any, options: Options) -> list[Row]:
     totals = QUICK_TOTALS if options.quick else TOTALS
     with Cluster(comm.link.comm) as cluster:
-        return [measured(comm, cluster, name, total, options.rounds) for name in OPERATIONS for total in totals]
+        cases = [(name, total) for name in OPERATIONS for total in totals]
+        shown = options.progress.each(cases, lambda case: _title(*case))
+        return [measured(comm, cluster, *case, options.rounds) for case in shown]
+
+
+def _title(operation: str, total: int) -> str:
+    return f"{operation} of {total // MIB} MiB"
 
 
 def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: int) -> Row:
     size = comm.size
-    x, reference = given(operation, total, comm.rank, size)
+    x, reference = problem_of(operation, total, comm.rank, size)
     error = partial(relative_error, reference=reference)
     contestants = {"native": Contestant(native(operation, comm.link.comm, x, reference.shape), error)}
     with ExitStack() as bound:
@@ -65,43 +78,44 @@ def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: in
             if can_move(how["schedule"], operation, size):
                 step = bound.enter_context(fompi.bind(plan(operation, x, size, **how), comm=comm, x=x))
                 contestants[name] = Contestant(step, error)
-        contestants[CALLED] = Contestant(partial(getattr(fompi, operation), x, comm=comm), error)
+        contestants[DEFAULT] = Contestant(partial(getattr(fompi, operation), x, comm=comm), error)
         errors = checked(comm.link.comm, contestants)
         calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
         if not cluster.shared:
             sent = total * (size - 1) // size * (2 if operation == "all_reduce" else 1)
             calls["wire"] = lambda: cluster.exchange(sent)
         samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
-    row = Row(f"{operation} of {total // MIB} MiB", str(cluster), samples, "native", errors=errors)
+    row = Row(_title(operation, total), str(cluster), samples, "native", errors=errors)
     best = row.best(CANDIDATES)
     if cluster.shared:
         return replace(row, figures=[row.ratio("native", best)], progress=progress(comm))
+    of_wire = LEAST_OF_WIRE_ALL_REDUCE if operation == "all_reduce" else LEAST_OF_WIRE
     return replace(
         row,
         limits={"wire": row.median("wire")},
         figures=[
-            row.ratio("wire", best, least=OF_WIRE.get(operation, LEAST_OF_WIRE), limit=1.0),
+            row.ratio("wire", best, least=of_wire, limit=1.0),
             row.ratio("native", best, least=LEAST_OF_NATIVE),
-            row.ratio("native", CALLED, least=LEAST_OF_NATIVE),
+            row.ratio("native", DEFAULT, least=LEAST_OF_NATIVE),
         ],
         progress=progress(comm),
     )
 
 
 def progress(comm: Any) -> str:
-    """How messages of ours progress here, in words."""
+    """How fompi's messages progress here, in words."""
     return f"progress of fompi: {comm.engine.progress_mode}"
 
 
-def given(operation: str, total: int, rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """x of this rank, and the result that it is to get. Whole numbers: sums are exact in any order."""
+def problem_of(operation: str, total: int, rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """x of this rank, and its correct result. The values are whole numbers, so sums are exact in any order."""
     length = total // (4 * COLUMNS) // size  # rows of a shard
     rows = length if operation == "all_gather" else length * size
     own = slice(rank * length, (rank + 1) * length)
 
     def x_of(source: int) -> np.ndarray:
-        draw = np.random.default_rng([source, rows])
-        return draw.integers(0, 100, (rows, COLUMNS), dtype=np.int32).astype(np.float32)
+        generator = np.random.default_rng([source, rows])
+        return generator.integers(0, 100, (rows, COLUMNS), dtype=np.int32).astype(np.float32)
 
     x = x_of(rank)
     if operation == "all_gather":
@@ -116,7 +130,7 @@ def given(operation: str, total: int, rank: int, size: int) -> tuple[np.ndarray,
 
 
 def native(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
-    """The library's own blocking call."""
+    """The MPI library's own blocking call."""
     y = np.empty(shape, x.dtype)
     collective = {
         "all_gather": comm.Allgather,
@@ -133,13 +147,13 @@ def native(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> 
 
 
 def plan(operation: str, *tensors: Any, **how: Any) -> fompi.Plan:
-    """A plan for operands of which every rank has one of the same shape; the number of ranks comes last."""
+    """plan(operation, x, ..., size): a plan for these shards. Every rank's shards have the same shapes."""
     *operands, size = tensors
     return fompi.plan(operation, *specs(operation, size, *operands), ranks=size, **how)
 
 
 def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
-    """The global tensors of which every rank has one of this shape."""
+    """The global tensors of these shards. Every rank's shards have the same shapes."""
     for tensor, layout in zip(tensors, problems.layouts(operation, len(tensors)), strict=True):
         shape = list(tensor.shape)
         if isinstance(layout, Shard):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from fompi.cli.output import Progress
 
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured: rounds of every row, and with `quick` fewer and smaller rows."""
+    """The rounds of every row. With `quick` there are fewer and smaller rows. `progress` shows which row runs."""
 
     rounds: int
-    quick: bool
+    quick: bool = False
+    progress: Progress = field(default_factory=Progress)

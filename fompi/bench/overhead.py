@@ -1,6 +1,6 @@
 """What fompi costs above the bare messages: `mpirun -n 2 python -m fompi bench overhead`.
 
-Every call is timed in rounds that alternate with those of its yardstick. Nothing here overlaps.
+Rounds of each call alternate with rounds of the same messages without fompi. Nothing here overlaps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,32 @@ from fompi.ops import operations
 from fompi.plans.problems import Form, problem
 from fompi.tuning.rounds import Figure, Row, alternate, difference, median_figure
 
-CALLS, QUICK_CALLS, WARMUP = 300, 60, 1
+CALLS, QUICK_CALLS = 300, 60
+"""Calls per round."""
+
+WARMUP = 1
+"""Rounds that do not count."""
+
 NBYTES = 1024
+"""Bytes of the all-reduce."""
+
 CHANGING_CALLS = 10_000
-"""With new counts each, in all rounds."""
+"""Calls with new counts, in all rounds together."""
 
 
 def rows(comm: Any, options: Options) -> list[Row]:
-    return [all_reduces(comm, options), per_op(comm, options), *changing_sizes(comm, options), *planning(options)]
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "all-reduce of 1 KiB": lambda: [all_reduces(comm, options)],
+        "one op of a bound plan": lambda: [per_op(comm, options)],
+        "new counts at every call": lambda: changing_sizes(comm, options),
+        "plans and choices": lambda: planning(options),
+    }
+    return [row for name in options.progress.each([*parts]) for row in parts[name]()]
 
 
 def _setup(comm: Any) -> dict[str, Any]:
-    """What is said with rows of messages."""
-    marks = () if comm.size == 2 else ("what is to be reached is for 2 ranks",)
+    """What all rows of messages share."""
+    marks = () if comm.size == 2 else ("the targets are for 2 ranks",)
     return {"setup": f"{comm.size} ranks", "progress": "progress by polling", "marks": marks}
 
 
@@ -61,7 +74,7 @@ def all_reduces(comm: Any, options: Options) -> Row:
 
 
 def per_op(comm: Any, options: Options) -> Row:
-    """A plan of many ops, against the same messages posted and tested by hand."""
+    """A plan of many ops, and the same messages posted and tested with mpi4py."""
     slices, width = 64, 64
     x = np.ones((slices * width, 1), np.float32)
     plan = fompi.plan(
@@ -74,14 +87,14 @@ def per_op(comm: Any, options: Options) -> Row:
         bare = bare_messages(comm, [x[i * width : (i + 1) * width] for i in range(slices)], y)
         contestants: dict[str, Callable[[], object]] = {"fompi bound": bound, "mpi4py alone": bare}
         seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options) // 10, warmup=WARMUP)
-    each = {name: [s / count for s in found] for name, found in seconds.items()}
-    figures = [median_figure("an op", each["fompi bound"], most=5)]
+    of_an_op = {name: [s / count for s in samples] for name, samples in seconds.items()}
+    figures = [median_figure("an op", of_an_op["fompi bound"], most=5)]
     what = f"all-gather in {slices} slices, by its {count} ops"
-    return Row(what, samples=each, base="mpi4py alone", figures=figures, **_setup(comm))
+    return Row(what, samples=of_an_op, base="mpi4py alone", figures=figures, **_setup(comm))
 
 
 def bare_messages(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Callable[[], object]:
-    """Every chunk to every other rank with Isend, Irecv and Testsome: what the messages cost by themselves."""
+    """Send every chunk to every other rank with Isend, Irecv and Testsome only."""
     mpi, rank, size, rows = comm.link.comm.Dup(), comm.rank, comm.size, sum(map(len, chunks))
     testsome = request_testsome()
     peers = [(rank + d) % size for d in range(1, size)]
@@ -101,24 +114,26 @@ def bare_messages(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Call
         for chunk in chunks:
             own[at : at + len(chunk)] = chunk
             at += len(chunk)
-        left = len(requests)
-        while left:
-            left -= len(testsome(requests) or ())
+        missing = len(requests)
+        while missing:
+            missing -= len(testsome(requests) or ())
 
     return exchange
 
 
 def changing_sizes(comm: Any, options: Options) -> list[Row]:
-    """New random counts at every call, against bare messages with the same counts."""
+    """New random counts at every call, and bare messages with the same counts."""
     size, capacity, calls = comm.size, 64, CHANGING_CALLS // (10 if options.quick else 1)
-    draw = random.Random(5)
-    tables = [tuple(tuple(draw.randrange(capacity) for _ in range(size)) for _ in range(size)) for _ in range(calls)]
+    generator = random.Random(5)
+    tables = [
+        tuple(tuple(generator.randrange(capacity) for _ in range(size)) for _ in range(size)) for _ in range(calls)
+    ]
     data = np.ones((capacity * size, 4), np.float32)
     plan = fompi.plan(fompi.all_gather, Spec((capacity * size, 4), "float32", Shard(0)), ranks=size)
     with fompi.bind(plan, comm=comm, x=data[:capacity].copy()) as bound:
 
         def in_turn(call: Callable[[Any], object]) -> Callable[[], object]:
-            """Every call takes the next counts, the same for every contestant."""
+            """Each call uses the next counts. All contestants use the same ones."""
             following = cycle(tables)
             return lambda: call(next(following))
 
@@ -128,15 +143,15 @@ def changing_sizes(comm: Any, options: Options) -> list[Row]:
             "gather": in_turn(lambda table: bound(counts=table[0])),
             "bare gather": in_turn(lambda table: bare_all_to_all(comm, data, tuple((n,) * size for n in table[0]))),
         }
-        each = max(1, calls // options.rounds)
-        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=each, warmup=WARMUP)
-    found = []
-    for what, name, ours in (("all-to-all", "a2a", "fompi"), ("all-gather", "gather", "fompi bound")):
-        samples = {ours: seconds[name], "mpi4py alone": seconds[f"bare {name}"]}
-        figure = difference(f"{ours}, above the bare messages", *samples.values(), most=50)
+        per_round = max(1, calls // options.rounds)
+        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=per_round, warmup=WARMUP)
+    made = []
+    for what, name, shown in (("all-to-all", "a2a", "fompi"), ("all-gather", "gather", "fompi bound")):
+        samples = {shown: seconds[name], "mpi4py alone": seconds[f"bare {name}"]}
+        figure = difference(f"{shown}, above the bare messages", *samples.values(), most=50)
         what = f"{what}, new counts at every call"
-        found.append(Row(what, samples=samples, base="mpi4py alone", figures=[figure], **_setup(comm)))
-    return found
+        made.append(Row(what, samples=samples, base="mpi4py alone", figures=[figure], **_setup(comm)))
+    return made
 
 
 def unbound_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
@@ -145,7 +160,7 @@ def unbound_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
 
 
 def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
-    """The same with mpi4py alone, everything known beforehand: memory for the result, messages, our own rows."""
+    """The same with mpi4py alone. It knows all counts beforehand, makes the result, and copies the rank's own rows."""
     mpi, rank = comm.link.comm, comm.rank
     arrived = [row[rank] for row in table]
     into = np.empty((sum(arrived), 4), np.float32)
@@ -162,13 +177,13 @@ def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
             first = sum(arrived[:rank])
             into[first : first + rows] = data[at : at + rows]
         at += rows
-    left, testsome = len(requests), request_testsome()
-    while left:
-        left -= len(testsome(requests) or ())
+    missing, testsome = len(requests), request_testsome()
+    while missing:
+        missing -= len(testsome(requests) or ())
 
 
 def planning(options: Options) -> list[Row]:
-    """A cold plan for 8 ranks, as the first call of an operation makes it; and the choice among many."""
+    """A cold plan for 8 ranks, as the first call of an operation makes it, and the choice among candidates."""
     from fompi.runtime.compiled import Compiled
 
     seconds = []
@@ -189,14 +204,14 @@ def planning(options: Options) -> list[Row]:
 
 
 COLD_MS = {8: 50.0, 64: 500.0, 1024: 2000.0}
-"""Ranks, and how long the choice among their schedules may take."""
+"""The number of ranks, and the target for the choice among their schedules, in milliseconds."""
 
 COLD_ROUNDS = 3
-"""Where one takes a second."""
+"""Rounds for many ranks, where one choice takes about a second."""
 
 
 def _calibrated(machine: Any) -> Any:
-    """The same as `calibrate` writes one: with curves, and what messages take from a core that they share."""
+    """The machine with everything that `calibrate` adds: curves, and the CPU time that messages cost."""
     sampled = tuple((float(n), machine.link(0, 1).seconds(n)) for n in (0, 1 << 10, 1 << 14, 1 << 18, 1 << 22))
     natives = {name: tuple((4.0 * n, 3 * s) for n, s in sampled) for name in COLLECTIVES}
     costs = {"cpu_message": 12e-6, "cpu_byte": 4e-10, "poll": 1e-3, "pack_rate": 8e9}
@@ -210,8 +225,8 @@ def choosing(options: Options) -> list[Row]:
     from fompi.runtime.compiled import Compiled
     from fompi.schedules.registry import write
 
-    found = []
-    for ranks, allowed in COLD_MS.items():
+    made_rows = []
+    for ranks, most in COLD_MS.items():
         if options.quick and ranks > 8:
             continue
         samples: dict[str, list[float]] = {}
@@ -224,14 +239,14 @@ def choosing(options: Options) -> list[Row]:
         for name, machine in machines.items():
             seconds = samples[f"{name}, cold"] = []
             for _ in range(options.rounds if ranks < 100 else min(options.rounds, COLD_ROUNDS)):
-                choose.forget()
+                choose.clear_choices()
                 begun = perf_counter()
                 schedule, slices = choose.choose(made, 4096, True, machine)
                 Compiled(write(made, schedule, slices), 0)
                 seconds.append(perf_counter() - begun)
-            figures.append(median_figure(f"{name}, cold", seconds, "ms", most=allowed))
-        what = f"a choice by the model for {ranks} ranks, with our program"
-        found.append(Row(what, "", samples, figures=figures))
+            figures.append(median_figure(f"{name}, cold", seconds, "ms", most=most))
+        what = f"a choice by the model for {ranks} ranks, with this rank's program"
+        made_rows.append(Row(what, "", samples, figures=figures))
     warm = []
     for _ in range(options.rounds):
         begun = perf_counter()
@@ -239,20 +254,20 @@ def choosing(options: Options) -> list[Row]:
             choose.choose(made, 4096, True, machine)
         warm.append((perf_counter() - begun) / CALLS)
     again = Row("the same choice again", "", {"warm": warm}, figures=[median_figure("warm", warm, most=5)])
-    return [*found, again]
+    return [*made_rows, again]
 
 
-WALKED_MS = 10_000.0
-"""For 1,024 ranks that all differ, and for 4,096 that are alike."""
+WALK_MS = 10_000.0
+"""The target for a walk over 1,024 ranks with different sizes, and over 4,096 ranks with equal ones."""
 
 
 def walking(options: Options) -> list[Row]:
-    """The event walk for very many ranks."""
+    """The model's walk over the events of very many ranks."""
     from fompi.model.machine import Machine
     from fompi.model.simulate import predict
     from fompi.schedules.registry import write
 
-    machine, found = Machine.load("gigabit"), []
+    machine, made_rows = Machine.load("gigabit"), []
     for ranks, uneven in ((1024, True), (4096, False)):
         made = problem("all_gather", ranks, Form((64, 512), "float32"))
         sizes = Sizes(tuple(64 + (r * 37 % 11) * uneven for r in range(ranks)))
@@ -262,6 +277,6 @@ def walking(options: Options) -> list[Row]:
             predict(write(made, "ring", 1, sizes), machine)
             seconds.append(perf_counter() - begun)
         what = f"the walk of {'an uneven' if uneven else 'an even'} ring of {ranks} ranks"
-        figures = [median_figure("all-gather", seconds, "ms", most=WALKED_MS)]
-        found.append(Row(what, "", {"all-gather": seconds}, figures=figures))
-    return found
+        figures = [median_figure("all-gather", seconds, "ms", most=WALK_MS)]
+        made_rows.append(Row(what, "", {"all-gather": seconds}, figures=figures))
+    return made_rows

@@ -1,16 +1,16 @@
-"""The papers' settings, on emulated accelerators and over real messages: mpirun -n 4 python -m fompi bench papers
+"""The papers' settings, on emulated accelerators with real messages: mpirun -n 4 python -m fompi bench papers
 
-Every rank multiplies M x K by K x N, and M x N travel. The bare exchange takes T_m, whatever the wire is; the emulated
-accelerator is then made so fast that the product takes T_c = T_m / ratio:
+Every rank multiplies M x K by K x N, and M x N elements travel. The time of the bare exchange, T_m, is measured. The
+emulated accelerator then gets such a speed that the product takes T_c = T_m / ratio:
 
 | T_m / T_c | what it stands for                                                                          |
 |-----------|---------------------------------------------------------------------------------------------|
 | 0.56      | the MLP of CommFuse (arXiv 2604.24013): 43.8 ms of communication beside 78.5 of computation |
 | 1         | balanced: the most that overlap can give, a factor of two                                   |
-| 2         | bound by communication: the kernel is to vanish                                             |
+| 2         | bound by communication: the kernel can be hidden completely                                 |
 
-All contestants run on the same emulated accelerator, which works for real on the first elements of each row: these are
-other ones in every round, and checked in every round. `exposed` is the time beyond the kernel alone.
+All contestants run on the same emulated accelerator. It computes the first elements of each row for real. Their values
+are new in every round, and every result is checked. `exposed` is the time beyond the kernel alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,8 +29,8 @@ from fompi.backends.emulated import CORNER, Emulated, corner
 from fompi.base.layout import offsets, slices_in_words, split
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import plan, progress
-from fompi.bench.exchange import bare_exchange
 from fompi.bench.options import Options
+from fompi.bench.rivals.exchange import bare_exchange
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
 from fompi.tuning.rounds import Figure, Row, WrongResult, alternate
@@ -37,11 +38,14 @@ from fompi.tuning.rounds import Figure, Row, WrongResult, alternate
 Array = np.ndarray[Any, Any]
 M, K, N = 2048, 1024, 4096
 OPERATIONS = ("matmul_reduce_scatter", "all_gather_matmul")
-RATIOS = (0.56, 1.0, 2.0)
-PIECES = (1, 4, 8)
-"""Of a shard, in the bare exchange: the best of these is T_m."""
 
-OURS: dict[str, dict[str, Any]] = {
+RATIOS = (0.56, 1.0, 2.0)
+"""T_m / T_c."""
+
+PIECES = (1, 4, 8)
+"""Pieces of a shard in the bare exchange. The best of these is T_m."""
+
+CANDIDATES: dict[str, dict[str, Any]] = {
     f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
     for schedule in ("direct", "ring")
     for slices in (1, 4, 8, 16)
@@ -57,14 +61,18 @@ SLICED: dict[str, dict[str, Any]] = {
     for kind, schedule in (("native", "sliced"), ("P2P", "sliced_p2p"))
     for slices in (2, 4, 8)
 }
-KERNEL, BARE, PILOT_ROUNDS = "kernel alone", "bare exchange", 5
-EXPOSED = {"MPICH": 0.002, "Open MPI": 0.005}
-"""At most, of the communication: 0.2 % is the paper's figure."""
+KERNEL, BARE = "kernel alone", "bare exchange"
+
+PILOT_ROUNDS = 5
+"""Rounds in which the best candidate is chosen."""
+
+MOST_EXPOSED = {"MPICH": 0.002, "Open MPI": 0.005}
+"""Targets for exposed / communication. The paper reports 0.2 %."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The problem of one rank, and the corners of its operands in a round: whole numbers, other ones in each."""
+    """The problem of one rank. The corners of its operands hold whole numbers, new ones in each round."""
 
     operation: str
     rank: int
@@ -84,41 +92,45 @@ class Setting:
     def weight(rank: int) -> Array:
         return np.arange(1.0, CORNER**2 + 1, dtype=np.float32).reshape(CORNER, CORNER) + rank
 
-    def given(self, rank: int, turn: int) -> Array:
+    def x_corner(self, rank: int, turn: int) -> Array:
         """The corner of x on a rank."""
         rows = M // self.size if self.gathers else M
         return np.random.default_rng([rank, turn]).integers(0, 100, (rows, CORNER)).astype(np.float32)
 
     def expected(self, turn: int) -> Array:
-        """The corner of this rank's result."""
+        """The corner of this rank's correct result."""
         ranks = range(self.size)
         if self.gathers:
-            return np.concatenate([self.given(rank, turn) for rank in ranks]) @ self.weight(self.rank)
+            return np.concatenate([self.x_corner(rank, turn) for rank in ranks]) @ self.weight(self.rank)
         own = slice(*offsets(split(M, self.size))[self.rank : self.rank + 2])
-        return sum((self.given(rank, turn)[own] @ self.weight(rank) for rank in ranks), np.zeros((), np.float32))
+        return sum((self.x_corner(rank, turn)[own] @ self.weight(rank) for rank in ranks), np.zeros((), np.float32))
 
 
 def rows(comm: Any, options: Options) -> list[Row]:
-    found = []
+    measured_rows = []
     with Cluster(comm.link.comm) as cluster:
         for operation in OPERATIONS if not options.quick else OPERATIONS[:1]:
             setting = Setting(operation, comm.rank, comm.size)
             exchange = best_exchange(comm, cluster, setting)
-            for ratio in RATIOS:
-                found.append(measured(comm, cluster, setting, exchange, ratio, options.rounds))
-    return found
+            for ratio in options.progress.each(RATIOS, partial(_title, setting)):
+                measured_rows.append(measured(comm, cluster, setting, exchange, ratio, options.rounds))
+    return measured_rows
+
+
+def _title(setting: Setting, ratio: float) -> str:
+    return f"{setting.operation}, T_m / T_c = {ratio:g}"
 
 
 def best_exchange(comm: Any, cluster: Cluster, setting: Setting) -> Callable[[], object]:
-    """The exchange of the operation without its kernels, in the pieces that suit this MPI."""
+    """The messages of the operation without its kernels, in the number of pieces that is fastest with this MPI."""
     shard = M // setting.size * N * 4
     exchanges = {
         f"{pieces} {to}": bare_exchange(cluster.own, shard, pieces, round_the_ring=to == "next")
         for pieces in PIECES
         for to in ("each", "next")
     }
-    tried = alternate(comm.link.comm, exchanges, 3, idle=cluster.idle)
-    return exchanges[min(tried, key=lambda name: median(tried[name]))]
+    pilot = alternate(comm.link.comm, exchanges, 3, idle=cluster.idle)
+    return exchanges[min(pilot, key=lambda name: median(pilot[name]))]
 
 
 def measured(
@@ -130,7 +142,7 @@ def measured(
 
     def renew(name: str) -> None:
         turns[0] += 1
-        corner(x)[...] = setting.given(setting.rank, turns[0])
+        corner(x)[...] = setting.x_corner(setting.rank, turns[0])
 
     def check(name: str, result: Any) -> None:
         if name in calls and not np.array_equal(corner(result), setting.expected(turns[0])):
@@ -147,33 +159,34 @@ def measured(
 
     calls: dict[str, Callable[[], Any]] = {}
     pilot = alternate(mpi, {BARE: exchange}, PILOT_ROUNDS, idle=cluster.idle)
-    pilot = timed(median(pilot[BARE]), OURS, PILOT_ROUNDS)
-    ours = min(OURS, key=lambda name: median(pilot[name]))
-    contestants = {ours: OURS[ours], **UNFUSED, **SLICED}
-    # what goes over the wire before an exchange changes what it takes: T_m is the one between these very calls
+    pilot = timed(median(pilot[BARE]), CANDIDATES, PILOT_ROUNDS)
+    best = min(CANDIDATES, key=lambda name: median(pilot[name]))
+    contestants = {best: CANDIDATES[best], **UNFUSED, **SLICED}
+    # The calls before an exchange change its time. So T_m is measured between these very calls.
     pilot = timed(median(pilot[BARE]), contestants, PILOT_ROUNDS)
     samples = timed(median(pilot[BARE]), contestants, rounds)
-    return judged(comm, cluster, setting, ratio, ours, samples)
+    return evaluated(comm, cluster, setting, ratio, best, samples)
 
 
-def judged(
-    comm: Any, cluster: Cluster, setting: Setting, ratio: float, ours: str, samples: dict[str, list[float]]
+def evaluated(
+    comm: Any, cluster: Cluster, setting: Setting, ratio: float, best: str, samples: dict[str, list[float]]
 ) -> Row:
-    row = Row(f"{setting.operation}, T_m / T_c = {ratio:g}", str(cluster), samples, base=ours)
+    """The row with its limits and figures. `best` is fompi's best schedule."""
+    row = Row(_title(setting, ratio), str(cluster), samples, base=best)
     t_c, t_m = row.median(KERNEL), row.median(BARE)
-    exposed = [(t - c) / t_m for t, c in zip(samples[ours], samples[KERNEL], strict=True)]
+    exposed = [(t - c) / t_m for t, c in zip(samples[best], samples[KERNEL], strict=True)]
     unfused, sliced, limit = row.best(UNFUSED), row.best(SLICED), (t_c + t_m) / max(t_c, t_m)
     if ratio < 1:
         figures = [
-            Figure("exposed / communication", median(exposed), most=EXPOSED.get(library().name, 0.005)),
-            row.ratio(unfused, ours, least=1.55, limit=limit),
-            row.ratio(sliced, ours, least=1.055),
+            Figure("exposed / communication", median(exposed), most=MOST_EXPOSED.get(library().name, 0.005)),
+            row.ratio(unfused, best, least=1.55, limit=limit),
+            row.ratio(sliced, best, least=1.055),
         ]
     elif ratio == 1:
-        figures = [row.ratio(unfused, ours, least=1.93, limit=limit), row.ratio(sliced, ours)]
+        figures = [row.ratio(unfused, best, least=1.93, limit=limit), row.ratio(sliced, best)]
     else:
-        figures = [row.ratio(ours, BARE, most=1.04, limit=1.0), row.ratio(unfused, ours, limit=limit)]
-        figures.append(row.ratio(sliced, ours))
+        figures = [row.ratio(best, BARE, most=1.04, limit=1.0), row.ratio(unfused, best, limit=limit)]
+        figures.append(row.ratio(sliced, best))
     if cluster.shared:
         figures = [replace(figure, least=None, most=None) for figure in figures]
     return replace(
@@ -194,7 +207,7 @@ def bound(
 
 
 def kernel_alone(alone: Any, setting: Setting, machine: Machine, held: ExitStack) -> Callable[[], Any]:
-    """The product of a rank in one call, on one rank of its own."""
+    """The product of a rank in one call, on a communicator of one rank."""
     x, w = setting.operands()
     if setting.gathers:
         x = np.zeros((M, N), np.float32)

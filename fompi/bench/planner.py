@@ -1,16 +1,17 @@
-"""What the planner promises, against what is measured: mpirun -n 2 python -m fompi bench planner
+"""The planner's predictions and choices against measurements: mpirun -n 2 python -m fompi bench planner
 
-The machine is calibrated first, in the same run, and the speed of its cores again before each shape, by the products of
-the calibration: where others share them it changes within minutes. Between equal hosts, fused operations of the shapes
-of `fompi.bench.fused` and of random ones that the calibration never saw are planned, and the plan and its rivals
-measured: how far off the prediction is, and how far the chosen plan from the best. Between groups of hosts, or with a
-slow host, plain collectives: the chosen plan against the schedules that know nothing of links, and against the lower
-bound.
+The machine is calibrated first, in the same run. The speed of the cores is measured again before each shape, with the
+products of the calibration, because it changes within minutes if others share the cores.
 
-All plans that are worth it run in a few rounds; those that may be the best by these, with the chosen one, in many more,
-which alone say how far it is from the best: the best of many is best by luck too. There who is the best is said by all
-other rounds than the one in which a plan is held against it. How often a plan is within 2 % of itself, in one half of
-the rounds against the other, is told beside.
+- Between equal hosts: fused operations of the shapes of `fompi.bench.fused`, and of random shapes that the calibration
+  never saw. The suite compares the prediction with the measurement, and the chosen plan with the best plan.
+- Between groups of hosts, or with a slow host: plain collectives. The suite compares the chosen plan with schedules
+  that do not know about links, and with the lower bound.
+
+First all promising plans run in a few rounds. Then the finalists run in many rounds: the chosen plan and those that may
+be better. Only the final rounds count, because the best of many plans is partly the best by luck. A plan's time in one
+round is compared with the plan that is the best in all other rounds. The table also says how often a plan is within 2 %
+of itself, in one half of the rounds against the other half.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ import numpy as np
 
 import fompi
 from fompi.bench.cluster import Cluster
-from fompi.bench.collectives import MIB, given, progress, specs
+from fompi.bench.collectives import MIB, problem_of, progress, specs
 from fompi.bench.fused import KERNEL
 from fompi.bench.options import Options
 from fompi.bench.peers import KS, Case, M, kernel_of
-from fompi.bench.rivals import OPERATIONS
+from fompi.bench.rivals.rival import OPERATIONS
 from fompi.model.bound import bound
-from fompi.model.fit import at_speed, product_seconds
+from fompi.model.fit import product_seconds, slowed
 from fompi.model.machine import NO_PACKING, Machine
 from fompi.model.simulate import predict
 from fompi.planner.candidates import UNFUSED, Candidate
@@ -54,33 +55,46 @@ from fompi.tuning.rounds import (
 )
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
+
 MOST_MEDIAN_ERROR, MOST_ERROR = 0.04, 0.10
+"""Targets for the error of the prediction: its median and its 95th percentile."""
+
 NEAR_BEST, LEAST_NEAR, MOST_SLOWER = 1.02, 0.95, 1.02
-TOTAL, QUICK_TOTAL = 8 * MIB, 2 * MIB
+"""A plan is near the best within this factor. The target for the share of such shapes, and for chosen / unfused."""
+
 MOST_RIVALS = 10
-"""Between two ranks some fifty candidates are walked through, and a row of all of them takes a minute."""
+"""Plans that run in the first rounds. Between two ranks the model walks through about fifty, which would take a minute
+per row."""
 
 NEAR, FINALISTS = 1.05, 4
-"""Who may be better than the chosen plan: within so much of it in the first rounds, and the best of these."""
+"""Plans within this factor of the chosen plan in the first rounds may be better. The best of them run in the final
+rounds, at most this many."""
 
-GROUPED = ("reduce_scatter", "all_gather", "all_reduce")
+TOTAL, QUICK_TOTAL = 8 * MIB, 2 * MIB
+"""Bytes of the global tensor of a plain collective."""
+
+COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
+
 BLIND = ("direct", "ring", "bidirectional")
+"""Schedules that do not know about links."""
+
 LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
+"""Targets: the best blind schedule / the chosen plan; bound / time between groups, and with a slow host."""
 
 
 def rows(comm: Any, options: Options) -> list[Row]:
     machine = calibrate(comm)
-    about = _described(machine)
+    description = _described(machine)
     with Cluster(comm.link.comm) as cluster:
         if machine.levels or machine.rates:
-            return [about, *_collectives(comm, cluster, machine, options)]
-        shapes = list(_shapes(options, comm.size))
-        found = [_measured(comm, cluster, machine, case, options.rounds) for case in shapes]
-    return [about, *(row for both in found for row in both), _summary(found, cluster)]
+            return [description, *_collectives(comm, cluster, machine, options)]
+        shapes = options.progress.each([*_shapes(options, comm.size)])
+        measured = [_measured(comm, cluster, machine, case, options.rounds) for case in shapes]
+    return [description, *(row for both in measured for row in both), _summary(measured, cluster)]
 
 
 def _described(machine: Machine) -> Row:
-    """What was calibrated, as figures."""
+    """The calibrated machine, as figures."""
     links = [machine.innermost, *machine.levels]
     figures = [Figure(f"between groups of {link.ranks}", 1e-6 * link.fastest, "MB/s") for link in links]
     figures += [Figure(f"rate of rank {rank}", rate) for rank, rate in enumerate(machine.rates) if rate < 1]
@@ -99,12 +113,12 @@ def _described(machine: Machine) -> Row:
 
 def _shapes(options: Options, size: int) -> Iterator[Case]:
     """The grid of the suite `fused`, then random shapes."""
-    draw = random.Random(SEED)
+    generator = random.Random(SEED)
     if not options.quick:
         yield from (Case(operation, M, M, k) for operation in OPERATIONS for k in KS)
     for i in range(QUICK_SHAPES if options.quick else RANDOM_SHAPES):
-        m = size * draw.randrange(256 // size, 2049 // size)
-        yield Case(OPERATIONS[i % len(OPERATIONS)], m, draw.randrange(256, 2049), draw.randrange(128, 3073))
+        m = size * generator.randrange(256 // size, 2049 // size)
+        yield Case(OPERATIONS[i % len(OPERATIONS)], m, generator.randrange(256, 2049), generator.randrange(128, 3073))
 
 
 def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
@@ -112,7 +126,7 @@ def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndar
 
 
 class _Measured(NamedTuple):
-    """A shape: all plans that ran in the first rounds, and those that may be the best in the final ones, judged."""
+    """A shape: all plans in the first rounds, and the finalists in the final rounds, with figures."""
 
     first: Row
     final: Row
@@ -122,15 +136,15 @@ class _Measured(NamedTuple):
 
 
 def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds: int) -> _Measured:
-    """The plan that was chosen, the best others by the model, and those without overlap."""
+    """Measure the chosen plan, the best others by the model, and those without overlap."""
     mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
-    slower = partial(slowdown, machine, comm)
-    machine = at_speed(machine, slower() if cluster.calm is None else cluster.calm.undisturbed(slower))
+    measure = partial(slowdown, machine, comm)
+    machine = slowed(machine, measure() if cluster.monitor is None else cluster.monitor.measure(measure))
     explained = explained_for(machine, case.operation, comm.size, x, w)
     best_first = [(one.candidate, one.seconds) for one in explained.judged if one.proof is not None]
     walked = {c: seconds for i, (c, seconds) in enumerate(best_first) if i < MOST_RIVALS or c in UNFUSED}
-    times = partial(alternate, mpi, warmup=1, idle=cluster.idle, calm=cluster.calm)  # all ran once already
+    times = partial(alternate, mpi, warmup=1, idle=cluster.idle, monitor=cluster.monitor)  # each ran once in `checked`
     with ExitStack() as held:
         contestants = {}
         for candidate in walked:
@@ -143,20 +157,20 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
         first = Row(f"{case}, first rounds", str(cluster), times(calls, max(1, rounds // 2)), chosen, errors=errors)
         finalists = {name: calls[name] for name in _finalists(first)}
         final = Row(str(case), str(cluster), times(finalists, 2 * rounds), chosen)
-    now = at_speed(machine, first.median(KERNEL) / _kernel_seconds(machine, case))
+    now = slowed(machine, first.median(KERNEL) / _kernel_seconds(machine, case))
     seconds = {str(candidate): seconds for candidate, seconds in walked.items()}
     at_kernels = {str(candidate): predict(explained.plan_of(candidate), now) for candidate in walked}
     limits = {"T_c": first.median(KERNEL), "bound": explained.bound.seconds}
-    said = f"{progress(comm)}; {cluster.told()}"
+    words = f"{progress(comm)}; {cluster.turns()}"
     measured = _Measured(
-        replace(first, limits=limits, predicted=seconds, progress=said),
+        replace(first, limits=limits, predicted=seconds, progress=words),
         replace(final, predicted={name: seconds[name] for name in final.samples}),
     )
-    return measured._replace(final=replace(measured.final, figures=_judged(measured, at_kernels)))
+    return measured._replace(final=replace(measured.final, figures=_compared(measured, at_kernels)))
 
 
 def _finalists(first: Row) -> list[str]:
-    """The chosen plan, the best of those that may be better, and what has no overlap if it may be, too."""
+    """The chosen plan, the best of those that may be better, and the best plan without overlap if it may be better."""
     assert first.base is not None
     plans = sorted(first.errors, key=first.median)
     near = [name for name in plans if first.median(name) <= NEAR * first.median(first.base)]
@@ -165,26 +179,29 @@ def _finalists(first: Row) -> list[str]:
 
 
 def _kernel_seconds(machine: Machine, case: Case) -> float:
-    """The whole product, by the model."""
+    """The model's time of the whole product."""
     inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
     return product_seconds(machine, case.m, inner, outer)
 
 
-def _judged(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figure]:
-    """`at_kernels`: what is predicted with kernels as fast as they are in this row."""
+def _compared(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figure]:
+    """Predictions and the chosen plan against the measurement.
+
+    `at_kernels` are predictions with kernels as fast as they were in this row.
+    """
     first, final = measured
     assert first.base is not None
     chosen, unfused, rivals = first.base, first.best(str(c) for c in UNFUSED), final.samples
     picked = best_of({name: samples[0::2] for name, samples in rivals.items()})
     later = {name: samples[1::2] for name, samples in rivals.items()}
-    both = rivals if unfused in rivals else first.samples
-    slower = median_interval([a / b for a, b in zip(both[chosen], both[unfused], strict=True)])
-    said = {"": first.predicted, ", at this row's kernel speed": at_kernels}
+    samples = rivals if unfused in rivals else first.samples
+    slower = median_interval([a / b for a, b in zip(samples[chosen], samples[unfused], strict=True)])
+    predictions = {"": first.predicted, ", at this row's kernel speed": at_kernels}
     return [
         *(
             Figure(f"predicted / measured, {name}{how}", seconds[name] / measured.median(name))
             for name in (chosen, unfused)
-            for how, seconds in said.items()
+            for how, seconds in predictions.items()
         ),
         Figure(f"chosen / best ({best_of(rivals)})", over_best(rivals, chosen)),
         Figure(f"picked by half of the rounds ({picked}) / best of the others", over_best(later, picked)),
@@ -193,31 +210,33 @@ def _judged(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figure
     ]
 
 
-def _summary(found: list[_Measured], cluster: Cluster) -> Row:
+def _summary(measured: list[_Measured], cluster: Cluster) -> Row:
     def errors(kind: int) -> list[float]:
-        return [abs(final.figures[kind].value - 1) for _, final in found]
+        return [abs(final.figures[kind].value - 1) for _, final in measured]
 
     def share(kind: int, least: float = 0.0) -> float:
-        return sum(least <= final.figures[kind].value <= NEAR_BEST for _, final in found) / len(found)
+        return sum(least <= final.figures[kind].value <= NEAR_BEST for _, final in measured) / len(measured)
 
-    asked = not cluster.shared
+    has_targets = not cluster.shared
     figures = []
     for kind, name in enumerate(("chosen plan", "chosen plan, at kernel speed", "unfused", "unfused, at kernel speed")):
-        limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if asked and kind == 0 else (None, None)
-        off = errors(kind)
-        figures.append(Figure(f"median error of the prediction, {name}", median(off), most=limits[0]))
-        figures.append(Figure(f"95th percentile of that error, {name}", percentile(off, 0.95), most=limits[1]))
-    every = [abs(seconds / both.median(name) - 1) for both in found for name, seconds in both.first.predicted.items()]
+        limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if has_targets and kind == 0 else (None, None)
+        deviations = errors(kind)
+        figures.append(Figure(f"median error of the prediction, {name}", median(deviations), most=limits[0]))
+        figures.append(Figure(f"95th percentile of that error, {name}", percentile(deviations, 0.95), most=limits[1]))
+    every = [
+        abs(seconds / both.median(name) - 1) for both in measured for name, seconds in both.first.predicted.items()
+    ]
     figures += [
         Figure("median error of the prediction, all plans that ran", median(every)),
         Figure("95th percentile of that error, all plans that ran", percentile(every, 0.95)),
-        Figure("share of shapes within 2 % of the best", share(4), least=LEAST_NEAR if asked else None),
-        Figure("the same of what one half of the rounds picks, in the other", share(5)),
+        Figure("share of shapes within 2 % of the best", share(4), least=LEAST_NEAR if has_targets else None),
+        Figure("the same for the plan that one half of the rounds picks, in the other half", share(5)),
         Figure("share of shapes within 2 % of itself, in other rounds", share(6, 1 / NEAR_BEST)),
     ]
-    worst = max(final.figures[7].value for _, final in found)
-    figures.append(Figure("worst low end of chosen / unfused", worst, most=MOST_SLOWER if asked else None))
-    return Row(f"all {len(found)} shapes", str(cluster), figures=figures)
+    worst = max(final.figures[7].value for _, final in measured)
+    figures.append(Figure("worst low end of chosen / unfused", worst, most=MOST_SLOWER if has_targets else None))
+    return Row(f"all {len(measured)} shapes", str(cluster), figures=figures)
 
 
 # ---------------------------------------------------------------------------------------------- unequal links
@@ -225,11 +244,15 @@ def _summary(found: list[_Measured], cluster: Cluster) -> Row:
 
 def _collectives(comm: Any, cluster: Cluster, machine: Machine, options: Options) -> list[Row]:
     total = QUICK_TOTAL if options.quick else TOTAL
-    return [_collective(comm, cluster, machine, operation, total, options.rounds) for operation in GROUPED]
+    operations = options.progress.each(COLLECTIVES)
+    return [_collective(comm, cluster, machine, operation, total, options.rounds) for operation in operations]
 
 
 def shaped(machine: Machine, size: int) -> Machine:
-    """With the links as tools/netlab.py shapes them, one host for each rank: what is calibrated may be slower."""
+    """The machine with the links as tools/netlab.py shapes them, one host per rank. Calibrated links may be slower.
+
+    Without netlab, or with several ranks on a host, the machine does not change.
+    """
     hosts, _, between = os.environ.get("NETLAB_PAYLOAD", "").partition(";")
     rates = [float(rate) for rate in hosts.split(",") if rate]
     if len(rates) != size:
@@ -243,7 +266,7 @@ def shaped(machine: Machine, size: int) -> Machine:
 
 def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, total: int, rounds: int) -> Row:
     size = comm.size
-    x, reference = given(operation, total, comm.rank, size)
+    x, reference = problem_of(operation, total, comm.rank, size)
     error = partial(relative_error, reference=reference)
     explained = explained_for(machine, operation, size, x)
     chosen = explained.winner.candidate

@@ -1,4 +1,4 @@
-"""Rows for machines (JSON), for pages (Markdown) and for the eye (a plot)."""
+"""Rows of a suite as JSON, as Markdown and as a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MS = UNITS["ms"]
 
 
 def about(command: str) -> dict[str, Any]:
-    """Where and with what the rows were made. Collective."""
+    """Where and with which versions the rows were measured. Collective."""
     facts = info.collect()
     kept = {key: facts[key] for key in ("versions", "mpi", "ranks", "cores_per_rank")}
     return {"command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"), **kept}
@@ -45,7 +45,7 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def markdown(rows: Sequence[Row], facts: Mapping[str, Any]) -> str:
-    """What was asked and found, in one table, then the times of each row."""
+    """All figures with their targets in one table, then the times of each row."""
     mpi = facts["mpi"]["library"] + " " + facts["mpi"]["version"] if facts["mpi"] else "no MPI"
     cores = f"{facts['cores_per_rank']:.4g} core{'s' * (facts['cores_per_rank'] != 1)} per rank"
     lines = [f"`{facts['command']}`", f"{mpi}, {cores}, {facts['date']}", ""]
@@ -74,12 +74,12 @@ def _figures(rows: Iterable[Row]) -> Iterator[str]:
 
 def _figure(figure: Figure) -> list[str]:
     bounds = [("≥", figure.least), ("≤", figure.most)]
-    asked = " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
+    target = " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
     return [
         figure.name,
         f"{figure.value:.3f}{' ' * bool(figure.unit)}{figure.unit}",
         str(figure.interval or ""),
-        asked,
+        target,
         "" if figure.limit is None else f"{figure.limit:.4g}",
         {None: "", True: "yes", False: "**no**"}[figure.reached],
     ]
@@ -107,8 +107,8 @@ def _times(row: Row) -> Iterator[str]:
             against = row.ratio(row.base, name)
             cells.append(f"{against.value:.3f} ({against.interval})")
         if row.predicted:
-            said = row.predicted.get(name)
-            cells.append("" if said is None else f"{said / row.median(name):.3f}")
+            predicted = row.predicted.get(name)
+            cells.append("" if predicted is None else f"{predicted / row.median(name):.3f}")
         body.append(cells)
     body += [
         [f"limit: {name}", f"{scale * seconds:.2f}"] + [""] * (len(head) - 2) for name, seconds in row.limits.items()
@@ -121,7 +121,7 @@ def _times(row: Row) -> Iterator[str]:
 
 
 def plot(rows: Sequence[Row], path: str | Path) -> None:
-    """Medians as bars with their ranges, limits as lines; PNG or SVG, by the name of the file."""
+    """Medians as bars with their ranges, limits as lines. PNG or SVG, by the suffix of the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 

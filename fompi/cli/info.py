@@ -1,11 +1,13 @@
-"""`python -m fompi info`: where a program of fompi would run, on one screen, fit for a bug report."""
+"""`fompi info`: where a program of fompi would run, on one screen, fit for a bug report.
+
+`brief` is the same in ten lines. It is what `fompi` prints without a subcommand.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
 import itertools
-import json
 import os
 import platform
 import socket
@@ -17,9 +19,11 @@ from typing import Any
 
 import fompi
 from fompi.base.errors import LaunchError, LayoutError
+from fompi.cli.output import Table, show, show_json
 from fompi.mpi import launcher
 
-# The distributions that may bring a package, by the package's name.
+EXAMPLE = "mpirun -n 4 {} info"
+
 _PACKAGES = {
     "numpy": ("numpy",),
     "mpi4py": ("mpi4py",),
@@ -28,21 +32,24 @@ _PACKAGES = {
     "torch": ("torch",),
     "jax": ("jax",),
 }
+"""The distributions that may install a package, by the package's name."""
 
 _REMARKS = {"note": "note", "threads": "threads", "warning": "warning", "MPI": "mpi_error"}
+"""What is printed below the table: its heading, and its name among the facts."""
+
 _YES_NO = {True: "yes", False: "no", None: "unknown"}
 
 
 @dataclass(frozen=True)
 class Process:
-    """What a rank tells the others of itself. `cores` are the logical cores that it may run on."""
+    """What each rank sends to the others. `cores` are the logical cores that it may run on."""
 
     pid: int
     host: str
     device: str
     cores: frozenset[int]
 
-    _record = struct.Struct("<I256s256s512s")  # one length for all ranks; the cores are a mask of 4,096 bits
+    _record = struct.Struct("<I256s256s512s")  # the same length on all ranks; the cores are a mask of 4,096 bits
 
     def pack(self) -> bytes:
         mask = sum(1 << core for core in self.cores if core < 4096).to_bytes(512, "little")
@@ -57,10 +64,10 @@ class Process:
 
 
 def collect() -> dict[str, Any]:
-    """The facts, as values that JSON can hold. Collective where there is MPI; "rank" and "launcher" differ.
+    """The facts, as values that JSON can hold. Collective with MPI. Only "rank" and "launcher" differ between ranks.
 
-    No package is imported to learn its version, a GPU's driver is asked without making a context, and the
-    lack of MPI is a fact like any other.
+    No package is imported to find its version. The driver of a GPU is asked without making a context. Missing MPI is
+    no error: "mpi" is None and "mpi_error" says why.
     """
     launched = launcher.detect()
     rank, processes = 0, [_this_process(launched.local_rank or 0)]
@@ -82,7 +89,7 @@ def collect() -> dict[str, Any]:
         "mpi_error": mpi_error,
         "launcher": asdict(launched),
         "rank": rank,
-        "ranks": table(processes),
+        "ranks": rank_rows(processes),
         **crowding(processes),
         "threads": launcher.thread_note(),
         "progress": progress,
@@ -90,39 +97,93 @@ def collect() -> dict[str, Any]:
     }
 
 
-def text(facts: dict[str, Any]) -> str:
-    """The facts for people: versions, MPI, one row per rank, and what to mend."""
+def blocks(facts: dict[str, Any]) -> list[Table | str]:
+    """What `info` prints: versions, MPI, one row per rank, and what to correct."""
     launcher = facts["launcher"]
-    meant = "" if launcher["size"] is None else f" ({launcher['size']} processes)"
+    processes = "" if launcher["size"] is None else f" ({launcher['size']} processes)"
     lines = [(name, version or "not installed") for name, version in facts["versions"].items()]
     lines += [("", ""), *_mpi_lines(facts["mpi"])]
-    lines += [("launcher", launcher["launcher"] + meant)]
+    lines += [("launcher", launcher["launcher"] + processes)]
     lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank"), *_progress_lines(facts["progress"])]
-    blocks = ["\n".join(f"{name:<10} {value}".rstrip() for name, value in lines), _aligned(facts["ranks"])]
-    blocks += [f"{kind}: {facts[key]}" for kind, key in _REMARKS.items() if facts.get(key)]
-    return "\n\n".join(blocks)
+    remarks = [f"{heading}: {facts[name]}" for heading, name in _REMARKS.items() if facts.get(name)]
+    return [_keys_and_values(lines), _rank_table(facts["ranks"]), *remarks]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the facts once: on rank 0, or of N jobs of one rank on the process that the launcher calls 0."""
-    parser = argparse.ArgumentParser("python -m fompi info", description="where a program of fompi would run")
+def text(facts: dict[str, Any]) -> str:
+    """The blocks as plain text."""
+    return "\n\n".join(map(str, blocks(facts)))
+
+
+def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
+    """What `fompi` prints without a subcommand: ten lines, what to correct, and the next command to try."""
+    versions, ranks, launcher = facts["versions"], facts["ranks"], facts["launcher"]
+    mpi = dict(_mpi_lines(facts["mpi"]))
+    packages = {name: version for name, version in versions.items() if name not in ("fompi", "python")}
+    hosts = len({row["host"] for row in ranks})
+    devices = ", ".join(dict.fromkeys(row["device"] for row in ranks))
+    progress = dict(_progress_lines(facts["progress"])).get("progress", "none")
+    lines = [
+        ("fompi", f"{versions['fompi']}, Python {versions['python']}"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in packages.items() if version)),
+        ("missing", ", ".join(name for name, version in packages.items() if not version) or "nothing"),
+        ("MPI", mpi["MPI"]),
+        ("library", mpi.get("library", "none")),
+        ("launcher", launcher["launcher"]),
+        ("ranks", f"{_counted(len(ranks), 'rank')} on {_counted(hosts, 'host')}"),
+        ("cores", f"{facts['cores_per_rank']:.4g} per rank"),
+        ("device", devices),
+        ("progress", progress),
+    ]
+    remarks = [f"{heading}: {facts[name]}" for heading, name in _REMARKS.items() if facts.get(name)]
+    if facts["mpi"] is None:
+        command, what = "plan all_gather_matmul 512x64 64x256 --ranks 4 --schedule ring", "a plan needs no MPI"
+    else:
+        count = 4 if facts["cores_per_rank"] * len(ranks) >= 4 else 2
+        command, what = f"try 1024,1024,1024 --ranks {count}", "what overlap gains here for a shape of your own"
+    return [_keys_and_values(lines), *remarks, f"next: {program} {command}    # {what}"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the facts once."""
     facts = collect()
-    alone = len(facts["ranks"]) == 1
-    if facts["rank"] == 0 and not (alone and facts["launcher"]["rank"]):
-        print(json.dumps(facts, indent=2) if arguments.json else text(facts), flush=True)
+    if _prints(facts):
+        if options.json:
+            show_json(facts)
+        else:
+            show(*blocks(facts))
     return 0
 
 
-def table(processes: Sequence[Process]) -> list[dict[str, Any]]:
-    """One row per rank. The local rank is the rank's place among those of its host."""
-    place = {process.host: itertools.count() for process in processes}
+def brief(program: str) -> int:
+    """Print the facts in short, once. `program` is how the command line was called."""
+    facts = collect()
+    if _prints(facts):
+        show(*brief_blocks(facts, program))
+    return 0
+
+
+def _prints(facts: dict[str, Any]) -> bool:
+    """True on rank 0. If the launcher started N jobs of one rank each: true for the process that it calls rank 0."""
+    is_single = len(facts["ranks"]) == 1
+    return facts["rank"] == 0 and not (is_single and facts["launcher"]["rank"])
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def rank_rows(processes: Sequence[Process]) -> list[dict[str, Any]]:
+    """One row per rank. The local rank numbers the ranks of one host."""
+    local_ranks = {process.host: itertools.count() for process in processes}
     return [
         {
             "rank": rank,
             "host": process.host,
-            "local_rank": next(place[process.host]),
+            "local_rank": next(local_ranks[process.host]),
             "pid": process.pid,
             "cores": _ranges(process.cores),
             "device": process.device,
@@ -132,7 +193,7 @@ def table(processes: Sequence[Process]) -> list[dict[str, Any]]:
 
 
 def crowding(processes: Sequence[Process]) -> dict[str, Any]:
-    """The cores per rank of the most crowded host, and a note where they are fewer than one."""
+    """The cores per rank of the most crowded host. With fewer than one core per rank there is a note."""
     hosts: dict[str, list[frozenset[int]]] = {}
     for process in processes:
         hosts.setdefault(process.host, []).append(process.cores)
@@ -154,7 +215,7 @@ def _mpi_facts() -> dict[str, Any]:
     try:
         gpu = transport.gpu_awareness(os.environ.get("FOMPI_GPU_AWARE", "auto"))
         gpu_aware, gpu_source = gpu.aware, gpu.source
-    except LaunchError as error:  # a value that is none of auto, 0, 1
+    except LaunchError as error:  # the value is none of auto, 0, 1
         gpu_aware, gpu_source = None, str(error)
     return {
         "library": library.name,
@@ -172,7 +233,7 @@ def _mpi_facts() -> dict[str, Any]:
 
 
 def _progress_facts() -> dict[str, Any]:
-    """Who moves messages while a rank computes, and what the library moves by itself. Collective."""
+    """What moves messages while a rank computes, and how much the MPI library moves without help. Collective."""
     from fompi.engine import communicator, progress
     from fompi.mpi import link
 
@@ -198,15 +259,15 @@ def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     from fompi.engine.progress import Pause
 
-    polls, native = progress["seconds_between_polls"], progress["native"]
-    often = "" if polls is None else f", a poll every {Pause(*polls)}"
-    often += ", another thread for products" if progress["worker"] else ""
+    pause, native = progress["seconds_between_polls"], progress["native"]
+    helper = "" if pause is None else f", a poll every {Pause(*pause)}"
+    helper += ", another thread for products" if progress["worker"] else ""
     if native["share"] is None:
-        moved = f"not measured: {native['skipped']}"
+        share = f"not measured: {native['skipped']}"
     else:
-        moved = f"{native['share']:.0%} of {native['nbytes'] >> 10} KiB ({1e3 * native['seconds']:.3g} ms)"
-        moved += " move while all ranks stay out of MPI"
-    return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){often}"), ("native", moved)]
+        share = f"{native['share']:.0%} of {native['nbytes'] >> 10} KiB ({1e3 * native['seconds']:.3g} ms)"
+        share += " move while all ranks stay out of MPI"
+    return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){helper}"), ("native", share)]
 
 
 def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -214,8 +275,8 @@ def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:
         return [("MPI", "none")]
     return [
         ("MPI", f"{mpi['library']} {mpi['version']} (standard {mpi['standard']})"),
-        ("library", mpi["path"] or "of unknown path"),
-        ("threads", f"{mpi['thread_provided']} ({mpi['thread_requested']} asked for)"),
+        ("library", mpi["path"] or "at an unknown path"),
+        ("threads", f"{mpi['thread_provided']} ({mpi['thread_requested']} requested)"),
         ("GPU-aware", f"{_YES_NO[mpi['gpu_aware']]} ({mpi['gpu_aware_source']})"),
         ("tags", f"up to {mpi['tag_upper_bound']}"),
     ]
@@ -236,7 +297,7 @@ def _this_process(local_rank: int) -> Process:
 
 
 def _device(local_rank: int) -> str:
-    """The GPU this rank would take, as they are dealt out by local rank; "cpu" where there is none."""
+    """The GPU that belongs to this local rank. "cpu" if there is none."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -255,7 +316,7 @@ def _until_null(padded: bytes) -> str:
 
 
 def _ranges(cores: Iterable[int]) -> str:
-    """Sorted numbers as runs: 0-3,8."""
+    """Numbers as ranges: 0-3,8."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:
@@ -265,11 +326,11 @@ def _ranges(cores: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
-def _aligned(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows under their keys, columns as wide as they need, numbers to the right."""
-    columns = []
-    for name, first in rows[0].items():
-        cells = [name.replace("_", " "), *(str(row[name]) for row in rows)]
-        width = max(map(len, cells))
-        columns.append([cell.rjust(width) if isinstance(first, int) else cell.ljust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+def _keys_and_values(lines: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"{key:<10} {value}".rstrip() for key, value in lines)
+
+
+def _rank_table(rows: Sequence[dict[str, Any]]) -> Table:
+    names = {key: key.replace("_", " ") for key in rows[0]}
+    cells = [[str(value) for value in row.values()] for row in rows]
+    return Table([*names.values()], cells, right=[name for key, name in names.items() if isinstance(rows[0][key], int)])

@@ -1,1 +1,16 @@
-"""What is in flight, and who drives it: engine, progress, control messages, handshakes, faults, communicators."""
+"""What is in flight in a process, and what drives it. One engine serves all communicators of the process.
+
+| file | what it holds |
+|---|---|
+| `tasks` | `Task`: something in flight, with requests and kernels; the base of a call and of a handshake |
+| `in_flight` | `InFlight.poll` tests all requests together |
+| `engine` | `Engine.progress` polls and runs kernels; `Engine.wait` waits, with a deadline |
+| `intervals` | when the program has waited and when kernels have run |
+| `progress` | the helper thread, which moves messages while the program computes; the modes of FOMPI_PROGRESS |
+| `control` | control messages of one communicator: failures, departures, which rank waits for which |
+| `handshake` | the agreement of all ranks before a call moves data |
+| `faults` | what a rank does when it ends, normally or by an error |
+| `communicator` | `Communicator` and `Mesh` |
+
+May import `base`, `plans`, `traces`, `model`, `tensors`, `backends` and `mpi`, never `schedules` or `planner`.
+"""

@@ -1,4 +1,4 @@
-"""Communicator: the ranks that an operation runs on. Mesh: named axes over all ranks, each axis a Communicator."""
+"""Communicator: the ranks on which an operation runs. Mesh: a grid of ranks with named axes, each a Communicator."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from fompi.base.layout import MOST_NBYTES
 from fompi.base.version import __version__
 from fompi.engine import faults
 from fompi.engine.control import Channel
-from fompi.engine.engine import SPINS, Engine, slots
+from fompi.engine.engine import SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
 from fompi.model.machine import Machine
 from fompi.mpi import launcher
 from fompi.mpi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
-from fompi.mpi.transport import most_at_once, thread_levels
+from fompi.mpi.transport import message_limit_nbytes, thread_levels
+from fompi.plans.plan import MESSAGE_BITS
 from fompi.tensors.arena import Arena
 from fompi.traces.trace import Trace
 
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
+"""The arena keeps at most 1 GiB of free blocks. Arrays of up to 4 KiB do not come from it (`fompi.tensors.arena`)."""
 
 OBSERVERS: list[Callable[[], Any]] = []
-"""Each makes what notes the finished calls of a process, or None. `fompi.runtime.report` registers itself here."""
+"""Functions that return an object that notes finished calls, or None. `fompi.runtime.report` adds itself here."""
 
 
 def _make_engine() -> Engine:
-    """The engine of this process, from the variables FOMPI_TIMEOUT (seconds) and what the launcher says of the host."""
+    """The engine of this process, set up by FOMPI_TIMEOUT, FOMPI_PROGRESS and the cores per rank."""
     timeout = launcher.timeout()
     mode, cores = progress_mode(), launcher.cores_per_rank()
     pause = pause_between_polls(mode, cores)
@@ -41,10 +43,10 @@ def _make_engine() -> Engine:
     helper = (lambda engine: Helper(engine, pause, worker)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, SPINS if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
-    observers = [made for make in OBSERVERS if (made := make()) is not None]
+    observers = [observer for make in OBSERVERS if (observer := make()) is not None]
     for observer in observers:
         engine.report = observer
-        atexit.register(observer.finish)  # registered first, called last: after the ranks have said goodbye
+        atexit.register(observer.finish)  # registered first, so called last: after the ranks have left
     faults.install(engine)
     for observer in observers:
         atexit.register(observer.settle_all)
@@ -52,22 +54,22 @@ def _make_engine() -> Engine:
 
 
 def progress_mode(machine: Machine | None = None) -> str:
-    """Who moves messages in this process while it computes. Raises LaunchError for an unknown mode."""
+    """How messages move in this process while it computes (`fompi.engine.progress`). Raises LaunchError."""
     share = 0.0 if machine is None else machine.native_share
     return choose_mode(os.environ.get("FOMPI_PROGRESS", "auto"), thread_levels()[1], share)
 
 
 def machine_of_environment() -> Machine | None:
-    """The one that FOMPI_MACHINE names, if it does. Raises LayoutError for none."""
-    named = os.environ.get("FOMPI_MACHINE")
+    """The machine that FOMPI_MACHINE names. None if it is not set. Raises LayoutError if there is no such machine."""
+    name = os.environ.get("FOMPI_MACHINE")
     try:
-        return Machine.load(named) if named else None
+        return Machine.load(name) if name else None
     except LayoutError as error:
         raise LayoutError(f"FOMPI_MACHINE: {error}") from None
 
 
-def _learn_machine(engine: Engine) -> LayoutError | None:
-    """Load the machine, once. What is wrong with it, for the other ranks to hear too."""
+def _load_machine(engine: Engine) -> LayoutError | None:
+    """Load the machine, once per process. Returns an error instead of raising it: all ranks must get it."""
     if engine.machine is not None:
         return None
     try:
@@ -80,52 +82,59 @@ def _learn_machine(engine: Engine) -> LayoutError | None:
     return None
 
 
-class Communicator:
-    """The ranks of an MPI communicator (None: all), with a duplicate of it for our messages. Making one is collective.
+def _tag_slots(link: Link) -> int:
+    """How many calls in flight can have different tags."""
+    return 1 << min(link.tag_bits - MESSAGE_BITS - 1, 18)
 
-    `rank` and `size` as in mpi4py. `close()`, or `with`, gives the duplicate back. Raises MismatchError on all ranks if
-    they run other versions of fompi or have other machines, and LayoutError if FOMPI_MACHINE names none.
+
+class Communicator:
+    """The ranks of an MPI communicator (None: all ranks). Creating one is collective.
+
+    `rank` and `size` are as in mpi4py. Messages of fompi use a duplicate of the MPI communicator. `close()`, or `with`,
+    frees the duplicate. Raises MismatchError on all ranks if they have different versions of fompi or different
+    machines, and LayoutError if there is no machine of the name in FOMPI_MACHINE.
     """
 
     def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine: Engine = attached_to_process(_make_engine)
-        is_ours = isinstance(origin, Link)  # by `split`
-        if is_ours:
+        from_split = isinstance(origin, Link)
+        if from_split:
             self.link = origin
         else:
             self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
-        self.plans: dict[Any, Any] = {}  # what `ops` has compiled
-        self.choices: dict[str, Any] = {}  # what was found to be the fastest (`fompi.tuning.autotune`)
-        self.machine: Machine | None = None  # that of FOMPI_MACHINE, as these ranks see it
-        self.turns: deque[int] = deque()  # stamps of the unbound calls that may use the library's collectives
-        self.recording: list[Any] | None = None
-        self.clock_readings: dict[int, list[Any]] = {}  # rank 0: samples of the clocks of the others (`alignment`)
-        self.network = self.crowded = False  # whether these ranks have several hosts; or one, and no core to spare
+        self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.operation`)
+        self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)
+        self.machine: Machine | None = None  # the machine of FOMPI_MACHINE, restricted to these ranks
+        self.turns: deque[int] = deque()  # stamps of unbound calls that may start the MPI library's collectives
+        self.recording: list[Any] | None = None  # the traces of finished calls, inside `record`
+        self.clock_readings: dict[int, list[Any]] = {}  # on rank 0: samples of other ranks' clocks (`alignment`)
+        self.network = False  # True: these ranks are on several hosts
+        self.crowded = False  # True: these ranks are on one host, and it has no spare core
         self.closed = False
-        self._slots = slots(self.link)
+        self._slots = _tag_slots(self.link)
         self._calls = self._bound = 0
-        if not is_ours:
+        if not from_split:
             self._calls = -1  # this agreement is call 0
-            refusal, machine = _learn_machine(self.engine), self.engine.machine
-            what = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
+            refusal, machine = _load_machine(self.engine), self.engine.machine
+            text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
             if machine is not None:
-                what += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
-            here = digest(socket.gethostname()) % (1 << VALUE_BITS)
-            hosts = digest(str(list(agree(self, what, refusal, value=here))))
-        self.hosts = hosts  # a digest of those of all ranks, in their order; after a split, of the ranks before it
+                text += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
+            host = digest(socket.gethostname()) % (1 << VALUE_BITS)
+            hosts = digest(str(list(agree(self, text, refusal, value=host))))
+        self.hosts = hosts  # a digest of the host names in rank order; after a split, the digest of the original
         if self.size > 1:
             self.network = self.link.several_hosts()
             self.crowded = not self.network and launcher.crowded()
-        self.most_nbytes = most_at_once() if self.network else MOST_NBYTES  # of a message: more go in several
+        self.most_nbytes = message_limit_nbytes() if self.network else MOST_NBYTES  # more bytes go in several messages
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
 
     @staticmethod
     def of(comm: Any) -> Communicator:
-        """`comm` as it is, or the Communicator of an MPI.Comm (None: of all ranks), made when first asked for."""
+        """`comm` itself, or the Communicator of an MPI.Comm (None: of all ranks). It is created at the first call."""
         if isinstance(comm, Communicator):
             comm.check()
             return comm
@@ -138,35 +147,35 @@ class Communicator:
         return known
 
     def check(self) -> None:
-        """Raise StateError if nothing can be called on this communicator any more."""
+        """Raise StateError if this communicator cannot be used any more."""
         if self.closed:
             raise StateError(f"the communicator {self.name!r} is closed")
         if self.channel.broken is not None:
             cause = self.channel.broken
             raise StateError(
-                f"the communicator {self.name!r} cannot be used after a call that was given up, since its messages may "
-                f"still be under way: {type(cause).__name__}: {cause}"
+                f"the communicator {self.name!r} cannot be used any more: a call on it was abandoned, and messages of "
+                f"that call may still be in flight: {type(cause).__name__}: {cause}"
             ) from cause
 
     @contextmanager
     def record(self) -> Iterator[list[Trace]]:
-        """The traces, on this rank, of the operations started on this communicator within the `with`, as they finish.
+        """A list of the traces of this rank. It grows as operations finish that were started inside the `with` block.
 
-        Those of an executor are not among them: it has a `trace` of its own.
+        It has no traces of executors. Each executor has its own `trace`.
         """
-        before, self.recording = self.recording, []
+        outer, self.recording = self.recording, []
         try:
             yield self.recording
         finally:
-            self.recording = before
+            self.recording = outer
 
     def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
-        """The ranks with our color, in the order of their keys. Collective."""
+        """A Communicator of the ranks with the same `color`, in the order of `key`. Collective."""
         agree(self, "a split")
         return Communicator(self.link.split(color, key), name or f"{self.name}/{color}", self.hosts)
 
     def next_call(self) -> tuple[int, int]:
-        """Stamp and tag slot of the next unbound call: equal on all ranks that call in the same order."""
+        """The stamp and the tag slot of the next unbound call. They are equal on ranks that call in the same order."""
         self._calls += 1
         return self._calls, self.slot(self._calls)
 
@@ -175,21 +184,24 @@ class Communicator:
         return 1 + stamp % (self._slots - 1)
 
     def end_turn(self, stamp: int) -> None:
-        """A call will start no more collectives of the library, which all ranks must start in one order."""
+        """The call `stamp` starts no more collectives of the MPI library, so the next call may start its own.
+
+        All ranks must start these collectives in the same order.
+        """
         if stamp in self.turns:
             self.turns.remove(stamp)
             if self.turns:
                 self.channel.active[self.turns[0]].take_turn()
 
     def call_name(self, stamp: int) -> str:
-        """Which call it is, in words."""
+        """The call `stamp` in words."""
         if stamp >> 62:
             return f"bound {stamp >> 24 & (1 << 38) - 1}, call {stamp & 0xFFFFFF}"
         return f"call {stamp} of {self.name}"
 
-    def begins(self, what: str, stamp: int) -> None:
-        """Note the last thing that this rank began, for those who will wait for it."""
-        self.engine.last_began = what, self, stamp
+    def note_start(self, name: str, stamp: int) -> None:
+        """Note the last call that began on this rank. Ranks that wait for this one quote it."""
+        self.engine.last_began = name, self, stamp
 
     def next_bound(self) -> int:
         """The number of the next bound operation."""
@@ -197,11 +209,11 @@ class Communicator:
         return self._bound
 
     def bound_call(self, instance: int, call: int) -> tuple[int, int]:
-        """Stamp and tag slot of a call of a bound operation; MPI keeps the messages of its calls in their order."""
+        """The stamp and the tag slot of a call of a bound operation. All its calls share one slot: MPI keeps order."""
         return (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots + instance % self._slots
 
     def close(self) -> None:
-        """Collective: all ranks close a communicator together."""
+        """Free the duplicate of the MPI communicator. Collective."""
         if not self.closed:
             if self.engine.report is not None:
                 self.engine.report.settle(self)
@@ -214,7 +226,7 @@ class Communicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:  # else the channel is needed for last words
+        if kind is None:  # after an error the channel must stay open: this rank reports its end on it
             self.close()
 
     def __repr__(self) -> str:
@@ -222,18 +234,19 @@ class Communicator:
 
 
 def _refuse_axes(axes: dict[str, int], size: int) -> LayoutError | None:
+    """The error for axes that do not fit `size` ranks. It is returned, because all ranks must get it."""
     if not axes or any(not isinstance(n, int) or n < 1 for n in axes.values()):
-        return LayoutError(f"a mesh has axes with whole sizes >= 1, like Mesh(dp=2, tp=4), not {axes}")
+        return LayoutError(f"a mesh needs axes with integer sizes >= 1, such as Mesh(dp=2, tp=4), not {axes}")
     if prod(axes.values()) != size:
         return LayoutError(f"{' x '.join(map(str, axes.values()))} is not {size}, the number of ranks")
     return None
 
 
 class Mesh(Mapping[str, Communicator]):
-    """All ranks as a grid with named axes: `Mesh(dp=2, tp=4)["tp"]` is the Communicator of our four neighbours.
+    """A grid of all ranks with named axes. `Mesh(dp=2, tp=4)["tp"]` is the Communicator of the 4 ranks along axis tp.
 
-    The last axis is the innermost: its ranks have consecutive numbers, and lie on one host where hosts are filled in
-    order. Collective. Raises LayoutError unless the sizes multiply to the number of ranks.
+    The last axis is the innermost: its ranks have consecutive numbers, so they are on one host if hosts are filled in
+    order. Collective. Raises LayoutError if the product of the sizes is not the number of ranks.
     """
 
     def __init__(self, comm: Any = None, /, **axes: int):
@@ -241,9 +254,9 @@ class Mesh(Mapping[str, Communicator]):
         self.world = Communicator.of(comm)
         agree(self.world, f"Mesh({axes})", _refuse_axes(axes, self.world.size))
         self.coordinates = dict.fromkeys(axes, 0)
-        rest = self.world.rank
+        remaining = self.world.rank
         for name in reversed(axes):
-            rest, self.coordinates[name] = divmod(rest, axes[name])
+            remaining, self.coordinates[name] = divmod(remaining, axes[name])
         self._communicators = {}
         for name in axes:
             color = 0
@@ -264,6 +277,7 @@ class Mesh(Mapping[str, Communicator]):
         return len(self.axes)
 
     def close(self) -> None:
+        """Close the Communicators of all axes. Collective."""
         for communicator in self._communicators.values():
             communicator.close()
 

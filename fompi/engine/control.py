@@ -1,4 +1,4 @@
-"""The control messages of one communicator: a failed rank's last words, and who waits for whom."""
+"""Control messages of one communicator: a rank reports a failure or its end, or asks which rank waits for which."""
 
 from __future__ import annotations
 
@@ -13,74 +13,98 @@ from fompi.mpi.link import Link
 
 
 def _series(stamp: int) -> int:
-    """Calls of one series begin in the order of their stamps: all unbound ones, or those of one bound operation."""
+    """The series of a call: all unbound calls, or all calls of one bound operation. Its stamps increase with time."""
     return stamp >> 24 if stamp >> 62 else 0
 
 
 FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(8)
-_HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, whose words these are, how many bytes
+"""The kinds of control messages.
+
+| kind           | the sender                                                                             |
+|----------------|----------------------------------------------------------------------------------------|
+| `FAILED`       | a kernel of this call has failed; the messages of the call still move                  |
+| `ACKNOWLEDGED` | has received `FAILED`                                                                  |
+| `FATAL`        | has abandoned this call; its messages do not move any more                             |
+| `LEFT`         | exits normally: it starts no new call                                                  |
+| `GONE`         | exits normally: it also finishes no call any more                                      |
+| `DYING`        | exits because of an error, and will print its traceback                                |
+| `ASK`          | asks which rank the receiver waits for                                                 |
+| `ANSWER`       | answers `ASK`; the stamp field holds the world rank that it waits for                  |
+"""
+
+_HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote the text, bytes of the text
+
 _NBYTES = 2048
+"""The size of a control message. A longer text is cut off."""
+
 ANSWER_SECONDS = 1.0
-_SILENT = (
-    "it computes outside fompi, is stopped or dead, or cannot be reached: is its process alive, and the link to its "
-    "host up? A larger FOMPI_TIMEOUT waits longer"
+"""How long a rank waits for answers before it raises a WaitTimeout. A rank inside fompi answers within milliseconds."""
+
+_NO_ANSWER = (
+    "it computes outside fompi, is stopped or dead, or cannot be reached. Check that its process runs, and that the "
+    "link to its host is up. A larger FOMPI_TIMEOUT waits longer"
 )
 
 
-class _Sent(Task):
-    """Control messages on their way; nobody waits for them."""
+class _SentControl(Task):
+    """Owns the requests of control messages that are being sent. No thread waits for them."""
 
     def completed(self, key: int) -> None: ...
 
 
 class Channel:
-    """The control messages of one communicator. `failures` and `departed` are what the others said.
+    """The control messages of one communicator.
 
-    A rank that has `departed` begins no call any more; once it is `gone` it does not finish one either.
+    A rank that has `departed` starts no new call. A rank that is `gone` does not finish a call either.
     """
 
     def __init__(self, link: Link, engine: Engine, name: str):
         self.link, self.engine, self.name = link, engine, name
         self.active: dict[int, Task] = {}  # stamp -> the task of that call
-        self.begun: dict[int, int] = {}  # series of calls -> the stamp of the newest that began here
-        self.failures: dict[int, tuple[PeerError, bool]] = {}  # stamp -> error, fatal: before its task was there
-        self.departed: dict[int, str] = {}
+        self.begun: dict[int, int] = {}  # series of calls -> the stamp of the last call that began on this rank
+        self.failures: dict[int, tuple[PeerError, bool]] = {}  # stamp -> (error, fatal), before the call began here
+        self.departed: dict[int, str] = {}  # rank -> what it said when it left
         self.gone: set[int] = set()
         self.dying: set[int] = set()
-        self.broken: BaseException | None = None  # why a call was given up with messages under way
-        self.asking = False
+        self.broken: BaseException | None = None  # why a call was abandoned with messages in flight
+        self.asking = False  # True while `explain` waits for answers
         self._answers: dict[int, tuple[int, str]] = {}
         self._inbox = bytearray(_NBYTES)
-        self._sent = _Sent()
+        self._sent = _SentControl()
         engine.channels.append(self)
 
     def send(self, dest: int, kind: int, stamp: int, text: str = "", origin: int | None = None) -> None:
-        """Send words of ours, or pass on those of rank `origin`."""
-        words, own = text.encode()[: _NBYTES - _HEADER.size], self.link.rank
-        message = _HEADER.pack(kind, stamp, own, own if origin is None else origin, len(words)) + words
+        """Send a control message. `origin` is the rank that wrote `text`, if it is not this rank."""
+        encoded, rank = text.encode()[: _NBYTES - _HEADER.size], self.link.rank
+        message = _HEADER.pack(kind, stamp, rank, rank if origin is None else origin, len(encoded)) + encoded
         self.engine.post(self.link.isend(message, dest, CONTROL), self._sent, 0)
 
     def send_all(self, kind: int, stamp: int, text: str = "") -> None:
+        """Send a control message to all other ranks. Ranks that have departed still receive until all are gone."""
         with self.engine.lock:
-            for peer in range(self.link.size):  # they listen until all are gone
+            for peer in range(self.link.size):
                 if peer != self.link.rank:
                     self.send(peer, kind, stamp, text)
 
     def begin(self, stamp: int, task: Task) -> None:
-        """`task` does the call `stamp` from now on."""
+        """From now on `task` does the call `stamp`."""
         self.active[stamp] = task
         self.begun[_series(stamp)] = stamp
 
     def receive(self) -> bool:
-        """Take in all that has come. A probe: MPICH over UCX never completes a receive from any source."""
-        heard = False
+        """Take in all control messages that have arrived. False: none had.
+
+        It probes, because MPICH over UCX never completes a posted receive from any source.
+        """
+        received = False
         while self.link.size > 1 and (message := self.link.improbe(self.link.any_source, CONTROL)) is not None:
             message.Recv(self._inbox)
-            self._take_in()
-            heard = True
-        return heard
+            self._handle()
+            received = True
+        return received
 
-    def _take_in(self) -> None:
+    def _handle(self) -> None:
+        """Act on the message in the inbox."""
         kind, stamp, sender, origin, count = _HEADER.unpack_from(self._inbox)
         text = bytes(self._inbox[_HEADER.size : _HEADER.size + count]).decode(errors="replace")
         if kind in (FAILED, FATAL):
@@ -90,7 +114,7 @@ class Channel:
             if task is not None and kind == FATAL:
                 task.abandon(error)
             elif not task.poison(error, sender) if task is not None else stamp > self.begun.get(_series(stamp), 0):
-                self.failures[stamp] = (error, kind == FATAL)  # the call has not begun here
+                self.failures[stamp] = (error, kind == FATAL)  # the call has not begun on this rank
             if kind == FAILED:
                 self.send(sender, ACKNOWLEDGED, stamp)
         elif kind == ACKNOWLEDGED:
@@ -103,13 +127,13 @@ class Channel:
         elif kind == DYING:
             self.dying.add(origin)
         elif kind == ASK:
-            self.send(origin, ANSWER, *self._state())
+            self.send(origin, ANSWER, *self._answer())
         else:
             self._answers[origin] = (stamp, text)
 
-    def _state(self) -> tuple[int, str]:
-        """The world rank that this rank waits for (-1: nobody), and what for, in words."""
-        innermost = self.engine.waiting[-1:]  # in one step: other threads begin and end waits
+    def _answer(self) -> tuple[int, str]:
+        """The world rank that this rank waits for, and what for, in words. -1: it waits for no single rank."""
+        innermost = self.engine.waiting[-1:]  # one operation, since other threads begin and end waits
         if not innermost:
             return -1, f"does not wait in fompi; its last call was {self.engine.last_call}"
         ((task, channel),) = innermost
@@ -123,17 +147,17 @@ class Channel:
         return awaited_rank, awaited[1] + where
 
     def fail(self, task: Task, error: Exception) -> None:
-        """End `task` with `error` here and on all other ranks: it cannot go on."""
+        """End `task` with `error`, here and on all other ranks. The communicator cannot be used any more."""
         with self.engine.lock:
             stamp = getattr(task, "stamp", None)
             if stamp is not None:
                 self.broken = self.broken or error
-                self.send_all(FATAL, stamp, f"rank {self.link.rank} gave up: {error}")
+                self.send_all(FATAL, stamp, f"rank {self.link.rank} abandoned the call: {error}")
             task.abandon(error)
 
-    def missing(self, begins: bool, awaited: tuple[int, str] | None) -> int | None:
-        """The rank that is awaited and will not come, as it has left."""
-        absent = self.departed if begins else self.gone
+    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> int | None:
+        """The awaited rank, if it has left and will not send what is awaited."""
+        absent = self.departed if awaits_start else self.gone
         if awaited is None:
             return None
         if awaited[0] == ANYONE:
@@ -141,7 +165,7 @@ class Channel:
         return awaited[0] if awaited[0] in absent else None
 
     def explain(self, task: Task) -> str:
-        """Who waits for whom, from this rank back to the one at the root."""
+        """Which rank waits for which, from this rank to the root cause. Asks all other ranks."""
         self.asking = True
         try:
             awaited = task.waits_for()
@@ -155,13 +179,13 @@ class Channel:
             while perf_counter() < end and len(self._answers) < expected:
                 if not self.engine.progress() and not self.engine.receive_control():
                     sleep(1e-3)
-            chain = self._all(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
-            return f"after {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(chain)
+            chain = self._first_absent(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
+            return f"no progress for {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(chain)
         finally:
             self.asking = False
 
-    def _all(self, what: str) -> Sequence[str]:
-        """Who of all has not come to what all must come to."""
+    def _first_absent(self, what: str) -> Sequence[str]:
+        """The first rank that has not started `what`. All ranks must start it."""
         first = f"rank {self.link.rank} waits for {what}"
         for rank in range(self.link.size):
             if rank == self.link.rank:
@@ -169,51 +193,52 @@ class Channel:
             if rank in self.departed:
                 return [first, self.departed[rank]]
             if rank not in self._answers:
-                return [first, self._silence(rank)]
+                return [first, self._no_answer(rank)]
             awaited, words = self._answers[rank]
             if words != f"waits for {what}":
-                return [first, f"rank {rank} at the root {words}" if awaited < 0 else f"rank {rank} waits for {words}"]
-        return [first, "all of them wait for it: the library does not move"]
+                return [first, f"root cause: rank {rank} {words}" if awaited < 0 else f"rank {rank} waits for {words}"]
+        return [first, "all ranks wait for it: the MPI library makes no progress"]
 
-    def _silence(self, rank: int) -> str:
-        """That this rank does not answer, and which others do not either."""
+    def _no_answer(self, rank: int) -> str:
+        """That this rank does not answer, and which other ranks do not answer either."""
         others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.departed.keys()
-        too = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
-        return f"rank {rank} at the root does not answer{too}: {_SILENT}"
+        also = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
+        return f"root cause: rank {rank} does not answer{also}: {_NO_ANSWER}"
 
     def _chain(self, peer: int, what: str) -> Sequence[str]:
+        """Follow the answers from rank to rank."""
         links, seen = [f"rank {self.link.rank} waits for {what}"], {self.link.rank}
         while True:
             if peer in self.departed:
                 return [*links, self.departed[peer]]
             if peer in seen:
-                return [*links, f"and so on from rank {peer}: a circle"]
+                return [*links, f"rank {peer} is in this chain already: these ranks wait for each other in a circle"]
             seen.add(peer)
             if peer not in self._answers:
-                return [*links, self._silence(peer)]
+                return [*links, self._no_answer(peer)]
             awaited, words = self._answers[peer]
             if awaited < 0:
-                return [*links, f"rank {peer} at the root {words}"]
+                return [*links, f"root cause: rank {peer} {words}"]
             links.append(f"rank {peer} waits for {words}")
             if awaited not in self.link.world_ranks:
-                return [*links, f"which has no part in {self.name}"]
+                return [*links, f"world rank {awaited} is not in {self.name}"]
             peer = self.link.world_ranks.index(awaited)
 
-    def missed(self) -> list[int]:
-        """Those who have not said that they are gone, by their numbers among all ranks that MPI started."""
+    def not_gone(self) -> list[int]:
+        """The world ranks of all other ranks that have not said that they are gone."""
         others = set(range(self.link.size)) - {self.link.rank} - self.gone
         return [self.link.world_ranks[rank] for rank in sorted(others)]
 
     def can_finish(self) -> bool:
-        """Whether something is in flight here that may end without new calls of this rank."""
+        """True if a call is in flight here that can finish without a new call of this rank."""
         with self.engine.lock:
             return any(
-                task.can_finish() and self.missing(task.begins, task.waits_for()) is None
+                task.can_finish() and self.absent_peer(task.awaits_start, task.waits_for()) is None
                 for task in self.active.values()
             )
 
     def close(self) -> None:
-        """Stop listening."""
+        """Receive no more control messages."""
         with self.engine.lock:
             if self in self.engine.channels:
                 self.engine.channels.remove(self)

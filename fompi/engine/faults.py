@@ -1,7 +1,7 @@
-"""What a rank does when it ends: last words to the others, so that nobody waits for it.
+"""What a rank does when it ends: it tells the other ranks, so that they do not wait for it.
 
-An uncaught exception ends all ranks within two seconds, its traceback printed once. A normal end says goodbye: who
-waits for a rank that has left gets an error.
+An uncaught exception ends all ranks within two seconds. Its traceback is printed once. A rank that ends normally says
+so, and a rank that waits for it gets an error.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ from fompi.engine.engine import Engine
 from fompi.mpi.link import abort, finalized
 from fompi.mpi.transport import world
 
-HEAR_SECONDS, DEFER_SECONDS = 0.1, 1.0
+LISTEN_SECONDS = 0.1
+"""How long an ending rank waits for messages of other ranks that are ending too."""
+
+DEFER_SECONDS = 1.0
+"""How long a rank delays its traceback if another rank should print one. That rank normally aborts the job first."""
+
 BROKEN_SECONDS = 5.0
-"""For a goodbye, where a call was given up."""
+"""How long a rank waits at exit for the other ranks if a call was abandoned: perhaps they cannot be reached."""
 
 READ_SECONDS = 0.2
-"""For the launcher to read what we said, before it ends us."""
+"""A pause before MPI_Abort, in which the launcher reads the output of this rank."""
 
 
 def install(engine: Engine) -> None:
-    """Hook into the end of this process. Called once, when the first communicator is made."""
+    """Install hooks for uncaught exceptions and for exit. Called once, when the first communicator is made."""
     hook, thread_hook, process = sys.excepthook, threading.excepthook, os.getpid()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != process:  # a child by fork has no part in MPI
+        if os.getpid() != process:  # a forked child does not take part in MPI
             hook(kind, error, trace)
         else:
             _end(engine, error, lambda: hook(kind, error, trace))
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # that ends the thread, and nothing else
+        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # it ends only the thread
             thread_hook(args)
         else:
             _end(engine, args.exc_value, lambda: thread_hook(args))
@@ -54,12 +59,12 @@ def install(engine: Engine) -> None:
 
 
 def _end(engine: Engine, error: BaseException | None, report: Callable[[], object]) -> None:
-    """Print the traceback unless another rank prints its own, then end all ranks."""
+    """Print the traceback, unless another rank prints one. Then end all ranks."""
     try:
         if _follows(engine, error):
-            sleep(DEFER_SECONDS)  # the rank that failed ends us before this is over, unless it goes on
+            sleep(DEFER_SECONDS)  # the rank that failed first aborts the job in this time, unless it caught its error
         if not _is_first(engine):
-            sleep(DEFER_SECONDS)  # the first ends us before this is over; if not, it is us who must speak
+            sleep(DEFER_SECONDS)  # the first rank aborts the job in this time; if it does not, this rank must report
         report()
     except Exception:
         traceback.print_exc()
@@ -71,18 +76,18 @@ def _end(engine: Engine, error: BaseException | None, report: Callable[[], objec
             abort(1)
 
 
-def end_job(words: str, status: int) -> None:
-    """Say why, and end all ranks."""
-    print(f"fompi: {words}", file=sys.stderr, flush=True)
+def end_job(reason: str, status: int) -> None:
+    """Print the reason, then end all ranks."""
+    print(f"fompi: {reason}", file=sys.stderr, flush=True)
     sleep(READ_SECONDS)
     abort(status)
 
 
 def _is_first(engine: Engine) -> bool:
-    """Of all ranks that are ending, the first one; of several at once, the lowest."""
-    if not engine.channels:  # the first communicator was never made: we cannot ask
+    """True if this rank is the first one that is ending. If several end at once, the lowest rank is the first."""
+    if not engine.channels:  # no communicator has been made, so ranks cannot exchange messages
         sleep(DEFER_SECONDS * min(world()[0], 4) / 4)
-    if not engine.lock.acquire(timeout=HEAR_SECONDS):  # another thread is inside MPI
+    if not engine.lock.acquire(timeout=LISTEN_SECONDS):  # another thread is inside MPI
         return True
     try:
         _listen(engine, 0.0)
@@ -90,30 +95,30 @@ def _is_first(engine: Engine) -> bool:
             return False
         for channel in engine.channels:
             channel.send_all(DYING, 0)
-        _listen(engine, HEAR_SECONDS)
+        _listen(engine, LISTEN_SECONDS)
         return not any(_is_lower(channel, peer) for channel in engine.channels for peer in channel.dying)
     finally:
         engine.lock.release()
 
 
 def _follows(engine: Engine, error: BaseException | None) -> bool:
-    """Whether this error only reports that of another rank, which will speak for itself."""
-    gone = {rank for channel in engine.channels for rank in channel.departed}
+    """True if `error` was caused by the error of another rank, and that rank is still there to report it."""
+    departed = {rank for channel in engine.channels for rank in channel.departed}
     while error is not None:
-        if isinstance(error, PeerError) and error.origin not in gone:
+        if isinstance(error, PeerError) and error.origin not in departed:
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def _is_lower(channel: Channel, peer: int) -> bool:
-    """Whether a rank of this channel comes before us among all ranks that MPI started."""
-    numbers = channel.link.world_ranks
-    return numbers[peer] < numbers[channel.link.rank]
+    """True if rank `peer` of this channel has a lower world rank than this rank."""
+    world_ranks = channel.link.world_ranks
+    return world_ranks[peer] < world_ranks[channel.link.rank]
 
 
 def _listen(engine: Engine, seconds: float) -> None:
-    """Take in what the others say; run no kernels."""
+    """Take in control messages for `seconds`, and until there are no more. Runs no kernels."""
     end = perf_counter() + seconds
     while True:
         if not engine.receive_control() and perf_counter() >= end:
@@ -123,21 +128,26 @@ def _listen(engine: Engine, seconds: float) -> None:
 
 
 def _leave(engine: Engine) -> None:
-    """Say goodbye, finish what we started, and stay until all others have: their last words must find us."""
+    """The normal end of a rank, in three steps.
+
+    1. Send LEFT: this rank starts no new call. Finish the calls in flight.
+    2. Send GONE: this rank finishes no call any more.
+    3. Wait until all other ranks are gone: they may still send control messages to this rank.
+    """
     if finalized():
         return
     channels = list(engine.channels)
-    broken = any(channel.broken is not None for channel in channels)  # perhaps since nobody can be reached
+    broken = any(channel.broken is not None for channel in channels)  # perhaps other ranks cannot be reached
     seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
     for channel in channels:
         channel.send_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
     _drive(engine, lambda: any(channel.can_finish() for channel in channels), seconds)
     for channel in channels:
         channel.send_all(GONE, 0)
-    _drive(engine, lambda: any(channel.missed() for channel in channels), seconds)
-    if missed := {rank for channel in channels if broken for rank in channel.missed()}:
-        who = f"rank{'s' * (len(missed) > 1)} {', '.join(map(str, sorted(missed)))}"
-        end_job(f"rank {world()[0]} ends the job: {who} cannot be reached to say goodbye", 1)  # MPI would wait for ever
+    _drive(engine, lambda: any(channel.not_gone() for channel in channels), seconds)
+    if unreachable := {rank for channel in channels if broken for rank in channel.not_gone()}:
+        ranks = f"rank{'s' * (len(unreachable) > 1)} {', '.join(map(str, sorted(unreachable)))}"
+        end_job(f"rank {world()[0]} ends the job: {ranks} cannot be reached at exit", 1)  # MPI would wait for ever
     for channel in channels:
         channel.close()
     if engine.helper is not None:
@@ -145,6 +155,7 @@ def _leave(engine: Engine) -> None:
 
 
 def _drive(engine: Engine, unfinished: Callable[[], bool], seconds: float) -> None:
+    """Make progress while `unfinished()`, for at most `seconds`."""
     end = perf_counter() + seconds
     while unfinished() and perf_counter() < end:
         if not engine.progress() and not engine.receive_control():

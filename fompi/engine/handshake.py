@@ -1,7 +1,7 @@
-"""Agreement before payload: 32 bytes to every peer say what this rank calls, and with how many rows.
+"""Agreement before data moves: each rank sends 32 bytes to every other rank that say what it calls, with how many rows.
 
-Ranks that disagree, or one that refuses its own arguments, end the call with a typed error on all ranks; nothing has
-moved. Which ranks are missing is known too, since each sends for itself.
+If the ranks disagree, or if one refuses its own arguments, the call ends with a typed error on all ranks. No data has
+moved then. Every rank sends its own message, so it is known which ranks are missing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
 from fompi.mpi.link import Link
 from fompi.plans.plan import MESSAGE_BITS
 
-_HEADER = struct.Struct("<qqqq")  # call number, digest, rows for the peer and what we tell, rows expected (or -1)
+_HEADER = struct.Struct("<qqqq")  # call number, digest, signature + hint + rows for the peer, expected rows (or -1)
+
 _ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
+"""The bits of the third field of a header. Together they fit into a signed 64-bit integer."""
+
 VALUE_BITS = _ROWS_BITS
+"""`agree` sends its value in place of the rows."""
+
 _DESCRIPTION_NBYTES = 1024
+"""The size of a description. A longer one is cut off."""
+
 REFUSED = -1
+"""In place of the digest: this rank refuses its own arguments."""
 
 
 class Members(Protocol):
-    """What an agreement needs of a `Communicator`."""
+    """What an agreement needs from a `Communicator`."""
 
     name: str
     rank: int
@@ -37,32 +45,34 @@ class Members(Protocol):
     channel: Channel
 
     def check(self) -> None:
-        """Raise StateError if nothing can be called on it any more."""
+        """Raise StateError if it cannot be used any more."""
 
     def next_call(self) -> tuple[int, int]:
-        """Stamp and tag slot of the next unbound call."""
+        """The stamp and the tag slot of the next unbound call."""
 
     def slot(self, stamp: int) -> int:
         """The tag slot of an unbound call."""
 
-    def begins(self, what: str, stamp: int) -> None:
-        """Note the last thing that this rank began."""
+    def note_start(self, name: str, stamp: int) -> None:
+        """Note the last call that began on this rank."""
 
 
 def digest(text: str) -> int:
+    """56 bits of a hash of `text`, the same on all ranks."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
 
 def agree(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
-    """Wait until all ranks come to `text`: the number that each gives. 0 <= value < 1 << VALUE_BITS.
+    """Wait until all ranks call this with the same `text`. Returns the `value` of every rank. Collective.
 
-    Raises on all of them if one refuses, or comes to something else.
+    0 <= value < 1 << VALUE_BITS. A rank that has a `refusal` raises it. If a rank refuses, or calls something else, all
+    ranks raise an error.
     """
     comm.check()
     with comm.engine.lock:
         stamp, _ = comm.next_call()
         agreement = Agreement(comm, stamp, digest(text), lambda: text, [value] * comm.size, refusal=refusal)
-        comm.begins(text, stamp)
+        comm.note_start(text, stamp)
         agreement.start()
     comm.engine.wait(agreement, comm.channel)
     if agreement.error is not None:
@@ -71,25 +81,30 @@ def agree(comm: Members, text: str, refusal: Exception | None = None, value: int
 
 
 class Agreement(Task):
-    """`then(self)` is called when it is finished: `rows[source]` are what each rank has for us, or `error` is set.
+    """The handshake of one call. It calls `then(self)` when it is finished.
 
-    `signature` are 22 bits of what may differ between the ranks. `same_signature` tells afterwards whether it does not.
-    `hint` is a small number of 7 bits. `hints` holds those of all ranks afterwards.
+    Then either `error` is set, or `rows[source]` is the number of rows that each rank has for this rank.
 
-    `expects` (-1: any) is how many rows must arrive here. Unless as many arrive everywhere
-    (`equal_totals`), each rank knows only its own number, and says in a second round whether that number fits.
+    `rows` are the rows that this rank has for each rank. `digest` must be the same on all ranks; `describe` says the
+    call in words, for errors. `signature` is 22 bits that may differ between the ranks; `same_signature` says
+    afterwards whether they are the same on all. `hint` is a number of 7 bits; `hints` holds the numbers of all ranks
+    afterwards.
+
+    `expects` is how many rows must arrive on this rank (-1: any number). With `equal_totals` the same number arrives on
+    every rank, so each rank can check all of them. Without it each rank knows only its own total, and confirms it in a
+    second round.
     """
 
-    begins = True
-    # What every call replaces stands here: making an Agreement is part of what a small call costs.
+    awaits_start = True
+    # Default values live on the class and are rebound, never mutated. This keeps creating an Agreement cheap.
     rows: Sequence[int] = ()
     same_signature = True
     hints: Sequence[int] = ()
     then: Callable[[Agreement], None] | None = None
-    begun = 0.0
-    last = 0  # the rank that came last
+    begun = 0.0  # when this rank started it, in seconds of perf_counter
+    last = 0  # the rank whose message arrived last
     _round = HANDSHAKE
-    _left = 0
+    _missing = 0  # messages of this round that have not arrived
     _inbox = bytearray()
     _arrived: set[int] = set()  # noqa: RUF012
 
@@ -111,25 +126,26 @@ class Agreement(Task):
         self.hint = (signature << HINT_BITS | hint) << _ROWS_BITS
 
     def start(self) -> None:
+        """Send the headers. Called with the engine's lock held."""
         channel = self.comm.channel
-        self.touched = self.begun = perf_counter()
+        self.moved_at = self.begun = perf_counter()
         channel.begin(self.stamp, self)
         self._exchange_headers(HANDSHAKE)
         if self.stamp in channel.failures and not self.finished:
             error, fatal = channel.failures[self.stamp]
-            if fatal:  # the others have given this call up, and found our handshake
+            if fatal:  # the other ranks have abandoned this call after they received this handshake
                 self.abandon(error)
 
     def _exchange_headers(self, round: int) -> None:
-        mine = REFUSED if self.refusal is not None else self.digest
+        own_digest = REFUSED if self.refusal is not None else self.digest
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
-        headers = [pack(stamp, mine, rows | hint, expects) for rows in self.outgoing]
+        headers = [pack(stamp, own_digest, rows | hint, expects) for rows in self.outgoing]
         self._exchange(_HEADER.size, round, headers)
 
     def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
-        """Every rank's message for us into the inbox, `nbytes` each, in the order of ranks.
+        """Send `messages[peer]` to each rank, and receive one message of `nbytes` from each, in rank order.
 
-        Handshakes are told apart by the order of calls, later rounds by the last tags of their call.
+        MPI matches handshakes by the order of calls. Later rounds use the last tags of their call.
         """
         comm, engine = self.comm, self.comm.engine
         rank, size, link = comm.rank, comm.size, comm.link
@@ -139,26 +155,27 @@ class Agreement(Task):
         self._inbox, self._arrived = bytearray(nbytes * size), {rank}
         into = memoryview(self._inbox)
         into[rank * nbytes : (rank + 1) * nbytes] = messages[rank]
-        self._left = size - 1  # to arrive; our own go by themselves
+        self._missing = size - 1
         for peer in range(size):
             if peer != rank:
                 engine.post(link.irecv(into[peer * nbytes : (peer + 1) * nbytes], peer, tag), self, peer)
         for peer in (*range(rank + 1, size), *range(rank)):
-            engine.sent(link.isend(messages[peer], peer, tag), nbytes, self, -1)
-        if self._left == 0:
-            self._exchanged()
+            engine.post_send(link.isend(messages[peer], peer, tag), nbytes, self, -1)
+        if self._missing == 0:
+            self._end_round()
 
     def completed(self, key: int) -> None:
-        if key < 0:  # sent
+        if key < 0:  # a send
             return
-        self.touched = perf_counter()
+        self.moved_at = perf_counter()
         self.last = key
         self._arrived.add(key)
-        self._left -= 1
-        if self._left == 0 and not self.finished:
-            self._exchanged()
+        self._missing -= 1
+        if self._missing == 0 and not self.finished:
+            self._end_round()
 
-    def _exchanged(self) -> None:
+    def _end_round(self) -> None:
+        """All messages of this round have arrived: finish, or start the next round."""
         if self._round == DESCRIPTION:
             self._disagree()
             return
@@ -183,7 +200,7 @@ class Agreement(Task):
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
 
     def _check_expected(self, expected: Sequence[int]) -> bool:
-        """Some rank expects so many rows: must all hear from each other once more, to know if all are content?"""
+        """Compare the rows that arrive with `expected`. True: a second round must confirm that they fit everywhere."""
         total = sum(self.rows)
         if not self.equal_totals:
             if self.expects not in (-1, total):
@@ -200,14 +217,15 @@ class Agreement(Task):
         return False
 
     def _disagree(self) -> None:
-        said: dict[str, list[int]] = {}
+        """End with an error that quotes the descriptions of all ranks."""
+        ranks_of: dict[str, list[int]] = {}
         size = _DESCRIPTION_NBYTES
         for rank in range(self.comm.size):
             flag, text = self._inbox[rank * size], self._inbox[rank * size + 1 : (rank + 1) * size]
             verb = "refuse" if flag else "call"
-            said.setdefault(f"{verb} {bytes(text).rstrip(bytes(1)).decode(errors='replace')}", []).append(rank)
-        each = "; ".join(f"{_ranks(ranks, what)}" for what, ranks in said.items())
-        error = MismatchError(f"the ranks disagree in call {self.stamp} of {self.comm.name}: {each}")
+            ranks_of.setdefault(f"{verb} {bytes(text).rstrip(bytes(1)).decode(errors='replace')}", []).append(rank)
+        calls = "; ".join(_sentence(ranks, what) for what, ranks in ranks_of.items())
+        error = MismatchError(f"the ranks disagree in call {self.stamp} of {self.comm.name}: {calls}")
         self.error = self.refusal or error
         self._finish()
 
@@ -218,7 +236,7 @@ class Agreement(Task):
         then, self.then = self.then, None
         if then is not None:
             then(self)
-        self.finished = True  # last: a thread that waits for it looks for what `then` has made
+        self.finished = True  # last: a thread that waits for this task reads what `then` has made
 
     def abandon(self, error: BaseException) -> None:
         if not self.finished:
@@ -231,12 +249,12 @@ class Agreement(Task):
     def waits_for(self) -> tuple[int, str] | None:
         for peer in range(self.comm.size):
             if peer not in self._arrived:
-                return peer, f"rank {peer} to come to call {self.stamp}, {self.describe()}"
+                return peer, f"rank {peer} to start call {self.stamp}, {self.describe()}"
         return None
 
 
-def _ranks(ranks: list[int], what: str) -> str:
-    """'ranks 0, 2 call x' or 'rank 1 calls x'."""
+def _sentence(ranks: list[int], what: str) -> str:
+    """Either "ranks 0, 2 call x" or "rank 1 calls x"."""
     if len(ranks) == 1:
         verb, _, rest = what.partition(" ")
         return f"rank {ranks[0]} {verb}s {rest}"

@@ -1,20 +1,21 @@
-"""Who moves messages while a rank computes: no MPI library can be trusted to do it by itself.
+"""The helper thread: it moves messages while a rank computes. MPI libraries do not do this reliably by themselves.
 
-| mode     | while a kernel of ours runs, or the program does something else                              |
+FOMPI_PROGRESS chooses the mode, and `python -m fompi info` shows it:
+
+| mode     | while a kernel runs, or the program does something else                                      |
 |----------|----------------------------------------------------------------------------------------------|
 | `auto`   | `helper`, or `native` on a machine (FOMPI_MACHINE) that was measured to need no more         |
-| `helper` | a thread sleeps and polls in turns, and makes sums whose pieces have come                    |
-| `native` | the same, but seldom: for a library that moves messages by itself (`measure_native`)         |
-| `poll`   | nobody: messages move between kernels, and when the program asks; always so where MPI lets   |
-|          | only one thread call it                                                                      |
+| `helper` | a thread polls, sleeps between polls, and computes sums whose operands have arrived          |
+| `native` | the same, but with few polls: for a library that moves messages by itself (`measure_native`) |
+| `poll`   | messages do not move: they move only between kernels, and while the program waits or asks.   |
+|          | If MPI allows only one thread to call it, this is always the mode                            |
 
-Where each rank has two cores, a second thread runs the products of calls that nobody waits for (`Worker`), and the
-helper goes on polling. With one core the helper runs them itself.
+If each rank has two cores, a second thread (`Worker`) runs the products of calls that the program does not wait for,
+and the helper goes on polling. With one core the helper runs them.
 
-The helper sleeps as long as others poll, and while only kernels that the program runs are in flight. With one core for
-a rank it wakes seldom: each time it takes the core from the kernel for some 30 us. It then polls a few times in what
-messages have lately taken, so that large ones on a slow link cost fewer polls. FOMPI_PROGRESS chooses the mode,
-`python -m fompi info` shows it.
+The helper sleeps while another thread polls, and while the only work in flight is kernels that the program runs. With
+one core per rank it polls rarely, because each poll takes the core from the kernel for about 30 us. The time between
+two polls follows the recent time between messages, so large messages on a slow link cost fewer polls.
 """
 
 from __future__ import annotations
@@ -39,56 +40,62 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "helper", "native", "poll")
 HELPED = ("helper", "native")
-"""Those with a helper."""
+"""The modes with a helper thread."""
 
-SCARCE_SECONDS, SPARE_SECONDS, SELDOM_SECONDS = 1e-3, 50e-6, 4e-3
-"""Between two polls: with one core for a rank, with more, and where the library or the messages need no more."""
+SCARCE_SECONDS, SPARE_SECONDS, RARE_SECONDS = 1e-3, 50e-6, 4e-3
+"""Seconds between two polls of the helper.
+
+With one core per rank it is SCARCE_SECONDS: a poll costs the kernel 30 us, so 3 %. With more cores it is SPARE_SECONDS.
+RARE_SECONDS is for a library that moves messages by itself, and the most if messages arrive rarely.
+"""
 
 ENOUGH_SHARE = 0.9
-"""Of a message: a library that moves so much of it by itself needs little help."""
+"""A library that moves at least this share of a message by itself needs few polls."""
 
-POLLS_A_MESSAGE = 4
-"""So often, from one message that the helper takes in to the next."""
+POLLS_PER_MESSAGE = 4
+"""The helper polls this many times in the average interval between two messages."""
 
 POLLS_PER_WAKE = 3
-"""Each time it wakes: Open MPI takes in with one poll what another one then finds."""
+"""The helper polls this often each time it wakes. In Open MPI one poll receives data that the next poll reports."""
 
-LINGER_SECONDS, REST_SECONDS = 0.05, 5e-3
-"""For so long the helper stays awake when nothing is in flight. While only kernels are, it looks so often."""
+LINGER_SECONDS = 0.05
+"""How long the helper stays awake after the last operation has finished."""
 
+REST_SECONDS = 5e-3
+"""How often the helper receives control messages while only kernels of the program are in flight."""
 
 SLICE_SECONDS = 1e-4
-"""Of the core, that the helper asks for: the least that Linux grants."""
+"""The time slice that the helper requests from the scheduler, in seconds: the least that Linux grants."""
 
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355, "s390x": 345}
-"""The number of the system call, by the processor."""
+"""The number of the system call sched_setattr on each processor type."""
 
 _SCHED_ATTR = struct.Struct("<IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 
 
-def choose_mode(asked: str, thread_level: str, native_share: float = 0.0) -> str:
-    """What FOMPI_PROGRESS=`asked` comes to, where MPI gave this thread level. Raises LaunchError for no mode.
+def choose_mode(choice: str, thread_level: str, native_share: float = 0.0) -> str:
+    """The mode for FOMPI_PROGRESS=`choice` at this thread level of MPI. Raises LaunchError for an unknown mode.
 
-    `native_share`: of a message, as it was measured to move by itself (`Machine.native_share`).
+    `native_share` is the share of a message that the library moves by itself (`Machine.native_share`).
     """
-    if asked not in MODES:
-        raise LaunchError(f"FOMPI_PROGRESS={asked}: give one of {', '.join(MODES)}")
+    if choice not in MODES:
+        raise LaunchError(f"FOMPI_PROGRESS={choice}: give one of {', '.join(MODES)}")
     if thread_level != "multiple":
-        return "poll"  # the program may be inside MPI at any time
-    if asked != "auto":
-        return asked
+        return "poll"  # the program may be inside MPI at any time, so no second thread may call it
+    if choice != "auto":
+        return choice
     return "native" if native_share >= ENOUGH_SHARE else "helper"
 
 
 class Pause(NamedTuple):
-    """Seconds for which the helper sleeps between polls: so many at least, and at most."""
+    """How long the helper thread sleeps between two polls: the least and the most, in seconds."""
 
     least: float
     most: float
 
     def after(self, gap: float) -> float:
-        """When messages come `gap` seconds apart."""
-        return min(max(gap / POLLS_A_MESSAGE, self.least), self.most)
+        """How long it sleeps if messages arrive `gap` seconds apart."""
+        return min(max(gap / POLLS_PER_MESSAGE, self.least), self.most)
 
     def __str__(self) -> str:
         most = "" if self.most == self.least else f" to {1e3 * self.most:.4g}"
@@ -96,40 +103,40 @@ class Pause(NamedTuple):
 
 
 def has_spare(cores: float) -> bool:
-    """Whether a rank with so many cores has one for messages beside that for kernels."""
+    """True if a rank with `cores` cores has one core for messages and one for kernels."""
     return cores >= 2
 
 
 def pause_between_polls(mode: str, cores: float) -> Pause:
-    """Of the helper, where each rank has so many cores."""
+    """How long the helper sleeps between two polls if each rank has `cores` cores."""
     if mode == "native":
-        return Pause(SELDOM_SECONDS, SELDOM_SECONDS)
-    return Pause(SPARE_SECONDS, SPARE_SECONDS) if has_spare(cores) else Pause(SCARCE_SECONDS, SELDOM_SECONDS)
+        return Pause(RARE_SECONDS, RARE_SECONDS)
+    return Pause(SPARE_SECONDS, SPARE_SECONDS) if has_spare(cores) else Pause(SCARCE_SECONDS, RARE_SECONDS)
 
 
-def ask_for_short_slices() -> bool:
-    """Let this thread take the core at once when it wakes; False where the system knows no such wish.
+def request_short_slices() -> bool:
+    """Request short time slices, so that this thread gets the core at once when it wakes. False: not supported.
 
-    Else it waits for the slice of the kernel that runs, 3 ms and more. Since Linux 6.12 a thread with shorter slices
-    need not. (sched_setattr(2); Documentation/scheduler/sched-eevdf.rst)
+    By default it waits until the slice of the running kernel has ended, 3 ms or more. Since Linux 6.12 a thread with
+    shorter slices does not wait. (sched_setattr(2); Documentation/scheduler/sched-eevdf.rst)
     """
     number = _SCHED_SETATTR.get(os.uname().machine)
     if number is None or not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    wish = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_OTHER, 0, nice, 0, int(1e9 * SLICE_SECONDS), 0, 0)
-    return not ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(wish), 0)
+    request = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_OTHER, 0, nice, 0, int(1e9 * SLICE_SECONDS), 0, 0)
+    return not ctypes.CDLL(None).syscall(number, 0, ctypes.create_string_buffer(request), 0)
 
 
 class Worker:
-    """A thread that runs one thing after the other, in the order in which they come."""
+    """A thread that runs functions one after the other, in the order of `run` calls."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread: Thread | None = None
 
     def run(self, task: Callable[[], object]) -> None:
-        """Some time later; for one thread to call."""
+        """Run `task` in the thread, later. Only one thread may call this."""
         if self._thread is None:
             self._thread = Thread(target=self._run, name="fompi compute", daemon=True)
             self._thread.start()
@@ -137,137 +144,145 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            with suppress(KeyboardInterrupt, SystemExit):  # of a kernel: raised where its call is waited for
+            with suppress(KeyboardInterrupt, SystemExit):  # a kernel raised it; the wait for its call raises it again
                 self._tasks.get()()
 
 
 class Driven(Protocol):
-    """What a helper needs of what it drives: of an engine."""
+    """What a helper needs from the engine that it drives."""
 
     polls: int
-    """A number that changes whenever somebody polls."""
+    """How many polls there were, by any thread."""
 
     computing: int
-    """Kernels that run at this moment."""
+    """How many kernels run at this moment."""
 
-    began: float
-    """When the last of them began."""
+    kernel_began: float
+    """When the last kernel began, in seconds of perf_counter."""
 
-    longest: float
-    """Seconds of the longest kernel of a call that sends what it receives, since nothing was in flight; 0: none."""
+    longest_forwarding: float
+    """The longest kernel of a call that sends what it receives, in seconds. 0: none since the engine was last idle."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight."""
+        """True if nothing is in flight."""
 
     @property
-    def rests(self) -> bool:
-        """Whether what is in flight gains nothing from a poll."""
+    def needs_no_poll(self) -> bool:
+        """True if a poll can move nothing of what is in flight."""
 
     def progress(self, helping: bool = False) -> bool:
-        """Move whatever can move; whether anything did."""
+        """Poll, then run one kernel. False: nothing was done."""
 
     def receive_control(self) -> bool:
-        """Answer others, but move nothing."""
+        """Answer control messages, and move nothing else."""
 
 
 class Helper:
-    """A thread that drives the engine while nobody else does, and sleeps between polls.
+    """A thread that drives the engine while no other thread does, and sleeps between polls.
 
-    With a `worker` it leaves products to that one.
+    If there is a `worker`, products run in that thread.
     """
 
     def __init__(self, engine: Driven, pause: Pause, worker: Worker | None = None):
-        self.engine, self.worker, self._moved = engine, worker, 0.0
+        self.engine, self.worker, self._moved_at = engine, worker, 0.0
         self.use(pause)
         self._awake = self._resting = self._stopped = False
-        self._call, self._lock = Event(), Lock()
+        self._wake_up, self._lock = Event(), Lock()
         self._thread: Thread | None = None
 
     def use(self, pause: Pause) -> None:
+        """Sleep between polls as `pause` says."""
         self.pause, self.seconds = pause, pause.least
 
     def wake(self) -> None:
-        """Something is in flight that others may have to move."""
+        """Something is in flight that the helper may have to move."""
         if self._awake or self._stopped:
             if self._resting:
-                self._call.set()
+                self._wake_up.set()
             return
         with self._lock:
             self._awake = True
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="fompi progress", daemon=True)
                 self._thread.start()
-        self._call.set()
+        self._wake_up.set()
 
     def stop(self) -> None:
-        """End the thread: MPI is about to be left."""
+        """End the thread, before MPI_Finalize."""
         self._stopped = True
-        self._call.set()
+        self._wake_up.set()
         if self._thread is not None:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        ask_for_short_slices()
+        request_short_slices()
         while not self._stopped:
-            self._call.wait()
-            self._call.clear()
+            self._wake_up.wait()
+            self._wake_up.clear()
             try:
-                self._assist()
+                self._drive()
             except (KeyboardInterrupt, SystemExit):
-                self._call.set()  # a kernel's, and the error of its call: raised where that is waited for, not here
+                self._wake_up.set()  # a kernel raised it; the wait for its call raises it again, so go on here
 
-    def _assist(self) -> None:
-        """Poll until nothing has been in flight for a while."""
-        engine, busy = self.engine, perf_counter()
-        seen = engine.polls
+    def _drive(self) -> None:
+        """Poll until nothing has been in flight for `LINGER_SECONDS`."""
+        engine, busy_at = self.engine, perf_counter()
+        seen_polls = engine.polls
         while not self._stopped:
-            self._resting = True  # before we look: who begins something later sets the event
-            if engine.rests:
-                self._call.wait(REST_SECONDS)
-                self._call.clear()
-                if engine.computing:  # else MPI may be over
-                    engine.receive_control()  # others may ask whether we are alive
+            self._resting = True  # set before `needs_no_poll` is read: a call that begins later then wakes this thread
+            if engine.needs_no_poll:
+                self._wake_up.wait(REST_SECONDS)
+                self._wake_up.clear()
+                if engine.computing:  # if nothing is computing, MPI may be finalized
+                    engine.receive_control()  # other ranks may ask whether this rank is alive
             else:
                 seconds = self.seconds
-                if engine.longest:  # others wait for what is seen here: look in the middle of its kernels
-                    seconds = min(seconds, max(self.pause.least, engine.longest / 2))
-                left = engine.began + seconds - perf_counter()
-                sleep(left if 0 < left < seconds else seconds)  # who began a kernel has polled before it
+                if engine.longest_forwarding:  # other ranks wait for the next message: poll in the middle of a kernel
+                    seconds = min(seconds, max(self.pause.least, engine.longest_forwarding / 2))
+                remaining = engine.kernel_began + seconds - perf_counter()  # there was a poll just before the kernel
+                sleep(remaining if 0 < remaining < seconds else seconds)
             self._resting = False
             if engine.idle and not engine.computing:
-                if perf_counter() - busy > LINGER_SECONDS:
+                if perf_counter() - busy_at > LINGER_SECONDS:
                     self._awake = False
-                    if engine.idle:  # nothing began meanwhile, without waking us
+                    if engine.idle:  # no call has begun since, while `_awake` kept `wake` from setting the event
                         return
                     self._awake = True
-                engine.longest = 0.0
+                engine.longest_forwarding = 0.0
             else:
-                busy = perf_counter()
-                if engine.polls == seen and not engine.rests:  # nobody else does
-                    self._look()
-            seen = engine.polls
+                busy_at = perf_counter()
+                if engine.polls == seen_polls and not engine.needs_no_poll:  # no other thread polls
+                    self._poll()
+            seen_polls = engine.polls
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
+        """Make progress, and adapt the time until the next poll to the time between messages."""
         moved = False
         for _ in range(POLLS_PER_WAKE):
             while self.engine.progress(helping=True) and not self._stopped:
                 moved = True
         if moved:
             now = perf_counter()
-            self.seconds, self._moved = self.pause.after(now - self._moved), now
+            self.seconds, self._moved_at = self.pause.after(now - self._moved_at), now
 
 
-# -------------------------------------------------------------------------------- does the library do it?
+# ------------------------------------------------------- measured: how much of a message the library moves by itself
 
-PROBE_NBYTES, PROBE_SECONDS, TELLING_SECONDS, LOST_SECONDS = 4 << 20, 0.03, 1e-3, 2.0
-"""A message so large, or as takes so long; what is quicker tells nothing, and what takes longer is given up."""
+PROBE_NBYTES, PROBE_SECONDS = 4 << 20, 0.03
+"""The measured message has 4 MiB, or fewer bytes on a slow link: as many as take 30 ms."""
+
+SHORTEST_SECONDS = 1e-3
+"""A message that takes less time than this gives no result: it is too short to measure."""
+
+LOST_SECONDS = 2.0
+"""A message that takes longer than this is abandoned."""
 
 
 class Native(NamedTuple):
-    """The share of a message of `nbytes` that the library moves while the program stays out of it.
+    """The share of a message of `nbytes` that the library moves while the program does not call it.
 
-    `seconds` is what the message takes if all ranks poll. No share: `skipped` says why.
+    `seconds` is the time of the message if all ranks poll. If `share` is None, `skipped` says why.
     """
 
     nbytes: int
@@ -277,21 +292,25 @@ class Native(NamedTuple):
 
 
 def native_share(polled: float, rest: float) -> float:
-    """Of a message that takes `polled` seconds, and took `rest` after a silence that was long enough for all of it."""
+    """The share for a message that takes `polled` seconds with polls.
+
+    `rest` is the time that it still took after a sleep that was long enough for the whole message.
+    """
     return min(1.0, max(0.0, 1.0 - rest / polled))
 
 
 def measure_native(link: Link, rounds: int = 3) -> Native:
-    """Each rank sends to the next one, and polls; then again, but sleeps before it polls. The slowest rank counts.
+    """Measure how much of a message the library moves while the program sleeps. The slowest rank counts.
 
-    Collective; takes some tenths of a second.
+    Each rank sends to the next rank and polls. Then it sends again, sleeps, and polls after that. Collective. Takes a
+    few tenths of a second.
     """
     if link.size == 1:
         return Native(0, 0.0, None, "there is one rank")
     small, nbytes = PROBE_NBYTES // 16, PROBE_NBYTES
     buffers = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     seconds = 0.0
-    for _ in range(2):  # the first time makes the connection
+    for _ in range(2):  # the first exchange opens the connection
         seconds = _exchange(link, buffers, small)
     if seconds < LOST_SECONDS:
         nbytes = min(nbytes, max(small, int(small * PROBE_SECONDS / seconds)))
@@ -301,34 +320,38 @@ def measure_native(link: Link, rounds: int = 3) -> Native:
     polled, shares = [], []
     for _ in range(rounds):
         polled.append(_exchange(link, buffers, nbytes))
-        rest = _exchange(link, buffers, nbytes, silence=1.5 * polled[-1] + 1e-3)
+        rest = _exchange(link, buffers, nbytes, pause=1.5 * polled[-1] + 1e-3)
         shares.append(native_share(polled[-1], rest))
     seconds = median(polled)
-    if seconds < TELLING_SECONDS:
-        return Native(nbytes, seconds, None, f"{nbytes >> 10} KiB take {1e3 * seconds:.2f} ms: too quick to tell")
+    if seconds < SHORTEST_SECONDS:
+        return Native(nbytes, seconds, None, f"{nbytes >> 10} KiB take {1e3 * seconds:.2f} ms: too short to measure")
     return Native(nbytes, seconds, median(shares))
 
 
-def _exchange(link: Link, buffers: tuple[Any, Any], nbytes: int, silence: float = 0.0) -> float:
-    """Seconds after the silence until the message of this rank has left and one has come; of the slowest rank."""
-    _of_all_ranks(link, 0.0)  # begin together
+def _exchange(link: Link, buffers: tuple[Any, Any], nbytes: int, pause: float = 0.0) -> float:
+    """Send to the next rank, receive from the previous one, and sleep for `pause` before the first poll.
+
+    Returns the seconds from the end of the pause until both messages are done, on the slowest rank.
+    """
+    _gather_times(link, 0.0)  # all ranks begin together
     outgoing, incoming = buffers
     requests = [
         link.irecv(incoming[:nbytes], (link.rank - 1) % link.size, 0),
         link.isend(outgoing[:nbytes], (link.rank + 1) % link.size, 0),
     ]
-    if silence:
-        sleep(silence)
+    if pause:
+        sleep(pause)
     begun = perf_counter()
     while not all([request.Test() for request in requests]):
         if perf_counter() - begun > LOST_SECONDS:
-            link.given_up.append((requests, buffers))  # what comes late still has a place
+            link.given_up.append((requests, buffers))  # the memory must stay: MPI may still write to it
             break
         os.sched_yield()
-    return float(max(_of_all_ranks(link, perf_counter() - begun)))
+    return float(max(_gather_times(link, perf_counter() - begun)))
 
 
-def _of_all_ranks(link: Link, mine: float) -> Any:
-    everyone = np.empty(link.size)
-    link.comm.Allgather(np.array([mine]), everyone)
-    return everyone
+def _gather_times(link: Link, seconds: float) -> Any:
+    """The `seconds` of all ranks. Collective."""
+    times = np.empty(link.size)
+    link.comm.Allgather(np.array([seconds]), times)
+    return times

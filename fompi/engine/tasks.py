@@ -1,77 +1,78 @@
-"""What the engine drives: a Task has requests, and kernels that a thread or a device runs."""
+"""Task: something in flight that the engine drives. It has requests, and kernels that a thread or a device runs."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
-from fompi.traces.trace import Interval
-
 HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
-"""The rounds of an agreement."""
+"""The rounds of an agreement (`fompi.engine.handshake`)."""
 
 CONTROL = 1
-"""Its tag; that of a handshake is 0, and those of payload begin at 1 << MESSAGE_BITS."""
-
+"""The tag of control messages. The tag of a handshake is 0. Tags of payload begin at 1 << MESSAGE_BITS."""
 
 ANYONE = -1
-"""The rank that is waited for, when all are: in a collective of the library."""
+"""Stands for the awaited rank if a task waits for all ranks, in a collective of the MPI library."""
 
 
 class Task:
-    """Something in flight. The engine calls `completed(key)` for each of its requests and kernels that are done."""
+    """Something in flight. The engine calls `completed(key)` for each of its requests and kernels that is done."""
 
     finished = False
     error: BaseException | None = None
-    touched = 0.0  # when it last moved, on the clock of perf_counter
-    failed = 0.0  # when it got its error
-    begins = False  # what it waits for is that others begin the same
-    awaited = False  # the program is about to wait for it, and runs its kernels
-    is_long = False  # somebody must move messages while its kernels run
-    forwards = False  # it sends what it receives, or sums of it: others wait until that has been seen here
+    moved_at = 0.0  # when it last made progress, in seconds of perf_counter
+    failed_at = 0.0  # when it got its error
+    awaits_start = False  # True: it waits until other ranks start the same call
+    awaited = False  # True: the program is about to wait for it, and will run its kernels
+    is_long = False  # True: messages must progress while its kernels run
+    forwards = False  # True: it sends what it receives, or sums of it, so other ranks wait until this rank has polled
 
     def completed(self, key: int) -> None:
+        """The request or kernel `key` is done."""
         raise NotImplementedError
 
     def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
-        """A kernel that can run, and its key; None: there is none of these. It is the caller's from now on."""
+        """Hand out a kernel that can run, and its key. The caller must run it. None: there is no such kernel.
+
+        `merges_only`: hand out only sums and copies.
+        """
         return None
 
     def ran(self, key: int, begun: float, error: BaseException | None) -> None:
-        """The kernel `key`, taken and begun at that time, has run, or failed."""
+        """The kernel `key` has run, or has raised `error`. It began at `begun`."""
 
     def waits_for(self) -> tuple[int, str] | None:
-        """The rank of the communicator whose message is missing, and which message; None: nobody's."""
+        """The rank of the communicator whose message is missing, and a description of that message. None: no rank."""
         return None
 
     def take_turn(self) -> None:
-        """The library's collectives may be used now (`Communicator.turns`)."""
+        """This call may now start the MPI library's collectives (`Communicator.turns`)."""
 
     def can_finish(self) -> bool:
-        """False if it waits for this rank's program, not for others."""
+        """False if it waits for the program of this rank, so that it cannot finish without it."""
         return True
 
     def poison(self, error: BaseException, sender: int) -> bool:
-        """`sender` says that this call failed: go on without kernels, then raise `error`. False: tell me later."""
+        """Rank `sender` reports that this call failed: run no more kernels, and end with `error`.
+
+        False: this task cannot do so. The error is kept for the task that follows it in the same call.
+        """
         return False
 
     def acknowledged(self, rank: int) -> None:
-        """This rank knows now that the call failed."""
+        """Rank `rank` has confirmed that it knows of the error of this call."""
 
     def abandon(self, error: BaseException) -> None:
-        """End with `error` at once, whatever is still in flight."""
+        """End with `error` at once, even with messages still in flight."""
         self.error, self.finished = self.error or error, True
 
     def broke(self, error: Exception) -> None:
-        """MPI, or we, failed in the middle of it."""
+        """MPI, or fompi itself, has raised `error` while this task was driven."""
         self.abandon(error)
 
 
-class InParts(Task):
-    """What moves in several messages: `completed(key)` of `task` comes once all of them are done."""
+class MessageParts(Task):
+    """A message that is sent in several parts. It calls `completed(key)` of `task` once all parts are done."""
 
     def __init__(self, task: Task, parts: int):
         self.task, self.missing = task, parts
@@ -85,31 +86,8 @@ class InParts(Task):
         self.task.broke(error)
 
 
-class Recent:
-    """The last 4096 intervals, to tell what a program did that had started something. Its memory does not grow.
-
-    One that begins within `joined` seconds of the end of the last goes on with that.
-    """
-
-    def __init__(self, joined: float = -1.0):
-        self._times, self._at, self.joined = array("d", bytes(8 * 2 * 4096)), 0, joined
-
-    def add(self, begin: float, end: float) -> None:
-        times, at = self._times, self._at
-        if begin - times[at + 1] <= self.joined:
-            times[at + 1] = end
-            return
-        self._at = at = (at + 2) % len(times)
-        times[at], times[at + 1] = begin, end
-
-    def within(self, begin: float, end: float) -> list[Interval]:
-        """Those that reach into this time."""
-        pairs = np.array(self._times).reshape(-1, 2)
-        return [(start, stop) for start, stop in pairs[(pairs[:, 0] < end) & (pairs[:, 1] > begin)].tolist()]
-
-
-class Peers(Protocol):
-    """What the engine asks of a control channel (`fompi.engine.control.Channel`)."""
+class ControlChannel(Protocol):
+    """What the engine needs from a control channel (`fompi.engine.control.Channel`)."""
 
     name: str
     link: Any
@@ -117,13 +95,13 @@ class Peers(Protocol):
     asking: bool
 
     def receive(self) -> bool:
-        """Take in the control messages that have come. False: none had."""
+        """Take in the control messages that have arrived. False: none had."""
 
-    def missing(self, begins: bool, awaited: tuple[int, str] | None) -> int | None:
-        """The rank that is awaited and has left."""
+    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> int | None:
+        """The awaited rank, if it has left and cannot answer any more."""
 
     def fail(self, task: Task, error: Exception) -> None:
         """End `task` with `error` on all ranks."""
 
     def explain(self, task: Task) -> str:
-        """Which rank waits for which."""
+        """Which rank waits for which, in words."""

@@ -1,3 +1,10 @@
-"""JAX: the public operations with gradients for `jax.grad`. The only room that imports jax."""
+"""JAX: `fompi.jax.<operation>` is the operation `fompi.<operation>` with a gradient for `jax.grad` and `jax.vjp`.
+
+    h = fompi.jax.all_gather_matmul(x, w, comm=tp)
+
+- `custom_vjp`: the operations.
+
+This room may import the package jax, and all rooms from `base` to `tuning`. Only this room and `bench` import jax.
+"""
 
 from fompi.jax.custom_vjp import *  # noqa: F403

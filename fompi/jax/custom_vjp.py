@@ -1,6 +1,7 @@
 """Gradients for JAX: `fompi.jax.all_gather_matmul(x, w)` is `fompi.all_gather_matmul` with a `custom_vjp`.
 
-For `jax.grad` and `jax.vjp` outside of `jax.jit`. The backward is the fused dual (`fompi.ops.adjoints`).
+It works in `jax.grad` and `jax.vjp`, outside of `jax.jit`. The backward is the adjoint of the operation
+(`fompi.ops.adjoints`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from fompi.base.layout import Slices
 from fompi.ops import operations
-from fompi.ops.adjoints import DUALS, Call, flatten
+from fompi.ops.adjoints import ADJOINTS, Call, flatten
 from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer
 
-__all__ = list(DUALS)
+__all__ = list(ADJOINTS)
 
 
 def _differentiable(operation: Operation) -> Any:
+    """The operation as a function that JAX can differentiate."""
+
     @functools.wraps(operation)
     def call(
         *args: Any,
@@ -46,10 +49,10 @@ def _differentiable(operation: Operation) -> Any:
             return state.forward(tensors, gradient=True), tensors if state.keeps else [None] * len(tensors)
 
         def backward(tensors: Sequence[jax.Array], grads: Any) -> tuple[Any, ...]:
-            there = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]
-            if any(map(is_tracer, there)):
-                state.refuse(": its gradient can neither be differentiated again nor run under jax.jit")
-            return tuple(state.backward(tensors, there, needs))
+            gradients = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]
+            if any(map(is_tracer, gradients)):
+                state.refuse(": its gradient cannot be differentiated again, and cannot run under jax.jit")
+            return tuple(state.backward(tensors, gradients, needs))
 
         run.defvjp(forward, backward, symbolic_zeros=True)
         return run(*arguments.tensors)

@@ -1,1 +1,14 @@
-"""What would happen on a machine: machines, the event walk, the digital twin, lower bounds, fits."""
+"""What would happen on a machine: predictions, with plain numbers only.
+
+- `machine`: machines: what messages and kernels cost; presets and machine files.
+- `simulate`: the predicted trace of a plan, and its time.
+- `walk`: the simulation itself, from event to event: lanes, kernels, collectives.
+- `network`: its messages: links and ports that messages share.
+- `rotation`: the same times for a ring of many ranks with unequal sizes, quickly.
+- `twin`: the digital twin: a plan run with data in one process, in random interleavings.
+- `bound`: the lower bound of a problem: no schedule is faster.
+- `flow_shop`: small scheduling problems with exact answers.
+- `fit`: the numbers of a machine from measured times.
+
+This room may import `base`, `plans`, `schedules` and `traces`, and Python's standard library.
+"""

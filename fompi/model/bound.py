@@ -1,10 +1,15 @@
-"""What no schedule can beat: the lower bound of a problem on a machine, and what sets it.
+"""The lower bound of a problem on a machine: no schedule is faster.
 
-Four things take their time whatever the schedule: the kernels of a rank, in one call each, with the sums that must be
-made; what must come in and go out at the ports of a rank; at the ports of a group of ranks; and around the messages a
-first or a last kernel. The bounds on what all-gather, reduce-scatter and all-reduce must move are those of Patarasuk
-and Yuan (2009), rank by rank. Collectives of the library are what the machine says, by a curve or without: a curve
-that was measured may be quicker than its sums would be in kernels of ours.
+The bound is the largest of these times, which every schedule needs:
+
+- the kernels of a rank, in one call each, with the sums that are necessary;
+- the bytes that must enter or leave a rank, through its ports;
+- the bytes that must enter or leave a group of ranks, through its ports;
+- one kernel before the first message or after the last one.
+
+The bytes that all-gather, reduce-scatter and all-reduce must move are those of Patarasuk and Yuan (2009), rank by rank.
+A schedule that uses collectives of the MPI library may be faster than the bound. Their times are curves of the machine,
+and a measured curve may be faster than the sums in kernels of fompi.
 """
 
 from __future__ import annotations
@@ -19,19 +24,22 @@ from fompi.plans.problems import Problem
 
 
 class Bound(NamedTuple):
-    """`seconds`, and what sets them: 'the kernels of rank 0', 'what rank 3 receives', 'what enters group 1'."""
+    """`seconds`, and what takes them: "the kernels of rank 0", "the bytes that rank 3 receives"."""
 
     seconds: float
     what: str
 
 
 def bound(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None = None) -> Bound:
-    """The greatest of all bounds. `at(rank)` is the problem of each rank where they differ in columns that stay."""
+    """The largest of all bounds.
+
+    `at(rank)` is the problem of each rank, if ranks have different numbers of columns that stay on the rank.
+    """
     return max(_bounds(problem, sizes, machine, at or (lambda rank: problem)))
 
 
 class _Moved(NamedTuple):
-    """Bytes that must enter and leave each of some equals (ranks, groups), and that enter all of them together."""
+    """The bytes that must enter and leave each rank or group, and the bytes that enter all of them `together`."""
 
     enter: Sequence[float]
     leave: Sequence[float]
@@ -45,11 +53,11 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int]
     if size == 1:
         return
     if problem.moves in ("reduce_scatter", "all_reduce") and machine.lanes == 1:
-        term, whole = row_nbytes(problem)
-        sums = (2 * term + whole) * (size - 1) * sum(sizes.rows) / machine.memory_rate  # of all ranks
-        yield Bound((sum(kernels) + sums) / size, "kernels and sums, on average")
+        term, rounded = row_nbytes(problem)
+        sums = (2 * term + rounded) * (size - 1) * sum(sizes.rows) / machine.memory_rate  # of all ranks
+        yield Bound((sum(kernels) + sums) / size, "kernels and sums, on average over the ranks")
     computes = bool(problem.weights or problem.gradients)
-    edge = machine.overhead if computes else 0.0
+    edge = machine.overhead if computes else 0.0  # a kernel before the first message or after the last one
     ports = [machine.innermost, *machine.levels]
     lag = _lag(ports)
     moved = _moved(problem, sizes, 1)
@@ -59,32 +67,37 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int]
     for rank in range(size):
         for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
             if nbytes:
-                yield Bound(edge + lag + nbytes / full / rates[rank], f"what rank {rank} {way}")
+                yield Bound(edge + lag + nbytes / full / rates[rank], f"the bytes that rank {rank} {way}")
     if moved.together:
-        yield Bound(edge + lag + moved.together / full / sum(rates), "what all ranks receive")
+        yield Bound(edge + lag + moved.together / full / sum(rates), "the bytes that all ranks receive")
     for i, level in enumerate(machine.levels):
         if size % level.ranks or size == level.ranks:
             continue
         outer = machine.levels[i:]
-        each = sum(port.fastest * (1 if port.shared else level.ranks) for port in outer)
+        rate = sum(port.fastest * (1 if port.shared else level.ranks) for port in outer)
         lag = _lag(outer)
         moved = _moved(problem, sizes, level.ranks)
         for group in range(size // level.ranks):
-            for way, nbytes in (("enters", moved.enter[group]), ("leaves", moved.leave[group])):
+            for way, nbytes in (("enter", moved.enter[group]), ("leave", moved.leave[group])):
                 if nbytes:
-                    yield Bound(edge + lag + nbytes / each, f"what {way} group {group} of {level.ranks} ranks")
+                    first, last = group * level.ranks, (group + 1) * level.ranks - 1
+                    what = f"the bytes that {way} the group of ranks {first} to {last}"
+                    yield Bound(edge + lag + nbytes / rate, what)
         if moved.together:
-            seconds = edge + lag + moved.together / each / len(moved.enter)
-            yield Bound(seconds, f"what crosses between groups of {level.ranks} ranks")
+            seconds = edge + lag + moved.together / rate / len(moved.enter)
+            yield Bound(seconds, f"the bytes between groups of {level.ranks} ranks")
 
 
 def _lag(ports: Sequence[Level]) -> float:
-    """By how much the last byte is later than all bytes at the rate of these ports; they pass a burst at once."""
+    """Seconds in addition to all bytes at the rate of these ports: one latency, minus the burst that passes at once."""
     return min(port.latency for port in ports) - max(port.burst for port in ports)
 
 
 def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1) -> float:
-    """The kernels of a problem on so many rows, one call each; rows in several runs are as many products."""
+    """Seconds of the kernels of a problem on `rows` rows, in one call each.
+
+    `runs` is the number of separate pieces of these rows. Each piece is a product that packs the weight again.
+    """
     width, item = prod(problem.row), itemsize(problem.dtype)
     wide = itemsize(problem.accumulator)
     seconds = 0.0
@@ -98,28 +111,28 @@ def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1)
 
 
 def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
-    """How many rows a rank multiplies."""
+    """The number of rows that a rank multiplies."""
     if not sizes.pairs:
         return sum(sizes.rows)
     return sum(sizes.pairs[rank]) if problem.multiplies_first else sum(row[rank] for row in sizes.pairs)
 
 
 def row_nbytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of a row on the wire: of a term that is to be summed (a product unrounded), and of anything else."""
+    """Bytes of a row in a message: of a term of a sum, which is not rounded yet, and of any other row."""
     summed = problem.multiplies_first and problem.moves != "all_to_all"
     width = prod(problem.sent_row)
     return width * itemsize(problem.accumulator if summed else problem.dtype), width * itemsize(problem.dtype)
 
 
 def native_nbytes(problem: Problem, rows: float) -> float:
-    """What the library's collective reads and writes on a rank, for `rows` of all shards together."""
+    """Bytes that a collective of the library reads and writes on a rank, for `rows` rows of all shards together."""
     once = rows * max(row_nbytes(problem))
     shares = {"all_reduce": 2.0, "all_to_all": 2.0, "broadcast": 1.0}
     return once * shares.get(problem.moves, 1 + 1 / problem.size)
 
 
 def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
-    """Between groups of so many ranks (1: between ranks)."""
+    """The bytes that must move between groups of `ranks` ranks. 1: between ranks."""
     count, (term, each) = problem.size // ranks, row_nbytes(problem)
     if sizes.pairs:
         enter, leave = [0.0] * count, [0.0] * count
@@ -137,6 +150,6 @@ def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
         return _Moved([n * term for n in own], [n * term for n in others], sum(others) * term)
     if problem.moves == "all_reduce":
         return _Moved([total * each] * count, [total * each] * count, sum(others) * (term + each))
-    here = problem.root // ranks
-    away = [0 if g == here else total * each for g in range(count)]
-    return _Moved(away, [total * each if g == here else 0 for g in range(count)], sum(away))
+    root = problem.root // ranks
+    received = [0 if g == root else total * each for g in range(count)]
+    return _Moved(received, [total * each if g == root else 0 for g in range(count)], sum(received))

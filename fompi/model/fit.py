@@ -1,4 +1,4 @@
-"""What measured times say of a machine: values in, values out. `fompi.calibrate` takes the times."""
+"""Fits the numbers of a machine to measured times. `fompi.tuning.calibrate` measures them."""
 
 from __future__ import annotations
 
@@ -15,128 +15,141 @@ from fompi.base.file_checks import Points
 from fompi.model.machine import NO_PACKING, Level, Machine
 
 Pairs = Mapping[tuple[int, int], float]
-"""Bytes per second between two ranks, each pair of them by itself."""
+"""Bytes per second between two ranks, measured one pair at a time."""
 
-APART, ENOUGH, PRICE = 1.5, 0.08, 0.04
-"""A level is so many times slower than what it holds. Links that fit to e^ENOUGH are alike; a level gains e^PRICE."""
+LEVEL_RATIO, GOOD_MISFIT, LEVEL_PENALTY = 1.5, 0.08, 0.04
+"""Links of a level must be at least LEVEL_RATIO times slower than links of the level inside it.
+
+A misfit is the mean absolute error of the logarithm of the speed. If the misfit without levels is at most GOOD_MISFIT
+(8 %), no levels are tried: two measurements of one link differ by as much. Each level must reduce the misfit by
+LEVEL_PENALTY.
+"""
 
 PAIR_NBYTES = 256 << 10, 768 << 10
-"""Of the two messages by which pairs are compared: what buffers swallow at once is in both, not in the difference."""
+"""The sizes of the two messages whose difference is the speed of a pair.
 
-ALIKE = 1.25
-"""What differs by no more is the same, measured twice."""
+Buffers take in the first bytes of a message at once. Both messages contain these bytes, so the difference does not.
+"""
 
-FULL = 0.85
-"""A rank with this share of the best speed has all of it: two measurements differ by as much."""
+BURST_RATIO = 1.25
+"""Three estimates of a burst may differ by this factor. This is the noise of two measurements."""
+
+FULL_RATE = 0.85
+"""A rank with at least this share of the best speed counts as equally fast. This is the noise of two measurements."""
 
 
 class Topology(NamedTuple):
-    """`groups` of consecutive ranks, the innermost first; the share of its speed that each rank has."""
+    """The sizes of nested groups of consecutive ranks, the innermost first, and the rate of each rank (1: full)."""
 
     groups: tuple[int, ...]
     rates: tuple[float, ...]
 
     def number(self, source: int, dest: int) -> int:
-        """The level between two ranks: 0 inside of the smallest groups, then by the groups that they do not share."""
+        """The level between two ranks: the number of groups that they do not share, from the innermost on."""
         return sum(source // ranks != dest // ranks for ranks in self.groups)
 
 
-def shift(found: Topology, number: int) -> dict[int, tuple[int, int]]:
-    """From whom and to whom ranks exchange, all at once, to measure the link of a level: rings, from group to group.
+def exchange_rings(topology: Topology, number: int) -> dict[int, tuple[int, int]]:
+    """(source, dest) of each rank that takes part, to measure the links of a level with all messages at once.
 
-    Slow ranks would be what it measures: they sit out, where at least two of a group are left, to share its link.
+    The messages go around rings, from group to group. Slow ranks take no part if at least two ranks of a group remain:
+    else the link would look as slow as they are. Two ranks of a group show whether the group shares its link.
     """
-    size = len(found.rates)
-    step, whole = [*(1, *found.groups), size][number : number + 2]
-    ways: dict[int, tuple[int, int]] = {}
+    size = len(topology.rates)
+    step, whole = [*(1, *topology.groups), size][number : number + 2]
+    peers: dict[int, tuple[int, int]] = {}
     for first in (rank for rank in range(size) if rank % whole < step):
-        ring = [r for r in range(first, first - first % whole + whole, step) if found.rates[r] == 1.0]
+        ring = [r for r in range(first, first - first % whole + whole, step) if topology.rates[r] == 1.0]
         if len(ring) > 1:
-            ways |= {r: (ring[i - 1], ring[(i + 1) % len(ring)]) for i, r in enumerate(ring)}
-    return ways if crowd(ways, step) >= min(2, step) else shift(found._replace(rates=(1.0,) * size), number)
+            peers |= {r: (ring[i - 1], ring[(i + 1) % len(ring)]) for i, r in enumerate(ring)}
+    if most_in_group(peers, step) >= min(2, step):
+        return peers
+    return exchange_rings(topology._replace(rates=(1.0,) * size), number)
 
 
-def crowd(ranks: Iterable[int], group: int) -> int:
-    """How many of these ranks are in one group of so many consecutive ones, at most."""
+def most_in_group(ranks: Iterable[int], group: int) -> int:
+    """The largest number of these ranks that are in the same group of `group` consecutive ranks."""
     return max(Counter(rank // group for rank in ranks).values(), default=0)
 
 
-def topology(size: int, speeds: Pairs) -> Topology:
-    """The groups, nested and even, and the rates that say best how fast each pair is; no groups where none are needed.
+def find_topology(size: int, speeds: Pairs) -> Topology:
+    """The nested groups of equal sizes, and the rates of ranks, that explain the measured speeds best.
 
-    A pair is as fast as its level, times the rate of its slower end.
+    By this model the speed of a pair is the speed of its level, times the rate of its slower end. There are no groups
+    if the speeds do not need any.
     """
     best = Topology((), _rates(size, speeds, Topology((), ())))
     least = _misfit(speeds, best)
-    if least <= ENOUGH:
+    if least <= GOOD_MISFIT:
         return best
-    for groups in _chains(size):
-        found = Topology(groups, ())
-        by_level = _by_level(speeds, found)
+    for groups in _nested_groups(size):
+        candidate = Topology(groups, ())
+        by_level = _fastest_by_level(speeds, candidate)
         if len(by_level) != len(groups) + 1:
             continue
-        if any(by_level[i] < APART * by_level[i + 1] for i in range(len(groups))):
+        if any(by_level[i] < LEVEL_RATIO * by_level[i + 1] for i in range(len(groups))):
             continue
-        found = Topology(groups, _rates(size, speeds, found))
-        misfit = _misfit(speeds, found) + PRICE * len(groups)
+        candidate = Topology(groups, _rates(size, speeds, candidate))
+        misfit = _misfit(speeds, candidate) + LEVEL_PENALTY * len(groups)
         if misfit < least:
-            best, least = found, misfit
+            best, least = candidate, misfit
     return best
 
 
-def _chains(size: int) -> Iterator[tuple[int, ...]]:
+def _nested_groups(size: int) -> Iterator[tuple[int, ...]]:
+    """All ways to divide `size` ranks into one or two levels of equal groups."""
     divisors = [d for d in range(2, size) if size % d == 0]
     for inner in divisors:
         yield (inner,)
         yield from ((inner, outer) for outer in divisors if outer > inner and outer % inner == 0)
 
 
-def _by_level(speeds: Pairs, found: Topology) -> dict[int, float]:
-    """The fastest pair of each level."""
+def _fastest_by_level(speeds: Pairs, topology: Topology) -> dict[int, float]:
+    """The speed of the fastest pair of each level."""
     fastest: dict[int, float] = {}
     for pair, speed in speeds.items():
-        number = found.number(*pair)
+        number = topology.number(*pair)
         fastest[number] = max(speed, fastest.get(number, 0.0))
     return fastest
 
 
-def _rates(size: int, speeds: Pairs, found: Topology) -> tuple[float, ...]:
-    """The best that each rank does, of what its level does."""
-    fastest, rates = _by_level(speeds, found), [0.0] * size
+def _rates(size: int, speeds: Pairs, topology: Topology) -> tuple[float, ...]:
+    """For each rank the best speed of its pairs, as a share of the speed of their level."""
+    fastest, rates = _fastest_by_level(speeds, topology), [0.0] * size
     for pair, speed in speeds.items():
         for rank in pair:
-            rates[rank] = max(rates[rank], speed / fastest[found.number(*pair)])
-    return tuple(1.0 if rate >= FULL or rate == 0 else rate for rate in rates)
+            rates[rank] = max(rates[rank], speed / fastest[topology.number(*pair)])
+    return tuple(1.0 if rate >= FULL_RATE or rate == 0 else rate for rate in rates)
 
 
-def _misfit(speeds: Pairs, found: Topology) -> float:
-    """How far off a pair is, on average, as a logarithm."""
+def _misfit(speeds: Pairs, topology: Topology) -> float:
+    """The mean absolute error of the logarithm of the speed of a pair."""
     levels: dict[int, list[float]] = {}
     for (a, b), speed in speeds.items():
-        each = log(speed / min(found.rates[a], found.rates[b]))
-        levels.setdefault(found.number(a, b), []).append(each)
+        level_speed = log(speed / min(topology.rates[a], topology.rates[b]))
+        levels.setdefault(topology.number(a, b), []).append(level_speed)
     middles = {number: median(values) for number, values in levels.items()}
     return fmean(abs(v - middles[number]) for number, values in levels.items() for v in values) if levels else 0.0
 
 
 def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
-    """The machine with the levels and rates that its links have now: it knew them when they did other `speeds`.
+    """The machine with new bandwidths and rates, after its links have changed to `speeds`.
 
-    A level is as fast as the best of its pairs, a rank as the best that it does; collectives of the library go by the
-    slowest pair.
+    The groups stay. A level is as fast as the best of its pairs, and a rank as fast as its best pair. The curves of the
+    library's collectives are stretched by as much as the slowest pair has become slower.
     """
     if not speeds:
         return machine
-    found = Topology(tuple(level.ranks for level in machine.levels if level.ranks < size), ())
+    topology = Topology(tuple(level.ranks for level in machine.levels if level.ranks < size), ())
     whole = replace(machine, rates=())
     shares = {pair: speed / speed_of(whole, *pair) for pair, speed in speeds.items()}
-    fastest = _by_level(shares, found)
-    rates = _rates(size, shares, found)
+    fastest = _fastest_by_level(shares, topology)
+    rates = _rates(size, shares, topology)
     levels = tuple(
-        _quicker(level, fastest.get(i, 1.0)) if level.ranks < size else level
+        _scaled(level, fastest.get(i, 1.0)) if level.ranks < size else level
         for i, level in enumerate(machine.levels, 1)
     )
-    inner = _quicker(machine.innermost, fastest.get(0, 1.0))
+    inner = _scaled(machine.innermost, fastest.get(0, 1.0))
     rates = rates if min(rates) < 1 else ()
     now = replace(machine, bandwidth=inner.bandwidth, curve=inner.curve, levels=levels, rates=rates)
     slower = min(speed_of(machine, *pair) for pair in speeds) / min(speed_of(now, *pair) for pair in speeds)
@@ -147,8 +160,8 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
     )
 
 
-def at_speed(machine: Machine, slower: float) -> Machine:
-    """The machine while all that its cores do takes so many times as long: a core may be shared with others."""
+def slowed(machine: Machine, slower: float) -> Machine:
+    """The machine with cores that take `slower` times as long, for example because other programs use them too."""
     packs = machine.pack_rate < NO_PACKING
     return replace(
         machine,
@@ -162,68 +175,75 @@ def at_speed(machine: Machine, slower: float) -> Machine:
 
 
 def speed_of(machine: Machine, source: int, dest: int) -> float:
-    """What the machine says of a pair as `topology` takes it. Bytes take a nanosecond at least: curves may be level."""
+    """The speed of a pair on `machine`, as it is measured for `find_topology`: by the difference of two messages.
+
+    The difference is at least a nanosecond, because a curve may be level.
+    """
     link, (small, large) = machine.link(source, dest), PAIR_NBYTES
     return (large - small) / max(1e-9, link.busy(large) - link.busy(small))
 
 
-def _quicker(level: Level, factor: float) -> Level:
-    """The same link with another bandwidth; what differs by little does not differ."""
-    if abs(log(factor)) < log(1 / FULL):
+def _scaled(level: Level, factor: float) -> Level:
+    """The same link with `factor` times its bandwidth. Small differences are noise, and change nothing."""
+    if abs(log(factor)) < log(1 / FULL_RATE):
         return level
     points = tuple((n, level.latency + max(0.0, s - level.latency) / factor) for n, s in level.curve)
     return level._replace(bandwidth=level.bandwidth * factor, curve=points)
 
 
 def _stretched(points: Points, slower: float) -> Points:
+    """A curve with `slower` times as many seconds."""
     return tuple((n, s * slower) for n, s in points)
 
 
 def curve(samples: Sequence[tuple[float, float]]) -> Points:
-    """(bytes, seconds) as points that grow: what is quicker than something smaller was measured badly."""
+    """The samples (bytes, seconds) as a curve that does not fall. A time below that of a smaller message is raised."""
     ordered = sorted(samples)
     seconds = list(accumulate((s for _, s in ordered), max))
     return tuple((float(n), s) for (n, _), s in zip(ordered, seconds, strict=True))
 
 
-TOO_GOOD = 2.0
+MOST_SPEEDUP = 2.0
+"""A link is at most this many times as fast between the two largest messages as over all bytes of the largest.
+
+A greater ratio means that one of the two measurements was disturbed.
+"""
 
 
 def sustained(samples: Sequence[tuple[float, float]], latency: float) -> Points:
-    """The curve of a link that is busy: no size moves faster than what the two largest ones differ by.
+    """The curve of a busy link: no message is faster than the rate between the two largest ones.
 
-    After silence a link may swallow what its buffers hold at once; in the middle of a collective they are full. No
-    link is TOO_GOOD times as fast between the two as on the way to the largest: then one of them was disturbed.
+    After a silence the buffers of a link take in some bytes at once. In the middle of a collective they are full.
     """
     ordered = sorted(samples)
     (a, y), (b, z) = ordered[-2:]
-    each = max((z - y) / (b - a), (z - latency) / b / TOO_GOOD, 0.0)
-    *points, (_, y), (_, z) = curve([(0.0, latency), *((n, max(s, latency + n * each)) for n, s in ordered)])
-    return (*points, (a, y), (b, max(z, y + (b - a) * each)))
+    per_byte = max((z - y) / (b - a), (z - latency) / b / MOST_SPEEDUP, 0.0)
+    *points, (_, y), (_, z) = curve([(0.0, latency), *((n, max(s, latency + n * per_byte)) for n, s in ordered)])
+    return (*points, (a, y), (b, max(z, y + (b - a) * per_byte)))
 
 
 def burst(samples: Sequence[tuple[float, float]], latency: float) -> float:
-    """What a link passes at once after silence, in seconds of its rate: as much of each of the three largest messages.
+    """The burst of a link, in seconds of its rate: the time that each of the three largest messages saves by it.
 
-    Nothing, if it is not the same of all three: then a message of some size is quick, whatever was before it.
+    It is 0 if they save different times. Then messages of some size are fast for another reason.
     """
     *_, (a, y), (b, z) = ordered = sorted(samples)
-    each = (z - y) / (b - a)
-    saved = [n * each - (seconds - latency) for n, seconds in ordered[-3:]]
-    return min(saved) if min(saved) > 0 and max(saved) <= ALIKE * min(saved) else 0.0
+    per_byte = (z - y) / (b - a)
+    saved = [n * per_byte - (seconds - latency) for n, seconds in ordered[-3:]]
+    return min(saved) if min(saved) > 0 and max(saved) <= BURST_RATIO * min(saved) else 0.0
 
 
-NO_SLOWER = 1.25
-"""By so much, messages to several others may take longer than one by itself, if each has a port."""
+PORT_TOLERANCE = 1.25
+"""Messages to several peers may take this many times as long as one message, if each has its own port."""
 
 
 def ports(taken: Mapping[int, float]) -> int:
-    """How many ports a rank has, by the seconds that messages of one size to so many others take at once."""
-    return max((count for count, seconds in taken.items() if seconds <= NO_SLOWER * taken[1]), default=1)
+    """The number of ports of a rank. `taken[n]` are the seconds of n messages of one size to n peers at once."""
+    return max((count for count, seconds in taken.items() if seconds <= PORT_TOLERANCE * taken[1]), default=1)
 
 
 class Product(NamedTuple):
-    """A product that was timed: its operations, the bytes that it multiplies, and the seconds above the overhead."""
+    """A measured product: its operations, the bytes of its operands, and its seconds without the overhead of a call."""
 
     flops: float
     packed: float
@@ -231,12 +251,15 @@ class Product(NamedTuple):
 
 
 def product(m: int, k: int, n: int, seconds: float) -> Product:
-    """One of (m, k) and (k, n) in float32."""
+    """The product of (m, k) and (k, n) in float32."""
     return Product(2.0 * m * k * n, 4.0 * k * (m + n), seconds)
 
 
 def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
-    """Operations and packed bytes per second: the least squares of relative errors, neither rate below nothing."""
+    """Operations per second, and packed bytes per second, by least squares of relative errors.
+
+    If a rate would be negative, packing counts as free.
+    """
     a = [p.flops / p.seconds for p in timed]  # per_flop * a + per_byte * b should be 1
     b = [p.packed / p.seconds for p in timed]
     aa, ab, bb = (sum(map(mul, *both)) for both in ((a, a), (a, b), (b, b)))
@@ -250,6 +273,6 @@ def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
 
 
 def product_seconds(machine: Machine, m: int, k: int, n: int) -> float:
-    """What the machine says of one call in float32."""
-    one = product(m, k, n, 0.0)
-    return machine.kernel(one.flops, 4.0 * m * (k + n), one.packed)
+    """The seconds of one product of (m, k) and (k, n) in float32 on `machine`."""
+    flops, packed, _ = product(m, k, n, 0.0)
+    return machine.kernel(flops, 4.0 * m * (k + n), packed)

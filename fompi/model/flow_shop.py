@@ -1,7 +1,7 @@
-"""Small problems of scheduling that have exact answers: the order of pieces, and into which groups to cut.
+"""Small scheduling problems with exact answers: the best order of pieces, and the best way to cut work into pieces.
 
-A piece is worked on and then sent (a sum), or received and then worked on (a gather): two machines, one after the
-other, each for one piece at a time. `makespan` says how long a given order takes.
+A piece is computed and then sent, or received and then used. So it passes two machines, one after the other. Each
+machine works on one piece at a time: a flow shop. `makespan` is the time of a given order.
 
     first    | a    | b  | c        |
     second          | a        | b    |   | c |
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 
 class Job(NamedTuple):
-    """A piece: seconds on the first machine, then on the second."""
+    """One piece: its seconds on the first machine, and then on the second."""
 
     first: float
     second: float
 
 
 def makespan(jobs: Sequence[Job]) -> float:
-    """Seconds until all jobs, in this order, are through both machines."""
+    """Seconds until all jobs have passed both machines, in this order."""
     first = second = 0.0
     for job in jobs:
         first += job.first
@@ -30,11 +30,11 @@ def makespan(jobs: Sequence[Job]) -> float:
 
 
 def johnson(jobs: Sequence[Job]) -> list[int]:
-    """The order of least makespan: `makespan([jobs[i] for i in johnson(jobs)])`.
+    """The order with the least `makespan([jobs[i] for i in johnson(jobs)])`.
 
-    Those that are shorter on the first machine go first, the shortest of them ahead; the others follow, the one that is
-    shortest on the second machine last (Johnson, 1954). So a piece of our own, which is not sent, is made last, and one
-    that need not be received is used first.
+    Jobs that are shorter on the first machine go first, sorted by their time there, the shortest first. The other jobs
+    follow, sorted by their time on the second machine, the shortest last (Johnson, 1954). So a rank computes its own
+    piece last, because it is not sent, and uses its own piece first, because it is not received.
     """
     ahead = sorted((i for i, job in enumerate(jobs) if job.first <= job.second), key=lambda i: jobs[i].first)
     behind = sorted((i for i, job in enumerate(jobs) if job.first > job.second), key=lambda i: -jobs[i].second)
@@ -42,20 +42,21 @@ def johnson(jobs: Sequence[Job]) -> list[int]:
 
 
 class Groups(NamedTuple):
-    """`sizes` of the groups into which units are cut, in order, and the seconds that all of it takes."""
+    """The number of units in each group, in order, and the seconds until everything is done."""
 
     sizes: tuple[int, ...]
     seconds: float
 
 
 def announced(done: Sequence[float], send: Callable[[int], float]) -> Groups:
-    """Into which groups a kernel should announce its units: unit i is done at `done[i]`, n of them take `send(n)`.
+    """The best groups in which a running kernel announces its units.
 
-    One kernel runs through; a group is sent once its last unit is done and the group before has left:
+    Unit i is done at `done[i]`. Sending a group of n units takes `send(n)` seconds. The kernel does not stop. A group
+    is sent when its last unit is done and the previous group has left. With t[j] for the time after unit j - 1 is sent:
 
         t[j] = min over i < j of  max(done[j - 1], t[i]) + send(j - i)
 
-    Exact in O(units^2), where a search over all partitions has 2^(units - 1) (the recurrence of arXiv 2504.19519).
+    This is exact, in O(units^2). There are 2^(units - 1) partitions (the recurrence is that of arXiv 2504.19519).
     """
     best: list[tuple[float, int]] = [(0.0, 0)]
     for j in range(1, len(done) + 1):
@@ -71,26 +72,29 @@ def pieces(
     rest: float = 0.0,
     most: int = 8,
 ) -> Groups:
-    """Into which pieces to cut `units` for two machines, where a piece of n takes `first(n)`, then `second(n)`.
+    """The best cut of `units` into at most `most` pieces.
 
-    `rest` is what the first machine does afterwards, for none of them. Exact among all cuts into at most `most`:
-    after the pieces that end at unit j the first machine is free at a time that depends on how it was cut, so for each
-    number of pieces all times that no other beats are kept. Raises ValueError for no piece at all.
+    A piece of n units takes `first(n)` seconds on the first machine, then `second(n)` on the second. After all pieces
+    the first machine works for `rest` more seconds. The answer is exact. The times at which both machines are free
+    after unit j depend on the cut before it. So for each unit and each number of pieces, all pairs of times that no
+    other pair beats are kept.
+
+    Raises ValueError if `most` is less than 1.
     """
     if most < 1:
-        raise ValueError(f"most={most}: at least one piece")
-    Front = list[tuple[float, float, int, int]]  # (first free, second free, cut, place in the front there)
+        raise ValueError(f"most={most} must be 1 or more")
+    Front = list[tuple[float, float, int, int]]  # (first free, second free, last cut, index in the front at that cut)
     fronts: list[list[Front]] = [[[(0.0, 0.0, 0, 0)]] + [[] for _ in range(units)]]
     best: tuple[float, int, int] | None = None
     for count in range(1, min(most, units) + 1):
         before = fronts[-1]
         now: list[Front] = [[] for _ in range(units + 1)]
         for j in range(count, units + 1):
-            found: Front = []
+            candidates: Front = []
             for i in range(count - 1, j):
                 a, b = first(j - i), second(j - i)
-                found += [(f + a, max(f + a, s) + b, i, at) for at, (f, s, _, _) in enumerate(before[i])]
-            now[j] = _undominated(found)
+                candidates += [(f + a, max(f + a, s) + b, i, at) for at, (f, s, _, _) in enumerate(before[i])]
+            now[j] = _undominated(candidates)
         fronts.append(now)
         for at, (f, s, _, _) in enumerate(now[units]):
             seconds = max(f + rest, s)
@@ -108,15 +112,17 @@ def pieces(
     return Groups(tuple(reversed(sizes)), seconds)
 
 
-def _undominated(found: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
+def _undominated(candidates: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
+    """The candidates that no other one beats on both machines (a Pareto front)."""
     kept: list[tuple[float, float, int, int]] = []
-    for one in sorted(found):
-        if not kept or one[1] < kept[-1][1]:
-            kept.append(one)
+    for candidate in sorted(candidates):
+        if not kept or candidate[1] < kept[-1][1]:
+            kept.append(candidate)
     return kept
 
 
 def _cuts(before: Callable[[int], int], units: int) -> tuple[int, ...]:
+    """The sizes of the groups, if the group that ends at unit j begins at unit `before(j)`."""
     sizes: list[int] = []
     while units:
         sizes.append(units - before(units))

@@ -1,6 +1,6 @@
-"""Machine: what messages and kernels cost, as values. Presets, and JSON files of the same fields.
+"""Machines: what messages and kernels cost, as numbers. There are presets, and JSON files with the same fields.
 
-`python -m fompi calibrate` measures one; a preset says where its numbers come from.
+`fompi calibrate` measures a machine. The `source` of a preset says where its numbers come from.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from fompi.base.file_checks import Points
 from fompi.base.layout import COLLECTIVES
 
 MOST_PORTS, MOST_RANKS, LEAST_SHARE, LEAST_POLL = 1 << 16, 1 << 40, 1e-6, 1e-9
-_WHOLE = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2)}
-"""What a file may say: the least and the most."""
+_INTEGERS = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2)}
+"""The least and the greatest value of each integer in a file.
+
+LEAST_SHARE is the least of `rates`. LEAST_POLL is the least `poll` that is not 0, in seconds.
+"""
 
 NO_PACKING = 1e300
-"""The rate of a library whose products pack nothing, as far as anybody could tell."""
+"""The `pack_rate` of a BLAS whose packing takes no measurable time: so many bytes per second that it costs nothing."""
 
 
-def at(points: Points, x: float) -> float:
-    """The curve at x; below its first point it is level."""
+def interpolate(points: Points, x: float) -> float:
+    """The value of a curve at x: linear between points and beyond the last one, level below the first one."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
     i = min(bisect_right(points, (x, inf)), len(points) - 1)
@@ -40,26 +43,29 @@ def at(points: Points, x: float) -> float:
 
 
 class Level(NamedTuple):
-    """The link between groups of `ranks` consecutive ranks; inside of a group, that of the level below.
+    """The link between groups of `ranks` consecutive ranks. Ranks of the same group use the next inner level.
 
-    `shared`: the ranks of a group have one port between them, not one each. After as many seconds of silence what the
-    link carries in `burst` seconds passes at once: a token bucket, by which clouds and `tc` hold a link to its rate.
+    A message takes `latency + nbytes / bandwidth` seconds, or what the sampled `curve` says: points (bytes, seconds).
+    `shared`: all ranks of a group share one port. Else each rank has its own port.
+
+    `burst`: after a silence of `burst` seconds, a port passes at once what it carries in that time. After a shorter
+    silence it passes less. This is a token bucket. Clouds and the Linux tool `tc` limit links by token buckets.
     """
 
     ranks: int
     latency: float
     bandwidth: float
     shared: bool = False
-    curve: Points = ()  # seconds by bytes, if it was sampled
+    curve: Points = ()
     burst: float = 0.0
 
     @property
     def fastest(self) -> float:
-        """Bytes per second at best: the bandwidth, or what the curve comes to, in the message that it suits best."""
+        """The highest rate in bytes per second: the bandwidth, or the highest rate of any message by the curve."""
         if not self.curve:
             return self.bandwidth
         (first, least), *more = self.curve
-        if not more or (not first and least < self.latency):  # level from there on, or below the latency at first
+        if not more or (not first and least < self.latency):  # level, or below the latency: some messages take no time
             return inf
         rates = [nbytes / (s - self.latency) if s > self.latency else inf for nbytes, s in self.curve if nbytes]
         (a, y), (b, z) = ((0.0, self.latency), *self.curve)[-2:]
@@ -67,48 +73,53 @@ class Level(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a message from one rank to another takes by itself, and the ports that it goes through."""
+    """The link from one rank to another: its level, its ports, and the rate of its slower end (1: full speed)."""
 
     level: Level
-    ports: tuple[tuple[str, int, int], ...]  # (out or in, number of the level, rank or group)
-    rate: float  # of the slower end: 1 where nothing is wrong
+    ports: tuple[tuple[str, int, int], ...]  # ("out" or "in", number of the level, number of the rank or group)
+    rate: float
 
     def busy(self, nbytes: float) -> float:
-        """Seconds for which it occupies its ports. A slow end stretches the bytes, not what a message costs."""
+        """Seconds for which a message occupies its ports. A slow end needs more time per byte, not more per message."""
         _, latency, bandwidth, _, curve, _ = self.level
-        seconds = max(0.0, at(curve, nbytes) - latency) if curve else nbytes / bandwidth
+        seconds = max(0.0, interpolate(curve, nbytes) - latency) if curve else nbytes / bandwidth
         if self.rate == 1.0:
             return seconds
         return seconds + (1 / self.rate - 1) * nbytes / self.level.fastest
 
     def seconds(self, nbytes: float) -> float:
+        """Seconds from the start of a message to its arrival, if no other message uses its ports."""
         return self.level.latency + self.busy(nbytes)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds, bytes and floating-point operations per second, of one rank and of the links that it has.
+    """One rank and its links. Times are in seconds, rates in bytes or floating-point operations per second.
 
-    A message takes `latency + nbytes / bandwidth`, or what the sampled `curve` says. A port carries one message at full
-    rate, several at equal shares; messages to one peer go one after the other. A port that was silent passes what it
-    carries in `burst` seconds at once. A rank has so many `ports` out and in: as many messages at full rate, each to
-    another peer (several network cards, a mesh). `levels` are slower links between groups of ranks, the innermost
-    first. `rates[rank]`: the share of its bandwidth that a rank has (1 beyond).
+    **Links.** A message between ranks of one innermost group takes `latency + nbytes / bandwidth`, or what the sampled
+    `curve` says. A port carries one message at full rate, or several at equal shares. Messages from one rank to another
+    go one after the other. After silence a port passes at once what it carries in `burst` seconds (see `Level`). A rank
+    can send to `ports` peers at full rate, and receive from as many (several network cards, or a mesh). `levels` are
+    slower links between groups of ranks, the innermost first. `rates[rank]` is the share of its bandwidth that a rank
+    has. It is 1 for ranks beyond the list.
 
-    A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`, and a product `packed / pack_rate` more,
-    where `packed` are the bytes of what it multiplies: a library packs both in every call, the whole weight too, so
-    many small calls cost more.
+    **Kernels.** A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`. A product takes
+    `packed / pack_rate` more. `packed` are the bytes of both operands: a BLAS packs both in every call, also the whole
+    weight. So many small calls cost more than one large call.
 
-    On a core that kernels and messages share (`lanes` = 1), a message takes `cpu_message + nbytes * cpu_byte` from
-    the kernel that runs (a collective of the library as many as it has peers, there and back), a sum its own time,
-    and it looks for what has come every `poll` seconds. With two lanes sums run beside kernels, and messages cost them
-    nothing. `natives` are the library's collectives: seconds by bytes of the largest rank, read and written, while
-    all ranks wait for it, and `natives_behind` one after the other while they compute, polls among them; both on
-    `natives_ranks` ranks (0: on any number). Without a curve they take one latency a rank, the bytes through the
-    outermost link and, on one lane, the sums. `native_share` of a message moves by itself, while all ranks stay out of
-    MPI.
+    **Messages beside kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes
+    `cpu_message + nbytes * cpu_byte` from the kernel that runs. A collective of the library counts as two messages per
+    peer. A sum takes its own time from the kernel. The rank sees arrived messages every `poll` seconds. With `lanes`
+    = 2, sums run beside kernels, and messages cost kernels nothing. `native_share` is the share of a message that moves
+    while no rank calls MPI.
 
-    Raises LayoutError with the field that cannot be.
+    **Collectives of the MPI library.** `natives` are curves of seconds by bytes, while all ranks wait. The bytes are
+    those that the largest rank reads and writes. `natives_behind` are the curves of collectives that follow each other
+    while kernels run. They include the delays of polls. Both hold for `natives_ranks` ranks, or for any number of ranks
+    if that is 0. Without a curve a formula takes its place: one latency per peer, the bytes through the outermost link
+    and, on one lane, the sums.
+
+    Raises LayoutError, with the name of the field, for a wrong value.
     """
 
     name: str
@@ -135,22 +146,23 @@ class Machine:
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, value in _checked(given, inf).items():  # what is infinitely fast costs nothing
+        for name, value in _checked(given, inf).items():  # a rate may be infinite: then it costs nothing
             object.__setattr__(self, name, value)
 
     @cached_property
     def _hash(self) -> int:
         return hash(self.digest)
 
-    def __hash__(self) -> int:  # part of a key: worked out once
+    def __hash__(self) -> int:  # machines are keys of caches, so the hash is computed once
         return self._hash
 
     @property
     def innermost(self) -> Level:
-        """The link between ranks of one group."""
+        """The link between ranks of one innermost group."""
         return Level(1, self.latency, self.bandwidth, False, self.curve, self.burst)
 
     def link(self, source: int, dest: int) -> Link:
+        """The link between two ranks: the outermost level that separates them."""
         number, level = -1, self.innermost
         for i, outer in enumerate(self.levels):
             if source // outer.ranks != dest // outer.ranks:
@@ -159,31 +171,33 @@ class Machine:
         return Link(level, (("out", number, ends[0]), ("in", number, ends[1])), min(map(self.rate, (source, dest))))
 
     def rate(self, rank: int) -> float:
+        """The share of its bandwidth that a rank has."""
         return self.rates[rank] if rank < len(self.rates) else 1.0
 
     def slowest(self, ranks: int) -> float:
-        """The least rate of so many ranks."""
+        """The least rate of the first `ranks` ranks."""
         return min(self.rates[:ranks], default=1.0)
 
     def at_slowest(self, ranks: int) -> Machine:
-        """As if all of so many ranks were as slow as the slowest of them: then they do the same."""
+        """This machine with the slowest rate for each of the first `ranks` ranks. Then all ranks do the same."""
         slowest = self.slowest(ranks)
         return self if slowest == 1.0 else replace(self, rates=(slowest,) * ranks)
 
     def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
+        """Seconds of a kernel: its operations, the bytes that it reads and writes, and the bytes that it packs."""
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
 
     def sampled(self, name: str, ranks: int, behind: bool = False) -> Points:
-        """The curve of a collective of the library on so many ranks, if there is one."""
+        """The curve of a collective of the library on `ranks` ranks, or (). `behind`: while kernels run."""
         curves = self.natives_behind if behind else self.natives
         return curves.get(name, ()) if self.natives_ranks in (0, ranks) else ()
 
     def native(self, name: str, nbytes: float, ranks: int, behind: bool = False, again: bool = False) -> float:
-        """A collective of the library; `nbytes` are those that the rank with most reads and writes.
+        """Seconds of a collective of the library. `nbytes` is what the largest rank reads and writes.
 
-        `behind` a kernel it moves by itself, or when somebody polls now and then. `again`: right after another one. The
-        curve says what one takes after a rest, when buffers swallow small ones at once; then they take what the link
-        does.
+        `behind`: kernels run, so it moves only by itself and at polls. `again`: it follows another collective at once.
+        Curves are measured after a rest, when the buffers of the network take in small messages at once. Without a rest
+        the collective takes at least the time of its bytes on the link.
         """
         if ranks == 1:  # a copy
             return self.overhead + nbytes / self.memory_rate
@@ -192,12 +206,12 @@ class Machine:
         points = (self.sampled(name, ranks, True) if behind else ()) or self.sampled(name, ranks)
         if points:
             least = link.busy(nbytes * _moved_share(name, ranks)) if again else 0.0
-            return max(at(points, nbytes), least)
+            return max(interpolate(points, nbytes), least)
         moves = level.latency * (ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
         return moves + self.native_sums(name, nbytes, ranks)
 
     def native_sums(self, name: str, nbytes: float, ranks: int) -> float:
-        """What of that a core has to sum, which it shares with kernels; a curve that was measured does not tell."""
+        """The seconds of `native` that the core of the kernels spends on sums. They are 0 if a curve was measured."""
         if self.lanes == 2 or name not in ("all_reduce", "reduce_scatter") or self.sampled(name, ranks):
             return 0.0
         summed = nbytes * _moved_share(name, ranks) / (2 if name == "all_reduce" else 1)
@@ -206,24 +220,23 @@ class Machine:
     def __str__(self) -> str:
         lines = [self.name, self.source]
         for i, level in enumerate((self.innermost, *self.levels)):
-            where = f"between groups of {level.ranks}" if i else "between ranks"
-            shared = ", shared by the group" if level.shared else ""
-            ports = "" if i or self.ports == 1 else f", {self.ports} ports a rank"
-            burst = f", after silence {1e3 * level.burst:.3g} ms of that at once" if level.burst else ""
+            where = f"between groups of {level.ranks} ranks" if i else "between ranks"
+            shared = ", one port per group" if level.shared else ""
+            ports = "" if i or self.ports == 1 else f", {self.ports} ports per rank"
+            burst = f", a burst of {1e3 * level.burst:.3g} ms after silence" if level.burst else ""
             lines.append(f"{where}: {1e6 * level.latency:.3g} us, {_rate(level.fastest, 'B/s')}{ports}{shared}{burst}")
         if self.rates:
-            slow = ", ".join(f"rank {i} {rate:.0%}" for i, rate in enumerate(self.rates) if rate < 1)
-            lines.append(f"slower: {slow}")
+            slow = ", ".join(f"rank {i} at {rate:.0%}" for i, rate in enumerate(self.rates) if rate < 1)
+            lines.append(f"slow ranks: {slow}")
         packing = f", operands packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < NO_PACKING else ""
         kernels = f"{_rate(self.flops_rate, 'FLOP/s')}, {_rate(self.memory_rate, 'B/s')}"
-        lines.append(f"kernels: {1e6 * self.overhead:.3g} us and {kernels}{packing}")
+        lines.append(f"kernels: {1e6 * self.overhead:.3g} us per call, {kernels}{packing}")
         if self.lanes == 1:
-            cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns a byte"
-            lines.append(
-                f"one core for kernels and messages: each end costs {cost}, a poll every {1e3 * self.poll:g} ms"
-            )
+            cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns per byte"
+            poll = f"a poll every {1e3 * self.poll:g} ms"
+            lines.append(f"one core for kernels and messages: each end of a message costs {cost}, {poll}")
         if self.native_share:
-            lines.append(f"of a message {self.native_share:.0%} moves by itself")
+            lines.append(f"{self.native_share:.0%} of a message moves while no rank calls MPI")
         for name, points in self.natives.items():
             most, seconds = points[-1]
             lines.append(f"the library's {name}: {1e3 * seconds:.3g} ms for {_rate(most, 'B')}")
@@ -231,7 +244,7 @@ class Machine:
 
     @cached_property
     def digest(self) -> str:
-        """Some letters that tell it from others."""
+        """12 hexadecimal digits that identify this machine."""
         return blake2b(self.to_json().encode(), digest_size=6).hexdigest()
 
     def to_json(self) -> str:
@@ -239,29 +252,30 @@ class Machine:
 
     @staticmethod
     def from_json(text: str | bytes) -> Machine:
-        """What `to_json` wrote. Raises LayoutError with the field that cannot be."""
-        found = _checked(file_checks.parsed(text))
-        if (found.get("natives") or found.get("natives_behind")) and "natives_ranks" not in found:
-            raise LayoutError("natives_ranks is missing: natives are those of so many ranks; calibrate again")
-        return Machine(**found)
+        """A machine from the text of `to_json`. Raises LayoutError, with the name of the field, for a wrong value."""
+        values = _checked(file_checks.parse_json(text))
+        if (values.get("natives") or values.get("natives_behind")) and "natives_ranks" not in values:
+            raise LayoutError("natives_ranks is missing: on how many ranks natives were measured; calibrate again")
+        return Machine(**values)
 
     def part(self, ranks: Sequence[int], world: int) -> Machine:
-        """The machine that these of its `world` ranks make by themselves, numbered anew: an axis of a mesh.
+        """The machine of some of its `world` ranks, for example of one axis of a mesh. They are numbered from 0.
 
-        Evenly spaced ranks keep their groups; others have the slowest link that is between any two of them.
+        Evenly spaced ranks keep their groups. For other ranks, every link is the slowest link between any two of them.
         """
         if list(ranks) == list(range(world)):
             return self
         rates = tuple(map(self.rate, ranks)) if self.rates else ()
-        every = [self.innermost, *self.levels]
-        crossed = [level for level in every if len({rank // level.ranks for rank in ranks}) > 1]
+        all_levels = [self.innermost, *self.levels]
+        crossed = [level for level in all_levels if len({rank // level.ranks for rank in ranks}) > 1]
         inner, levels = crossed[-1] if crossed else self.innermost, []
         steps = {b - a for a, b in pairwise(ranks)}
         step = max(steps, default=1)
-        even = len(steps) == 1 and step > 0 and all(step % n == 0 or n % step == 0 for n in (e.ranks for e in every))
-        if even and ranks[0] % max(step, crossed[-1].ranks) < step:  # their groups begin where the machine's do
-            inner = next(level for level in reversed(every) if level.ranks <= step)
-            levels = [level._replace(ranks=level.ranks // step) for level in every if level.ranks > step]
+        divides = (step % level.ranks == 0 or level.ranks % step == 0 for level in all_levels)
+        even = len(steps) == 1 and step > 0 and all(divides)
+        if even and ranks[0] % max(step, crossed[-1].ranks) < step:  # aligned with the groups
+            inner = next(level for level in reversed(all_levels) if level.ranks <= step)
+            levels = [level._replace(ranks=level.ranks // step) for level in all_levels if level.ranks > step]
         return replace(
             self,
             latency=inner.latency,
@@ -280,14 +294,14 @@ class Machine:
 
     @staticmethod
     def of(machine: Machine | str | Path) -> Machine:
-        """`machine` as it is, or the one that is loaded by this name."""
+        """`machine` itself, or the machine that `load` finds under this name."""
         return machine if isinstance(machine, Machine) else Machine.load(machine)
 
     @staticmethod
     def load(name: str | Path) -> Machine:
-        """A preset by its name, or a file that `save` wrote. Raises LayoutError with the path and the field."""
+        """A preset by its name, or a machine file by its path. Raises LayoutError with the path and the field."""
         if not isinstance(name, (str, Path)):
-            raise LayoutError(f"a machine is loaded by the name of a preset or of a file, not by {name!r}")
+            raise LayoutError(f"Machine.load takes the name of a preset or the path of a file, not {name!r}")
         if str(name) in PRESETS:
             return PRESETS[str(name)]
         path = Path(name)
@@ -296,7 +310,7 @@ class Machine:
         except OSError as error:
             raise LayoutError(f"the machine {str(name)!r} cannot be read: {error.strerror}") from None
         if text is None:
-            raise LayoutError(f"no machine {str(name)!r}: neither a file nor one of {', '.join(PRESETS)}")
+            raise LayoutError(f"no machine {str(name)!r}: no such file, and the presets are {', '.join(PRESETS)}")
         try:
             return Machine.from_json(text)
         except LayoutError as error:
@@ -304,7 +318,7 @@ class Machine:
 
 
 def _moved_share(name: str, ranks: int) -> float:
-    """Of the bytes that a rank reads and writes in a collective, those that must reach it, or leave it."""
+    """Of the bytes that a rank reads and writes in a collective: the share that must enter it, or leave it."""
     if name == "broadcast":
         return 1.0
     whole = {"all_reduce": ranks, "all_to_all": 2 * ranks}.get(name, ranks + 1)
@@ -312,7 +326,7 @@ def _moved_share(name: str, ranks: int) -> float:
 
 
 def _rate(value: float, unit: str) -> str:
-    """4.5 GB/s"""
+    """A rate or an amount with a prefix: 4.5e9 of "B/s" is "4.5 GB/s"."""
     for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{value / factor:.3g} {letter}{unit}"
@@ -325,18 +339,18 @@ _FIELDS = ", ".join(f.name for f in fields(Machine))
 
 
 def _checked(data: Any, fastest: float = file_checks.MOST_SPEED) -> dict[str, Any]:
-    """The fields of a Machine from those of a file or of a Machine. Raises LayoutError for what cannot be."""
+    """The fields of a Machine, checked and converted. Raises LayoutError, with the name of the field."""
     if not isinstance(data, dict):
-        raise LayoutError(f"a machine is an object with the fields {_FIELDS}")
+        raise LayoutError(f"a machine must be an object with the fields {_FIELDS}")
     if unknown := set(data) - {f.name for f in fields(Machine)}:
-        raise LayoutError(f"unknown field {shown(min(unknown))}; a machine has {_FIELDS}")
-    found: dict[str, Any] = {}
+        raise LayoutError(f"unknown field {shown(min(unknown))}; the fields of a machine are {_FIELDS}")
+    values: dict[str, Any] = {}
     for known in fields(Machine):
         if known.name in data:
-            found[known.name] = _field(known.name, data[known.name], fastest)
+            values[known.name] = _field(known.name, data[known.name], fastest)
         elif known.default is MISSING and known.default_factory is MISSING:
-            raise LayoutError(f"{known.name} is missing; a machine has {_FIELDS}")
-    return found
+            raise LayoutError(f"{known.name} is missing; the fields of a machine are {_FIELDS}")
+    return values
 
 
 def _field(name: str, value: Any, fastest: float) -> Any:
@@ -347,8 +361,8 @@ def _field(name: str, value: Any, fastest: float) -> Any:
     if name == "levels":
         return _levels(value, fastest)
     if name == "rates":
-        every = enumerate(file_checks.listed(name, value))
-        return tuple(file_checks.number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in every)
+        rates = enumerate(file_checks.sequence(name, value))
+        return tuple(file_checks.number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in rates)
     if name in ("natives", "natives_behind"):
         return _natives(name, value)
     if name == "native_share":
@@ -357,39 +371,43 @@ def _field(name: str, value: Any, fastest: float) -> Any:
         return file_checks.seconds(name, value) and file_checks.number(
             name, value, LEAST_POLL, file_checks.MOST_SECONDS
         )
-    if name in _WHOLE:
-        return file_checks.whole(name, value, *_WHOLE[name])
+    if name in _INTEGERS:
+        return file_checks.integer(name, value, *_INTEGERS[name])
     if name.endswith(("rate", "width")):
         return file_checks.speed(name, value, fastest)
     return file_checks.seconds(name, value)
 
 
 def _curve(name: str, value: Any) -> Points:
-    """What was sampled of a link, if it was."""
-    return file_checks.points(name, value) if file_checks.listed(name, value) else ()
+    """The curve of a link. An empty one means that none was sampled."""
+    return file_checks.points(name, value) if file_checks.sequence(name, value) else ()
 
 
 def _natives(name: str, value: Any) -> dict[str, Points]:
     if not isinstance(value, Mapping):
-        raise LayoutError(f"{name} must be an object of curves, not {shown(value)}")
+        raise LayoutError(f"{name} must be an object with a curve for each collective, not {shown(value)}")
     if wrong := set(value) - set(COLLECTIVES):
-        raise LayoutError(f"{name} has no {shown(min(wrong))}; the collectives are {', '.join(COLLECTIVES)}")
+        raise LayoutError(
+            f"{name}: unknown collective {shown(min(wrong))}; the collectives are {', '.join(COLLECTIVES)}"
+        )
     return {key: file_checks.points(f"{name}.{key}", points) for key, points in value.items()}
 
 
 def _levels(value: Any, fastest: float) -> tuple[Level, ...]:
     levels: list[Level] = []
-    for i, given in enumerate(file_checks.listed("levels", value)):
+    for i, given in enumerate(file_checks.sequence("levels", value)):
         name = f"levels[{i}]"
         if not isinstance(given, (list, tuple)) or not 3 <= len(given) <= 6:
             raise LayoutError(f"{name} must be [ranks, latency, bandwidth, shared, curve, burst], not {shown(given)}")
         ranks, latency, bandwidth, shared, curve, burst = [*given, *[False, [], 0.0][len(given) - 3 :]]  # type: ignore[misc]
-        ranks = file_checks.whole(f"{name}.ranks", ranks, 1, MOST_RANKS)
+        ranks = file_checks.integer(f"{name}.ranks", ranks, 1, MOST_RANKS)
         if levels and (ranks % levels[-1].ranks or ranks == levels[-1].ranks):
-            raise LayoutError(f"{name}: groups of {ranks} ranks are not made of groups of {levels[-1].ranks}")
+            raise LayoutError(
+                f"{name}: {ranks} ranks must be several times the {levels[-1].ranks} ranks of the level before"
+            )
         latency = file_checks.seconds(f"{name}.latency", latency)
         bandwidth = file_checks.speed(f"{name}.bandwidth", bandwidth, fastest)
-        shared, curve = file_checks.truth(f"{name}.shared", shared), _curve(f"{name}.curve", curve)
+        shared, curve = file_checks.boolean(f"{name}.shared", shared), _curve(f"{name}.curve", curve)
         burst = file_checks.seconds(f"{name}.burst", burst)
         levels.append(Level(ranks, latency, bandwidth, shared, curve, burst))
     return tuple(levels)
@@ -400,40 +418,42 @@ PRESETS = {
     for m in (
         Machine(
             "gigabit", 50e-6, 118e6, 5e10, 1e10, 2e-6,
-            "1 Gbit/s Ethernet, of which TCP leaves 118 MB/s; assumed: one core a rank with AVX2, round numbers",
+            "1 Gbit/s Ethernet, 118 MB/s with TCP; assumed: one core per rank with AVX2, round numbers",
         ),
         Machine(
             "laptop", 2e-6, 4e9, 5e10, 1e10, 2e-6,
-            "assumed: shared memory and one core a rank with AVX2, round numbers",
+            "assumed: shared memory, one core per rank with AVX2, round numbers",
         ),
         Machine(
             "h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6,
-            "NVIDIA H100 SXM data sheet: NVLink 450 GB/s each way, 989 TFLOP/s bf16, 3.35 TB/s; assumed: nine tenths "
-            "of links and memory, six tenths of operations, 3 us a message, 4 us a launch",
+            "NVIDIA H100 SXM data sheet: NVLink 450 GB/s each way, 989 TFLOP/s bf16, 3.35 TB/s; assumed: 90 % of links "
+            "and memory, 60 % of operations, 3 us per message, 4 us per launch",
             lanes=2,
         ),
         Machine(
             "h100-ndr", 3e-6, 400e9, 6e14, 3e12, 4e-6,
-            "nodes of 8 H100 SXM as in h100-nvlink, InfiniBand NDR: 400 Gbit/s a GPU; assumed: 6 us a message between",
+            "nodes of 8 H100 SXM as in h100-nvlink, InfiniBand NDR: 400 Gbit/s per GPU; assumed: 6 us per message "
+            "between nodes",
             levels=(Level(8, 6e-6, 48e9),),
             lanes=2,
         ),
         Machine(
             "a800-nvlink", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
             "NVIDIA A800 SXM data sheet: NVLink 200 GB/s each way, 312 TFLOP/s bf16, 2 TB/s; assumed: 85 % of links, "
-            "80 % of memory, 70 % of operations, 3 us a message, 4 us a launch",
+            "80 % of memory, 70 % of operations, 3 us per message, 4 us per launch",
             lanes=2,
         ),
         Machine(
             "a800-hdr", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
-            "nodes of 8 A800 SXM as in a800-nvlink, InfiniBand HDR: 200 Gbit/s a GPU; assumed: 6 us a message between",
+            "nodes of 8 A800 SXM as in a800-nvlink, InfiniBand HDR: 200 Gbit/s per GPU; assumed: 6 us per message "
+            "between nodes",
             levels=(Level(8, 6e-6, 24e9),),
             lanes=2,
         ),
         Machine(
             "rtx4090-pcie", 10e-6, 12e9, 1.4e14, 0.8e12, 4e-6,
             "NVIDIA RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 1 TB/s; assumed: "
-            "12 GB/s by host memory, 85 % of operations, 80 % of memory, 10 us a message, 4 us a launch",
+            "12 GB/s through host memory, 85 % of operations, 80 % of memory, 10 us per message, 4 us per launch",
             lanes=2,
         ),
     )

@@ -1,6 +1,6 @@
-"""The digital twin: the event walk with data, which needs no MPI.
+"""The digital twin: a plan run with data in this process, without MPI.
 
-`twin(plan, inputs, backend)` runs a plan in this process, in an interleaving of its own for every seed.
+`twin(plan, inputs, backend)` is the event walk with random durations. Each seed gives another interleaving of the ops.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any
 
 from fompi.base.layout import Sizes
 from fompi.model.machine import Machine
-from fompi.model.simulate import Walk, rows_of
+from fompi.model.walk import Call, Walk, rows_of
 from fompi.plans.plan import Chunk, Compute, Plan
 
 
 def twin(
     plan: Plan, inputs: Sequence[dict[str, Any]], backend: Any, *, sizes: Sizes | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """The outputs of all ranks: the plan, run with data in this process, in the interleaving number `seed`.
+    """The outputs of all ranks, by name, after a run of the plan in the interleaving number `seed`.
 
-    Scratch and outputs begin as NaN (or as the largest integer). A message is read from its source either when it
-    begins or when it ends, by chance: a plan whose result depends on that is wrong.
+    `inputs` are the input arrays of each rank, by name. Scratch and outputs start as NaN, or as the largest integer. A
+    message is read from its source either when it begins or when it ends, at random. A correct plan gives the same
+    result in both cases.
     """
     return _Twin(plan, sizes or plan.sizes, inputs, backend, seed).outputs()
 
@@ -31,10 +32,10 @@ class _Twin(Walk):
         super().__init__(plan, sizes, Machine("chance", 0.0, 1.0, 1.0, 1.0, 1.0, lanes=2), plan.size)
         self.random, self.backend = random.Random(seed), backend
         self.memory = []
-        for program, extents, given in zip(self.programs, self.extents, inputs, strict=True):
+        for program, extents, arrays in zip(self.programs, self.extents, inputs, strict=True):
             made = {b.name: backend.poisoned(b.shape(extents), b.dtype) for b in program.buffers if b.role != "input"}
-            self.memory.append({**given, **made})
-        self.early: dict[tuple[int, int], Any] = {}
+            self.memory.append({**arrays, **made})
+        self.early: dict[Call, Any] = {}  # data of messages that were read when they began
 
     def outputs(self) -> list[dict[str, Any]]:
         self.run()
@@ -44,6 +45,7 @@ class _Twin(Walk):
         ]
 
     def jitter(self) -> float:
+        """A random factor on a duration."""
         return self.random.expovariate(1.0)
 
     def view(self, rank: int, chunk: Chunk) -> Any:
@@ -53,13 +55,13 @@ class _Twin(Walk):
         first, last = rows_of(self.programs[rank], self.offsets[rank], chunk)
         return array[first:last]
 
-    def message_begins(self, source: tuple[int, int], dest: tuple[int, int]) -> None:
+    def message_begins(self, source: Call, dest: Call) -> None:
         if self.random.random() < 0.5:
-            self.early[source] = self.view(source[0], self._op(source).reads[0]).copy()
+            self.early[source] = self.view(source[0], self.op(source).reads[0]).copy()
 
-    def message_ends(self, source: tuple[int, int], dest: tuple[int, int]) -> None:
-        sent = self.early.pop(source) if source in self.early else self.view(source[0], self._op(source).reads[0])
-        self.view(dest[0], self._op(dest).writes[0])[...] = sent
+    def message_ends(self, source: Call, dest: Call) -> None:
+        sent = self.early.pop(source) if source in self.early else self.view(source[0], self.op(source).reads[0])
+        self.view(dest[0], self.op(dest).writes[0])[...] = sent
 
     def kernel_ends(self, rank: int, op: Compute) -> None:
         program = self.programs[rank]
@@ -67,8 +69,8 @@ class _Twin(Walk):
         reads, writes = [self.view(rank, c) for c in op.reads], [self.view(rank, c) for c in op.writes]
         self.backend.bind(op.kernel, reads, writes, dtypes[: len(reads)], dtypes[len(reads) :])()
 
-    def collective_ends(self, calls: list[tuple[int, int]]) -> None:
-        ops = [self._op(call) for call in calls]
+    def collective_ends(self, calls: list[Call]) -> None:
+        ops = [self.op(call) for call in calls]
         read = [[self.view(rank, c).copy() for c in op.reads] for rank, op in enumerate(ops)]
         name = ops[0].name  # type: ignore[union-attr]
         for rank, op in enumerate(ops):

@@ -1,1 +1,11 @@
-"""The MPI library: the launcher, facts of the library, messages of one communicator."""
+"""The MPI library: how the process was started, what the library can do, and the messages of one communicator.
+
+| file | what it holds |
+|---|---|
+| `launcher` | which launcher started this process, with how many ranks and cores, read from environment variables |
+| `transport` | starts MPI; facts of the MPI library; the only file that imports mpi4py |
+| `link` | the messages of one communicator: sends, receives and collectives that return requests |
+
+May import `base`, `plans`, `traces`, `model`, `tensors` and `backends`, never `schedules` or `planner`. Whether a
+request is done is tested in `fompi.engine.in_flight`.
+"""

@@ -1,7 +1,7 @@
-"""Who started this process, and how many of its kind: read off the environment, before and without MPI.
+"""Which launcher started this process, and with how many ranks. Read from environment variables, without MPI.
 
-A wrong launcher gives N MPI jobs of one rank each, silently. The launcher says in variables what it meant;
-`warning` compares that with what MPI became.
+A launcher that does not fit the MPI library starts N jobs of one rank each, without an error. But every launcher sets
+variables that say how many ranks it started. `warning` compares them with the number of ranks that MPI has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from fompi.base.errors import LaunchError
 
-# What a launcher is called in a sentence.
-_STARTERS = {
+_LAUNCHER_NAMES = {
     "srun": "srun",
     "sbatch": "Slurm",
     "hydra": "the mpirun of MPICH",
@@ -24,9 +23,11 @@ _STARTERS = {
     "pmi": "a PMI launcher",
     "torchrun": "torchrun",
 }
+"""What messages call each launcher."""
 
-# The launcher that comes with a library, and what the library needs of Slurm.
 _OWN_LAUNCHER = {"MPICH": "hydra", "MVAPICH": "hydra", "Intel MPI": "intel", "Open MPI": "openmpi"}
+"""The launcher that is installed with each MPI library."""
+
 _SRUN = {
     "MPICH": "`srun --mpi=pmi2`",
     "MVAPICH": "`srun --mpi=pmi2`",
@@ -34,15 +35,17 @@ _SRUN = {
     "Intel MPI": "`srun --mpi=pmi2` with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so",
     "Open MPI": "`srun --mpi=pmix`",
 }
+"""How Slurm must start each MPI library."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher meant; None is what it does not say.
+    """What the launcher says in its variables. None: it does not say.
 
-    `launcher` is srun, sbatch (in a Slurm job, but not started by srun), hydra, intel, openmpi, pmi (another
-    one that speaks PMI), torchrun (or one that sets its variables) or none. `size` counts the processes of
-    the whole job, for sbatch those that it asked for; `local_size` counts those on this host.
+    `launcher` is "srun", "sbatch" (in a Slurm job, but not started by srun), "hydra", "intel", "openmpi", "pmi"
+    (another launcher that uses PMI), "torchrun" (or a launcher that sets the same variables) or "none". `size` is the
+    number of processes of the whole job. For sbatch it is the number that was requested. `local_size` is the number of
+    processes on this host.
     """
 
     launcher: str
@@ -55,8 +58,8 @@ class Launch:
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """The innermost launcher: mpirun inside a Slurm job is mpirun, torchrun inside srun is torchrun.
 
-    The order matters. Hydra and Open MPI start their daemons with srun, so that their ranks also carry the
-    variables of the daemons' step; `srun --mpi=pmi2` sets PMI_SIZE, but not Hydra's MPI_LOCALNRANKS.
+    The order of the tests matters. Hydra and Open MPI start their daemons with srun, so their ranks also have the
+    variables of the daemons' job step. `srun --mpi=pmi2` sets PMI_SIZE, but not Hydra's MPI_LOCALNRANKS.
     """
     environ = os.environ if environ is None else environ
 
@@ -91,7 +94,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
         )
     if "PMI_SIZE" in environ:
         return Launch("pmi", number("PMI_SIZE"), number("PMI_RANK"))
-    if "PMIX_RANK" in environ:  # prterun: the size is known to PMIx only
+    if "PMIX_RANK" in environ:  # prterun: only PMIx knows the size
         return Launch("openmpi", None, number("PMIX_RANK"))
     if "SLURM_JOB_ID" in environ and "SLURM_NTASKS" in environ:
         return Launch("sbatch", number("SLURM_NTASKS"))
@@ -101,9 +104,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def warning(launch: Launch, mpi_size: int, library_name: str, mpirun: str | None = None) -> str | None:
-    """One line with cause and fix where MPI did not become the job that the launcher meant, else None.
+    """One line with cause and fix if MPI has another number of ranks than the launcher started, else None.
 
-    `library_name` is the MPI library in memory ("MPICH", "Open MPI", ...), `mpirun` its own launcher's path.
+    `library_name` is the loaded MPI library ("MPICH", "Open MPI", ...). `mpirun` is the path of its own launcher.
     """
     size = launch.size
     if size is None or size == mpi_size or (launch.launcher == "sbatch" and mpi_size > 1):
@@ -111,26 +114,25 @@ def warning(launch: Launch, mpi_size: int, library_name: str, mpirun: str | None
     fix = _fix(launch, library_name, mpirun)
     if launch.launcher == "sbatch":
         return f"Slurm allotted {_processes(size)}, but nothing started them: {fix}"
-    cause = f"{_STARTERS[launch.launcher]} started {_processes(size)}, but MPI has "
+    cause = f"{_LAUNCHER_NAMES[launch.launcher]} started {_processes(size)}, but MPI has "
     if mpi_size > 1:
-        return f"{cause}{mpi_size} ranks: an outer launcher left its variables, or these are several MPI jobs"
+        return f"{cause}{mpi_size} ranks: variables of an outer launcher are still set, or these are several MPI jobs"
     return f"{cause}1 rank, because {_why(launch, library_name)}: {fix}"
 
 
 def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = None) -> str | None:
-    """The same line where MPI must not even be started, else None.
+    """One line with cause and fix if MPI_Init would end the process, else None.
 
-    An MPICH that was built without PMIx ends the process in MPI_Init when it sees PMIX_NAMESPACE, which the
-    mpirun of Open MPI and `srun --mpi=pmix` set, even if its own mpirun runs inside of those.
+    MPICH without PMIx ends the process in MPI_Init if PMIX_NAMESPACE is set. The mpirun of Open MPI and
+    `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun runs inside one of them.
     """
     if library_name not in ("MPICH", "MVAPICH") or "PMIX_NAMESPACE" not in environ:
         return None
     if "PMI_SIZE" in environ:
-        cause = f"{library_name} does not start where an outer launcher left PMIX_NAMESPACE"
-        return f"{cause}: unset it before mpirun"
+        return f"{library_name} does not start while PMIX_NAMESPACE of an outer launcher is set: unset it before mpirun"
     launch = detect(environ)
-    starter = _STARTERS.get(launch.launcher, "a PMIx launcher")
-    return f"{starter} cannot start {library_name} this way: {_fix(launch, library_name, mpirun)}"
+    name = _LAUNCHER_NAMES.get(launch.launcher, "a PMIx launcher")
+    return f"{name} cannot start {library_name} this way: {_fix(launch, library_name, mpirun)}"
 
 
 def _why(launch: Launch, library_name: str) -> str:
@@ -145,7 +147,7 @@ def _fix(launch: Launch, library_name: str, mpirun: str | None) -> str:
     own_srun = _SRUN.get(library_name, f"the `srun --mpi=...` that {library_name} was built for")
     own_mpirun = f"the mpirun of {library_name}" + (f", {mpirun}" if mpirun else "")
     if launch.launcher == "srun":
-        return f"use {own_srun} (`srun --mpi=list` shows what this Slurm has)"
+        return f"use {own_srun} (`srun --mpi=list` shows what this Slurm supports)"
     if launch.launcher == "sbatch":
         return f"put {own_srun} before python"
     if launch.launcher == "torchrun":
@@ -167,7 +169,7 @@ def _processes(count: int) -> str:
 
 
 def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
-    """Slurm's list of tasks per node, such as "4(x2),3" for 4, 4, 3, at one node."""
+    """The tasks on one node, from Slurm's list for all nodes. "4(x2),3" means 4, 4, 3."""
     counts: list[int] = []
     for item in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
@@ -178,15 +180,18 @@ def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
 
 
 def cores() -> int:
-    """Cores for all ranks of this host together: of the launcher above us too, if it bound each rank to its own."""
-    found = len(os.sched_getaffinity(0))
-    with suppress(OSError):  # the parent is another user's, or has ended
-        found = max(found, len(os.sched_getaffinity(os.getppid())))
-    return found
+    """The cores that all ranks of this host have together.
+
+    If the launcher has bound each rank to its own cores, the launcher's own process still has all of them.
+    """
+    count = len(os.sched_getaffinity(0))
+    with suppress(OSError):  # the parent has ended, or belongs to another user
+        count = max(count, len(os.sched_getaffinity(os.getppid())))
+    return count
 
 
 def cores_per_rank() -> float:
-    """Those cores, shared by as many ranks as the launcher started on this host; no more than this rank may run on."""
+    """`cores()` divided by the ranks on this host, at most the number of cores that this rank may use."""
     return min(len(os.sched_getaffinity(0)), cores() / (detect().local_size or 1))
 
 
@@ -194,21 +199,22 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_note(environ: Mapping[str, str] | None = None) -> str | None:
-    """What to set where BLAS would start, in every rank, a thread for each core that the ranks share."""
+    """What to set if BLAS would start a thread per core in every rank although ranks share the cores, else None."""
     environ, threads, share = os.environ if environ is None else environ, len(os.sched_getaffinity(0)), cores_per_rank()
     if threads <= max(1.0, share) or any(name in environ for name in _THREADS):
         return None
     return (
-        f"BLAS may start {threads} threads in each rank, and a rank has {share:.3g} cores: "
+        f"BLAS may start {threads} threads in each rank, but a rank has {share:.3g} cores: "
         f"set OMP_NUM_THREADS={max(1, int(share))}"
     )
 
 
 DEFAULT_TIMEOUT = 300.0
+"""Seconds. Normal waits are shorter, for example for a rank that loads data or compiles."""
 
 
 def timeout() -> float:
-    """FOMPI_TIMEOUT: the seconds after which a wait is given up. Raises LaunchError for what is none."""
+    """FOMPI_TIMEOUT: seconds that a wait may last without progress. Raises LaunchError unless it is a number > 0."""
     text = os.environ.get("FOMPI_TIMEOUT", str(DEFAULT_TIMEOUT))
     try:
         seconds = float(text)
@@ -220,13 +226,14 @@ def timeout() -> float:
 
 
 def cores_beside_other_hosts() -> float:
-    """What `cores_per_rank` is where hosts share cores without knowing, as those of tools/netlab.py; else infinite."""
+    """The cores per rank where several emulated hosts share one machine's cores (tools/netlab.py), else infinity."""
     return float(os.environ.get("NETLAB_CORES_PER_RANK", "inf"))
 
 
 def crowded() -> bool:
-    """Whether the ranks of this host leave no core of it to spare: all of them come to the same answer.
+    """True if this host has at least as many ranks as cores. All its ranks get the same answer.
 
-    A message between them is then a copy by a core that could compute. False where the launcher does not say.
+    Then a message between them is a copy by a core that could compute instead. False if the launcher does not say how
+    many ranks this host has.
     """
     return (detect().local_size or 0) >= (os.cpu_count() or 1)

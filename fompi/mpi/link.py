@@ -1,7 +1,7 @@
-"""One communicator's messages: bytes to a peer, bytes from a peer, and the library's own collectives.
+"""The messages of one communicator: bytes to a peer, bytes from a peer, and the MPI library's own collectives.
 
-Everything is non-blocking and returns a request; the engine tests them. A Link is a duplicate of the communicator it
-was made from, so no message of ours meets one of the program's.
+Every operation is non-blocking and returns a request. `fompi.engine.in_flight` tests the requests. A Link duplicates
+the communicator that it is made from, so messages of fompi never match messages of the program.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Array = np.ndarray[Any, Any]
 class Link:
     """`isend(uint8, dest, tag)`, `issend`, `irecv(uint8, source, tag)`, and `collective(...)`.
 
-    `comm` is the MPI communicator, and from now on belongs to the Link; `blocking` one more of the same ranks, for the
-    collectives that wait for all of them: those of calls in flight, on `comm`, may begin before or after.
+    `comm` is the MPI communicator. It belongs to the Link from now on. `blocking` is a second communicator of the same
+    ranks, for blocking collectives. All ranks must start the collectives of one communicator in the same order. On
+    `comm` the collectives of calls in flight may start before or after a blocking one.
     """
 
     def __init__(self, comm: Any, blocking: Any = None):
@@ -33,73 +34,76 @@ class Link:
         self.world_size = MPI.COMM_WORLD.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
         self.isend: Callable[[Any, int, int], Any] = self.comm.Isend
-        self.issend: Callable[[Any, int, int], Any] = self.comm.Issend  # done once the other end takes it
+        self.issend: Callable[[Any, int, int], Any] = self.comm.Issend  # done when the receiver has posted its receive
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
         self.improbe: Callable[[int, int], Any] = self.comm.Improbe
         self.any_source: int = MPI.ANY_SOURCE
-        self.given_up: list[object] = []  # requests that nobody waits for any more, and their memory
+        self.given_up: list[object] = []  # abandoned requests and their memory: MPI may still write to it
 
     @cached_property
     def world_ranks(self) -> list[int]:
-        """The numbers of our members among all ranks that MPI started."""
+        """For each rank of this Link: its rank in MPI_COMM_WORLD."""
         return world_ranks(self.comm)
 
     def split(self, color: int, key: int) -> Link:
-        """The ranks with our color. Collective, and without a deadline."""
-        return _of_two(self.blocking.Split(color, key))
+        """A Link of the ranks with the same `color`, in the order of `key`. Collective, without a deadline."""
+        return _with_blocking(self.blocking.Split(color, key))
 
     def duplicate(self) -> Link:
-        """Another Link of the same ranks, without `blocking`. Collective, and without a deadline."""
+        """Another Link of the same ranks, without `blocking`. Collective, without a deadline."""
         return Link(self.blocking.Dup())
 
     def collective(
         self, name: str, reads: Sequence[Array], writes: Sequence[Array], root: int, rows: Sequence[int]
     ) -> Callable[[], Any]:
-        """The call that starts the library's own `name` on runs of contiguous rows; it returns a request.
+        """A function that starts the MPI library's collective `name` on contiguous rows, and returns its request.
 
-        `reads` and `writes` are the chunks of the op, each side in one buffer; `rows` are those of each block that
-        is read (a reduce-scatter leaves one block to each rank). Only sums look at the dtype. Keep the call until the
-        request is done: it holds the arrays, which mpi4py's request does not for some of the collectives.
+        `reads` are the chunks that the op reads, all in one buffer, and `writes` the chunks that it writes. `rows` is
+        the number of rows of each block that is read (a reduce-scatter leaves one block on each rank). Only sums use
+        the dtype; all others move bytes. Keep the function until the request is done: it holds the arrays, which the
+        request of mpi4py does not do for some collectives.
         """
         if name in ("all_reduce", "reduce_scatter"):
-            given, result = reads[0].reshape(-1), writes[0].reshape(-1)
+            summand, result = reads[0].reshape(-1), writes[0].reshape(-1)
             if name == "all_reduce":
-                return lambda: self.comm.Iallreduce(given, result)
-            each = [n * (given.size // max(1, sum(rows))) for n in rows]
-            return lambda: self.comm.Ireduce_scatter(given, result, each)
+                return lambda: self.comm.Iallreduce(summand, result)
+            counts = [n * (summand.size // max(1, sum(rows))) for n in rows]
+            return lambda: self.comm.Ireduce_scatter(summand, result, counts)
         if name == "broadcast":
-            everything = _bytes((reads or writes)[0])
-            return lambda: self.comm.Ibcast(everything, root)
+            data = _bytes((reads or writes)[0])
+            return lambda: self.comm.Ibcast(data, root)
         if name == "all_gather":
-            mine, gathered = _bytes(reads[0]), _placed(writes)
-            return _holding((reads, writes), lambda: self.comm.Iallgatherv(mine, gathered))
-        dealt, arrived = _placed(reads), _placed(writes)
-        return _holding((reads, writes), lambda: self.comm.Ialltoallv(dealt, arrived))
+            own, gathered = _bytes(reads[0]), _buffer_of(writes)
+            return _holding((reads, writes), lambda: self.comm.Iallgatherv(own, gathered))
+        outgoing, incoming = _buffer_of(reads), _buffer_of(writes)
+        return _holding((reads, writes), lambda: self.comm.Ialltoallv(outgoing, incoming))
 
     def several_hosts(self) -> bool:
-        """Whether the ranks share no memory. Collective, and the same on all ranks."""
-        near = self.blocking.Split_type(start_mpi().COMM_TYPE_SHARED)
-        alone: bool = near.Get_size() < self.size
-        near.Free()
-        return alone
+        """True if the ranks are on several hosts. Collective, and the same on all ranks."""
+        host = self.blocking.Split_type(start_mpi().COMM_TYPE_SHARED)
+        several: bool = host.Get_size() < self.size
+        host.Free()
+        return several
 
     def close(self) -> None:
+        """Free both MPI communicators. Collective."""
         for comm in (self.comm, self.blocking):
             if comm is not None:
                 comm.Free()
 
 
-def _of_two(comm: Any) -> Link:
-    """A Link with a communicator for what blocks. Collective, and without a deadline."""
+def _with_blocking(comm: Any) -> Link:
+    """A Link with a second communicator for blocking collectives. Collective, without a deadline."""
     return Link(comm, comm.Dup())
 
 
 def connect(
-    comm: Any, timeout: float, progress: Callable[[], bool], left: Callable[[list[int]], PeerError | None]
+    comm: Any, timeout: float, progress: Callable[[], bool], find_departed: Callable[[list[int]], PeerError | None]
 ) -> Link:
     """A Link of the ranks of `comm`. Collective.
 
-    While the others are on their way `progress()` is called, and `left(world ranks)`, which tells if one never comes.
+    While this rank waits for the others it calls `progress()`. It also calls `find_departed(world ranks)`, which
+    returns an error if one of these ranks has ended. Raises that error, or WaitTimeout after `timeout` seconds.
     """
     duplicate, request = comm.Idup()
     members = world_ranks(comm)
@@ -109,19 +113,19 @@ def connect(
             continue
         sleep(1e-4)
         waited = perf_counter() - begun
-        error = left(members) if waited > 0.2 else None
+        error = find_departed(members) if waited > 0.2 else None
         if error is not None:
             raise error
         if waited > timeout:
             raise WaitTimeout(
                 f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks "
-                "to come to the creation of a communicator"
+                "to create a communicator"
             )
-    return _of_two(duplicate)
+    return _with_blocking(duplicate)
 
 
 def world_ranks(comm: Any) -> list[int]:
-    """The numbers of the members of `comm` among all ranks that MPI started."""
+    """For each rank of `comm`: its rank in MPI_COMM_WORLD."""
     group, world = comm.Get_group(), start_mpi().COMM_WORLD.Get_group()
     numbers = list(group.Translate_ranks(None, world))
     group.Free()
@@ -130,22 +134,23 @@ def world_ranks(comm: Any) -> list[int]:
 
 
 def request_testsome() -> Callable[[list[Any]], list[int] | None]:
-    """Test a list of requests: the indices of those that are done now."""
+    """The function that tests a list of requests: it returns the indices of those that are done now."""
     testsome: Callable[[list[Any]], list[int] | None] = start_mpi().Request.Testsome
     return testsome
 
 
 def abort(status: int) -> None:
-    """End all ranks that MPI started, now."""
+    """End all ranks that MPI started, at once, with the exit status `status`."""
     start_mpi().COMM_WORLD.Abort(status)
 
 
 def finalized() -> bool:
+    """True after MPI_Finalize."""
     return bool(start_mpi().Is_finalized())
 
 
 def mpi_communicator(comm: Any) -> Any:
-    """`comm` if it is one of mpi4py's (None: all ranks). Raises LaunchError for anything else."""
+    """`comm` if it is a communicator of mpi4py; MPI.COMM_WORLD for None. Raises LaunchError for anything else."""
     MPI = start_mpi()
     if comm is None:
         return MPI.COMM_WORLD
@@ -159,27 +164,29 @@ def _bytes(array: Array) -> Array:
 
 
 def _holding(arrays: object, start: Callable[[], Any]) -> Callable[[], Any]:
-    """`start`, keeping `arrays` for as long as it lives: a memory given by its address keeps nothing."""
+    """`start` as a function that keeps `arrays` alive. MPI gets only addresses, which keep nothing alive."""
 
-    def started(held: object = arrays) -> Any:
+    def start_and_hold(held: object = arrays) -> Any:
         return start()
 
-    return started
+    return start_and_hold
 
 
-def _placed(runs: Sequence[Array]) -> list[Any]:
-    """What the v-collectives take: memory, counts, displacements, type. The memory spans all runs."""
+def _buffer_of(runs: Sequence[Array]) -> list[Any]:
+    """The buffer argument of MPI's v-collectives: memory, counts, displacements, type. The memory spans all runs."""
     MPI = start_mpi()
     begins, counts = [a.ctypes.data for a in runs], [a.nbytes for a in runs]
     filled = [(begin, begin + n) for begin, n in zip(begins, counts, strict=True) if n]
     base, end = min((b for b, _ in filled), default=0), max((e for _, e in filled), default=0)
-    places = [begin - base if n else 0 for begin, n in zip(begins, counts, strict=True)]
+    displacements = [begin - base if n else 0 for begin, n in zip(begins, counts, strict=True)]
     memory = MPI.buffer.fromaddress(base, end - base) if filled else bytearray()
-    return [memory, counts, places, MPI.BYTE]
+    return [memory, counts, displacements, MPI.BYTE]
 
 
 @cache
 def _keyval(kind: str) -> int:
+    """The key of MPI's attribute cache for values of this kind. MPI calls `delete` when a communicator is freed."""
+
     def delete(comm: Any, keyval: int, value: Any) -> None:
         if kind == "communicator":
             value.close()
@@ -188,20 +195,20 @@ def _keyval(kind: str) -> int:
 
 
 def attached(comm: Any, kind: str = "communicator") -> Any:
-    """What `attach` hung on this MPI communicator, or None."""
+    """The value that `attach` has stored on this MPI communicator, or None."""
     return comm.Get_attr(_keyval(kind))
 
 
 def attach(comm: Any, value: object, kind: str = "communicator") -> None:
-    """Hang `value` on this MPI communicator; as a communicator of ours, it is closed when that one is freed."""
+    """Store `value` on this MPI communicator. A value of kind "communicator" is closed when `comm` is freed."""
     comm.Set_attr(_keyval(kind), value)
 
 
 def attached_to_process(make: Callable[[], Any]) -> Any:
-    """The one value of this process, hung on MPI's communicator of one rank; made when first asked for."""
-    own = start_mpi().COMM_SELF
-    value = attached(own, "process")
+    """The one value of this process. It is made at the first call, and stored on MPI_COMM_SELF."""
+    comm_self = start_mpi().COMM_SELF
+    value = attached(comm_self, "process")
     if value is None:
         value = make()
-        attach(own, value, "process")
+        attach(comm_self, value, "process")
     return value

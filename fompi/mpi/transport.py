@@ -1,6 +1,6 @@
-"""MPI as fompi sees it. The only file that imports mpi4py.
+"""Starts MPI, and reports facts of the loaded MPI library. The only file that imports mpi4py.
 
-The facts of the library in memory: its name and place, thread level, tags, whether it takes GPU memory.
+The facts are its name, version and path, its thread level, its largest tag, and whether it takes GPU memory.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _INSTALL = (
 )
 
 
-AT_ONCE_NBYTES = 4 << 20
-"""Of a message; those of just 4 MiB, the commonest of that size, are among those that leave at once."""
+EAGER_TCP_NBYTES = 4 << 20
+"""Open MPI sends TCP messages of up to this many bytes at once. Exactly 4 MiB, a common size, is included."""
 
 OPENMPI_TCP = {
     "OMPI_MCA_btl_tcp_flags": "send,inplace,need-ack,need-csum,hetero-rdma",
-    "OMPI_MCA_btl_tcp_eager_limit": str(AT_ONCE_NBYTES + 4096),  # with its header
+    "OMPI_MCA_btl_tcp_eager_limit": str(EAGER_TCP_NBYTES + 4096),  # the limit includes a header
 }
-"""What Open MPI is asked for when we start it, where the environment does not say otherwise.
+"""Settings for Open MPI, used when fompi starts it. Variables that are already set are not changed.
 
-By itself it sends what is large over TCP in one piece (`put`), once the other end has answered, and the answer waits
-behind what that end sends: two ranks take turns (docs/mpi.md). Without `put` they still do, for the first 4 MB: so
-what is larger leaves in several messages, see `most_at_once`.
+By default Open MPI sends a large TCP message in one piece (`put`) after the receiver has answered. The answer queues
+behind the receiver's own data, so two ranks that send to each other take turns (docs/inside/mpi.md). Without `put` this
+still happens for messages above the eager limit. Such messages are therefore sent in several parts
+(`message_limit_nbytes`).
 """
 
 
 @dataclass(frozen=True)
 class Library:
-    """The MPI library in memory; its file and the launcher installed with it, where we can tell."""
+    """The loaded MPI library. `path` is its file, `mpirun` the launcher installed with it; None if unknown."""
 
     name: str
     version: str
@@ -53,59 +54,60 @@ class Library:
 
 @dataclass(frozen=True)
 class GpuAwareness:
-    """Whether MPI may be handed GPU memory, and who says so."""
+    """Whether MPI takes GPU memory, and the source of this information."""
 
     aware: bool
     source: str
 
 
 def start_mpi() -> ModuleType:
-    """The module `mpi4py.MPI`, with MPI started: by us, unless somebody did before.
+    """The module `mpi4py.MPI`. Starts MPI if it is not running yet.
 
-    A `LaunchError` says why there is no MPI and how to get it, or which launcher this one needs.
+    Raises LaunchError if there is no MPI library, or if the launcher does not fit the library. The message says what
+    to do.
     """
     MPI = _load_mpi()
     if not MPI.Is_initialized():
         _refuse_foreign_launcher(MPI)
-        asked = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
-        os.environ.update(asked)
+        added = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
+        os.environ.update(added)
         try:
             MPI.Init_thread(getattr(MPI, f"THREAD_{_requested_thread_level().upper()}"))
         finally:
-            for name in asked:
+            for name in added:
                 del os.environ[name]
     return MPI
 
 
 def library() -> Library:
-    """Which MPI this is. Does not start it."""
+    """The MPI library that mpi4py loads. Does not start MPI."""
     return _library(_load_mpi())
 
 
-def most_at_once() -> int:
-    """Bytes that a message to another host should have at most, so that two that send to each other take no turns."""
-    return AT_ONCE_NBYTES if library().name == "Open MPI" else MOST_NBYTES
+def message_limit_nbytes() -> int:
+    """The most bytes of one message to another host. With larger ones, two ranks of Open MPI would send in turns."""
+    return EAGER_TCP_NBYTES if library().name == "Open MPI" else MOST_NBYTES
 
 
 def world() -> tuple[int, int]:
-    """(rank, size) of this process among all that MPI started."""
+    """(rank, size) of this process in MPI_COMM_WORLD."""
     comm = start_mpi().COMM_WORLD
     return comm.Get_rank(), comm.Get_size()
 
 
-def all_come(seconds: float) -> bool:
-    """Whether all ranks that MPI started come here within so many seconds."""
+def all_ranks_arrive(seconds: float) -> bool:
+    """True if all ranks of MPI_COMM_WORLD call this function within `seconds`."""
     request, end = start_mpi().COMM_WORLD.Ibarrier(), perf_counter() + seconds
     while not request.Test():
         if perf_counter() > end:
-            _GIVEN_UP.append((request, None))
+            _ABANDONED.append((request, None))
             return False
         sleep(1e-3)
     return True
 
 
 def thread_levels() -> tuple[str, str]:
-    """The thread level asked for and the one MPI gave: single, funneled, serialized or multiple."""
+    """The thread level that was requested and the one that MPI provides: single, funneled, serialized or multiple."""
     MPI = start_mpi()
     names = ("single", "funneled", "serialized", "multiple")
     provided = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in names}[MPI.Query_thread()]
@@ -113,22 +115,22 @@ def thread_levels() -> tuple[str, str]:
 
 
 def tag_upper_bound() -> int:
-    """The largest tag that a message may carry."""
+    """The largest tag of a message."""
     MPI = start_mpi()
     return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
 
 
 def gpu_awareness(choice: str = "auto") -> GpuAwareness:
-    """Whether MPI takes GPU memory. `choice`, the value of FOMPI_GPU_AWARE, overrules what the library says.
+    """Whether MPI takes GPU memory. `choice`, the value of FOMPI_GPU_AWARE, overrides what the library says.
 
-    A library that says yes and cannot ends in a segmentation fault; one that says no may still be able to.
+    A library that wrongly says yes ends in a segmentation fault. A library that says no may still work.
     """
     if choice in ("0", "1"):
         return GpuAwareness(choice == "1", f"FOMPI_GPU_AWARE={choice}")
     if choice != "auto":
-        raise LaunchError(f"FOMPI_GPU_AWARE={choice}: set it to auto, 0 or 1")
+        raise LaunchError(f"FOMPI_GPU_AWARE={choice}: give one of auto, 0, 1")
     MPI = start_mpi()
-    symbols = ctypes.CDLL(MPI.__file__)  # a look-up here also searches the libmpi that it is linked to
+    symbols = ctypes.CDLL(MPI.__file__)  # a lookup here also searches libmpi, which it is linked to
     queries = [f"MPIX_Query_{kind}_support" for kind in ("cuda", "hip", "rocm")]
     known = [name for name in queries if hasattr(symbols, name)]
     for name in known:
@@ -139,75 +141,77 @@ def gpu_awareness(choice: str = "auto") -> GpuAwareness:
     info.Free()
     if any(kind in kinds for kind in ("cuda", "rocm", "level_zero")):
         return GpuAwareness(True, f"mpi_memory_alloc_kinds={kinds}")
-    return GpuAwareness(False, known[0] if known else "the library does not say; FOMPI_GPU_AWARE=1 overrules")
+    return GpuAwareness(False, known[0] if known else "the library does not say; FOMPI_GPU_AWARE=1 overrides")
 
 
 def gather_records(record: bytes) -> list[bytes]:
-    """Every rank's record, in the order of ranks, on every rank. Collective; all records have one length."""
+    """The records of all ranks, in rank order, on every rank. Collective. All records have the same length."""
     comm = start_mpi().COMM_WORLD
     everything = bytearray(len(record) * comm.Get_size())
     comm.Allgather(record, everything)
     return [bytes(everything[at : at + len(record)]) for at in range(0, len(everything), len(record))]
 
 
-_LAST_WORDS_TAG = 32749
-_GIVEN_UP: list[object] = []
-"""Requests that nobody waits for any more, and their memory: what comes late still has a place."""
+_EXIT_TAG = 32749
+"""A tag on MPI_COMM_WORLD that programs are unlikely to use. MPI guarantees tags up to 32767."""
+
+_ABANDONED: list[object] = []
+"""Abandoned requests and their memory. MPI may still write to it if a message arrives late."""
 
 _COUNT = struct.Struct("<q")
 
 
-def gather_last_words(words: bytes, rank: int, seconds: float) -> dict[int, bytes]:
-    """On rank 0 the words of all ranks that come here within `seconds`, by rank; nothing on the others.
+def gather_at_exit(data: bytes, rank: int, seconds: float) -> dict[int, bytes]:
+    """On rank 0: the data of all ranks that call this within `seconds`, by rank. On other ranks: an empty dict.
 
-    For the end of a program: nobody waits for long for a rank that does not come. A rank says how much it has, and
-    sends it once rank 0 asks for it.
+    It is used at the end of a program, where ranks may be missing. Each rank sends its number of bytes first, and the
+    data when rank 0 answers.
     """
     MPI = start_mpi()
-    found = {rank: words} if rank == 0 else {}
+    gathered = {rank: data} if rank == 0 else {}
     if MPI.Is_finalized():
-        return found
+        return gathered
     comm, end = MPI.COMM_WORLD, perf_counter() + seconds
 
     def done(request: Any, memory: object, until: float) -> bool:
         while not request.Test():
             if perf_counter() > until:
                 request.Cancel()
-                _GIVEN_UP.append((request, memory))
+                _ABANDONED.append((request, memory))
                 return False
             sleep(1e-3)
         return True
 
     if rank:
-        header, nothing = _COUNT.pack(len(words)), bytearray(1)
-        comm.Isend(header, 0, _LAST_WORDS_TAG).Free()  # so few bytes go by themselves
-        if done(comm.Irecv(nothing, 0, _LAST_WORDS_TAG), nothing, end):
-            done(comm.Isend(words, 0, _LAST_WORDS_TAG), words, end + seconds)
-        return found
-    while len(found) < comm.Get_size() and perf_counter() < end:
+        header, answer = _COUNT.pack(len(data)), bytearray(1)
+        comm.Isend(header, 0, _EXIT_TAG).Free()  # small enough to be sent at once
+        if done(comm.Irecv(answer, 0, _EXIT_TAG), answer, end):
+            done(comm.Isend(data, 0, _EXIT_TAG), data, end + seconds)
+        return gathered
+    while len(gathered) < comm.Get_size() and perf_counter() < end:
         status = MPI.Status()
-        message = comm.Improbe(MPI.ANY_SOURCE, _LAST_WORDS_TAG, status)
+        message = comm.Improbe(MPI.ANY_SOURCE, _EXIT_TAG, status)
         if message is None:
             sleep(1e-3)
             continue
         count, source = bytearray(_COUNT.size), status.Get_source()
         message.Recv(count)
         inbox = bytearray(*_COUNT.unpack(count))
-        receiving = comm.Irecv(inbox, source, _LAST_WORDS_TAG)
-        comm.Isend(b"!", source, _LAST_WORDS_TAG).Free()
+        receiving = comm.Irecv(inbox, source, _EXIT_TAG)
+        comm.Isend(b"!", source, _EXIT_TAG).Free()
         if done(receiving, inbox, end + seconds):
-            found[source] = bytes(inbox)
-    return found
+            gathered[source] = bytes(inbox)
+    return gathered
 
 
 def _load_mpi() -> ModuleType:
-    """The module without its habit of starting MPI at import: first we look at the launcher."""
+    """The module `mpi4py.MPI`, without starting MPI at import. The launcher is checked before MPI starts."""
     try:
         import mpi4py
 
         rc = mpi4py.rc
         initialize, rc.initialize = rc.initialize, False
-        if rc.finalize is None:  # "as initialize"
+        if rc.finalize is None:  # None means: the same as rc.initialize
             rc.finalize = initialize
         try:
             from mpi4py import MPI
@@ -226,17 +230,17 @@ def _requested_thread_level() -> str:
 
 
 def _refuse_foreign_launcher(MPI: ModuleType) -> None:
-    """Raise where starting MPI would end the process, with a message that names no fix."""
-    this = _library(MPI)
-    reason = launcher.refusal(os.environ, this.name, this.mpirun)
-    if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # built with PMIx, MPICH would start
+    """Raise LaunchError if MPI_Init would end the process. MPI's own message names no fix."""
+    loaded = _library(MPI)
+    reason = launcher.refusal(os.environ, loaded.name, loaded.mpirun)
+    if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # an MPICH with PMIx would start
         raise LaunchError(reason)
 
 
 def _library(MPI: ModuleType) -> Library:
     description = MPI.Get_library_version().rstrip("\0\n ")
     name, version = MPI.get_vendor()
-    if "CRAY MPICH" in description.upper():  # a cousin of MPICH with a launcher of its own
+    if "CRAY MPICH" in description.upper():  # based on MPICH, with its own launcher
         name = "Cray MPICH"
     standard = MPI.Get_version()
     path = _library_path(MPI)
@@ -248,7 +252,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 class _SymbolInfo(ctypes.Structure):
-    """Dl_info of dladdr(3)."""
+    """The struct Dl_info of dladdr(3)."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -259,9 +263,9 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def _library_path(MPI: ModuleType) -> str | None:
-    """The file of the libmpi in memory: the one that holds its functions."""
+    """The file of the loaded libmpi: the file that contains its functions."""
     info = _SymbolInfo()
-    try:  # PMPI_: a profiler may have put itself in front of the MPI_ names
+    try:  # the PMPI_ name: a profiler may replace the MPI_ names
         address = ctypes.cast(ctypes.CDLL(MPI.__file__).PMPI_Get_library_version, ctypes.c_void_p)
         found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
     except AttributeError:
@@ -270,7 +274,7 @@ def _library_path(MPI: ModuleType) -> str | None:
 
 
 def _mpirun_of(path: str | None) -> str | None:
-    """prefix/bin/mpirun for a library in prefix/lib; not for Debian's, where it may be another library's."""
+    """prefix/bin/mpirun for a library in prefix/lib. None on Debian, where it may belong to another library."""
     if path is None or Path(path).parent.name not in ("lib", "lib64"):
         return None
     mpirun = Path(path).parent.parent / "bin" / "mpirun"

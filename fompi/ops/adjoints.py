@@ -1,21 +1,23 @@
-"""The backward of every operation, as operations: written once for all frameworks.
+"""The backward of every operation, written as operations, once for all frameworks.
 
-The gradient is that of the sum of all ranks' losses. So a loss that every rank computes from replicated values counts
-once per rank: divide it by the size. Where a loss is made of sharded rows, as in TP with sequence parallelism, there
-is nothing to divide.
+The gradient is the derivative of the sum of the losses of all ranks. If every rank computes the same loss from
+replicated values, the loss counts once per rank: divide it by the number of ranks. If each rank computes the loss of
+its own rows, as in tensor parallelism with sequence parallelism, do not divide.
+
+`dy` is the gradient of y, `dx` of x, `dw` of w. The adjoint of a fused operation is a fused operation.
 
 | y =                           | dx =                                          | dw =                              |
 |-------------------------------|-----------------------------------------------|-----------------------------------|
 | all_gather(x)                 | reduce_scatter(dy)                            |                                   |
 | reduce_scatter(x)             | all_gather(dy)                                |                                   |
 | all_reduce(x)                 | all_reduce(dy)                                |                                   |
-| broadcast(x)                  | all_reduce(dy) at the root, else 0            |                                   |
-| all_to_all(x)                 | all_to_all(dy), the counts turned round       |                                   |
+| broadcast(x)                  | all_reduce(dy) on the root, 0 on other ranks  |                                   |
+| all_to_all(x)                 | all_to_all(dy) with the counts transposed     |                                   |
 | all_gather_matmul(x, w)       | matmul_reduce_scatter(dy, w.T)                | all_gather_weight_gradient(x, dy) |
 | matmul_reduce_scatter(x, w)   | both by all_gather_matmul_weight_gradient(dy, w.T, x): one gather                 |
 | matmul_all_reduce(x, w)       | the same, on reduce_scatter(dy)               |                                   |
 | matmul_all_to_all(x, w)       | both by all_to_all_matmul_weight_gradient(dy, w.T, x): one exchange               |
-| all_to_all_matmul(x, w)       | matmul_all_to_all(dy, w.T), turned round      | all_to_all_weight_gradient(x, dy) |
+| all_to_all_matmul(x, w)       | matmul_all_to_all(dy, w.T), counts transposed | all_to_all_weight_gradient(x, dy) |
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from fompi.schedules.registry import can_move
 
 @dataclass
 class Call:
-    """A differentiable call: `forward` runs it, `backward` gives the gradients of its tensors.
+    """A differentiable call: `forward` runs it, `backward` computes the gradients of its tensors.
 
-    It keeps no tensor: whoever runs it hands them in both times.
+    It keeps no tensor. The framework keeps them and passes them to both methods.
     """
 
     operation: Operation
@@ -52,14 +54,14 @@ class Call:
 
     @property
     def keeps(self) -> bool:
-        """Whether the backward reads the tensors: that of what only moves or adds does not."""
+        """True if the backward reads the tensors. Without weights it only moves or sums gradients."""
         return bool(self.arguments.weights)
 
     def forward(self, tensors: Sequence[Any], gradient: bool) -> Any:
-        if self.operation.name not in DUALS:
-            self.refuse(" is a gradient itself and has none: pass detached tensors")
+        if self.operation.name not in ADJOINTS:
+            self.refuse(" computes a gradient and has no gradient itself: pass detached tensors")
         if self.arguments.out is not None:
-            self.refuse(": out= cannot be given where a gradient is wanted")
+            self.refuse(": out= cannot be used in a call that is differentiated")
         arguments = replace(self.arguments.with_tensors(tensors), gradient=gradient)
         pending: Pending = self.operation.begin(arguments, self.comm, self.call_options)
         result = pending.wait()
@@ -67,15 +69,15 @@ class Call:
         return result
 
     def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-        """The gradients of `tensors` where `needs` says so, from those of the results (None: zero)."""
+        """The gradient of each tensor for which `needs` is True. `grads` are those of the results (None: zero)."""
         arguments = self.arguments.with_tensors(tensors)
         if all(g is None for g in grads):
             return [None] * len(tensors)
-        return DUALS[self.operation.name](self, arguments, grads, needs)
+        return ADJOINTS[self.operation.name](self, arguments, grads, needs)
 
-    def refuse(self, why: str) -> NoReturn:
-        """Raise, and tell the other ranks, who would wait for us in this call."""
-        error = TensorError(f"fompi.{self.operation.name}{why}")
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise a TensorError. The other ranks of this call raise a MismatchError instead of waiting for this rank."""
+        error = TensorError(f"fompi.{self.operation.name}{reason}")
         comm = Communicator.of(self.comm)
         Pending(
             self.operation.name, self.arguments, None, error, comm, self.call_options.schedule, self.call_options.slices
@@ -84,17 +86,18 @@ class Call:
 
     @property
     def extents(self) -> Extents:
-        """How many rows the ranks had in the forward."""
-        assert self._extents is not None, "forward comes first"
+        """The rows of all ranks in the forward."""
+        assert self._extents is not None, "backward was called before forward"
         return self._extents
 
     def run(self, operation: Operation, *tensors: Any, **options: Any) -> Any:
+        """Call an operation of the backward with the options of the forward."""
         if operation.name not in ("all_reduce", "broadcast"):
             options["dim"] = self.arguments.dim
         schedule, slices, effort = self.call_options
         half = str(tensors[0].dtype).removeprefix("torch.") in HALF
         if not can_move(schedule, MEANING[operation.name].moves, Communicator.of(self.comm).size, half):
-            schedule = "auto"  # that of the forward does not move what the backward moves
+            schedule = "auto"  # the schedule of the forward cannot carry out this operation
         return operation(*tensors, comm=self.comm, schedule=schedule, slices=slices, effort=effort, **options)
 
 
@@ -116,9 +119,9 @@ def _broadcast(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[b
 
 
 def _zeros(like: Any) -> Any:
-    """Zeros of its shape and dtype, in any framework, whatever it holds: 0 * inf is none."""
-    nowhere = (like == like) & (like != like)
-    return nowhere.astype(like.dtype) if hasattr(nowhere, "astype") else nowhere.to(like.dtype)
+    """Zeros with the shape and dtype of `like`, in any framework. `0 * like` would give NaN for infinite values."""
+    false = (like == like) & (like != like)
+    return false.astype(like.dtype) if hasattr(false, "astype") else false.to(like.dtype)
 
 
 def _all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
@@ -126,12 +129,12 @@ def _all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[
 
 
 def _bias(a: Arguments, d: Any) -> list[Any]:
-    """The gradient of a bias, if there is one."""
-    return [_columns(d)] if any(b is not None for b in a.biases) else []
+    """The gradient of the bias as a list, empty for a call without bias."""
+    return [_sum_rows(d)] if any(b is not None for b in a.biases) else []
 
 
-def _columns(d: Any) -> Any:
-    """The sum over everything but the columns."""
+def _sum_rows(d: Any) -> Any:
+    """The sum over all dimensions but the last one."""
     return d.sum(tuple(range(d.ndim - 1)))
 
 
@@ -143,7 +146,7 @@ def _all_gather_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Se
 
 
 def _all_gather_matmul_many(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    """x_full is a result, but not kept for the backward: the rows are gathered again, as for one weight."""
+    """x_full is a result, but it is not kept for the backward. The rows are gathered again, as for one weight."""
     rows, (dfull, *dys) = call.extents.rows, grads
     dx = None if dfull is None or not needs[0] else call.run(operations.reduce_scatter, dfull, counts=rows)
     dws: list[Any] = []
@@ -152,15 +155,15 @@ def _all_gather_matmul_many(call: Call, a: Arguments, grads: Sequence[Any], need
         if dy is not None and needs[0]:
             term = call.run(operations.matmul_reduce_scatter, dy, w.T, counts=rows)
             dx = term if dx is None else dx + term
-        wanted = dy is not None and needs[1 + i]
-        dws.append(call.run(operations.all_gather_weight_gradient, a.x, dy) if wanted else None)
+        needs_dw = dy is not None and needs[1 + i]
+        dws.append(call.run(operations.all_gather_weight_gradient, a.x, dy) if needs_dw else None)
         if i < len(a.biases) and a.biases[i] is not None:
-            dbs.append(None if dy is None else _columns(dy))
+            dbs.append(None if dy is None else _sum_rows(dy))
     return [dx, *dws, *dbs]
 
 
 def _gather_back(call: Call, a: Arguments, d: Any, needs: Sequence[bool]) -> list[Any]:
-    """dx and dw from the shard of the gradient that each rank has."""
+    """dx and dw, where `d` is this rank's shard of the gradient of x @ w."""
     (w,) = a.weights
     if needs[0] and needs[1]:
         return list(call.run(operations.all_gather_matmul_weight_gradient, d, w.T, a.x))
@@ -191,7 +194,7 @@ def _all_to_all_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Se
     return [dx, dw, *_bias(a, dy)]
 
 
-DUALS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], list[Any]]] = {
+ADJOINTS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], list[Any]]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
@@ -204,13 +207,14 @@ DUALS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], list
     "matmul_all_to_all": _matmul_all_to_all,
     "all_to_all_matmul": _all_to_all_matmul,
 }
+"""(call, arguments, gradients of the results, which gradients are needed) -> the gradients of the tensors."""
 
 
 def flatten(result: Any) -> list[Any]:
-    """The tensors of a result, which may be a tuple of tuples."""
+    """The tensors of a result as a list. A result is a tensor, or a tuple of results."""
     return [t for part in result for t in flatten(part)] if isinstance(result, tuple) else [result]
 
 
 def unflatten(like: Any, tensors: list[Any]) -> Any:
-    """`tensors`, taken from the front, in the form of `like`."""
+    """The inverse of `flatten`: `tensors` nested as in `like`. Removes them from the list."""
     return tuple(unflatten(part, tensors) for part in like) if isinstance(like, tuple) else tensors.pop(0)

@@ -1,4 +1,7 @@
-"""What one rank was given for a call, checked and put in the order of rows; nothing here asks another rank."""
+"""The arguments of one call on one rank: they are checked, and rows become the first dimension.
+
+Nothing here communicates. Errors that other ranks must see too are raised here and travel with the handshake.
+"""
 
 from __future__ import annotations
 
@@ -21,59 +24,62 @@ from fompi.tensors.dlpack import Tensor
 Array = np.ndarray[Any, Any]
 
 MOST_ROWS = (1 << VALUE_BITS) - 1
-"""Of a rank: ranks tell each other how many they have."""
+"""The most rows that x may have on one rank. A number of rows has VALUE_BITS bits in the handshake."""
 
 
 @dataclass
 class Arguments:
-    """What an operation was called with, in the terms of `fompi.plans.problems`."""
+    """The arguments of an operation, with the names of `fompi.plans.problems`. Nothing is checked yet."""
 
     x: Any
     weights: Sequence[Any] = ()
-    biases: Sequence[Any] = ()
-    operands: Sequence[Any] = ()
+    biases: Sequence[Any] = ()  # a bias or None for each weight
+    operands: Sequence[Any] = ()  # h of a weight gradient
     dim: int = 0
     counts: Sequence[int] | None = None
     root: int = 0
     out: Any = None
-    flipped: bool = False
-    keep: bool = False
-    gradient: bool = False  # whether somebody wants one: then all ranks will run the backward, so all must want it
-    result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])
+    flipped: bool = False  # the weight gradient is h.T @ rows, not rows.T @ h
+    keep: bool = False  # the rows that arrive are a result too
+    gradient: bool = False  # a backward will follow; all ranks must agree, since the backward communicates too
+    result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])  # from outputs by name
 
     @property
     def tensors(self) -> list[Any]:
-        """x, the weights, the biases that there are, the operands."""
+        """x, the weights, the biases that are not None, and the operands."""
         return [self.x, *self.weights, *(b for b in self.biases if b is not None), *self.operands]
 
     def with_tensors(self, tensors: Sequence[Any]) -> Arguments:
-        """The same call on other tensors, in the order of `tensors`."""
-        given = iter(tensors)
+        """The same call on other tensors, given in the order of the property `tensors`."""
+        rest = iter(tensors)
         return replace(
             self,
-            x=next(given),
-            weights=[next(given) for _ in self.weights],
-            biases=[None if b is None else next(given) for b in self.biases],
-            operands=[next(given) for _ in self.operands],
+            x=next(rest),
+            weights=[next(rest) for _ in self.weights],
+            biases=[None if b is None else next(rest) for b in self.biases],
+            operands=[next(rest) for _ in self.operands],
         )
 
 
 class LocalCall(NamedTuple):
-    """One rank's part of a call, checked: the problem, our arrays by name, and how many rows go to whom."""
+    """One rank's part of a call, checked."""
 
     problem: Problem
-    packed: bool
-    arrays: dict[str, Array]
-    like: Tensor
-    shape: tuple[int, ...]
-    rows: tuple[int, ...]  # to each rank, or of each rank where all know them
-    expects: int
+    packed: bool  # x is strided and must be packed before it is sent
+    arrays: dict[str, Array]  # the inputs by name, rows first
+    like: Tensor  # x: the results are tensors of its framework
+    shape: tuple[int, ...]  # of x as it was given
+    rows: tuple[int, ...]  # see `_rows`
+    expects: int  # how many rows must arrive here, because an operand or out= has so many; -1: any number
     out: Tensor | None
-    packing: tuple[float, float] | None
+    packing: tuple[float, float] | None  # when x was packed before the call began, in seconds of perf_counter
 
 
 def localise(operation: str, arguments: Arguments, rank: int, size: int) -> LocalCall:
-    """Check our tensors and put them in the order of rows; nothing here asks another rank."""
+    """Check the tensors of this rank, and make rows their first dimension.
+
+    Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
+    """
     x = dlpack.borrow(arguments.x, "x")
     weights: Sequence[Tensor] = ()
     biases: Sequence[Tensor | None] = ()
@@ -132,22 +138,31 @@ def _form(tensor: Tensor) -> Form:
 def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
     count = x.ndim
     if not isinstance(dim, int) or not -count <= dim < count:
-        raise ShapeError(f"{operation}: dim={dim!r} is no dimension of x with the shape {x.shape}")
+        raise ShapeError(f"{operation}: x with the shape {x.shape} has no dimension dim={dim!r}")
     dim %= count
     if multiplied and dim == count - 1:
-        raise ShapeError(f"{operation}: dim={dim} is the last dimension of x, which is multiplied; rows are before it")
+        raise ShapeError(
+            f"{operation}: dim={dim} is the last dimension of x, which the product sums over: choose another dim"
+        )
     return dim
 
 
 def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[int, ...]:
-    """Rows to each rank (all-to-all), of each rank where all know it, or our own, once for each rank."""
+    """A number of rows for each rank.
+
+    | operation                  | rows[r]                                          |
+    |----------------------------|--------------------------------------------------|
+    | all_to_all                 | the rows that this rank sends to rank r          |
+    | all_gather                 | the rows of this rank, the same number for all r |
+    | all others                 | the rows that rank r owns                        |
+    """
     if total > MOST_ROWS:
         raise LayoutError(
-            f"{problem.operation}: {total} rows on a rank, {MOST_ROWS} can be agreed upon: give x fewer, wider rows"
+            f"{problem.operation}: x has {total} rows, at most {MOST_ROWS} are possible on a rank: give x wider rows"
         )
     if problem.moves == "all_gather":
         if counts is not None:
-            raise LayoutError(f"{problem.operation} gathers what each rank has; it takes no counts")
+            raise LayoutError(f"{problem.operation} takes no counts: it gathers all rows of each rank")
         return (total,) * problem.size
     if counts is None:
         return split(total, problem.size)
@@ -172,7 +187,10 @@ def _check_out(
     rows: tuple[int, ...],
     expects: int,
 ) -> int:
-    """Raise unless `out` can be written; the number of rows that it stands for, if others must agree to it."""
+    """Raise if `out` cannot hold the result. Returns how many rows must arrive here for `out` to fit, -1 for any.
+
+    Only the other ranks know how many rows arrive in a gather or an all-to-all, so the handshake compares the numbers.
+    """
     if out.readonly:
         raise TensorError(f"{problem.operation}: out= is read-only")
     if not out.array.flags.c_contiguous:
@@ -180,23 +198,23 @@ def _check_out(
     if out.dtype != problem.dtype:
         raise DtypeError(f"{problem.operation}: out= is {out.dtype}, the result is {problem.dtype}")
     if dim and any(n != 1 for n in out.array.shape[:dim]):
-        raise TensorError(f"{problem.operation}: out= cannot be filled along dim={dim}: its rows do not lie together")
+        raise TensorError(f"{problem.operation}: out= cannot be used with dim={dim}: its rows are not contiguous")
     array = np.moveaxis(out.array, dim, 0) if dim else out.array
     if problem.flat:
         if array.shape != shape:
-            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result {shape}")
+            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {shape}")
         return expects
     if problem.gradients:
         wanted: tuple[int, ...] = problem.gradient_shape(0)
         if array.shape != wanted:
-            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result {wanted}")
+            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {wanted}")
         return expects
     row = problem.product_row(0) if problem.weights else problem.row
     if array.ndim != 1 + len(row) or array.shape[1:] != row:
-        raise ShapeError(f"{problem.operation}: out= has rows of the shape {array.shape[1:]}, the result {row}")
+        raise ShapeError(f"{problem.operation}: out= has rows of the shape {array.shape[1:]}, the result has {row}")
     if problem.moves in ("all_gather", "all_to_all"):
         return len(array)
     known = sum(rows) if problem.moves == "all_reduce" else rows[rank]
     if len(array) != known:
-        raise ShapeError(f"{problem.operation}: out= has {len(array)} rows, the result {known}")
+        raise ShapeError(f"{problem.operation}: out= has {len(array)} rows, the result has {known}")
     return expects

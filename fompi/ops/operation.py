@@ -1,7 +1,13 @@
-"""One call of an operation: what its callers see, and what is in flight.
+"""One call of an operation, from the caller's tensors to the result.
 
-An `Operation` is a public function with `start`. A `Pending` takes what one rank was given
-(`fompi.ops.arguments`) to the other ranks, to a cached plan, a run, and back to a tensor of the caller's framework.
+    Operation.__call__ or .start
+      -> Arguments, LocalCall   this rank's tensors, checked                    (`fompi.ops.arguments`)
+      -> Agreement              all ranks call the same operation; their rows   (`fompi.engine.handshake`)
+      -> Compiled               this rank's program, from the communicator's cache
+      -> Run                    messages and kernels                            (`fompi.runtime.program`)
+      -> result                 tensors of the caller's framework
+
+No data is sent before all ranks agree.
 """
 
 from __future__ import annotations
@@ -28,43 +34,50 @@ from fompi.plans.problems import Problem
 from fompi.plans.verify import verify
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
-from fompi.schedules.registry import REGISTERED, SCHEDULES, as_slices, to_one_peer, write
+from fompi.schedules.registry import REGISTERED, SCHEDULES, as_slices, messages_per_peer, write
 from fompi.tensors import dlpack
 from fompi.traces.trace import AGREEMENT, Event, Trace
 
 Array = np.ndarray[Any, Any]
 
 VERIFIED_RANKS = 8
-"""Plans for so many ranks are verified when they are first used here; larger ones are proven by the tests alone."""
+"""Plans for at most this many ranks are verified at first use. Verification takes longer with more ranks.
+
+Plans for more ranks are only proven by the tests, except those of schedules that a user has registered.
+"""
 
 
 class CallOptions(NamedTuple):
-    """What a call asks for; effort="measure": where it asks for nothing, what is the fastest, tried at first use."""
+    """How a call is carried out: the arguments `schedule`, `slices` and `effort` of every operation."""
 
     schedule: str = "auto"
     slices: Slices | None = None
     effort: str = "plan"
 
 
-def compiled(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Compiled:
-    """The program of this rank, verified with the whole plan when it is first needed. Raises PlanError for none."""
-    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed)  # a user's may be another one now
-    found: Compiled | None = comm.plans.get(key)
-    if found is None:
-        if to_one_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before so many are written
-            raise PlanError(f"{schedule} would send more than {MOST_MESSAGES} messages to one peer: take fewer slices")
+def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Compiled:
+    """This rank's program, from the cache of the communicator. At first use it is written and the plan is verified.
+
+    Raises PlanError if the schedule cannot carry out this call.
+    """
+    # The generator is part of the key, because a user may register another schedule under the same name.
+    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed)
+    program: Compiled | None = comm.plans.get(key)
+    if program is None:
+        if messages_per_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before a long program is written
+            raise PlanError(f"{schedule} would send more than {MOST_MESSAGES} messages to one peer: use fewer slices")
         problem = replace(local.problem, packed=local.packed)
         window = window_of_call(problem, schedule, slices or 1, comm.network, comm.machine is not None)
         plan = write(problem, schedule, slices or 1, window=window)
         if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
             verify(plan)
-        found = comm.plans[key] = Compiled(plan, comm.rank)
-    return found
+        program = comm.plans[key] = Compiled(plan, comm.rank)
+    return program
 
 
 @dataclass
 class Hooks:
-    """What rooms further down do for a call. They register themselves: this file imports neither."""
+    """Functions of rooms that this room must not import. `import fompi` fills them in."""
 
     differentiable: Callable[..., Any]
     """(operation, arguments, comm, call_options) -> the result, attached to autograd (`fompi.torch`)."""
@@ -74,14 +87,21 @@ class Hooks:
 
 
 def _unregistered(*args: Any) -> Any:
-    raise StateError("import fompi, not a part of it: the rooms that this call needs are not loaded")
+    raise StateError("this call needs parts of fompi that are not loaded: run `import fompi` first")
 
 
 HOOKS = Hooks(_unregistered, _unregistered)
 
 
 class Operation:
-    """A public operation: `op(x, ...)` waits, `op.start(x, ...)` returns a Pending, `fompi.plan(op, ...)` its plan."""
+    """A public operation, for example `fompi.all_gather`.
+
+        y = operation(x, ...)              # waits for the result
+        pending = operation.start(x, ...)  # returns a Pending at once
+        plan = fompi.plan(operation, ...)  # the Plan of a call, without MPI and data
+
+    All ranks of the communicator must call it.
+    """
 
     def __init__(self, arguments: Callable[..., Arguments]):
         functools.update_wrapper(self, arguments)
@@ -103,7 +123,7 @@ class Operation:
         return self._begin(arguments, comm, (schedule, slices, effort)).wait()
 
     def arguments(self, *args: Any, **options: Any) -> Arguments:
-        """What a call with these arguments is about."""
+        """The Arguments of a call, before they are checked."""
         return self._arguments(*args, **options)
 
     def start(
@@ -115,18 +135,22 @@ class Operation:
         effort: str = "plan",
         **options: Any,
     ) -> Pending:
-        """Begin, and return at once; it goes on by itself. The tensors may be used again when the Pending is done."""
+        """Start the operation and return at once. It progresses while the program does other work.
+
+        The tensors must not be written before the Pending is done. Raises TensorError for a tensor that requires
+        grad.
+        """
         pending = self.begin(self._arguments(*args, **options), comm, CallOptions(schedule, slices, effort))
-        pending.assist()
+        pending.leave()
         return pending
 
     def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Pending:
-        """Start a call whose tensors must carry no gradient."""
+        """Start a call that records no gradient. Its tensors must not require grad."""
         refusal = None
         if _wants_gradient(arguments):
             refusal = TensorError(
-                f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) for a tensor that requires "
-                "grad, or pass x.detach()"
+                f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) if a tensor requires grad, "
+                "or pass x.detach()"
             )
         return self._begin(arguments, comm, call_options, refusal)
 
@@ -144,17 +168,19 @@ class Operation:
                 raise refusal
             local = localise(self.name, arguments, communicator.rank, communicator.size)
             if effort not in ("plan", "measure"):
-                raise PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
+                raise PlanError(f"effort={effort!r}: effort must be 'plan' or 'measure'")
             if slices is not None:
                 slices = as_slices(slices)
             if effort == "measure" and (schedule, slices) != ("auto", None):
-                raise PlanError('effort="measure" chooses schedule and slices: leave both out, or effort')
-            if (schedule, slices) != ("auto", None):  # where "auto" takes what cannot be cut so fine: direct
-                compiled(communicator, local, "direct" if schedule == "auto" else schedule, slices)
-        except Exception as error:  # the other ranks must not wait for us
+                raise PlanError(
+                    'effort="measure" chooses schedule and slices itself: leave both out, or leave out effort'
+                )
+            if (schedule, slices) != ("auto", None):  # "auto" uses direct if no other schedule can have such slices
+                program_of(communicator, local, "direct" if schedule == "auto" else schedule, slices)
+        except Exception as error:  # this rank still takes part in the handshake, so that the other ranks do not wait
             local, refusal = None, error
-        asks = (schedule, slices) != ("auto", None) or local is None or communicator.size == 1
-        if effort == "measure" and not asks:
+        nothing_to_choose = (schedule, slices) != ("auto", None) or local is None or communicator.size == 1
+        if effort == "measure" and not nothing_to_choose:
             schedule, slices = HOOKS.measure(self, arguments, local, communicator)
         return Pending(self.name, arguments, local, refusal, communicator, schedule, slices)
 
@@ -170,7 +196,14 @@ def _wants_gradient(arguments: Arguments) -> bool:
 
 
 class Pending:
-    """An operation in flight. `done()` drives it; `wait()` returns its result; `result` is that of a finished one."""
+    """An operation in flight, made by `operation.start(...)`.
+
+        y = pending.wait()  # waits for the result
+        pending.done()      # True once it is finished; progresses everything in flight
+        pending.result      # the result of a finished operation
+
+    Any thread may wait for it. The operation goes on if the program drops the Pending.
+    """
 
     def __init__(
         self,
@@ -186,28 +219,29 @@ class Pending:
         self._schedule, self._slices = schedule, slices
         self._name = name
         self._outputs: dict[str, Array] = {}
-        self._came: tuple[float, float, int] | None = None  # the ranks: from when, until when, and the last of them
+        self._handshake: tuple[float, float, int] | None = None  # when it began and ended, and which rank was last
         self._run: Run | None = None
-        self._returned_at: float | None = None  # when `start` returned
-        self._task: Task  # the agreement, then the run: then nothing of ours knows the agreement, nor it us
+        self._returned_at: float | None = None  # when `start` returned to the program
+        self._task: Task  # the agreement, then the run; this drops the agreement, which refers to this Pending
         self.extents: Extents | None = None
         engine = comm.engine
         with engine.lock:
             self._stamp, self._slot = comm.next_call()
-            comm.begins(name, self._stamp)
+            comm.note_start(name, self._stamp)
             if comm.size == 1 and refusal is None:
                 self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
                 return
-            number, rows, expects, alike, signature, hint = 0, (0,) * comm.size, -1, True, 0, 0
+            number, rows, expects, equal_totals, signature, hint = 0, (0,) * comm.size, -1, True, 0, 0
             if local is not None:
-                number, alike = self._common(local), local.problem.moves != "all_to_all"
-                if comm.machine is not None or (comm.network and not alike):
-                    signature, hint = _signature_of(local.problem), 0 if alike else encode_rows(local.rows, comm.rank)
+                number, equal_totals = self._common(local), local.problem.moves != "all_to_all"
+                if comm.machine is not None or (comm.network and not equal_totals):
+                    signature = _signature_of(local.problem)
+                    hint = 0 if equal_totals else encode_rows(local.rows, comm.rank)
                 if local.problem.moves in ("all_gather", "all_to_all"):
                     rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
             self._task = agreement = Agreement(
-                comm, self._stamp, number, self._signature, rows, expects, refusal, alike, signature, hint
+                comm, self._stamp, number, self._describe, rows, expects, refusal, equal_totals, signature, hint
             )
             agreement.then = self._agreed
             agreement.start()
@@ -216,14 +250,15 @@ class Pending:
             raise refusal
 
     def _common(self, local: LocalCall) -> int:
-        """What all ranks must agree on, as a number."""
+        """A digest of everything that must be the same on all ranks."""
         number = _digest((local.problem.common, self._schedule, self._slices, self._arguments.gradient))
         if local.problem.moves in ("all_gather", "all_to_all"):
             return number
-        return number ^ digest(str(local.shape if local.problem.flat else local.rows))  # may differ at every call
+        # Not part of the cached digest: these may change at every call.
+        return number ^ digest(str(local.shape if local.problem.flat else local.rows))
 
-    def _signature(self) -> str:
-        """The call in words."""
+    def _describe(self) -> str:
+        """The call as text, for error messages."""
         local = self._local
         if local is None:
             return self._name
@@ -231,12 +266,14 @@ class Pending:
         rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
         if local.problem.flat:
             rows = f" with the shape {local.shape}"
-        how = "" if (self._schedule, self._slices) == ("auto", None) else f" by {self._schedule}, slices {self._slices}"
-        return f"{local.problem}{rows}{how}{' for a gradient' if self._arguments.gradient else ''}"
+        options = ""
+        if (self._schedule, self._slices) != ("auto", None):
+            options = f" by {self._schedule}, slices {self._slices}"
+        return f"{local.problem}{rows}{options}{' for a gradient' if self._arguments.gradient else ''}"
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
-            self._came = agreement.begun, agreement.touched, agreement.last
+            self._handshake = agreement.begun, agreement.moved_at, agreement.last
             try:
                 self._launch(agreement.rows, agreement.same_signature, agreement.hints)
             except Exception as error:
@@ -246,23 +283,24 @@ class Pending:
         if self._run is None:
             self._comm.end_turn(self._stamp)
 
-    def _launch(self, arrived: Sequence[int], alike: bool = True, hints: Sequence[int] = ()) -> None:
-        """All ranks are here and agree: take a plan, memory for results, and start. `alike`: on the same problem.
+    def _launch(self, incoming: Sequence[int], same_problem: bool = True, hints: Sequence[int] = ()) -> None:
+        """All ranks agree: choose a plan, take memory for the results, and start.
 
-        `hints`: by each rank, of what it sends in an all-to-all (`choose.encode_rows`).
+        `incoming[source]` is how many rows come from each rank. `same_problem`: all ranks have the same problem.
+        `hints[source]` is the size of what each rank sends in an all-to-all (`choose.encode_rows`).
         """
         comm, local = self._comm, self._local
         assert local is not None
         problem = local.problem
         if problem.moves == "all_to_all":
-            sizes, (total, even) = None, decode_rows(hints) if alike else (None, False)
+            sizes, (total, even) = None, decode_rows(hints) if same_problem else (None, False)
         else:
-            sizes = Sizes(tuple(arrived) if problem.moves == "all_gather" else local.rows)
+            sizes = Sizes(tuple(incoming) if problem.moves == "all_gather" else local.rows)
             total, even = sum(sizes.rows), False
-        program = self._compiled(problem, total, alike, even)
+        program = self._program(problem, total, same_problem, even)
         shares = program.plan.shares
         if sizes is None:
-            extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(arrived))
+            extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(incoming))
         else:
             extents = sizes.extents(comm.rank, shares)
         self.extents = extents
@@ -271,10 +309,10 @@ class Pending:
         actions = program.resolve(memory, sized.starts, _BACKEND, comm.link.collective)
         self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
         if local.out is not None:
-            dlpack.written(local.out.owner)
+            dlpack.mark_written(local.out.owner)
         run.takes_turns = comm.size > 1
         if comm.recording is not None or comm.engine.report is not None:
-            run.then = functools.partial(self._note, comm.recording, run)
+            run.on_finish = functools.partial(self._note, comm.recording, run)
         run.start(actions, None, program.is_long(sized), program.is_small(sized))
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
@@ -283,31 +321,34 @@ class Pending:
         if self._comm.engine.report is not None:
             self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND, returned_at=self._returned_at)
 
-    def _compiled(self, problem: Problem, total: int | None, alike: bool, even: bool) -> Compiled:
-        """The program of this rank, by the schedule that was asked for, or that suits `total` rows (`even`: shards)."""
+    def _program(self, problem: Problem, total: int | None, same_problem: bool, even: bool) -> Compiled:
+        """This rank's program by the schedule of the call. "auto" chooses one for `total` rows.
+
+        `even`: all ranks send equal shards in an all-to-all.
+        """
         assert self._local is not None
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
-            machine = self._comm.machine if alike else None  # else the ranks might choose differently
-            schedule, cut = choose(problem, total, self._comm.network, machine, self._comm.crowded, even)
+            machine = self._comm.machine if same_problem else None  # for different problems the choices could differ
+            schedule, best_slices = choose(problem, total, self._comm.network, machine, self._comm.crowded, even)
             if slices is None:
-                slices = cut
-            elif to_one_peer(problem, schedule, slices) > MOST_MESSAGES:
+                slices = best_slices
+            elif messages_per_peer(problem, schedule, slices) > MOST_MESSAGES:
                 schedule = "direct"
-        return compiled(self._comm, self._local, schedule, slices)
+        return program_of(self._comm, self._local, schedule, slices)
 
     def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-        """Every buffer of the program as an array."""
+        """Every buffer of the program as an array: the caller's memory, or memory of the arena."""
         local, take = self._local, self._comm.engine.arena.take
         assert local is not None
-        arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # which borrows nothing else
+        arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # JAX copies memory that is not aligned
         for buffer in program.program.buffers:
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
             if given is None and buffer.role == "output" and local.out is not None and buffer.name in ("y", "g"):
                 given = local.out.array.reshape(shape) if local.out.array.size == _size(shape) else local.out.array
             if given is not None and given.shape != shape:
-                raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} arrive here")
+                raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} rows arrive here")
             if given is None:
                 given = take(shape, _BACKEND.storage(buffer.dtype), aligned)
             arrays[buffer.name] = given
@@ -315,36 +356,36 @@ class Pending:
                 self._outputs[buffer.name] = given
         return arrays
 
-    def assist(self) -> None:
-        """Have it go on by itself: the program leaves it."""
+    def leave(self) -> None:
+        """The program goes on with other work: the operation must progress by itself."""
         self._returned_at = perf_counter()
-        self._comm.engine.assist()
+        self._comm.engine.wake_helper()
 
-    # -- what the caller sees
+    # -- for the caller
     def done(self) -> bool:
-        """Whether it is finished; moves it if it is not."""
+        """True once the operation is finished. Progresses everything in flight."""
         if not self._task.finished:
-            self._comm.engine.ask()
+            self._comm.engine.progress_while_waiting()
         return self._task.finished
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result. Raises what went wrong, and WaitTimeout after `timeout` seconds (the operation goes on)."""
+        """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         engine, channel = self._comm.engine, self._comm.channel
         end = None if timeout is None else perf_counter() + timeout
         for _ in ("agreement", "run"):
-            left = None if end is None else max(0.0, end - perf_counter())
-            if not engine.wait(self._task, channel, left):
+            seconds = None if end is None else max(0.0, end - perf_counter())
+            if not engine.wait(self._task, channel, seconds):
                 raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
         return self.result
 
     @property
     def result(self) -> Any:
-        """The tensor, or tensors, of a finished operation."""
+        """The result of a finished operation. Raises its error, and StateError while it is in flight."""
         task = self._task
         if task.error is not None:
             raise task.error
         if not task.finished:
-            raise StateError(f"fompi.{self._name} is in flight: wait() for it, or ask done()")
+            raise StateError(f"fompi.{self._name} is in flight: call wait() or done() first")
         local, dim, run = self._local, self._arguments.dim, self._run
         assert local is not None and run is not None
         if local.out is not None:
@@ -361,7 +402,7 @@ class Pending:
 
     @property
     def trace(self) -> Trace:
-        """What this rank did when; of a finished operation."""
+        """The Trace of a finished operation on this rank."""
         if self._run is None or not self._run.finished:
             raise StateError(f"fompi.{self._name} is not finished: there is no trace yet")
         return self._traced(self._run)
@@ -372,15 +413,15 @@ class Pending:
         if self._local.packing is not None:
             begun, ended = self._local.packing
             before.append(Event(rank, "compute", -1, "pack(x)", begun, ended, self._local.arrays["x"].nbytes))
-        if self._came is not None:
-            begun, ended, last = self._came
-            before.append(Event(rank, AGREEMENT, -1, f"all ranks, of which rank {last} came last", begun, ended))
+        if self._handshake is not None:
+            begun, ended, last = self._handshake
+            before.append(Event(rank, AGREEMENT, -1, f"all ranks (rank {last} was last)", begun, ended))
         return replace(trace, events=(*before, *trace.events))
 
 
 @functools.lru_cache(maxsize=1024)
-def _digest(agreed: tuple[object, ...]) -> int:
-    return digest(str(agreed))
+def _digest(values: tuple[object, ...]) -> int:
+    return digest(str(values))
 
 
 @functools.lru_cache(maxsize=1024)

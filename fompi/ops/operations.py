@@ -1,11 +1,17 @@
-"""The public operations: a call is a problem, a cached plan, a run, and a tensor of the caller's framework.
+"""The public operations. The docstring of each one opens with its meaning as code.
 
-Rows are those of the dimension `dim` (0 unless said), spread over the ranks of `comm`. A tensor comes back in the
-framework that x came in. `comm` is a Communicator, an axis of a Mesh, an MPI.Comm, or None for all ranks. All of
-them take `schedule` and `slices` (`fompi.schedules`); "auto" chooses.
+What all operations have in common:
 
-Each can be called, which waits, or started: `pending = fompi.all_gather.start(x)`. All ranks start the operations of
-one communicator in the same order; if they do not, all of them get a MismatchError.
+- The rows of a tensor are its entries along `dim`, by default 0. Rows are distributed over the ranks of `comm`.
+- `comm` is a Communicator, an axis of a Mesh, an MPI.Comm, or None for all ranks.
+- `schedule` and `slices` say how the operation is carried out (`fompi.schedules`). "auto" chooses.
+- `out` is a contiguous tensor for the result, which is then returned.
+- The result is a tensor of the framework of x: NumPy, PyTorch, JAX, or an object with `__dlpack__`.
+- A call waits for the result. `pending = fompi.all_gather.start(x)` does not wait.
+- All ranks must call the operations of one communicator in the same order, with arguments that match. If they do not,
+  all of them raise MismatchError.
+- Arguments that one rank refuses raise TensorError, DtypeError, ShapeError, LayoutError or PlanError on that rank, and
+  MismatchError on the others. Nothing has been sent then, and `out` is not written.
 """
 
 from __future__ import annotations
@@ -30,8 +36,10 @@ from fompi.schedules.registry import REGISTERED
 def all_gather(x: Any, *, dim: int = 0, out: Any = None) -> Arguments:
     """y = concatenate([x of rank 0, x of rank 1, ...], dim)
 
-    Shard(dim) -> Replicate. x (rows of this rank, ...); the ranks may have different numbers of rows, and others at
-    every call. Any dtype.
+    x has the rows of this rank, Shard(dim). y has the rows of all ranks, Replicate. Any dtype.
+
+    Ranks may have different numbers of rows, or none, and other numbers at every call.
+    Raises ShapeError if x has no dimension `dim`.
     """
     return Arguments(x, dim=dim, out=out)
 
@@ -40,8 +48,11 @@ def all_gather(x: Any, *, dim: int = 0, out: Any = None) -> Arguments:
 def reduce_scatter(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None) -> Arguments:
     """y = sum(x of all ranks)[rows of this rank]
 
-    Partial -> Shard(dim). x has all rows on every rank; `counts` are the rows that each rank keeps (None: as even as
-    can be). Half types are summed in float32 and rounded once.
+    x has all rows on every rank, Partial. y has the rows of this rank, Shard(dim). Any dtype but bool.
+
+    `counts` is the number of rows that each rank keeps, the same list on all ranks. By default it is as even as
+    possible. Half types are summed in float32 and rounded once.
+    Raises LayoutError for `counts` that do not add up to the rows of x, and DtypeError for bool.
     """
     return Arguments(x, dim=dim, counts=counts, out=out)
 
@@ -50,17 +61,25 @@ def reduce_scatter(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None,
 def all_reduce(x: Any, *, out: Any = None) -> Arguments:
     """y = sum(x of all ranks)
 
-    Partial -> Replicate, any shape. The same bits on all ranks, and in every run.
+    x has any shape, the same on all ranks, Partial. y has the shape of x, Replicate. Any dtype but bool.
+
+    All ranks get the same bits in every run, unless the MPI library sums (schedules "unfused" and "sliced"). Half
+    types are summed in float32 and rounded once.
+    Raises DtypeError for bool.
     """
     return Arguments(x, out=out)
 
 
 @Operation
 def all_to_all(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None) -> Arguments:
-    """y = concatenate([rows that rank 0 has for us, rows that rank 1 has for us, ...], dim)
+    """y = concatenate([rows of rank 0 for this rank, rows of rank 1 for this rank, ...], dim)
 
-    Shard -> Shard. x holds the rows for rank 0, for rank 1, ...; `counts` says how many (None: as even as can be). They
-    may be other ones at every call and on every rank; what arrives is known by agreement.
+    x has the rows for rank 0, then those for rank 1, and so on, Shard(dim). y has the rows that arrive here,
+    Shard(dim). Any dtype.
+
+    `counts` is the number of rows for each rank. By default it is as even as possible. It may differ between ranks and
+    between calls; the ranks exchange it before the rows.
+    Raises LayoutError for `counts` that do not add up to the rows of x.
     """
     return Arguments(x, dim=dim, counts=counts, out=out)
 
@@ -69,7 +88,9 @@ def all_to_all(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out
 def broadcast(x: Any, *, root: int = 0, out: Any = None) -> Arguments:
     """y = x of rank `root`
 
-    Every rank gives an x of the same shape and dtype; only that of the root is read.
+    x has any shape and dtype, the same on all ranks; only x of the root is read. y has the shape of x, Replicate.
+
+    Raises LayoutError if `root` is not a rank.
     """
     return Arguments(x, root=root, out=out)
 
@@ -78,8 +99,11 @@ def broadcast(x: Any, *, root: int = 0, out: Any = None) -> Arguments:
 def all_gather_matmul(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None) -> Arguments:
     """y = all_gather(x, dim) @ w + bias
 
-    x (rows of this rank, ..., k) Shard(dim), w (k, n) with our columns; y (all rows, ..., n). The product of our own
-    rows is made first, while the others arrive. (CommFuse, arXiv 2604.24013.)
+    x: (rows of this rank, ..., k), Shard(dim). w: (k, n), the columns of this rank, Shard(-1). bias: (n,) or None.
+    y: (rows of all ranks, ..., n), Shard(-1). Any dtype but bool, the same for all tensors.
+
+    The rows of this rank are multiplied first, while the other rows arrive (CommFuse, arXiv 2604.24013).
+    Raises ShapeError for shapes that do not fit and for `dim` = -1, and DtypeError for different dtypes.
     """
     return Arguments(x, [w], [bias], dim=dim, out=out)
 
@@ -88,7 +112,12 @@ def all_gather_matmul(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: An
 def all_gather_matmul_many(x: Any, ws: Sequence[Any], *, biases: Sequence[Any] = (), dim: int = 0) -> Arguments:
     """x_full = all_gather(x, dim); return x_full, tuple(x_full @ w + b for w, b in zip(ws, biases))
 
-    One gather for several weights, for example those of queries, keys and values.
+    x: (rows of this rank, ..., k), Shard(dim). Each w: (k, n), Shard(-1); the n may differ. Each bias: (n,) or None.
+    x_full: (rows of all ranks, ..., k), Replicate. Each product: (rows of all ranks, ..., n), Shard(-1). Any dtype but
+    bool, the same for all tensors.
+
+    One gather serves several weights, for example those of queries, keys and values.
+    Raises ShapeError for shapes that do not fit, and DtypeError for different dtypes.
     """
     count = len(ws)
 
@@ -101,19 +130,27 @@ def all_gather_matmul_many(x: Any, ws: Sequence[Any], *, biases: Sequence[Any] =
 
 @Operation
 def all_gather_weight_gradient(x: Any, h: Any, *, dim: int = 0, out: Any = None) -> Arguments:
-    """g = all_gather(x, dim).T @ h, summed over all rows
+    """g = einsum("...k,...n->kn", all_gather(x, dim), h)
 
-    x (rows of this rank, ..., k), h (all rows, ..., n); g (k, n): the gradient of the weight of `all_gather_matmul`.
+    x: (rows of this rank, ..., k), Shard(dim). h: (rows of all ranks, ..., n), Shard(-1). g: (k, n), Shard(-1). Any
+    dtype but bool, the same for all tensors.
+
+    It is the gradient of the weight of `all_gather_matmul`, where h is the gradient of y. It has no gradient itself.
+    Raises ShapeError on all ranks if h does not have as many rows as all ranks together.
     """
     return Arguments(x, operands=[h], dim=dim, out=out, result=lambda outputs: outputs["g"])
 
 
 @Operation
 def all_gather_matmul_weight_gradient(d: Any, w: Any, h: Any, *, dim: int = 0) -> Arguments:
-    """full = all_gather(d, dim); return full @ w, h.T @ full
+    """full = all_gather(d, dim); return full @ w, einsum("...k,...n->kn", h, full)
 
-    The backward of `matmul_reduce_scatter` with one gather: d (rows of this rank, ..., n), w (n, k), h (all rows, ...,
-    k); the gradients (all rows, ..., k) of its x and (k, n) of its w.
+    d: (rows of this rank, ..., n), Shard(dim). w: (n, k), Shard(-1). h: (rows of all ranks, ..., k), Shard(-1).
+    Results: (rows of all ranks, ..., k), Shard(-1), and (k, n), Shard(0). Any dtype but bool, the same for all tensors.
+
+    It is the backward of `matmul_reduce_scatter(x, v)` with one gather: d is the gradient of y, w is v.T, h is x. The
+    results are the gradients of x and v. It has no gradient itself.
+    Raises ShapeError on all ranks if h does not have as many rows as all ranks together.
     """
     return Arguments(d, [w], operands=[h], dim=dim, flipped=True, result=lambda outputs: (outputs["y"], outputs["g"]))
 
@@ -124,8 +161,12 @@ def matmul_reduce_scatter(
 ) -> Arguments:
     """y = reduce_scatter(x @ w, dim, counts) + bias
 
-    x (all rows, ..., k) with our columns, w (k, n) with our rows; y (rows of this rank, ..., n). The product of our own
-    rows is made last, so that nothing is sent after it. (CommFuse, arXiv 2604.24013.)
+    x: (all rows, ..., k), the columns of this rank, Shard(-1). w: (k, n), the rows of this rank, Shard(0). bias: (n,)
+    or None. y: (rows of this rank, ..., n), Shard(dim). Any dtype but bool, the same for all tensors.
+
+    `counts` is the number of rows that each rank keeps, the same list on all ranks. By default it is as even as
+    possible. The product of the rows of this rank is made last, so no message follows it (CommFuse, arXiv 2604.24013).
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
     """
     return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
 
@@ -134,8 +175,11 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None) -> Arguments:
     """y = all_reduce(x @ w) + bias
 
-    x (rows, ..., k) with our columns, w (k, n) with our rows; y (rows, ..., n) on every rank. A bias, the same on
-    all ranks, is added once.
+    x: (rows, ..., k), the columns of this rank, Shard(-1). w: (k, n), the rows of this rank, Shard(0). bias: (n,), the
+    same on all ranks, or None. y: (rows, ..., n), Replicate. Any dtype but bool, the same for all tensors.
+
+    The bias is added once. All ranks get the same bits, unless the MPI library sums.
+    Raises ShapeError for shapes that do not fit, and DtypeError for different dtypes.
     """
     return Arguments(x, [w], [bias], dim=dim, out=out)
 
@@ -146,7 +190,12 @@ def matmul_all_to_all(
 ) -> Arguments:
     """y = all_to_all(x @ w + bias, dim, counts)
 
-    x (rows for rank 0, for rank 1, ...; ..., k), w (k, n) of this rank: the combine of a mixture of experts.
+    x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). w: (k, n), a different one on each rank. bias: (n,) or
+    None. y: (rows that arrive here, ..., n), Shard(dim). Any dtype but bool, the same for all tensors.
+
+    It is the combine step of a mixture of experts. `counts` is the number of rows for each rank, by default as even as
+    possible.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
     """
     return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
 
@@ -157,7 +206,12 @@ def all_to_all_matmul(
 ) -> Arguments:
     """y = all_to_all(x, dim, counts) @ w + bias
 
-    x (rows for rank 0, for rank 1, ...; ..., k), w (k, n) of this rank: dispatch to an expert, and its product.
+    x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). w: (k, n), a different one on each rank. bias: (n,) or
+    None. y: (rows that arrive here, ..., n), Shard(dim). Any dtype but bool, the same for all tensors.
+
+    It is the dispatch step of a mixture of experts, with the product of the expert. `counts` is the number of rows for
+    each rank, by default as even as possible.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
     """
     return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
 
@@ -166,9 +220,13 @@ def all_to_all_matmul(
 def all_to_all_weight_gradient(
     x: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
 ) -> Arguments:
-    """g = all_to_all(x, dim, counts).T @ h, summed over all rows
+    """g = einsum("...k,...n->kn", all_to_all(x, dim, counts), h)
 
-    The gradient of the weight of `all_to_all_matmul`; h has the rows that arrive here.
+    x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). h: (rows that arrive here, ..., n), Shard(dim).
+    g: (k, n), a different one on each rank. Any dtype but bool, the same for all tensors.
+
+    It is the gradient of the weight of `all_to_all_matmul`, where h is the gradient of y. It has no gradient itself.
+    Raises ShapeError if h does not have as many rows as arrive here.
     """
     return Arguments(x, operands=[h], dim=dim, counts=counts, out=out, result=lambda outputs: outputs["g"])
 
@@ -177,9 +235,15 @@ def all_to_all_weight_gradient(
 def all_to_all_matmul_weight_gradient(
     d: Any, w: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None
 ) -> Arguments:
-    """back = all_to_all(d, dim, counts); return back, back @ w, h.T @ back
+    """back = all_to_all(d, dim, counts); return back, back @ w, einsum("...k,...n->kn", h, back)
 
-    The backward of `matmul_all_to_all` with one exchange; h has the rows that arrive here.
+    d: (rows for rank 0, for rank 1, ...; ..., n), Shard(dim). w: (n, k), a different one on each rank. h: (rows that
+    arrive here, ..., k), Shard(dim). Results: (rows that arrive here, ..., n), (rows that arrive here, ..., k), and
+    (k, n). Any dtype but bool, the same for all tensors.
+
+    It is the backward of `matmul_all_to_all(x, v)` with one exchange: d is the gradient of y, w is v.T, h is x. The
+    results are the gradients of x @ v, x and v. It has no gradient itself.
+    Raises ShapeError if h does not have as many rows as arrive here.
     """
     return Arguments(
         d,
@@ -194,6 +258,7 @@ def all_to_all_matmul_weight_gradient(
 
 
 OPERATIONS = {op.name: op for op in list(globals().values()) if isinstance(op, Operation)}
+"""All operations by name."""
 
 
 def plan(
@@ -208,12 +273,22 @@ def plan(
     packed: bool = False,
     machine: Machine | str | None = None,
 ) -> Plan:
-    """The Plan of an operation on global tensors, x first: no MPI, no data.
+    """The Plan of an operation on global tensors, without MPI and data.
 
-    `ranks` how many; `schedule` and `slices` as for the operations; `window` bounds the sends that a rank has in
-    flight, or the library's collectives; `bias=True` adds one to each weight; `root` is that of a broadcast;
-    `packed=True` is for an x that will come strided; `machine` (or its name, or file): "auto" is what is best there.
-    Rows and columns are spread as evenly as can be. Raises LayoutError, ShapeError, DtypeError or PlanError.
+        x, w = Spec((64, 8), "float32", Shard(0)), Spec((8, 12), "float32", Shard(1))
+        plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=4)
+        print(plan)  # one column per rank
+
+    `specs` are the global tensors: x, then the weights, then h of a weight gradient. Rows and columns are distributed
+    as evenly as possible over `ranks` ranks. `schedule` and `slices` are those of a call.
+
+    - `window` limits how many sends, or collectives of the MPI library, a rank has in flight.
+    - `bias=True` gives each weight a bias.
+    - `root` is the root of a broadcast.
+    - `packed=True` is for an x that will be strided when the plan runs.
+    - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
+
+    Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
     at, sizes = problems.from_specs(name, specs, ranks, bias=bias, root=root, packed=packed)
@@ -232,13 +307,17 @@ def explain(
     root: int = 0,
     packed: bool = False,
 ) -> Explanation:
-    """Which schedule is the best on `machine` (or the name, or the file, of one), and why: no MPI, no data.
+    """Which schedule is the best on a machine, and why, without MPI and data.
 
-    print(fompi.explain("all_gather_matmul", x, w, ranks=8, machine="h100-nvlink"))
+        explanation = fompi.explain("all_gather_matmul", x, w, ranks=8, machine="h100-nvlink")
+        print(explanation)           # every candidate, with its predicted time
+        plan = explanation.plan      # the plan of the best one
 
-    shows every candidate: its time and how far it is from the lower bound and, of the best, which were walked
-    through, what it hides, what stays exposed and for which chunk; `.plan` is that of the winner. The specs are those
-    of `fompi.plan`. Raises what that raises.
+    For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
+    op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
+
+    `specs`, `ranks`, `bias`, `root` and `packed` are those of `fompi.plan`. `machine` is a Machine, its name or its
+    file. Raises the same errors as `fompi.plan`.
     """
     at, sizes = problems.from_specs(_name(operation), specs, ranks, bias=bias, root=root, packed=packed)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS)

@@ -1,1 +1,10 @@
-"""Which schedule, and why: candidates, estimates, explanations, choices, whole layers."""
+"""Which schedule a problem should take on a machine, and why.
+
+- `candidates`: the schedules of a problem, with the slices, windows and orders of peers that are compared.
+- `estimate`: the approximate time of a candidate, by a formula.
+- `explain`: `Explanation`: all candidates, the best first, and what the best one hides.
+- `choose`: the schedule of a call: by the model of a machine, or by a simple rule.
+- `layers`: predicted times of whole layers and training steps of known models.
+
+This room may import `base`, `plans`, `schedules`, `traces` and `model`, and Python's standard library.
+"""

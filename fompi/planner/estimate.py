@@ -1,4 +1,4 @@
-"""How long a candidate takes, roughly, by closed forms: good for telling which are worth a walk."""
+"""The approximate time of a candidate, by a formula. It tells which candidates are worth a simulation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from fompi.base.layout import Sizes
 from fompi.model.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
 from fompi.model.machine import Level, Link, Machine
 from fompi.planner.candidates import Candidate
-from fompi.plans.plan import IN_STEP, group_of
+from fompi.plans.plan import PAIRWISE, group_size
 from fompi.plans.problems import Problem
-from fompi.schedules.registry import shares_of, window_of
+from fompi.schedules.registry import default_window, shares_of
 
 
 def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candidate) -> float:
-    """Seconds, roughly: what is slower, kernels or messages, and the first or last piece that nothing can hide.
+    """The approximate time of a candidate, in seconds. All shards count as if they had the mean size.
 
-    For shards alike on all ranks (of the mean size); only good for telling which candidates are worth a walk.
+    It is the time of the kernels or of the messages, whichever is longer, plus the first or last piece, which nothing
+    can hide.
     """
     size, schedule = problem.size, candidate.schedule
     rows = max(rows_worked(problem, sizes, rank) for rank in range(size))
@@ -31,9 +32,10 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     if schedule == "sliced":
         calls = sum(call_seconds(problem, machine, piece * size, size) for piece in pieces)
         nbytes = [native_nbytes(problem, piece * size) for piece in pieces]
-        each = [machine.native(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
+        collectives = [machine.native(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
         calls += sum(machine.native_sums(problem.moves, n, size) for n in nbytes[:-1])
-        return max(calls + each[-1], call_seconds(problem, machine, pieces[0] * size, size) + sum(each))
+        first = call_seconds(problem, machine, pieces[0] * size, size)
+        return max(calls + collectives[-1], first + sum(collectives))
     if schedule == "exchange":
         return whole + wire.seconds(candidate, [rows])
     messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
@@ -51,22 +53,22 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         calls = (size - 1) * sum(call_seconds(problem, machine, piece) for piece in pieces)
         calls += call_seconds(problem, machine, rows / size)
     if machine.lanes == 2:
-        messages = max(messages, sums)  # beside kernels, but one after the other
+        messages = max(messages, sums)  # sums run beside kernels and messages, one sum after the other
     else:
-        count = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
-        calls += sums + count * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)
+        message_ends = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
+        calls += sums + message_ends * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)
     if problem.moves == "all_reduce":
         calls += wire.seconds(candidate, pieces[-1:]) * 2
         return max(calls, first * size + messages)
     if problem.multiplies_first:
         return max(calls, first + messages)
-    if problem.moves == "reduce_scatter":  # a sum is all that a core has to do
+    if problem.moves == "reduce_scatter":  # without a product, only sums remain after the last message
         last = sums * shares[-1] / sum(shares)
     return max(calls, messages + last)
 
 
 class _Wire:
-    """What messages take, in seconds of the busiest port."""
+    """The time of the messages of a candidate: the time of the busiest port, in seconds."""
 
     def __init__(self, problem: Problem, machine: Machine):
         self.problem, self.machine = problem, machine
@@ -74,37 +76,41 @@ class _Wire:
         self.slowest = machine.slowest(problem.size)
 
     def seconds(self, candidate: Candidate, pieces: Sequence[float]) -> float:
-        """Each piece of every shard once through the busiest port of each level; the slowest level counts."""
-        schedule, found = candidate.schedule, []
+        """Each piece of every shard passes the busiest port of each level once. The slowest level counts."""
+        schedule, by_level = candidate.schedule, []
         inside = self.size
         for level in reversed(self.machine.levels):  # from the outermost
             if self.size > level.ranks:
-                found.append(self._at(level, self._crossing(schedule, level), pieces, candidate))
+                by_level.append(self._at(level, self._crossing(schedule, level), pieces, candidate))
                 inside = min(inside, level.ranks)
-        alone = inside == self.size or schedule in ("ring", "bidirectional")
-        count: float = self.size - 1 if alone else inside
-        window = window_of(self.problem, schedule, len(pieces)) if schedule == IN_STEP else candidate.window
+        all_pass = inside == self.size or schedule in ("ring", "bidirectional")
+        count: float = self.size - 1 if all_pass else inside
+        window = default_window(self.problem, schedule, len(pieces)) if schedule == PAIRWISE else candidate.window
         at_once = {"ring": 1, "bidirectional": 2}.get(schedule, window or self.size)
         count /= min(self.machine.ports, at_once, max(1, count))
-        found.append(self._at(self.machine.innermost, count, pieces, candidate))
-        return max(found)
+        by_level.append(self._at(self.machine.innermost, count, pieces, candidate))
+        return max(by_level)
 
     def _crossing(self, schedule: str, level: Level) -> float:
-        """How many shards leave through one port of this level."""
-        others = self.size - level.ranks
+        """The number of shards that leave through one port of this level."""
+        outside = self.size - level.ranks
         if schedule in ("ring", "bidirectional"):
             return self.size - 1
-        if group_of(schedule) == level.ranks:
-            return others if level.shared else others / level.ranks
-        return others * (level.ranks if level.shared else 1)
+        if group_size(schedule) == level.ranks:
+            return outside if level.shared else outside / level.ranks
+        return outside * (level.ranks if level.shared else 1)
 
     def _at(self, level: Level, count: float, pieces: Sequence[float], candidate: Candidate) -> float:
-        """A shard is passed on, or the next one sent, only once this one has come."""
+        """Seconds for `count` shards one after the other through a port of this level.
+
+        In a ring a shard is passed on only after it has arrived. With a window of 1 the next send starts only after
+        the last one has arrived.
+        """
         link = Link(level, (), self.slowest)
         busy = [link.busy(piece * self.row) for piece in pieces]
-        each = sum(busy)
+        shard = sum(busy)
         if candidate.window == 1:
-            each += level.latency * len(pieces)
+            shard += level.latency * len(pieces)
         elif candidate.schedule in ("ring", "bidirectional"):
-            each = max(each, level.latency + max(busy))
-        return level.latency + count * each
+            shard = max(shard, level.latency + max(busy))
+        return level.latency + count * shard

@@ -1,7 +1,8 @@
 """Which schedule is the best for a problem on a machine, and why.
 
-`explain` lists the candidates, ranks them by closed forms, walks through the best few event by event, and says what
-each hides, what stays exposed and for which chunk, and how far from the lower bound it is.
+`explain` estimates all candidates by a formula, simulates the best of them event by event, and sorts them by time. An
+`Explanation` says for each one what is hidden, what is exposed, and which chunk the kernels waited for the longest. It
+compares the best one with the lower bound and with the best one without overlap.
 """
 
 from __future__ import annotations
@@ -15,34 +16,49 @@ from fompi.base.layout import Sizes
 from fompi.model.bound import Bound, bound
 from fompi.model.machine import Machine
 from fompi.model.simulate import representatives
-from fompi.planner.candidates import MOST_OPS, UNFUSED, Candidate, by_rate, candidates, exact_cuts, in_order, paced
+from fompi.planner.candidates import (
+    MOST_OPS,
+    UNFUSED,
+    Candidate,
+    all_reduces_by_rate,
+    candidates,
+    exact_cuts,
+    other_windows,
+    peer_orders,
+)
 from fompi.planner.estimate import estimate
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
 from fompi.schedules.registry import REGISTERED, shares_of, write
-from fompi.traces.proof import Cover, Needs, Proof, covers, prove
+from fompi.traces.proof import Overlap, Proof, RankDependencies, overlaps, prove
 from fompi.traces.timeline import timeline, timelines
 from fompi.traces.trace import Trace
 
-WALKED = 6
-"""So many candidates are walked through, beside those without overlap."""
+SIMULATED = 6
+"""How many of the best candidates by estimate are simulated, beside those without overlap."""
 
 MOST_EVENTS = 20_000
-"""Where nobody waits for the answer, further candidates are walked through until so many events have passed."""
+"""If no call waits for the answer, further candidates are simulated until their traces have this many events."""
 
-FAR = 1.5
-"""So near are closed forms to walks, where it matters."""
+ESTIMATE_FACTOR = 1.5
+"""The estimate of a candidate that may be the best is within this factor of its simulated time.
 
-COVERS = 3
-"""So many of what is hidden behind what are told of the winner."""
+While a call waits, a candidate whose estimate is further behind the best simulated time is not simulated.
+"""
+
+SHOWN_OVERLAPS = 3
+"""How many overlaps of the best candidate the text lists."""
 
 RINGS, ALIKE = ("ring", "bidirectional"), 0.005
-"""Times that differ by less are the same to a model; what it does not know (losses, polls) grows with the slices."""
+"""Predicted times that differ by at most this share count as equal.
+
+Losses and polls, which the model does not know, grow with the number of slices.
+"""
 
 
 class Judged(NamedTuple):
-    """A candidate, what a closed form makes of it, and its proof by the walk: of the rank that ends last."""
+    """A candidate and its estimated time. If it was simulated: its trace, and the proof of the rank that ends last."""
 
     candidate: Candidate
     estimate: float
@@ -51,6 +67,7 @@ class Judged(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """The simulated time, else the estimate."""
         return self.estimate if self.trace is None else self.trace.seconds
 
     def __repr__(self) -> str:
@@ -59,7 +76,11 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every candidate for a problem, the best first: those that were walked through, then those that were not."""
+    """All candidates for a problem on a machine: `judged`, the best first. The simulated ones come before the others.
+
+    `bound` is the lower bound of the time. `refused` are schedules of users that are wrong here, and why. `at(rank)` is
+    the problem of each rank, if the problems differ in columns that are not sent.
+    """
 
     problem: Problem
     sizes: Sizes
@@ -71,48 +92,49 @@ class Explanation:
 
     @property
     def winner(self) -> Judged:
+        """The best candidate."""
         return self.judged[0]
 
     def has(self, candidate: Candidate) -> bool:
-        """Whether it is among those that were judged."""
-        return any(one.candidate == candidate for one in self.judged)
+        """True if this candidate is in `judged`."""
+        return any(judged.candidate == candidate for judged in self.judged)
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound the winner takes: 0.05 for a twentieth."""
+        """By which share the winner takes longer than the lower bound. 0.05 is 5 %."""
         return self.winner.seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
 
     @property
     def plan(self) -> Plan:
-        """That of the winner."""
+        """The Plan of the winner."""
         return self.plan_of(self.winner.candidate)
 
     def plan_of(self, candidate: Candidate) -> Plan:
-        """That of any candidate."""
+        """The Plan of a candidate."""
         return _plan(self.problem, self.sizes, candidate, self.at)
 
     @property
-    def covers(self) -> list[tuple[int, Cover]]:
-        """What the winner hides behind what, on the rank that ends last, and which that is (`traces.proof.covers`)."""
+    def overlaps(self) -> list[tuple[int, Overlap]]:
+        """What the winner hides behind what, with the number of the rank that ends last (`traces.proof.overlaps`)."""
         proof, trace = self.winner.proof, self.winner.trace
         if proof is None or trace is None:
             return []
-        return [(proof.rank, cover) for cover in covers(trace, Needs(self.plan, proof.rank))]
+        return [(proof.rank, overlap) for overlap in overlaps(trace, RankDependencies(self.plan, proof.rank))]
 
     def timeline(self, width: int = 100) -> str:
-        """That of the winner, as text (`fompi.timeline`)."""
+        """The timeline of the winner, as text (`fompi.timeline`)."""
         assert self.winner.trace is not None
         return timeline(self.winner.trace, width)
 
     @property
     def unfused(self) -> Judged:
         """The best candidate without overlap."""
-        return next(one for one in self.judged if one.candidate in UNFUSED)
+        return next(judged for judged in self.judged if judged.candidate in UNFUSED)
 
     def plot(self) -> str:
-        """Timelines of the best without overlap and of the winner, as SVG (`fompi.timelines`)."""
-        shown = {str(one.candidate): one.trace for one in (self.unfused, self.winner) if one.trace is not None}
-        return timelines(shown)
+        """Timelines of the best candidate without overlap and of the winner, as SVG (`fompi.timelines`)."""
+        pair = (self.unfused, self.winner)
+        return timelines({str(judged.candidate): judged.trace for judged in pair if judged.trace is not None})
 
     def __repr__(self) -> str:
         return f"Explanation({self.problem} on {self.machine.name}, {len(self.judged)} candidates, {self.winner!r})"
@@ -121,35 +143,40 @@ class Explanation:
         return self.text()
 
     def text(self, most: int | None = None) -> str:
-        """The table of the `most` best candidates (None: all), then what is said of the best one."""
+        """A table of the `most` best candidates (None: all), then facts about the best one."""
         head = f"{self.problem}, {self.problem.size} rank{'s' * (self.problem.size > 1)}, on {self.machine.name}"
-        rows: list[tuple[str, ...]] = [("candidate", "ms", "bound/it", "compute", "hidden", "exposed", "why")]
-        for one in self.judged[:most]:
-            share = f"{self.bound.seconds / one.seconds:.3f}" if one.seconds else ""
-            if one.proof is None:
-                rows.append((str(one.candidate), f"~{1e3 * one.seconds:.3f}", share, "", "", "", "by a closed form"))
-                continue
-            proof = one.proof
-            times = (f"{1e3 * s:.3f}" for s in (proof.kernels, proof.hidden, proof.exposed))
-            why = str(proof.waits[0]) if proof.waits else ""
-            rows.append((str(one.candidate), f"{1e3 * one.seconds:.3f}", share, *times, why))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        lines = [head]
-        for row in rows:
-            numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
-            lines.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
+        lines = [head, *self._table(self.judged[:most])]
         if most is not None and most < len(self.judged):
             lines.append(f"... and {len(self.judged) - most} more")
         lines += [f"{candidate}: refused: {why}" for candidate, why in self.refused]
         lines.append(f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}")
         best = f"best: {self.winner.candidate}, {100 * max(0.0, self.gap):.1f} % above the bound"
         gain = self.unfused.seconds / self.winner.seconds if self.winner.seconds else 1.0
-        lines.append(f"{best}, {gain:.2f}x over {self.unfused.candidate}")
-        lines += [f"hidden on rank {rank}: {cover}" for rank, cover in self.covers[:COVERS]]
+        lines.append(f"{best}, {gain:.2f}x as fast as {self.unfused.candidate}")
+        lines += [f"hidden on rank {rank}: {overlap}" for rank, overlap in self.overlaps[:SHOWN_OVERLAPS]]
         if self.machine.natives and self.machine.natives_ranks not in (0, self.problem.size):
             measured = f"{self.machine.natives_ranks} ranks, not on {self.problem.size}"
-            lines.append(f"the library's collectives were measured on {measured}: a formula takes their place")
+            lines.append(f"the library's collectives were measured on {measured}: a formula gives their times here")
         return "\n".join(lines)
+
+    def _table(self, shown: Iterable[Judged]) -> list[str]:
+        """The lines of the table. Times are in ms; a ~ marks an estimate."""
+        rows: list[tuple[str, ...]] = [("candidate", "ms", "bound/time", "compute", "hidden", "exposed", "why")]
+        for judged in shown:
+            name, proof, milliseconds = str(judged.candidate), judged.proof, f"{1e3 * judged.seconds:.3f}"
+            share = f"{self.bound.seconds / judged.seconds:.3f}" if judged.seconds else ""
+            if proof is None:
+                rows.append((name, f"~{milliseconds}", share, "", "", "", "estimated, not simulated"))
+                continue
+            times = (f"{1e3 * seconds:.3f}" for seconds in (proof.kernels, proof.hidden, proof.exposed))
+            why = str(proof.waits[0]) if proof.waits else ""
+            rows.append((name, milliseconds, share, *times, why))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        lines = []
+        for row in rows:
+            numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
+            lines.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
+        return lines
 
 
 def explain(
@@ -157,51 +184,59 @@ def explain(
     sizes: Sizes,
     machine: Machine,
     at: Callable[[int], Problem] | None = None,
-    walked: int = WALKED,
+    simulated: int = SIMULATED,
     most_ops: int = MOST_OPS,
-    hurried: bool = False,
+    for_call: bool = False,
     events: int = 0,
 ) -> Explanation:
-    """All candidates; the `walked` best by the closed forms, and those without overlap, by the event walk; then
-    further ones, the best first, until walks had so many `events`.
+    """All candidates for `problem` on `machine`, the best first.
 
-    `hurried`, where a call waits: only what a call can take (no window, no rows by rate, no order of peers), and no
-    walk of those that by the closed form take much longer than another one does by the walk.
-    `at(rank)` is the problem of each rank where they differ in columns that do not travel; else all have `problem`.
+    These are simulated: the `simulated` best by estimate; the candidates without overlap; the candidates with rows by
+    rate or an order of peers, which the formula does not distinguish; then more, the best by estimate first, until the
+    traces have `events` events. If the best one is direct, it is simulated with other windows too.
+
+    `for_call` is for a call that waits for the choice. Then only candidates that a call can take are listed, none is
+    simulated whose estimate is far behind, and no other windows are simulated.
+
+    `at(rank)` is the problem of each rank, if the problems differ in columns that are not sent.
     """
     least = bound(problem, sizes, machine, at)
     listed = list(
         dict.fromkeys([*candidates(problem, machine, most_ops), *exact_cuts(problem, sizes, machine, most_ops)])
     )
-    listed += [*by_rate(problem, sizes, machine), *in_order(problem, sizes, machine)]
-    if hurried:
-        listed = [one for one in listed if one.anywhere(problem.size)]
+    listed += [*all_reduces_by_rate(problem, sizes, machine), *peer_orders(problem, sizes, machine)]
+    if for_call:
+        listed = [candidate for candidate in listed if candidate.fits_call(problem.size)]
     flaws = {c: flaw(partial(_plan, problem, sizes, c, at)) for c in listed if c.schedule in REGISTERED}
-    refused = tuple((c, f"{type(wrong).__name__}: {wrong}") for c, wrong in flaws.items() if wrong is not None)
+    refused = tuple((c, f"{type(error).__name__}: {error}") for c, error in flaws.items() if error is not None)
     usable = [c for c in listed if flaws.get(c) is None]
-    found = [Judged(c, max(least.seconds, estimate(problem, sizes, machine, c))) for c in usable]
-    found.sort(key=_seconds)
-    told_apart = [one for one in found if one.candidate.rows is None and not one.candidate.order]  # by closed forms
-    chosen = [one for one in told_apart if one.candidate not in UNFUSED][:walked]
-    chosen += [one for one in found if one not in told_apart or one.candidate in UNFUSED]
-    by_walk: list[Judged] = []
-    for one in sorted(chosen, key=_seconds) if hurried else chosen:
-        if not (hurried and by_walk and one.seconds > FAR * min(map(_seconds, by_walk))):
-            by_walk.append(_judge(problem, sizes, machine, at, one))
-    for one in found:
-        if sum(len(done.trace.events) for done in by_walk if done.trace is not None) >= events:
+    estimated = [Judged(c, max(least.seconds, estimate(problem, sizes, machine, c))) for c in usable]
+    estimated.sort(key=_seconds)
+    selected = [judged for judged in estimated if not _is_always_simulated(judged.candidate)][:simulated]
+    selected += [judged for judged in estimated if _is_always_simulated(judged.candidate)]
+    done: list[Judged] = []
+    for judged in sorted(selected, key=_seconds) if for_call else selected:
+        if not (for_call and done and judged.seconds > ESTIMATE_FACTOR * min(map(_seconds, done))):
+            done.append(_simulated(problem, sizes, machine, at, judged))
+    for judged in estimated:
+        if sum(len(other.trace.events) for other in done if other.trace is not None) >= events:
             break
-        if one not in chosen:
-            by_walk.append(_judge(problem, sizes, machine, at, one))
-    by_walk = _best_first(by_walk, problem, machine)
-    if not hurried and by_walk:
-        for other in paced(by_walk[0].candidate, problem.size):
-            if all(one.candidate != other for one in by_walk):
-                by_walk.append(_judge(problem, sizes, machine, at, Judged(other, by_walk[0].estimate)))
-        by_walk = _best_first(by_walk, problem, machine)
-    done = {one.candidate for one in by_walk}
-    others = [one for one in found if one.candidate not in done]
-    return Explanation(problem, sizes, machine, least, (*by_walk, *others), refused, at)
+        if judged not in selected:
+            done.append(_simulated(problem, sizes, machine, at, judged))
+    done = _best_first(done, problem, machine)
+    if not for_call and done:
+        for candidate in other_windows(done[0].candidate, problem.size):
+            if all(judged.candidate != candidate for judged in done):
+                done.append(_simulated(problem, sizes, machine, at, Judged(candidate, done[0].estimate)))
+        done = _best_first(done, problem, machine)
+    known = {judged.candidate for judged in done}
+    others = [judged for judged in estimated if judged.candidate not in known]
+    return Explanation(problem, sizes, machine, least, (*done, *others), refused, at)
+
+
+def _is_always_simulated(candidate: Candidate) -> bool:
+    """True for candidates without overlap, and for those that the formula does not distinguish."""
+    return candidate in UNFUSED or candidate.rows is not None or bool(candidate.order)
 
 
 def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> Plan:
@@ -209,30 +244,32 @@ def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[in
     return write(problem, schedule, slices, sizes if rows is None else Sizes(rows), window, at, order)
 
 
-def _seconds(one: Judged) -> float:
-    return one.seconds
+def _seconds(judged: Judged) -> float:
+    return judged.seconds
 
 
-def _best_first(walked: Iterable[Judged], problem: Problem, machine: Machine) -> list[Judged]:
-    """By their times. Of a plain collective with a slow rank a ring comes before all that is no quicker, the one of
-    fewest slices: one stream in and one out keep the slow port busy, and no two meet there.
+def _best_first(simulated: Iterable[Judged], problem: Problem, machine: Machine) -> list[Judged]:
+    """Sorted by time, with one exception: for a plain collective with a slow rank, a ring may come first.
+
+    If `direct` or a ring is the fastest, the ring with the fewest slices among those that are about as fast comes
+    first. One stream in and one stream out keep the slow port busy, and no two streams meet there.
     """
-    quickest_first = sorted(walked, key=_seconds)
-    if not quickest_first or not machine.rates or problem.weights or problem.gradients:
-        return quickest_first
-    best = quickest_first[0]
+    fastest_first = sorted(simulated, key=_seconds)
+    if not fastest_first or not machine.rates or problem.weights or problem.gradients:
+        return fastest_first
+    best = fastest_first[0]
     if best.candidate.schedule in ("direct", *RINGS):
-        alike = [one for one in quickest_first if one.seconds <= (1 + ALIKE) * best.seconds]
-        rings = [one for one in alike if one.candidate.schedule in RINGS]
-        best = min(rings, key=lambda one: len(shares_of(*one.candidate[:2])), default=best)
-    return sorted(quickest_first, key=lambda one: one is not best)
+        alike = [judged for judged in fastest_first if judged.seconds <= (1 + ALIKE) * best.seconds]
+        rings = [judged for judged in alike if judged.candidate.schedule in RINGS]
+        best = min(rings, key=lambda judged: len(shares_of(*judged.candidate[:2])), default=best)
+    return sorted(fastest_first, key=lambda judged: judged is not best)
 
 
-def _judge(
-    problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None, one: Judged
+def _simulated(
+    problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None, judged: Judged
 ) -> Judged:
-    plan = _plan(problem, sizes, one.candidate, at)
+    plan = _plan(problem, sizes, judged.candidate, at)
     trace = representatives(plan, machine)
     last = max(trace.events, key=lambda event: event.end, default=None)
-    proof = prove(trace, Needs(plan, last.rank)) if last is not None else None
-    return one._replace(proof=proof, trace=trace)
+    proof = prove(trace, RankDependencies(plan, last.rank)) if last is not None else None
+    return judged._replace(proof=proof, trace=trace)

@@ -1,17 +1,18 @@
-"""Whole layers and steps of a model, on paper: what overlap is worth on a machine that one does not have.
+"""Predicted times of whole layers and training steps: what overlap would gain on a machine that you do not have.
 
     python -m fompi simulate step --model llama-7b --parallel tp --ranks 16 --machine h100-ndr
 
-A layer is a list of operations of ours and of kernels between them, each predicted by itself (`fompi.explain`): nothing
-of one operation hides behind another. Without overlap the kernel runs in one call, and the best of all collectives
-before or after it. A step is forward and backward of all layers; embeddings, the loss, norms and the optimizer are left
-out. Elements of two bytes, dense causal attention, no recomputation.
+A layer is a list of fompi's operations and of kernels between them. Each operation is predicted alone
+(`fompi.explain`): no operation hides behind another one. The time without overlap is the kernel in one call, and the
+best plan of the collective before or after it. A step is the forward and the backward of all layers. It leaves out
+embeddings, the loss, norms and the optimizer. Elements have two bytes, attention is dense and causal, nothing is
+recomputed.
 
-| `--parallel` | what is spread                            | operations of a layer                                     |
-|--------------|-------------------------------------------|-----------------------------------------------------------|
-| `tp`         | tokens and columns (TP with SP, Megatron) | all-gather + GEMM, GEMM + reduce-scatter, and their duals |
-| `dp`         | tokens; gradients are summed              | an all-reduce behind the backward of the layer before     |
-| `ep`         | tokens and experts, one expert a rank     | all-to-all + GEMM, GEMM + all-to-all, and their duals     |
+| `--parallel` | what is sharded                           | operations of a layer                                    |
+|--------------|-------------------------------------------|----------------------------------------------------------|
+| `tp`         | tokens and columns (TP with SP, Megatron) | all-gather + GEMM, GEMM + reduce-scatter, their adjoints |
+| `dp`         | tokens; gradients are summed              | an all-reduce behind the backward of the layer before    |
+| `ep`         | tokens and experts, one expert per rank   | all-to-all + GEMM, GEMM + all-to-all, their adjoints     |
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ from fompi.planner.explain import explain
 from fompi.plans.problems import MEANING, from_specs
 
 DTYPE = "int16"
-"""Two bytes an element, and neither products nor sums are widened: what counts here is how many bytes move."""
+"""Stands for bfloat16: two bytes per element. Products and sums of int16 are not widened, so no message has four bytes
+per element."""
 
-WALKED, MOST_OPS = 3, 2_000
-"""Candidates that are walked through for an operation, beside those without overlap; how many ops of a rank."""
+SIMULATED, MOST_OPS = 3, 2_000
+"""How many candidates are simulated for an operation, beside those without overlap, and the most ops of a rank."""
 
-MOST = 1 << 30
-"""Ranks, and tokens."""
+MOST_COUNT = 1 << 30
+"""The most ranks, and the most tokens of a rank."""
 
 
 class Model(NamedTuple):
-    """A transformer: `matrices` of hidden x ffn in its MLP, 2 or (gated) 3; tokens of a sequence."""
+    """The sizes of a transformer. `hidden` is its width.
+
+    Its MLP has `matrices` matrices of the shape (hidden, ffn): two, or three if it is gated. A sequence has `sequence`
+    tokens. `source` is the paper that gives the sizes.
+    """
 
     layers: int
     hidden: int
@@ -56,7 +62,7 @@ MODELS = {
 
 
 class Part(NamedTuple):
-    """One operation of a layer, or a kernel: seconds without overlap and with it, and by what schedule."""
+    """One operation or kernel of a layer: its seconds without and with overlap, and its schedule."""
 
     what: str
     unfused: float
@@ -65,7 +71,7 @@ class Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """All parts of a layer, and what a step comes to."""
+    """All parts of a layer, and the time of a step with `layers` layers, in seconds."""
 
     title: str
     layers: int
@@ -81,48 +87,51 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         width = max(len(part.what) for part in self.parts)
-        lines = [self.title, f"{'':{width}}  without ms     with ms  by"]
+        lines = [self.title, f"{'part':{width}}  unfused ms    fused ms  schedule"]
         for part in self.parts:
             times = f"{1e3 * part.unfused:11.3f} {1e3 * part.fused:11.3f}"
             lines.append(f"{part.what:{width}} {times}  {part.schedule}".rstrip())
         ratio = self.unfused / self.fused if self.fused else 1.0
-        total = f"{1e3 * self.unfused:.1f} ms a step without overlap, {1e3 * self.fused:.1f} with"
-        return "\n".join([*lines, f"{self.layers} layers: {total}, {ratio:.2f}x (simulated)"])
+        times = f"{1e3 * self.unfused:.1f} ms per step without overlap, {1e3 * self.fused:.1f} ms with overlap"
+        return "\n".join([*lines, f"{self.layers} layers: {times}, {ratio:.2f}x (simulated)"])
 
 
 def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -> Step:
-    """Forward and backward of `tokens` tokens a rank (of a `tp` group: so many times its ranks)."""
+    """The Step of a model in MODELS with `tokens` tokens per rank, forward and backward.
+
+    A group of tensor parallelism works on `tokens * ranks` tokens together. Raises LayoutError for an unknown model or
+    parallelism, and for numbers out of range.
+    """
     if model not in MODELS:
-        raise LayoutError(f"no model {model!r}; there are {', '.join(MODELS)}")
+        raise LayoutError(f"no model {model!r}; choose {', '.join(MODELS)}")
     if parallel not in PARALLEL:
-        raise LayoutError(f"no parallelism {parallel!r}; there are {', '.join(PARALLEL)}")
-    if not (1 <= ranks <= MOST and 1 <= tokens <= MOST):
-        raise LayoutError(f"ranks={ranks}, tokens={tokens}: both are from 1 to {MOST}")
-    made = MODELS[model]
-    title = f"{model}, {parallel} over {ranks} ranks, {tokens} tokens a rank, on {machine.name}, two-byte elements"
-    return Step(title, made.layers, tuple(PARALLEL[parallel](made, ranks, machine, tokens)))
+        raise LayoutError(f"no parallelism {parallel!r}; choose {', '.join(PARALLEL)}")
+    if not (1 <= ranks <= MOST_COUNT and 1 <= tokens <= MOST_COUNT):
+        raise LayoutError(f"ranks={ranks}, tokens={tokens}: both must be from 1 to {MOST_COUNT}")
+    sizes = MODELS[model]
+    title = f"{model}, {parallel} over {ranks} ranks, {tokens} tokens per rank, on {machine.name}, two-byte elements"
+    return Step(title, sizes.layers, tuple(PARALLEL[parallel](sizes, ranks, machine, tokens)))
 
 
 @lru_cache(maxsize=1024)
 def _predicted(operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> tuple[float, float, str]:
-    """Seconds of the best without overlap, of the best, and which that is."""
+    """Seconds of the best plan without overlap, seconds of the best plan, and its schedule."""
     at, sizes = from_specs(operation, specs, ranks)
-    found = explain(at(0), sizes, machine, at, WALKED, MOST_OPS)
-    problem, unfused = at(0), found.unfused.seconds
-    if problem.operation != problem.moves:
-        plain = _moved(problem.moves, problem.multiplies_first, specs)
-        rows = max(rows_worked(problem, sizes, rank) for rank in range(ranks))
-        unfused = min(
-            unfused, call_seconds(problem, machine, rows) + _predicted(problem.moves, (plain,), ranks, machine)[1]
-        )
-    else:  # there is nothing to hide it behind
-        return found.winner.seconds, found.winner.seconds, str(found.winner.candidate)
-    fused = found.winner.seconds
-    return (unfused, fused, str(found.winner.candidate)) if fused < unfused else (unfused, unfused, "no overlap")
+    explanation = explain(at(0), sizes, machine, at, SIMULATED, MOST_OPS)
+    problem, best = at(0), explanation.winner
+    if problem.operation == problem.moves:  # a plain collective: there is no kernel to hide it behind
+        return best.seconds, best.seconds, str(best.candidate)
+    collective = _moved(problem.moves, problem.multiplies_first, specs)
+    rows = max(rows_worked(problem, sizes, rank) for rank in range(ranks))
+    kernel = call_seconds(problem, machine, rows)
+    unfused = min(explanation.unfused.seconds, kernel + _predicted(problem.moves, (collective,), ranks, machine)[1])
+    if best.seconds < unfused:
+        return unfused, best.seconds, str(best.candidate)
+    return unfused, unfused, "no overlap"
 
 
 def _moved(moves: str, multiplied: bool, specs: tuple[Spec, ...]) -> Spec:
-    """The global tensor of the collective by itself: x, or the product."""
+    """The global tensor that the collective of an operation moves: x, or the product."""
     x, *others = specs
     columns = others[0].shape[1] if multiplied else x.shape[1]
     return Spec((x.shape[0], columns), DTYPE, MEANING[moves].x)
@@ -139,13 +148,17 @@ def _kernel(what: str, machine: Machine, flops: float, nbytes: float) -> Part:
 
 
 def _attention(model: Model, machine: Machine, tokens: float, share: int) -> Iterator[Part]:
-    """Scores and their sum, causal: half of all pairs; the backward has two and a half times the products."""
+    """The products of attention beside the projections: half of all pairs of tokens, because it is causal.
+
+    The backward has two and a half times as many operations as the forward. `share` ranks share the work.
+    """
     flops, nbytes = 2.0 * tokens * model.sequence * model.hidden / share, 8.0 * tokens * model.hidden / share
     yield _kernel("attention, forward", machine, flops, nbytes)
     yield _kernel("attention, backward", machine, 2.5 * flops, 2 * nbytes)
 
 
 def _tensor(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
+    """Tensor parallelism with sequence parallelism: weights are sharded by columns or rows, tokens between them."""
     rows, h, f = tokens * ranks, model.hidden, model.ffn
     wide = {"qkv": 3 * h, "up": (model.matrices - 1) * f}
     back = {"out": h, "down": f}
@@ -163,7 +176,7 @@ def _tensor(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator
 
 
 def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
-    """Kernels of a layer, and the sum of its gradients, hidden behind the backward of the layer before."""
+    """Data parallelism: the sum of a layer's gradients is hidden behind the backward of the layer before it."""
     weights = 4 * model.hidden**2 + model.matrices * model.hidden * model.ffn
     products = 2.0 * tokens * weights
     yield _kernel("products, forward", machine, products, 2.0 * weights)
@@ -174,14 +187,16 @@ def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[P
         return
     unfused, messages, schedule = _predicted("all_reduce", (_spec(weights, 1, Partial()),), ranks, machine)
     behind = backward.fused + 2.5 * 2.0 * tokens * model.sequence * model.hidden / machine.flops_rate
-    sums = 6.0 * weights * (ranks - 1) / ranks / machine.memory_rate if machine.lanes == 1 else 0.0  # on that core
+    sums = 0.0
+    if machine.lanes == 1:  # sums run on the core of the kernels, so they cannot be hidden
+        sums = 6.0 * weights * (ranks - 1) / ranks / machine.memory_rate
     hidden = min(messages - sums, behind)
-    exposed = messages - hidden + hidden / model.layers  # the first layer has none behind it
+    exposed = messages - hidden + hidden / model.layers  # nothing is hidden for the first layer: its backward is last
     yield Part("sum of the gradients: all_reduce", unfused, exposed, schedule)
 
 
 def _experts(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
-    """The MLP of each token on one expert, tokens spread evenly; attention on the tokens of the rank."""
+    """Expert parallelism: each token goes to one expert, evenly. Attention runs on the rank's own tokens."""
     rows, h, f = tokens * ranks, model.hidden, model.ffn
     wide = (model.matrices - 1) * f
     x, y = _spec(rows, h, Shard(0)), _spec(rows, f, Shard(0))
@@ -194,8 +209,8 @@ def _experts(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterato
     operands = (x, _spec(h, f, Replicate()), y)
     yield _operation("combine, dx and dw", "all_to_all_matmul_weight_gradient", operands, ranks, machine)
     attention = 2.0 * tokens * 4 * h * h
-    yield _kernel("attention's products", machine, attention, 8.0 * h * h)
-    yield _kernel("attention's products, backward", machine, 2 * attention, 16.0 * h * h)
+    yield _kernel("attention projections", machine, attention, 8.0 * h * h)
+    yield _kernel("attention projections, backward", machine, 2 * attention, 16.0 * h * h)
     yield from _attention(model, machine, tokens, 1)
 
 

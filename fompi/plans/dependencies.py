@@ -1,4 +1,4 @@
-"""What holds an op of a program back: what it reads and writes, its lane, and the pace."""
+"""When an op of a program may start. This follows from what the ops read and write, their lanes, and the pace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from fompi.plans.plan import Collective, Compute, Op, Pace, Recv, Send
 
 
 class Constraints(NamedTuple):
-    """When the ops of a program may start: after all of `needs[i]` are done, and `behind[i]` (or -1) and all of
-    `follows[i]` have started."""
+    """When the ops of a program may start.
+
+    Op i may start when all ops in `needs[i]` are done, and op `behind[i]` (-1: none) and all ops in `follows[i]` have
+    started.
+    """
 
     needs: list[list[int]]
     behind: list[int]
@@ -20,9 +23,9 @@ class Constraints(NamedTuple):
 
 
 def dependencies(ops: Sequence[Op]) -> list[list[int]]:
-    """For each op the earlier ones that must be done before it starts.
+    """For each op, the earlier ops that must be done before it starts.
 
-    A read follows the last write of each of its blocks; a write follows the last write and all reads since.
+    A read waits for the last write of each of its blocks. A write waits for the last write and for all reads since.
     """
     writer: dict[tuple[str, int], int] = {}
     readers: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
@@ -46,31 +49,34 @@ def dependencies(ops: Sequence[Op]) -> list[list[int]]:
 
 
 class Frontier:
-    """Which ops of a program may start, as others start and finish."""
+    """Tracks which ops of a program may start while other ops start and finish."""
 
     def __init__(self, constraints: Constraints):
         self.waits_for, self.on_start, self.on_done = release(constraints)
 
     def begin(self) -> list[int]:
+        """The ops that may start at once."""
         return [i for i, count in enumerate(self.waits_for) if count == 0]
 
     def started(self, op: int) -> list[int]:
+        """The ops that may start now that `op` has started."""
         return self._released(self.on_start[op])
 
     def done(self, op: int) -> list[int]:
+        """The ops that may start now that `op` is done."""
         return self._released(self.on_done[op])
 
     def _released(self, ops: Sequence[int]) -> list[int]:
-        free = []
+        ready = []
         for i in ops:
             self.waits_for[i] -= 1
             if self.waits_for[i] == 0:
-                free.append(i)
-        return free
+                ready.append(i)
+        return ready
 
 
 def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """For each op: how many events it waits for; whom it releases when it starts; whom when it is done."""
+    """For each op: how many events it waits for, which ops its start releases, and which ops its end releases."""
     needs, behind, follows = constraints
     waits_for = [len(before) + (ahead >= 0) for before, ahead in zip(needs, behind, strict=True)]
     on_start: list[list[int]] = [[] for _ in needs]
@@ -88,11 +94,15 @@ def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[
 
 
 MERGES = frozenset(("add", "copy", "pack"))
-"""Kernels that are bound by memory, and have a lane of their own."""
+"""Kernels that are limited by memory bandwidth. They have their own lane, beside the products."""
 
 
 def lane(op: Op) -> tuple[str, int]:
-    """Kernels start as they become ready, and so do sends without a window; the ops of other lanes in program order."""
+    """The lane of an op, as (kind, peer).
+
+    Kernels start as soon as they are ready, and so do sends without a window. In all other lanes the ops start in
+    program order.
+    """
     if isinstance(op, Send):
         return ("send", op.dest)
     if isinstance(op, Recv):
@@ -103,19 +113,19 @@ def lane(op: Op) -> tuple[str, int]:
 
 
 def track(op: Op) -> str:
-    """Its lane as a trace shows it."""
+    """The name of the lane of an op in a trace."""
     name, peer = lane(op)
     return {"send": f"send to {peer}", "recv": f"recv from {peer}"}.get(name, name)
 
 
 def constraints(ops: Sequence[Op], pace: Pace) -> Constraints:
-    """All that holds an op back: what it reads and writes, its lane, and the pace of sends, or of collectives."""
+    """The constraints of a program: from reads and writes, from lanes, and from the pace of sends or collectives."""
     window = pace.window
     needs, behind = dependencies(ops), [-1] * len(ops)
     lanes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
-        one_line = window is not None and isinstance(op, Send) and not pace.by_peer
-        lanes[("send", -1) if one_line else lane(op)].append(i)
+        shares_window = window is not None and isinstance(op, Send) and not pace.by_peer
+        lanes[("send", -1) if shares_window else lane(op)].append(i)
     for key, members in lanes.items():
         if key[0] in ("compute", "merge") or (key[0] == "send" and window is None):
             continue
@@ -131,16 +141,19 @@ def constraints(ops: Sequence[Op], pace: Pace) -> Constraints:
     return Constraints(needs, behind)
 
 
-def enqueued(ops: Sequence[Op], found: Constraints) -> Constraints:
-    """The same for kernels that are enqueued on a device: they may be, as soon as those that they need have been."""
+def device_constraints(ops: Sequence[Op], found: Constraints) -> Constraints:
+    """The constraints for a device, which runs its queue by itself.
+
+    A kernel may be enqueued as soon as the kernels that it needs have been enqueued. It still waits for messages.
+    """
     kernels = {i for i, op in enumerate(ops) if isinstance(op, Compute)}
     follows = [[j for j in needs if j in kernels] if i in kernels else [] for i, needs in enumerate(found.needs)]
     needs = [[j for j in needs if j not in follows[i]] for i, needs in enumerate(found.needs)]
     return Constraints(needs, found.behind, follows)
 
 
-def messages(ops: Sequence[Op]) -> list[int]:
-    """The number of each Send (and Recv) among those to (and from) the same peer; -1 for the other ops."""
+def message_numbers(ops: Sequence[Op]) -> list[int]:
+    """The number of each op among the sends to the same peer, or among the receives from the same peer; else -1."""
     seen: defaultdict[tuple[str, int], int] = defaultdict(int)
     numbers = []
     for op in ops:

@@ -1,17 +1,17 @@
-"""The names of local work: what each kernel means, on values without data, and what it costs.
+"""The kernels by name: what each one computes, on values without data, and what it costs.
 
 | kernel                       | means                                                                |
 |------------------------------|----------------------------------------------------------------------|
 | `copy(a) -> c`               | c = a, in the dtype of c                                             |
-| `pack(a) -> c`               | c = a, where a is strided and c is not                               |
+| `pack(a) -> c`               | c = a, where a is strided and c is contiguous                        |
 | `add(a, b) -> c`             | c = a + b                                                            |
 | `matmul(x, w) -> y`          | y = x @ w, over the last dimension of x                              |
 | `matmul_bias(x, w, b) -> y`  | y = x @ w + b                                                        |
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
 | `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
 
-Rows may come in several chunks: `matmul(x[0], x[4], w[0]) -> y[0], y[4]` is one call on two runs of rows. Half types
-are computed in float32 and rounded when they are written.
+Rows may be in several chunks: `matmul(x[0], x[4], w[0]) -> y[0], y[4]` is one call on two runs of rows. Half types are
+computed in float32 and rounded when the result is written.
 """
 
 from __future__ import annotations
@@ -26,28 +26,33 @@ from fompi.plans.plan import Chunk, Compute
 
 Term = tuple[Any, ...]
 Value = tuple[Term, ...]
-"""What a block holds, without data: the multiset of the terms that it is the sum of, sorted."""
+"""The content of a block, without data. A block is a sum; this is the sorted multiset of its terms."""
 
 T = TypeVar("T")
 
 
 def total(*values: Value) -> Value:
+    """The sum of `values`."""
     return tuple(sorted(term for value in values for term in value))
 
 
 def product(name: str, a: Value, b: Value) -> Value:
-    """Linear in both operands, so it distributes over sums."""
+    """The product of a and b. It is linear in both operands, so it distributes over their terms."""
     return tuple(sorted((name, s, t) for s in a for t in b))
 
 
 def is_result(value: Value) -> bool:
-    """Whether it was computed: a sum or a product, not a block of an input as it came."""
+    """True if the value was computed, as a sum or a product. False if it is an unchanged block of an input."""
     return len(value) != 1 or isinstance(value[0][1], tuple)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`groups` lists of rows that go together block by block, then `whole` operands; `reduces` to one whole block."""
+    """The operands of a kernel.
+
+    First come `groups` lists of chunks; the lists match block by block. Then come `whole` operands without rows. The
+    result has rows too, or is one whole block if the kernel `reduces`.
+    """
 
     groups: int
     whole: int
@@ -55,13 +60,13 @@ class Kernel:
     meaning: Callable[..., Value]
 
     def rows(self, reads: Sequence[T]) -> list[Sequence[T]]:
-        """The operands that come in rows, group by group."""
+        """The operands with rows, group by group."""
         operands = reads[: len(reads) - self.whole]
-        each = len(operands) // self.groups
-        return [operands[i * each : (i + 1) * each] for i in range(self.groups)]
+        count = len(operands) // self.groups
+        return [operands[i * count : (i + 1) * count] for i in range(self.groups)]
 
     def wholes(self, reads: Sequence[T]) -> Sequence[T]:
-        """The operands that are taken whole."""
+        """The operands without rows."""
         return reads[len(reads) - self.whole :]
 
 
@@ -78,12 +83,12 @@ KERNELS: dict[str, Kernel] = {
 
 def find(name: str) -> Kernel:
     if name not in KERNELS:
-        raise PlanError(f"no kernel {name!r}; there are {', '.join(KERNELS)}")
+        raise PlanError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}")
     return KERNELS[name]
 
 
 def aligned(op: Compute) -> list[Sequence[Chunk]]:
-    """The lists of chunks of `op` whose blocks must have equal lengths, one by one. Empty: the op is malformed."""
+    """The lists of chunks of `op` that must have equally many rows, block by block. Empty if the op is malformed."""
     kernel = find(op.kernel)
     operands = len(op.reads) - kernel.whole
     if operands < kernel.groups or operands % kernel.groups or not op.writes:
@@ -93,7 +98,7 @@ def aligned(op: Compute) -> list[Sequence[Chunk]]:
 
 
 def fits(op: Compute, row: Callable[[Chunk], tuple[int, ...]]) -> bool:
-    """Whether the rows of the operands have shapes that go together; `row` gives that of a chunk."""
+    """True if the shapes of the operands match. `row` returns the shape of one row of a chunk."""
     kernel = find(op.kernel)
     groups = [[row(chunk) for chunk in chunks] for chunks in kernel.rows(op.reads)]
     whole = [row(chunk) for chunk in kernel.wholes(op.reads)]
@@ -111,14 +116,14 @@ def fits(op: Compute, row: Callable[[Chunk], tuple[int, ...]]) -> bool:
 
 
 def in_place(op: Compute, read: int, write: int) -> bool:
-    """Whether the kernel may write its chunk number `write` where it reads number `read`: sums may, in their place."""
+    """True if the kernel may write its chunk number `write` over chunk number `read`. Only sums allow this."""
     if op.kernel == "add":
         return read % len(op.writes) == write
     return op.kernel == "gradient_add" and read == len(op.reads) - 1
 
 
 def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
-    """What the blocks written by `op` hold afterwards, in their order."""
+    """The values of the blocks that `op` writes, in order. `read` returns the values of a chunk."""
     kernel = find(op.kernel)
     whole = [read(chunk)[0] for chunk in kernel.wholes(op.reads)]
     groups = [[value for chunk in chunks for value in read(chunk)] for chunks in kernel.rows(op.reads)]
@@ -127,20 +132,20 @@ def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
     return [kernel.meaning(*row, *whole) for row in zip(*groups, strict=True)]
 
 
-Taken = tuple[tuple[int, ...], int]
-"""Shape and bytes of an operand."""
+Operand = tuple[tuple[int, ...], int]
+"""The shape and the bytes of an operand."""
 
 
-def demand(name: str, reads: Sequence[Taken], writes: Sequence[Taken]) -> tuple[int, int, int]:
-    """What one call asks of a `Machine.kernel`: operations, bytes touched, bytes of what products multiply.
+def demand(name: str, reads: Sequence[Operand], writes: Sequence[Operand]) -> tuple[int, int, int]:
+    """The work of one call, as `Machine.kernel` takes it: operations, bytes touched, bytes that products pack.
 
-    Each run of rows is a product of its own, which packs the weight anew.
+    A call computes one product for each run of rows. Each product packs the weight again.
     """
     kernel, packed = find(name), 0
     if name.startswith(("matmul", "gradient")):
         runs, wholes = kernel.rows(reads), kernel.wholes(reads)
         packed = sum(nbytes for group in runs for _, nbytes in group)
-        if not kernel.reduces:  # else what is whole is the gradient so far; what comes behind a weight is a bias
+        if not kernel.reduces:  # the first whole operand is the weight; in gradient_add it is the sum so far
             packed += len(runs[0]) * wholes[0][1]
     operations = cost(name, [shape for shape, _ in reads], [shape for shape, _ in writes])
     return operations, sum(nbytes for _, nbytes in (*reads, *writes)), packed

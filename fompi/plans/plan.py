@@ -1,14 +1,14 @@
-"""A plan is a value: for every rank its buffers and a list of ops, and nothing else.
+"""A plan is a value. It holds the buffers and the list of ops of every rank, and nothing else.
 
-Four ops, written by the schedules, read by the verifier, the simulator and the executor:
+There are four ops. Schedules write them; the verifier, the simulator and the executor read them:
 
-    x[3]>1                                 Send(1, x[3])         chunk x[3] goes to rank 1
-    y[0:2]<1                               Recv(1, y[0:2])
-    matmul(x[3], w[0]) -> y[3]             Compute               a kernel; copies and sums are kernels too
-    all_gather{x[3] -> y[0:8]}             Collective            the MPI library's own collective
+    x[3]>1                                 Send(1, x[3])         send chunk x[3] to rank 1
+    y[0:2]<1                               Recv(1, y[0:2])       receive chunk y[0:2] from rank 1
+    matmul(x[3], w[0]) -> y[3]             Compute               run a kernel; copies and sums are kernels too
+    all_gather{x[3] -> y[0:8]}             Collective            call a collective of the MPI library
 
-There is no wait: an op may start when all that it needs is there, and `needs.constraints` derives what that is from
-what the ops read and write. The k-th Send of a rank to a peer is matched by that peer's k-th Recv from it.
+There is no op that waits. `dependencies.constraints` derives from the reads and writes of the ops when each op may
+start. The k-th Send of a rank to a peer matches the k-th Recv of that peer from this rank.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, Sizes, Symbol
 
 MESSAGE_BITS = 12
-"""A call has this many tags (as a power of two), the last two of them for its agreement."""
+"""A call has 2**MESSAGE_BITS message tags. The last two belong to the handshake.
+
+MPI guarantees 15 bits of tag. The bits that remain tell calls in flight apart.
+"""
 
 MOST_MESSAGES = (1 << MESSAGE_BITS) - 2
-"""A plan may send so many to one peer."""
+"""The most messages that a plan may send from one rank to one peer: each has one tag, and two tags are reserved."""
 
 
 class Chunk(NamedTuple):
-    """Blocks `start` to `stop` of a buffer: one contiguous run of rows."""
+    """Blocks `start` to `stop - 1` of a buffer: one contiguous run of rows."""
 
     buffer: str
     start: int
     stop: int
 
     def __str__(self) -> str:
-        one = self.stop == self.start + 1
-        return f"{self.buffer}[{self.start}]" if one else f"{self.buffer}[{self.start}:{self.stop}]"
+        single = self.stop == self.start + 1
+        return f"{self.buffer}[{self.start}]" if single else f"{self.buffer}[{self.start}:{self.stop}]"
 
     @property
     def blocks(self) -> Iterator[tuple[str, int]]:
@@ -82,7 +85,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A kernel by its name, on chunks. Which names there are, and what they mean: `fompi.plans.kernels`."""
+    """A kernel by name, on chunks. `fompi.plans.kernels` defines the names."""
 
     kernel: str
     reads: tuple[Chunk, ...]
@@ -94,7 +97,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of the MPI library over all ranks of the plan; every rank calls them in the same order."""
+    """A collective of the MPI library over all ranks of the plan. All ranks call collectives in the same order."""
 
     name: str
     reads: tuple[Chunk, ...]
@@ -135,8 +138,8 @@ def parse(text: str) -> Op:
 class Buffer:
     """Named memory of one rank, in blocks of rows (`layout.AXES`).
 
-    `role` is input (never written), output or scratch; `row` is the shape of one row, or of all of it for a buffer
-    of the axis `whole`; `first` is the number of its first block, `count` how many there are.
+    `role` is input (never written), output or scratch. `row` is the shape of one row; for the axis `whole` it is the
+    shape of the buffer. `first` is the number of the first block, `count` the number of blocks.
     """
 
     name: str
@@ -148,7 +151,7 @@ class Buffer:
     count: int
 
     def __getitem__(self, key: int | slice) -> Chunk:
-        """`x[3]`, `x[2:5]`, `x[:]`: a chunk, by block numbers."""
+        """The chunk of these block numbers: `x[3]`, `x[2:5]`, `x[:]`."""
         if isinstance(key, int):
             return Chunk(self.name, key, key + 1)
         start = self.first if key.start is None else key.start
@@ -159,7 +162,7 @@ class Buffer:
         return layout.nbytes(self.row, self.dtype)
 
     def offsets(self, extents: Extents) -> list[int]:
-        """The first row of each block, and the end of the last."""
+        """The first row of each block, and the end of the last block."""
         if self.axis == "whole":
             return [0, self.row[0] if self.row else 1]
         return layout.offsets(extents.counts(self.axis))
@@ -173,7 +176,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's part of a plan."""
+    """The part of a plan that belongs to one rank."""
 
     rank: int
     size: int
@@ -192,7 +195,7 @@ class Program:
 
 
 class Workspace:
-    """The buffers of one rank while its program is written: `work.x`, `work["y"]`, `work.scratch(...)`."""
+    """The buffers of one rank while its program is written: `work["x"]`, `work.scratch(...)`."""
 
     def __init__(self, rank: int, size: int, parts: int, order: Sequence[int] = ()):
         self.rank, self.size, self.parts = rank, size, parts
@@ -200,7 +203,10 @@ class Workspace:
         self._buffers: dict[str, Buffer] = {}
 
     def dests(self, way: int) -> Sequence[int]:
-        """The other ranks, in the order in which this one sends: `rank + way` first and so on, or as the plan says."""
+        """The other ranks in the order in which this rank sends.
+
+        This is the order of the plan. Without one it is rank + way, rank + 2 way, ... for way = 1 or -1.
+        """
         return self._order or [(self.rank + way * d) % self.size for d in range(1, self.size)]
 
     def add(self, name: str, role: str, axis: str, row: Sequence[int], dtype: str) -> Buffer:
@@ -209,23 +215,26 @@ class Workspace:
         return self._buffers.setdefault(name, buffer)
 
     def scratch(self, name: str, axis: str, row: Sequence[int], dtype: str) -> Buffer:
+        """A scratch buffer. A second call with the same name returns the same buffer."""
         return self.add(name, "scratch", axis, row, dtype)
 
     def __getitem__(self, name: str) -> Buffer:
         if name not in self._buffers:
-            raise PlanError(f"there is no buffer {name!r}; there are {', '.join(self._buffers)}", self.rank)
+            raise PlanError(f"unknown buffer {name!r}; known: {', '.join(self._buffers)}", self.rank)
         return self._buffers[name]
 
     def program(self, ops: Iterable[Op]) -> Program:
-        listed = tuple(ops)  # first: the ops declare scratch as they are written
-        for i, op in enumerate(listed):
+        """The program of these ops."""
+        program_ops = tuple(ops)  # runs the schedule, which declares scratch buffers as it goes
+        for i, op in enumerate(program_ops):
             if not isinstance(op, Op):
-                raise PlanError(f"rank {self.rank}, op {i}: a schedule yields no {op!r}", self.rank, i)
-        return Program(self.rank, self.size, self.parts, tuple(self._buffers.values()), listed)
+                text = f"a schedule must yield Send, Recv, Compute or Collective, not {op!r}"
+                raise PlanError(f"rank {self.rank}, op {i}: {text}", self.rank, i)
+        return Program(self.rank, self.size, self.parts, tuple(self._buffers.values()), program_ops)
 
 
 class Programs(Sequence[Program]):
-    """The programs of all ranks, each written when it is first asked for."""
+    """The programs of all ranks. Each program is written when it is read for the first time."""
 
     def __init__(self, size: int, write: Callable[[int], Program]):
         self._size, self._write = size, write
@@ -249,17 +258,17 @@ class Programs(Sequence[Program]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def group_of(schedule: str) -> int:
-    """Ranks in a group, if the schedule has groups: 4 of 'hierarchical(4)', 1 of 'ring'."""
+def group_size(schedule: str) -> int:
+    """The number of ranks in a group: 4 for 'hierarchical(4)'. It is 1 for a schedule without groups, as 'ring'."""
     ranks = schedule.partition("(")[2][:-1]
     return int(ranks) if ranks.isdecimal() and len(ranks) < 10 else 1
 
 
 class Pace(NamedTuple):
-    """What holds sends back beside their data. `window` bounds those in flight; None: nothing does.
+    """Limits on sends, in addition to the data that they need.
 
-    `by_peer`: those to each peer. `in_step`: those that are not answered: one is, when the receive of the same number
-    is done.
+    `window` is the greatest number of sends in flight (None: no limit). With `by_peer` the limit holds for each peer
+    separately. With `in_step` a send stays in flight until the receive of the same number is done.
     """
 
     window: int | None = None
@@ -267,18 +276,18 @@ class Pace(NamedTuple):
     in_step: bool = False
 
 
-IN_STEP = "pairwise"
-"""The schedule whose ranks keep in step."""
+PAIRWISE = "pairwise"
+"""The schedule in which all ranks proceed in step."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided about one collective, with the compute around it.
+    """All decisions about one collective and the compute around it.
 
-    `shares` are the sizes of the parts of a shard, in proportion. `window` bounds the sends that a rank has in flight,
-    with groups of ranks those to each peer, or the library's collectives (None: no bound). `sizes` are the rows that
-    the plan was made for; the same plan runs with any others. `order` holds the other ranks, in the order in which each
-    rank sends to them, if that is not the one of the schedule.
+    `shares` are the relative sizes of the parts of a shard. `window` limits how many sends, or collectives of the MPI
+    library, a rank has in flight (None: no limit); a schedule with groups has this limit for each peer. `sizes` are
+    the rows that the plan was made for; the plan runs with any other rows too. `order[rank]` lists the other ranks in
+    the order in which `rank` sends to them; it is empty if the schedule decides the order.
     """
 
     problem: Any
@@ -299,27 +308,27 @@ class Plan:
         return len(self.programs)
 
     @property
-    def group(self) -> int:
-        return group_of(self.schedule)
+    def group_size(self) -> int:
+        return group_size(self.schedule)
 
     @property
     def pace(self) -> Pace:
-        """Of groups by peer: where links differ, the slow ones hold no others up."""
-        return Pace(self.window, by_peer=self.group > 1, in_step=self.schedule == IN_STEP)
+        """The limits on sends. With groups they hold by peer, so that slow links do not delay fast ones."""
+        return Pace(self.window, by_peer=self.group_size > 1, in_step=self.schedule == PAIRWISE)
 
     @property
     def is_paced(self) -> bool:
-        """Whether a send counts as under way until the other end takes it.
+        """True if a send stays in flight until its receiver takes it (a synchronous send).
 
-        A library may call one done that it has copied, and let more of them go than the window allows. Where the
-        window holds one message, or whole shards, it does no harm: none follows that could fill the way of the answer;
-        nor where ranks keep in step.
+        An MPI library may complete a send as soon as it has copied the message. Then more messages are on their way
+        than the window allows. This does no harm if the window holds one message, or if messages are whole shards: no
+        further message can fill the link in front of a reply. It does no harm either if ranks proceed in step.
         """
         pace = self.pace
         return pace.by_peer or (self.parts > 1 and (self.window or 0) > 1 and not pace.in_step)
 
     def extents(self, rank: int, sizes: Sizes | None = None) -> Extents:
-        """The rows of every block with these sizes (None: those the plan was made for)."""
+        """The rows of every block for these sizes (None: the sizes that the plan was made for)."""
         return (sizes or self.sizes).extents(rank, self.shares)
 
     def with_program(self, program: Program) -> Plan:
@@ -331,6 +340,7 @@ class Plan:
         return grid(self)
 
     def to_json(self) -> str:
+        """The plan as JSON text."""
         programs = [
             {"buffers": [asdict(b) for b in p.buffers], "ops": [str(op) for op in p.ops]} for p in self.programs
         ]
@@ -345,7 +355,7 @@ class Plan:
 
 
 def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the problem, and those of the Plan, that `Plan.to_json` wrote."""
+    """The fields of the Problem and the fields of the Plan, from the text that `Plan.to_json` wrote."""
     try:
         data = json.loads(text)
         size, shares = len(data["programs"]), tuple(map(int, data["shares"]))
@@ -369,6 +379,7 @@ def _buffer(fields: dict[str, Any]) -> Buffer:
 
 
 def format_nbytes(count: float) -> str:
+    """Bytes in a unit that people read: '3.0 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -376,26 +387,26 @@ def format_nbytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def cut_in_words(plan: Plan) -> str:
-    """'4 parts', or '3 parts 1:2:4' where they are not equal."""
+def parts_in_words(plan: Plan) -> str:
+    """'4 parts' for equal parts, '3 parts 1:2:4' for others."""
     uneven = f" {':'.join(map(str, plan.shares))}" if len(set(plan.shares)) > 1 else ""
     return f"{plan.parts} part{'s' * (plan.parts != 1)}{uneven}"
 
 
 def grid(plan: Plan, most_ranks: int = 8) -> str:
-    """One column per rank, one line per op, below a line that says what it is and the peak scratch of a rank."""
+    """The text of a plan: a line with the problem, the schedule and the peak scratch, then one column per rank."""
     shown = [plan.programs[rank] for rank in range(min(plan.size, most_ranks))]
     scratch = max(p.scratch_nbytes(plan.extents(p.rank)) for p in shown)
     paced = "" if plan.window is None else f", window {plan.window}"
-    paced += ", peers in an order of their own" if plan.order else ""
-    head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {cut_in_words(plan)}{paced}, "
+    paced += ", custom peer order" if plan.order else ""
+    head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {parts_in_words(plan)}{paced}, "
     columns = [[f"rank {p.rank}", *map(str, p.ops)] for p in shown]
     height = max(map(len, columns))
     widths = [max(map(len, column)) for column in columns]
-    lines = [head + f"scratch {format_nbytes(scratch)} a rank"]
+    lines = [head + f"scratch {format_nbytes(scratch)} per rank"]
     for i in range(height):
         cells = ((column[i] if i < len(column) else "").ljust(w) for column, w in zip(columns, widths, strict=True))
         lines.append(f"{'' if i == 0 else i - 1:>4}  {'  '.join(cells)}".rstrip())
     if plan.size > most_ranks:
-        lines.append(f"      ... and {plan.size - most_ranks} ranks more")
+        lines.append(f"      ... and {plan.size - most_ranks} more ranks")
     return "\n".join(lines)

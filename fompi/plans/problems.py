@@ -1,11 +1,11 @@
-"""What each operation means: its operands and their layouts, what is where before and after, and a reference.
+"""The meaning of each operation: its operands and their layouts, its inputs and outputs, and a reference.
 
-Two families cover them all:
+Every operation belongs to one of two families:
 
-* *gather*: rows travel (all-gather, all-to-all, broadcast), then each block that arrives is kept, multiplied by
-  weights, or used for a weight gradient;
-* *scatter*: rows are given or made by a product, then summed over ranks (reduce-scatter, all-reduce) or dealt out
-  (all-to-all).
+* *gather*: the rows of x travel first (all-gather, all-to-all, broadcast). Then each block that arrives is kept,
+  multiplied by weights, or used for a weight gradient.
+* *scatter*: the rows are given or are a product. Then they are summed over the ranks (reduce-scatter, all-reduce) or
+  distributed to the ranks (all-to-all).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from fompi.base.layout import HALF, Partial, Replicate, Shard, Sizes, Spec, accu
 from fompi.plans.kernels import Value, product, total
 from fompi.plans.plan import Program, Workspace
 
-PLANNED_RANKS = 1 << 16
+MOST_RANKS = 1 << 16
+"""The most ranks of a plan: a greater number is most likely a mistake."""
 
 
 class Form(NamedTuple):
-    """Shape and dtype of one rank's tensor; the rows are its first dimension."""
+    """The shape and dtype of the tensor of one rank. The first dimension counts the rows."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,7 +35,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """y = x @ w (+ b): `columns` of w."""
+    """The weight w of y = x @ w (+ b). It has `columns` columns."""
 
     columns: int
     bias: bool = False
@@ -42,7 +43,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Gradient:
-    """g = gathered.T @ h, or h.T @ gathered when `flipped`; `row` is the shape of one row of h."""
+    """The gradient g = gathered.T @ h, or h.T @ gathered if `flipped`. `row` is the shape of one row of h."""
 
     row: tuple[int, ...]
     flipped: bool = False
@@ -50,10 +51,11 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Problem:
-    """An operation on `size` ranks, apart from how many rows it has: the key of every cache.
+    """An operation on `size` ranks, without the number of rows. It is the key of every cache.
 
-    `moves` is what travels; `row` the shape of one row of x; `keep` says whether the gathered rows are a result.
-    `packed`: x comes strided and is packed first. The weights have the names w (or w0, w1, ...), and so on.
+    `row` is the shape of one row of x. `keep` is true if the gathered rows are a result. `packed` is true if x is
+    strided and must be packed first. `moves` is the collective that moves the rows. A single weight is called w;
+    several are called w0, w1, ... The names of biases, products and gradients follow the same rule.
     """
 
     operation: str
@@ -76,7 +78,7 @@ class Problem:
 
     @cached_property
     def flat(self) -> bool:
-        """Whether the shape of x does not matter: its elements are the rows."""
+        """True if the shape of x does not matter. Then each element of x is a row."""
         return self.moves in ("all_reduce", "broadcast") and not self.weights
 
     @property
@@ -89,7 +91,7 @@ class Problem:
 
     @property
     def sent_row(self) -> tuple[int, ...]:
-        """The shape of one row as it travels."""
+        """The shape of one row that is sent."""
         return self.product_row(0) if self.multiplies_first else self.row
 
     def product_row(self, i: int) -> tuple[int, ...]:
@@ -100,22 +102,22 @@ class Problem:
         return (right, left) if self.gradients[i].flipped else (left, right)
 
     def name(self, kind: str, i: int) -> str:
-        """The buffer of the i-th weight w, bias, product y, operand h or gradient g."""
+        """The buffer name of the i-th weight w, bias, product y, operand h or gradient g."""
         count = len(self.gradients) if kind in "hg" else len(self.weights)
         return kind if count <= 1 else f"{kind}{i}"
 
     @property
     def kept(self) -> str:
-        """The name of the result that holds the rows as they came: `y`, or `x_full` beside products."""
+        """The name of the result that holds the gathered rows: `y`, or `x_full` if there are products or gradients."""
         return "x_full" if self.weights or self.gradients else "y"
 
     @property
     def axes(self) -> tuple[str, str]:
-        """The axes of x and of the results that come in rows."""
+        """The axis of x and the axis of the results with rows."""
         return _AXES[self.moves]
 
     def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
-        """The inputs and outputs of one rank."""
+        """The input and output buffers of one rank."""
         work = Workspace(rank, self.size, parts, order)
         here, there = self.axes
         work.add("x", "input", here, self.row, self.dtype)
@@ -135,7 +137,7 @@ class Problem:
 
     @cached_property
     def common(self) -> str:
-        """What all ranks must have in common: what travels, not what is done with it."""
+        """What must be equal on all ranks: everything about the data that is sent."""
         if not self.multiplies_first:
             return f"{self.operation} {self.dtype} {self.row} {self.root}"
         return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias}"
@@ -146,7 +148,7 @@ class Problem:
             (self.operation, self.size, self.dtype, self.row, self.weights, self.gradients, self.keep, self.packed)
         )
 
-    def __hash__(self) -> int:  # the key of every call: worked out once
+    def __hash__(self) -> int:  # every call looks a Problem up, so the hash is computed once
         return self._hash
 
     def __str__(self) -> str:
@@ -158,7 +160,7 @@ class Problem:
 
 
 class Meaning(NamedTuple):
-    """The family of an operation, what travels, and the layouts of its global tensors."""
+    """The family of an operation, the collective that moves its rows, and the layouts of its global tensors."""
 
     family: str
     moves: str
@@ -166,7 +168,7 @@ class Meaning(NamedTuple):
     y: layout.Layout
     weight: layout.Layout | None = None
     operand: layout.Layout | None = None
-    keeps: bool = False  # the gathered rows are a result, beside others
+    keeps: bool = False  # the gathered rows are a result, in addition to products or gradients
 
 
 _AXES = {
@@ -213,15 +215,15 @@ def problem(
 ) -> Problem:
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError."""
     if operation not in MEANING:
-        raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
+        raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
     if not weights and MEANING[operation].moves in ("all_reduce", "broadcast"):
-        row: tuple[int, ...] = ()  # its elements are the rows
+        row: tuple[int, ...] = ()  # each element is a row
     elif x.shape:
         row = x.shape[1:]
     else:
-        raise ShapeError(f"{operation}: x has no dimension whose rows could be spread over ranks")
-    rows_of_operands = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
-    others = tuple(weights), tuple(biases), tuple(rows_of_operands)
+        raise ShapeError(f"{operation}: x has no dimensions, so it has no rows to distribute")
+    operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
+    others = tuple(weights), tuple(biases), tuple(operand_rows)
     return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed)
 
 
@@ -239,21 +241,21 @@ def _problem(
     root: int,
     packed: bool,
 ) -> Problem:
-    """The same by the shapes of rows: one object for all calls that differ in how many rows they have."""
+    """The same from the shapes of rows. Calls that differ only in the number of rows share one object."""
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
-        raise ShapeError(f"{operation} was given {len(weights)} weights and {len(biases)} biases")
+        raise ShapeError(f"{operation} does not take {len(weights)} weights and {len(biases)} biases")
     if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and dtype == "bool":
-        raise DtypeError(f"{operation}: a sum of bool has no meaning; convert x to an integer dtype")
+        raise DtypeError(f"{operation}: bool cannot be summed; convert x to an integer dtype")
     if dtype == "bool" and (weights or operands):
-        raise DtypeError(f"{operation}: a product of bool has no meaning; convert x to another dtype")
+        raise DtypeError(f"{operation}: bool cannot be multiplied; convert x to another dtype")
     if not 0 <= root < size:
-        raise LayoutError(f"{operation}: root {root} is none of the ranks 0 to {size - 1}")
+        raise LayoutError(f"{operation}: root={root} must be a rank from 0 to {size - 1}")
     if (weights or operands) and not row:
-        raise ShapeError(f"{operation}: x needs rows and columns")
+        raise ShapeError(f"{operation}: x needs at least two dimensions, rows and columns")
     for form in (*weights, *(b for b in biases if b), *operands):
         if form.dtype != dtype:
             raise DtypeError(f"{operation}: x is {dtype}, but another operand is {form.dtype}; convert one of them")
-    listed = []
+    checked = []
     for i, w in enumerate(weights):
         if len(w.shape) != 2 or w.shape[0] != row[-1]:
             raise ShapeError(
@@ -262,48 +264,49 @@ def _problem(
         bias = biases[i] if i < len(biases) else None
         if bias is not None and bias.shape != w.shape[1:]:
             raise ShapeError(f"{operation}: the bias of w {w.shape} needs the shape {w.shape[1:]}, not {bias.shape}")
-        listed.append(Weight(w.shape[1], bias is not None))
+        checked.append(Weight(w.shape[1], bias is not None))
     for h in operands:
         if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
-            raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} differ in more than their columns")
+            raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} may differ only in the last dimension")
     gradients = tuple(Gradient(h.shape, flipped) for h in operands)
-    return Problem(operation, size, dtype, row, tuple(listed), gradients, keep, root, packed)
+    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed)
 
 
 def layouts(operation: str, count: int) -> list[layout.Layout]:
-    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand of a gradient."""
+    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h."""
     if operation not in MEANING:
-        raise LayoutError(f"no operation {operation!r}; there are {', '.join(MEANING)}")
+        raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
     meaning = MEANING[operation]
     weights = count - 1 - (meaning.operand is not None)
     if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):
         names = ["x", *["w"] * (meaning.weight is not None), *["h"] * (meaning.operand is not None)]
-        raise LayoutError(f"{operation} takes {', '.join(names)}: not {count} tensors")
-    listed = [meaning.x, *[meaning.weight] * weights, meaning.operand]
-    return [wanted for wanted in listed if wanted is not None]
+        raise LayoutError(f"{operation} takes {', '.join(names)}; got {count} tensor{'s' * (count != 1)}")
+    expected = [meaning.x, *[meaning.weight] * weights, meaning.operand]
+    return [wanted for wanted in expected if wanted is not None]
 
 
 def from_specs(
     operation: str, specs: Sequence[Spec], ranks: int, *, bias: bool = False, root: int = 0, packed: bool = False
 ) -> tuple[Callable[[int], Problem], Sizes]:
-    """What each rank's Problem is, and the Sizes, of global tensors: x, the weights, the operand of a gradient.
+    """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
 
-    Rows and columns are spread as evenly as can be, so the problems of the ranks may differ in columns that stay.
+    The tensors are x, the weights and the operand h of a gradient, in this order. Rows and columns are distributed as
+    evenly as possible. So the problems of two ranks may differ in columns that are not sent.
     """
     expected = layouts(operation, len(specs))
-    if not isinstance(ranks, int) or not 1 <= ranks <= PLANNED_RANKS:
-        raise LayoutError(f"ranks={ranks!r}: a plan needs at least one rank, and has {PLANNED_RANKS} at most")
+    if not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+        raise LayoutError(f"ranks={ranks!r} must be an integer from 1 to {MOST_RANKS}")
     for spec in specs:
         if not isinstance(spec, Spec):
-            raise LayoutError(f"{operation} is planned on a fompi.Spec for each tensor, not on {spec!r}")
-    takes = [spec.resolved(wanted) for spec, wanted in zip(specs, expected, strict=True)]
-    for spec, wanted in zip(specs, takes, strict=True):
+            raise LayoutError(f"{operation} is planned from one fompi.Spec for each tensor, not from {spec!r}")
+    required = [spec.resolved(wanted) for spec, wanted in zip(specs, expected, strict=True)]
+    for spec, wanted in zip(specs, required, strict=True):
         if spec.layout != wanted:
-            raise LayoutError(f"{operation} takes tensors with the layouts {takes}, not {spec}")
+            raise LayoutError(f"{operation} takes tensors with the layouts {required}, not {spec}")
     meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
     flipped = has_operand and meaning.weight is not None
 
-    def made(x: Form, *others: Form) -> Problem:
+    def problem_of(x: Form, *others: Form) -> Problem:
         weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
         biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
         options = {"flipped": flipped, "keep": meaning.keeps, "packed": packed}
@@ -311,9 +314,9 @@ def from_specs(
 
     @cache
     def at(rank: int) -> Problem:
-        return made(*(_local(operation, spec, rank, ranks) for spec in specs))
+        return problem_of(*(_local_form(spec, rank, ranks) for spec in specs))
 
-    made(*(Form(spec.shape, spec.dtype) for spec in specs))  # what fits as a whole fits in pieces on every rank
+    problem_of(*(Form(spec.shape, spec.dtype) for spec in specs))  # pieces may fit by chance: check whole tensors
     first, x = at(0), specs[0]
     if has_operand and specs[-1].shape[0] != x.shape[0]:
         raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but h has {specs[-1].shape[0]}")
@@ -323,8 +326,8 @@ def from_specs(
     return at, Sizes(rows=rows)
 
 
-def _local(operation: str, spec: Spec, rank: int, ranks: int) -> Form:
-    """One rank's piece of a global tensor."""
+def _local_form(spec: Spec, rank: int, ranks: int) -> Form:
+    """The piece of a global tensor that one rank has."""
     shape = list(spec.shape)
     if isinstance(spec.layout, Shard):
         shape[spec.layout.dim] = split(shape[spec.layout.dim], ranks)[rank]
@@ -335,7 +338,7 @@ def _local(operation: str, spec: Spec, rank: int, ranks: int) -> Form:
 
 
 def before(problem: Problem, program: Program) -> dict[tuple[str, int], Value]:
-    """What the inputs of a rank hold: each block a term of its own. Only the root has what it broadcasts."""
+    """The values of the inputs of a rank. Each block is a term of its own. In a broadcast only the root has inputs."""
     if problem.moves == "broadcast" and program.rank != problem.root:
         return {}
     inputs = [b for b in program.buffers if b.role == "input"]
@@ -343,7 +346,7 @@ def before(problem: Problem, program: Program) -> dict[tuple[str, int], Value]:
 
 
 def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
-    """What the outputs of a rank must hold at the end."""
+    """The values that the outputs of a rank must have at the end."""
     size = problem.size
 
     def weighted(x: Value, i: int, at: int, bias: bool = True) -> Value:
@@ -354,8 +357,8 @@ def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Valu
         terms = [((("x", r, b),)) for r in range(size)]
         if not problem.multiplies_first:
             return total(*terms)
-        added = rank if problem.moves == "reduce_scatter" else b % size  # by the owner of the rows
-        return total(*(weighted(x, 0, r, bias=r == added) for r, x in enumerate(terms)))
+        owner = rank if problem.moves == "reduce_scatter" else b % size  # the owner of the rows adds the bias
+        return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
 
     everything = range(size * parts)
     if problem.moves == "reduce_scatter":
@@ -392,7 +395,7 @@ def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Valu
 
 
 def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any) -> list[dict[str, Any]]:
-    """The outputs of all ranks from the inputs of all ranks, unfused, in any array namespace `xp`."""
+    """The outputs of all ranks, computed unfused from the inputs of all ranks in the array namespace `xp`."""
     size = problem.size
 
     def rows(counts: Sequence[int], i: int) -> slice:
@@ -407,7 +410,7 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
         if problem.multiplies_first:
             without = [x @ data["w"] for x, data in zip(xs, inputs, strict=True)]
             summed = sum(without[1:], without[0])
-            if problem.weights[0].bias and problem.moves == "all_reduce":  # which is the same on all ranks
+            if problem.weights[0].bias and problem.moves == "all_reduce":  # the bias is the same on all ranks
                 summed = summed + inputs[0]["bias"]
             owners = [summed[rows(sizes.rows, r)] for r in range(size)]
             if problem.weights[0].bias and problem.moves == "reduce_scatter":

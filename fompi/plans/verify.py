@@ -1,17 +1,18 @@
-"""The proof of a plan, on values without data: `verify(plan)` returns, or raises PlanError with rank, op and chunk.
+"""The proof of a plan, on values without data. `verify(plan)` raises PlanError with rank, op and chunk if it fails.
 
-Proven for every number of rows, and for every interleaving of the lanes:
+It proves these properties for every number of rows and for every interleaving of the lanes:
 
-* each message has its partner, with blocks of the same lengths, the same rows and dtype; collectives have the same
-  order on all ranks;
-* nothing is read before it is written, no input is written, and no op writes what it reads (but sums in place);
-* it ends, even if every send waits for its receive and every collective for all ranks;
-* at the end every output block holds the sum of exactly the terms that the operation means, and what has a half type
-  was rounded once.
+* Each send has its receive, with the same rows, shape and dtype. All ranks call collectives in the same order.
+* No op reads a block before it is written. No op writes an input. No op writes a block that it reads, except a sum in
+  place.
+* The plan ends, even if every send waits for its receive and every collective waits for all ranks.
+* At the end every output block holds the sum of exactly the terms that the operation defines. Results of half type
+  were rounded once.
 
-One walk over the plan is enough. What an op needs is derived from all that it reads and writes (`needs.constraints`),
-so two ops that touch the same block, one of them writing, never run at the same time; and starting an op never stops
-another from starting, so all interleavings end in the same state or none ends.
+One execution of the plan is enough for the proof. What an op waits for follows from everything that it reads and writes
+(`dependencies.constraints`). So two ops that touch the same block, one of them writing, never run at the same time.
+And the start of one op never prevents the start of another. So either all interleavings end in the same state, or none
+ends.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv
 from fompi.plans.problems import after, before
 
 Partner = tuple[int, int]
-"""(rank, op)."""
+"""A send or a receive, as (rank, op)."""
 
 
 def verify(plan: Plan) -> None:
-    """Raise PlanError unless the plan is right. Takes about 10 us an op; says nothing when all is well."""
+    """Raise PlanError if the plan is wrong, else return None. This takes about 10 us per op."""
     if not isinstance(plan, Plan):
         raise PlanError(f"verify takes a fompi.Plan, not {plan!r}")
     for rank, program in enumerate(plan.programs):
@@ -43,13 +44,13 @@ def verify(plan: Plan) -> None:
             _check_op(program, i, op)
     partners = _match(plan)
     _check_collectives(plan)
-    values = _Walk(plan, partners).run()
+    values = _Execution(plan, partners).run()
     for program, held in zip(plan.programs, values, strict=True):
         _check_outputs(plan, program, held)
 
 
 def flaw(written: Callable[[], Plan]) -> Exception | None:
-    """What is wrong with the plan that is written there, whatever it raises; None for a right one."""
+    """The error in the plan that `written` returns, or the error that `written` raises. None if the plan is right."""
     try:
         verify(written())
     except Exception as error:
@@ -71,38 +72,42 @@ def _first(op: Op) -> Chunk | str:
 
 
 def _check_program(plan: Plan, rank: int, program: Program) -> None:
-    """It is that of this rank, and has the inputs and outputs of the problem."""
+    """Check that the program belongs to this rank and has the buffers of the problem."""
     if (program.rank, program.size, program.parts) != (rank, plan.size, plan.parts) or plan.size != plan.problem.size:
-        why = f"rank {program.rank} of {program.size} with {program.parts} parts"
-        raise PlanError(f"rank {rank} of {plan.size}: its program is that of {why}, not of {plan.parts}", rank)
+        here = f"rank {rank} of {plan.size} with {plan.parts} parts"
+        there = f"rank {program.rank} of {program.size} with {program.parts} parts"
+        why = f"the problem has {plan.problem.size} ranks" if here == there else f"its program is for {there}"
+        raise PlanError(f"{here}: {why}", rank)
     buffers = {b.name: b for b in program.buffers}
     for wanted in plan.problem.workspace(rank, plan.parts).program(()).buffers:
         found = buffers.get(wanted.name)
-        columns = found is not None and len(found.row) == len(wanted.row)  # how many may differ from rank to rank
-        if found is None or not columns or replace(found, row=wanted.row) != wanted:
-            raise PlanError(f"rank {rank}: the problem has {wanted}, the program {found}", rank, chunk=str(wanted[:]))
+        same_ndim = found is not None and len(found.row) == len(wanted.row)  # ranks may differ in columns
+        if found is None or not same_ndim or replace(found, row=wanted.row) != wanted:
+            why = f"the problem needs {wanted}, but the program has {found}"
+            raise PlanError(f"rank {rank}: {why}", rank, chunk=str(wanted[:]))
     for b in program.buffers:
         numbers = range(b.first, b.first + b.count)
         if b.axis not in AXES or numbers != layout.blocks(b.axis, rank, plan.size, plan.parts):
-            raise PlanError(f"rank {rank}: {b[:]} are not the blocks of the axis {b.axis!r}", rank, chunk=str(b[:]))
+            why = f"{b[:]} are not the blocks of a buffer with the axis {b.axis!r}"
+            raise PlanError(f"rank {rank}: {why}", rank, chunk=str(b[:]))
         if b.dtype not in (plan.problem.dtype, plan.problem.accumulator):
-            why = f"{b[:]} is {b.dtype} in a plan of {plan.problem.dtype}"
+            why = f"{b[:]} has the dtype {b.dtype}, which a plan for {plan.problem.dtype} cannot use"
             raise PlanError(f"rank {rank}: {why}", rank, chunk=str(b[:]))
 
 
 def _check_op(program: Program, i: int, op: Op) -> None:
     rank, names = program.rank, {b.name: b for b in program.buffers}
     if not op.reads and not op.writes:
-        raise _error(rank, i, op, "", "it neither reads nor writes")
+        raise _error(rank, i, op, "", "it reads nothing and writes nothing")
     for chunk in (*op.reads, *op.writes):
         buffer = names.get(chunk.buffer)
         if buffer is None:
-            raise _error(rank, i, op, chunk, f"there is no buffer {chunk.buffer!r}")
+            raise _error(rank, i, op, chunk, f"unknown buffer {chunk.buffer!r}")
         if not buffer.first <= chunk.start < chunk.stop <= buffer.first + buffer.count:
-            raise _error(rank, i, op, chunk, f"{chunk} is not within the blocks of this rank, {buffer[:]}")
+            raise _error(rank, i, op, chunk, f"{chunk} is outside the blocks of this rank, {buffer[:]}")
     for chunk in op.writes:
         if names[chunk.buffer].role == "input":
-            raise _error(rank, i, op, chunk, f"{chunk} is an input, which nobody may write")
+            raise _error(rank, i, op, chunk, f"{chunk} is an input; inputs must not be written")
     _check_overlaps(rank, i, op)
     if isinstance(op, (Send, Recv)):
         peer = op.dest if isinstance(op, Send) else op.source
@@ -111,13 +116,13 @@ def _check_op(program: Program, i: int, op: Op) -> None:
     elif isinstance(op, Compute):
         _check_kernel(program, i, op)
     elif op.name not in COLLECTIVES:
-        raise _error(rank, i, op, _first(op), f"no collective {op.name!r}")
+        raise _error(rank, i, op, _first(op), f"unknown collective {op.name!r}")
     elif op.name in ("reduce_scatter", "all_reduce") and any(names[c.buffer].dtype in HALF for c in op.reads):
-        raise _error(rank, i, op, _first(op), "MPI libraries sum half types wrongly or not at all")
+        raise _error(rank, i, op, _first(op), "MPI libraries do not sum half types correctly")
 
 
 def _check_overlaps(rank: int, i: int, op: Op) -> None:
-    """No op writes a block twice, or one that it reads, but for sums in place."""
+    """Check that the op writes no block twice and no block that it reads, except for sums in place."""
     for w, written in enumerate(op.writes):
         for other in op.writes[:w]:
             if _overlap(written, other):
@@ -126,7 +131,7 @@ def _check_overlaps(rank: int, i: int, op: Op) -> None:
             if _overlap(written, read):
                 same = written == read and isinstance(op, Compute) and op.kernel in KERNELS
                 if not (same and in_place(op, r, w)):  # type: ignore[arg-type]
-                    raise _error(rank, i, op, written, f"{written} is written while {read} is read")
+                    raise _error(rank, i, op, written, f"{written} is written while the op reads {read}")
 
 
 def _overlap(a: Chunk, b: Chunk) -> bool:
@@ -136,20 +141,20 @@ def _overlap(a: Chunk, b: Chunk) -> bool:
 def _check_kernel(program: Program, i: int, op: Compute) -> None:
     rank = program.rank
     if op.kernel not in KERNELS:
-        raise _error(rank, i, op, _first(op), f"no kernel {op.kernel!r}")
+        raise _error(rank, i, op, _first(op), f"unknown kernel {op.kernel!r}")
     kernel, groups = find(op.kernel), aligned(op)
     if not groups or (kernel.reduces and len(op.writes) != 1):
-        raise _error(rank, i, op, _first(op), "the kernel takes other operands")
+        raise _error(rank, i, op, _first(op), "the kernel does not take this number of operands")
     first = [_symbols(program, chunk) for chunk in groups[0]]
     for group in groups[1:]:
         if [_symbols(program, chunk) for chunk in group] != first:
-            raise _error(rank, i, op, group[0], "its operands have not equally many rows")
+            raise _error(rank, i, op, group[0], "its operands do not have equally many rows")
     for chunk in (*kernel.wholes(op.reads), *(op.writes if kernel.reduces else ())):
         if program.buffer(chunk.buffer).axis != "whole":
-            raise _error(rank, i, op, chunk, f"{chunk} comes in rows; the kernel takes a whole operand there")
+            raise _error(rank, i, op, chunk, f"{chunk} has rows, but the kernel takes an operand without rows there")
     if not fits(op, lambda chunk: program.buffer(chunk.buffer).row):
         rows = ", ".join(f"{chunk} {list(program.buffer(chunk.buffer).row)}" for chunk in (*op.reads, *op.writes))
-        raise _error(rank, i, op, _first(op), f"the shapes of the rows do not fit: {rows}")
+        raise _error(rank, i, op, _first(op), f"the shapes of the rows do not match: {rows}")
 
 
 def _symbols(program: Program, chunk: Chunk) -> list[Symbol]:
@@ -161,7 +166,7 @@ def _symbols(program: Program, chunk: Chunk) -> list[Symbol]:
 
 
 def _match(plan: Plan) -> dict[Partner, Partner]:
-    """The partner of every Send and Recv."""
+    """The partner of every send and receive. Raises PlanError if one has no partner or does not match it."""
     sends: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     recvs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for program in plan.programs:
@@ -176,9 +181,9 @@ def _match(plan: Plan) -> dict[Partner, Partner]:
         for i, j in zip(out, into, strict=False):
             _check_message(plan.programs[source], i, plan.programs[dest], j)
             partners[source, i], partners[dest, j] = (dest, j), (source, i)
-        for rank, mine, theirs, verb in ((source, out, into, "receives"), (dest, into, out, "sends")):
-            if len(mine) > len(theirs):
-                i, peer = mine[len(theirs)], dest if rank == source else source
+        for rank, ops, partner_ops, verb in ((source, out, into, "receives"), (dest, into, out, "sends")):
+            if len(ops) > len(partner_ops):
+                i, peer = ops[len(partner_ops)], dest if rank == source else source
                 op = plan.programs[rank].ops[i]
                 raise _error(rank, i, op, _first(op), f"rank {peer} never {verb} it")
     return partners
@@ -193,10 +198,10 @@ def _check_message(source: Program, i: int, dest: Program, j: int) -> None:
 def _check_same_rows(source: Program, i: int, out: Chunk, dest: Program, j: int, into: Chunk) -> None:
     a, b = source.buffer(out.buffer), dest.buffer(into.buffer)
     if _symbols(source, out) != _symbols(dest, into):
-        why = f"the rows of {out} are not those of {into} on rank {dest.rank}, op {j}, {dest.ops[j]}"
+        why = f"{out} has other rows than {into} on rank {dest.rank}, op {j}, {dest.ops[j]}"
         raise _error(source.rank, i, source.ops[i], out, why)
     if (a.row, a.dtype) != (b.row, b.dtype):
-        why = f"{out}, {a.dtype}{list(a.row)}, arrives as {b.dtype}{list(b.row)} in {into} on rank {dest.rank}, op {j}"
+        why = f"{out} is {a.dtype}{list(a.row)}, but {into} on rank {dest.rank}, op {j}, is {b.dtype}{list(b.row)}"
         raise _error(source.rank, i, source.ops[i], out, why)
 
 
@@ -205,17 +210,18 @@ def _collectives(program: Program) -> list[tuple[int, Collective]]:
 
 
 def _check_collectives(plan: Plan) -> None:
-    """The k-th collective is the same on all ranks, and its chunks fit."""
-    listed = [_collectives(program) for program in plan.programs]
-    for rank, mine in enumerate(listed):
-        for k in range(max(len(mine), len(listed[0]))):
-            here = mine[k][1].name if k < len(mine) else "none"
-            first = listed[0][k][1].name if k < len(listed[0]) else "none"
+    """Check that the k-th collective is the same on all ranks, and that its chunks match."""
+    by_rank = [_collectives(program) for program in plan.programs]
+    for rank, local in enumerate(by_rank):
+        for k in range(max(len(local), len(by_rank[0]))):
+            here = local[k][1].name if k < len(local) else "none"
+            first = by_rank[0][k][1].name if k < len(by_rank[0]) else "none"
             if here != first:
-                at, (other, name) = (rank, (0, first)) if k < len(mine) else (0, (rank, here))
-                i, op = listed[at][k]
-                raise _error(at, i, op, _first(op), f"collective {k} of this rank, but that of rank {other} is {name}")
-    for calls in zip(*listed, strict=True):
+                at, (other, name) = (rank, (0, first)) if k < len(local) else (0, (rank, here))
+                i, op = by_rank[at][k]
+                why = f"this is collective {k} of this rank, but collective {k} of rank {other} is {name}"
+                raise _error(at, i, op, _first(op), why)
+    for calls in zip(*by_rank, strict=True):
         for rank, (i, op) in enumerate(calls):
             _check_arity(plan, rank, i, op)
         for rank in range(plan.size):
@@ -223,7 +229,7 @@ def _check_collectives(plan: Plan) -> None:
 
 
 def _check_arity(plan: Plan, rank: int, i: int, op: Collective) -> None:
-    """How many chunks it reads and writes."""
+    """Check how many chunks the collective reads and writes."""
     size = plan.size
     reads, writes = {
         "all_gather": (1, size),
@@ -233,38 +239,42 @@ def _check_arity(plan: Plan, rank: int, i: int, op: Collective) -> None:
         "broadcast": (1, 0) if rank == plan.problem.root else (0, 1),
     }[op.name]
     if (len(op.reads), len(op.writes)) != (reads, writes):
-        raise _error(rank, i, op, _first(op), f"{op.name} reads {reads} and writes {writes} chunks here")
+        raise _error(rank, i, op, _first(op), f"{op.name} must read {reads} and write {writes} chunks on this rank")
     if op.name == "reduce_scatter" and (op.reads[0].stop - op.reads[0].start) % size:
-        raise _error(rank, i, op, op.reads[0], f"{op.reads[0]} has not equally many blocks for each of {size} ranks")
+        raise _error(rank, i, op, op.reads[0], f"{op.reads[0]} cannot be divided equally among {size} ranks")
 
 
 def _check_collective(plan: Plan, rank: int, calls: Sequence[tuple[int, Collective]]) -> None:
-    """What this rank gets has the rows, shape and dtype of what it writes."""
+    """Check that the data that this rank gets has the rows, shape and dtype of the chunks that it writes."""
     size, program, (i, op) = plan.size, plan.programs[rank], calls[rank]
     for source, (j, other) in enumerate(calls):
-        theirs = plan.programs[source]
+        sender = plan.programs[source]
         if op.name == "all_gather":
-            _check_same_rows(theirs, j, other.reads[0], program, i, op.writes[source])
+            _check_same_rows(sender, j, other.reads[0], program, i, op.writes[source])
         elif op.name == "all_to_all":
-            _check_same_rows(theirs, j, other.reads[rank], program, i, op.writes[source])
+            _check_same_rows(sender, j, other.reads[rank], program, i, op.writes[source])
         elif op.name == "all_reduce":
-            _check_same_rows(theirs, j, other.reads[0], program, i, op.writes[0])
+            _check_same_rows(sender, j, other.reads[0], program, i, op.writes[0])
         elif op.name == "reduce_scatter":
-            _check_same_rows(theirs, j, _piece(other.reads[0], rank, size), program, i, op.writes[0])
+            _check_same_rows(sender, j, _piece(other.reads[0], rank, size), program, i, op.writes[0])
         elif op.writes and other.reads:
-            _check_same_rows(theirs, j, other.reads[0], program, i, op.writes[0])
+            _check_same_rows(sender, j, other.reads[0], program, i, op.writes[0])
 
 
 def _piece(chunk: Chunk, rank: int, size: int) -> Chunk:
-    each = (chunk.stop - chunk.start) // size
-    return chunk._replace(start=chunk.start + rank * each, stop=chunk.start + (rank + 1) * each)
+    """The blocks of `chunk` for `rank`, if all ranks get equally many."""
+    count = (chunk.stop - chunk.start) // size
+    return chunk._replace(start=chunk.start + rank * count, stop=chunk.start + (rank + 1) * count)
 
 
-# ----------------------------------------------------------------------------------------------------- the walk
+# ----------------------------------------------------------------------------------------------------- execution
 
 
-class _Walk:
-    """All ranks side by side: an op that may start starts; a message is done when both of its ends have started."""
+class _Execution:
+    """Runs all ranks on values without data.
+
+    An op starts as soon as it may. A message is done when its send and its receive have started.
+    """
 
     def __init__(self, plan: Plan, partners: dict[Partner, Partner]):
         self.plan, self.partners = plan, partners
@@ -277,19 +287,20 @@ class _Walk:
         self.passed = [count() for _ in plan.programs]
 
     def run(self) -> list[dict[tuple[str, int], Value]]:
+        """The values of all blocks of each rank at the end. Raises PlanError if an op is never done."""
         ready = deque((rank, i) for rank, f in enumerate(self.frontiers) for i in f.begin())
         while ready:
             rank, i = ready.popleft()
             self.started[rank].add(i)
-            ready.extend((rank, free) for free in self.frontiers[rank].started(i))
+            ready.extend((rank, next_op) for next_op in self.frontiers[rank].started(i))
             for done_rank, done in self._complete(rank, i):
                 self.done[done_rank].add(done)
-                ready.extend((done_rank, free) for free in self.frontiers[done_rank].done(done))
+                ready.extend((done_rank, next_op) for next_op in self.frontiers[done_rank].done(done))
         self._check_ended()
         return self.values
 
     def _complete(self, rank: int, i: int) -> Sequence[Partner]:
-        """The ops that are done now that this one has started."""
+        """The ops that are done now that this op has started."""
         op = self.plan.programs[rank].ops[i]
         if isinstance(op, Compute):
             results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk))
@@ -316,18 +327,18 @@ class _Walk:
             if block not in held:
                 op = self.plan.programs[rank].ops[i]
                 missing = Chunk(block[0], block[1], block[1] + 1)
-                raise _error(rank, i, op, missing, f"{missing} is read before anything is written there")
+                raise _error(rank, i, op, missing, f"{missing} is read before it is written")
         return [held[block] for block in chunk.blocks]
 
     def _operand(self, rank: int, i: int, op: Compute, chunk: Chunk) -> list[Value]:
-        """What a kernel reads. A result of half type has been rounded: it may be moved, but not computed with again."""
+        """The operand of a kernel. A result of half type has been rounded: it may only be moved."""
         values = self._read(rank, i, chunk)
         if self.plan.problem.half:
             program = self.plan.programs[rank]
             source, into = program.buffer(chunk.buffer).dtype, program.buffer(op.writes[0].buffer).dtype
             moves = op.kernel in ("copy", "pack") and source == into
             if source in HALF and not moves and any(map(is_result, values)):
-                raise _error(rank, i, op, chunk, f"{chunk} has been rounded to {source}; this would round it again")
+                raise _error(rank, i, op, chunk, f"{chunk} has been rounded to {source}; this op would round it again")
         return values
 
     def _write(self, rank: int, chunks: Sequence[Chunk], values: Sequence[Value]) -> None:
@@ -335,6 +346,7 @@ class _Walk:
         self.values[rank].update(zip(blocks, values, strict=True))
 
     def _collective(self, calls: list[Partner]) -> None:
+        """Carry out a collective that all ranks have started."""
         ops = [self.plan.programs[rank].ops[i] for rank, i in calls]
         read = [[self._read(rank, i, chunk) for chunk in op.reads] for (rank, i), op in zip(calls, ops, strict=True)]
         name, size = ops[0].name, len(ops)  # type: ignore[union-attr]
@@ -348,12 +360,13 @@ class _Walk:
             else:
                 terms = [chunks[0] for chunks in read]
                 if name == "reduce_scatter":
-                    each = len(terms[0]) // size
-                    terms = [t[rank * each : (rank + 1) * each] for t in terms]
+                    length = len(terms[0]) // size
+                    terms = [t[rank * length : (rank + 1) * length] for t in terms]
                 values = [total(*column) for column in zip(*terms, strict=True)]
             self._write(rank, op.writes, values)
 
     def _check_ended(self) -> None:
+        """Raise PlanError for an op that was not done: rather one that started than one that did not."""
         for rank, program in enumerate(self.plan.programs):
             for i, op in enumerate(program.ops):
                 if i in self.started[rank] and i not in self.done[rank]:
@@ -362,16 +375,15 @@ class _Walk:
         for rank, program in enumerate(self.plan.programs):
             for i, op in enumerate(program.ops):
                 if i not in self.started[rank]:
-                    raise PlanError(
-                        f"rank {rank} never begins op {i}, {op}: it waits in a circle", rank, i, str(_first(op))
-                    )
+                    why = f"rank {rank} never starts op {i}, {op}: its dependencies form a cycle"
+                    raise PlanError(why, rank, i, str(_first(op)))
 
     def _why(self, rank: int, i: int) -> str:
-        """What the partner of a stuck op waits for."""
+        """Why an op that has started is never done: what its partner waits for."""
         if (rank, i) not in self.partners:
             there = {r for calls in self.at_collective.values() if (rank, i) in calls for r, _ in calls}
             missing = min(set(range(self.plan.size)) - there)
-            return f"rank {missing} never comes to this collective."
+            return f"rank {missing} never reaches this collective."
         peer, j = self.partners[rank, i]
         needs, behind, _ = self.limits[peer]
         other = self.plan.programs[peer].ops[j]
@@ -381,10 +393,11 @@ class _Walk:
                 at = self.partners.get((peer, k))
                 waits = f", which waits for rank {at[0]}" if at else ""
                 return f"rank {peer} {verb} only after its op {k}{waits}."
-        return f"rank {peer} never comes to its op {j}, {other}."
+        return f"rank {peer} never reaches its op {j}, {other}."
 
 
 def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Value]) -> None:
+    """Check that every output block holds exactly the terms that the operation defines."""
     for (name, block), wanted in after(plan.problem, program.rank, plan.parts).items():
         got = held.get((name, block))
         if got == wanted:
@@ -395,21 +408,22 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
             last = len(program.ops) - 1 if program.ops else None
             at = f"rank {program.rank}, after its last op, {last}" if program.ops else f"rank {program.rank} has no ops"
             raise PlanError(f"{at}: {chunk} is never written", program.rank, last, str(chunk))
-        lacks, extra = _difference(wanted, got), _difference(got, wanted)
-        why = "; ".join([f"lacks {t}" for t in lacks[:2]] + [f"holds {t} too often" for t in extra[:2]])
+        missing, extra = _difference(wanted, got), _difference(got, wanted)
+        why = "; ".join([f"lacks {t}" for t in missing[:2]] + [f"contains {t} too often" for t in extra[:2]])
         raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, f"at the end {chunk} {why}")
 
 
 def _difference(a: Value, b: Value) -> list[str]:
-    left = list(a)
+    """The terms of a that b lacks, as text."""
+    remaining = list(a)
     for term in b:
-        if term in left:
-            left.remove(term)
-    return [_spell(term) for term in left]
+        if term in remaining:
+            remaining.remove(term)
+    return [_spell(term) for term in remaining]
 
 
 def _spell(term: object) -> str:
-    """('x', 2, 5) as x[5] of rank 2."""
+    """The text of a term: 'x[5] of rank 2' for ('x', 2, 5)."""
     if isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], int):
         return f"{term[0]}[{term[2]}] of rank {term[1]}"
     if isinstance(term, tuple) and len(term) == 3:

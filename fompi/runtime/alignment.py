@@ -1,4 +1,4 @@
-"""The traces of all ranks on one clock, that of rank 0."""
+"""The traces of all ranks on one clock: the clock of rank 0."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from fompi.traces.clocks import Sample, fit
 from fompi.traces.trace import Trace, merge
 
 PINGS = 20
+"""Questions to each rank in one reading of its clock. The answer with the shortest round trip counts."""
+
 _TIME, _COUNT = struct.Struct("<d"), struct.Struct("<q")
 
 
 class _Message(Task):
-    """One message that is waited for."""
+    """One message in flight, for which this rank waits."""
 
     def __init__(self, peer: int, verb: str):
         self.peer, self.verb = peer, verb
-        self.touched = perf_counter()
+        self.moved_at = perf_counter()
 
     def completed(self, key: int) -> None:
         self.finished = True
@@ -33,8 +35,8 @@ class _Message(Task):
         return self.peer, f"rank {self.peer} {self.verb} while traces are gathered"
 
 
-class _Line:
-    """Bytes to and from the ranks of a communicator, one message after the other, under tags of its own."""
+class _Messenger:
+    """Sends and receives bytes, one message at a time, with a tag that no other call in flight uses."""
 
     def __init__(self, comm: Communicator):
         self.comm = comm
@@ -62,11 +64,11 @@ class _Line:
             raise task.error
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, on rank 0; nothing on the others."""
+        """The texts of all ranks on rank 0. An empty list on the other ranks."""
         if self.comm.rank:
-            words = text.encode()
-            self.send(_COUNT.pack(len(words)), 0)
-            self.send(words, 0)
+            encoded = text.encode()
+            self.send(_COUNT.pack(len(encoded)), 0)
+            self.send(encoded, 0)
             return []
         texts = [text]
         for rank in range(1, self.comm.size):
@@ -76,47 +78,51 @@ class _Line:
 
 
 def read_clocks(comm: Any = None) -> None:
-    """Compare the clocks of all ranks with that of rank 0, for the next `gather_traces`. Collective.
+    """Compare the clock of every rank with the clock of rank 0, for the next `gather_traces`. Collective.
 
-    `gather_traces` does it too; before a long run it is worth a call, since drift shows between two readings.
+    `gather_traces` does this too. Call it before a long run as well: two readings show how fast the clocks drift.
     """
     communicator = Communicator.of(comm)
     agree(communicator, "read_clocks")
-    _read(communicator, _Line(communicator))
+    _read(communicator, _Messenger(communicator))
 
 
-def _read(comm: Communicator, line: _Line) -> None:
-    """Rank 0 asks one rank after the other."""
+def _read(comm: Communicator, messenger: _Messenger) -> None:
+    """Rank 0 asks one rank after the other for its time."""
     if comm.rank:
         for _ in range(PINGS):
-            line.recv(1, 0)
-            line.send(_TIME.pack(perf_counter()), 0)
+            messenger.recv(1, 0)
+            messenger.send(_TIME.pack(perf_counter()), 0)
         return
     for rank in range(1, comm.size):
         batch = []
         for _ in range(PINGS):
             sent = perf_counter()
-            line.send(b"?", rank)
-            (remote,) = _TIME.unpack(line.recv(_TIME.size, rank))
+            messenger.send(b"?", rank)
+            (remote,) = _TIME.unpack(messenger.recv(_TIME.size, rank))
             batch.append(Sample(sent, remote, perf_counter()))
         comm.clock_readings.setdefault(rank, []).append(batch)
 
 
 def gather_traces(traces: Trace | Iterable[Trace], comm: Any = None) -> Trace | None:
-    """One Trace of all ranks, on the clock of rank 0: there; None on the other ranks. Collective.
+    """One Trace of all ranks, on the clock of rank 0. Rank 0 gets it, the other ranks get None. Collective.
 
-    fompi.read_clocks(comm)                              # before a long run: worth it where clocks drift
-    with comm.record() as traces: ...
-    trace = fompi.gather_traces(traces, comm)
-    if trace is not None: trace.save("all.json")         # opens in Perfetto
+        with comm.record() as traces:
+            y = fompi.all_reduce(x, comm=comm)
+        trace = fompi.gather_traces(traces, comm)
+        if trace is not None:
+            trace.save("all.json")  # opens in Perfetto
+
+    `traces` is one Trace of this rank, or several. `comm` is a Communicator, an axis of a Mesh, an MPI.Comm, or None
+    for all ranks. Clocks drift: before a long run, also call `fompi.runtime.alignment.read_clocks(comm)`.
     """
     communicator = Communicator.of(comm)
     mine = merge([traces] if isinstance(traces, Trace) else list(traces))
     agree(communicator, "gather_traces")
-    line = _Line(communicator)
-    _read(communicator, line)
-    hosts = line.gather(socket.gethostname())
-    texts = line.gather(mine.to_json())
+    messenger = _Messenger(communicator)
+    _read(communicator, messenger)
+    hosts = messenger.gather(socket.gethostname())
+    texts = messenger.gather(mine.to_json())
     if communicator.rank:
         return None
     clocks = {rank: fit(batches) for rank, batches in communicator.clock_readings.items()}

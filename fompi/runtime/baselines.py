@@ -1,6 +1,6 @@
-"""The yardsticks of a Proof: what a rank's kernels take without messages, and what the messages take without kernels.
+"""The baselines of a Proof: the time of a rank's kernels without messages, and of its messages without kernels.
 
-Both run on fresh memory, so that a call may be measured at any time.
+Both run on fresh memory. So they can be measured at any time, and no tensor of the program changes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ from fompi.runtime.compiled import COMPUTE, NATIVE, Compiled
 from fompi.runtime.program import Run
 
 ROUNDS = 3
-ONE = {"bfloat16": 0x3F80}
-"""The number one in the dtypes that are stored as something else: kernels are not to meet NaN or tiny numbers."""
+"""Rounds of a measurement, after one round to warm up. The median of three rounds ignores one disturbed round."""
+
+STORED_ONES = {"bfloat16": 0x3F80}
+"""The bits of the number 1 in dtypes that are stored as integers.
+
+Buffers are filled with ones, because NaN and denormal numbers slow some kernels down.
+"""
 
 
-class Alone(NamedTuple):
-    """Seconds of all kernels of one rank, in program order, and of each; medians over rounds."""
+class ComputeTime(NamedTuple):
+    """Seconds of all kernels of one rank in program order (`seconds`), and of each kernel by its op (`by_op`).
+
+    Both are medians over the rounds.
+    """
 
     seconds: float
     by_op: dict[int, float]
 
 
 class _Done:
-    """The token of a kernel that there is none of."""
+    """The token of a kernel that was left out: it is done at once."""
 
     begun = due = 0.0
 
@@ -41,17 +49,17 @@ class _Done:
 _DONE = _Done()
 
 
-def _nothing(after: Sequence[object] = ()) -> _Done:
+def _skip_kernel(after: Sequence[object] = ()) -> _Done:
     return _DONE
 
 
 def _memory(compiled: Compiled, extents: Extents, backend: Backend, take: Callable[..., Any]) -> dict[str, Any]:
-    """Every buffer of the program, full of ones."""
+    """Fresh arrays for every buffer of the program, full of ones."""
     shapes = compiled.sized(extents).shapes
     arrays = {}
     for buffer in compiled.program.buffers:
         array = take(shapes[buffer.name], backend.storage(buffer.dtype))
-        array[...] = ONE.get(buffer.dtype, 1)
+        array[...] = STORED_ONES.get(buffer.dtype, 1)
         arrays[buffer.name] = array
     return arrays
 
@@ -63,32 +71,36 @@ def compute_alone(
     take: Callable[..., Any],
     kernels: Mapping[str, Callable[..., object]] | None = None,
     rounds: int = ROUNDS,
-) -> Alone:
-    """Run the kernels of a program in its order, without any message, after a round to warm up."""
+) -> ComputeTime:
+    """Measure the kernels of a program in program order, without any message.
+
+    `take(shape, dtype)` makes an array. `kernels` replaces kernels by name, as in `fompi.bind`.
+    """
     arrays = _memory(compiled, extents, backend, take)
     actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, lambda *collective: None, kernels)
-    ours = [i for i, kind in enumerate(compiled.kinds) if kind == COMPUTE]
-    totals, each = [], []
+    ops = [i for i, kind in enumerate(compiled.kinds) if kind == COMPUTE]
+    totals, by_op = [], []
     for _ in range(rounds + 1):
         begun = perf_counter()
-        each.append(_enqueued(actions, ours, compiled.follows) if compiled.asynchronous else _called(actions, ours))
+        by_op.append(_on_device(actions, ops, compiled.follows) if compiled.asynchronous else _on_host(actions, ops))
         totals.append(perf_counter() - begun)
-    return Alone(median(totals[1:]), {i: median(seconds[i] for seconds in each[1:]) for i in ours})
+    return ComputeTime(median(totals[1:]), {i: median(seconds[i] for seconds in by_op[1:]) for i in ops})
 
 
-def _called(actions: Sequence[Any], ours: Sequence[int]) -> dict[int, float]:
+def _on_host(actions: Sequence[Any], ops: Sequence[int]) -> dict[int, float]:
+    """Seconds of each kernel, one after the other."""
     seconds = {}
-    for i in ours:
+    for i in ops:
         begun = perf_counter()
         actions[i]()
         seconds[i] = perf_counter() - begun
     return seconds
 
 
-def _enqueued(actions: Sequence[Any], ours: Sequence[int], follows: Sequence[Sequence[int]]) -> dict[int, float]:
-    """On a device, which may run kernels at one time that do not follow each other."""
+def _on_device(actions: Sequence[Any], ops: Sequence[int], follows: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Seconds of each kernel on a device. It may run independent kernels at the same time."""
     tokens: dict[int, Any] = {}
-    for i in ours:
+    for i in ops:
         tokens[i] = actions[i]([tokens[j] for j in follows[i]])
     for token in tokens.values():
         while not token.done():
@@ -99,22 +111,22 @@ def _enqueued(actions: Sequence[Any], ours: Sequence[int], follows: Sequence[Seq
 def messages_alone(
     compiled: Compiled, comm: Communicator, extents: Extents, backend: Backend, rounds: int = ROUNDS
 ) -> float:
-    """Run the messages of a program without its kernels, all ranks together: the median of this rank's seconds.
+    """The time of a program's messages without its kernels, on this rank, in seconds: the median of the rounds.
 
-    Collective. The ranks meet before every round; there is one more to warm up.
+    Collective: all ranks run the messages together. They synchronise before every round.
     """
-    what, refusal = f"the messages of {compiled.title} alone", None
+    title, refusal = f"the messages of {compiled.title} alone", None
     try:
         arrays = _memory(compiled, extents, backend, comm.engine.arena.take)
     except Exception as error:
         refusal = error
-    agree(comm, what, refusal)
+    agree(comm, title, refusal)
     link = comm.link.duplicate() if NATIVE in compiled.kinds else comm.link
     actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, link.collective)
-    actions = [_nothing if kind == COMPUTE else a for kind, a in zip(compiled.kinds, actions, strict=True)]
+    actions = [_skip_kernel if kind == COMPUTE else a for kind, a in zip(compiled.kinds, actions, strict=True)]
     instance, seconds = comm.next_bound(), []
     for call in range(rounds + 1):
-        agree(comm, what)
+        agree(comm, title)
         begun = perf_counter()
         with comm.engine.lock:
             run = Run(compiled, comm, *comm.bound_call(instance, call + 1))

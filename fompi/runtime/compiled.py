@@ -1,6 +1,7 @@
-"""One rank's program, compiled: everything worked out that does not depend on the sizes or addresses of a call.
+"""One rank's program, compiled once for all calls: everything that depends neither on rows nor on addresses.
 
-What an op needs is worked out once, by `needs.constraints`; a run (`fompi.runtime.program`) counts down.
+`fompi.plans.dependencies` says what each op waits for. Here this becomes counts that a call
+(`fompi.runtime.dispatch`) counts down.
 """
 
 from __future__ import annotations
@@ -14,21 +15,31 @@ from fompi.backends.base import Backend
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, offsets
 from fompi.plans import kernels
-from fompi.plans.dependencies import constraints, enqueued, lane, messages, release
-from fompi.plans.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, cut_in_words
+from fompi.plans.dependencies import constraints, device_constraints, lane, message_numbers, release
+from fompi.plans.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, parts_in_words
 
 Array = np.ndarray[Any, Any]
+
 COMPUTE, SEND, RECV, NATIVE = range(4)
+"""The kinds of ops. NATIVE is a collective of the MPI library."""
+
 LONG_FLOPS, LONG_NBYTES = 4e6, 4e6
-"""A kernel of so many operations, or on so many bytes, may keep a rank busy for longer than messages should rest."""
+"""A kernel is long above this many floating-point operations, or above this many bytes that it reads.
+
+It may take longer than messages should wait without progress.
+"""
+
 SMALL_NBYTES = 16 << 10
-"""Of x: a sum or a copy of a part of it takes less than to hand it out as a kernel."""
+"""If x has at most this many bytes, a sum or a copy of a part of x takes less time than handing it to a thread."""
 
 _KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
 
 
 class Place(NamedTuple):
-    """A chunk, counted from the first block that its buffer has on this rank; `width` bytes a row."""
+    """A chunk by blocks `start` to `stop`, counted from the first block of its buffer on this rank.
+
+    `width` is the size of a row in bytes.
+    """
 
     buffer: str
     start: int
@@ -37,17 +48,24 @@ class Place(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """What depends on the rows of a call: the first row of each block (and the end), and the shape of each buffer."""
+    """What depends on the rows of a call.
+
+    `starts` has for each buffer the first row of each block, and at the end the number of all rows. `shapes` has the
+    shape of each buffer. A buffer without blocks (a weight) is only in `shapes`.
+    """
 
     starts: dict[str, list[int]]
     shapes: dict[str, tuple[int, ...]]
 
 
 class Compiled:
-    """The program of `rank` in `plan`, for any sizes."""
+    """The program of `rank` in `plan`, for any rows.
+
+    `device` is the name of the device on which kernels are enqueued. Empty: kernels run on the host.
+    Raises PlanError if the program sends too many messages to one peer.
+    """
 
     def __init__(self, plan: Plan, rank: int, device: str = ""):
-        """`device`: the name of what runs kernels by itself, if there is one."""
         self.plan, self.program, self.asynchronous = plan, plan.programs[rank], bool(device)
         self.is_paced = plan.is_paced
         ops = self.program.ops
@@ -55,30 +73,30 @@ class Compiled:
         self.kinds = [_KINDS[type(op)] for op in ops]
         self.lanes = [lane(op) for op in ops]
         self.peers = [peer for _, peer in self.lanes]
-        self.numbers = messages(ops)
+        self.numbers = message_numbers(ops)
         if max(self.numbers, default=0) >= MOST_MESSAGES:
-            raise PlanError(f"{plan.schedule} sends more than {MOST_MESSAGES} messages to one peer: take fewer slices")
-        found = constraints(ops, plan.pace)
+            raise PlanError(f"{plan.schedule} sends more than {MOST_MESSAGES} messages to one peer: use fewer slices")
+        limits = constraints(ops, plan.pace)
         if device:
-            found = enqueued(ops, found)
-        self.follows = found.follows
+            limits = device_constraints(ops, limits)
+        self.follows = limits.follows
         self.multiplies = ("compute", 0) in self.lanes
         self.merges = [name == "merge" for name, _ in self.lanes]
         self.forwards = any(
             self.kinds[j] == RECV or self.merges[j]
-            for i, needs in enumerate(found.needs)
+            for i, needs in enumerate(limits.needs)
             if self.kinds[i] == SEND
             for j in needs
-        )  # it sends what has come, or sums of it
-        self.waits_for, self.on_start, self.on_done = release(found)
-        self.first = [i for i, count in enumerate(self.waits_for) if count == 0]
+        )  # True if this rank sends on what it has received, or sums of that
+        self.blockers, self.on_start, self.on_done = release(limits)
+        self.first = [i for i, count in enumerate(self.blockers) if count == 0]
         self.natives = self.kinds.count(NATIVE)
         self.buffers = {b.name: b for b in self.program.buffers}
         self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole"]
         self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
         self._x_row_nbytes = self.buffers["x"].row_nbytes
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
-        cut = f", {cut_in_words(plan)}" if plan.parts > 1 else ""
+        cut = f", {parts_in_words(plan)}" if plan.parts > 1 else ""
         self.title = f"{plan.problem.operation} by {plan.schedule}{cut}" + (f" on an {device}" if device else "")
         self._reads = [[self._place(c) for c in op.reads] for op in ops]
         self._writes = [[self._place(c) for c in op.writes] for op in ops]
@@ -98,11 +116,11 @@ class Compiled:
         return Place(chunk.buffer, chunk.start - buffer.first, chunk.stop - buffer.first, buffer.row_nbytes)
 
     def places(self, i: int) -> list[Place]:
-        """What op i moves or works on: what it receives, else what it reads."""
+        """The chunks that op `i` moves or works on: those it writes for a receive, else those it reads."""
         return self._writes[i] if self.kinds[i] == RECV else self._reads[i]
 
     def sized(self, extents: Extents) -> Sized:
-        """Where blocks begin, and the shapes of buffers, with these rows; those of the last call are kept."""
+        """The `Sized` for these rows. The result of the last call is cached."""
         if self._sized is None or self._sized[0] != extents:
             by_axis: dict[str, list[int]] = {}
             starts, shapes = {}, dict(self._whole)
@@ -116,15 +134,15 @@ class Compiled:
         return self._sized[1]
 
     def is_long(self, sized: Sized) -> bool:
-        """Whether some kernel takes so long that somebody else must move messages meanwhile."""
+        """True if some kernel is so long that messages must progress while it runs."""
         if not self.multiplies and 2 * self._x_row_nbytes * sized.starts["x"][-1] <= LONG_NBYTES:
-            return False  # a sum reads no more: seen at once, where sizes change at every call
+            return False  # a sum reads at most twice the bytes of x: a fast answer where rows change at every call
         if self._long is None or self._long[0] is not sized:
             self._long = sized, any(self._is_long(sized, i) for i in range(len(self.ops)) if self.kinds[i] == COMPUTE)
         return self._long[1]
 
     def is_small(self, sized: Sized) -> bool:
-        """Whether sums and copies are so short that they are best done where they are released."""
+        """True if sums and copies are so short that they should run at once, in the thread that releases them."""
         return not self.multiplies and self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
 
     def _is_long(self, sized: Sized, i: int) -> bool:
@@ -135,27 +153,24 @@ class Compiled:
         return moved > LONG_NBYTES or kernels.cost(op.kernel, *shapes) > LONG_FLOPS
 
     def readers(self, name: str) -> dict[int, list[int]]:
-        """For each block of an input the ops that read it."""
-        found: dict[int, list[int]] = {b: [] for b in self._blocks(name)}
+        """The ops that read each block of the input `name`."""
+        buffer = self.buffers[name]
+        ops: dict[int, list[int]] = {b: [] for b in range(buffer.first, buffer.first + buffer.count)}
         for i, op in enumerate(self.ops):
             for chunk in op.reads:
                 if chunk.buffer == name:
                     for block in range(chunk.start, chunk.stop):
-                        found[block].append(i)
-        return found
+                        ops[block].append(i)
+        return ops
 
     def last_writers(self, name: str) -> dict[int, int]:
-        """For each block of an output the op that writes it last."""
-        found: dict[int, int] = {}
+        """The op that writes each block of the output `name` last."""
+        ops: dict[int, int] = {}
         for i, op in enumerate(self.ops):
             for chunk in op.writes:
                 if chunk.buffer == name:
-                    found.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
-        return found
-
-    def _blocks(self, name: str) -> range:
-        buffer = self.buffers[name]
-        return range(buffer.first, buffer.first + buffer.count)
+                    ops.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
+        return ops
 
     def resolve(
         self,
@@ -165,7 +180,12 @@ class Compiled:
         native: Callable[..., Any] | None = None,
         kernels: Mapping[str, Callable[..., object]] | None = None,
     ) -> list[Any]:
-        """What each op does, on these arrays: bytes to send or to fill (None: no rows), or a call."""
+        """What each op does with these arrays, in program order.
+
+        A send or receive has the bytes that it moves, or None if it has no rows. A kernel or a collective of the
+        library has a call. `native` makes the call of a collective (`Link.collective`). `kernels` replaces kernels
+        by name: each is called with the lists of arrays that it reads and writes.
+        """
         flat: dict[str, Array] = {}
         actions: list[Any] = []
         for i, moved in enumerate(self._moved):

@@ -1,13 +1,17 @@
-"""Direct: every block goes straight to the rank that wants it, in the permutations rank -> rank + d, for
-sums rank -> rank - d, or in the order that the plan has for each rank.
+"""Direct: each block goes directly to the rank that needs it.
 
-The same bytes as a ring without its chain of dependencies: a slow rank delays only what it sends itself. Own block
-first for gathers, last for sums (TransformerEngine, PyTorch's async-TP, the attention of arXiv 2604.24013). Terms are
-summed in the order of a ring, so that both give the same bits: that of the next rank first, our own last.
-`pairwise` is `direct` at another pace (`fompi.plans.plan.Pace`): nobody runs ahead, so that one stream enters each
-port, as in the pairwise exchange of MPICH (Thakur, Rabenseifner, Gropp 2005). `unfused_p2p` is the same exchange with
-the compute in one piece before or after it, `sliced_p2p` with the compute cut as in `sliced`: one part of every shard
-at a time. `exchange` is an all-reduce in one step for small tensors.
+In step d a rank sends to rank + d, or to rank - d for sums, unless the plan gives an order. The messages carry the same
+bytes as in a ring, but without a chain of dependencies: a slow rank delays only its own messages. Gathers begin with
+the rank's own block, sums end with it. Terms are summed in the order of a ring, from the next rank round to the rank
+itself, so that both schedules give the same bits.
+
+Sources: TransformerEngine; PyTorch's async-TP; the attention of arXiv 2604.24013.
+
+- `pairwise` is `direct` with another pace (`fompi.plans.plan.Pace`): no rank runs ahead, so that only one message at a
+  time enters each port. Source: the pairwise exchange of MPICH (Thakur, Rabenseifner, Gropp 2005).
+- `unfused_p2p` has the compute in one piece before or after the messages.
+- `sliced_p2p` has the compute in slices, as in `sliced`: one part of every shard at a time.
+- `exchange` is an all-reduce in one step, for small tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +36,14 @@ def sliced_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
 
 
 def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bool = False) -> Iterator[Op]:
+    """The ops of a schedule. `whole`: compute in one piece. `by_slices`: compute one part of every shard at a time."""
     if problem.moves == "broadcast":
         yield from _broadcast(Gather(problem, work))
     elif problem.multiplies_first or problem.moves in ("reduce_scatter", "all_reduce"):
         scatter = Scatter(problem, work, early=whole, by_slices=by_slices)
         yield from scatter.begin()
         if problem.moves == "all_to_all":
-            yield from _deal(scatter)
+            yield from _all_to_all(scatter)
         elif problem.size == 1:
             yield from scatter.own_into(scatter.targets)
         elif problem.moves == "all_reduce":
@@ -53,7 +58,7 @@ def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bo
 
 
 def _gather(local: Gather, by_slices: bool) -> Iterator[Op]:
-    """All-gather and all-to-all: only what goes out differs."""
+    """All-gather and all-to-all. They differ only in the blocks that a rank sends."""
     rank, size, parts = local.rank, local.size, range(local.parts)
 
     def blocks(peers: Iterable[int]) -> list[tuple[int, int]]:
@@ -62,7 +67,7 @@ def _gather(local: Gather, by_slices: bool) -> Iterator[Op]:
 
     arriving = blocks((rank - d) % size for d in range(1, size))
     for source, part in arriving:
-        yield Recv(source, local.land(source, part))
+        yield Recv(source, local.place(source, part))
     for dest, part in blocks(local.work.dests(1)):
         yield Send(dest, local.outgoing(dest, part))
     if by_slices:
@@ -75,8 +80,8 @@ def _gather(local: Gather, by_slices: bool) -> Iterator[Op]:
         yield from local.use(source, part)
 
 
-def _deal(local: Scatter) -> Iterator[Op]:
-    """matmul, then all-to-all: the product of each dest is sent as soon as it is made, our own is made last."""
+def _all_to_all(local: Scatter) -> Iterator[Op]:
+    """matmul, then all-to-all. Each product is sent as soon as it is computed. The rank's own product is last."""
     rank, size, parts, y = local.rank, local.size, range(local.parts), local.work["y"]
     out = local.problem.dtype
     for d in range(1, size):
@@ -90,7 +95,10 @@ def _deal(local: Scatter) -> Iterator[Op]:
 
 
 class _Sums:
-    """Where the terms of others arrive, and where they are summed: in the place of the first, if it is wide enough."""
+    """The buffers for terms of other ranks and for their sums.
+
+    A sum replaces the first term, unless the terms have a narrower dtype than the sum.
+    """
 
     def __init__(self, local: Scatter):
         self.local, problem = local, local.problem
@@ -100,15 +108,17 @@ class _Sums:
             self.sums = local.work.scratch("sums", "own", problem.sent_row, problem.accumulator)
 
     def arrived(self, d: int, part: int) -> Chunk:
+        """The term from rank + d."""
         return self.inbox[(d - 1) * self.local.parts + part]
 
     def add(self, part: int) -> Iterator[Op]:
-        """The terms of all others, one after the other."""
+        """Sum the terms of all other ranks."""
         for d in range(2, self.local.size):
             before = self.arrived(1, part) if d == 2 else self._sum(part)
             yield Compute("add", (before, self.arrived(d, part)), (self._sum(part),))
 
     def finish(self, part: int, own: Chunk) -> Op:
+        """Add this rank's own term and write the result."""
         before = self.arrived(1, part) if self.local.size == 2 else self._sum(part)
         return Compute("add", (before, own), (self.local.target(part),))
 
@@ -119,7 +129,7 @@ class _Sums:
 
 
 def _reduce_scatter(local: Scatter) -> Iterator[Op]:
-    """The terms of others are summed while our own is made: after it one add remains, and no message."""
+    """The terms of other ranks are summed while this rank computes its own. Then one add remains, and no message."""
     rank, size, parts, sums = local.rank, local.size, range(local.parts), _Sums(local)
     for d, part in local.order(range(1, size)):
         yield Recv((rank + d) % size, sums.arrived(d, part))
@@ -134,7 +144,7 @@ def _reduce_scatter(local: Scatter) -> Iterator[Op]:
 
 
 def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
-    """One slice: its rows are summed by their owners, then gathered while the next slices are made and summed."""
+    """One slice: the owners sum its rows. Then it is gathered while the next slices are computed and summed."""
     rank, size, y, sums = local.rank, local.size, local.work["y"], _Sums(local)
     for d in range(1, size):
         yield Recv((rank + d) % size, sums.arrived(d, part))
@@ -153,7 +163,7 @@ def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
 
 
 def _broadcast(local: Gather) -> Iterator[Op]:
-    """Scatter, then all-gather (van de Geijn): the root sends each block once, its owner passes it on to the rest."""
+    """Scatter, then all-gather (van de Geijn). The root sends each block to its owner, which sends it to the others."""
     rank, size, root, y = local.rank, local.size, local.problem.root, local.full
     own = range(rank * local.parts, (rank + 1) * local.parts)
     if rank == root:
@@ -181,20 +191,20 @@ def _broadcast(local: Gather) -> Iterator[Op]:
 
 
 def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
-    """All-reduce in one step: everyone sends all of its term to everyone, and sums in the order of the ranks."""
+    """All-reduce in one step. Each rank sends its whole term to all others and sums all terms in the order of ranks."""
     local = Scatter(problem, work, early=True)
     yield from local.begin()
     rank, size, y, dtype = work.rank, work.size, work["y"], local.wire
-    mine = local.partial(dtype)[:] if local.made else local.x[:]
+    own = local.partial(dtype)[:] if local.computed else local.x[:]
     inboxes = {(rank - d) % size: work.scratch(f"inbox{d}", y.axis, problem.sent_row, dtype)[:] for d in range(1, size)}
     for source, inbox in inboxes.items():
         yield Recv(source, inbox)
     for d in range(1, size):
-        yield Send((rank + d) % size, mine)
+        yield Send((rank + d) % size, own)
     if size == 1:
-        yield Compute("copy", (mine,), (y[:],))
+        yield Compute("copy", (own,), (y[:],))
         return
-    terms = [inboxes.get(r, mine) for r in range(size)]
+    terms = [inboxes.get(r, own) for r in range(size)]
     sums = y if problem.dtype == problem.accumulator else work.scratch("sums", y.axis, y.row, problem.accumulator)
     before = terms[0]
     for r in range(1, size):

@@ -1,15 +1,17 @@
-"""Hierarchical: ranks in groups of neighbours with fast links inside and slow ones between.
+"""Hierarchical: for groups of consecutive ranks, with fast links inside a group and slow links between groups.
 
-Each piece crosses the slow links once for each group, not once for each rank: sums are made inside a group before they
-leave it, and what comes from another group is passed on inside. Pieces for other groups go first, our own group's last.
+Each piece crosses the slow links once for each group, not once for each rank. Sums are computed inside a group before
+they leave it. A piece from another group is passed on inside the group. Pieces for other groups are sent first, pieces
+for the same group last.
 
-4 ranks in groups of 2, all-gather: what each message carries, between groups first
+An all-gather of 4 ranks in groups of 2. The table lists the shards that each link carries, in order:
 
     0 <-> 2   0, 2        1 <-> 3   1, 3
-    0 <-> 1   0, 1; then 2, 3, as they come
-    2 <-> 3   2, 3; then 0, 1
+    0 <-> 1   0, 1; then 2, 3 as they arrive
+    2 <-> 3   2, 3; then 0, 1 as they arrive
 
-(The two-level algorithms of MPI libraries, for example Karonis et al., IPDPS 2000; here with the compute in between.)
+Source: the two-level algorithms of MPI libraries, for example Karonis et al., IPDPS 2000. Here they have compute
+between the messages.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from fompi.schedules.work import Gather, Scatter, skewed
 
 
 def hierarchical(problem: Problem, work: Workspace, ranks: int) -> Iterator[Op]:
-    """In groups of `ranks`."""
+    """The schedule with groups of `ranks` ranks."""
     if problem.moves == "all_gather":
         gather = Gather(problem, work)
         yield from gather.begin()
@@ -38,7 +40,7 @@ def hierarchical(problem: Problem, work: Workspace, ranks: int) -> Iterator[Op]:
 
 
 class _Groups:
-    """Who is where, seen from one rank: mates in our group, and who has our place in another group."""
+    """The neighbours of one rank: `mate` is in the same group, `counterpart` has the same place in another group."""
 
     def __init__(self, work: Workspace, ranks: int):
         self.rank, self.size, self.ranks = work.rank, work.size, ranks
@@ -46,22 +48,25 @@ class _Groups:
         self.mates = range(1, ranks)
 
     def mate(self, distance: int, of: int | None = None) -> int:
+        """The rank `distance` places after the rank `of` (None: this rank), in the same group."""
         rank = self.rank if of is None else of
         return rank - rank % self.ranks + (rank + distance) % self.ranks
 
-    def namesake(self, distance: int, of: int | None = None) -> int:
+    def counterpart(self, distance: int, of: int | None = None) -> int:
+        """The rank in the same place as the rank `of` (None: this rank), `distance` groups after it."""
         return ((self.rank if of is None else of) + distance * self.ranks) % self.size
 
 
 def _all_gather(local: Gather, groups: _Groups) -> Iterator[Op]:
+    """The rank's block goes to its counterparts and mates. Then each block from another group goes to the mates."""
     rank, parts = local.rank, range(local.parts)
     for d in groups.others:
         for part in parts:
-            yield Recv(groups.namesake(-d), local.land(groups.namesake(-d), part))
-            yield Send(groups.namesake(d), local.outgoing(rank, part))
+            yield Recv(groups.counterpart(-d), local.place(groups.counterpart(-d), part))
+            yield Send(groups.counterpart(d), local.outgoing(rank, part))
     for e in groups.mates:
         for part in parts:
-            yield Recv(groups.mate(-e), local.land(groups.mate(-e), part))
+            yield Recv(groups.mate(-e), local.place(groups.mate(-e), part))
             yield Send(groups.mate(e), local.outgoing(rank, part))
     yield from local.use_own()
     for e in groups.mates:
@@ -69,18 +74,18 @@ def _all_gather(local: Gather, groups: _Groups) -> Iterator[Op]:
             yield from local.use(groups.mate(-e), part)
     for d in groups.others:
         for part in parts:
-            source = groups.namesake(-d)
+            source = groups.counterpart(-d)
             for e in groups.mates:
-                yield Send(groups.mate(e), local.land(source, part))
+                yield Send(groups.mate(e), local.place(source, part))
             for e in groups.mates:
-                yield Recv(groups.mate(-e), local.land(groups.namesake(-d, groups.mate(-e)), part))
+                yield Recv(groups.mate(-e), local.place(groups.counterpart(-d, groups.mate(-e)), part))
             yield from local.use(source, part)
             for e in groups.mates:
-                yield from local.use(groups.namesake(-d, groups.mate(-e)), part)
+                yield from local.use(groups.counterpart(-d, groups.mate(-e)), part)
 
 
 class _Sums:
-    """Where sums arrive: from the mate before us, on the way round our group; from other groups, of our blocks."""
+    """The buffers for sums: `inbox` for sums that go round the group, `groups` for the sums of other groups."""
 
     def __init__(self, local: Scatter, axis: str):
         row, dtype = local.problem.sent_row, local.problem.accumulator
@@ -89,9 +94,9 @@ class _Sums:
         self.groups: Buffer = local.work.scratch("group_sums", "copies", row, dtype)
 
     def group_sum(self, groups: _Groups, d: int, part: int) -> Generator[Op | None, None, Chunk]:
-        """The terms of our group for the rank in our place, d groups on: summed on their way round, last by us."""
+        """The sum of this group for the counterpart d groups away. The sum goes round the group and ends here."""
         for step in range(groups.ranks):
-            owner = groups.namesake(d, groups.mate(-1 - step))
+            owner = groups.counterpart(d, groups.mate(-1 - step))
             arriving = self.inbox[self.local.block(owner, part)]
             if step:
                 yield Recv(groups.mate(-1), arriving)
@@ -104,63 +109,66 @@ class _Sums:
         return arriving
 
     def from_group(self, d: int, part: int) -> Chunk:
+        """The sum of the group `d` groups before this one."""
         return self.groups[d * self.local.parts + part]
 
     def add_groups(self, groups: _Groups, part: int) -> Iterator[Op]:
-        """The sums of all other groups, in the place of the first."""
+        """Add the sums of all other groups. The result replaces the first of them."""
         for d in groups.others[1:]:
             first = self.from_group(1, part)
             yield Compute("add", (first, self.from_group(d, part)), (first,))
 
     def finish(self, own: Chunk, part: int) -> Op:
+        """Add the sum of this group and write the result."""
         return Compute("add", (self.from_group(1, part), own), (self.local.target(part),))
 
 
 def _reduce_scatter(local: Scatter, groups: _Groups) -> Iterator[Op]:
+    """The group sums each piece. The sums for other groups are sent to counterparts. The rank's own sum is last."""
     parts, sums = range(local.parts), _Sums(local, "rows")
     for d in groups.others:
         for part in parts:
-            yield Recv(groups.namesake(-d), sums.from_group(d, part))
+            yield Recv(groups.counterpart(-d), sums.from_group(d, part))
 
     def piece(d: int, part: int) -> Iterator[Op | None]:
-        whole = yield from sums.group_sum(groups, d, part)
+        total = yield from sums.group_sum(groups, d, part)
         if d:
-            yield Send(groups.namesake(d), whole)
+            yield Send(groups.counterpart(d), total)
         else:
             yield from sums.add_groups(groups, part)
-            yield sums.finish(whole, part)
+            yield sums.finish(total, part)
 
     yield from skewed(piece(d, part) for d in (*groups.others, 0) for part in parts)
 
 
 def _all_reduce(local: Scatter, groups: _Groups, part: int) -> Iterator[Op | None]:
-    """One slice: summed by its owners as above, then gathered while the next ones are made and summed.
+    """One slice: its owners sum it as above. Then it is gathered while the next slices are computed and summed.
 
-    What is sent in one step is received in the next one, so that slices keep to one order at both ends.
+    A message that is sent in one step is received in the next step. So both ends handle slices in the same order.
     """
     rank, y, sums = local.rank, local.work["y"], _Sums(local, "slices")
     for d in (*groups.others, 0):
-        whole = yield from sums.group_sum(groups, d, part)
+        total = yield from sums.group_sum(groups, d, part)
         if d:
-            yield Send(groups.namesake(d), whole)
+            yield Send(groups.counterpart(d), total)
             yield None
-            yield Recv(groups.namesake(-d), sums.from_group(d, part))
+            yield Recv(groups.counterpart(-d), sums.from_group(d, part))
     yield None
     yield from sums.add_groups(groups, part)
-    yield sums.finish(whole, part)
+    yield sums.finish(total, part)
     for d in groups.others:
-        yield Send(groups.namesake(d), y[local.block(rank, part)])
+        yield Send(groups.counterpart(d), y[local.block(rank, part)])
     for e in groups.mates:
         yield Send(groups.mate(e), y[local.block(rank, part)])
     yield None
     for d in groups.others:
-        yield Recv(groups.namesake(-d), y[local.block(groups.namesake(-d), part)])
+        yield Recv(groups.counterpart(-d), y[local.block(groups.counterpart(-d), part)])
     for e in groups.mates:
         yield Recv(groups.mate(-e), y[local.block(groups.mate(-e), part)])
     for d in groups.others:
         for e in groups.mates:
-            yield Send(groups.mate(e), y[local.block(groups.namesake(-d), part)])
+            yield Send(groups.mate(e), y[local.block(groups.counterpart(-d), part)])
     yield None
     for d in groups.others:
         for e in groups.mates:
-            yield Recv(groups.mate(-e), y[local.block(groups.namesake(-d, groups.mate(-e)), part)])
+            yield Recv(groups.mate(-e), y[local.block(groups.counterpart(-d, groups.mate(-e)), part)])

@@ -1,7 +1,7 @@
-"""The MPI library's own collectives: `unfused` is a kernel and one collective, `sliced` the same in s slices.
+"""The collectives of the MPI library. `unfused` is a kernel and one collective; `sliced` is the same in slices.
 
-Slice j is the j-th part of every shard, so the rows keep their standard places: while slice j is on its way, the
-kernel works on slice j + 1 (compute first) or j - 1 (communicate first).
+Slice j is the j-th part of every shard, so all rows keep their places. While slice j is sent, the kernel works on
+slice j + 1 if the operation computes first, else on slice j - 1.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from fompi.schedules.work import Gather, Scatter
 
 
 def window(problem: Problem) -> int | None:
-    """How many may be under way at once: of those that no kernel holds back, one.
+    """How many collectives may be in flight: one if the kernels follow the collectives, else any number (None).
 
-    All that are under way end together: none is complete before what this rank sends has left, behind all the rest.
+    Collectives that are in flight together end together: none is done before this rank has sent its data, and this data
+    is sent behind the data of the others. So with more than one in flight, the kernels would start late.
     """
     return 1 if (problem.weights or problem.gradients) and not problem.multiplies_first else None
 
 
 def sliced(problem: Problem, work: Workspace) -> Iterator[Op]:
+    """`sliced`, and `unfused` with one part."""
     if problem.moves in ("reduce_scatter", "all_reduce"):
         yield from _reduce(Scatter(problem, work))
     elif problem.moves == "broadcast":
         yield from _broadcast(Gather(problem, work))
     elif problem.multiplies_first:
-        yield from _deal(Scatter(problem, work))
+        yield from _all_to_all(Scatter(problem, work))
     else:
         yield from _gather(Gather(problem, work))
 
@@ -36,15 +38,15 @@ def _gather(local: Gather) -> Iterator[Op]:
     yield from local.begin()
     ranks = range(local.size)
     for part in range(local.parts):
-        every = ranks if local.problem.moves == "all_to_all" else [local.rank]
-        outgoing = tuple(local.outgoing(dest, part) for dest in every)
-        yield Collective(local.problem.moves, outgoing, tuple(local.land(source, part) for source in ranks))
+        dests = ranks if local.problem.moves == "all_to_all" else [local.rank]
+        outgoing = tuple(local.outgoing(dest, part) for dest in dests)
+        yield Collective(local.problem.moves, outgoing, tuple(local.place(source, part) for source in ranks))
     for part in range(local.parts):
         yield from local.use_slice(part)
     yield from local.finish()
 
 
-def _deal(local: Scatter) -> Iterator[Op]:
+def _all_to_all(local: Scatter) -> Iterator[Op]:
     yield from local.begin()
     partial, y, ranks = local.partial(local.problem.dtype), local.work["y"], range(local.size)
     for part in range(local.parts):
@@ -54,12 +56,12 @@ def _deal(local: Scatter) -> Iterator[Op]:
 
 
 def _reduce(local: Scatter) -> Iterator[Op]:
-    """A reduce-scatter takes its input in one run: slices are made part by part, not owner by owner."""
+    """A native reduce-scatter reads one run of rows. So the terms are stored part by part, not owner by owner."""
     yield from local.begin()
     problem, size = local.problem, local.size
     for part in range(local.parts):
         run = slice(part * size, (part + 1) * size)
-        if problem.moves == "all_reduce":  # any runs of rows will do
+        if problem.moves == "all_reduce":  # any run of rows may be a slice
             blocks = range(run.start, run.stop)
             target, slices = (
                 local.work["y"][run],
@@ -80,12 +82,12 @@ def _reduce(local: Scatter) -> Iterator[Op]:
 
 def _broadcast(local: Gather) -> Iterator[Op]:
     root, y = local.problem.root, local.full
-    mine: tuple[Chunk, ...] = ()
+    outgoing: tuple[Chunk, ...] = ()
     yield from local.begin() if local.rank == root else ()
     for part in range(local.parts):
         run = slice(part * local.size, (part + 1) * local.size)
         if local.rank == root:
-            mine = (local.x[run],)
-        yield Collective("broadcast", mine, () if mine else (y[run],))
-    if mine:
+            outgoing = (local.x[run],)
+        yield Collective("broadcast", outgoing, () if outgoing else (y[run],))
+    if outgoing:
         yield Compute("copy", (local.x[:],), (y[:],))

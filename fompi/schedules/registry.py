@@ -1,19 +1,19 @@
-"""How an operation is carried out: each schedule is a generator of the ops of one rank.
+"""The table of schedules. Each schedule is a generator that yields the ops of one rank.
 
-`slices` is a number of equal ones, or their sizes in proportion: (1, 2, 4), small first.
+| schedule          | messages                                              | parts per shard |
+|-------------------|-------------------------------------------------------|-----------------|
+| `unfused`         | the kernel, then one native collective                | 1               |
+| `sliced`          | one asynchronous native collective for each slice     | slices          |
+| `unfused_p2p`     | the kernel, then messages directly to each rank       | slices          |
+| `sliced_p2p`      | the same, for one slice of all shards at a time       | slices          |
+| `direct`          | directly to each rank, between pieces of the kernel   | slices          |
+| `pairwise`        | as `direct`, all ranks in step (all-to-all only)      | slices          |
+| `ring`            | to the next rank, between pieces of the kernel        | slices          |
+| `bidirectional`   | as `ring`, half of the parts in each direction        | 2 * slices      |
+| `exchange`        | all-reduce in one step, for small tensors             | slices          |
+| `hierarchical(g)` | each piece once between groups of g ranks             | slices          |
 
-| schedule        | messages                                             | parts per shard |
-|-----------------|------------------------------------------------------|-----------------|
-| `unfused`       | kernel, then the native collective                   | 1               |
-| `sliced`        | `slices` asynchronous native collectives             | slices          |
-| `unfused_p2p`   | kernel, then messages straight to each rank          | slices          |
-| `sliced_p2p`    | the same, a slice of every shard at a time           | slices          |
-| `direct`        | straight to each rank, between pieces of the kernel  | slices          |
-| `pairwise`      | `direct`, all ranks in step (all-to-all)             | slices          |
-| `ring`          | to the next rank, between the pieces of the kernel   | slices          |
-| `bidirectional` | half of the parts each way round                     | 2 * slices      |
-| `exchange`      | all-reduce in one step (small tensors)               | slices          |
-| `hierarchical(g)` | between groups of g ranks each piece goes once     | slices          |
+`slices` is the number of equal slices, or the relative sizes of the slices: (1, 2, 4) begins with the smallest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes, Slices
-from fompi.plans.plan import IN_STEP, Op, Plan, Program, Programs, Workspace, group_of
+from fompi.plans.plan import PAIRWISE, Op, Plan, Program, Programs, Workspace, group_size
 from fompi.plans.problems import MEANING, Problem
 from fompi.schedules import native
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
@@ -43,169 +43,53 @@ SCHEDULES: dict[str, Schedule] = {
     "unfused_p2p": unfused_p2p,
     "sliced_p2p": sliced_p2p,
     "direct": direct,
-    IN_STEP: direct,
+    PAIRWISE: direct,
     "ring": ring,
     "bidirectional": bidirectional,
     "exchange": exchange,
 }
-
-
-STRAIGHT = ("direct", "unfused_p2p", "sliced_p2p")
-"""Those in which every rank sends to every other one, in any order."""
-
-STEP_WINDOW = 2
-"""Sends under way of ranks in step, if shards are cut: the next slice is there before the last byte of this one."""
-
-GROUPS_WINDOW = 2
-"""Sends to a peer of a plan with groups: a piece that has gone all the way round leaves before others have begun."""
-
-GROUPED = ("all_gather", "reduce_scatter", "all_reduce")
-"""What `hierarchical` moves."""
-
-IN_RING_ORDER = (*STRAIGHT, "ring")
-"""Those that sum an element in the order of the ranks, from the one behind its owner round to the owner."""
+"""All schedules by name: the built-in ones, then those that users register. `_generator` adds `hierarchical(g)`."""
 
 REGISTERED: dict[str, tuple[str, ...]] = {}
-"""The schedules of users, and what each can move."""
+"""The schedules of users, and what each of them moves."""
 
-FORGET: list[Callable[[], None]] = []
-"""To be called when one is registered: what was chosen without it."""
+ON_REGISTER: list[Callable[[], None]] = []
+"""Called after a schedule is registered. The planner clears its caches here."""
 
 
 def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
-    """Register a schedule of your own: from now on `schedule="NAME"` takes it where these are moved.
+    """Register a schedule of your own. From then on `schedule="NAME"` selects it for the collectives in `moves`.
 
         @fompi.schedule("own first", "all_gather")
-        def own_first(problem, work):  # of one rank: work.rank, work.size, work.parts
+        def own_first(problem, work):  # for one rank: work.rank, work.size, work.parts
             x, y = work["x"], work["y"]
             yield Compute("copy", (x[:],), (y[work.rank * work.parts : (work.rank + 1) * work.parts],))
             ...
 
-    `moves` are among all_gather, reduce_scatter, all_reduce, all_to_all, broadcast. The generator yields `Send`,
-    `Recv`, `Compute` and `Collective` on chunks of the buffers in `work` (`fompi.plans.plan.Workspace`): those of the
-    problem, and what `work.scratch(...)` makes. All ranks of a job must register it. A plan by such a schedule is
-    proven whenever it is made, on any number of ranks: PlanError names rank, op and chunk. Registered again, a name of
-    yours stands for the new one. Raises PlanError for a name of ours or one that cannot be told from a number of ranks,
-    and for what nothing moves.
+    `moves` are some of all_gather, reduce_scatter, all_reduce, all_to_all, broadcast. The generator yields `Send`,
+    `Recv`, `Compute` and `Collective` on chunks of the buffers in `work` (`fompi.plans.plan.Workspace`). These are the
+    buffers of the problem and those that `work.scratch(...)` makes.
+
+    All ranks of a job must register the schedule. Each plan of such a schedule is verified when it is made, on any
+    number of ranks; PlanError names rank, op and chunk. A second registration of a name replaces the first. Raises
+    PlanError if the name is built in, empty or contains a parenthesis, and if `moves` is empty or has an unknown name.
     """
     known = {meaning.moves for meaning in MEANING.values()}
     if name == "auto" or (name in SCHEDULES and name not in REGISTERED):
-        raise PlanError(f"a schedule cannot be registered as {name!r}: that is one of ours")
+        raise PlanError(f"cannot register a schedule as {name!r}: this name is built in")
     if not name or "(" in name:
-        raise PlanError(f"a schedule cannot be registered as {name!r}: the name is empty, or has a parenthesis")
+        raise PlanError(f"cannot register a schedule as {name!r}: the name is empty or contains a parenthesis")
     if not moves or not known >= set(moves):
-        raise PlanError(
-            f"schedule {name!r} moves {', '.join(moves) or 'nothing'}; name some of {', '.join(sorted(known))}"
-        )
+        listed = ", ".join(sorted(known))
+        raise PlanError(f"schedule {name!r} moves {', '.join(moves) or 'nothing'}; choose one or more of {listed}")
 
-    def register(made: Schedule) -> Schedule:
-        SCHEDULES[name], REGISTERED[name] = made, moves
-        for forget in FORGET:
-            forget()
-        return made
+    def register(generator: Schedule) -> Schedule:
+        SCHEDULES[name], REGISTERED[name] = generator, moves
+        for callback in ON_REGISTER:
+            callback()
+        return generator
 
     return register
-
-
-def fingerprint() -> str:
-    """What tells the schedules of users from others of the same names: nothing where there are none.
-
-    The same in every process. What a function calls, or closes over, does not count.
-    """
-    words = [(name, moves, _written(getattr(SCHEDULES[name], "__code__", None))) for name, moves in REGISTERED.items()]
-    return f", with {blake2b(repr(words).encode(), digest_size=8).hexdigest()}" if words else ""
-
-
-def _written(constant: object) -> object:
-    """A function as it was written, wherever that was, or one of its constants."""
-    if isinstance(constant, CodeType):
-        return constant.co_code, constant.co_names, [_written(one) for one in constant.co_consts]
-    if isinstance(constant, frozenset):
-        return sorted(map(repr, constant))
-    return [_written(one) for one in constant] if isinstance(constant, tuple) else repr(constant)
-
-
-def available(problem: Problem) -> list[str]:
-    """The schedules that this problem can be carried out by: ours, then those of users."""
-    return _available(problem.moves, problem.size, problem.half)
-
-
-def _available(moves: str, size: int, half: bool) -> list[str]:
-    names = [name for name in SCHEDULES if name not in REGISTERED]
-    if moves == "all_to_all":  # each rank's block is wanted by one rank only: a ring would carry it past others
-        names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", IN_STEP]
-    else:
-        names.remove(IN_STEP)
-    if moves != "all_reduce" and "exchange" in names:
-        names.remove("exchange")
-    if half and moves in ("reduce_scatter", "all_reduce"):
-        names = [name for name in names if name not in ("unfused", "sliced")]
-    ranks = next((g for g in range(size // 2, 1, -1) if size % g == 0), 0)
-    groups = [f"hierarchical({ranks})"] if ranks and moves in GROUPED else []
-    return [*names, *groups, *(name for name, known in REGISTERED.items() if moves in known)]
-
-
-def is_available(problem: Problem, schedule: str) -> bool:
-    """Groups may have any number of ranks that divides theirs."""
-    return can_move(schedule, problem.moves, problem.size, problem.half)
-
-
-def can_move(schedule: str, moves: str, size: int, half: bool = False) -> bool:
-    """Whether there is such a schedule for what `moves`, in a half type or not."""
-    if not isinstance(schedule, str):
-        raise PlanError(f"schedule={schedule!r}: take the name of one, 'auto' among them")
-    ranks = group_of(schedule)
-    grouped = moves in GROUPED and 1 < ranks < size and size % ranks == 0
-    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, half)
-
-
-def hint(problem: Problem, schedule: str) -> str:
-    """Why there is no such schedule for this problem, where that can be told, and what there is."""
-    why = ""
-    if schedule in ("unfused", "sliced") and problem.half:
-        why = f": the library does not sum {problem.dtype} in float32"
-    elif group_of(schedule) > 1 and problem.size % group_of(schedule):
-        why = f": {problem.size} ranks are no groups of {group_of(schedule)}"
-    return f"{why}; take auto, {', '.join(available(problem))}"
-
-
-def _writer(schedule: str) -> Schedule:
-    ranks = group_of(schedule)
-    return SCHEDULES[schedule] if ranks == 1 else partial(hierarchical, ranks=ranks)
-
-
-MOST_SLICES = 4096
-
-
-def as_slices(slices: Any) -> Slices:
-    """`slices` as a number or a tuple of numbers. Raises PlanError for what is neither, or cuts nothing."""
-    found: Slices = 0
-    with suppress(TypeError):
-        found = tuple(map(index, slices)) if isinstance(slices, Iterable) else index(slices)
-    sizes = (found,) if isinstance(found, int) else found
-    if not sizes or min(sizes) < 1:
-        raise PlanError(f"slices={slices!r}: give a number >= 1, or the sizes of the slices in proportion: (1, 2, 4)")
-    if (found if isinstance(found, int) else len(found)) > MOST_SLICES:
-        raise PlanError(f"slices={slices!r}: a shard is cut into {MOST_SLICES} slices at most")
-    return found
-
-
-def shares_of(schedule: str, slices: Slices) -> tuple[int, ...]:
-    """The sizes of the parts of a shard in proportion. Raises PlanError for slices that are none."""
-    slices = as_slices(slices)
-    shares = (1,) * slices if isinstance(slices, int) else tuple(slices)
-    if schedule == "unfused":
-        return (1,)
-    return tuple(share for share in shares for _ in range(2)) if schedule == "bidirectional" else shares
-
-
-def to_one_peer(problem: Problem, schedule: str, slices: Slices) -> int:
-    """How many messages a rank may send to another one, by a schedule of ours."""
-    rounds = 2 if problem.moves == "all_reduce" else 1
-    hops = {"ring": problem.size - 1, "bidirectional": problem.size - 1}.get(schedule, 1)
-    if group_of(schedule) > 1:
-        hops = problem.size // group_of(schedule)
-    return rounds * hops * len(shares_of(schedule, slices))
 
 
 def write(
@@ -217,37 +101,161 @@ def write(
     at: Callable[[int], Problem] | None = None,
     order: tuple[tuple[int, ...], ...] = (),
 ) -> Plan:
-    """The Plan of `problem` by `schedule`, its shards cut into `slices`. Raises PlanError for what cannot be.
+    """The Plan of `problem` by `schedule`, with shards cut into `slices`. Raises PlanError if there is no such plan.
 
-    `at(rank)` is the problem of each rank where they differ in columns that do not travel (None: they do not differ).
-    `order[rank]`: the other ranks, in the order in which `rank` sends to them (`STRAIGHT` only).
+    `at(rank)` is the problem of each rank, if the problems differ in columns that are not sent (None: they do not).
+    `order[rank]` lists the other ranks in the order in which `rank` sends to them (only for `DIRECT_FAMILY`).
     """
     if not is_available(problem, schedule):
-        raise PlanError(f"{problem.operation} has no schedule {schedule!r}{hint(problem, schedule)}")
+        raise PlanError(f"{problem.operation} has no schedule {schedule!r}{alternatives(problem, schedule)}")
     if window is not None and (not isinstance(window, int) or window < 1):
-        raise PlanError(f"window={window!r}: at least one message must be under way, or None for no bound")
+        raise PlanError(f"window={window!r} must be an integer >= 1, or None for no limit")
     shares, size = shares_of(schedule, slices), problem.size
-    if order and schedule not in STRAIGHT:
-        raise PlanError(f"an order of peers is for {', '.join(STRAIGHT)}, not for {schedule}")
+    if order and schedule not in DIRECT_FAMILY:
+        raise PlanError(f"only {', '.join(DIRECT_FAMILY)} take an order of peers, not {schedule}")
     for rank, dests in enumerate(order):
         if len(order) != size or sorted((*dests, rank)) != list(range(size)):
-            raise PlanError(f"order[{rank}]={dests} must be all other ranks of {size}, each once", rank)
+            raise PlanError(f"order[{rank}]={dests} must list each of the other ranks once; there are {size}", rank)
 
     def program(rank: int) -> Program:
-        mine = problem if at is None else at(rank)
-        work = mine.workspace(rank, len(shares), order[rank] if order else ())
-        return work.program(_writer(schedule)(mine, work))
+        local_problem = problem if at is None else at(rank)
+        work = local_problem.workspace(rank, len(shares), order[rank] if order else ())
+        return work.program(_generator(schedule)(local_problem, work))
 
-    nothing = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
+    empty = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
     if window is None:
-        window = window_of(problem, schedule, len(shares))
-    return Plan(problem, schedule, shares, sizes or nothing, Programs(size, program), window, order)
+        window = default_window(problem, schedule, len(shares))
+    return Plan(problem, schedule, shares, sizes or empty, Programs(size, program), window, order)
 
 
-def window_of(problem: Problem, schedule: str, parts: int) -> int | None:
-    """Sends in flight, or collectives, where nobody says how many."""
-    if schedule == IN_STEP:
-        return STEP_WINDOW if parts > 1 else 1
+def _generator(schedule: str) -> Schedule:
+    ranks = group_size(schedule)
+    return SCHEDULES[schedule] if ranks == 1 else partial(hierarchical, ranks=ranks)
+
+
+# ------------------------------------------------------------------------------------------- which schedules fit
+
+
+DIRECT_FAMILY = ("direct", "unfused_p2p", "sliced_p2p")
+"""The schedules in which every rank sends to every other rank, in any order."""
+
+IN_RING_ORDER = (*DIRECT_FAMILY, "ring")
+"""The schedules that sum an element in the order of the ranks. The rank after the owner is first, the owner is last."""
+
+HIERARCHICAL_MOVES = ("all_gather", "reduce_scatter", "all_reduce")
+"""The collectives that `hierarchical` can carry out."""
+
+
+def available(problem: Problem) -> list[str]:
+    """The schedules for this problem: the built-in ones, then those of users."""
+    return _available(problem.moves, problem.size, problem.half)
+
+
+def _available(moves: str, size: int, half: bool) -> list[str]:
+    names = [name for name in SCHEDULES if name not in REGISTERED]
+    if moves == "all_to_all":  # only one rank needs each block; a ring would carry it through others
+        names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", PAIRWISE]
+    else:
+        names.remove(PAIRWISE)
+    if moves != "all_reduce" and "exchange" in names:
+        names.remove("exchange")
+    if half and moves in ("reduce_scatter", "all_reduce"):
+        names = [name for name in names if name not in ("unfused", "sliced")]
+    ranks = next((g for g in range(size // 2, 1, -1) if size % g == 0), 0)
+    groups = [f"hierarchical({ranks})"] if ranks and moves in HIERARCHICAL_MOVES else []
+    return [*names, *groups, *(name for name, known in REGISTERED.items() if moves in known)]
+
+
+def is_available(problem: Problem, schedule: str) -> bool:
+    """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
+    return can_move(schedule, problem.moves, problem.size, problem.half)
+
+
+def can_move(schedule: str, moves: str, size: int, half: bool = False) -> bool:
+    """True if the schedule carries out the collective `moves` on `size` ranks, for a half type if `half`."""
+    if not isinstance(schedule, str):
+        raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
+    ranks = group_size(schedule)
+    grouped = moves in HIERARCHICAL_MOVES and 1 < ranks < size and size % ranks == 0
+    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, half)
+
+
+def alternatives(problem: Problem, schedule: str) -> str:
+    """The end of an error message: why the problem does not have this schedule, if known, and which ones it has."""
+    why = ""
+    if schedule in ("unfused", "sliced") and problem.half:
+        why = f": MPI libraries do not sum {problem.dtype} in float32"
+    elif group_size(schedule) > 1 and problem.size % group_size(schedule):
+        why = f": {problem.size} ranks cannot be divided into groups of {group_size(schedule)}"
+    return f"{why}; choose auto, {', '.join(available(problem))}"
+
+
+def fingerprint() -> str:
+    """A text that identifies the code of the schedules of users. It is empty if there are none.
+
+    It is the same in every process. It does not cover functions that a schedule calls, nor variables of its closure.
+    """
+    words = [(name, moves, _code(getattr(SCHEDULES[name], "__code__", None))) for name, moves in REGISTERED.items()]
+    return f", with {blake2b(repr(words).encode(), digest_size=8).hexdigest()}" if words else ""
+
+
+def _code(constant: object) -> object:
+    """A function without its place in a file, or a constant of a function, in a form with a stable repr."""
+    if isinstance(constant, CodeType):
+        return constant.co_code, constant.co_names, [_code(part) for part in constant.co_consts]
+    if isinstance(constant, frozenset):
+        return sorted(map(repr, constant))
+    return [_code(part) for part in constant] if isinstance(constant, tuple) else repr(constant)
+
+
+# ------------------------------------------------------------------------------------------- slices and windows
+
+
+MOST_SLICES = 4096
+"""The most slices of a shard. More slices would exceed the number of messages that a plan may send to one peer."""
+
+PAIRWISE_WINDOW = 2
+"""The window of `pairwise` if shards are cut: the next slice starts before the end of this slice arrives."""
+
+HIERARCHICAL_WINDOW = 2
+"""The window of `hierarchical`, for each peer. A finished sum leaves the group before the next pieces fill the link."""
+
+
+def as_slices(slices: Any) -> Slices:
+    """`slices` as an integer or a tuple of integers. Raises PlanError if it is neither, or not positive."""
+    result: Slices = 0
+    with suppress(TypeError):
+        result = tuple(map(index, slices)) if isinstance(slices, Iterable) else index(slices)
+    sizes = (result,) if isinstance(result, int) else result
+    if not sizes or min(sizes) < 1:
+        raise PlanError(f"slices={slices!r} must be an integer >= 1, or the relative sizes of the slices: (1, 2, 4)")
+    if (result if isinstance(result, int) else len(result)) > MOST_SLICES:
+        raise PlanError(f"slices={slices!r}: a shard can be cut into at most {MOST_SLICES} slices")
+    return result
+
+
+def shares_of(schedule: str, slices: Slices) -> tuple[int, ...]:
+    """The relative sizes of the parts of a shard. Raises PlanError if `slices` is not valid."""
+    slices = as_slices(slices)
+    shares = (1,) * slices if isinstance(slices, int) else tuple(slices)
+    if schedule == "unfused":
+        return (1,)
+    return tuple(share for share in shares for _ in range(2)) if schedule == "bidirectional" else shares
+
+
+def messages_per_peer(problem: Problem, schedule: str, slices: Slices) -> int:
+    """An upper bound of the number of messages from one rank to another, for a built-in schedule."""
+    rounds = 2 if problem.moves == "all_reduce" else 1
+    hops = {"ring": problem.size - 1, "bidirectional": problem.size - 1}.get(schedule, 1)
+    if group_size(schedule) > 1:
+        hops = problem.size // group_size(schedule)
+    return rounds * hops * len(shares_of(schedule, slices))
+
+
+def default_window(problem: Problem, schedule: str, parts: int) -> int | None:
+    """The window of a plan if the caller gives none."""
+    if schedule == PAIRWISE:
+        return PAIRWISE_WINDOW if parts > 1 else 1
     if schedule == "sliced":
         return native.window(problem)
-    return GROUPS_WINDOW if group_of(schedule) > 1 else None
+    return HIERARCHICAL_WINDOW if group_size(schedule) > 1 else None

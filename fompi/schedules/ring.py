@@ -1,6 +1,9 @@
-"""Ring: every message goes to the next rank; `bidirectional` sends half of the parts each way round.
+"""Ring: every message goes to the next rank. `bidirectional` sends half of the parts in each direction.
 
-all-gather, 4 ranks: own shard first        reduce-scatter: own shard last, so that nothing is sent after it
+The tables show the shard that each rank works on in each step, on 4 ranks. An all-gather begins with its own shard. A
+reduce-scatter ends with its own shard, so that no message follows the last kernel.
+
+    all-gather                                  reduce-scatter
 
     step   r0  r1  r2  r3                       step   r0  r1  r2  r3
       0     0   1   2   3                         0     3   0   1   2
@@ -8,7 +11,7 @@ all-gather, 4 ranks: own shard first        reduce-scatter: own shard last, so t
       2     2   3   0   1                         2     1   2   3   0
       3     1   2   3   0                         3     0   1   2   3
 
-(CommFuse, arXiv 2604.24013, and before it the ring exchanges of TransformerEngine's userbuffers.)
+Sources: CommFuse, arXiv 2604.24013; the ring exchanges of TransformerEngine's userbuffers.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ from fompi.plans.problems import Problem
 from fompi.schedules.work import Gather, Scatter, skewed
 
 Directions = list[tuple[int, range]]
-"""(+1, parts that travel to the right), (-1, parts that travel to the left)."""
+"""(+1, the parts that go to the next rank) and (-1, the parts that go to the previous rank)."""
 
 
 def ring(problem: Problem, work: Workspace) -> Iterator[Op]:
+    """All parts go to the next rank."""
     yield from _write(problem, work, [(1, range(work.parts))])
 
 
 def bidirectional(problem: Problem, work: Workspace) -> Iterator[Op]:
+    """Even parts go to the next rank, odd parts to the previous rank."""
     yield from _write(problem, work, [(1, range(0, work.parts, 2)), (-1, range(1, work.parts, 2))])
 
 
@@ -52,14 +57,15 @@ def _write(problem: Problem, work: Workspace, directions: Directions) -> Iterato
 
 
 def _all_gather(local: Gather, own: Callable[[int, int], Chunk], directions: Directions) -> Iterator[Op]:
+    """In each step a rank passes one shard on, receives the next one, and uses the shard that it has."""
     rank, size = local.rank, local.size
     for step in range(size):
-        for sign, parts in directions:  # invariant: the shard of `owner` is here
+        for sign, parts in directions:  # invariant: this rank has the shard of `owner`
             owner = (rank - sign * step) % size
             for part in parts:
                 if step < size - 1:
-                    yield Recv((rank - sign) % size, local.land((owner - sign) % size, part))
-                    yield Send((rank + sign) % size, local.land(owner, part) if step else own(rank, part))
+                    yield Recv((rank - sign) % size, local.place((owner - sign) % size, part))
+                    yield Send((rank + sign) % size, local.place(owner, part) if step else own(rank, part))
                 if step:
                     yield from local.use(owner, part)
         if step == 0:
@@ -67,6 +73,7 @@ def _all_gather(local: Gather, own: Callable[[int, int], Chunk], directions: Dir
 
 
 def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
+    """In each step a rank receives a sum, adds its own term and passes the sum on."""
     rank, size, dtype = local.rank, local.size, local.problem.accumulator
     inbox = local.work.scratch("inbox", "rows", local.problem.sent_row, dtype)
     for step in range(size - 1):
@@ -89,7 +96,7 @@ def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
 
 
 def _all_reduce(local: Scatter, sign: int, part: int) -> Iterator[Op | None]:
-    """One part: its terms are summed on their way round, then the sums go round as they stand in y."""
+    """One part: a reduce-scatter in a ring, then an all-gather of the sums in a ring. Each None ends a step."""
     rank, size, y, dtype = local.rank, local.size, local.work["y"], local.problem.accumulator
     inbox = local.work.scratch("inbox", y.axis, local.problem.sent_row, dtype)
     ahead, behind = (rank + sign) % size, (rank - sign) % size
@@ -113,7 +120,7 @@ def _all_reduce(local: Scatter, sign: int, part: int) -> Iterator[Op | None]:
 
 
 def _broadcast(local: Gather, directions: Directions) -> Iterator[Op]:
-    """A chain from the root, block behind block; in both directions, two chains that meet."""
+    """A chain of ranks that begins at the root. Two directions make two chains, each to half of the ranks."""
     rank, size, root, y = local.rank, local.size, local.problem.root, local.full
     yield from local.begin() if rank == root else ()
     x = local.x if rank == root else y

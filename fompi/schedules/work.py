@@ -1,7 +1,7 @@
-"""The local work around the messages of a schedule: what is made before a block leaves, and done after one arrives.
+"""The kernels around the messages of a schedule: before a block is sent, and after a block has arrived.
 
-`Gather` and `Scatter` are the two families of `fompi.plans.problems`. A schedule decides the order of messages; these
-classes yield the kernels that go with them, so that each schedule is one loop for every operation of the family.
+`Gather` and `Scatter` are the two families of `fompi.plans.problems`. A schedule decides the order of the messages.
+These classes yield the kernels that belong to the messages. So one loop serves all operations of a family.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from fompi.plans.problems import Problem
 
 
 def merged(*columns: Iterable[Chunk]) -> list[tuple[Chunk, ...]]:
-    """The same blocks in as few runs as there are, where the columns go on side by side."""
+    """The chunks of each column, joined into as few chunks as possible.
+
+    Two neighbours are joined only if they are contiguous in every column.
+    """
     runs: list[tuple[Chunk, ...]] = []
     for row in zip(*columns, strict=True):
         if runs and all(a.buffer == b.buffer and a.stop == b.start for a, b in zip(runs[-1], row, strict=True)):
@@ -25,11 +28,13 @@ def merged(*columns: Iterable[Chunk]) -> list[tuple[Chunk, ...]]:
 
 
 def skewed(pieces: Iterable[Iterator[Op | None]]) -> Iterator[Op]:
-    """Pieces that begin one step after the other; each says None where a step ends.
+    """Run the pieces side by side, each one step behind the piece before it. A piece yields None at the end of a step.
 
-    piece 0   0   1   2                 the newest piece goes first: what its first step sends waits for nobody
+    piece 0   0   1   2
     piece 1       0   1   2
     piece 2           0   1   2
+
+    Within a step the newest piece comes first, because its first messages wait for no other rank.
     """
     waiting, active = iter(pieces), list[Iterator[Op | None]]()
     while True:
@@ -45,8 +50,8 @@ def skewed(pieces: Iterable[Iterator[Op | None]]) -> Iterator[Op]:
                 active.remove(piece)
 
 
-class _Local:
-    """What both families begin with: x packed if it came strided, half weights widened once."""
+class _LocalWork:
+    """The beginning of both families: a strided x is packed, and weights of half type are widened once."""
 
     def __init__(self, problem: Problem, work: Workspace):
         self.problem, self.work = problem, work
@@ -55,6 +60,7 @@ class _Local:
         self.weights = [work[problem.name("w", i)] for i in range(len(problem.weights))]
 
     def begin(self) -> Iterator[Op]:
+        """Pack x and widen the weights, if needed."""
         if self.problem.packed:
             self.x = self.work.scratch("x_packed", self.x.axis, self.x.row, self.x.dtype)
             for block in range(self.x.first, self.x.first + self.x.count):
@@ -65,16 +71,17 @@ class _Local:
                 yield Compute("copy", (weight[:],), (self.weights[i][:],))
 
     def multiply(self, i: int, x: Iterable[Chunk], y: Iterable[Chunk], bias: bool) -> Op:
+        """y = x @ w of the i-th weight, plus its bias if `bias`."""
         if bias:
             operands = (self.weights[i][:], self.work[self.problem.name("bias", i)][:])
             return Compute("matmul_bias", (*x, *operands), tuple(y))
         return Compute("matmul", (*x, self.weights[i][:]), tuple(y))
 
 
-class Gather(_Local):
-    """Blocks of x go out as they are; each block that arrives, and our own, is kept, multiplied, or both.
+class Gather(_LocalWork):
+    """Blocks of x are sent unchanged. The rank's own block and each block that arrives are kept, multiplied, or both.
 
-    `late`: use everything in one call per kernel when all of it is there, instead of block by block.
+    `late`: wait for all blocks and use them in one call of each kernel, instead of block by block.
     """
 
     def __init__(self, problem: Problem, work: Workspace, late: bool = False):
@@ -87,46 +94,48 @@ class Gather(_Local):
             self.full = work.scratch("full", axis, problem.row, problem.dtype)
         self.late = late and bool(problem.weights or problem.gradients)
         self.sums: list[Buffer] = []
-        self.begun: set[int] = set()
+        self.started: set[int] = set()  # the gradients whose sum has a first term
 
     def outgoing(self, dest: int, part: int) -> Chunk:
-        """What dest gets from us."""
+        """The block that this rank sends to `dest`."""
         owner = dest if self.x.axis == "send" else self.rank
         return self.x[owner * self.parts + part]
 
-    def land(self, source: int, part: int) -> Chunk:
-        """Where the block of source arrives, in its standard place."""
+    def place(self, source: int, part: int) -> Chunk:
+        """The place of the block of `source` among the gathered rows."""
         return self.full[source * self.parts + part]
 
     def _own(self) -> tuple[Chunk, Chunk]:
-        """Our own blocks, where they are and where they belong."""
+        """The rank's own blocks in x, and their place among the gathered rows."""
         parts = range(self.parts)
         (own,), (place,) = merged(
-            [self.outgoing(self.rank, part) for part in parts], [self.land(self.rank, part) for part in parts]
+            [self.outgoing(self.rank, part) for part in parts], [self.place(self.rank, part) for part in parts]
         )
         return own, place
 
     def copy_own(self) -> Iterator[Op]:
-        """Put our own blocks to those that arrive."""
+        """Copy the rank's own blocks to their place among the gathered rows."""
         own, place = self._own()
         yield Compute("copy", (own,), (place,))
 
     def use_own(self) -> Iterator[Op]:
-        """Our own blocks need no message: they are used in one call."""
+        """Use the rank's own blocks in one call: they wait for no message."""
         if self.keeps or self.late:
             yield from self.copy_own()
         own, place = self._own()
         yield from self._use([own], [place])
 
     def use(self, source: int, part: int) -> Iterator[Op]:
-        yield from self._use([self.land(source, part)], [self.land(source, part)])
+        """Use a block that has arrived."""
+        yield from self._use([self.place(source, part)], [self.place(source, part)])
 
     def use_slice(self, part: int) -> Iterator[Op]:
-        """One part of every shard, all of them arrived."""
-        (chunks,) = merged(self.land(source, part) for source in range(self.size))
+        """Use one part of every shard. All of them have arrived."""
+        (chunks,) = merged(self.place(source, part) for source in range(self.size))
         yield from self._use(chunks, chunks)
 
     def finish(self) -> Iterator[Op]:
+        """Do the work that waits for all blocks, and round gradients of half type."""
         if self.late:
             self.late = False
             yield from self._use([self.full[:]], [self.full[:]])
@@ -135,7 +144,7 @@ class Gather(_Local):
                 yield Compute("copy", (wide[:],), (self.work[self.problem.name("g", i)][:],))
 
     def _use(self, rows: Iterable[Chunk], places: Iterable[Chunk]) -> Iterator[Op]:
-        """Multiply `rows`, which stand for the blocks of `places`."""
+        """Multiply `rows`. They are the blocks of `places`, which may still be in x."""
         if self.late:
             return
         places = tuple(places)
@@ -146,14 +155,14 @@ class Gather(_Local):
             g = self._sum(i)
             h = [place._replace(buffer=self.problem.name("h", i)) for place in places]
             operands = (*h, *rows) if gradient.flipped else (*rows, *h)
-            if i in self.begun:
+            if i in self.started:
                 yield Compute("gradient_add", (*operands, g[:]), (g[:],))
             else:
                 yield Compute("gradient", operands, (g[:],))
-            self.begun.add(i)
+            self.started.add(i)
 
     def _sum(self, i: int) -> Buffer:
-        """Where a gradient is summed: in the result, or in float32 beside it."""
+        """The buffer in which a gradient is summed: the result, or a float32 buffer if the result has a half type."""
         if len(self.sums) <= i:
             g = self.work[self.problem.name("g", i)]
             wide = accumulator(g.dtype)
@@ -161,67 +170,73 @@ class Gather(_Local):
         return self.sums[i]
 
 
-class Scatter(_Local):
-    """Our term of each block is given (x) or made (x @ w); a schedule sends it to where the terms are summed.
+class Scatter(_LocalWork):
+    """This rank has a term of each block. The term is given (x) or computed (x @ w). A schedule sends it to its owner.
 
-    `early`: make everything in one call before the first message, instead of block by block. `by_slices`: make one
+    `early`: compute all terms in one call before the first message, instead of block by block. `by_slices`: compute one
     part of every shard in a call.
     """
 
     def __init__(self, problem: Problem, work: Workspace, early: bool = False, by_slices: bool = False):
         super().__init__(problem, work)
-        self.dealt = problem.moves == "all_reduce"  # slices of consecutive rows, dealt to the ranks
+        self.part_major = problem.moves == "all_reduce"  # each part is a run of rows, with a block of every rank
         self.early = early and problem.multiplies_first
-        self.by_slices = (by_slices or (self.dealt and self.parts > 1)) and problem.multiplies_first
-        self.made = False
-        self.made_slices: set[int] = set()
+        self.by_slices = (by_slices or (self.part_major and self.parts > 1)) and problem.multiplies_first
+        self.computed = False
+        self.computed_slices: set[int] = set()
 
     def block(self, owner: int, part: int) -> int:
-        return part * self.size + owner if self.dealt else owner * self.parts + part
+        """The number of a block."""
+        return part * self.size + owner if self.part_major else owner * self.parts + part
 
     def order(self, peers: Iterable[int]) -> list[tuple[int, int]]:
-        """(peer, part) of all blocks for others, in the order in which they are made."""
+        """(peer, part) of all blocks for other ranks, in the order in which their terms are computed."""
         pairs = [(peer, part) for peer in peers for part in range(self.parts)]
         return sorted(pairs, key=lambda pair: pair[1]) if self.by_slices else pairs
 
     @property
     def wire(self) -> str:
-        """The dtype in which a single term travels: products unrounded, if they are to be summed."""
+        """The dtype of a single term in a message. Products that will be summed are sent unrounded."""
         summed = self.problem.multiplies_first and self.problem.moves != "all_to_all"
         return self.problem.accumulator if summed else self.problem.dtype
 
     def partial(self, dtype: str) -> Buffer:
+        """The buffer of the computed terms."""
         return self.work.scratch("partial", self.x.axis, self.problem.sent_row, dtype)
 
     def begin(self) -> Iterator[Op]:
+        """As in `_LocalWork`. With `early`, compute all terms too."""
         yield from super().begin()
         if self.early:
             partial = self.partial(self.wire)
             yield from self.products(
                 [self.x[b] for b in range(self.x.count)], [partial[b] for b in range(partial.count)]
             )
-            self.made = True
+            self.computed = True
 
     def has_bias(self, block: int) -> bool:
-        """Whether our product of this block carries the bias: an all-to-all adds it before sending, a sum once."""
+        """True if the product of this block includes the bias.
+
+        An all-to-all adds the bias to every block. In a sum only the owner of the block adds it.
+        """
         if not self.problem.weights or not self.problem.weights[0].bias:
             return False
-        owner = block % self.size if self.dealt else block // self.parts
+        owner = block % self.size if self.part_major else block // self.parts
         return self.problem.moves == "all_to_all" or owner == self.rank
 
     def products(self, x: list[Chunk], y: list[Chunk]) -> Iterator[Op]:
-        """One call for neighbours that agree on the bias."""
+        """Multiply these blocks: one call for those without bias, one call for those with bias."""
         for bias in (False, True):
-            of_kind = [i for i, chunk in enumerate(x) if self.has_bias(chunk.start) == bias]
-            if of_kind:
-                rows, products = merged((x[i] for i in of_kind), (y[i] for i in of_kind))
+            matching = [i for i, chunk in enumerate(x) if self.has_bias(chunk.start) == bias]
+            if matching:
+                rows, products = merged((x[i] for i in matching), (y[i] for i in matching))
                 yield self.multiply(0, rows, products, bias)
 
     def term(self, owner: int, part: int, dtype: str) -> Generator[Op, None, Chunk]:
-        """Our term of one block, as a chunk of this dtype."""
+        """Compute the term of one block, unless it exists. Returns its chunk, which has this dtype."""
         block = self.block(owner, part)
         x = self.x[block]
-        if self.made:
+        if self.computed:
             return self.partial(dtype)[block]
         if self.by_slices:
             yield from self.slice(part, dtype)
@@ -234,15 +249,15 @@ class Scatter(_Local):
         return self.partial(dtype)[block]
 
     def slice(self, part: int, dtype: str) -> Iterator[Op]:
-        """Our terms of one part of every shard."""
-        if part not in self.made_slices:
-            self.made_slices.add(part)
+        """Compute the terms of one part of every shard, once."""
+        if part not in self.computed_slices:
+            self.computed_slices.add(part)
             blocks = [self.block(owner, part) for owner in range(self.size)]
             yield from self.products([self.x[b] for b in blocks], [self.partial(dtype)[b] for b in blocks])
 
     def own_terms(self, dtype: str) -> Generator[Op, None, list[Chunk]]:
-        """Our terms of our own blocks, made in one call: no message waits for a part of it."""
-        if self.made or self.by_slices or not self.problem.multiplies_first:
+        """Compute the terms of the rank's own blocks in one call: no message waits for them. Returns their chunks."""
+        if self.computed or self.by_slices or not self.problem.multiplies_first:
             terms = []
             for part in range(self.parts):
                 terms.append((yield from self.term(self.rank, part, dtype)))
@@ -253,9 +268,9 @@ class Scatter(_Local):
         return [partial[block] for block in range(run.start, run.stop)]
 
     def own_into(self, target: Chunk) -> Iterator[Op]:
-        """Our terms of our own blocks, written where they are wanted."""
+        """Compute the terms of the rank's own blocks and write them to `target`."""
         run = slice(self.rank * self.parts, (self.rank + 1) * self.parts)
-        if self.made or self.by_slices:
+        if self.computed or self.by_slices:
             for part in range(self.parts if self.by_slices else 0):
                 yield from self.slice(part, self.wire)
             yield Compute("copy", (self.partial(self.wire)[run],), (target,))
@@ -265,9 +280,10 @@ class Scatter(_Local):
             yield Compute("copy", (self.x[run],), (target,))
 
     def target(self, part: int) -> Chunk:
-        """Where our own block of the sum belongs."""
+        """The place of one of the rank's own blocks in the result."""
         return self.work["y"][self.block(self.rank, part)]
 
     @property
     def targets(self) -> Chunk:
+        """The place of all blocks of this rank in the result."""
         return self.work["y"][self.rank * self.parts : (self.rank + 1) * self.parts]

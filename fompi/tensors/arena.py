@@ -1,11 +1,11 @@
-"""Host memory for what fompi makes: 64-byte aligned blocks, lent as arrays, back when the last view has died.
+"""A pool of host memory for results and scratch. Blocks are aligned to 64 bytes and lent as NumPy arrays.
 
-    take() ──▶ array ──base──▶ lease ──▶ block      views of the array, and tensors that torch or JAX make
-                                │                   of it, keep the lease alive; when it dies, its `__del__`
-    free blocks ◀── settle ◀── returned blocks      puts the block among the returned ones
+    take() ──▶ array ──base──▶ lease ──▶ block      Views of the array, and tensors that torch or JAX make of it, keep
+                                │                   the lease alive. When the lease dies, its `__del__` adds the block
+    free blocks ◀── settle ◀── returned blocks      to the returned blocks.
 
-Memory fresh from the operating system costs a page fault per 4 KiB when it is first written; a block that
-came back does not. JAX borrows memory only where it is aligned to 64 bytes.
+New memory from the operating system costs one page fault per 4 KiB at the first write. A block that is used again
+costs none. JAX borrows memory without a copy only if it is aligned to 64 bytes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from numpy.typing import DTypeLike
 from fompi.base.errors import DtypeError
 
 ALIGNMENT = 64
+"""Bytes. Every block begins at a multiple of this: JAX copies memory that does not."""
 
 
 class _Block(NamedTuple):
     nbytes: int
     address: int
-    memory: np.ndarray  # owns it; a little larger than `nbytes`, for the alignment
+    memory: np.ndarray  # owns the block; up to 64 bytes larger than `nbytes`, for the alignment
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaStats:
-    """Bytes of an arena, counted in whole blocks."""
+    """How many bytes of an arena are lent and free. Whole blocks are counted."""
 
     lent_nbytes: int
     free_nbytes: int
-    limit_nbytes: int  # what `free_nbytes` never exceeds
+    limit_nbytes: int  # `free_nbytes` never exceeds this
 
     @property
     def held_nbytes(self) -> int:
+        """Lent and free bytes together."""
         return self.lent_nbytes + self.free_nbytes
 
     def __str__(self) -> str:
@@ -50,34 +52,34 @@ class ArenaStats:
 
 
 class Arena:
-    """A pool of host memory that keeps at most `limit_nbytes` of free blocks. For all threads, and `with`.
+    """A pool of host memory that keeps at most `limit_nbytes` of free blocks. Thread-safe. A context manager.
 
-    Up to `small_nbytes` memory is Python's own, and not counted.
+    Arrays of up to `small_nbytes` come from NumPy instead, and are not counted.
 
-    A lease can die at any moment: inside `take()` on the same thread when the collector runs, or on a thread
-    of XLA's. So nothing here waits for a lock. Blocks move by single list and dict operations, which are
-    atomic, and whoever gets the lock at once settles what was returned, for all. It looks once more after it
-    has let go of the lock, so that no block returned meanwhile is overlooked.
+    A lease can die at any moment: inside `take()` on the same thread when the garbage collector runs, or on a thread
+    of XLA. Therefore no method here waits for a lock. Blocks move by single list and dict operations, which are
+    atomic. The thread that gets the lock at the first try moves the returned blocks of all threads to the free blocks.
+    After it has released the lock it checks again for blocks that were returned in the meantime.
     """
 
     def __init__(self, limit_nbytes: int, small_nbytes: int = -1):
         self.limit_nbytes, self.small_nbytes = limit_nbytes, small_nbytes
         self._lent: dict[int, int] = {}  # address -> nbytes
         self._returned: deque[_Block] = deque()
-        self._free: dict[int, list[_Block]] = {}  # nbytes -> blocks; first the size unused for longest
-        self._free_bound = 0  # the bytes in `_free`, or more: take() leaves it
+        self._free: dict[int, list[_Block]] = {}  # nbytes -> blocks; the least recently used size is first
+        self._free_bound = 0  # at least the bytes in `_free`: take() does not lower it
         self._settling = Lock()
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike, aligned: bool = True) -> np.ndarray:
-        """`np.empty(shape, dtype)` in a block of this arena: aligned, and with whatever was there before.
+        """`np.empty(shape, dtype)` in an aligned block of this arena. The contents are undefined.
 
-        `aligned=False`: where it is small it need not be, which takes a microsecond less.
+        `aligned=False`: a small array need not be aligned. This saves a microsecond. Raises DtypeError for objects.
         """
         dtype = np.dtype(dtype)
         if dtype.hasobject:
-            raise DtypeError(f"an arena holds plain numbers, no Python objects: dtype {dtype}")
+            raise DtypeError(f"dtype {dtype} holds Python objects; an arena holds plain numbers only")
         nbytes = int(prod(shape)) * dtype.itemsize
-        if nbytes <= self.small_nbytes:  # a lease costs more than this memory
+        if nbytes <= self.small_nbytes:  # here a lease costs more than new memory
             if not aligned:
                 return np.empty(shape, dtype)
             memory = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -98,7 +100,7 @@ class Arena:
         return ArenaStats(sum(list(self._lent.values())), self._free_nbytes(), self.limit_nbytes)
 
     def close(self) -> None:
-        """Free what is free, and from now on every block as it comes back. What is lent stays as it is."""
+        """Release all free blocks now, and every lent block when it is returned. Lent arrays stay valid."""
         self.limit_nbytes = 0
         self._free.clear()
 
@@ -129,11 +131,11 @@ class Arena:
                 self._settling.release()
 
     def _trim(self) -> None:
-        """Drop free blocks until the limit holds, first those of the size unused for longest."""
+        """Drop free blocks until the limit holds. Blocks of the least recently used size go first."""
         self._free_bound = self._free_nbytes()
         for nbytes, blocks in list(self._free.items()):
             while blocks and self._free_bound > self.limit_nbytes:
-                del blocks[-1:]  # a take() on another thread may have had the last
+                del blocks[-1:]  # a slice: a take() on another thread may have taken the last block
                 self._free_bound -= nbytes
             if blocks:
                 break
@@ -144,7 +146,7 @@ class Arena:
 
 
 def block_nbytes(nbytes: int) -> int:
-    """The size of the block that serves `nbytes`: four steps per power of two, so at most a fifth is spare.
+    """The size of the block for `nbytes`. There are four sizes per power of two, so at most a fifth is unused.
 
     >>> [block_nbytes(n) for n in (0, 64, 65, 1024, 1025, 5000)]
     [64, 64, 128, 1024, 1280, 5120]
@@ -161,8 +163,8 @@ def _fresh_block(nbytes: int) -> _Block:
     return _Block(nbytes, address + -address % ALIGNMENT, memory)
 
 
-@cache  # one type per block size: some hundred at most
+@cache  # one type per block size: a few hundred at most
 def _lease_type(nbytes: int) -> Any:
-    """A ctypes array: it offers the buffer that `np.ndarray` wants, and being a class it has a `__del__`."""
+    """A ctypes array type: it exports the buffer that `np.ndarray` needs, and its `__del__` returns the block."""
     members = {"__slots__": ("arena", "block"), "__del__": lambda lease: lease.arena._give_back(lease.block)}
     return type("Lease", (c_char * nbytes,), members)

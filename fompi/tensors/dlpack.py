@@ -1,12 +1,12 @@
-"""Tensors in and out without a copy: borrow a framework's memory as a NumPy array, lend ours as its tensor.
+"""Tensors in and out without a copy: borrow a framework's tensor as a NumPy array, lend a NumPy array as a tensor.
 
     tensor ──borrow──▶ Tensor(array, dtype, ...)       the array is a view of the tensor's memory
-    array ───lend────▶ tensor of the same framework    the tensor keeps the array, and its arena block, alive
+    array ───lend────▶ tensor of the same framework    the tensor keeps the array and its arena block alive
 
-NumPy and PyTorch have doors of their own, faster than DLPack; all others, JAX included, come in through its
-capsules. NumPy knows no bfloat16 and no 8-bit floats: an array of ours holds their bits in unsigned integers
-of the same size, and the logical dtype is a name beside it. No framework is imported before a tensor of it
-comes, or is asked for.
+Tensors of NumPy and PyTorch are read directly, which is faster than DLPack. All others, JAX included, are read through
+DLPack's capsules. NumPy has no bfloat16 and no 8-bit floats. An array here holds their bits in unsigned integers of the
+same size, and the logical dtype is kept as a string beside the array. A framework is imported only when a tensor of it
+comes in or is requested.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ _CODES: dict[str, tuple[int, int]] = {  # name -> DLPack's type code, bits
 _NAMES = {code: name for name, code in _CODES.items()}
 
 STORAGE: dict[str, np.dtype] = {name: np.dtype(_CARRIERS.get(name, name)) for name in _CODES}
-"""Logical dtype -> dtype of the array that holds it: uint16 for bfloat16, uint8 for float8, else itself."""
+"""Logical dtype -> dtype of the array that holds it: uint16 for bfloat16, uint8 for float8, else the same dtype."""
 
 
 @lru_cache(maxsize=256)
 def _numpy_name(dtype: np.dtype) -> str | None:
-    """The logical dtype of an array of NumPy or JAX: its name, also with ml_dtypes. None: not one of ours."""
+    """The logical dtype of an array of NumPy, ml_dtypes or JAX. None if fompi does not support it."""
     known = dtype.isnative and dtype.name in STORAGE
     return dtype.name if known and dtype.itemsize == STORAGE[dtype.name].itemsize else None
 
 
 @lru_cache(maxsize=256)
 def _torch_name(dtype: Any) -> str | None:
+    """The logical dtype of a torch tensor. None if fompi does not support it."""
     name = str(dtype).removeprefix("torch.")
     return name if name in STORAGE else None
 
@@ -62,9 +63,9 @@ def _torch_name(dtype: Any) -> str | None:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A tensor of a framework, borrowed as a NumPy array on the same memory."""
+    """A framework's tensor, borrowed as a NumPy array on the same memory."""
 
-    array: np.ndarray  # shape and strides of the tensor, in the dtype STORAGE[dtype]
+    array: np.ndarray  # has the shape and strides of the tensor, and the dtype STORAGE[dtype]
     dtype: str  # the logical dtype: "float32", "bfloat16", ...
     framework: str  # "numpy", "torch", "jax", or "dlpack" for any other
     readonly: bool
@@ -72,10 +73,11 @@ class Tensor:
 
 
 def borrow(x: Any, name: str = "x") -> Tensor:
-    """The memory of `x`, as it lies, for as long as the result (or a view of its array) lives. Never a copy.
+    """The memory of `x` as a NumPy array, never a copy. The result, and every view of its array, keep `x` alive.
 
-    `x` is a tensor on the host: of NumPy, PyTorch or JAX, or anything else with `__dlpack__`. Errors call it
-    `name`. Gradients do not pass: a torch tensor that requires grad is refused, and so is a JAX tracer.
+    `x` is a tensor on the host: of NumPy, PyTorch or JAX, or any object with `__dlpack__`. Error messages call it
+    `name`. Raises TensorError for objects without such memory, for torch tensors that require grad, and for JAX
+    tracers. Raises DtypeError for dtypes that fompi does not support.
     """
     family = _family(type(x))
     if family == "numpy":
@@ -90,47 +92,47 @@ def borrow(x: Any, name: str = "x") -> Tensor:
         return _borrow_torch(x, name)
     if family == "tracer":
         raise TensorError(
-            f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad; "
-            "use fompi.jax.<operation> in jax.grad, outside jit (and not in the grad of a grad)"
+            f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad. "
+            "Use fompi.jax.<operation> in jax.grad. It works outside jit, and not in the grad of a grad."
         )
     if not _exports(x):
-        raise _no_tensor(x, name)
+        raise _not_a_tensor(x, name)
     if family == "jax":
         if x.is_deleted():
-            raise TensorError(f"{name} is a JAX array that was deleted or donated")
+            raise TensorError(f"{name} is a JAX array that has been deleted or donated")
         if _numpy_name(x.dtype) is None:
             raise _unknown_dtype(name, x.dtype)
     return _borrow_capsule(x, name, family)
 
 
 def is_tracer(x: Any) -> bool:
-    """Whether `x` stands for a JAX array inside jit, grad or vmap: it has a shape but no memory."""
+    """True if `x` represents a JAX array inside jit, grad or vmap. It has a shape but no memory."""
     return _family(type(x)) == "tracer"
 
 
 def requires_grad(x: Any) -> bool:
-    """Whether `x` is a torch tensor whose gradient somebody wants. Under torch.no_grad nobody does."""
+    """True if `x` is a torch tensor that requires grad. Always False under torch.no_grad."""
     return _family(type(x)) == "torch" and x.requires_grad and sys.modules["torch"].is_grad_enabled()
 
 
-def written(x: Any) -> None:
-    """Tell torch that we write to `x`: a graph that has saved it raises then, instead of taking the new numbers."""
+def mark_written(x: Any) -> None:
+    """Tell torch that fompi writes to `x`. A backward pass that has saved `x` then raises an error."""
     if _family(type(x)) == "torch" and not x.is_inference():
         sys.modules["torch"].autograd.graph.increment_version(x)
 
 
 def framework_of(x: Any) -> str:
-    """Whose tensor `x` is: "numpy", "torch", "jax", "cupy", or "dlpack" for any other with `__dlpack__`."""
+    """The framework of `x`: "numpy", "torch", "jax", "cupy", or "dlpack" for any other object with `__dlpack__`."""
     family = _family(type(x))
     if family == "tracer":
         return "jax"
     if family == "dlpack" and not _exports(x):
-        raise _no_tensor(x, "this object")
+        raise _not_a_tensor(x, "this object")
     return family
 
 
 _FAMILIES = {  # (package, class) -> family
-    ("numpy", "MaskedArray"): "dlpack",  # its memory lacks the mask: see _exports
+    ("numpy", "MaskedArray"): "dlpack",  # refused by _exports: its memory does not contain the mask
     ("numpy", "ndarray"): "numpy",
     ("torch", "Tensor"): "torch",
     ("jax", "Tracer"): "tracer",
@@ -141,7 +143,7 @@ _FAMILIES = {  # (package, class) -> family
 
 
 def _family_of_class(cls: type) -> str:
-    """Which framework a class belongs to, told by the names of its bases: that needs no import."""
+    """The framework that a class belongs to. The names of its base classes show it, without an import."""
     for base in cls.__mro__:
         family = _FAMILIES.get((str(base.__module__).partition(".")[0], base.__name__))
         if family:
@@ -153,7 +155,7 @@ _family: Callable[[type], str] = lru_cache(maxsize=256)(_family_of_class)
 
 
 def _exports(x: Any) -> bool:
-    """Whether `x` can be read as DLPack: as a producer, or as the capsule of one."""
+    """True if `x` can be read through DLPack: it exports a capsule, or it is one."""
     return type(x) is _Capsule or (hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray))
 
 
@@ -163,37 +165,39 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
         raise _unknown_dtype(name, x.dtype)
     torch = sys.modules["torch"]
     if x.requires_grad and torch.is_grad_enabled():
-        raise TensorError(f"{name} requires grad, and raw memory carries none: pass {name}.detach() to do without it")
+        raise TensorError(f"{name} requires grad, but its memory carries no gradient: pass {name}.detach()")
     if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
-        raise TensorError(f"{name} carries a forward-mode tangent, which raw memory does not")
+        raise TensorError(f"{name} has a forward-mode tangent, but its memory carries none")
     try:
         carrier, plain = _CARRIERS.get(dtype), x.detach() if x.requires_grad else x
         array = (plain.view(getattr(torch, carrier)) if carrier else plain).numpy()
-    except (RuntimeError, TypeError) as error:  # on a GPU, sparse, conjugate, traced, ...
+    except (RuntimeError, TypeError) as error:  # a tensor on a GPU, or a sparse, conjugate or traced one
         if x.device.type != "cpu":
-            raise TensorError(f"{name} is on {x.device}; this communicator works on host memory") from None
-        raise TensorError(f"{name} has no plain memory to borrow: {error}") from error
+            raise TensorError(f"{name} is on {x.device}, but fompi works on host memory") from None
+        raise TensorError(f"{name} has no plain memory that can be borrowed: {error}") from error
     return Tensor(array, dtype, "torch", False, x)
 
 
 def _unknown_dtype(name: str, dtype: object) -> DtypeError:
-    return DtypeError(f"{name} has dtype {dtype}; fompi knows native {', '.join(_CODES)}")
+    return DtypeError(f"{name} has dtype {dtype}; fompi supports, in native byte order: {', '.join(_CODES)}")
 
 
-def _no_tensor(x: Any, name: str) -> TensorError:
+def _not_a_tensor(x: Any, name: str) -> TensorError:
     if isinstance(x, np.ndarray):
         remedy = f"pass {name}.filled()"
     elif isinstance(x, (list, tuple, int, float, complex, np.generic)):
         remedy = f"pass np.asarray({name})"
     else:
-        remedy = "pass a tensor of NumPy, PyTorch, JAX or whatever else exports DLPack"
-    return TensorError(f"{name} is of type {type(x).__name__}, which is no tensor: {remedy}")
+        remedy = "pass a tensor of NumPy, PyTorch, JAX, or an object that exports DLPack"
+    return TensorError(f"{name} has type {type(x).__name__}, which is not a tensor: {remedy}")
 
 
 # ── DLPack's capsules ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class _DLTensor(ctypes.Structure):
+    """DLTensor of dlpack.h (https://github.com/dmlc/dlpack)."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -203,17 +207,21 @@ class _DLTensor(ctypes.Structure):
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; null: C-contiguous
+        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; null means C-contiguous
         ("byte_offset", ctypes.c_uint64),
     )
 
 
-class _Managed(ctypes.Structure):  # DLManagedTensor, before DLPack 1.0
+class _Managed(ctypes.Structure):
+    """DLManagedTensor: the form before DLPack 1.0."""
+
     _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
     major, flags = 0, 0
 
 
-class _ManagedVersioned(ctypes.Structure):  # DLManagedTensorVersioned
+class _ManagedVersioned(ctypes.Structure):
+    """DLManagedTensorVersioned: the form since DLPack 1.0."""
+
     _fields_ = (
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
@@ -224,15 +232,20 @@ class _ManagedVersioned(ctypes.Structure):  # DLManagedTensorVersioned
     )
 
 
-_READ_ONLY = 1  # a bit of `flags`
+_READ_ONLY = 1
+"""The bit of `flags` that forbids writing."""
+
 _FORMS = (
     (b"dltensor_versioned", b"used_dltensor_versioned", _ManagedVersioned),
     (b"dltensor", b"used_dltensor", _Managed),
 )
-_DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda (managed)", 14: "oneapi"}
-_HOST = (1, 3, 11)  # plain, and page-locked for CUDA or ROCm
+"""For each kind of capsule: its name, its name once it is consumed, and the struct that it contains."""
 
-_Capsule = type(np.empty(0).__array_struct__)  # Python gives the class no name before 3.13
+_DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda (managed)", 14: "oneapi"}
+_HOST = (1, 3, 11)
+"""DLPack's device types of host memory: ordinary, page-locked for CUDA, page-locked for ROCm."""
+
+_Capsule = type(np.empty(0).__array_struct__)  # before Python 3.13 the class has no public name
 _Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -246,7 +259,7 @@ _capsule_rename = _c_function("PyCapsule_SetName", ctypes.c_int)
 
 
 class _Export:
-    """What a producer exported. NumPy makes an array of it; once its last view is dead, the deleter runs."""
+    """An exported tensor. NumPy makes an array of it. The deleter runs when the last view of that array has died."""
 
     __slots__ = ("__array_interface__", "_address", "_delete")
 
@@ -264,7 +277,7 @@ def _borrow_capsule(x: Any, name: str, framework: str) -> Tensor:
     capsule = x if type(x) is _Capsule else _capsule_of(x, name)
     managed, used_name = _open(capsule, name)
     if managed.major > 1:
-        raise TensorError(f"{name} was exported by DLPack {managed.major}, and fompi reads 1 and before")
+        raise TensorError(f"{name} was exported in the format of DLPack {managed.major}; fompi reads versions up to 1")
     tensor = managed.tensor
     if tensor.device_type not in _HOST:
         raise _on_device(name, tensor.device_type, tensor.device_id)
@@ -281,7 +294,7 @@ def _borrow_capsule(x: Any, name: str, framework: str) -> Tensor:
         "shape": tuple(shape),
         "strides": tuple(stride * storage.itemsize for stride in strides) if strides else None,
     }
-    _capsule_rename(capsule, used_name)  # consumed: from here on the deleter is ours to call
+    _capsule_rename(capsule, used_name)  # consumed: from now on _Export must call the deleter
     return Tensor(np.asarray(_Export(interface, managed)), dtype, framework, readonly, x)
 
 
@@ -295,38 +308,39 @@ def _capsule_of(x: Any, name: str) -> Any:
     raise _on_device(name, int(device_type), device_id)
 
 
-def _export(x: Any, **asked: Any) -> Any:
-    """`x.__dlpack__(**asked)`, or without the keywords if the producer is older than DLPack 1.0."""
+def _export(x: Any, **keywords: Any) -> Any:
+    """`x.__dlpack__(**keywords)`, or `x.__dlpack__()` if the producer is older than DLPack 1.0."""
     try:
-        return x.__dlpack__(**asked)
+        return x.__dlpack__(**keywords)
     except TypeError:
         return x.__dlpack__()
 
 
 def _open(capsule: Any, name: str) -> tuple[Any, bytes]:
-    """The struct in a capsule, and the name that the capsule bears once it is consumed."""
+    """The struct in a capsule, and the name that the capsule gets once it is consumed."""
     for fresh_name, used_name, form in _FORMS:
         if _capsule_is(capsule, fresh_name):
             return form.from_address(_capsule_pointer(capsule, fresh_name)), used_name
-    raise TensorError(f"{name} exported {capsule!r}: a capsule can be consumed once; export the tensor again")
+    raise TensorError(f"{name} exported {capsule!r}: a capsule can be consumed only once; export the tensor again")
 
 
 def _on_device(name: str, device_type: int, device_id: int) -> TensorError:
     device = _DEVICES.get(device_type, f"DLPack device {device_type}")
-    return TensorError(f"{name} is on {device}:{device_id}; this communicator works on host memory")
+    return TensorError(f"{name} is on {device}:{device_id}, but fompi works on host memory")
 
 
 # ── lend ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lend(array: np.ndarray, dtype: str, like: Tensor | str) -> Any:
-    """`array` as a tensor of the framework of `like`, on the same memory, which lives as long as the tensor.
+    """`array` as a tensor of the framework of `like`, on the same memory. The tensor keeps the memory alive.
 
-    `dtype` is the logical dtype of an array of `STORAGE[dtype]`. What a framework cannot hold is copied:
-    read-only memory and negative strides for torch; for JAX all but writable, C-contiguous, 64-byte aligned.
+    `dtype` is the logical dtype; `array` has the dtype `STORAGE[dtype]`. An array is copied if the framework cannot
+    represent it. For torch this is read-only memory, or a negative stride. For JAX it is every array that is not
+    writable, C-contiguous and aligned to 64 bytes.
     """
     if array.dtype != STORAGE[dtype]:
-        raise DtypeError(f"{dtype} is held in an array of {STORAGE[dtype]}, not of {array.dtype}")
+        raise DtypeError(f"{dtype} needs an array of dtype {STORAGE[dtype]}, not {array.dtype}")
     framework = like if isinstance(like, str) else like.framework
     if framework == "numpy":
         return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in _CARRIERS else array
@@ -338,17 +352,18 @@ def lend(array: np.ndarray, dtype: str, like: Tensor | str) -> Any:
     if framework == "jax":
         tensor = _module("jax.dlpack").from_dlpack(Lent(array if array.flags.carray else array.copy(), dtype))
         if tensor.dtype.name != dtype:
-            raise DtypeError(f"JAX made {tensor.dtype} of {dtype}: set jax_enable_x64")
+            raise DtypeError(f"JAX turned {dtype} into {tensor.dtype}: set jax_enable_x64")
         return tensor
     if framework == "dlpack":
         return Lent(array, dtype)
-    raise TensorError(f"host memory cannot be lent to {framework}")
+    raise TensorError(f"host memory cannot become a tensor of {framework}")
 
 
 class Lent:
-    """Memory of ours for any consumer of DLPack: `torch.from_dlpack(lent)`, `cupy.from_dlpack(lent)`, ...
+    """An array of fompi for any consumer of DLPack: `torch.from_dlpack(lent)`, `cupy.from_dlpack(lent)`, ...
 
-    NumPy writes the capsule; its deleter, in C, is safe on any thread and at exit. We only correct the dtype.
+    NumPy makes the capsule. NumPy's deleter is written in C and is safe on any thread and at exit. Only the dtype is
+    corrected here.
     """
 
     __slots__ = ("__weakref__", "array", "dtype")
@@ -368,7 +383,7 @@ class Lent:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule of the array. `stream` means nothing on the host, but some consumers pass it."""
+        """A capsule of the array. `stream` has no meaning on the host, but some consumers pass it."""
         if dl_device not in (None, self.__dlpack_device__()):
             raise BufferError(f"this tensor is on device {self.__dlpack_device__()}, not {dl_device}")
         array = self.array.copy() if copy else self.array
@@ -383,5 +398,5 @@ class Lent:
 
 
 def _module(name: str) -> ModuleType:
-    """A framework by its name: loaded already if a tensor of it came in, else the caller asks for it."""
+    """The module `name`. It is loaded already if a tensor of that framework came in."""
     return sys.modules.get(name) or import_module(name)

@@ -1,1 +1,6 @@
-"""PyTorch: a fompi operation on tensors that require grad is a node of autograd. The only room that imports torch."""
+"""PyTorch: an operation on tensors that require grad becomes a node of the autograd graph.
+
+- `autograd`: the node. `fompi.<operation>(...)` calls it by itself.
+
+This room may import the package torch, and all rooms from `base` to `tuning`. Only this room and `bench` import torch.
+"""

@@ -1,8 +1,8 @@
-"""Gradients for PyTorch: a fompi operation on tensors that require grad is a node of autograd.
+"""Gradients for PyTorch: an operation on tensors that require grad is a node of autograd.
 
-Nothing needs to be called here: `fompi.all_gather_matmul(x, w)` comes to `differentiable` by itself. The backward is
-the fused dual (`fompi.ops.adjoints`). All ranks must run the same backward, in the same order, as they do the same
-forward.
+Programs do not call this file: `fompi.all_gather_matmul(x, w)` calls `differentiable` if a tensor requires grad. The
+backward is the adjoint of the operation (`fompi.ops.adjoints`). It communicates too, so all ranks must run the same
+backward in the same order.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ def differentiable(operation: Operation, arguments: Arguments, comm: Any, call_o
     call = Call(operation, arguments, comm, call_options)
     for tensor in arguments.tensors:
         if not isinstance(tensor, torch.Tensor):
-            call.refuse(f": {type(tensor).__name__} beside a torch tensor that requires grad; make it one of torch too")
-    shape: list[Any] = []
-    outputs = _Fused.apply(call, shape, *arguments.tensors)
-    return unflatten(shape[0], list(outputs))
+            kind = type(tensor).__name__
+            call.refuse(f": {kind} beside a torch tensor that requires grad: make all of them torch tensors")
+    results: list[Any] = []
+    outputs = _Node.apply(call, results, *arguments.tensors)
+    return unflatten(results[0], list(outputs))
 
 
-class _Fused(torch.autograd.Function):
+class _Node(torch.autograd.Function):
+    """One call in the graph. The forward appends its result to `results`, because autograd returns flat tuples only."""
+
     @staticmethod
-    def forward(ctx: Any, call: Call, shape: list[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, results: list[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(tensors if call.keeps else ()))
         result = call.forward([t.detach() for t in tensors], gradient=True)
-        shape.append(result)
+        results.append(result)
         return tuple(flatten(result))
 
     @staticmethod
@@ -43,10 +46,10 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
         tensors = [t.detach() for t in ctx.saved_tensors] or [None] * len(needs)
-        found = ctx.call.backward(tensors, [_conjugate(g) for g in grads], needs)
-        return None, None, *map(_conjugate, found)
+        gradients = ctx.call.backward(tensors, [_conjugate(g) for g in grads], needs)
+        return None, None, *map(_conjugate, gradients)
 
 
 def _conjugate(t: torch.Tensor | None) -> torch.Tensor | None:
-    """torch's gradient is the conjugate of the transpose's product; a tensor of real numbers stays as it is."""
+    """The complex conjugate. torch defines gradients with conjugates, the adjoints are written without them."""
     return None if t is None else t.conj().resolve_conj()

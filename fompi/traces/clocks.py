@@ -1,8 +1,9 @@
-"""The clock of another rank: its offset and drift, from samples of an exchange that tells the time.
+"""The clock of another rank: its offset and its drift, fitted to samples.
 
-We ask at `sent`, the other rank answers with its time `remote`, the answer is here at `received`. The answer was given
-somewhere between, so the error is at most half the round trip: the quickest exchange of a batch counts, the others
-had to wait somewhere. Batches at different times show the drift.
+A sample is one exchange of messages. This rank sends a request at `sent`. The other rank answers with its time
+`remote`. The answer arrives at `received`. The other rank read its clock between these two times, so the error of the
+offset is at most half of the round trip. Of each batch of samples only the one with the shortest round trip counts.
+Batches at different times show the drift.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import NamedTuple
 from fompi.base.errors import LayoutError
 
 SHORTEST_SPAN = 1.0
-"""Seconds between batches below which a drift cannot be told from the error of the offsets."""
+"""The least time from the first to the last batch, in seconds, for a drift.
+
+In a shorter time the clocks drift apart by less than the error of the offsets.
+"""
 
 
 class Sample(NamedTuple):
-    """One exchange: when we asked and had the answer, by our clock; what the other's clock showed."""
+    """One exchange: `sent` and `received` by the clock of this rank, `remote` by the clock of the other rank."""
 
     sent: float
     remote: float
@@ -30,15 +34,16 @@ class Sample(NamedTuple):
 
     @property
     def offset(self) -> float:
-        """What to add to the other's clock to get ours."""
+        """The clock of this rank minus the clock of the other rank."""
         return (self.sent + self.received) / 2 - self.remote
 
 
 @dataclass(frozen=True)
 class Clock:
-    """`clock(t)` is our time when the other's clock shows t: ahead by `offset` at `at`, and by `drift` more a second.
+    """`clock(t)` is the time of this rank when the clock of the other rank shows t.
 
-    `error`: half the round trip of the samples that count, the most that the offset may be off.
+    `offset` is the difference of both clocks when the other clock shows `at`. `drift` is the change of this difference
+    per second. `error` is the largest possible error of the offset in seconds: half of the longest round trip used.
     """
 
     at: float
@@ -51,11 +56,14 @@ class Clock:
 
 
 SAME = Clock(0.0, 0.0, 0.0, 0.0)
-"""Our own clock."""
+"""The clock of this rank."""
 
 
 def fit(batches: Sequence[Sequence[Sample]]) -> Clock:
-    """The other's clock, from batches of samples, each taken at once. Raises LayoutError where there is none."""
+    """The clock of the other rank. The samples of one batch are taken right after each other.
+
+    Raises LayoutError if there is no sample.
+    """
     best = [min(batch, key=lambda sample: sample.round_trip) for batch in batches if batch]
     if not best:
         raise LayoutError("no sample of the clock of another rank")

@@ -1,4 +1,4 @@
-"""Whether calls take what was predicted."""
+"""Compares the times of calls with the prediction, and warns if they differ."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from statistics import median
 from fompi.base.errors import DriftWarning
 
 WARN_CALLS, WARN_DRIFT = 16, 1.5
-"""The median of so many calls, so far from the prediction, is worth a warning."""
+"""A warning needs the median of this many calls, and a ratio of measured to predicted time above this factor.
+
+One slow call is noise. A prediction by the model may be wrong by some tens of per cent.
+"""
 
 LEAST_SECONDS = 2e-4
-"""What differs by less is not about links."""
+"""Differences of up to this many seconds are noise of the host. They say nothing about links."""
 
 
 def differ(a: float, b: float, factor: float) -> bool:
+    """True if two times in seconds differ by more than LEAST_SECONDS and by more than `factor`."""
     return abs(a - b) > LEAST_SECONDS and max(a, b) > factor * min(a, b)
 
 
 class Drift:
-    """Of one bound operation: the seconds of its last calls, beside those that were predicted on a machine."""
+    """The times of the last calls of one bound operation, and the time that was predicted on a machine."""
 
     def __init__(self, title: str, machine: str, predict: Callable[[], float]):
         self.title, self.machine, self._predict = title, machine, predict
@@ -30,7 +34,7 @@ class Drift:
         self._warned = False
 
     def note(self, seconds: float) -> None:
-        """A call took so long. A DriftWarning, once, when many take much longer than predicted."""
+        """Record the time of one call. Issue one DriftWarning if calls take much longer than predicted."""
         if self._warned:
             return
         self._seconds.append(seconds)
@@ -42,8 +46,8 @@ class Drift:
         if measured > self._predicted and differ(measured, self._predicted, WARN_DRIFT):
             self._warned = True
             warnings.warn(
-                f"{self.title}: {1e3 * measured:.3g} ms a call, but {1e3 * self._predicted:.3g} ms were predicted on "
-                f"{self.machine}: calibrate again, or bind an explanation with adapt=True",
+                f"{self.title}: a call takes {1e3 * measured:.3g} ms, but {1e3 * self._predicted:.3g} ms were "
+                f"predicted on {self.machine}. Calibrate again, or bind an explanation with adapt=True",
                 DriftWarning,
                 stacklevel=4,
             )

@@ -1,4 +1,4 @@
-"""How a trace looks: as text for a terminal, as SVG for a page. Two rows a rank: its kernels, its messages.
+"""Draws traces, as text for a terminal or as SVG for a page. Each rank has a row of kernels and a row of messages.
 
 print(timeline(trace))
 Path("step.svg").write_text(timelines({"without overlap": a, "with overlap": b}))
@@ -12,7 +12,7 @@ from html import escape
 from fompi.traces.trace import Event, Interval, Trace, intersection, length, union
 
 _COLOURS = {"compute": "#3b6ea8", "add": "#7fb3d5", "message": "#e08e45"}
-_WORDS = {"compute": "compute", "add": "adds and copies", "message": "messages"}
+_LABELS = {"compute": "compute", "add": "adds and copies", "message": "messages"}
 
 
 def _kind(event: Event) -> str:
@@ -22,7 +22,7 @@ def _kind(event: Event) -> str:
 
 
 def _rows(trace: Trace, rank: int) -> dict[str, list[Interval]]:
-    """The time of each kind, in intervals that do not overlap."""
+    """For each kind of event, the intervals in which such events ran. Intervals of one kind do not overlap."""
     events = [e for e in trace.events if e.rank == rank]
     return {kind: union(e.moves for e in events if _kind(e) == kind) for kind in _COLOURS}
 
@@ -31,11 +31,11 @@ def _span(trace: Trace) -> tuple[float, float]:
     return min((e.start for e in trace.events), default=0.0), max((e.end for e in trace.events), default=0.0)
 
 
-# ------------------------------------------------------------------------------------------------- in a terminal
+# --------------------------------------------------------------------------------------------------------- as text
 
 
 def timeline(trace: Trace, width: int = 100) -> str:
-    """The trace as text, `width` columns of time: # is a kernel, + an add or a copy, = a message in flight."""
+    """The trace as text, with `width` columns of time. # is a product, + an add or a copy, = a message in flight."""
     begin, end = _span(trace)
     lines = [f"{trace.kind}: {trace.title}, {1e3 * trace.seconds:.3f} ms  (# compute, + adds and copies, = messages)"]
     for rank in trace.ranks:
@@ -47,12 +47,12 @@ def timeline(trace: Trace, width: int = 100) -> str:
 
 
 def _cells(kinds: Mapping[str, list[Interval]], begin: float, end: float, width: int) -> str:
-    """One character a column: what took most of its time, blank where that was nothing."""
+    """One character per column: the kind that took most of its time. A column that is idle for half of it is blank."""
     column = (end - begin) / width or 1.0
     cells = []
     for i in range(width):
-        here = [(begin + i * column, begin + (i + 1) * column)]
-        shares = {mark: length(intersection(intervals, here)) for mark, intervals in kinds.items()}
+        cell = [(begin + i * column, begin + (i + 1) * column)]
+        shares = {mark: length(intersection(intervals, cell)) for mark, intervals in kinds.items()}
         mark = max(shares, key=lambda mark: shares[mark])
         cells.append(mark if sum(shares.values()) > column / 2 else " ")
     return "".join(cells)
@@ -64,16 +64,16 @@ _LEFT, _WIDTH, _ROW, _GAP, _HEAD, _AXIS = 150, 800, 14, 8, 28, 26
 
 
 def timelines(named: Mapping[str, Trace]) -> str:
-    """An SVG picture of these traces, one above the other, on one axis in ms; the text of a file."""
+    """The text of an SVG file: these traces one below the other, on one time axis in ms. The keys are the titles."""
     longest = max((trace.seconds for trace in named.values()), default=0.0) or 1e-3
     scale = _WIDTH / longest
     body: list[str] = []
     y = 10
     for name, trace in named.items():
         begin, _ = _span(trace)
-        where = ", emulated accelerator" if "emulated accelerator" in trace.title else ""
-        words = f"{escape(name)}: {1e3 * trace.seconds:.1f} ms{where}"
-        body.append(f'<text x="{_LEFT}" y="{y + 14}" font-weight="bold">{words}</text>')
+        suffix = ", emulated accelerator" if "emulated accelerator" in trace.title else ""
+        heading = f"{escape(name)}: {1e3 * trace.seconds:.1f} ms{suffix}"
+        body.append(f'<text x="{_LEFT}" y="{y + 14}" font-weight="bold">{heading}</text>')
         y += _HEAD
         for rank in trace.ranks:
             rows = _rows(trace, rank)
@@ -93,14 +93,14 @@ def timelines(named: Mapping[str, Trace]) -> str:
     for i, (kind, colour) in enumerate(_COLOURS.items()):
         x = _LEFT + 160 * i
         body.append(f'<rect x="{x}" y="{y + 4}" width="12" height="12" fill="{colour}"/>')
-        body.append(f'<text x="{x + 18}" y="{y + 14}">{_WORDS[kind]}</text>')
+        body.append(f'<text x="{x + 18}" y="{y + 14}">{_LABELS[kind]}</text>')
     size = f'width="{_LEFT + _WIDTH + 30}" height="{y + 26}" viewBox="0 0 {_LEFT + _WIDTH + 30} {y + 26}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>"]) + "\n"
 
 
 def _boxes(intervals: Iterable[Interval], begin: float, scale: float, top: float, kind: str) -> list[str]:
-    """Boxes less than half a pixel apart are drawn as one: a long trace stays a small file."""
+    """One box per interval. Boxes less than half a pixel apart become one, so the file of a long trace stays small."""
     merged: list[list[float]] = []
     for start, end in intervals:
         left, right = _LEFT + (start - begin) * scale, _LEFT + (end - begin) * scale
@@ -115,7 +115,7 @@ def _boxes(intervals: Iterable[Interval], begin: float, scale: float, top: float
 
 
 def _axis(longest: float, scale: float, y: float) -> list[str]:
-    """Ticks at round numbers of ms, four to ten of them."""
+    """The time axis, with 5 to 11 ticks at round numbers of ms."""
     step = next(
         s * 10.0**e for e in range(-300, 300) for s in (1, 2, 5) if longest * 1e3 / (s * 10.0**e) <= 10
     )  # in ms

@@ -1,7 +1,7 @@
-"""What happened when: events of one or all ranks, predicted by the simulator or measured by the executor.
+"""Traces: the events of one rank or of all ranks, predicted by the simulator or measured by the executor.
 
-`print(trace)` is a table; `trace.save("step.json")` writes Chrome's trace format, which Perfetto opens. What the
-figures prove is said by `fompi.traces.proof`, how a trace looks by `fompi.timeline`.
+`print(trace)` prints a table of times. `trace.save("step.json")` writes Chrome's trace format, which Perfetto opens.
+`fompi.traces.proof` says what overlap gained. `fompi.traces.timeline` draws a trace.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNEL_LANES = ("compute", "merge")
-"""The lanes of kernels, and that of sums and copies; the others are messages, but for one."""
+"""The lane of products, and the lane of sums and copies. All other lanes but AGREEMENT are lanes of messages."""
 
 AGREEMENT = "agreement"
-"""The lane in which a call waits until all ranks have come to it."""
+"""The lane in which an unbound call waits until all ranks have called it."""
 
 
 class Event(NamedTuple):
-    """An op of `rank` from `start` to `end`, in seconds. For a message: from its posting to its completion.
+    """Op number `op` of `rank`, from `start` to `end` in seconds. A message starts when it is posted.
 
-    `waited`: so long it was posted and not under way, where that is known: in a prediction.
+    `waited` is the time from posting the message until it moves. Only predictions know it. It is 0 in measured traces.
+    `op` is -1 if the event is not an op of the plan.
     """
 
     rank: int
@@ -37,7 +38,7 @@ class Event(NamedTuple):
 
     @property
     def moves(self) -> tuple[float, float]:
-        """From when it is under way to its end."""
+        """The interval in which the message moves. For a kernel: the interval in which it runs."""
         return self.start + self.waited, self.end
 
     @property
@@ -50,9 +51,13 @@ class Event(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One rank's call, in seconds. exposed = wall - compute; tail: from the last kernel to the end.
+    """The times of one rank's call, in seconds. `tail` is the time after the last kernel.
 
-    Here compute is what the kernels took in this call, slowed or not; a Proof knows what they take alone.
+        exposed = wall - compute
+        hidden = communication - exposed      (at least 0)
+
+    `compute` is the time in which kernels ran in this call. Messages may have slowed them down. A `Proof` also has the
+    time of the kernels alone.
     """
 
     wall: float
@@ -71,17 +76,17 @@ class Summary(NamedTuple):
 
     @property
     def overlap(self) -> float:
-        """The share of the communication that is hidden, 0 to 1 (1 where there was none)."""
+        """The share of the communication that is hidden, from 0 to 1. It is 1 if there was no communication."""
         return self.hidden / self.communication if self.communication else 1.0
 
 
 Interval = tuple[float, float]
 Track = tuple[str, int]
-"""A lane, and which of its tracks."""
+"""The name of a lane, and the number of a track in this lane."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, in intervals that neither touch nor overlap."""
+    """Intervals that cover the same time, sorted, and neither touch nor overlap."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -92,10 +97,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
+    """The sum of the lengths. Overlaps count twice: use `union` first."""
     return sum(end - start for start, end in intervals)
 
 
 def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The time that is in both lists. Each list must be a `union`."""
     both, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -109,21 +116,21 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def between(covered: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """What is left of this time between the intervals of a `union`."""
-    left, free = [], begin
+    """The time from `begin` to `end` that is not in `covered`, which must be a `union`."""
+    gaps, free = [], begin
     for start, stop in covered:
         if free < min(start, end):
-            left.append((free, min(start, end)))
+            gaps.append((free, min(start, end)))
         free = max(free, stop)
-    return [*left, (free, end)] if free < end else left
+    return [*gaps, (free, end)] if free < end else gaps
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one call, or of several. `kind` says where they come from: "predicted" or "measured".
+    """The events of one call or of several calls. `kind` is "predicted" or "measured".
 
-    `hosts`: the name of each rank's host, where it is known. `progress`: who moved the messages of a measured one while
-    kernels ran (`fompi.engine.progress`).
+    `hosts` is the name of each rank's host, if it is known. `progress` says what moved the messages of a measured trace
+    while kernels ran (see `fompi.engine.progress`).
     """
 
     kind: str
@@ -137,7 +144,7 @@ class Trace:
         return sorted({e.rank for e in self.events})
 
     def summary(self, rank: int) -> Summary:
-        """Time in a message counts as communication from when it was posted, so waiting for a peer counts too."""
+        """The times of one rank. A measured message counts from its posting, so waiting for a peer counts too."""
         events = [e for e in self.events if e.rank == rank]
         if not events:
             return Summary(0, 0, 0, 0, 0)
@@ -153,7 +160,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end on any rank."""
+        """The time from the first start to the last end of all events, on any rank."""
         return max((e.end for e in self.events), default=0.0) - min((e.start for e in self.events), default=0.0)
 
     def table(self) -> str:
@@ -169,7 +176,7 @@ class Trace:
     __str__ = table
 
     def compare(self, other: Trace) -> str:
-        """Both, rank by rank: wall and exposed time, and the ratio of the wall times."""
+        """A table of this trace and another one, rank by rank: wall times, their ratio, and exposed times."""
         lines = [f"{self.kind}: {self.title}; {other.kind}: {other.title}"]
         lines += [f"rank   {self.kind:>9} wall {other.kind:>9} wall  ratio   exposed   exposed   (ms)"]
         for rank in self.ranks:
@@ -182,18 +189,18 @@ class Trace:
         return "\n".join(lines)
 
     def shifted(self, clock: Callable[[float], float]) -> Trace:
-        """The same events, on the clock that shows `clock(t)` when ours shows t (`fompi.traces.clocks`)."""
+        """The same events on another clock: an event at time t is at `clock(t)` there (see `fompi.traces.clocks`)."""
         return replace(self, events=tuple(e._replace(start=clock(e.start), end=clock(e.end)) for e in self.events))
 
     def chrome(self) -> dict[str, object]:
-        """Chrome's trace format: a process per rank, its lanes as tracks (kernels first), microseconds.
+        """Chrome's trace format. A rank is a process. Its lanes are tracks, kernels first. Times are in microseconds.
 
-        Boxes of one track must not overlap there. So a lane has as many tracks as it has messages that are posted at
-        one time: "recv from 1", "recv from 1 (2)".
+        Boxes of one track must not overlap. So a lane has as many tracks as it has messages that are posted at the same
+        time: "recv from 1", "recv from 1 (2)".
         """
         begin = min((e.start for e in self.events), default=0.0)
         tracks, placed = self._tracks()
-        listed: list[dict[str, object]] = [
+        entries: list[dict[str, object]] = [
             {
                 "name": e.name, "cat": "compute" if e.is_compute else "communication", "ph": "X",
                 "pid": e.rank, "tid": tracks[e.rank][track], "ts": 1e6 * (e.start - begin),
@@ -202,26 +209,26 @@ class Trace:
             for e, track in placed
         ]  # fmt: skip
 
-        def says(name: str, value: object, pid: int, **track: int) -> None:
+        def add_metadata(name: str, value: object, pid: int, **track: int) -> None:
             args = {"sort_index" if name.endswith("index") else "name": value}
-            listed.append({"name": name, "ph": "M", "pid": pid, **track, "args": args})
+            entries.append({"name": name, "ph": "M", "pid": pid, **track, "args": args})
 
         for rank, names in sorted(tracks.items()):
             host = f" ({self.hosts[rank]})" if rank < len(self.hosts) else ""
-            says("process_name", f"rank {rank}{host}", rank)
-            says("process_sort_index", rank, rank)
+            add_metadata("process_name", f"rank {rank}{host}", rank)
+            add_metadata("process_sort_index", rank, rank)
             for (lane, number), tid in names.items():
-                says("thread_name", f"{lane} ({number + 1})" if number else lane, rank, tid=tid)
-                says("thread_sort_index", tid, rank, tid=tid)
+                add_metadata("thread_name", f"{lane} ({number + 1})" if number else lane, rank, tid=tid)
+                add_metadata("thread_sort_index", tid, rank, tid=tid)
         return {
-            "traceEvents": listed,
+            "traceEvents": entries,
             "displayTimeUnit": "ms",
             "otherData": {"title": self.title, "kind": self.kind, "progress": self.progress},
         }
 
     def _tracks(self) -> tuple[dict[int, dict[Track, int]], list[tuple[Event, Track]]]:
-        """The tracks of each rank with their places from top to bottom, and every event, by its start, with its own."""
-        free: defaultdict[tuple[int, str], list[float]] = defaultdict(list)  # from when each track of a lane is free
+        """The position of each track on its rank, from the top; and all events by their start, each with its track."""
+        free: defaultdict[tuple[int, str], list[float]] = defaultdict(list)  # when each track of a lane is free
         placed = []
         for e in sorted(self.events, key=lambda e: e.start):
             ends = free[e.rank, e.lane]
@@ -236,10 +243,11 @@ class Trace:
         return tracks, placed
 
     def save(self, path: str | Path) -> None:
+        """Write the trace as a file that Perfetto and Chrome open."""
         Path(path).write_text(json.dumps(self.chrome()))
 
     def to_json(self) -> str:
-        """All of it, as text that `from_json` reads; times as they are, on this rank's clock."""
+        """The trace as text that `from_json` reads. The times stay on the clock of this rank."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -250,10 +258,10 @@ class Trace:
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """One trace of the events of all, on one clock, by their start."""
+    """One trace with the events of all traces, sorted by start. The clocks must agree."""
     events = sorted((e for trace in traces for e in trace.events), key=lambda e: (e.start, e.rank, e.end))
-    some = [trace for trace in traces if trace.events]
-    kinds, titles = {trace.kind for trace in some}, dict.fromkeys(trace.title for trace in some)
+    filled = [trace for trace in traces if trace.events]
+    kinds, titles = {trace.kind for trace in filled}, dict.fromkeys(trace.title for trace in filled)
     hosts = max((trace.hosts for trace in traces), key=len, default=())
-    progress = " and ".join(sorted({trace.progress for trace in some if trace.progress}))
+    progress = " and ".join(sorted({trace.progress for trace in filled if trace.progress}))
     return Trace(" and ".join(sorted(kinds)), ", ".join(titles), tuple(events), hosts, progress)

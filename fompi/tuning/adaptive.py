@@ -1,9 +1,9 @@
-"""`bind` as users call it: a plan, or the explanation of many, of which the best is measured, or changes as links do.
+"""The public `bind`: it binds a plan, or the best candidate of an explanation, which may change as links change.
 
 step = fompi.bind(plan, comm=tp, x=x, w=w)                          # this plan
-step = fompi.bind(fompi.explain(...), comm=tp, x=x, w=w)            # the best by the model
-step = fompi.bind(fompi.explain(...), effort="measure", ...)        # the fastest of the best few, by measurement
-step = fompi.bind(fompi.explain(...), adapt=True, ...)              # the best, also when links change
+step = fompi.bind(fompi.explain(...), comm=tp, x=x, w=w)            # the best candidate by the model
+step = fompi.bind(fompi.explain(...), effort="measure", ...)        # the fastest of the best candidates, measured
+step = fompi.bind(fompi.explain(...), adapt=True, ...)              # the best one, also after links have changed
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from fompi.runtime.executor import Executor
 from fompi.schedules.registry import IN_RING_ORDER
 from fompi.traces.drift import WARN_DRIFT, Drift, differ
 from fompi.traces.trace import Trace
-from fompi.tuning import autotune as efforts
+from fompi.tuning import autotune
 from fompi.tuning.calibrate import refit
 
 CHECK_CALLS = 8
-"""The ranks compare their times every so many calls of an operation that adapts."""
+"""The ranks compare the times of an operation that adapts every CHECK_CALLS calls."""
 
 DRIFT = 1.2
-"""Times that differ by this factor have changed."""
+"""Times that differ by more than this factor have changed."""
 
-LOOK_SHARE = 0.2
-"""Of the time goes into looking at the links again, at most: noise may look like a change."""
+REFIT_SHARE = 0.2
+"""At most this share of the time is spent on measuring links again. Noise may look like a change."""
 
 
 @overload
@@ -69,119 +69,130 @@ def bind(
 ) -> Executor | Adaptive:
     """An Executor of `plan` on these tensors, by the names of its buffers: `bind(plan, comm=tp, x=x, w=w, out=y)`.
 
-    Collective: the ranks agree here, once, and later calls need no agreement. `out` is the output `y`; outputs that
-    are not given are made, and every call writes them again. `kernels={"matmul": f}` replaces a kernel by
-    `f(reads, writes)` on lists of arrays. A plan that was changed after it was written is verified first, and refused
-    on all ranks if it is wrong.
+    Collective: the ranks agree here, once, and later calls need no handshake. `out` is the output `y`. Outputs that are
+    not given get fresh memory. Every call writes its outputs to the same memory. `kernels={"matmul": f}` replaces a
+    kernel by `f(reads, writes)` on lists of arrays. A plan that was changed after it was written is verified first. If
+    it is wrong, all ranks raise PlanError.
 
-    An Explanation (`fompi.explain`) may come instead of a plan: its winner is bound. `effort="measure"`: the fastest
-    of its best few and of those without overlap, by running them (`fompi.tuning.autotune`). `adapt=True`: every 8 calls
-    the ranks compare their times; where these have drifted, they measure their links again, and go over to what is
-    best now, between two calls (an output that was not given may move then); those that adapt on one communicator are
-    called in one order on all its ranks. With `same_bits` only to what sums every element in the same order: `ring`
-    and those with messages straight to each rank do, with any slices of a reduce-scatter, and with the same slices of
-    an all-reduce; a weight gradient keeps its plan. A DriftWarning says when calls take much longer than predicted: on
-    the machine of the Explanation, or on that of FOMPI_MACHINE.
+    If `plan` is an Explanation (`fompi.explain`), its winner is bound.
+
+    - `effort="measure"` runs the best candidates and those without overlap, and binds the fastest one.
+    - `adapt=True` compares the times of all ranks every 8 calls. If they have changed, the ranks measure their links
+      again, and take the best plan from the next call on. An output that was not given may then get other memory.
+      Operations that adapt on one communicator must be called in the same order on all ranks.
+    - `same_bits=True` lets `adapt` choose only plans that sum every element in the same order (`sums_alike`).
+
+    One DriftWarning is issued if calls take much longer than predicted on the machine of the Explanation, or for a plan
+    on the machine of FOMPI_MACHINE. Raises PlanError for options that do not fit, and the errors of the tensors.
     """
     given = {"backend": backend, "kernels": kernels, "out": out, **tensors}
     if isinstance(plan, Explanation):
-        communicator = Communicator.of(comm)
-        binding = _Binding(plan, communicator, given, same_bits)
-        refusal, kernels_of = None, 0
-        try:
-            kernels_of = binding.backend
-        except AttributeError as error:
-            refusal = PlanError(f"backend={backend!r} is none of fompi.backends: {error}")
-        if effort not in ("plan", "measure"):
-            refusal = PlanError(f"effort={effort!r}: take 'plan' or 'measure'")
-        if same_bits and not adapt:
-            refusal = PlanError("same_bits=True bounds what adapt=True may go over to: give both, or none")
-        if plan.problem.size != communicator.size:
-            refusal = PlanError(
-                f"the explanation is for {plan.problem.size} ranks, {communicator!r} has {communicator.size}"
-            )
-        words = f"bind({binding.words}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
-        backends = agree(communicator, words, refusal, value=kernels_of)
-        candidate = binding.race(backends) if effort == "measure" else plan.winner.candidate
-        return Adaptive(binding, candidate, adapt)
-    wrong: Exception | None = None
+        return _bind_explanation(plan, Communicator.of(comm), given, effort, adapt, same_bits)
+    refusal: Exception | None = None
     if not isinstance(plan, Plan):
-        wrong = PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not a {type(plan).__name__}")
+        refusal = PlanError(f"bind takes a fompi.Plan or a fompi.Explanation, not a {type(plan).__name__}")
     elif effort != "plan" or adapt or same_bits:
-        wrong = PlanError(
-            "effort=, adapt= and same_bits= are for many plans: bind(fompi.explain(...), ...) instead of one plan"
+        refusal = PlanError(
+            "effort=, adapt= and same_bits= choose between plans: bind fompi.explain(...) instead of one plan"
         )
-    elif not isinstance(plan.programs, Programs):  # not as a schedule has written it
-        wrong = flaw(lambda: plan)
-    if wrong is not None:
-        agree(Communicator.of(comm), "bind", wrong)  # raises, on all ranks
-    bound = executor.bind(plan, comm=comm, **given)
-    machine = bound.comm.machine
-    if machine is not None and bound.comm.rank == 0 and kernels is None and plan.size <= MOST_RANKS:
-        bound.drift = Drift(bound.compiled.title, machine.name, partial(predict, plan, machine))
-    return bound
+    elif not isinstance(plan.programs, Programs):  # the plan was changed after a schedule wrote it
+        refusal = flaw(lambda: plan)
+    if refusal is not None:
+        agree(Communicator.of(comm), "bind", refusal)  # raises on all ranks
+    step = executor.bind(plan, comm=comm, **given)
+    machine = step.comm.machine
+    if machine is not None and step.comm.rank == 0 and kernels is None and plan.size <= MOST_RANKS:
+        step.drift = Drift(step.compiled.title, machine.name, partial(predict, plan, machine))
+    return step
+
+
+def _bind_explanation(
+    explanation: Explanation, comm: Communicator, given: dict[str, Any], effort: str, adapt: bool, same_bits: bool
+) -> Adaptive:
+    """Check the options on all ranks, choose a candidate, and bind it."""
+    binding = _Binding(explanation, comm, given, same_bits)
+    refusal, backend_id = None, 0
+    try:
+        backend_id = binding.backend_id
+    except AttributeError as error:
+        refusal = PlanError(f"backend={given['backend']!r} is not a backend of fompi.backends: {error}")
+    if effort not in ("plan", "measure"):
+        refusal = PlanError(f"effort={effort!r}: effort must be 'plan' or 'measure'")
+    if same_bits and not adapt:
+        refusal = PlanError("same_bits=True limits the plans that adapt=True may choose: set both, or neither")
+    if explanation.problem.size != comm.size:
+        refusal = PlanError(f"the explanation is for {explanation.problem.size} ranks, {comm!r} has {comm.size}")
+    text = f"bind({binding.description}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
+    backend_ids = agree(comm, text, refusal, value=backend_id)
+    candidate = binding.choose_fastest(backend_ids) if effort == "measure" else explanation.winner.candidate
+    return Adaptive(binding, candidate, adapt)
 
 
 class _Binding:
-    """An explanation, and all that an executor needs beside a plan."""
+    """An explanation, and everything that an executor needs beside a plan."""
 
-    def __init__(self, explained: Explanation, comm: Communicator, given: dict[str, Any], same_bits: bool):
-        self.explained, self.comm, self.given, self.same_bits = explained, comm, given, same_bits
-
-    @property
-    def words(self) -> str:
-        """What all ranks must have alike."""
-        explained = self.explained
-        return f"{explained.problem} {explained.sizes} on {explained.machine.digest}"
+    def __init__(self, explanation: Explanation, comm: Communicator, given: dict[str, Any], same_bits: bool):
+        self.explanation, self.comm, self.given, self.same_bits = explanation, comm, given, same_bits
 
     @property
-    def backend(self) -> int:
-        """What tells its kernels from those of others; 0: nothing does, they are the user's, or a device's."""
+    def description(self) -> str:
+        """A text that must be the same on all ranks."""
+        explanation = self.explanation
+        return f"{explanation.problem} {explanation.sizes} on {explanation.machine.digest}"
+
+    @property
+    def backend_id(self) -> int:
+        """A number that identifies the kernels. 0 if nothing does: kernels of the user, or of a device."""
         backend = self.given["backend"] or Numpy()
         return 0 if self.given["kernels"] or backend.asynchronous else 1 + digest(backend.name) % (1 << 32)
 
     def executor(self, candidate: Candidate) -> Executor:
-        return executor.bind(self.explained.plan_of(candidate), comm=self.comm, **self.given)
+        return executor.bind(self.explanation.plan_of(candidate), comm=self.comm, **self.given)
 
-    def race(self, backends: Sequence[int]) -> Candidate:
-        """The fastest of the best few, with these `backends` of all ranks."""
+    def choose_fastest(self, backend_ids: Sequence[int]) -> Candidate:
+        """The fastest of the best candidates. `backend_ids` are those of all ranks. Collective.
+
+        The choice is kept only if kernels are identified on all ranks.
+        """
         steps: dict[Candidate, Executor] = {}
 
-        def timed(candidate: Candidate) -> float:
+        def time_call(candidate: Candidate) -> float:
             if candidate not in steps:
                 steps[candidate] = self.executor(candidate)
             begun = perf_counter()
             steps[candidate]()
             return perf_counter() - begun
 
-        def listed() -> list[Candidate]:
-            return efforts.few(self.explained)
+        def list_candidates() -> list[Candidate]:
+            return autotune.best_by_model(self.explanation)
 
-        key = f"bound {self.words} by {digest(str(backends)):014x}"
+        key = f"bound {self.description} by {digest(str(backend_ids)):014x}"
+        is_usable, keep = self.explanation.has, all(backend_ids)
         try:
-            return efforts.race(self.comm, key, listed, self.explained.has, timed, keep=all(backends))
+            return autotune.choose_fastest(self.comm, key, list_candidates, is_usable, time_call, keep)
         finally:
             for step in steps.values():
                 step.close()
 
-    def again(self, now: Candidate) -> None:
-        """Look at the links again, and explain anew. Collective."""
-        before = self.explained
+    def explain_again(self, current: Candidate) -> None:
+        """Measure the links again, and explain the problem on the changed machine. Collective."""
+        before = self.explanation
         computes = bool(before.problem.weights or before.problem.gradients)
         machine = refit(before.machine, self.comm, computes)
-        found = explain(before.problem, before.sizes, machine, before.at, events=MOST_EVENTS)
+        now = explain(before.problem, before.sizes, machine, before.at, events=MOST_EVENTS)
         if self.same_bits:
-            alike = tuple(one for one in found.judged if sums_alike(before.problem, one.candidate, now))
-            found = replace(found, judged=alike or tuple(one for one in before.judged if one.candidate == now))
-        self.explained = found
+            alike = tuple(judged for judged in now.judged if sums_alike(before.problem, judged.candidate, current))
+            unchanged = tuple(judged for judged in before.judged if judged.candidate == current)
+            now = replace(now, judged=alike or unchanged)
+        self.explanation = now
 
 
 def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
-    """Whether every element is summed in the same order by both.
+    """True if both candidates sum every element in the same order.
 
-    The order goes by the rank that owns the element, and slices do not change that in a reduce-scatter, unless half of
-    them go the other way round. They do in an all-reduce, whose ranks own other elements then. A weight gradient sums
-    over rows, in the pieces in which they are multiplied.
+    For schedules in ring order, the order of an element depends on the rank that owns it. In a reduce-scatter the
+    slices do not change the owner. In an all-reduce they do. A weight gradient sums over rows, piece by piece, so its
+    slices change the order.
     """
     if problem.gradients:
         return one._replace(window=None) == other._replace(window=None)
@@ -193,54 +204,57 @@ def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
 
 
 class Change(NamedTuple):
-    """Before call number `call` the ranks went over to another plan, or stayed, and why."""
+    """From call number `call` on, this candidate is used. `why` says in words why it was chosen, or kept."""
 
     call: int
     candidate: Candidate
     why: str
 
     def __str__(self) -> str:
-        return f"from call {self.call} on {self.candidate}: {self.why}"
+        return f"from call {self.call}: {self.candidate} ({self.why})"
 
 
 class Adaptive:
-    """An Executor, now of this plan and now of that: `changes` tells when it went over, and why.
+    """An Executor that may change its plan between two calls. `changes` lists when, to which candidate, and why.
 
-    What is not here is that of the present Executor, `step`.
+    All other attributes are those of `step`, the Executor of the current plan.
     """
 
     def __init__(self, binding: _Binding, candidate: Candidate, adapt: bool):
-        self.binding, self.adapt, self.changes = binding, adapt, [Change(1, candidate, "the best at first")]
+        self.binding, self.adapt, self.changes = binding, adapt, [Change(1, candidate, "chosen when bound")]
         self.step = binding.executor(candidate)
-        self._count, self._usual, self._rests_until = 0, 0.0, 0.0
-        self._recent: list[float] = []
+        self._count = 0  # calls
+        self._usual = 0.0  # seconds of a call on the slowest rank with this plan; 0: not known yet
+        self._rests_until = 0.0  # the links are not measured again before this time of perf_counter
+        self._recent: list[float] = []  # seconds of the calls since the last comparison
         self._predicted = self._prediction(candidate)
         if not adapt and binding.comm.rank == 0 and binding.given["kernels"] is None:
-            title, machine = self.step.compiled.title, binding.explained.machine.name
+            title, machine = self.step.compiled.title, binding.explanation.machine.name
             self.step.drift = Drift(title, machine, lambda: self._predicted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.step, name)
 
     def _prediction(self, candidate: Candidate) -> float:
-        return next(one.seconds for one in self.binding.explained.judged if one.candidate == candidate)
+        judged = self.binding.explanation.judged
+        return next(each.seconds for each in judged if each.candidate == candidate)
 
     def __call__(self, counts: Any = None) -> Any:
         self._before(())
-        return self._noting(self.step(counts))
+        return self._note(self.step(counts))
 
     def start(self, *partial: str, counts: Any = None) -> Adaptive:
-        """As that of an Executor; here plans change."""
+        """`Executor.start`. The plan may change before the call starts."""
         self._before(partial)
         self.step.start(*partial, counts=counts)
         return self
 
     def wait(self, timeout: float | None = None) -> Any:
-        """As that of an Executor; the time of the call is noted."""
-        return self._noting(self.step.wait(timeout))
+        """`Executor.wait`. The time of the call is noted."""
+        return self._note(self.step.wait(timeout))
 
-    def _noting(self, result: Any) -> Any:
-        if self.step.seconds is not None:  # each call once
+    def _note(self, result: Any) -> Any:
+        if self.step.seconds is not None:  # count each call once
             if self.step.is_whole:
                 self._recent.append(self.step.seconds)
             self.step.seconds = None
@@ -248,46 +262,49 @@ class Adaptive:
 
     @property
     def trace(self) -> Trace:
-        """What this rank did in the last call; its title tells of the last change."""
+        """The Trace of the last call on this rank. Its title contains the last change."""
         trace = self.step.trace
         return replace(trace, title=f"{trace.title}, {self.changes[-1]}") if len(self.changes) > 1 else trace
 
     def _before(self, partial: Sequence[str]) -> None:
-        """Every CHECK_CALLS calls: whether the ranks see other times than before. A call that is refused is none."""
+        """Every CHECK_CALLS calls: compare the times of all ranks with earlier ones. Refused calls do not count."""
         self.step.check_start(partial)
         self._count += 1
         if not self.adapt or self._count == 1 or (self._count - 1) % CHECK_CALLS:
             return
         comm = self.binding.comm
-        agree(comm, f"the times of {self.step.name} before call {self._count}")
-        mine, self._recent = [median(self._recent) if self._recent else 0.0, perf_counter() < self._rests_until], []
-        everyone = np.asarray(operations.all_gather(np.array([mine]), comm=comm, schedule="direct"))
-        slowest, rests = float(everyone[:, 0].max()), bool(everyone[0, 1])
-        if rests or not slowest:  # nobody has waited for a call: their times are not known
+        agree(comm, f"a comparison of times before call {self._count} of {self.step.name}")
+        own = [median(self._recent) if self._recent else 0.0, perf_counter() < self._rests_until]
+        self._recent = []
+        of_all_ranks = np.asarray(operations.all_gather(np.array([own]), comm=comm, schedule="direct"))
+        slowest, rests = float(of_all_ranks[:, 0].max()), bool(of_all_ranks[0, 1])
+        if rests or not slowest:  # 0: no rank has waited for a call, so no rank knows a time
             return
-        if not self._usual:  # the first ones say what is usual: a prediction is a little off
+        if not self._usual:  # later calls are compared with these, because a prediction is never exact
             self._usual = slowest
             if differ(slowest, self._predicted, WARN_DRIFT):
-                self._change(slowest, f"{1e3 * self._predicted:.3g} were predicted")
+                self._change(slowest, f"the predicted {1e3 * self._predicted:.3g} ms")
         elif differ(slowest, self._usual, DRIFT):
-            self._change(slowest, f"{1e3 * self._usual:.3g} were usual")
+            self._change(slowest, f"the usual {1e3 * self._usual:.3g} ms")
 
-    def _change(self, slowest: float, before: str) -> None:
-        """The links are looked at again, and the best plan for them taken. All ranks come here before the same call."""
-        now, begun = self.changes[-1].candidate, perf_counter()
-        self.binding.again(now)
-        winner = self.binding.explained.winner.candidate
-        why = f"calls took {1e3 * slowest:.3g} ms, {before}" + ("; it stays the best" if winner == now else "")
-        if winner != now:
+    def _change(self, slowest: float, expected: str) -> None:
+        """Measure the links again and take the best plan for them. All ranks do this before the same call."""
+        current, begun = self.changes[-1].candidate, perf_counter()
+        self.binding.explain_again(current)
+        winner = self.binding.explanation.winner.candidate
+        why = f"calls took {1e3 * slowest:.3g} ms instead of {expected}"
+        if winner == current:
+            why += "; it is still the best"
+        else:
             last, self.step = self.step, self.binding.executor(winner)
             last.close()
-        self._predicted, self._usual = self._prediction(winner), 0.0 if winner != now else slowest
+        self._predicted, self._usual = self._prediction(winner), slowest if winner == current else 0.0
         self.changes.append(Change(self._count, winner, why))
         ended = perf_counter()
-        self._rests_until = ended + (ended - begun) / LOOK_SHARE
+        self._rests_until = ended + (ended - begun) / REFIT_SHARE
 
     def close(self) -> None:
-        """As that of an Executor."""
+        """`Executor.close`."""
         self.step.close()
 
     def __enter__(self) -> Adaptive:

@@ -1,12 +1,14 @@
-"""Which schedule, by measurement: `effort="measure"` runs the best few in place, and keeps the fastest.
+"""Schedules that are chosen by measurement: `effort="measure"` runs the best candidates and keeps the fastest one.
 
-    y = fompi.matmul_reduce_scatter(x, w, effort="measure")      # the first call tries, later ones know
+    y = fompi.matmul_reduce_scatter(x, w, effort="measure")      # the first call measures, later calls know the result
     step = fompi.bind(fompi.explain(...), effort="measure", comm=tp, x=x, w=w)
 
-The unfused call is always among those that are tried, so what is kept is not slower than it. All ranks keep the same
-one, by the median of the slowest rank. It is also kept on disk, for the next run on such a machine with this version:
-in FOMPI_CACHE (a folder; 0: nowhere), else in $XDG_CACHE_HOME/fompi or ~/.cache/fompi. Only rank 0 reads and writes
-there; a file that cannot be read, or not written, changes nothing but the time of the first call.
+The candidates without overlap are always measured too. So the kept one is not slower than they are. All ranks keep the
+same one: the one whose slowest rank has the least median time.
+
+The choice is also kept on disk, for later runs on the same hosts with this version. The folder is FOMPI_CACHE ("0" or
+empty: none), else $XDG_CACHE_HOME/fompi or ~/.cache/fompi. Only rank 0 reads and writes there. If a file cannot be read
+or written, only the time of the first call changes.
 """
 
 from __future__ import annotations
@@ -41,146 +43,152 @@ from fompi.planner.explain import Explanation, explain
 from fompi.plans.plan import MOST_MESSAGES
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
-from fompi.schedules.registry import REGISTERED, fingerprint, is_available, shares_of, to_one_peer, write
+from fompi.schedules.registry import REGISTERED, fingerprint, is_available, messages_per_peer, shares_of, write
 
-ROUNDS, FEW = 5, 5
-"""How often each is run, after once to warm up; how many beside those without overlap."""
+ROUNDS = 5
+"""How often each candidate is timed, after one call to warm up."""
+
+MOST_CANDIDATES = 5
+"""How many candidates are measured, beside those without overlap."""
 
 
 def choose(operation: Operation, arguments: Arguments, local: LocalCall, comm: Communicator) -> tuple[str, Slices]:
-    """The schedule and slices that are the fastest for such a call, by running it. Collective where it is not known.
+    """Schedule and slices of the fastest candidate for a call. Collective; it runs the candidates if none is known.
 
-    Calls are alike if every rank has the same problem in them as before, and all together have about as many rows (to
-    a power of two; an all-to-all is even or not): the ranks tell each other, which costs each call an agreement more
-    than one that does not measure.
+    A known choice is used again if every rank has the same problem as then, and if all ranks together have about as
+    many rows (to a power of two; an all-to-all must also be as even). The ranks exchange this. So each such call needs
+    one agreement more than a call with effort="plan".
     """
     problem = local.problem
     sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)
-    mine = digest(str(problem)) % (1 << VALUE_BITS - HINT_BITS) << HINT_BITS | encode_rows(local.rows, comm.rank)
-    everyone = agree(comm, f'{problem.operation}(..., effort="measure")', value=mine)
-    rows, even = decode_rows([one % (1 << HINT_BITS) for one in everyone])
-    problems = digest(str([one >> HINT_BITS for one in everyone]))
+    own = digest(str(problem)) % (1 << VALUE_BITS - HINT_BITS) << HINT_BITS | encode_rows(local.rows, comm.rank)
+    values = agree(comm, f'{problem.operation}(..., effort="measure")', value=own)
+    rows, even = decode_rows([value % (1 << HINT_BITS) for value in values])
+    problems = digest(str([value >> HINT_BITS for value in values]))
     key = f"{problem.common} on {comm.size}, {problems:014x}, {rows.bit_length()} bits of rows"
     if problem.moves == "all_to_all":
         key += ", even" * even
 
-    def listed() -> Iterable[Candidate]:
+    def list_candidates() -> Iterable[Candidate]:
         return candidates(problem, sizes, comm)
 
-    def timed(candidate: Candidate) -> float:
+    def time_call(candidate: Candidate) -> float:
         begun = perf_counter()
         operation.begin(arguments, comm, CallOptions(candidate.schedule, candidate.slices)).wait()
         return perf_counter() - begun
 
-    def can_be(candidate: Candidate) -> bool:
-        fits = to_one_peer(problem, candidate.schedule, candidate.slices) <= MOST_MESSAGES
-        return fits and candidate.anywhere(problem.size) and is_available(problem, candidate.schedule)
+    def is_usable(candidate: Candidate) -> bool:
+        fits = messages_per_peer(problem, candidate.schedule, candidate.slices) <= MOST_MESSAGES
+        return fits and candidate.fits_call(problem.size) and is_available(problem, candidate.schedule)
 
-    winner = race(comm, key, listed, can_be, timed)
-    return winner.schedule, winner.slices
+    best = choose_fastest(comm, key, list_candidates, is_usable, time_call)
+    return best.schedule, best.slices
 
 
 def candidates(problem: Problem, sizes: Sizes, comm: Communicator) -> list[Candidate]:
-    """Those worth a try: the best few on the machine that FOMPI_MACHINE names, else some of every kind."""
+    """The candidates that are measured: the best ones on the machine of FOMPI_MACHINE, else some of every kind."""
     if comm.machine is None:
-        listed = [c for c in candidates_without_machine(problem) if c.anywhere(problem.size)]
+        listed = [c for c in candidates_without_machine(problem) if c.fits_call(problem.size)]
         return [c for c in listed if c.schedule not in REGISTERED or not flaw(partial(write, problem, *c[:2], sizes))]
-    return few(explain(problem, sizes, comm.machine), lambda c: c.anywhere(problem.size))
+    return best_by_model(explain(problem, sizes, comm.machine), lambda c: c.fits_call(problem.size))
 
 
-def few(explained: Explanation, can_be: Callable[[Candidate], bool] = lambda _: True) -> list[Candidate]:
-    """Of those that can be, the best few by the model, and all without overlap."""
-    walked = [one.candidate for one in explained.judged if one.proof is not None and can_be(one.candidate)]
-    return [c for c in walked if c not in UNFUSED][:FEW] + [c for c in walked if c in UNFUSED]
+def best_by_model(explanation: Explanation, is_usable: Callable[[Candidate], bool] = lambda _: True) -> list[Candidate]:
+    """The best usable candidates by the model, at most MOST_CANDIDATES, then all usable ones without overlap."""
+    simulated = [judged.candidate for judged in explanation.judged if judged.proof is not None]
+    usable = [candidate for candidate in simulated if is_usable(candidate)]
+    return [c for c in usable if c not in UNFUSED][:MOST_CANDIDATES] + [c for c in usable if c in UNFUSED]
 
 
-def race(
+def choose_fastest(
     comm: Communicator,
     key: str,
-    listed: Callable[[], Iterable[Candidate]],
-    can_be: Callable[[Candidate], bool],
-    timed: Callable[[Candidate], float],
+    list_candidates: Callable[[], Iterable[Candidate]],
+    is_usable: Callable[[Candidate], bool],
+    time_call: Callable[[Candidate], float],
     keep: bool = True,
 ) -> Candidate:
-    """The fastest of those that rank 0 lists, by the seconds of `timed`. Collective if `key` is not known.
+    """The fastest of the candidates that rank 0 lists. `time_call(candidate)` runs a call and returns its seconds.
 
-    What is known is known to all ranks alike, as long as they ask for the same in the same order. What is on disk is
-    taken if it `can_be`. Nothing of that if it is not to `keep`. What is wrong on rank 0 is raised on all ranks.
+    Collective if the communicator knows no choice for `key`. All ranks know the same choices, because they ask for the
+    same keys in the same order. A choice on disk is used if `is_usable(candidate)`. `keep=False` neither uses nor keeps
+    a choice. An error on rank 0 is raised on all ranks.
     """
     key += fingerprint()
     if keep and (known := comm.choices.get(key)) is not None:
         return known
-    told: list[Candidate] = []
-    wrong: Exception | None = None
+    listed: list[Candidate] = []
+    refusal: Exception | None = None
     try:
         if comm.rank == 0:
-            stored = _load(comm, key, can_be) if keep else None
-            told = list(listed()) if stored is None else [stored]
+            stored = _load(comm, key, is_usable) if keep else None
+            listed = list(list_candidates()) if stored is None else [stored]
     except Exception as error:
-        wrong = error
-    agree(comm, f"a choice by measurement for {key}", wrong)
-    tried = _told_by_rank_0(comm, told)
-    winner = tried[0] if len(tried) == 1 else _fastest(comm, tried, timed)
+        refusal = error
+    agree(comm, f"a choice by measurement for {key}", refusal)
+    listed = _broadcast(comm, listed)
+    best = listed[0] if len(listed) == 1 else _measure(comm, listed, time_call)
     if keep:
-        comm.choices[key] = winner
-    if comm.rank == 0 and len(tried) > 1 and keep:
-        _store(comm, key, winner)
-    return winner
+        comm.choices[key] = best
+    if comm.rank == 0 and len(listed) > 1 and keep:
+        _store(comm, key, best)
+    return best
 
 
-def _fastest(comm: Communicator, tried: Sequence[Candidate], timed: Callable[[Candidate], float]) -> Candidate:
-    """The one whose slowest rank is the fastest, in the median of rounds that take turns."""
-    seconds = np.zeros((ROUNDS, len(tried)))
-    for candidate in tried:
-        timed(candidate)
+def _measure(comm: Communicator, listed: Sequence[Candidate], time_call: Callable[[Candidate], float]) -> Candidate:
+    """Time the candidates in turns. The best one has the least median of the times of its slowest rank."""
+    seconds = np.zeros((ROUNDS, len(listed)))
+    for candidate in listed:
+        time_call(candidate)
     for i in range(ROUNDS):
-        for turn in range(len(tried)):
-            k = (i + turn) % len(tried)
-            seconds[i, k] = timed(tried[k])
-    everyone = np.asarray(operations.all_gather(seconds[None], comm=comm))
-    slowest = everyone.max(axis=0)
-    return tried[min(range(len(tried)), key=lambda k: median(slowest[:, k]))]
+        for turn in range(len(listed)):
+            k = (i + turn) % len(listed)
+            seconds[i, k] = time_call(listed[k])
+    of_all_ranks = np.asarray(operations.all_gather(seconds[None], comm=comm))
+    slowest = of_all_ranks.max(axis=0)
+    return listed[min(range(len(listed)), key=lambda k: median(slowest[:, k]))]
 
 
-def _told_by_rank_0(comm: Communicator, told: Sequence[Candidate]) -> list[Candidate]:
-    text = np.frombuffer(json.dumps([list(c) for c in told]).encode(), np.uint8)
+def _broadcast(comm: Communicator, listed: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that rank 0 lists, on all ranks."""
+    text = np.frombuffer(json.dumps([list(candidate) for candidate in listed]).encode(), np.uint8)
     nbytes = int(np.asarray(operations.broadcast(np.array([text.size]), comm=comm))[0])
-    heard = operations.broadcast(text if comm.rank == 0 else np.zeros(nbytes, np.uint8), comm=comm)
-    return [_candidate(fields) for fields in json.loads(bytes(np.asarray(heard)).decode())]
+    received = operations.broadcast(text if comm.rank == 0 else np.zeros(nbytes, np.uint8), comm=comm)
+    return [_candidate(fields) for fields in json.loads(bytes(np.asarray(received)).decode())]
 
 
 def _candidate(fields: Any) -> Candidate:
-    """What JSON made of a candidate. Raises TypeError or ValueError for what is none."""
+    """The candidate of a list that was read from JSON. Raises TypeError or ValueError if it is not one."""
     schedule, slices, window, rows, order = fields
     slices = tuple(map(int, slices)) if isinstance(slices, list) else int(slices)
-    owned = None if rows is None else tuple(map(int, rows))
-    dests = tuple(tuple(map(int, each)) for each in order)
-    return Candidate(str(schedule), slices, None if window is None else int(window), owned, dests)
+    rows = None if rows is None else tuple(map(int, rows))
+    order = tuple(tuple(map(int, peers)) for peers in order)
+    return Candidate(str(schedule), slices, None if window is None else int(window), rows, order)
 
 
 # ---------------------------------------------------------------------------------------------------------- on disk
 
 
 def folder() -> Path | None:
-    """Where choices are kept; None: nowhere."""
-    asked = os.environ.get("FOMPI_CACHE")
-    if asked in ("0", ""):
+    """The folder of the kept choices. None: they are not kept on disk."""
+    chosen = os.environ.get("FOMPI_CACHE")
+    if chosen in ("0", ""):
         return None
-    if asked is not None:
-        return Path(asked)
+    if chosen is not None:
+        return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
-    with suppress(RuntimeError):  # nobody's home
+    with suppress(RuntimeError):  # the user has no home folder
         return (Path(base) if base else Path.home() / ".cache") / "fompi"
     return None
 
 
-def _about(comm: Communicator, key: str) -> dict[str, Any]:
-    """What a choice holds for."""
-    here = library()
+def _conditions(comm: Communicator, key: str) -> dict[str, Any]:
+    """All conditions that a kept choice depends on."""
+    mpi = library()
     machine = None if comm.machine is None else comm.machine.to_json()
     return {
         "fompi": __version__,
-        "mpi": f"{here.name} {here.version}",
+        "mpi": f"{mpi.name} {mpi.version}",
         "hosts": f"{comm.hosts:014x}" if machine is None else machine,
         "cpu": f"{platform.machine()}, {launcher.cores_per_rank():g} cores a rank",
         "network": comm.network,
@@ -190,37 +198,38 @@ def _about(comm: Communicator, key: str) -> dict[str, Any]:
     }
 
 
-def _file(about: dict[str, Any]) -> Path | None:
+def _file(conditions: dict[str, Any]) -> Path | None:
+    """The file of the choice that was made under these conditions. None: choices are not kept on disk."""
     kept = folder()
-    name = blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
+    name = blake2b(json.dumps(conditions, sort_keys=True).encode(), digest_size=16).hexdigest()
     return None if kept is None else kept / f"{name}.json"
 
 
-def _load(comm: Communicator, key: str, can_be: Callable[[Candidate], bool]) -> Candidate | None:
-    about = _about(comm, key)
-    path = _file(about)
+def _load(comm: Communicator, key: str, is_usable: Callable[[Candidate], bool]) -> Candidate | None:
+    conditions = _conditions(comm, key)
+    path = _file(conditions)
     if path is None:
         return None
     try:
         data = json.loads(path.read_text())
-        found = _candidate(data["choice"])
-        shares_of(found.schedule, found.slices)
-        return found if data["about"] == about and can_be(found) else None
-    except Exception:  # whatever it is, it is no choice of ours
+        candidate = _candidate(data["choice"])
+        shares_of(candidate.schedule, candidate.slices)
+        return candidate if data["about"] == conditions and is_usable(candidate) else None
+    except Exception:  # a missing or damaged file: measure again
         return None
 
 
-def _store(comm: Communicator, key: str, winner: Candidate) -> None:
-    about = _about(comm, key)
-    path = _file(about)
+def _store(comm: Communicator, key: str, best: Candidate) -> None:
+    conditions = _conditions(comm, key)
+    path = _file(conditions)
     if path is None:
         return
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps({"about": about, "choice": list(winner)}, indent=1))
-            os.replace(draft, path)
+            draft.write_text(json.dumps({"about": conditions, "choice": list(best)}, indent=1))
+            os.replace(draft, path)  # replaces the whole file at once: other jobs may read it
         finally:
             draft.unlink(missing_ok=True)
 

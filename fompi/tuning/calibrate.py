@@ -1,7 +1,8 @@
-"""Measure the Machine that a program has: `mpirun -n 4 python -m fompi calibrate machine.json`.
+"""Measures the Machine of a job: `mpirun -n 4 python -m fompi calibrate machine.json`.
 
-Collective, and under a minute. Every rank works while it is measured, as it will when it computes: what ranks share
-(cores, links) is shared here too. The times are those of the slowest rank, medians of some rounds.
+Collective. It takes less than a minute for a few ranks. All ranks work while one quantity is measured, as they do in a
+program. So cores and links that ranks share are shared here too. A time is the median of some rounds, of the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -31,73 +32,78 @@ from fompi.ops.operations import plan
 from fompi.plans import problems
 from fompi.plans.plan import Collective
 from fompi.runtime.executor import Executor, bind
-from fompi.runtime.report import quiet
+from fompi.runtime.report import lower_quartile
 from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, Messages
-from fompi.tuning.rounds import Calm, alternate, meet, of_all_ranks, texts
+from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, texts
 
 BEHIND_WARMUP = 2
-"""Calls behind kernels that do not count: the helper still learns how often messages come."""
+"""The first calls behind kernels do not count: the helper thread still learns how often messages come."""
 
-LOST_SECONDS = 0.1
-"""The most that an exchange may take behind kernels, when it is measured what they lose to it."""
+EXCHANGE_SECONDS = 0.1
+"""The longest exchange, in seconds, with which the delay of kernels by messages is measured."""
 
-MANY, SPENT_SECONDS = 64, 0.02
-"""Messages, and one of as many bytes, which takes no longer than this: what a process spends more on them is theirs."""
+MANY, SPLIT_SECONDS = 64, 0.02
+"""The CPU time per message comes from two exchanges of the same bytes: in MANY messages per peer, and in one message.
 
-SLOWER = 1.15
-"""Kernels that take so many times as long, or as short, have changed."""
+The exchange in one message takes at most SPLIT_SECONDS.
+"""
+
+CHANGED = 1.15
+"""The speed of the cores has changed if the time of kernels has changed by more than this factor."""
 
 NATIVE_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
-"""Bytes of the global tensor of a collective."""
+"""Bytes of the global tensor of each measured collective."""
 
 PRODUCTS = (
     (1024, 1024, 1024), (256, 1024, 1024), (64, 1024, 1024), (512, 2048, 512), (512, 256, 2048), (128, 512, 2048),
     (900, 1100, 900), (300, 2000, 1300), (96, 1300, 2000), (32, 1100, 900), (900, 400, 1500), (300, 1500, 400),
     (96, 520, 260), (300, 300, 500), (32, 400, 1500), (32, 2000, 1300),
 )  # fmt: skip
-"""The (m, k, n) that are multiplied: many rows and few, small weights and large.
+"""The shapes (m, k, n) of the products: many rows and few rows, small weights and large weights.
 
-Powers of two are not all of them: a product of these takes some 4 % longer, its rows share the sets of a cache.
+Not all are powers of two. With those a product takes about 4 % longer, because its rows share the sets of a cache.
 """
 
 FEW_PRODUCTS = PRODUCTS[2::3]
-"""By which kernels are compared with those of before, while a program waits."""
+"""The products that are measured again while a program waits."""
 
 
 def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None) -> Machine:
-    """The Machine of the ranks of `comm`, the same on all of them. Collective; `say` hears what is being measured.
+    """The Machine of the ranks of `comm`, the same on all of them. Collective.
 
-    Kernels are products and sums in float32; messages are those of host memory.
+    Kernels are products and sums in float32. Messages are in host memory. `say` is called with a text before each step.
     """
     communicator = Communicator.of(comm)
     agree(communicator, "calibrate")
-    with _Calibration(communicator, say) as measured:
-        return _that_of_rank_0(communicator, measured.machine())
+    with _Calibration(communicator, say) as calibration:
+        return _broadcast(communicator, calibration.machine())
 
 
 def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
-    """The machine as it is now: pairs of ranks are measured again, and if it `computes` cores, in a second or so.
+    """The machine as it is now, the same on all ranks. Collective. It takes about a second for 8 ranks.
 
-    Collective, and the same on all ranks.
+    Pairs of ranks are measured again, and if the operation `computes`, the speed of the cores too.
     """
-    with _Calibration(comm, lambda text: None) as measured:
-        now = fit.refitted(machine, comm.size, measured.messages.pairs())
+    with _Calibration(comm, lambda text: None) as calibration:
+        now = fit.refitted(machine, comm.size, calibration.messages.pairs())
     slower = slowdown(machine, comm) if computes else 1.0
-    return _that_of_rank_0(comm, fit.at_speed(now, slower) if max(slower, 1 / slower) > SLOWER else now)
+    return _broadcast(comm, fit.slowed(now, slower) if max(slower, 1 / slower) > CHANGED else now)
 
 
 def slowdown(machine: Machine, comm: Communicator) -> float:
-    """How many times as long kernels take now as `machine` says, on the slowest rank. Collective; under a second.
+    """The time of kernels now, divided by their time on `machine`, on the slowest rank. Collective; under a second.
 
-    Now: it does not wait for others who use the cores.
+    It does not wait until others leave the cores.
     """
-    with _Calibration(comm, lambda text: None) as measured:
-        taken = measured.products(FEW_PRODUCTS, ROUNDS, None)
-    said = [fit.product_seconds(machine, *shape) for shape in FEW_PRODUCTS]
-    return median(seconds / expected for seconds, expected in zip(taken, said, strict=True))
+    with _Calibration(comm, lambda text: None) as calibration:
+        measured = calibration.products(FEW_PRODUCTS, ROUNDS, None)
+    predicted = [fit.product_seconds(machine, *shape) for shape in FEW_PRODUCTS]
+    return median(seconds / expected for seconds, expected in zip(measured, predicted, strict=True))
 
 
 class _Calibration:
+    """All measurements on a duplicate of a communicator. Use it in a `with` statement."""
+
     def __init__(self, comm: Communicator, say: Callable[[str], object]):
         self.comm, self.say, self.link = comm, say, comm.link.duplicate()
         self.messages = Messages(comm, self.link)
@@ -105,11 +111,13 @@ class _Calibration:
         self.rank, self.size = comm.rank, comm.size
 
     def machine(self) -> Machine:
+        """Measure everything."""
         here = launcher.cores_per_rank(), self.comm.engine.progress_mode in HELPED
-        cores, helped = of_all_ranks(self.mpi, np.array(here, float)).min(axis=0)  # hosts may differ
+        cores, helped = of_all_ranks(self.mpi, np.array(here, float)).min(axis=0)  # may differ between hosts
         self.say("kernels")
         overhead, memory_rate, flops_rate, pack_rate = self._kernels()
-        self.say(self.calm.told() if self.calm is not None else "ranks share cores: each is slowed down by the others")
+        monitor = self.monitor
+        self.say("ranks share cores and slow each other down" if monitor is None else str(monitor.count()))
         mpi = library()
         hosts = len(set(texts(self.mpi, socket.gethostname())))
         where = f"{self.size} ranks on {hosts} host{'s' * (hosts > 1)}, {mpi.name} {mpi.version}"
@@ -127,16 +135,16 @@ class _Calibration:
         )
         if self.size > 1:
             machine = self._with_links(machine)
-            self.say("the library's collectives")
+            self.say("collectives of the MPI library")
             natives = {name: self._native(name, False) for name in COLLECTIVES}
             machine = replace(machine, natives=natives, natives_ranks=self.size)
             if helped:
-                self.say("the library's collectives while nobody waits for them")
+                self.say("collectives of the MPI library while kernels run")
                 machine = replace(machine, natives_behind={name: self._native(name, True) for name in COLLECTIVES})
-            self.say("what the library moves by itself")
+            self.say("which share of a message the MPI library moves without calls to it")
             machine = replace(machine, native_share=measure_native(self.link).share or 0.0)
             if machine.lanes == 1:
-                self.say("what messages cost a core")
+                self.say("CPU time of messages")
                 per_message, per_byte = self._cpu(machine)
                 helper = self.comm.engine.helper
                 poll = helper.pause.least if helper is not None else 0.0
@@ -147,54 +155,57 @@ class _Calibration:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None and not self.link.given_up:  # else messages may still be under way
+        if kind is None and not self.link.given_up:  # else messages may still be in flight
             self.link.close()
         else:
             self.comm.link.given_up.append(self.link)
 
     @cached_property
-    def calm(self) -> Calm | None:
-        """Collective when first asked for."""
-        return Calm.of(self.mpi)
+    def monitor(self) -> NoiseMonitor | None:
+        """Detects others on the cores. None if ranks share cores. The first use is collective."""
+        return NoiseMonitor.of(self.mpi)
 
     # -- kernels
     def _kernels(self) -> tuple[float, float, float, float]:
-        """Overhead, bytes and operations per second, and packed bytes per second."""
+        """Overhead in seconds, bytes per second, operations per second, and packed bytes per second."""
         tiny, large = np.ones((2, 8, 8), np.float32), np.ones((2, 1 << 20), np.float32)
         sums = {
             "overhead": lambda: np.matmul(tiny[0], tiny[1]),
             "sum": lambda: np.add(large[0], large[1], out=large[0]),
         }
-        taken = alternate(self.mpi, sums, 2 * ROUNDS, idle=self.idle, calm=self.calm)
+        taken = alternate(self.mpi, sums, 2 * ROUNDS, idle=self.idle, monitor=self.monitor)
         overhead, summed = (median(taken[name]) for name in sums)
         timed = [
             fit.product(*shape, max(1e-9, seconds - overhead))
-            for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS, self.calm), strict=True)
+            for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS, self.monitor), strict=True)
         ]
         flops_rate, pack_rate = fit.product_rates(timed)
         return overhead, 3 * large[0].nbytes / summed, flops_rate, pack_rate
 
-    def products(self, shapes: Sequence[tuple[int, int, int]], rounds: int, calm: Calm | None) -> list[float]:
-        """Median seconds of each, of the slowest rank; all ranks compute at once.
+    def products(
+        self, shapes: Sequence[tuple[int, int, int]], rounds: int, monitor: NoiseMonitor | None
+    ) -> list[float]:
+        """The median seconds of each product on the slowest rank, while all ranks compute.
 
-        Each right after other rows by the same weight, as a plan multiplies piece after piece: caches hold the weight.
+        Each product comes right after a product of other rows with the same weight, so that the caches hold the weight.
+        A plan multiplies piece after piece in the same way.
         """
         others: dict[str, Callable[[], object]] = {}
         calls: dict[str, Callable[[], object]] = {}
         for m, k, n in shapes:
             x, w, y = np.ones((2, m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
             others[f"{m} {k} {n}"], calls[f"{m} {k} {n}"] = (partial(np.matmul, rows, w, out=y) for rows in x)
-        taken = alternate(self.mpi, calls, rounds, warmup=1, before=lambda name: others[name](), calm=calm)
+        taken = alternate(self.mpi, calls, rounds, warmup=1, before=lambda name: others[name](), monitor=monitor)
         return [median(seconds) for seconds in taken.values()]
 
     # -- links
     def _with_links(self, machine: Machine) -> Machine:
-        self.say("which ranks are near each other")
-        found = fit.topology(self.size, self.messages.pairs())
+        self.say("links between pairs of ranks")
+        topology = fit.find_topology(self.size, self.messages.pairs())
         levels = []
-        for number in range(len(found.groups) + 1):
-            self.say(f"messages inside of groups of {([*found.groups, self.size])[number]}")
-            levels.append(self.messages.level(found, number))
+        for number, ranks in enumerate((*topology.groups, self.size)):
+            self.say(f"links inside groups of {ranks} ranks")
+            levels.append(self.messages.level(topology, number))
         inner = levels[0]
         return replace(
             machine,
@@ -203,58 +214,61 @@ class _Calibration:
             curve=inner.curve,
             burst=inner.burst,
             levels=tuple(levels[1:]),
-            rates=found.rates if min(found.rates) < 1 else (),
-            ports=self.messages.ports(found.groups[0] if found.groups else self.size),
+            rates=topology.rates if min(topology.rates) < 1 else (),
+            ports=self.messages.ports(topology.groups[0] if topology.groups else self.size),
         )
 
     def _cpu(self, machine: Machine) -> tuple[float, float]:
-        """Seconds of a core for each message that a rank sends or receives, and for each byte.
+        """CPU seconds per message that a rank sends or receives, and per byte.
 
-        A message by what a process spends more on many than on one of as many bytes; bytes by what kernels lose while
-        they move in the background, to polls, interrupts and caches too.
+        The time per message comes from the CPU time of two exchanges: in many messages, and in one message.
+        The time per byte comes from the delay of kernels while bytes move behind them. It includes the effects of
+        polls, interrupts and caches.
         """
         ends = 2 * (self.size - 1)
-        per_message = self._spent(machine) / (ends * (MANY - 1))
-        nbytes, lost = self._lost(machine)
-        return per_message, max(0.0, (lost / ends - per_message) / nbytes)
+        per_message = self._cost_of_splitting(machine) / (ends * (MANY - 1))
+        nbytes, delay = self._kernel_delay(machine)
+        return per_message, max(0.0, (delay / ends - per_message) / nbytes)
 
-    def _exchange_of(self, machine: Machine, most: float) -> tuple[int, float]:
-        """The most bytes that a rank can send to each other one in so many seconds, of some sizes; and its seconds."""
-        alone = {nbytes: (self.size - 1) * machine.link(0, self.size - 1).seconds(nbytes) for nbytes in SIZES}
-        nbytes = max((n for n in SIZES if alone[n] <= most), default=SIZES[0])
-        return nbytes, alone[nbytes]
+    def _largest_exchange(self, machine: Machine, most: float) -> tuple[int, float]:
+        """The largest of SIZES that a rank can send to each other rank in `most` seconds, and the seconds it takes."""
+        seconds = {nbytes: (self.size - 1) * machine.link(0, self.size - 1).seconds(nbytes) for nbytes in SIZES}
+        nbytes = max((n for n in SIZES if seconds[n] <= most), default=SIZES[0])
+        return nbytes, seconds[nbytes]
 
-    def _gather(self, nbytes: int, slices: int) -> Executor:
-        """Each rank sends so many bytes to each other one, in so many messages."""
+    def _exchange(self, nbytes: int, slices: int) -> Executor:
+        """A bound all-gather: each rank sends `nbytes` to each other rank, in `slices` messages."""
         x = Spec((nbytes * self.size, 1), "uint8", Shard(0))
-        made = plan("all_gather", x, ranks=self.size, schedule="direct", slices=slices)
-        return bind(made, comm=self.comm, x=np.ones((nbytes, 1), np.uint8))
+        direct = plan("all_gather", x, ranks=self.size, schedule="direct", slices=slices)
+        return bind(direct, comm=self.comm, x=np.ones((nbytes, 1), np.uint8))
 
-    def _spent(self, machine: Machine) -> float:
-        """By how much longer a core is busy with an exchange in many messages to each rank than in one, which nobody
-        waits for: the mean of the ranks."""
-        nbytes, alone = self._exchange_of(machine, SPENT_SECONDS)
+    def _cost_of_splitting(self, machine: Machine) -> float:
+        """The CPU seconds of an exchange in MANY messages per peer, minus those of one message per peer.
+
+        The program sleeps while the messages move. The result is the mean over the ranks.
+        """
+        nbytes, seconds = self._largest_exchange(machine, SPLIT_SECONDS)
         taken = np.zeros((2 * ROUNDS, 2))
-        with self._gather(nbytes, 1) as one, self._gather(nbytes, MANY) as many:
-            for i in range(-1, 2 * ROUNDS):  # once to warm up
-                for j, exchange in enumerate((one, many)):
+        with self._exchange(nbytes, 1) as single, self._exchange(nbytes, MANY) as many:
+            for i in range(-1, 2 * ROUNDS):  # round -1 warms up: round 2 * ROUNDS - 1 overwrites it
+                for j, exchange in enumerate((single, many)):
                     sleep(self.idle)
                     meet(self.mpi)
                     begun = process_time()
                     exchange.start()
-                    sleep(2 * alone)
+                    sleep(2 * seconds)
                     exchange.wait()
                     taken[i, j] = process_time() - begun
         more = np.array([max(0.0, float(np.median(taken[:, 1] - taken[:, 0])))])
         return float(of_all_ranks(self.mpi, more).mean())
 
-    def _lost(self, machine: Machine) -> tuple[int, float]:
-        """Bytes that each rank has for each other one, and by how much kernels take longer while they move."""
-        nbytes, alone = self._exchange_of(machine, LOST_SECONDS)
+    def _kernel_delay(self, machine: Machine) -> tuple[int, float]:
+        """The bytes from each rank to each other rank, and how much longer kernels take while they move, in seconds."""
+        nbytes, seconds = self._largest_exchange(machine, EXCHANGE_SECONDS)
         a, b, c = (np.ones((1024, 1024), np.float32) for _ in range(3))
-        count = 2 + int(1.2 * alone / fit.product_seconds(machine, 1024, 1024, 1024))
+        count = 2 + int(1.2 * seconds / fit.product_seconds(machine, 1024, 1024, 1024))
         taken = np.zeros((2 * ROUNDS, 2))
-        with self._gather(nbytes, 1) as exchange:
+        with self._exchange(nbytes, 1) as exchange:
             for i in range(2 * ROUNDS):
                 for moves in (0, 1):
                     sleep(self.idle)
@@ -267,41 +281,42 @@ class _Calibration:
                     taken[i, moves] = perf_counter() - begun
                     if moves:
                         exchange.wait()
-        lost = np.array([max(0.0, float(np.median(taken[:, 1] - taken[:, 0])))])
-        return nbytes, float(of_all_ranks(self.mpi, lost).mean())
+        delay = np.array([max(0.0, float(np.median(taken[:, 1] - taken[:, 0])))])
+        return nbytes, float(of_all_ranks(self.mpi, delay).mean())
 
-    # -- the library's collectives
+    # -- collectives of the MPI library
     def _native(self, name: str, behind: bool) -> Points:
-        """Seconds by the bytes that the rank with most reads and writes, of the call that an unfused plan makes.
+        """The seconds of an unfused collective, by the bytes that it reads and writes on the rank with the most bytes.
 
-        `behind`: the ranks run kernels meanwhile, only the helper looks, and calls follow each other.
+        `behind`: the ranks run kernels, only the helper thread polls, and calls follow each other.
         """
         layout = problems.layouts(name, 1)[0]
         samples = []
-        each = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in NATIVE_SIZES}  # many ranks: small ones are alike
-        for rows in (n * self.size for n in each):
+        units = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in NATIVE_SIZES}  # many ranks: some are equal
+        for rows in (n * self.size for n in units):
             x = Spec((rows, 64), "float32", layout)
-            made = plan(name, x, ranks=self.size, schedule="unfused")
-            program, extents = made.programs[self.rank], made.extents(self.rank)
+            unfused = plan(name, x, ranks=self.size, schedule="unfused")
+            program, extents = unfused.programs[self.rank], unfused.extents(self.rank)
             (op,) = (op for op in program.ops if isinstance(op, Collective))
-            names = {chunk.buffer for chunk in (*op.reads, *op.writes)}  # those of a walk
+            names = {chunk.buffer for chunk in (*op.reads, *op.writes)}  # as in a simulation
             moved = sum(int(np.prod(b.shape(extents))) * 4 for b in program.buffers if b.name in names)
             tensor = np.ones(next(b.shape(extents) for b in program.buffers if b.name == "x"), np.float32)
-            with bind(made, comm=self.comm, x=tensor) as call:
+            with bind(unfused, comm=self.comm, x=tensor) as call:
                 if behind:
                     taken = self._behind(call)
                 else:
                     taken = alternate(self.mpi, {name: call}, ROUNDS, warmup=1, idle=self.idle)[name]
             most = float(of_all_ranks(self.mpi, np.array([float(moved)])).max())
-            samples.append((most, quiet(taken)))
+            samples.append((most, lower_quartile(taken)))
             if samples[-1][1] * 8 > MOST_SECONDS:
                 break
         return fit.curve(samples)
 
     def _behind(self, call: Executor) -> list[float]:
-        """Seconds from the end of one call to that of the next, of the slowest rank, while all of them compute.
+        """Seconds from the end of one call to the end of the next, on the slowest rank, while all ranks compute.
 
-        One after the other, as slices are: the links have had no rest, and the helper looks as often as messages come.
+        The calls follow each other like the slices of a plan. So the links have no rest, and the helper thread polls as
+        often as messages come.
         """
         a, b, c = (np.ones((256, 256), np.float32) for _ in range(3))
         taken, ended = [], 0.0
@@ -309,8 +324,8 @@ class _Calibration:
         meet(self.mpi)
         for _ in range(BEHIND_WARMUP + ROUNDS):
             call.start()
-            late = perf_counter() + self.comm.engine.timeout
-            while not call.finished and perf_counter() < late:
+            deadline = perf_counter() + self.comm.engine.timeout
+            while not call.finished and perf_counter() < deadline:
                 np.matmul(a, b, out=c)
             call.wait()
             begun, ended = ended, perf_counter()
@@ -318,8 +333,8 @@ class _Calibration:
         return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[BEHIND_WARMUP:])).max(axis=0)]
 
 
-def _that_of_rank_0(comm: Communicator, machine: Machine) -> Machine:
-    """Ranks may round differently: all take what rank 0 has found."""
+def _broadcast(comm: Communicator, machine: Machine) -> Machine:
+    """The machine of rank 0, on all ranks. The results of the ranks may be rounded differently."""
     text = machine.to_json().encode()
     count = np.array([len(text)])
     comm.link.blocking.Bcast(count, 0)

@@ -1,4 +1,7 @@
-"""How fast messages are between the ranks of a communicator: `fompi.calibrate` makes links of it."""
+"""The times of messages between the ranks of a communicator. `fompi.calibrate` makes the links of a machine from them.
+
+docs/inside/planner.md says which measurement led to which choice.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,46 @@ from fompi.model.fit import PAIR_NBYTES, Topology
 from fompi.model.machine import Level
 from fompi.mpi import launcher
 from fompi.mpi.link import Link
-from fompi.runtime.report import quiet
+from fompi.runtime.report import lower_quartile
 from fompi.tuning.rounds import meet, of_all_ranks
 
-ROUNDS, IDLE_SECONDS, MOST_SECONDS = 5, 0.05, 0.5
-"""Of each figure; a pause before each, where a network may have queues; what would take longer is left out."""
+ROUNDS = 5
+"""How often each time is taken."""
 
-PAIR_ROUNDS, ALL_PAIRS = 3, 8
-"""How the speed of a pair is taken; of more ranks, not all pairs are looked at."""
+IDLE_SECONDS = 0.05
+"""Silence before each message over a network, in seconds, so that its queues are empty."""
+
+MOST_SECONDS = 0.5
+"""Larger messages are left out if they would take longer than this, in seconds."""
+
+PAIR_ROUNDS = 3
+"""How often a message between two ranks is timed to compare pairs. The least time counts."""
+
+ALL_PAIRS = 8
+"""With more ranks than this, only pairs at distances of a power of two are measured."""
 
 SIZES = [1 << n for n in range(10, 23, 2)]
-"""Bytes of messages: 1 KiB to 4 MiB."""
+"""Bytes of the messages: 1 KiB to 4 MiB."""
 
 LARGEST, LARGEST_ROUNDS = SIZES[-3:], 11
-"""What two of these differ in is the bandwidth: a few per cent of one would be all of its error."""
+"""The largest sizes are timed more often.
+
+The bandwidth follows from the difference of two of them. So a small error in one time is a large error of the
+bandwidth.
+"""
 
 LOST_PACKETS = 1.15
-"""A message that takes so many times as long as the quickest of its size lost packets, and TCP noticed late."""
+"""A large message that takes this many times as long as the fastest of its size is dropped.
+
+It lost packets, and TCP noticed late.
+"""
 
 AT_ONCE = (1, 2, 4, 8)
-"""So many other ranks are exchanged with at once, to see how many ports there are."""
+"""Numbers of peers with which a rank exchanges messages at once. They show how many ports it has."""
 
 
 class Messages:
-    """Times of messages over `link`, a communicator that nobody else uses. All methods are collective."""
+    """Measures messages over `link`, a communicator that nobody else uses. All methods are collective."""
 
     def __init__(self, comm: Communicator, link: Link):
         self.link, self.mpi = link, link.comm
@@ -50,9 +69,9 @@ class Messages:
         self.inbox, self.outbox = np.zeros(most, np.uint8), np.ones(most, np.uint8)
 
     def pairs(self) -> dict[tuple[int, int], float]:
-        """Bytes per second of pairs of ranks, each by itself, there and back: by what two sizes differ in.
+        """Bytes per second of pairs of ranks, one pair at a time: from the times of two sizes, there and back.
 
-        None of ranks that share the cores of one host: it would be who has a core just then that tells them apart.
+        Empty if ranks on one host share cores. There the times would depend on which rank has a core at that moment.
         """
         if not self.network and of_all_ranks(self.mpi, np.array([launcher.cores_per_rank()])).min() < 1:
             return {}
@@ -68,44 +87,49 @@ class Messages:
                 short, long = (
                     min(self._there_and_back(pair, nbytes) for _ in range(PAIR_ROUNDS)) for nbytes in PAIR_NBYTES
                 )
-                seconds[i] = max(long - short, 0.1 * long)  # both are as good as their noise
+                seconds[i] = max(long - short, 0.1 * long)  # noise may be as large as the difference
             meet(self.mpi)
         slowest = of_all_ranks(self.mpi, seconds).max(axis=0)
         return {pair: 2 * (large - small) / s for pair, s in zip(pairs, slowest.tolist(), strict=True)}
 
-    def level(self, found: Topology, number: int) -> Level:
-        """The link of this level, while all ranks use it at once, as they do in a collective."""
-        ranks = found.groups[number - 1] if number else 1
-        every = fit.shift(found, number)
-        slow = min(every, key=lambda rank: found.rates[rank])
-        sources, dests = ([end] for end in every[self.rank]) if self.rank in every else ([], [])
+    def level(self, topology: Topology, number: int) -> Level:
+        """The link of this level of the topology, while all ranks use it at once, as in a collective.
+
+        Level 0 is the link between single ranks. A link that a group shares is measured by one message alone.
+        """
+        ranks = topology.groups[number - 1] if number else 1
+        partners = fit.exchange_rings(topology, number)  # rank -> (source, dest)
+        slow = min(partners, key=lambda rank: topology.rates[rank])
+        sources, dests = ([partner] for partner in partners[self.rank]) if self.rank in partners else ([], [])
         latency = self._latency(ranks)
         samples = self._samples(lambda nbytes: self._shift(sources, dests, nbytes), SIZES[-1])
         shared = False
         if number:
-            pair = slow, every[slow][1]  # slowed down as all of them together are
-            alone = self._samples(lambda nbytes: self._alone(pair, nbytes), samples[-1][0])
-            together, by_itself = (some[len(alone) - 1][1] - latency for some in (samples, alone))
-            shared = together > (1 + fit.crowd(every, ranks)) / 2 * by_itself
+            pair = slow, partners[slow][1]  # the slowest rank, because it also limits all of them together
+            alone = self._samples(lambda nbytes: self._one_way(pair, nbytes), samples[-1][0])
+            seconds_together, seconds_alone = (times[len(alone) - 1][1] - latency for times in (samples, alone))
+            shared = seconds_together > (1 + fit.most_in_group(partners, ranks)) / 2 * seconds_alone
             samples = alone if shared else samples
-        full = [(nbytes, latency + max(0.0, seconds - latency) * found.rates[slow]) for nbytes, seconds in samples]
-        points = fit.sustained(full, latency)
+        rate = topology.rates[slow]
+        full_rate = [(nbytes, latency + max(0.0, seconds - latency) * rate) for nbytes, seconds in samples]
+        points = fit.sustained(full_rate, latency)
         (a, y), (b, z) = points[-2:]
         bandwidth = (b - a) / (z - y) if z > y else b / max(z, 1e-9)
-        return Level(ranks, latency, bandwidth, shared, points, fit.burst(full, latency))
+        return Level(ranks, latency, bandwidth, shared, points, fit.burst(full_rate, latency))
 
-    def ports(self, whole: int) -> int:
-        """How many others of its group of `whole` ranks each rank can exchange with at once."""
-        first, nbytes = self.rank - self.rank % whole, len(self.inbox) // AT_ONCE[-1]
+    def ports(self, group: int) -> int:
+        """With how many peers in its group of `group` ranks each rank can exchange messages at full rate at once."""
+        first, nbytes = self.rank - self.rank % group, len(self.inbox) // AT_ONCE[-1]
         taken = {}
-        for count in (n for n in AT_ONCE if n < whole):
+        for count in (n for n in AT_ONCE if n < group):
             sources, dests = (
-                [first + (self.rank - first + way * step) % whole for step in range(1, count + 1)] for way in (-1, 1)
+                [first + (self.rank - first + way * step) % group for step in range(1, count + 1)] for way in (-1, 1)
             )
             taken[count] = self._shift(sources, dests, nbytes)
         return fit.ports(taken)
 
     def _there_and_back(self, pair: tuple[int, int], nbytes: int) -> float:
+        """Seconds of a message from the first rank of the pair to the second, and of one back. Only these two call."""
         first, other = pair
         begun = perf_counter()
         peer = other if self.rank == first else first
@@ -118,7 +142,7 @@ class Messages:
 
     @staticmethod
     def _samples(seconds_of: Callable[[int], float], most: float) -> list[tuple[float, float]]:
-        """Seconds by bytes, up to `most` bytes or to what takes too long."""
+        """(bytes, seconds) of all SIZES up to `most` bytes, without those that would take longer than MOST_SECONDS."""
         samples: list[tuple[float, float]] = []
         for nbytes in SIZES:
             if nbytes <= most and (len(samples) < 2 or 4 * samples[-1][1] <= MOST_SECONDS):
@@ -126,33 +150,34 @@ class Messages:
         return samples
 
     def _latency(self, step: int) -> float:
-        """Half of what a byte takes there and back, between ranks 0 and `step`."""
+        """Seconds of a message of one byte between ranks 0 and `step`: half of the time there and back."""
         seconds = np.array([np.inf])
         if self.rank in (0, step):
             seconds[0] = median(self._there_and_back((0, step), 1) for _ in range(20)) / 2
         meet(self.mpi)
         return float(of_all_ranks(self.mpi, seconds).min())
 
-    def _alone(self, pair: tuple[int, int], nbytes: int) -> float:
-        """One message from the first to the second, and nobody else.
+    def _one_way(self, pair: tuple[int, int], nbytes: int) -> float:
+        """Seconds of one message from the first rank of the pair to the second, while no other message moves.
 
-        With one the other way TCP's acknowledgements queue behind data, and either may take a tenth longer than in the
-        middle of a plan, where others are under way too.
+        With a message the other way, TCP's acknowledgements would queue behind data. Then both may take a tenth longer
+        than in the middle of a plan.
         """
         source, dest = pair
         return self._shift([source] * (self.rank == dest), [dest] * (self.rank == source), nbytes)
 
     def _shift(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
-        """All ranks at once, each from its sources and to its destinations, if any: seconds of the slowest one."""
+        """Seconds of the slowest rank while all ranks receive from their sources and send to their dests at once."""
         taken = []
         for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
             sleep(self.idle)
             meet(self.mpi)
             taken.append(self._exchange(sources, dests, nbytes))
         slowest = of_all_ranks(self.mpi, np.array(taken)).max(axis=0)
-        return quiet(slowest[slowest <= LOST_PACKETS * slowest.min()] if nbytes in LARGEST else slowest)
+        return lower_quartile(slowest[slowest <= LOST_PACKETS * slowest.min()] if nbytes in LARGEST else slowest)
 
     def _exchange(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
+        """Seconds on this rank until all its messages are done."""
         begun = perf_counter()
         requests = [
             self.mpi.Irecv(self.inbox[i * nbytes : (i + 1) * nbytes], source) for i, source in enumerate(sources)
@@ -162,10 +187,14 @@ class Messages:
         return perf_counter() - begun
 
     def _complete(self, requests: Iterable[Any]) -> None:
+        """Wait for the requests. Raises WaitTimeout after the timeout of the engine."""
         end = perf_counter() + self.timeout
         for request in requests:
             while not request.Test():
                 if perf_counter() > end:
                     self.link.given_up.append((request, self.inbox, self.outbox))
-                    raise WaitTimeout(f"rank {self.rank} waited {self.timeout:g} s (FOMPI_TIMEOUT) to measure a link")
+                    raise WaitTimeout(
+                        f"rank {self.rank}: a message to measure a link is not done after {self.timeout:g} s "
+                        "(FOMPI_TIMEOUT)"
+                    )
                 os.sched_yield()

@@ -1,8 +1,10 @@
 """How times are taken and compared: contestants in turns, medians, paired intervals, and rows that hold them.
 
-Rounds are interleaved (A B C, B C A, C A B, ...), so that whatever disturbs the machine disturbs all alike, and ratios
-are made within a round. A contestant whose result is wrong is not timed. What disturbs cores for parts of a second does
-not disturb all alike: with `Calm` a turn waits for others, and is taken again, where small products tell of them.
+Rounds are interleaved (A B C, B C A, C A B, ...). So what disturbs the machine for a while disturbs all contestants
+alike. Ratios are made within a round. A contestant with a wrong result is not timed.
+
+A disturbance of the cores that lasts a fraction of a second does not disturb all alike. A `NoiseMonitor` detects it
+with small products. Then a turn waits, and is repeated if it was disturbed.
 """
 
 from __future__ import annotations
@@ -21,21 +23,36 @@ from fompi.base.errors import FompiError, WaitTimeout
 from fompi.mpi import launcher
 
 UNITS = {"us": 1e6, "ms": 1e3}
-"""In a second."""
+"""How many of each unit are in a second."""
 
-PROBE, PROBES, FIRST_PROBES, CALM, TRIES = 384, 3, 20, 1.1, 4
+PROBE, PROBES, FIRST_PROBES = 384, 3, 20
+"""A probe multiplies two matrices of PROBE x PROBE elements PROBES times, and takes the least time.
+
+FIRST_PROBES probes at the start find the usual time.
+"""
+
+DISTURBED = 1.1
+"""A turn is disturbed if a probe takes more than this many times its usual time."""
+
+TRIES = 4
+"""A disturbed turn is run at most this many times."""
+
 WAITS, WAIT_SECONDS = 4, 0.03
+"""While a probe is slow, a turn waits WAIT_SECONDS and probes again, on average at most WAITS times.
+
+Most disturbances last less than a third of a second.
+"""
 
 TOLERANCE = 1e-5
-"""Of the largest element, for products in float32 against float64."""
+"""The largest allowed error of a product in float32 against float64, relative to its largest element."""
 
 
 class WrongResult(FompiError, ArithmeticError):
-    """A contestant that computes something else than what was asked."""
+    """The result of a contestant differs from the reference."""
 
 
 class Interval(NamedTuple):
-    """Where the median lies with probability `level`."""
+    """The median lies between `low` and `high` with probability `level`."""
 
     low: float
     high: float
@@ -47,7 +64,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that stands for a row: what it is to be at least or at most, and what physics allows."""
+    """A number that summarises a row, and its targets: `least` and `most`. `limit` is what is physically possible."""
 
     name: str
     value: float
@@ -59,7 +76,7 @@ class Figure:
 
     @property
     def reached(self) -> bool | None:
-        """Whether it is as good as asked; None if nothing was asked."""
+        """True if the value meets its targets. None if it has none."""
         if self.least is None and self.most is None:
             return None
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
@@ -67,12 +84,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting and all who ran in it: seconds of each contestant, round by round, the slowest rank's.
+    """One setting: the times of each contestant, one per round, in seconds. Each is the time of the slowest rank.
 
-    `base` is the contestant with which the table compares the others. `limits` are times, by name, that nothing can
-    beat; `predicted` is what a model says of contestants. `absent` says why a contestant did not run, `errors` how far
-    from the reference each was before it was timed, `progress` how messages progressed, `marks` what must be said with
-    any of these figures.
+    `base` is the contestant with which the table compares the others. `limits` are named times that no contestant can
+    beat. `predicted` are the times of contestants by a model. `absent` says why a contestant did not run. `errors` are
+    the relative errors of the results, from before the timing. `progress` says how messages progressed. `marks` must be
+    shown with every figure of the row.
     """
 
     what: str
@@ -91,16 +108,16 @@ class Row:
         return statistics.median(self.samples[name])
 
     def best(self, names: Iterable[str]) -> str:
-        """Who of these is the fastest by its median."""
+        """The name of the contestant with the least median, among `names`."""
         return best_of({name: self.samples[name] for name in names if name in self.samples})
 
-    def ratio(self, slow: str, fast: str, **asked: float | None) -> Figure:
-        """How many times faster `fast` is than `slow`, with the paired interval; `asked`: least, most, limit."""
-        return ratio(f"{slow} / {fast}", self.samples[slow], self.samples[fast], **asked)
+    def ratio(self, slow: str, fast: str, **targets: float | None) -> Figure:
+        """How many times as fast `fast` is as `slow`, with the paired interval. `targets`: least, most, limit."""
+        return ratio(f"{slow} / {fast}", self.samples[slow], self.samples[fast], **targets)
 
     @property
     def reached(self) -> bool | None:
-        """Whether every figure of which something was asked is as good as asked."""
+        """True if every figure meets its targets. None if no figure has any."""
         verdicts = [figure.reached for figure in self.figures if figure.reached is not None]
         return all(verdicts) if verdicts else None
 
@@ -109,57 +126,62 @@ class Row:
 
 
 def median_interval(samples: Sequence[float], level: float = 0.95) -> Interval:
-    """Where the median lies, by the sign test: two of the samples, whatever their distribution.
+    """The interval of the median by the sign test. Its ends are two of the samples. It holds for any distribution.
 
-    Below six samples there is no interval of 95 %: then it is their range, and `level` what that is worth.
+    Fewer than six samples have no interval of 95 %. Then the interval is their range, and its `level` is lower. Raises
+    ValueError if there are no samples.
     """
     ordered, n = sorted(samples), len(samples)
     if not n:
-        raise ValueError("no samples, no interval")
-    beyond = 0.0  # the chance that fewer than k of n samples fall on one side of the median
-    k, chance = 0, 0.5**n
-    while k < n // 2 and 2 * (beyond + chance) <= 1 - level:
-        beyond += chance
+        raise ValueError("there are no samples, so there is no interval")
+    tail = 0.0  # the probability that fewer than k of n samples are on one side of the median
+    k, probability = 0, 0.5**n
+    while k < n // 2 and 2 * (tail + probability) <= 1 - level:
+        tail += probability
         k += 1
-        chance = math.comb(n, k) * 0.5**n
+        probability = math.comb(n, k) * 0.5**n
     if k == 0:
-        k, beyond = 1, 0.5**n
-    return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - 2 * beyond))
+        k, tail = 1, 0.5**n
+    return Interval(ordered[k - 1], ordered[n - k], max(0.0, 1 - 2 * tail))
 
 
 def best_of(samples: Mapping[str, Sequence[float]]) -> str:
-    """The contestant with the least median."""
+    """The name of the contestant with the least median."""
     return min(samples, key=lambda name: statistics.median(samples[name]))
 
 
 def over_best(samples: Mapping[str, Sequence[float]], chosen: str) -> float:
-    """How many times as long as the best it takes: the median over the rounds, each against the best of all others."""
+    """The time of `chosen`, divided by the time of the best contestant: the median over the rounds.
+
+    In each round the best contestant is the one with the least median of all other rounds. So no contestant is the best
+    because it was lucky in that round.
+    """
     ratios = []
     for i, seconds in enumerate(samples[chosen]):
-        others = {name: [*each[:i], *each[i + 1 :]] or each for name, each in samples.items()}
+        others = {name: [*times[:i], *times[i + 1 :]] or times for name, times in samples.items()}
         ratios.append(seconds / samples[best_of(others)][i])
     return statistics.median(ratios)
 
 
-def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **asked: float | None) -> Figure:
-    """The ratio of the medians, with the interval of the median of the ratios of each round."""
+def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **targets: float | None) -> Figure:
+    """The ratio of the two medians. Its interval comes from the ratios within each round."""
     paired = [a / b for a, b in zip(slow, fast, strict=True)]
     value = statistics.median(slow) / statistics.median(fast)
-    return Figure(name, value, "", median_interval(paired), **asked)
+    return Figure(name, value, "", median_interval(paired), **targets)
 
 
-def difference(name: str, slow: Sequence[float], fast: Sequence[float], **asked: float | None) -> Figure:
-    """How much longer `slow` takes, in microseconds: of the medians, with the interval of each round's difference."""
+def difference(name: str, slow: Sequence[float], fast: Sequence[float], **targets: float | None) -> Figure:
+    """The difference of the two medians in microseconds. Its interval comes from the differences within each round."""
     us = UNITS["us"]
-    apart = us * (statistics.median(slow) - statistics.median(fast))
+    value = us * (statistics.median(slow) - statistics.median(fast))
     paired = [us * (a - b) for a, b in zip(slow, fast, strict=True)]
-    return Figure(name, apart, "us", median_interval(paired), **asked)
+    return Figure(name, value, "us", median_interval(paired), **targets)
 
 
-def median_figure(name: str, seconds: Sequence[float], unit: str = "us", **asked: float | None) -> Figure:
-    """The median in microseconds or milliseconds (`unit`), with its interval."""
+def median_figure(name: str, seconds: Sequence[float], unit: str = "us", **targets: float | None) -> Figure:
+    """The median in microseconds ("us") or milliseconds ("ms"), with its interval."""
     times = [UNITS[unit] * s for s in seconds]
-    return Figure(name, statistics.median(times), unit, median_interval(times), **asked)
+    return Figure(name, statistics.median(times), unit, median_interval(times), **targets)
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -170,14 +192,14 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 class Contestant(NamedTuple):
-    """What is timed; `error(result)` tells how far a result is from the reference on this rank."""
+    """A call that is timed. `error(result)` is the relative error of its result on this rank."""
 
     call: Callable[[], Any]
     error: Callable[[Any], float] | None = None
 
 
 def relative_error(result: Any, reference: np.ndarray) -> float:
-    """The largest difference, in units of the largest element; infinite if the shapes differ."""
+    """The largest difference, divided by the largest element of the reference. Infinite if the shapes differ."""
     result = np.asarray(result)
     if result.shape != reference.shape:
         return math.inf
@@ -188,88 +210,104 @@ def relative_error(result: Any, reference: np.ndarray) -> float:
 
 
 def checked(comm: Any, contestants: Mapping[str, Contestant], tolerance: float = TOLERANCE) -> dict[str, float]:
-    """Call each once: its error, the largest of all ranks. Raises WrongResult, on all ranks, for a wrong one."""
+    """Call each contestant once, and return its error: the largest of all ranks. Collective over `comm` (mpi4py).
+
+    Raises WrongResult on all ranks if an error is larger than `tolerance`.
+    """
     errors = {}
     for name, contestant in contestants.items():
         result = contestant.call()
         if contestant.error is not None:
-            mine = np.array([contestant.error(result)])
-            errors[name] = float(np.max(of_all_ranks(comm, mine)))
-            if not errors[name] <= tolerance:  # a NaN is wrong too
+            own_error = np.array([contestant.error(result)])
+            errors[name] = float(np.max(of_all_ranks(comm, own_error)))
+            if not errors[name] <= tolerance:  # NaN is wrong too
                 raise WrongResult(f"{name} is wrong: relative error {errors[name]:.2g}, at most {tolerance:g} allowed")
     return errors
 
 
-class Calm:
-    """Whether others use the cores: by a small product of each rank before a turn and after it, against its usual time.
+class Turns(NamedTuple):
+    """How many turns were timed, how many were repeated, and how many of the results that count are disturbed."""
 
-    While the slowest takes more than CALM times that, a turn waits, WAITS times in the mean; one that was disturbed is
-    taken again, TRIES times at most, and not more turns again than there are (or TRIES); then the one counts in which
-    the products were disturbed least. What the turn itself took has no say in it. Collective over `comm`.
+    timed: int
+    repeated: int
+    disturbed: int
+
+    def __str__(self) -> str:
+        repeated = f"{self.repeated} were repeated because others used the cores"
+        return f"{self.timed} turn{'s' * (self.timed != 1)}: {repeated}, {self.disturbed} stayed disturbed"
+
+
+class NoiseMonitor:
+    """Detects whether others use the cores: each rank times a small product before and after a turn.
+
+    A turn waits while the probe of the slowest rank takes more than DISTURBED times its usual time. A turn that was
+    disturbed is repeated, at most TRIES times. The number of repetitions is at most the number of turns (or TRIES, if
+    that is more). Then the try with the fastest probes counts. The times of the turn itself do not matter for this.
+
+    Collective over `comm` (mpi4py).
     """
 
     def __init__(self, comm: Any):
         self.comm = comm
         self._products = [np.ones((PROBE, PROBE), np.float32) for _ in range(3)]
-        self._taken: list[float] = []
+        self._probe_seconds: list[float] = []
         self._turns = self._repeated = self._waited = self._disturbed = 0
         for _ in range(FIRST_PROBES):
             self.probe()
 
     @staticmethod
-    def of(comm: Any) -> Calm | None:
-        """None if ranks share a core: each is disturbed by the others then, whatever it does. Collective."""
+    def of(comm: Any) -> NoiseMonitor | None:
+        """A monitor, or None if ranks share a core: then each rank always disturbs the others. Collective."""
         cores = min(launcher.cores_per_rank(), launcher.cores_beside_other_hosts())
-        return Calm(comm) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
+        return NoiseMonitor(comm) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
 
     def probe(self) -> float:
-        """How many times as long as usual a product takes now, the best of some: usual is the lower decile of all."""
+        """The time of a probe now, divided by its usual time: the lower decile of all probes of this rank."""
         a, b, c = self._products
         seconds = []
         for _ in range(PROBES):
             begun = perf_counter()
             np.matmul(a, b, out=c)
             seconds.append(perf_counter() - begun)
-        self._taken.append(min(seconds))
-        return min(seconds) / float(np.quantile(self._taken, 0.1))
+        self._probe_seconds.append(min(seconds))
+        return min(seconds) / float(np.quantile(self._probe_seconds, 0.1))
 
-    def awaited(self) -> float:
-        """How much this rank is disturbed, once others rest on all ranks, or there has been enough waiting."""
+    def wait_until_quiet(self) -> float:
+        """Wait until no rank is disturbed, or until the waits are used up. Returns the last probe of this rank."""
         while True:
-            disturbed = self.probe()
-            slowest = float(of_all_ranks(self.comm, np.array([disturbed])).max())
-            if slowest <= CALM or self._waited >= WAITS * max(self._turns, TRIES):
-                return disturbed
+            slowdown = self.probe()
+            slowest = float(of_all_ranks(self.comm, np.array([slowdown])).max())
+            if slowest <= DISTURBED or self._waited >= WAITS * max(self._turns, TRIES):
+                return slowdown
             self._waited += 1
             sleep(WAIT_SECONDS)
 
-    def least_disturbed(self, turn: Callable[[], tuple[float, float]]) -> float:
-        """The seconds of `turn`, which returns how much this rank was disturbed, and seconds."""
+    def repeat_disturbed(self, turn: Callable[[], tuple[float, float]]) -> float:
+        """The value of the least disturbed try of `turn`, which returns (the slowest probe of this rank, value)."""
         self._turns += 1
         tries: list[tuple[float, float]] = []
         most = max(self._turns, TRIES)
-        while not tries or (min(tries)[0] > CALM and len(tries) < TRIES and self._repeated < most):
+        while not tries or (min(tries)[0] > DISTURBED and len(tries) < TRIES and self._repeated < most):
             self._repeated += bool(tries)
-            disturbed, seconds = turn()
-            tries.append((float(of_all_ranks(self.comm, np.array([disturbed])).max()), seconds))
-        self._disturbed += min(tries)[0] > CALM
+            slowdown, value = turn()
+            tries.append((float(of_all_ranks(self.comm, np.array([slowdown])).max()), value))
+        self._disturbed += min(tries)[0] > DISTURBED
         return min(tries)[1]
 
-    def undisturbed(self, measured: Callable[[], float]) -> float:
-        """What `measured` says in a turn; it is the same on all ranks."""
+    def measure(self, function: Callable[[], float]) -> float:
+        """The value of `function()` in a turn that is not disturbed. It must return the same on all ranks."""
 
         def turn() -> tuple[float, float]:
-            before, value = self.awaited(), measured()
+            before, value = self.wait_until_quiet(), function()
             return max(before, self.probe()), value
 
-        return self.least_disturbed(turn)
+        return self.repeat_disturbed(turn)
 
-    def told(self) -> str:
-        """How it went since this was last asked, in words."""
-        turns, repeated, disturbed = self._turns, self._repeated, self._disturbed
+    def count(self) -> Turns:
+        """The turns since the last count."""
+        turns = Turns(self._turns, self._repeated, self._disturbed)
         self._turns = self._repeated = self._waited = self._disturbed = 0
-        words = f"{turns} turns, {repeated} repeated because others used the cores"
-        return f"{words}, as they did in {disturbed} of those that count"
+        return turns
 
 
 def alternate(
@@ -282,67 +320,74 @@ def alternate(
     idle: float = 0.0,
     before: Callable[[str], object] | None = None,
     after: Callable[[str, Any], object] | None = None,
-    calm: Calm | None = None,
+    monitor: NoiseMonitor | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds a call of each contestant, round by round: those of the slowest rank. Collective over `comm` of mpi4py.
+    """The seconds per call of each contestant, one for each round, of the slowest rank.
 
-    Each turn begins together after `idle` seconds of silence (connections lose their window, token buckets fill: all
-    begin alike), and is `calls` calls long. `warmup` turns before all that make plans, memory and connections.
-    `before(name)` and `after(name, result)` each turn are not timed. With `calm`, turns that others disturb are
-    repeated.
+    Collective over `comm` (mpi4py). A turn is `calls` calls of one contestant. All ranks start it together after `idle`
+    seconds of silence. So all turns have the same conditions: after silence, connections have lost their TCP window,
+    and token buckets are full.
+
+    `warmup` turns of each contestant come first and do not count. They make plans, memory and connections. The calls of
+    `before(name)` and `after(name, result)` around each turn are not timed. A `monitor` repeats disturbed turns.
     """
 
     def turn(name: str) -> tuple[float, float]:
-        call, disturbed = contestants[name], 0.0
+        call, slowdown = contestants[name], 0.0
         if before is not None:
             before(name)
         sleep(idle)
-        if calm is not None:
-            disturbed = calm.awaited()
+        if monitor is not None:
+            slowdown = monitor.wait_until_quiet()
         meet(comm)
         begun = perf_counter()
         for _ in range(calls):
             result = call()
         taken = (perf_counter() - begun) / calls
-        if calm is not None:
-            disturbed = max(disturbed, calm.probe())
+        if monitor is not None:
+            slowdown = max(slowdown, monitor.probe())
         if after is not None:
             after(name, result)
-        return disturbed, taken
+        return slowdown, taken
 
     seconds = np.zeros((len(contestants), warmup + rounds))
     names = list(contestants)
     for i in range(warmup + rounds):
         for place in range(len(names)):
             k = (i + place) % len(names)
-            if calm is None or i < warmup:
+            if monitor is None or i < warmup:
                 _, seconds[k, i] = turn(names[k])
             else:
-                seconds[k, i] = calm.least_disturbed(partial(turn, names[k]))
+                seconds[k, i] = monitor.repeat_disturbed(partial(turn, names[k]))
     seconds = seconds[:, warmup:].copy()
     slowest = of_all_ranks(comm, seconds).max(axis=0)
     return dict(zip(contestants, slowest.tolist(), strict=True))
 
 
 def meet(comm: Any) -> None:
-    """A barrier that leaves the cores to those who still work; the second one lets all go together."""
+    """A barrier for measurements, over `comm` (mpi4py). Raises WaitTimeout after FOMPI_TIMEOUT seconds.
+
+    A rank that waits sleeps, so that it leaves the cores to ranks that still work. The second barrier lets all ranks go
+    on at the same time.
+    """
     request, seconds = comm.Ibarrier(), launcher.timeout()
     end = perf_counter() + seconds
     while not request.Test():
         if perf_counter() > end:
-            raise WaitTimeout(f"not all ranks came to a measurement within {seconds:g} s (FOMPI_TIMEOUT)")
+            raise WaitTimeout(f"not all ranks reached a measurement within {seconds:g} s (FOMPI_TIMEOUT)")
         sleep(5e-5)
     comm.Barrier()
 
 
-def texts(comm: Any, mine: str) -> list[str]:
-    """A short text of every rank, on every rank. Collective."""
-    sent = np.frombuffer(mine.encode()[:512].ljust(512, b"\0"), np.uint8)
+def texts(comm: Any, own_text: str) -> list[str]:
+    """A text of every rank, on every rank, cut after 512 bytes. Collective over `comm` (mpi4py)."""
+    sent = np.frombuffer(own_text.encode()[:512].ljust(512, b"\0"), np.uint8)
     rows = of_all_ranks(comm, sent)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def of_all_ranks(comm: Any, mine: np.ndarray) -> np.ndarray:
-    everything = np.empty((comm.Get_size(), *mine.shape), mine.dtype)
-    comm.Allgather(mine, everything)
+def of_all_ranks(comm: Any, own: np.ndarray) -> np.ndarray:
+    """An array of the arrays of all ranks, on every rank. They have the same shape. Collective over `comm` (mpi4py)."""
+    everything = np.empty((comm.Get_size(), *own.shape), own.dtype)
+    comm.Allgather(own, everything)
     return everything

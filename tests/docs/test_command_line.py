@@ -1,9 +1,11 @@
-"""python -m fompi: prints what the functions return, and one line with status 2 for what cannot be."""
+"""The command line prints what the functions return. Anything impossible is one line on stderr and exit status 2."""
 
 from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from functools import partial
@@ -13,14 +15,17 @@ import pytest
 
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
+from fompi.cli.main import COMMANDS
+from fompi.cli.output import DEFAULT_COLUMNS, Progress, Table, show
 from fompi.plans.plan import Plan, programs_from_json
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(sys.executable).with_name("fompi")
 
 
-def run(*arguments, status=0, machine=""):
+def run(*arguments, status=0, machine="", program=(sys.executable, "-m", "fompi")):
     """Standard output, then standard error, of a command that ends with `status`."""
-    command = [sys.executable, "-m", "fompi", *map(str, arguments)]
+    command = [*map(str, program), *map(str, arguments)]
     environ = {**os.environ, "FOMPI_MACHINE": machine}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environ)
     assert done.returncode == status, done.stderr
@@ -62,7 +67,7 @@ PLANS = {
 
 @pytest.mark.parametrize("arguments", PLANS)
 def test_plan(arguments):
-    """The grid is str(plan), the JSON is plan.to_json(), from which the same plan can be made."""
+    """The grid is str(plan). The JSON is plan.to_json(), and the same plan can be made from it."""
     plan = PLANS[arguments]()
     ops = sum(len(program.ops) for program in plan.programs)
     assert run("plan", *arguments.split(), "--verify") == (f"{plan}\n", f"verified: {plan.size} ranks, {ops} ops\n")
@@ -76,7 +81,7 @@ def test_plan(arguments):
 
 @pytest.mark.parametrize("arguments", PLANS)
 def test_simulate(arguments, tmp_path):
-    """The table is str(trace), of the best plan if none is named; the file is its JSON, with every rank and lane."""
+    """The table is str(trace), of the best plan if no schedule is named. The file is the trace with all its lanes."""
     trace = fompi.simulate(PLANS[arguments](machine="laptop"), fompi.Machine.load("laptop"))
     saved = tmp_path / "trace.json"
     assert run("simulate", *arguments.split(), "--machine", "laptop", "--save", saved) == (f"{trace}\n", "")
@@ -100,7 +105,7 @@ GATHER = "all_gather_matmul 512x64 64x256 --ranks 4"
 
 
 def test_explain(tmp_path):
-    """The table is str(explanation); `plan --machine` takes the winner."""
+    """The table is str(explanation). `plan --machine` takes the winner."""
     specs = Spec((512, 64), "float32", Shard(0)), Spec((64, 256), "float32", Shard(1))
     found = fompi.explain("all_gather_matmul", *specs, ranks=4, machine="laptop")
     picture = tmp_path / "best.svg"
@@ -115,66 +120,72 @@ def test_explain(tmp_path):
 
 
 WRONG = {
-    "plan all_gather_matmul 512x64 --ranks 4": "all_gather_matmul takes x, w: not 1 tensors",
+    "plan all_gather_matmul 512x64 --ranks 4": "all_gather_matmul takes x, w; got 1 tensor",
     "plan all_gather_matmul 512x64 64 --ranks 4": "w needs the shape (64, n), not (64,)",
     "plan all_gather_matmul 512x64 63x256 --ranks 4": "w needs the shape (64, n)",
     "plan all_gather_matmul 512xa 64x256 --ranks 4": "'512xa' is not a shape like 4096x1024",
-    "plan all_gather_matmul 512x-4 64x256 --ranks 4": "numbers >= 0",
-    "plan all_gather 64x4 --ranks 0": "ranks=0: a plan needs at least one rank",
+    "plan all_gather_matmul 512x-4 64x256 --ranks 4": "integers >= 0",
+    "plan all_gather 64x4 --ranks 0": "ranks=0 must be an integer from 1 to",
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
-    "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks are no groups of 3; take auto, ",
-    f"plan all_gather 64x4 --ranks 4 --schedule hierarchical({'9' * 5000})": "; take auto, ",
-    "plan all_gather_matmul 64x8 8x4 --ranks 2 --dtype bool": "a product of bool has no meaning",
+    "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks cannot be divided into groups of 3; choose ",
+    f"plan all_gather 64x4 --ranks 4 --schedule hierarchical({'9' * 5000})": "; choose auto, ",
+    "plan all_gather_matmul 64x8 8x4 --ranks 2 --dtype bool": "bool cannot be multiplied",
     f"explain {GATHER} --top 0": "--top 0: show one candidate at least",
     f"explain {GATHER} --plot picture.pdf": "picture.pdf: a picture is SVG or PNG",
-    "plan all_to_all 64x4 --ranks 4 --schedule ring": "no schedule 'ring' for all_to_all; take auto, unfused",
-    "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "does not sum bfloat16 in float32",
-    "plan all_reduce 64 --ranks 4 --dtype bool": "a sum of bool has no meaning",
+    "plan all_to_all 64x4 --ranks 4 --schedule ring": "no schedule 'ring' for all_to_all; choose auto, unfused",
+    "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "do not sum bfloat16 in float32",
+    "plan all_reduce 64 --ranks 4 --dtype bool": "bool cannot be summed",
     f"plan {GATHER} --dtype float31": "unknown dtype 'float31'; known: float64",
-    f"plan {GATHER} --slices 0": "slices=0: give a number >= 1",
+    f"plan {GATHER} --slices 0": "slices=0 must be an integer >= 1",
     f"plan {GATHER} --slices 1,x": "--slices takes a number, or sizes in proportion, for example 1,2,4, not '1,x'",
-    f"plan {GATHER} --window 0": "at least one message must be under way",
+    f"plan {GATHER} --window 0": "window=0 must be an integer >= 1",
     f"explain {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"plan {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': neither a file nor one of gigabit",
-    "simulate step --ranks 0": "ranks=0, tokens=2048: both are from 1 to",
-    "simulate step --ranks 8 --model gpt9": "no model 'gpt9'; there are",
+    "simulate step --ranks 0": "ranks=0, tokens=2048: both must be from 1 to",
+    "simulate step --ranks 8 --model gpt9": "no model 'gpt9'; choose",
     f"simulate {GATHER} --save /no/such/folder/trace.json": "No such file or directory",
+    "try 64,64": "a shape is M,K,N, for example 4096,4096,4096, not '64,64'",
+    "try 0,8,8": "M=0, K=8, N=8: each must be 1 or more",
+    "bench --like 64": "a shape is M,K,N",
 }
 MISSPELT = {
-    "": "the following arguments are required: COMMAND",
     "paln": "invalid choice: 'paln'",
+    "--json": "the following arguments are required: COMMAND",
     "plan all_gathr 64x4 --ranks 4": "invalid choice: 'all_gathr'",
     "plan all_gather 64x4": "the following arguments are required: --ranks",
     "plan all_gather 64x4 --ranks four": "invalid int value: 'four'",
     "bench collectives --rounds 0": "--rounds and --ranks are 1 or more",
     "bench --like 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
+    "bench": "bench: name a suite (collectives, ",
     "bench everything": "invalid choice: 'everything'",
+    "try": "the following arguments are required: M,K,N",
+    "try 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
     "simulate step --ranks 4 --schedule ring": "simulate step takes --model, --parallel, --ranks",
     "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
     "info --yaml": "unrecognized arguments: --yaml",
 }
 
 
-def test_a_machine_of_the_environment_that_cannot_be():
+def test_a_machine_of_the_environment_that_is_not_there():
     for command in ("plan", "simulate", "explain"):
         _, error = run(command, *GATHER.split(), status=2, machine="/nowhere.json")
         assert error.startswith("fompi: FOMPI_MACHINE: no machine '/nowhere.json'") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_what_cannot_be_is_one_line(arguments):
+def test_an_error_is_one_line(arguments):
     _, error = run(*arguments.split(), status=2)
     assert error.startswith("fompi: ") and error.count("\n") == 1 and WRONG[arguments] in error
 
 
 @pytest.mark.parametrize("arguments", MISSPELT)
-def test_what_is_misspelt_is_told_with_the_usage(arguments):
+def test_a_misspelt_command_prints_the_usage(arguments):
     _, error = run(*arguments.split(), status=2)
     assert error.startswith("usage: python -m fompi") and MISSPELT[arguments] in error.splitlines()[-1]
 
 
-def test_a_file_that_is_no_machine(tmp_path):
+def test_a_file_that_holds_no_machine(tmp_path):
     for text, why in (("{", "not JSON"), ("[]", "is an object"), ('{"name": "x"}', "latency")):
         (tmp_path / "machine.json").write_text(text)
         _, error = run("simulate", *GATHER.split(), "--machine", tmp_path / "machine.json", status=2)
@@ -185,7 +196,21 @@ def test_help_names_every_operation():
     text, _ = run("plan", "--help")
     words = text.replace(",", " ").split()
     assert set(fompi.ops.OPERATIONS) <= set(words)
-    assert "for example: python -m fompi plan" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_an_example(command):
+    """The example is a command of this program, on one line."""
+    text, _ = run(command, "--help")
+    last = text.splitlines()[-1]
+    assert re.match(rf"for example: (mpirun -n \d )?python -m fompi {command}\b", last), last
+    assert not command == "plan" or run(*last.split()[5:])[0].startswith("plan ")
+
+
+def test_help_names_every_command():
+    text, _ = run("--help")
+    assert all(re.search(rf"^    {command} ", text, re.MULTILINE) for command in COMMANDS)
+    assert text.splitlines()[-1] == "for example: python -m fompi try 1024,1024,1024 --ranks 4"
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "plan --json"])
@@ -199,11 +224,166 @@ def test_a_reader_that_stops_early_is_no_error(command):
     assert process.wait(timeout=60) == 0
 
 
+# ------------------------------------------------------------------------------------------- the program and its parts
+
+
+def test_the_console_script_is_the_same_program():
+    assert run("plan", *GATHER.split(), program=[SCRIPT]) == run("plan", *GATHER.split())
+    _, error = run("paln", status=2, program=[SCRIPT])
+    assert error.startswith("usage: fompi ")
+    assert run("plan", "--help", program=[SCRIPT])[0].splitlines()[-1].startswith("for example: fompi plan ")
+
+
+def test_without_a_command():
+    """`info` in ten lines, then the next command, which exists."""
+    for program, name in (((SCRIPT,), "fompi"), ((sys.executable, "-m", "fompi"), "python -m fompi")):
+        text, error = run(program=program)
+        facts, *_, following = text.split("\n\n")
+        lines = facts.splitlines()
+        assert len(lines) == 10 and lines[0] == f"fompi      {fompi.__version__}, Python {sys.version.split()[0]}"
+        assert {"MPI", "ranks", "cores", "progress"} <= {line.split()[0] for line in lines} and error == ""
+        assert re.match(rf"next: {name} try \d+,\d+,\d+ --ranks \d    # ", following)
+
+
+IMPORTED = """
+import sys
+from fompi.cli.main import main
+status = main(sys.argv[1:])
+print(*sorted(name for name in sys.modules if name.startswith(("fompi.bench", "fompi.cli", "mpi4py"))), file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_only_the_module_of_the_command_is_imported(command):
+    _, loaded = run(command, *GATHER.split(), program=(sys.executable, "-c", IMPORTED))
+    others = {"fompi.cli.info", "fompi.cli.calibrate", "fompi.bench", "fompi.bench.trial", "mpi4py"}
+    assert f"fompi.cli.{command}" in loaded.split() and not others & set(loaded.split())
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+def test_simulate_as_json():
+    trace = fompi.simulate(PLANS["broadcast 3x3 --ranks 1"](machine="laptop"), fompi.Machine.load("laptop"))
+    values = json.loads(run("simulate", "broadcast", "3x3", "--ranks", 1, "--machine", "laptop", "--json")[0])
+    assert (values["kind"], values["title"], values["seconds"]) == (trace.kind, trace.title, trace.seconds)
+    values = json.loads(run("simulate", *GATHER.split(), "--json")[0])
+    assert [row["rank"] for row in values["ranks"]] == [0, 1, 2, 3]
+    for row in values["ranks"]:
+        seconds = row["seconds"]
+        assert seconds["exposed"] == pytest.approx(seconds["wall"] - seconds["compute"]) and 0 <= row["overlap"] <= 1
+
+
+def test_a_step_as_json():
+    values = json.loads(run("simulate", "step", "--ranks", 8, "--json")[0])
+    for name in ("unfused", "fused"):
+        assert values["seconds"][name] == pytest.approx(values["layers"] * sum(part[name] for part in values["parts"]))
+    assert values["seconds"]["fused"] < values["seconds"]["unfused"]
+
+
+def test_explain_as_json():
+    specs = Spec((512, 64), "float32", Shard(0)), Spec((64, 256), "float32", Shard(1))
+    found = fompi.explain("all_gather_matmul", *specs, ranks=4, machine="laptop")
+    values = json.loads(run("explain", *GATHER.split(), "--machine", "laptop", "--json")[0])
+    assert values["best"] == str(found.winner.candidate) == values["candidates"][0]["candidate"]
+    assert [row["seconds"] for row in values["candidates"]] == [one.seconds for one in found.judged]
+    assert values["bound"]["seconds"] == found.bound.seconds and values["gain"] > 1
+    one = json.loads(run("explain", *GATHER.split(), "--machine", "laptop", "--json", "--top", 1)[0])
+    assert one["candidates"] == values["candidates"][:1]
+
+
+# -------------------------------------------------------------------------------------------------------- on a terminal
+
+
+def on_a_terminal(*command, environ=None):
+    """What a command prints on a terminal: standard output and standard error together."""
+    main, terminal = pty.openpty()
+    with open(main, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, stdout=terminal, stderr=terminal, env={**os.environ, **(environ or {})}
+        )
+        os.close(terminal)
+        printed = b""
+        while True:
+            try:
+                some = screen.read(4096)
+            except OSError:  # the last process has closed the terminal
+                break
+            if not some:
+                break
+            printed += some
+        assert process.wait(timeout=60) == 0, printed
+    return printed.decode().replace("\r\n", "\n")
+
+
+WITHOUT_RICH = """
+import sys
+sys.modules["rich"] = None  # an import of it fails now
+from fompi.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+DRAWN = "─" * 10
+"""Part of the line that rich draws below the head of a table."""
+
+
+@pytest.mark.parametrize(
+    "arguments", [f"explain {GATHER} --machine laptop", f"simulate {GATHER}", "simulate step --ranks 8", "info"]
+)
+def test_tables_are_drawn_by_rich_on_a_terminal(arguments):
+    """Without rich, and in a pipe, they are plain text. Both hold the same words."""
+    drawn = on_a_terminal(sys.executable, "-m", "fompi", *arguments.split())
+    plain = on_a_terminal(sys.executable, "-c", WITHOUT_RICH, *arguments.split())
+    piped, _ = run(*arguments.split())
+    assert DRAWN in drawn and "\x1b[1m" in drawn
+    assert DRAWN not in plain + piped and "\x1b" not in plain + piped
+    if arguments != "info":  # the process and its measurement differ
+        assert plain == piped
+
+
+def test_a_table_as_text(capsys):
+    table = Table(("what", "ms"), [("one", "1.5"), ("twenty one", "10")], right=("ms",))
+    assert str(table) == "what         ms\none         1.5\ntwenty one   10"
+    show("head", table)
+    assert capsys.readouterr().out == f"head\n\n{table}\n"
+
+
+def test_progress_needs_a_terminal_and_rank_0(capsys, monkeypatch):
+    """It is one line on standard error that the next step replaces. It is empty in the end."""
+    assert Progress.of_rank(0, "work").columns is None
+    monkeypatch.setattr("fompi.cli.output.terminal_columns", lambda stream: 40)
+    assert Progress.of_rank(1, "work").columns is None
+    with Progress.of_rank(0, "work") as progress:
+        assert [*progress.each(["a", "b" * 100], str.upper)] == ["a", "b" * 100]
+    shown = capsys.readouterr()
+    first, second, last = shown.err.split("\r\x1b[K")[1:]
+    assert first == "work, 0 s: 1 of 2, A" and second.startswith("work, 0 s: 2 of 2, BB") and last == ""
+    assert len(second) == 39 and shown.out == ""
+    with Progress() as silent:
+        assert [*silent.each([1, 2])] == [1, 2]
+    assert capsys.readouterr().err == ""
+
+
+LOOK = """
+import sys
+from fompi.cli.output import terminal_columns
+if "0" in (__import__("os").environ.get("PMI_RANK"), __import__("os").environ.get("OMPI_COMM_WORLD_RANK")):
+    sys.stdout.write(f"columns {terminal_columns(1)} {terminal_columns(2)}\\n")
+"""
+
+
+def test_a_rank_finds_the_terminal_of_its_launcher(mpirun):
+    """Ranks write to their launcher: into pipes, or to a terminal that the launcher has made."""
+    launched = [Path(sys.executable).with_name("mpirun"), "-n", "2", sys.executable, "-c", LOOK]
+    assert f"columns {DEFAULT_COLUMNS} {DEFAULT_COLUMNS}\n" in on_a_terminal(*launched)
+    assert "columns None None\n" in mpirun(2, "-c", LOOK).stdout
+
+
 # ----------------------------------------------------------------------------------------------------- under mpirun
 
 
 def test_info_of_three_ranks(mpirun):
-    """Printed once; tests/local has the rest."""
+    """It is printed once. tests/local has the rest."""
     done = mpirun(3, "-m", "fompi", "info", "--json")
     assert done.returncode == 0, done.output
     facts = json.loads(done.stdout)
@@ -213,14 +393,48 @@ def test_info_of_three_ranks(mpirun):
     assert text.startswith("fompi ") and text.count("launcher") == 1
 
 
+def test_no_command_on_two_ranks(mpirun):
+    text = mpirun(2, "-m", "fompi").stdout
+    assert text.count("ranks      2 ranks on 1 host") == 1 and text.count("next: ") == 1
+
+
 @pytest.mark.timeout(100)
 def test_calibrate(mpirun, tmp_path):
-    """What it writes is a machine that the other commands take."""
+    """It writes a machine that the other commands accept."""
     done = mpirun(2, "-m", "fompi", "calibrate", tmp_path / "machine.json", seconds=90)
     assert done.returncode == 0, done.output
     assert "kernels" in done.stdout and f"written to {tmp_path / 'machine.json'} in" in done.stdout
     text, _ = run("explain", *GATHER.split(), "--machine", tmp_path / "machine.json")
     assert "best: " in text
+
+
+CALIBRATED = """
+import sys
+from fompi.cli.main import main
+from fompi.model.machine import Machine
+import fompi.tuning.calibrate as module
+
+def quick(comm, say):
+    say("kernels")
+    return Machine.load("laptop")
+
+module.calibrate = quick
+sys.exit(main(["calibrate", *sys.argv[1:]]))
+"""
+
+
+def test_calibrate_as_json(mpirun, tmp_path):
+    """One JSON document, the same as in the file. On a terminal its steps are the progress line."""
+    file = tmp_path / "machine.json"
+    done = mpirun(2, "-c", CALIBRATED, file, "--json")
+    laptop = fompi.Machine.load("laptop")
+    assert done.returncode == 0 and fompi.Machine.from_json(done.stdout) == fompi.Machine.load(file) == laptop
+    assert "kernels" not in done.output
+    launched = [Path(sys.executable).with_name("mpirun"), "-n", "2", sys.executable, "-c", CALIBRATED, file]
+    shown = on_a_terminal(*launched, "--json")
+    assert shown.count("calibrate, 0 s: kernels") == 1
+    report = on_a_terminal(*launched)
+    assert report.count("kernels\n") == 1 and "calibrate, " not in report
 
 
 def test_calibrate_needs_others(mpirun, tmp_path):
@@ -229,8 +443,8 @@ def test_calibrate_needs_others(mpirun, tmp_path):
     assert not (tmp_path / "machine.json").exists()
 
 
-def test_calibrate_looks_at_its_file_first(mpirun):
-    """All ranks hear that it cannot be written, before a minute is spent; it is said once."""
+def test_calibrate_checks_its_file_first(mpirun):
+    """All ranks get the error before a minute is spent. It is printed once."""
     done = mpirun(2, "-m", "fompi", "calibrate", "/no/such/folder/machine.json", seconds=30)
     assert done.returncode == 2 and "kernels" not in done.stdout and "Traceback" not in done.output
     assert done.output.count("No such file or directory: '/no/such/folder/machine.json'") == 1

@@ -1,17 +1,140 @@
-"""The main job, as a user starts it: it learns, it follows a single process, and it says what overlap gained."""
+"""The examples, started as a user starts them: they print what they show, and the main job learns and compares."""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
+import job
 import pytest
 
-EXAMPLE = "examples/tp_mlp.py"
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+MAIN_JOB = FOLDER / "tp_mlp.py"
+ONE_IDEA = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("tp_mlp.py", "harness.py"))
+
+# ------------------------------------------------------------------------------------------- one idea in each
+
+
+RUN_ALL = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
+"""Several examples in one job: a framework takes seconds to load."""
+
+
+def ranks_of(example):
+    """The number of ranks in the command that an example shows; 0: it needs no mpirun."""
+    found = re.search(rf"^    (?:mpirun -n (\d+) )?python examples/{example.name}$", example.read_text(), re.MULTILINE)
+    assert found, f"{example.name} does not show how it is started"
+    return int(found[1] or 0)
+
+
+def shown(example):
+    """The comment at the end of an example, as the text that it prints."""
+    _, title, comment = example.read_text().rpartition("\n# Output")
+    assert title, f"{example.name} does not show what it prints"
+    return "".join(re.sub("^# ?", "", line) + "\n" for line in comment.splitlines()[1:])
+
+
+def masked(text):
+    """The text with # for each time, and without the widths of columns."""
+    return re.sub(r"\d+\.\d+%?", "#", unpadded(re.sub(" +", " ", text)))
+
+
+def unpadded(text):
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize("ranks", sorted({ranks_of(example) for example in ONE_IDEA}))
+def test_examples_print_what_they_show(mpirun, tmp_path, ranks):
+    """In an empty folder, in the order of their names. Times are compared where they are predicted."""
+    examples = [example for example in ONE_IDEA if ranks_of(example) == ranks]
+    command = ["-c", RUN_ALL, *map(str, examples)]
+    done = mpirun(ranks, *command, cwd=tmp_path) if ranks else job.run([sys.executable, *command], 30, cwd=tmp_path)
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+    compared = masked if ranks else unpadded
+    assert compared(done.stdout) == compared("".join(map(shown, examples))), done.output
+
+
+@pytest.mark.parametrize(("ranks", "layer"), [(1, "jax_layer"), (3, "torch_layer")])
+def test_examples_run_on_other_numbers_of_ranks(mpirun, tmp_path, ranks, layer):
+    """The schedule prints the same on any number of ranks."""
+    names = ["all_gather_matmul", "bind_and_trace", "own_schedule", layer]
+    done = mpirun(ranks, "-c", RUN_ALL, *(FOLDER / f"{name}.py" for name in names), cwd=tmp_path)
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+    assert done.stdout.count(": True") == 3 and "False" not in done.stdout, done.stdout
+    assert shown(FOLDER / "own_schedule.py") in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB], ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_its_idea_first(example):
+    text = example.read_text()
+    assert text.count("\n") <= (150 if example == MAIN_JOB else 60)
+    assert ast.get_docstring(ast.parse(text)).splitlines()[0].endswith(".")
+    assert not re.search(r"^(from|import) fompi\.(?!plans\.plan\b)", text, re.MULTILINE), "take names from fompi itself"
+
+
+def test_there_are_examples_of_one_idea():
+    names = "all_gather_matmul bind_and_trace dlpack_exchange jax_layer own_schedule plan_and_simulate torch_layer"
+    assert {example.stem for example in ONE_IDEA} >= set(names.split())
+
+
+# ------------------------------------------------------------------------------------------------ the main job
+
+WIDE = "--width 128 --learning-rate 0.2 --slices 2 --timelines"
+"""Random features in, codes out, and a picture of both kinds of step. Its path follows."""
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (8, ""),  # as `make run` does
+        (4, "--epochs 5"),
+        (1, f"--epochs 5 {WIDE}"),
+        (2, f"--epochs 5 --framework jax {WIDE}"),
+        (3, f"--epochs 5 --batch 119 --framework torch {WIDE}"),  # shards of different sizes
+    ],
+)
+def test_the_main_job(mpirun, tmp_path, ranks, options):
+    """All is read off its output, which rank 0 alone writes."""
+    picture = tmp_path / "made" / "steps.svg"
+    words = [*options.split(), *([picture] if "--timelines" in options else [])]
+    done = mpirun(ranks, MAIN_JOB, *words, seconds=90)
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+    lines = done.stdout.splitlines()
+    framework = next((name for name in ("jax", "torch") if name in options), "numpy")
+    batch = 119 if "--batch" in options else 120
+    shapes = (
+        f"x[{batch}, 128] w1[128, 256] w2[256, 128]" if "--width" in options else "x[120, 64] w1[64, 256] w2[256, 10]"
+    )
+    assert lines[0] == f"1438 images, {ranks} ranks, {framework}: {shapes}"
+
+    does_learn(lines, epochs=5 if options else 15)
+    does_follow_a_single_process(done.stdout)
+    is_table_right(done.stdout)
+    assert ("share the memory" in done.stdout) == (ranks > 1)
+    if "--timelines" in options:
+        assert f"The step in the middle of each kind: {picture}" in lines
+        is_picture_right(picture, ranks)
+
+
+def does_learn(lines, epochs):
+    """The loss falls, and the accuracy at the end is that of a good run."""
+    found = [re.fullmatch(r"epoch +(\d+)  loss (\d\.\d+)  test accuracy (\d+\.\d)%", line) for line in lines]
+    figures = [(int(m[1]), float(m[2]), float(m[3])) for m in found if m]
+    assert [number for number, _, _ in figures] == list(range(1, epochs + 1))
+    assert figures[-1][1] < figures[0][1] / 5
+    assert float(re.fullmatch(r"test accuracy (\d+\.\d)%", lines[-1])[1]) == figures[-1][2] >= 95
+
+
+def does_follow_a_single_process(text):
+    (found,) = re.findall(r"first gradients within (\S+), (\d+) losses within (\S+)$", text, re.MULTILINE)
+    assert float(found[0]) <= 1e-5 and int(found[1]) == 50 and float(found[2]) <= 1e-3
 
 
 def is_table_right(text):
-    """Of the comparison: both kinds of step, and what follows from what was measured."""
+    """Both kinds of step, and what follows from what was measured."""
     rows = re.findall(r"^  (with overlap|without)((?: +\d+\.\d){6})$", text, re.MULTILINE)
     assert [name for name, _ in rows] == ["with overlap", "without"], text
     for _, figures in rows:
@@ -19,62 +142,31 @@ def is_table_right(text):
         assert 0 < step <= p99 and compute > 0
         assert exposed == pytest.approx(max(0, step - compute), abs=0.11)
         assert hidden == pytest.approx(max(0, messages - exposed), abs=0.11)
+    assert re.search(r"^  ratio \d+\.\d\d \(above 1: overlap is faster\)$", text, re.MULTILINE)
 
 
-@pytest.mark.timeout(170)
-@pytest.mark.parametrize(
-    ("ranks", "framework"), [*((n, "numpy") for n in (1, 2, 3, 4, 8)), (2, "torch"), (2, "jax"), (3, "torch")]
-)
-def test_the_main_job(mpirun, ranks, framework):
-    """Accuracy, deviations and the comparison are read off its output, which rank 0 alone writes."""
-    options = [] if framework == "numpy" else ["--framework", framework]
-    done = mpirun(ranks, EXAMPLE, *options, seconds=160)
-    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
-    lines = done.stdout.splitlines()
-    assert f"{ranks} ranks, {framework}:" in lines[0]
-
-    epochs = [re.fullmatch(r"epoch +(\d+)  loss (\d\.\d+)  test accuracy (\d+\.\d)%", line) for line in lines]
-    epochs = [(int(m[1]), float(m[2]), float(m[3])) for m in epochs if m]
-    assert [number for number, _, _ in epochs] == list(range(1, len(epochs) + 1)) and len(epochs) >= 10
-    assert epochs[-1][1] < epochs[0][1] / 5
-    assert float(re.fullmatch(r"test accuracy (\d+\.\d)%", lines[-1])[1]) == epochs[-1][2] >= 95
-
-    (follows,) = [line for line in lines if line.startswith("against a single process")]
-    found = re.search(r"first gradients within (\S+), (\d+) losses within (\S+)$", follows)
-    assert float(found[1]) <= 1e-5 and int(found[2]) == 50 and float(found[3]) <= 1e-3
-
-    is_table_right(done.stdout)
-    assert any(re.match(r"  ratio \d+\.\d\d \(above 1: overlap is faster\)", line) for line in lines)
-    assert any("share the memory" in line for line in lines) == (ranks > 1)
-
-
-@pytest.mark.parametrize(("ranks", "framework"), [(1, "numpy"), (2, "numpy"), (3, "numpy"), (2, "torch"), (2, "jax")])
-def test_a_wide_model_and_its_picture(mpirun, tmp_path, ranks, framework):
-    """Random features in, codes out: it learns, it follows a single process, and both kinds of step are drawn."""
-    picture = tmp_path / "made" / "steps.svg"
-    options = f"--framework {framework} --width 128 --batch 256 --epochs 12 --learning-rate 0.2 --slices 2 --timelines"
-    done = mpirun(ranks, EXAMPLE, *options.split(), str(picture), seconds=50)
-    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
-    assert "x[256, 128] w1[128, 256] w2[256, 128]" in done.stdout
-    found = re.search(r"first gradients within (\S+), (\d+) losses within (\S+)$", done.stdout, re.MULTILINE)
-    assert float(found[1]) <= 1e-5 and int(found[2]) == 50 and float(found[3]) <= 1e-3
-
-    is_table_right(done.stdout)
-    assert ("share the memory" in done.stdout) == (ranks > 1)
-
+def is_picture_right(picture, ranks):
     words = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
     titles = [word.split(":")[0] for word in words if word.endswith(" ms")]
     assert titles == ["with overlap", "without"]
     assert sum(word.startswith("rank ") for word in words) == 2 * ranks
 
 
+def test_a_run_that_learns_too_little_says_so(mpirun):
+    """One step in all: the exit status is 1, and the last line is still there."""
+    done = mpirun(1, MAIN_JOB, "--epochs", "1", "--batch", "1400", "--hidden", "8")
+    assert done.returncode == 1 and not done.left_behind, done.output
+    assert "below the 95% that the default settings reach. The exit status is 1." in done.stdout
+    assert "test accuracy" in done.stdout.splitlines()[-1]
+
+
 def test_a_batch_of_more_images_than_there_are(mpirun):
-    done = mpirun(1, EXAMPLE, "--batch", "2000")
+    done = mpirun(1, MAIN_JOB, "--batch", "2000")
     assert done.returncode != 0 and "--batch is 1 to 1438" in done.output and "Traceback" not in done.output
 
 
 def test_an_unknown_framework(mpirun):
     """One message of argparse from each rank, no traceback, a status that is not 0."""
-    done = mpirun(2, EXAMPLE, "--framework", "tensorflow")
+    done = mpirun(2, MAIN_JOB, "--framework", "tensorflow")
     assert done.returncode != 0 and not done.left_behind
     assert "invalid choice: 'tensorflow'" in done.output and "Traceback" not in done.output

@@ -1,4 +1,4 @@
-"""Jobs that fail, hang or end early. Each test writes a script, launches it on some ranks, and judges how it ended."""
+"""Jobs that fail, hang or end early. Each test writes a script, launches it on some ranks, and checks how it ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import os, signal, sys, threading, time
 import numpy as np
 import fompi
 
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one line in one piece: the ranks share the output
+def emit(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one write per line: the ranks share the output
 
 def event():
-    say("EVENT", time.time())
+    emit("EVENT", time.time())
 
 """
 WORLD = """\
@@ -30,7 +30,7 @@ rank, size = world.rank, world.size
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended, and how long after its first event."""
+    """How a job ended, and how many seconds after its first event."""
 
     finished: job.Finished
     seconds: float
@@ -44,17 +44,17 @@ class Ended:
         return len(re.findall(r"^Traceback \(most recent call last\)", self.output, re.MULTILINE))
 
     def lines(self, word: str) -> list[str]:
-        """What the ranks printed after `word`."""
+        """The rest of every line of output that begins with `word`, sorted."""
         return sorted(re.findall(rf"^{word} (.*)$", self.finished.stdout, re.MULTILINE))
 
     def assert_clean(self) -> None:
-        """A normal end: nothing on stderr, no process left, exit status 0."""
+        """A normal end: nothing on stderr, no process is left, exit status 0."""
         assert not self.finished.timed_out and not self.finished.left_behind, self.output
         assert self.finished.returncode == 0 and self.tracebacks == 0, self.output
         assert self.finished.stderr.strip() == "", self.output
 
     def assert_failed(self, *words: str) -> None:
-        """All ranks ended within two seconds of the event, with a status, and one traceback that says `words`."""
+        """All ranks ended within two seconds of the event, with an error status. One traceback contains `words`."""
         assert not self.finished.timed_out and not self.finished.left_behind, self.output
         assert self.finished.returncode != 0, self.output
         assert self.tracebacks == 1, self.output
@@ -66,7 +66,7 @@ class Ended:
 
 @pytest.fixture
 def launch(mpirun, tmp_path):
-    """launch(ranks, "code", timeout=2, env={}) -> Ended; the code finds say(), event() (and world, rank, size)."""
+    """launch(ranks, "code", timeout=2, env={}) -> Ended. The code can use emit(), event(), world, rank and size."""
 
     def run(ranks, code, timeout=20.0, world=True, env=None):
         script = tmp_path / "script.py"

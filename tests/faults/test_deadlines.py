@@ -1,4 +1,4 @@
-"""Nothing hangs: after FOMPI_TIMEOUT seconds the error names who waits for whom, back to the rank at the root."""
+"""No wait lasts for ever: after FOMPI_TIMEOUT seconds an error says which rank waits for which, to the root cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ TIMEOUT = 2.0
 
 
 def run(launch, ranks, code, **options):
-    """The job ends soon after its deadline; `event()` marks when the wait began."""
+    """Run a job that must end soon after its deadline. `event()` marks when the wait began. Returns its output."""
     ended = launch(ranks, code, timeout=TIMEOUT, **options)
     assert not ended.finished.timed_out and not ended.finished.left_behind, ended.output
     assert ended.finished.returncode != 0 and ended.tracebacks == 1, ended.output
@@ -26,13 +26,13 @@ if rank == 1:
 fompi.all_reduce(np.ones(3), comm=world)
 """,
     )
-    assert "WaitTimeout: after 2 s (FOMPI_TIMEOUT): rank " in output
-    assert "waits for rank 1 to come to call 2, all_reduce(" in output
-    assert "rank 1 at the root does not answer: it computes outside fompi, is stopped or dead, or cannot be" in output
+    assert "WaitTimeout: no progress for 2 s (FOMPI_TIMEOUT): rank " in output
+    assert "waits for rank 1 to start call 2, all_reduce(" in output
+    assert "root cause: rank 1 does not answer: it computes outside fompi, is stopped or dead, or cannot be" in output
 
 
 def test_a_rank_that_is_stopped(launch):
-    """In the middle of a bound operation, by a signal."""
+    """A signal stops it in the middle of a bound operation."""
     output = run(
         launch,
         3,
@@ -46,12 +46,12 @@ if rank == 2:
 step()
 """,
     )
-    assert "rank 2 at the root does not answer" in output
+    assert "root cause: rank 2 does not answer" in output
     assert "waits for rank 2 to send in all_reduce by ring (bound 1, call 2), op " in output
 
 
 def test_a_collective_of_the_library(launch):
-    """Nobody knows who is missing in it: all are asked."""
+    """The MPI library does not say which rank is missing, so all ranks are asked."""
     output = run(
         launch,
         3,
@@ -66,12 +66,12 @@ if rank == 1:
 step()
 """,
     )
-    assert "waits for all ranks to come to all_reduce by unfused (bound 1, call 2), op " in output
+    assert "waits for all ranks to start all_reduce by unfused (bound 1, call 2), op " in output
     assert "rank 1" in output.partition("FOMPI_TIMEOUT")[2] and "does not answer" in output
 
 
 def test_a_part_that_is_never_ready(launch):
-    """The root is in fompi, and drives, but its program never says that x is ready."""
+    """Rank 1 makes progress in fompi, but its program never says that x is ready."""
     output = run(
         launch,
         2,
@@ -87,11 +87,11 @@ step()
 """,
     )
     assert "rank 0 waits for rank 1 to send in all_reduce by ring (bound 1, call 1), op " in output
-    assert "rank 1 at the root does not wait in fompi; its last call was all_reduce by ring (bound 1, call 1)" in output
+    assert "root cause: rank 1 does not wait in fompi; its last call was all_reduce by ring (bound 1, call 1)" in output
 
 
 def test_a_chain(launch):
-    """0 waits for 1 in one operation, 1 for 2 in another, 2 computes."""
+    """Rank 0 waits for rank 1, rank 1 waits for rank 2 in another operation, and rank 2 computes."""
     output = run(
         launch,
         3,
@@ -113,11 +113,11 @@ time.sleep(30)
     )
     assert "(FOMPI_TIMEOUT): rank 0 waits for rank 1 to send in broadcast by direct (bound 1, call 1), op " in output
     assert "; rank 1 waits for rank 2 to send in broadcast by direct (bound 2, call 1), op " in output
-    assert "; rank 2 at the root does not answer" in output
+    assert "; root cause: rank 2 does not answer" in output
 
 
 def test_a_chain_over_communicators(launch):
-    """Each link in another communicator; rank 0 shares none with rank 2 in which it waits."""
+    """Each wait is on another communicator. Rank 2 is not in the communicator on which rank 0 waits."""
     output = run(
         launch,
         3,
@@ -135,9 +135,9 @@ if rank == 1:
 time.sleep(30)
 """,
     )
-    assert "rank 0 waits for rank 1 to come to call 1, all_reduce(" in output
-    assert "; rank 1 waits for rank 1 to come to call 1, all_reduce(float64[:])" in output
-    assert "(on pair 12, where that is world rank 2)" in output
+    assert "rank 0 waits for rank 1 to start call 1, all_reduce(" in output
+    assert "; rank 1 waits for rank 1 to start call 1, all_reduce(float64[:])" in output
+    assert "(on pair 12, where that is world rank 2); world rank 2 is not in pair 01" in output
 
 
 def test_a_circle(launch):
@@ -151,11 +151,11 @@ event()
 fompi.all_reduce(np.ones(3), comm=(world, other)[rank])
 """,
     )
-    assert "rank 0 waits for rank 1 to come to call 2, all_reduce(" in output
-    assert "a circle" in output
+    assert "rank 0 waits for rank 1 to start call 2, all_reduce(" in output
+    assert "these ranks wait for each other in a circle" in output
 
 
-def test_a_communicator_to_which_not_all_come(launch):
+def test_a_communicator_that_not_all_ranks_create(launch):
     output = run(
         launch,
         3,
@@ -167,10 +167,10 @@ if rank == 1:
 fompi.Communicator(MPI.COMM_WORLD)
 """,
     )
-    assert "of 3 waited 2 s (FOMPI_TIMEOUT) for all ranks to come to the creation of a communicator" in output
+    assert "of 3 waited 2 s (FOMPI_TIMEOUT) for all ranks to create a communicator" in output
 
 
-def test_a_rank_that_never_makes_its_first_communicator(launch):
+def test_a_rank_that_never_creates_its_first_communicator(launch):
     output = run(
         launch,
         3,
@@ -186,18 +186,18 @@ fompi.Communicator()
     assert "WaitTimeout: rank " in output
 
 
-def test_a_mesh_to_which_not_all_come(launch):
+def test_a_mesh_that_not_all_ranks_create(launch):
     output = run(launch, 3, "event()\nif rank == 1:\n    time.sleep(30)\nfompi.Mesh(world.link.comm, a=size)")
     assert "FOMPI_TIMEOUT" in output
 
 
-def test_a_split_to_which_not_all_come(launch):
+def test_a_split_that_not_all_ranks_call(launch):
     output = run(launch, 3, "event()\nif rank == 1:\n    time.sleep(30)\nworld.split(0)")
-    assert "waits for rank 1 to come to call 1, a split; rank 1 at the root does not answer" in output
+    assert "waits for rank 1 to start call 1, a split; root cause: rank 1 does not answer" in output
 
 
 def test_a_missing_call(launch):
-    """One rank skips an operation; the others are one call ahead, and then one rank waits in a call more."""
+    """Rank 0 skips one call. Rank 1 is one call ahead, so it waits in a call that rank 0 never starts."""
     output = run(
         launch,
         2,
@@ -209,12 +209,12 @@ fompi.all_reduce(np.ones(3), comm=world)
 time.sleep(30)
 """,
     )
-    assert "rank 1 waits for rank 0 to come to call 2, all_reduce(" in output
-    assert "rank 0 at the root does not answer" in output
+    assert "rank 1 waits for rank 0 to start call 2, all_reduce(" in output
+    assert "root cause: rank 0 does not answer" in output
 
 
-def test_the_others_hear_of_it(launch):
-    """Who gives up ends the call for all. The late rank gets an error when it comes; a new communicator works."""
+def test_an_abandoned_call_ends_on_all_ranks(launch):
+    """The late rank gets an error when it starts the call. A new communicator works."""
     ended = launch(
         3,
         """
@@ -224,12 +224,12 @@ try:
     fompi.all_reduce(np.ones(3), comm=world)
     raise AssertionError("no error")
 except (fompi.WaitTimeout, fompi.PeerError, fompi.StateError) as error:
-    say("SAID", rank, type(error).__name__, error)
+    emit("CAUGHT", rank, type(error).__name__, error)
 try:
     fompi.all_reduce(np.ones(3), comm=world)
     raise AssertionError("no error")
 except fompi.StateError as error:
-    assert "cannot be used after a call that was given up" in str(error)
+    assert "cannot be used any more: a call on it was abandoned" in str(error)
 world.engine.timeout = 20
 with fompi.Communicator(name="next") as other:
     for schedule in ("auto", "ring", "unfused"):
@@ -238,13 +238,13 @@ with fompi.Communicator(name="next") as other:
         timeout=TIMEOUT,
     )
     ended.assert_clean()
-    said = ended.lines("SAID")
-    assert len(said) == 3 and sum("WaitTimeout" in line for line in said) >= 1
-    assert "gave up: after 2 s (FOMPI_TIMEOUT)" in said[1]
+    caught = ended.lines("CAUGHT")
+    assert len(caught) == 3 and sum("WaitTimeout" in line for line in caught) >= 1
+    assert "abandoned the call: no progress for 2 s (FOMPI_TIMEOUT)" in caught[1]
 
 
 def test_calls_in_another_order(launch):
-    """Unbound calls that do not match are told from each other, not waited for."""
+    """Unbound calls that do not match raise an error. The ranks do not wait for each other."""
     ended = launch(
         3,
         """
@@ -258,7 +258,7 @@ for call in reversed(calls) if rank == 1 else calls:
     ended.assert_failed("MismatchError: the ranks disagree in call 1 of world", "rank 1 calls all_gather_matmul(")
 
 
-def test_a_bad_deadline(launch):
+def test_a_timeout_that_is_not_a_positive_number(launch):
     for text in ("soon", "0", "-1"):
         ended = launch(1, "", timeout=text)
         assert ended.finished.returncode != 0

@@ -1,4 +1,4 @@
-"""How a program ends: with an error on one rank or on all, early, or as it should."""
+"""How a program ends: with an error on one rank or on all ranks, early, or normally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def go_on():
 """
 
 
-# ------------------------------------------------------------------------------------- an exception that nobody catches
+# ------------------------------------------------------------------------------------------------- uncaught exceptions
 
 
 def test_before_the_first_operation(launch):
@@ -27,15 +27,15 @@ def test_before_the_first_operation(launch):
 if rank == 1:
     time.sleep(0.3)
     event()
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 go_on()
 """,
     )
-    ended.assert_failed("RuntimeError: the first words")
+    ended.assert_failed("RuntimeError: the original error")
 
 
 def test_between_operations(launch):
-    """On the last rank, while the others are in the next operation already."""
+    """The last rank fails while the other ranks are already in the next operation."""
     ended = launch(
         4,
         STEPS
@@ -43,16 +43,16 @@ def test_between_operations(launch):
 steps(20)
 if rank == size - 1:
     event()
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 go_on()
 """,
     )
-    ended.assert_failed("RuntimeError: the first words")
+    ended.assert_failed("RuntimeError: the original error")
 
 
 @pytest.mark.parametrize("schedule", ["ring", "unfused"])
 def test_inside_an_operation(launch, schedule):
-    """The others get a PeerError, which they do not catch: it is not shown."""
+    """The other ranks get a PeerError, which they do not catch. It is not printed."""
     ended = launch(
         4,
         f"""
@@ -75,8 +75,8 @@ for call in range(1000):
     assert "PeerError" not in ended.output
 
 
-def test_inside_an_operation_to_which_the_others_come_late(launch):
-    """The error is not kept back until they come."""
+def test_inside_an_operation_that_the_other_ranks_start_late(launch):
+    """The error is raised before they start it."""
     ended = launch(
         3,
         """
@@ -98,20 +98,20 @@ with fompi.bind(plan, comm=world, x=np.ones((8, 2)), w=np.ones((2, 3)), kernels=
 
 
 def test_on_all_ranks_at_once(launch):
-    """The lowest speaks."""
+    """Only one rank, the lowest, prints its traceback."""
     ended = launch(
         4,
         """
 fompi.all_reduce(np.ones(1), comm=world)
 event()
-raise RuntimeError(f"said by {rank}")
+raise RuntimeError(f"raised by {rank}")
 """,
     )
-    ended.assert_failed("RuntimeError: said by ")
+    ended.assert_failed("RuntimeError: raised by ")
 
 
 def test_all_ranks_disagree(launch):
-    """Each gets the same error; one is enough to read."""
+    """All ranks get the same error. It is printed once."""
     ended = launch(
         4,
         """
@@ -123,7 +123,7 @@ fompi.all_reduce(np.ones(rank), comm=world)
 
 
 def test_on_ranks_whose_numbers_differ(launch):
-    """Two communicators that number the ranks in opposite orders still find one speaker."""
+    """Two communicators number the ranks in opposite orders. Still only one rank prints its traceback."""
     ended = launch(
         3,
         """
@@ -131,14 +131,14 @@ other = world.split(0, -rank, "reversed")
 fompi.all_reduce(np.ones(1), comm=other)
 fompi.all_reduce(np.ones(1), comm=world)
 event()
-raise RuntimeError("the first words")
+raise RuntimeError("the original error")
 """,
     )
-    ended.assert_failed("RuntimeError: the first words")
+    ended.assert_failed("RuntimeError: the original error")
 
 
-def test_an_error_made_of_a_peer_s(launch):
-    """Programs wrap errors in their own. What follows from another rank's error is not the first."""
+def test_an_error_that_wraps_a_peer_error(launch):
+    """A program may wrap a PeerError in its own error. Only the original error of the other rank is printed."""
     ended = launch(
         3,
         """
@@ -147,7 +147,7 @@ from fompi import Partial, Spec
 def add(reads, writes):
     if rank == 2:
         event()
-        raise ValueError("the first words")
+        raise ValueError("the original error")
     np.add(*reads, out=writes[0])
 
 plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
@@ -158,11 +158,11 @@ except fompi.PeerError as error:
     raise RuntimeError("training failed") from error
 """,
     )
-    ended.assert_failed("ValueError: the first words")
+    ended.assert_failed("ValueError: the original error")
 
 
-def test_a_peer_s_error_that_only_the_others_raise(launch):
-    """The rank at fault caught its own: then the others speak, one of them."""
+def test_a_peer_error_if_the_failed_rank_catches_its_own(launch):
+    """The rank that failed catches its error. Then one of the other ranks prints its traceback."""
     ended = launch(
         3,
         """
@@ -171,7 +171,7 @@ from fompi import Partial, Spec
 def add(reads, writes):
     if rank == 2:
         event()
-        raise ValueError("the first words")
+        raise ValueError("the original error")
     np.add(*reads, out=writes[0])
 
 plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
@@ -182,7 +182,7 @@ except ValueError:
     time.sleep(30)
 """,
     )
-    ended.assert_failed("PeerError: rank 2 failed in all_reduce by ring", "ValueError: the first words")
+    ended.assert_failed("PeerError: rank 2 failed in all_reduce by ring", "ValueError: the original error")
 
 
 def test_in_a_thread(launch):
@@ -193,24 +193,24 @@ def test_in_a_thread(launch):
 def work():
     time.sleep(0.3)
     event()
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 
 if rank == 1:
     threading.Thread(target=work, name="worker").start()
 go_on()
 """,
     )
-    ended.assert_failed("Exception in thread worker", "RuntimeError: the first words")
+    ended.assert_failed("Exception in thread worker", "RuntimeError: the original error")
 
 
-def test_in_a_thread_while_the_main_one_computes(launch):
-    """And the other ranks too: nobody is in fompi or MPI."""
+def test_in_a_thread_while_all_main_threads_compute(launch):
+    """No rank is inside fompi or MPI."""
     ended = launch(
         3,
         """
 def work():
     event()
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 
 fompi.all_reduce(np.ones(1), comm=world)
 if rank == 1:
@@ -219,25 +219,25 @@ while True:
     sum(range(1000))
 """,
     )
-    ended.assert_failed("RuntimeError: the first words")
+    ended.assert_failed("RuntimeError: the original error")
 
 
-def test_while_the_others_compute(launch):
+def test_while_the_other_ranks_compute(launch):
     ended = launch(
         3,
         """
 fompi.all_reduce(np.ones(1), comm=world)
 if rank == 1:
     event()
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 time.sleep(30)
 """,
     )
-    ended.assert_failed("RuntimeError: the first words")
+    ended.assert_failed("RuntimeError: the original error")
 
 
 def test_an_interrupt_while_waiting(launch):
-    """As the launcher sends it on Ctrl-C; here one rank gets it, inside a wait."""
+    """One rank gets SIGINT inside a wait, as on Ctrl-C."""
     ended = launch(
         3,
         """
@@ -275,8 +275,8 @@ fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})()
     ended.assert_failed("KeyboardInterrupt")
 
 
-def test_in_a_program_with_a_hook_of_its_own(launch):
-    """A hook that was there before is called; it prints what it likes."""
+def test_in_a_program_with_its_own_exception_hook(launch):
+    """The hook that the program installed before is called."""
     ended = launch(
         2,
         """
@@ -287,12 +287,12 @@ sys.excepthook = hook
 world = fompi.Communicator()
 event()
 if world.rank == 1:
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 time.sleep(30)
 """,
         world=False,
     )
-    assert ended.finished.returncode != 0 and ended.output.count("HOOKED the first words") == 1
+    assert ended.finished.returncode != 0 and ended.output.count("HOOKED the original error") == 1
     assert not ended.finished.timed_out
 
 
@@ -300,7 +300,7 @@ time.sleep(30)
 
 
 def test_exit_with_a_status_on_one_rank(launch):
-    """The others wait for it in vain, and say so, once."""
+    """The other ranks wait for it, and get an error. The error is printed once."""
     ended = launch(
         3,
         STEPS
@@ -316,7 +316,7 @@ go_on()
 
 
 def test_exit_with_a_status_at_the_end(launch):
-    """Nobody waits for anybody: the status is the job's."""
+    """No rank waits for another. The job has the status of that rank."""
     ended = launch(3, STEPS + "steps(3)\nsys.exit(3 if rank == 1 else 0)")
     assert ended.finished.returncode == 3 and ended.tracebacks == 0, ended.output
     assert not ended.finished.timed_out
@@ -325,8 +325,8 @@ def test_exit_with_a_status_at_the_end(launch):
 @pytest.mark.parametrize(
     "call", ["fompi.all_reduce(np.ones(3), comm=world)", "fompi.Mesh(a=size)", "step()", "native()"]
 )
-def test_the_end_before_the_others(launch, call):
-    """One rank has one call less than the others."""
+def test_a_rank_that_ends_before_the_others(launch, call):
+    """It makes one call fewer than the other ranks."""
     ended = launch(
         3,
         f"""
@@ -345,7 +345,7 @@ else:
 
 
 def test_exit_of_a_thread(launch):
-    """SystemExit ends a thread, not the job."""
+    """SystemExit in a thread ends the thread, not the job."""
     ended = launch(
         2,
         STEPS
@@ -365,7 +365,7 @@ NORMAL = {
     "nothing": "",
     "operations": "steps(5)",
     "closed": "steps(2)\nworld.close()",
-    "used with with": """
+    "used in a with block": """
 with fompi.Communicator() as other, fompi.Mesh(a=size, b=1) as mesh:
     fompi.all_reduce(np.ones(3), comm=other)
     fompi.all_reduce(np.ones(3), comm=mesh["a"])
@@ -416,20 +416,19 @@ for schedule in ("ring", "direct", "unfused"):
 
 @pytest.mark.parametrize("what", NORMAL)
 def test_normal_ends(launch, what):
-    """No word, no status, nothing left, and soon."""
+    """The job prints nothing, has status 0, leaves no process, and ends soon."""
     ended = launch(3, STEPS + NORMAL[what])
     ended.assert_clean()
     assert ended.finished.seconds < 15
 
 
-def test_a_rank_that_started_alone(launch):
-    """It is not waited for for ever: the others never come to that call."""
+def test_a_call_that_only_one_rank_starts(launch):
+    """The other ranks never start that call. The job still ends."""
     ended = launch(2, "if rank == 0:\n    pending = fompi.all_reduce.start(np.ones(3), comm=world)")
     ended.assert_clean()
     assert ended.finished.seconds < 15
 
 
-def test_singleton(launch):
-    """Without mpirun: one rank."""
+def test_one_rank(launch):
     ended = launch(1, STEPS + "steps(3)\nassert size == 1")
     ended.assert_clean()

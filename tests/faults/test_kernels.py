@@ -1,4 +1,4 @@
-"""A kernel that raises on one rank: an error there, a PeerError on the others, and everything goes on."""
+"""A kernel that raises on one rank: that rank gets the error, the others a PeerError, and the next calls work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def matmul(reads, writes):
 
 def run(schedule, slices, calls):
     global failing
-    said = {}
+    caught = {}
     made = plan("OPERATION", x, w, size, schedule=schedule, slices=slices)
     with fompi.bind(made, comm=world, x=x, w=w, kernels={"matmul": matmul}) as step:
         for call in range(calls):
@@ -28,14 +28,14 @@ def run(schedule, slices, calls):
             except (ValueError, fompi.PeerError) as error:
                 assert failing
                 kind = type(error).__name__
-                said[kind] = " ".join([kind, str(error), *getattr(error, "__notes__", ())])
+                caught[kind] = " ".join([kind, str(error), *getattr(error, "__notes__", ())])
             else:
-                assert not failing, f"rank {rank} did not hear of it in call {call}, {schedule}"
+                assert not failing, f"rank {rank} got no error in call {call}, {schedule}"
                 assert (y == EACH).all()
-    for words in said.values():
-        say("SAID", schedule, rank, words)
-    for again in ("auto", "unfused"):
-        assert (fompi.all_reduce(np.ones(3), comm=world, schedule=again) == size).all()
+    for text in caught.values():
+        emit("CAUGHT", schedule, rank, text)
+    for next_schedule in ("auto", "unfused"):
+        assert (fompi.all_reduce(np.ones(3), comm=world, schedule=next_schedule) == size).all()
     assert not world.channel.active and not world.channel.failures
 
 for schedule, slices in SCHEDULES:
@@ -50,42 +50,42 @@ def script(operation="matmul_all_reduce", schedules=ALL, culprit="rank == size -
     return text.replace("CULPRIT", culprit).replace("CALLS", str(calls))
 
 
-def test_caught_on_ranks_that_keep_in_step(launch):
-    """Sends that wait for what comes are held back no longer than others."""
+def test_caught_with_schedules_that_pace_their_sends(launch):
+    """A send that waits for a message is not delayed by the error."""
     ended = launch(4, script("matmul_all_to_all", (("pairwise", 2), ("direct", 2)), each="2"))
     ended.assert_clean()
     for schedule in ("pairwise", "direct"):
-        assert sum(line.startswith(schedule + " ") for line in ended.lines("SAID")) == 4
+        assert sum(line.startswith(schedule + " ") for line in ended.lines("CAUGHT")) == 4
 
 
 @pytest.mark.parametrize("operation", ["matmul_all_reduce", "matmul_reduce_scatter"])
 def test_caught_on_all_ranks(launch, operation):
-    """Again and again: what is made without the kernel is sent, so that the call ends, but never taken for a result."""
+    """Many times. Without the kernel worthless data is sent, so that the call ends. It never becomes a result."""
     ended = launch(4, script(operation))
     ended.assert_clean()
-    said = ended.lines("SAID")
+    caught = ended.lines("CAUGHT")
     for schedule in SCHEDULES:
-        mine = [line.removeprefix(schedule + " ") for line in said if line.startswith(schedule + " ")]
-        assert len(mine) == 4
+        lines = [line.removeprefix(schedule + " ") for line in caught if line.startswith(schedule + " ")]
+        assert len(lines) == 4
         for rank in range(3):
-            assert mine[rank].startswith(f"{rank} PeerError rank 3 failed in {operation} by {schedule}")
-            assert " (bound " in mine[rank]
-            assert ", op " in mine[rank] and "matmul(x[" in mine[rank]
-            assert mine[rank].endswith("ValueError: a bad weight")
-        assert mine[3].startswith("3 ValueError a bad weight fompi: on rank 3 in ")
+            assert lines[rank].startswith(f"{rank} PeerError rank 3 failed in {operation} by {schedule}")
+            assert " (bound " in lines[rank]
+            assert ", op " in lines[rank] and "matmul(x[" in lines[rank]
+            assert lines[rank].endswith("ValueError: a bad weight")
+        assert lines[3].startswith("3 ValueError a bad weight fompi: on rank 3 in ")
 
 
-def test_two_ranks_at_once(launch):
-    """Each has its own error, unless it hears of the other's before; the third hears of one of them."""
+def test_two_ranks_fail_at_once(launch):
+    """Each raises its own error, unless the other rank's error arrives first. The third rank gets one of the two."""
     ended = launch(3, script(schedules=(("ring", 1), ("direct", 1)), culprit="rank >= 1"))
     ended.assert_clean()
-    said = {tuple(line.split()[1:3]) for line in ended.lines("SAID")}
-    assert ("0", "PeerError") in said and ("0", "ValueError") not in said
-    assert said & {("1", "ValueError"), ("2", "ValueError")}
+    caught = {tuple(line.split()[1:3]) for line in ended.lines("CAUGHT")}
+    assert ("0", "PeerError") in caught and ("0", "ValueError") not in caught
+    assert caught & {("1", "ValueError"), ("2", "ValueError")}
 
 
-def test_the_others_come_late(launch):
-    """The rank that failed does not wait for them; its next call does, and all agree again."""
+def test_the_other_ranks_start_the_call_late(launch):
+    """The rank that failed does not wait for them. Its next call does, and works."""
     ended = launch(
         3,
         """
@@ -122,8 +122,8 @@ assert (fompi.all_reduce(np.ones(3), comm=world) == size).all()
     ended.assert_clean()
 
 
-def test_unbound(launch):
-    """The same for an operation that is called: its next call agrees anew."""
+def test_an_unbound_operation(launch):
+    """After the error the next call works."""
     ended = launch(
         3,
         """
@@ -165,16 +165,16 @@ def bad(reads, writes):
 
 plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
 x = np.ones(9)
-good, sick = fompi.bind(plan, comm=world, x=x), fompi.bind(plan, comm=world, x=x, kernels={"add": bad})
+good, failing = fompi.bind(plan, comm=world, x=x), fompi.bind(plan, comm=world, x=x, kernels={"add": bad})
 for call in range(20):
-    order = [good, sick] if (call + rank) % 2 else [sick, good]
+    order = [good, failing] if (call + rank) % 2 else [failing, good]
     pending = fompi.all_reduce.start(x, comm=world)
     for step in order:
         step.start()
     assert (pending.wait() == size).all()
     assert (good.wait() == size).all()
     try:
-        sick.wait()
+        failing.wait()
     except (ValueError if rank == 2 else fompi.PeerError) as error:
         assert "a bad sum" in str(error)
     else:
@@ -185,7 +185,7 @@ for call in range(20):
 
 
 def test_arrived_raises_too(launch):
-    """Who only asks whether a part is there must not ask for ever."""
+    """A program that only calls `arrived` must not loop for ever."""
     ended = launch(
         2,
         """
@@ -201,11 +201,11 @@ try:
     while not step.arrived("y", 1):
         pass
 except (fompi.PeerError if rank == 0 else ValueError):
-    say("SAID", rank)
+    emit("CAUGHT", rank)
 """,
     )
     ended.assert_clean()
-    assert ended.lines("SAID") == ["0", "1"]
+    assert ended.lines("CAUGHT") == ["0", "1"]
 
 
 SMALL = """
@@ -223,12 +223,12 @@ def add(*arguments):
 operation._BACKEND.bind = add
 for i in range(40):
     failing = i % 2 == 1
-    for schedule in ("direct", "ring"):  # their sums are wanted by all
+    for schedule in ("direct", "ring"):  # every rank needs the sums of the others
         try:
             y = fompi.all_reduce(np.ones(size), comm=world, schedule=schedule)
         except (ValueError, fompi.PeerError) as error:
             assert failing and isinstance(error, ValueError) == (rank == size - 1), error
-            say("SAID", rank, str(error))
+            emit("CAUGHT", rank, str(error))
         else:
             assert not failing and (y == size).all()
 assert not world.channel.active and not world.channel.failures
@@ -236,9 +236,9 @@ assert not world.channel.active and not world.channel.failures
 
 
 def test_a_small_sum(launch):
-    """It runs where it is released, not as a kernel that is handed out; its error takes the same way."""
+    """It runs in the thread that releases it, and is not handed out as a kernel. Its error is reported the same way."""
     ended = launch(3, SMALL)
     ended.assert_clean()
-    said = ended.lines("SAID")
-    assert len(said) == 3 * 2 * 20
-    assert all("ValueError: a bad sum" in line and "op " in line for line in said if not line.startswith("2"))
+    caught = ended.lines("CAUGHT")
+    assert len(caught) == 3 * 2 * 20
+    assert all("ValueError: a bad sum" in line and "op " in line for line in caught if not line.startswith("2"))

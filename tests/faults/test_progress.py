@@ -1,4 +1,4 @@
-"""Ends and faults while the helper thread is at work: the same rules as without it."""
+"""Ends and faults while the helper thread is working. The rules are the same as without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def begin(elements=50_000, kernels=None):
     return step
 
 def is_finished(pending):
-    "Without moving it."
+    "True if the operation is finished. Makes no progress."
     try:
         pending.result
     except fompi.StateError:
@@ -33,11 +33,11 @@ def is_finished(pending):
 # ---------------------------------------------------------------------------------------------------------------- ends
 
 ENDS = {
-    "at work": "step = begin()",
-    "at work, then closed": "step = begin()\nstep.close()\nworld.close()",
-    "at work for a rank that comes late": "if rank == 1:\n    time.sleep(1)\nstep = begin()",
+    "working": "step = begin()",
+    "working, then closed": "step = begin()\nstep.close()\nworld.close()",
+    "working for a rank that is late": "if rank == 1:\n    time.sleep(1)\nstep = begin()",
     "asleep": "fompi.all_reduce.start(np.ones(9), comm=world).wait()\ntime.sleep(0.3)",
-    "woken again and again": """
+    "woken many times": """
 for _ in range(5):
     fompi.all_reduce.start(np.ones(9), comm=world).wait()
     time.sleep(0.06)
@@ -50,14 +50,14 @@ def add(reads, writes):
 step = begin(kernels={"add": add})
 time.sleep(0.05)
 """,
-    "when the program finalises MPI": """
+    "asleep when the program finalises MPI": """
 from mpi4py import MPI
 fompi.all_reduce.start(np.ones(9), comm=world).wait()
 world.close()
 MPI.Finalize()
 time.sleep(0.3)
 """,
-    "when the program finalises MPI in the middle": """
+    "awake when the program finalises MPI": """
 from mpi4py import MPI
 pending = fompi.all_reduce.start(np.ones(50_000), comm=world)
 while not is_finished(pending):
@@ -65,7 +65,7 @@ while not is_finished(pending):
 MPI.Finalize()
 time.sleep(0.3)
 """,
-    "in another thread's operation": """
+    "working for another thread": """
 thread = threading.Thread(target=lambda: fompi.all_reduce.start(np.ones(50_000), comm=world).wait())
 thread.start()
 """,
@@ -74,7 +74,7 @@ thread.start()
 
 @pytest.mark.parametrize("what", ENDS)
 def test_a_normal_end_while_the_helper_is(launch, what):
-    """No word, no status, nothing left, and soon."""
+    """The job prints nothing, has status 0, leaves no process, and ends soon."""
     ended = launch(3, IN_FLIGHT + ENDS[what])
     ended.assert_clean()
     assert ended.finished.seconds < 15
@@ -87,7 +87,7 @@ def test_an_exit_status_while_the_helper_works(launch):
 
 
 def test_an_exception_while_the_helper_works(launch):
-    """On one rank; the others compute outside fompi with an operation in flight."""
+    """One rank fails. The others compute outside fompi with an operation in flight."""
     ended = launch(
         3,
         IN_FLIGHT
@@ -95,16 +95,16 @@ def test_an_exception_while_the_helper_works(launch):
 if rank == 1:
     time.sleep(0.3)
     event()
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 pending = fompi.all_reduce.start(np.ones(50_000), comm=world)
 time.sleep(30)
 """,
     )
-    ended.assert_failed("RuntimeError: the first words")
+    ended.assert_failed("RuntimeError: the original error")
 
 
-def test_a_rank_that_leaves_while_others_wait_behind_their_back(launch):
-    """The helper cannot know how long its program wants to wait: the error comes with the wait."""
+def test_a_rank_that_leaves_while_only_the_helper_of_another_rank_works(launch):
+    """The helper raises no error, because the program does not wait yet. The program's wait raises it."""
     ended = launch(
         2,
         IN_FLIGHT
@@ -116,21 +116,21 @@ if rank == 0:
     pending.wait()
 """,
     )
-    ended.assert_failed("PeerError: rank 0 waits for rank 1 to come to call 1", "but rank 1 has ended")
+    ended.assert_failed("PeerError: rank 0 waits for rank 1 to start call 1", "but rank 1 has ended")
 
 
-def test_a_rank_whose_helper_is_at_work_answers(launch):
-    """It computes outside fompi, but something is in flight there: it says what it did last."""
+def test_a_rank_whose_helper_works_answers(launch):
+    """It computes outside fompi with an operation in flight. It answers with the name of its last call."""
     ended = launch(
         3,
         IN_FLIGHT
         + """
 other = world.split(0 if rank < 2 else 1, name="pair")
-mine = fompi.all_reduce.start(np.ones(9), comm=other)
+pending = fompi.all_reduce.start(np.ones(9), comm=other)
 if rank == 1:
-    held = fompi.all_gather.start(np.ones(9), comm=world)  # in flight as long as the others do not come to it
+    held = fompi.all_gather.start(np.ones(9), comm=world)  # in flight until the other ranks start it
     time.sleep(30)
-mine.wait()
+pending.wait()
 event()
 fompi.bind(
     fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=2), comm=other, x=np.ones(9)
@@ -139,22 +139,24 @@ fompi.bind(
         timeout=2.0,
     )
     assert ended.finished.returncode != 0 and ended.tracebacks == 1 and not ended.finished.timed_out, ended.output
-    assert "rank 0 waits for rank 1 to come to call 2, bind(" in ended.output
-    assert "rank 1 at the root does not wait in fompi; its last call was all_gather (call 2 of world)" in ended.output
+    assert "rank 0 waits for rank 1 to start call 2, bind(" in ended.output
+    assert "root cause: rank 1 does not wait in fompi; its last call was all_gather (call 2 of world)" in ended.output
 
 
-def test_a_child_by_fork(launch):
-    """It has no helper and no part in MPI; the parent's helper goes on. (mpi4py finalises MPI in a child that exits as
-    programs do, so children leave by os._exit, as those of multiprocessing.)"""
+def test_a_forked_child(launch):
+    """It has no helper and does not use MPI. The parent's helper goes on.
+
+    The child leaves by os._exit, as children of multiprocessing do. On a normal exit mpi4py would finalise MPI in it.
+    """
     ended = launch(
         2,
         IN_FLIGHT
         + """
 import multiprocessing, warnings
-warnings.simplefilter("ignore")  # Python's own about forks in a process with threads
+warnings.simplefilter("ignore")  # Python warns about a fork in a process with threads
 
 def work():
-    say("CHILD", threading.active_count(), (np.ones(9) * 2).sum())
+    emit("CHILD", threading.active_count(), (np.ones(9) * 2).sum())
 
 step = begin()
 child = multiprocessing.get_context("fork").Process(target=work)
@@ -167,7 +169,7 @@ child.join()
 assert child.exitcode == 0 and os.waitpid(other, 0)[1] == 0
 assert (step.wait() == size).all()
 assert (fompi.all_reduce(np.ones(9), comm=world) == size).all()
-say("PARENT", rank)
+emit("PARENT", rank)
 """,
     )
     ended.assert_clean()
@@ -187,7 +189,7 @@ for schedule in ("ring", "direct", "unfused"):
     time.sleep(0.01)
     assert (pending.wait() == size).all()
     assert (fompi.all_reduce(np.ones((600, 600)), comm=world, schedule=schedule) == size).all()
-say("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate() if t.name != "MainThread"))
+emit("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate() if t.name != "MainThread"))
 """,
         env={"FOMPI_PROGRESS": mode},
     )
@@ -197,20 +199,20 @@ say("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate() 
 
 
 def test_a_machine_that_moves_messages_by_itself_needs_little_help(launch, tmp_path):
-    """FOMPI_PROGRESS=auto, by what `calibrate` has measured of the library."""
+    """FOMPI_PROGRESS=auto uses what `calibrate` has measured of the library."""
     path = tmp_path / "machine.json"
     replace(Machine.load("laptop"), native_share=0.97).save(path)
     code = """
 y = fompi.all_reduce(np.ones(9), comm=world)
-say("MODE", world.engine.progress_mode, world.engine.helper.pause, y[0])
+emit("MODE", world.engine.progress_mode, world.engine.helper.pause, y[0])
 """
     ended = launch(2, code, env={"FOMPI_MACHINE": str(path)})
     ended.assert_clean()
     assert ended.lines("MODE") == ["native 4 ms 2.0"] * 2
 
 
-def test_an_mpi_for_one_thread_has_no_helper(launch):
-    """Somebody may be inside MPI at any time."""
+def test_mpi_for_one_thread_has_no_helper(launch):
+    """The program may be inside MPI at any time, so a second thread must not call it."""
     ended = launch(
         2,
         """
@@ -218,7 +220,7 @@ import mpi4py
 mpi4py.rc.thread_level = "serialized"
 world = fompi.Communicator()
 assert (fompi.all_reduce.start(np.ones(9), comm=world).wait() == 2).all()
-say("MODE", world.engine.progress_mode, threading.active_count())
+emit("MODE", world.engine.progress_mode, threading.active_count())
 """,
         world=False,
         env={"FOMPI_PROGRESS": "helper"},
@@ -227,7 +229,7 @@ say("MODE", world.engine.progress_mode, threading.active_count())
     assert ended.lines("MODE") == ["poll 1"] * 2
 
 
-def test_no_mode(launch):
+def test_an_unknown_mode(launch):
     ended = launch(1, "", env={"FOMPI_PROGRESS": "nonsense"})
     assert ended.finished.returncode != 0
     assert "LaunchError: FOMPI_PROGRESS=nonsense: give one of auto, helper, native, poll" in ended.output
@@ -237,8 +239,8 @@ def test_no_mode(launch):
 
 
 @pytest.mark.parametrize("mode", ["helper", "poll"])
-def test_a_library_s_collective_to_which_one_rank_does_not_come(launch, mode):
-    """It has agreed, but nobody drives it there: with a helper it comes all the same."""
+def test_a_collective_of_the_library_on_a_rank_that_computes(launch, mode):
+    """That rank has agreed to the call, but its program makes no progress. A helper makes progress for it."""
     ended = launch(
         3,
         """
@@ -255,11 +257,11 @@ assert (pending.wait() == size).all()
         ended.assert_clean()
         return
     assert ended.finished.returncode != 0 and ended.tracebacks == 1 and not ended.finished.timed_out, ended.output
-    assert "WaitTimeout: after 2 s (FOMPI_TIMEOUT): rank " in ended.output
-    assert "rank 1 at the root does not answer: it computes outside fompi" in ended.output
+    assert "WaitTimeout: no progress for 2 s (FOMPI_TIMEOUT): rank " in ended.output
+    assert "root cause: rank 1 does not answer: it computes outside fompi" in ended.output
 
 
-def test_all_who_do_not_answer_are_named(launch):
+def test_all_ranks_that_do_not_answer_are_named(launch):
     ended = launch(
         4,
         """
@@ -272,11 +274,11 @@ fompi.all_reduce(np.ones(3), comm=world)
         timeout=1.0,
     )
     assert ended.finished.returncode != 0 and ended.tracebacks == 1, ended.output
-    assert "rank 1 at the root does not answer (nor does rank 2, 3): it computes" in ended.output
+    assert "root cause: rank 1 does not answer (nor does rank 2, 3): it computes" in ended.output
 
 
 def test_a_kernel_that_takes_longer_than_the_deadline(launch):
-    """The wait on one thread for a call whose kernel runs on another is no wait for other ranks."""
+    """While the kernel of a call runs on one thread, a wait for that call on another thread has no deadline."""
     ended = launch(
         2,
         IN_FLIGHT
@@ -294,8 +296,8 @@ assert (step.wait() == size).all()
     ended.assert_clean()
 
 
-def test_a_communicator_after_a_call_that_was_given_up(launch):
-    """Whatever is called on it says so at once, and quotes why."""
+def test_a_communicator_after_an_abandoned_call(launch):
+    """Every call on it raises a StateError at once. The error quotes the reason."""
     ended = launch(
         2,
         """
@@ -317,17 +319,17 @@ calls = {
     "bind": lambda: fompi.bind(plan, comm=world, x=np.ones(9)),
     "split": lambda: world.split(0),
     "a mesh": lambda: fompi.Mesh(world, a=size),
-    "clocks": lambda: fompi.read_clocks(world),
+    "gathering": lambda: fompi.gather_traces([], world),
 }
 begun = time.perf_counter()
 for name, call in calls.items():
     try:
         call()
     except fompi.StateError as error:
-        assert "cannot be used after a call that was given up" in str(error), error
+        assert "cannot be used any more: a call on it was abandoned" in str(error), error
         assert "FOMPI_TIMEOUT" in str(error) and isinstance(error.__cause__, (fompi.WaitTimeout, fompi.PeerError))
     else:
-        raise AssertionError(f"{name} goes on")
+        raise AssertionError(f"{name} raised no error")
 assert time.perf_counter() - begun < 0.5
 """,
         timeout=1.0,

@@ -1,4 +1,4 @@
-"""FOMPI_REPORT in jobs of their own: printed once after a clean end, silent and without delay after any other."""
+"""FOMPI_REPORT: the report is printed once after a clean end. After any other end there is no report and no delay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ for _ in range(4):
 
 @pytest.fixture
 def reporting(launch, monkeypatch, tmp_path):
-    """The jobs of this test report to report.json, or as `to` says."""
+    """`launch` with FOMPI_REPORT set to `to`."""
 
     def run(ranks, code, to="1", **options):
         monkeypatch.setenv("FOMPI_REPORT", to)
@@ -25,13 +25,13 @@ def reporting(launch, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_it_is_printed_once(reporting, ranks):
+def test_the_report_is_printed_once(reporting, ranks):
     ended = reporting(ranks, WORK)
     finished = ended.finished
     assert finished.returncode == 0 and not finished.left_behind and ended.tracebacks == 0, ended.output
     assert finished.stdout == "" and finished.stderr.count("fompi report: ") == 1
     head, _, blocks = finished.stderr.partition("\n\n")
-    assert f"{ranks} ranks" in head and "progress: " in head and "nothing came" not in head
+    assert f"{ranks} ranks" in head and "progress: " in head and "missing: " not in head
     for block, title in zip(blocks.split("\n\n")[:2], ("all_gather_matmul by ", "all_reduce by "), strict=True):
         lines = block.splitlines()
         assert lines[0].startswith(title) and lines[0].endswith("4 calls")
@@ -41,8 +41,8 @@ def test_it_is_printed_once(reporting, ranks):
             assert 0 < p50 <= p99 and len(rest) == 7
 
 
-def test_ranks_that_do_not_all_report(launch):
-    """As where a launcher forwards no environment: an error that says so, in place of a wait at the end."""
+def test_only_one_rank_has_fompi_report(launch):
+    """A launcher may not forward the environment. This is an error at the start, instead of a wait at the end."""
     ended = launch(
         2,
         """
@@ -57,8 +57,8 @@ fompi.all_reduce(np.ones(3))
     assert "with FOMPI_REPORT" in ended.output and "MismatchError" in ended.output
 
 
-def test_a_closed_communicator_is_in_it(reporting, tmp_path):
-    """Its yardsticks were measured when it was closed; the file has everything, stderr nothing."""
+def test_a_closed_communicator_is_in_the_report(reporting, tmp_path):
+    """Its baselines were measured when it was closed. The report goes to the file, and nothing to stderr."""
     ended = reporting(
         2,
         """
@@ -80,7 +80,7 @@ with fompi.Communicator(name="inner") as inner:
 
 
 def test_an_overlap_that_did_not_happen(reporting):
-    """Rank 1 is late by more than its messages take: rank 0 warns, once, and says for whom it waits."""
+    """Rank 1 is later than its messages take. Rank 0 prints one warning that says for which rank it waits."""
     ended = reporting(
         2,
         """
@@ -108,19 +108,19 @@ step.compute_seconds()
 
 
 def test_no_report_after_a_failure(reporting):
-    """It does not hold up the end."""
+    """The report does not delay the end of the job."""
     ended = reporting(3, WORK + """
 if fompi.Communicator.of(None).rank == 1:
     event()
-    raise RuntimeError("the first words")
+    raise RuntimeError("the original error")
 fompi.all_reduce(np.ones(100))
 """)  # fmt: skip
-    ended.assert_failed("RuntimeError: the first words")
+    ended.assert_failed("RuntimeError: the original error")
     assert "fompi report" not in ended.output
 
 
-def test_a_rank_that_leaves_without_a_word(reporting):
-    """os._exit on one rank: the others end as they would without a report, or say who is missing."""
+def test_a_rank_that_leaves_by_os_exit(reporting):
+    """The other ranks end as they would without a report, or say which rank is missing."""
     ended = reporting(2, WORK + """
 if fompi.Communicator.of(None).rank == 1:
     os._exit(0)
@@ -128,8 +128,8 @@ if fompi.Communicator.of(None).rank == 1:
     assert not ended.finished.timed_out and not ended.finished.left_behind, ended.output
 
 
-def test_mpi_that_was_finalized_before(reporting):
-    """Nothing can be gathered then: rank 0 reports what it has."""
+def test_mpi_that_the_program_has_finalized(reporting):
+    """The report cannot be gathered any more, so rank 0 reports only its own part."""
     ended = reporting(2, WORK + """
 from mpi4py import MPI
 MPI.Finalize()

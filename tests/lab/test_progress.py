@@ -46,13 +46,13 @@ def test_a_cut_link_ends_the_operation(netlab, schedule):
     said = re.findall(r"^SAID (\d) ([\d.]+) (.*)$", finished.stdout, re.MULTILINE)
     assert len(begun) == 3 and said, finished.output
     assert min(float(when) for _, when, _ in said) - max(begun) < 2 + 3, finished.output
-    silent = {"0": "rank 1 at the root does not answer:", "2": "rank 1 at the root does not answer:"}
+    silent = {"0": "root cause: rank 1 does not answer:", "2": "root cause: rank 1 does not answer:"}
     for rank, _, words in said:
         assert "(FOMPI_TIMEOUT)" in words and "or cannot be reached" in words, words
         if rank in silent:
             assert silent[rank] in words, words
         else:
-            assert re.search(r"rank \d at the root does not answer \(nor does rank \d\):", words), words
+            assert re.search(r"root cause: rank \d does not answer \(nor does rank \d\):", words), words
 
 
 def test_a_cut_link_ends_a_program_that_goes_on(netlab):
@@ -174,7 +174,7 @@ def test_a_planted_serialisation_turns_the_proof_and_a_row_red(netlab):
     }
     assert warned["spoilt"] >= 5 and warned["spoilt"] > warned["ring"], (warned, finished.output)  # of 15 calls
     told = " ".join(text for name, *_, text in said if name == "spoilt")
-    assert re.search(r"(no overlap|slower than one after the other) on rank \d.* from rank", told), finished.output
+    assert re.search(r"(no overlap|slower than without overlap) on rank \d.* from rank", told), finished.output
 
 
 @pytest.mark.parametrize("choice", ["auto", "native"])

@@ -1,4 +1,4 @@
-"""The arena: no block is given twice while a view of it lives, and every block comes back."""
+"""The arena: no block is lent twice while a view of it is alive, and every block is returned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_doctest():
     assert doctest.testmod(module).failed == 0
 
 
-def test_a_block_serves_with_at_most_a_fifth_to_spare():
+def test_at_most_a_fifth_of_a_block_is_unused():
     for nbytes in [*range(1, 5000), *(2**k + d for k in range(13, 40) for d in (-1, 0, 1))]:
         block = block_nbytes(nbytes)
         assert block >= nbytes and block % ALIGNMENT == 0 and block_nbytes(block) == block, nbytes
@@ -49,7 +49,7 @@ def test_shapes_of_numpy_integers():
     assert Arena(MIB).take((np.int64(3), np.int32(2)), np.float32).shape == (3, 2)
 
 
-def test_what_cannot_be_taken():
+def test_arrays_that_cannot_be_taken():
     arena = Arena(MIB)
     with pytest.raises(DtypeError, match="Python objects"):
         arena.take((3,), object)
@@ -91,12 +91,12 @@ def test_a_view_keeps_the_block(view):
     arena = Arena(MIB)
     array = arena.take((8, 8), "float32")
     lent, block = arena.stats().lent_nbytes, address(array)
-    seen = VIEWS[view](array)
+    viewer = VIEWS[view](array)
     del array
     gc.collect()
     assert arena.stats().lent_nbytes == lent
     assert address(arena.take((8, 8), "float32")) != block
-    del seen
+    del viewer
     gc.collect()
     assert arena.stats().lent_nbytes == 0
     arrays = [arena.take((8, 8), "float32") for _ in range(2)]
@@ -122,7 +122,7 @@ def test_free_blocks_stay_below_the_limit():
     assert (arena.stats().lent_nbytes, arena.stats().free_nbytes) == (0, 10 * 1024)
 
 
-def test_the_size_unused_for_longest_makes_room():
+def test_blocks_of_the_least_recently_used_size_are_dropped_first():
     arena = Arena(8 * 1024)
     old = [arena.take((1024,), "uint8") for _ in range(8)]
     old.clear()
@@ -133,7 +133,7 @@ def test_the_size_unused_for_longest_makes_room():
     assert address(arena.take((2048,), "uint8")) == block
 
 
-def test_a_block_above_the_limit_is_not_kept_and_displaces_nothing():
+def test_a_block_above_the_limit_is_not_kept_and_drops_no_other_block():
     arena = Arena(8 * 1024)
     arena.take((1024,), "uint8")
     arena.take((MIB,), "uint8")
@@ -146,7 +146,7 @@ def test_close_frees_now_and_later():
         arena.take((2048,), "uint8")
         assert arena.stats().free_nbytes == 2048
     assert arena.stats().free_nbytes == 0
-    kept[:] = 7  # what is lent stays good
+    kept[:] = 7  # lent arrays stay valid
     assert (kept == 7).all()
     del kept
     assert arena.stats().held_nbytes == 0
@@ -159,16 +159,16 @@ def test_an_array_outlives_its_arena():
     assert array.sum() == 3000
 
 
-def test_a_block_returned_while_another_settles_is_not_lost():
+def test_a_block_that_is_returned_while_the_lock_is_held_is_not_lost():
     arena = Arena(MIB)
     array = arena.take((1024,), "uint8")
-    with arena._settling:  # as if the collector ran while this thread settles
+    with arena._settling:  # as if the garbage collector ran while this thread holds the lock
         del array
         assert arena.stats().lent_nbytes == 0
     assert arena.stats().free_nbytes == 1024
 
 
-def test_the_collector_may_run_at_any_allocation():
+def test_the_garbage_collector_may_run_at_any_allocation():
     arena, threshold = Arena(MIB), gc.get_threshold()
 
     class Node:
@@ -178,7 +178,7 @@ def test_the_collector_may_run_at_any_allocation():
     try:
         for n in range(2000):
             node = Node()
-            node.me, node.array = node, arena.take((n % 50, 7), "float32")
+            node.itself, node.array = node, arena.take((n % 50, 7), "float32")
     finally:
         gc.set_threshold(*threshold)
     del node
@@ -187,14 +187,14 @@ def test_the_collector_may_run_at_any_allocation():
 
 
 def churn(arena, seed, steps):
-    """Take and drop at random; what another taker writes into a block of mine shows as a wrong fill."""
-    choose, held = random.Random(seed), []
+    """Take and drop arrays at random. If two arrays shared memory, one of them would have a wrong fill value."""
+    rng, held = random.Random(seed), []
     for step in range(steps):
-        array = arena.take((choose.randrange(400),), "int64")
+        array = arena.take((rng.randrange(400),), "int64")
         array[:] = seed * steps + step
         held.append((array[::-1], seed * steps + step))
         if len(held) > 20:
-            view, fill = held.pop(choose.randrange(len(held)))
+            view, fill = held.pop(rng.randrange(len(held)))
             assert (view == fill).all()
     assert all((view == fill).all() for view, fill in held)
 
@@ -223,7 +223,7 @@ def test_threads():
     assert arena.stats().lent_nbytes == 0 and arena.stats().free_nbytes <= 50_000
 
 
-def test_small_memory_is_no_lease():
+def test_small_arrays_are_not_leased():
     with Arena(1 << 20, small_nbytes=100) as arena:
         for shape, dtype in (((5, 5), "float32"), ((0,), "float64"), ((3, 4), "uint16"), ((), "int64")):
             array = arena.take(shape, dtype)

@@ -1,4 +1,4 @@
-"""Borrowing and lending: the same bits at the same address, for exactly as long as somebody looks."""
+"""Borrowing and lending: the same bits at the same address, kept alive exactly as long as they are used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVERY += [("jax", dtype) for dtype in JAX]
 
 @pytest.fixture(autouse=True)
 def x64():
-    """JAX holds float64 and int64 only when told so."""
+    """Enable float64 and int64 in JAX. They are off by default."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield
@@ -41,7 +41,7 @@ def numpy_dtype(dtype):
 
 
 def make(framework, dtype, shape=(3, 4)):
-    """A tensor of the numbers 0, 1, 0, 1, 0, ... which every dtype holds (but e8m0fnu, which has no zero)."""
+    """A tensor of the numbers 0, 1, 0, 1, 0, ... Every dtype has them, except e8m0fnu, which has no zero."""
     array = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(numpy_dtype(dtype))
     if framework == "torch":
         return torch.from_numpy(array.view(STORAGE[dtype])).clone().view(getattr(torch, dtype))
@@ -70,28 +70,28 @@ def test_round_trip(framework, dtype, shape):
     assert borrowed.readonly == (framework == "jax") == (not borrowed.array.flags.writeable)
     assert address(borrowed.array) == address(x) or borrowed.array.size == 0
 
-    ours = Arena(2**20).take(shape, STORAGE[dtype])
-    ours[...] = borrowed.array
-    y = lend(ours, dtype, borrowed)
+    array = Arena(2**20).take(shape, STORAGE[dtype])
+    array[...] = borrowed.array
+    y = lend(array, dtype, borrowed)
     assert type(y) is type(x) and y.dtype == x.dtype and tuple(y.shape) == shape
-    assert address(y) == address(ours) or ours.size == 0
+    assert address(y) == address(array) or array.size == 0
     again = borrow(y)
     assert (again.array == borrowed.array).all() and again.dtype == dtype
 
 
 @pytest.mark.parametrize(("framework", "dtype"), [case for case in EVERY if case[0] == "torch"])
-def test_any_consumer_can_take_what_is_lent(framework, dtype):
-    ours = Arena(2**20).take((3, 4), STORAGE[dtype])
-    ours[...] = borrow(make("numpy", dtype)).array
-    lent = lend(ours, dtype, "dlpack")
+def test_any_consumer_can_take_a_lent_tensor(framework, dtype):
+    array = Arena(2**20).take((3, 4), STORAGE[dtype])
+    array[...] = borrow(make("numpy", dtype)).array
+    lent = lend(array, dtype, "dlpack")
     assert lent.__dlpack_device__() == (1, 0)
     consumers = [torch.from_dlpack] + [jax.dlpack.from_dlpack] * (dtype in JAX)
     consumers += [np.from_dlpack] * (STORAGE[dtype] == numpy_dtype(dtype))
     for consume in consumers:
         tensor = consume(lent)
-        assert address(tensor) == address(ours) and str(tensor.dtype).removeprefix("torch.") == dtype
-        assert (borrow(tensor).array == ours).all()
-    assert (borrow(lent).array == ours).all() and borrow(lent).framework == "dlpack"
+        assert address(tensor) == address(array) and str(tensor.dtype).removeprefix("torch.") == dtype
+        assert (borrow(tensor).array == array).all()
+    assert (borrow(lent).array == array).all() and borrow(lent).framework == "dlpack"
     assert borrow(lent).dtype == dtype and str(lent) == f"Lent({dtype}[3, 4])"
 
 
@@ -101,7 +101,7 @@ def test_writing_through_a_borrow():
         assert borrow(x).array.tolist() == [0, 5, 0, 0]
 
 
-def test_names_of_dtypes_that_numpy_spells_twice():
+def test_dtypes_for_which_numpy_has_several_names():
     for dtype, name in (
         (np.longlong, "int64"),
         (np.intc, "int32"),
@@ -123,11 +123,10 @@ STRIDED = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
 @pytest.mark.parametrize("view", STRIDED)
-def test_strides_are_borrowed_as_they_are(view, dtype):
+def test_strides_are_kept(view, dtype):
     base = np.arange(12).reshape(3, 4)
     expected = STRIDED[view](base.astype(numpy_dtype(dtype)))
-    ours = torch.arange(12).reshape(3, 4).to(getattr(torch, dtype))
-    x = STRIDED[view](ours)
+    x = STRIDED[view](torch.arange(12).reshape(3, 4).to(getattr(torch, dtype)))
     for tensor in (x, torch.utils.dlpack.to_dlpack(x), expected):
         array = borrow(tensor).array
         assert array.strides == expected.strides and array.shape == expected.shape
@@ -158,12 +157,12 @@ def test_read_only():
     assert borrow(x).readonly and borrow(np.broadcast_to(np.zeros(1), (3,))).readonly
     lent = borrow(Lent(x, "float64"))  # the flag of a versioned capsule
     assert lent.readonly and not lent.array.flags.writeable
-    y = lend(x, "float64", "torch")  # torch knows no read-only tensors
+    y = lend(x, "float64", "torch")  # torch has no read-only tensors, so this is a copy
     y[0] = 1
     assert x[0] == 0 and lend(x, "float64", "jax").tolist() == [0, 0, 0]
 
 
-def test_lending_to_jax_copies_what_is_not_aligned():
+def test_lending_to_jax_copies_arrays_that_are_not_aligned():
     arena = Arena(2**20)
     x = arena.take((17,), "float32")
     x[:] = range(17)
@@ -173,20 +172,20 @@ def test_lending_to_jax_copies_what_is_not_aligned():
     assert y.tolist() == list(range(1, 17))
 
 
-def test_lending_what_jax_would_narrow():
+def test_lending_a_dtype_that_jax_would_narrow():
     jax.config.update("jax_enable_x64", False)
     with pytest.raises(DtypeError, match="jax_enable_x64"):
         lend(np.zeros(8), "float64", "jax")
 
 
 def test_lend_checks_its_arguments():
-    with pytest.raises(DtypeError, match="bfloat16 is held in an array of uint16, not of float32"):
+    with pytest.raises(DtypeError, match="bfloat16 needs an array of dtype uint16, not float32"):
         lend(np.zeros(3, "float32"), "bfloat16", "torch")
     with pytest.raises(TensorError, match="cupy"):
         lend(np.zeros(3), "float64", "cupy")
 
 
-def test_versions_devices_and_copies_asked_of_a_lent_tensor():
+def test_versions_devices_and_copies_of_a_lent_tensor():
     array = np.zeros(3)
     lent = Lent(array, "float64")
     assert '"dltensor"' in repr(lent.__dlpack__()) and '"dltensor"' in repr(lent.__dlpack__(max_version=(0, 8)))
@@ -227,7 +226,7 @@ def test_a_borrow_ends(framework):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "dlpack"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_lent_keeps_its_block_until_it_dies(framework, dtype):
+def test_a_lent_tensor_keeps_its_block_until_it_dies(framework, dtype):
     arena = Arena(2**20)
     tensor = lend(arena.take((100,), STORAGE[dtype]), dtype, framework)
     if framework == "dlpack":
@@ -237,7 +236,7 @@ def test_what_is_lent_keeps_its_block_until_it_dies(framework, dtype):
     view = tensor[10:]
     del tensor
     gc.collect()
-    if framework != "jax":  # there a slice is a copy
+    if framework != "jax":  # in JAX a slice is a copy
         assert arena.stats().lent_nbytes > 0
     del view
     gc.collect()
@@ -254,7 +253,7 @@ def test_a_lent_jax_array_feeds_jit_and_survives_its_arena():
     assert y.tolist() == [2] * 64
 
 
-def test_donation_leaves_a_borrow_alone():
+def test_donation_does_not_change_a_borrowed_array():
     x = jnp.arange(1000.0)
     array = borrow(x).array
     jax.jit(lambda v: v + 1, donate_argnums=0)(x).block_until_ready()
@@ -278,9 +277,9 @@ def test_memory_stays_flat(framework):
         x = tensor
         for _ in range(count):
             borrowed = borrow(x.__dlpack__() if framework == "dlpack" else x)
-            ours = arena.take(borrowed.array.shape, borrowed.array.dtype)
-            ours[...] = borrowed.array
-            x = lend(ours, borrowed.dtype, borrowed)
+            array = arena.take(borrowed.array.shape, borrowed.array.dtype)
+            array[...] = borrowed.array
+            x = lend(array, borrowed.dtype, borrowed)
 
     round_trips(1000)
     before = resident_nbytes()
@@ -298,13 +297,13 @@ def test_threads_borrow_lend_and_drop():
             for step in range(300):
                 x = torch.full((100,), float(number * 300 + step), dtype=torch.bfloat16)
                 borrowed = borrow(x if step % 2 else x.__dlpack__())
-                ours = arena.take(borrowed.array.shape, borrowed.array.dtype)
-                ours[:] = borrowed.array
-                lent.append(lend(ours, "bfloat16", "torch"))
-                lent.append(lend(ours, "bfloat16", "dlpack").__dlpack__())
-                assert (ours == borrowed.array).all()
+                array = arena.take(borrowed.array.shape, borrowed.array.dtype)
+                array[:] = borrowed.array
+                lent.append(lend(array, "bfloat16", "torch"))
+                lent.append(lend(array, "bfloat16", "dlpack").__dlpack__())
+                assert (array == borrowed.array).all()
                 if step % 10 == 0:
-                    del lent[:7]  # of any thread's
+                    del lent[:7]  # tensors of any thread
         except BaseException as error:
             failures.append(error)
 
@@ -319,7 +318,7 @@ def test_threads_borrow_lend_and_drop():
     assert arena.stats().lent_nbytes == 0
 
 
-# ── in processes of their own ───────────────────────────────────────────────────────────────────────────────
+# ── in a new process ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run(code, **environment):
@@ -328,7 +327,7 @@ def run(code, **environment):
     )
 
 
-def test_no_framework_is_imported_by_importing_us():
+def test_importing_fompi_imports_no_framework():
     done = run(
         "import sys, fompi.tensors.dlpack, fompi.tensors.arena, numpy\n"
         "fompi.tensors.dlpack.framework_of(fompi.tensors.dlpack.borrow(numpy.ones(3)).array)\n"

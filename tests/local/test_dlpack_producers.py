@@ -1,4 +1,4 @@
-"""What a producer of capsules may do, and who calls its deleter, and when: one of our own, in ctypes."""
+"""What a producer of DLPack capsules may do, and when its deleter is called. The producer is written in ctypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fompi.tensors.dlpack import borrow, framework_of
 
 
 class DLTensor(ctypes.Structure):
-    """Written down a second time, from the header of DLPack."""
+    """DLTensor of dlpack.h, written independently of the code under test."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -51,7 +51,7 @@ new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char
 
 
 class Producer:
-    """The numbers 0 to 11 as float32, exported by hand; counts the calls of its deleter."""
+    """Exports the numbers 0 to 11 as float32, and records the calls of its deleter."""
 
     def __init__(
         self,
@@ -136,22 +136,22 @@ def test_a_producer_without_deleter(versioned):
 def test_a_capsule_is_consumed_once(versioned):
     producer = Producer(versioned)
     borrowed = borrow(producer, "w")
-    with pytest.raises(TensorError, match=r"w exported .*used_dltensor.*consumed once; export the tensor again"):
+    with pytest.raises(TensorError, match=r"w exported .*used_dltensor.*consumed only once; export the tensor again"):
         borrow(producer, "w")
-    with pytest.raises(TensorError, match="consumed once"):
+    with pytest.raises(TensorError, match="consumed only once"):
         borrow(producer.capsule)
     assert producer.deleted == []
     del borrowed
     assert len(producer.deleted) == 1
 
 
-def test_capsules_by_themselves():
+def test_a_capsule_without_its_producer():
     x = torch.arange(4)
     capsule = x.__dlpack__()
     assert borrow(capsule).array.ctypes.data == x.data_ptr() and framework_of(capsule) == "dlpack"
-    with pytest.raises(TensorError, match="consumed once"):
+    with pytest.raises(TensorError, match="consumed only once"):
         borrow(capsule)
-    with pytest.raises(TensorError, match="consumed once"):
+    with pytest.raises(TensorError, match="consumed only once"):
         borrow(np.zeros(2).__array_struct__)  # a capsule of another kind
 
 
@@ -171,7 +171,7 @@ def test_capsules_by_themselves():
     ],
 )
 @both
-def test_every_form_of_a_tensor(versioned, fields, expected):
+def test_every_kind_of_tensor(versioned, fields, expected):
     producer = Producer(versioned, **fields)
     array = borrow(producer).array
     assert array.dtype == "float32" and array.tolist() == expected
@@ -181,20 +181,20 @@ def test_every_form_of_a_tensor(versioned, fields, expected):
 
 def test_flags():
     assert borrow(Producer(flags=1)).readonly and not borrow(Producer(flags=1)).array.flags.writeable
-    assert not borrow(Producer(flags=2)).readonly  # it copied
+    assert not borrow(Producer(flags=2)).readonly  # this flag means: the producer has copied
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"version": (2, 0)}, TensorError, "x was exported by DLPack 2"),
+        ({"version": (2, 0)}, TensorError, "x was exported in the format of DLPack 2"),
         ({"device_type": 2, "device_id": 3}, TensorError, "x is on cuda:3"),
         ({"lanes": 4}, DtypeError, "2:32x4"),
         ({"bits": 4}, DtypeError, "2:4x1"),
         ({"code": 3}, DtypeError, "3:32x1"),
     ],
 )
-def test_what_is_refused_is_not_consumed(fields, error, message):
+def test_a_refused_capsule_is_not_consumed(fields, error, message):
     producer = Producer(**fields)
     with pytest.raises(error, match=message):
         borrow(producer)

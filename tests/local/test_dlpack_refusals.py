@@ -1,4 +1,4 @@
-"""What is no tensor, or none on this host, or of no dtype that travels: an error that says what to do."""
+"""Objects that are not tensors, are not on the host, or have an unsupported dtype: the error says what to do."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def test_tensors_on_a_device(device, name):
         def __dlpack_device__(self):
             return device
 
-        def __dlpack__(self, **asked):
-            raise AssertionError("nothing is exported")
+        def __dlpack__(self, **keywords):
+            raise AssertionError("must not be called")
 
-    with pytest.raises(TensorError, match=f"w is on {name}; this communicator works on host memory"):
+    with pytest.raises(TensorError, match=f"w is on {name}, but fompi works on host memory"):
         borrow(OnDevice(), "w")
     assert framework_of(OnDevice()) == "dlpack"
 
 
-def test_a_cupy_array_by_the_name_of_its_class():
+def test_a_cupy_array_is_recognised_by_the_name_of_its_class():
     cupy = type("ndarray", (), {"__module__": "cupy", "__dlpack__": None, "__dlpack_device__": lambda self: (2, 0)})
     assert framework_of(cupy()) == "cupy"
     with pytest.raises(TensorError, match="cuda:0"):
@@ -57,8 +57,8 @@ def test_a_cupy_array_by_the_name_of_its_class():
         (object(), "pass a tensor"),
     ],
 )
-def test_no_tensors(x, remedy):
-    with pytest.raises(TensorError, match=rf"w is of type \w+, which is no tensor: .*{remedy}"):
+def test_objects_that_are_not_tensors(x, remedy):
+    with pytest.raises(TensorError, match=rf"w has type \w+, which is not a tensor: .*{remedy}"):
         borrow(x, "w")
     with pytest.raises(TensorError):
         framework_of(x)
@@ -82,8 +82,8 @@ UNKNOWN += [ml_dtypes.int4, ml_dtypes.float4_e2m1fn]
 
 
 @pytest.mark.parametrize("dtype", UNKNOWN)
-def test_dtypes_of_numpy_that_fompi_does_not_know(dtype):
-    with pytest.raises(DtypeError, match=r"w has dtype .*; fompi knows native int8, .* bfloat16"):
+def test_unsupported_dtypes_of_numpy(dtype):
+    with pytest.raises(DtypeError, match=r"w has dtype .*; fompi supports, in native byte order: int8, .* bfloat16"):
         borrow(np.zeros(3, dtype), "w")
 
 
@@ -96,7 +96,7 @@ def test_dtypes_of_numpy_that_fompi_does_not_know(dtype):
         lambda: jnp.zeros(3, jnp.int4),
     ],
 )
-def test_dtypes_of_frameworks_that_fompi_does_not_know(make):
+def test_unsupported_dtypes_of_frameworks(make):
     with pytest.raises(DtypeError, match="w has dtype"):
         borrow(make(), "w")
 
@@ -109,19 +109,19 @@ def dual(x):
 NOT_PLAIN = {
     "requires grad": lambda x: borrow(x.requires_grad_()),
     "requires grad, ": lambda x: borrow(torch.nn.Parameter(x)),
-    "requires grad, and": lambda x: torch.func.grad(lambda v: borrow(v).array.sum())(x),
-    "carries a forward-mode tangent": dual,
-    "is on meta; this communicator works on host memory": lambda x: borrow(x.to("meta")),
-    "has no plain memory to borrow: ": lambda x: borrow(x.to_sparse()),
-    "has no plain memory to borrow: .*negative bit": lambda x: borrow(torch._neg_view(x)),
-    "has no plain memory to borrow: .*storage": lambda x: torch.vmap(lambda v: borrow(v).array)(x),
-    "carries a forward-mode tangent, ": lambda x: torch.func.jvp(lambda v: borrow(v).array, (x,), (x,)),
+    "requires grad, but": lambda x: torch.func.grad(lambda v: borrow(v).array.sum())(x),
+    "has a forward-mode tangent": dual,
+    "is on meta, but fompi works on host memory": lambda x: borrow(x.to("meta")),
+    "has no plain memory that can be borrowed: ": lambda x: borrow(x.to_sparse()),
+    "has no plain memory that can be borrowed: .*negative bit": lambda x: borrow(torch._neg_view(x)),
+    "has no plain memory that can be borrowed: .*storage": lambda x: torch.vmap(lambda v: borrow(v).array)(x),
+    "has a forward-mode tangent, ": lambda x: torch.func.jvp(lambda v: borrow(v).array, (x,), (x,)),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("message", NOT_PLAIN)
-def test_tensors_of_torch_that_are_not_plain_memory(message, dtype):
+def test_torch_tensors_without_plain_memory(message, dtype):
     with pytest.raises(TensorError, match=f"x {message}"):
         NOT_PLAIN[message](torch.ones(3, dtype=dtype))
 
@@ -143,23 +143,23 @@ def test_requires_grad():
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.make_jaxpr, jax.checkpoint])
 def test_tracers(transform):
-    seen = []
+    results = []
     message = (
-        r"w is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad; "
-        r"use fompi.jax.<operation> in jax.grad, outside jit"
+        r"w is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad. "
+        r"Use fompi.jax.<operation> in jax.grad. It works outside jit"
     )
 
     def f(v):
-        seen.append(is_tracer(v) and framework_of(v) == "jax")
+        results.append(is_tracer(v) and framework_of(v) == "jax")
         with pytest.raises(TensorError, match=message):
             borrow(v, "w")
         return v.sum()
 
     transform(f)(jnp.ones(3))
-    assert seen and all(seen) and not is_tracer(jnp.ones(3))
+    assert results and all(results) and not is_tracer(jnp.ones(3))
 
 
-def test_arrays_of_jax_without_memory_of_one_dtype_and_place():
+def test_jax_arrays_without_memory():
     x = jnp.ones(3)
     x.delete()
     with pytest.raises(TensorError, match="deleted or donated"):
@@ -168,15 +168,15 @@ def test_arrays_of_jax_without_memory_of_one_dtype_and_place():
         borrow(jax.random.key(0))
 
 
-def test_the_errors_of_a_producer_become_ours():
+def test_an_error_of_the_producer_becomes_a_tensor_error():
     class Broken:
         def __dlpack_device__(self):
             return (1, 0)
 
-        def __dlpack__(self, **asked):
-            raise BufferError("not today")
+        def __dlpack__(self, **keywords):
+            raise BufferError("no export")
 
-    with pytest.raises(TensorError, match="w cannot be exported by its framework: not today") as caught:
+    with pytest.raises(TensorError, match="w cannot be exported by its framework: no export") as caught:
         borrow(Broken(), "w")
     assert isinstance(caught.value, FompiError) and isinstance(caught.value.__cause__, BufferError)
 

@@ -1,4 +1,4 @@
-"""The emulated accelerator by itself: what its kernels compute on corners, and when they begin and are done."""
+"""The emulated accelerator, without ranks: what its kernels compute on corners, and when they begin and end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SHAPES = {
     "gradient": ([(ROWS, K), (ROWS, N)], [(K, N)]),
     "gradient_add": ([(ROWS, K), (2, K), (ROWS, N), (2, N), (K, N)], [(K, N)]),
 }
-"""Of the operands and results of each kernel: some with rows in two chunks, or with a batch dimension."""
+"""The shapes of the operands and results of each kernel. Some have rows in two chunks, or a batch dimension."""
 
 
 def meaning(kernel, reads):
-    """In NumPy, on operands of any width."""
+    """The kernel in NumPy, on operands of any width."""
     if kernel in ("copy", "pack"):
         return [reads[0]]
     if kernel == "add":
@@ -41,14 +41,14 @@ def meaning(kernel, reads):
     return [reads[0].T @ reads[2] + reads[1].T @ reads[3] + reads[4]]
 
 
-def test_every_kernel_is_here():
+def test_every_kernel_is_tested():
     assert SHAPES.keys() == KERNELS.keys()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_works_on_corners(kernel, dtype):
-    """As if the operands had nothing else; the rest of the result is left alone."""
+    """It computes as if the operands had only corners. The rest of the result is not written."""
     backend = Emulated(Machine("quick", 0.0, 1.0, 1e15, 1e15, 0.0))
     shapes, results = SHAPES[kernel]
     random = np.random.default_rng(len(kernel))
@@ -60,8 +60,8 @@ def test_a_kernel_works_on_corners(kernel, dtype):
     count = len(reads) - KERNELS[kernel].whole
     wanted = meaning(kernel, [corner(a, whole=i >= count) for i, a in enumerate(wide)])
     for a, expected in zip(writes, wanted, strict=True):
-        worked, poison = corner(a, whole=KERNELS[kernel].reduces), np.ones(a.shape, bool)
-        np.testing.assert_array_equal(catalogue.wide(worked, dtype), expected)
+        computed, poison = corner(a, whole=KERNELS[kernel].reduces), np.ones(a.shape, bool)
+        np.testing.assert_array_equal(catalogue.wide(computed, dtype), expected)
         corner(poison, whole=KERNELS[kernel].reduces)[...] = False
         assert np.isnan(catalogue.wide(a, dtype)[poison]).all()
 
@@ -80,7 +80,7 @@ def test_corners():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still: clock[0] is the time."""
+    """A clock that the test sets: clock[0] is the time."""
     now = [100.0]
     monkeypatch.setattr(emulated, "perf_counter", lambda: now[0])
     return now
@@ -90,13 +90,13 @@ MACHINE = Machine("round numbers", 0.0, 1.0, flops_rate=1000.0, memory_rate=100.
 
 
 def bound(backend, kernel, rows):
-    """A kernel on `rows` rows of 2 float64: a product by 2 x 2 takes 8 flops a row, and 32 bytes."""
+    """A kernel on `rows` rows of 2 float64. A product with a 2 x 2 matrix takes 8 flops and 32 bytes per row."""
     x, y = np.ones((rows, 2)), np.zeros((rows, 2))
     reads = {"matmul": [x, np.eye(2)], "add": [x, x], "copy": [x]}[kernel]
     return backend.bind(kernel, reads, [y], ["float64"] * len(reads), ["float64"])
 
 
-def test_a_kernel_takes_what_the_machine_says(clock):
+def test_a_kernel_takes_as_long_as_the_machine_says(clock):
     backend = Emulated(Machine("slow", 0.0, 1.0, flops_rate=8.0, memory_rate=1e9, overhead=0.5))
     token = bound(backend, "matmul", 3)(())
     assert (token.begun, token.due) == (100.0, 103.5) and not token.done()
@@ -104,7 +104,7 @@ def test_a_kernel_takes_what_the_machine_says(clock):
     assert not token.done()
     clock[0] = 103.5
     assert token.done()
-    token = bound(Emulated(MACHINE), "copy", 10)(())  # 160 bytes read, 160 written
+    token = bound(Emulated(MACHINE), "copy", 10)(())  # 160 bytes are read and 160 written
     assert token.due - token.begun == pytest.approx(0.5 + 3.2)
 
 
@@ -124,7 +124,7 @@ def test_sums_have_a_stream_of_their_own(clock):
 
 
 def test_a_kernel_follows_others(clock):
-    """Across streams, and although its own is free."""
+    """It waits for kernels of another stream too, although its own stream is free."""
     backend = Emulated(MACHINE)
     product = bound(backend, "matmul", 40)(())
     total = bound(backend, "add", 1)([product])
@@ -132,18 +132,18 @@ def test_a_kernel_follows_others(clock):
     assert bound(backend, "matmul", 1)([total]).begun == total.due
     clock[0] = total.due + 100
     late = bound(backend, "add", 1)([product, total])
-    assert late.begun == clock[0], "what it follows is long done"
+    assert late.begun == clock[0], "the kernels before it are done"
 
 
-def test_two_devices_know_nothing_of_each_other(clock):
+def test_two_devices_are_independent(clock):
     assert bound(Emulated(MACHINE), "matmul", 1)(()).begun == bound(Emulated(MACHINE), "matmul", 1)(()).begun == 100.0
 
 
-def test_on_the_wall_clock_and_without_the_processor():
+def test_kernels_take_wall_time_and_no_cpu_time():
     backend = Emulated(Machine("slow", 0.0, 1.0, flops_rate=8 / 0.02, memory_rate=1e12, overhead=0.0))
-    begun, busy = time.perf_counter(), time.process_time()
+    begun, cpu_time = time.perf_counter(), time.process_time()
     token = bound(backend, "matmul", 5)(())
     assert time.perf_counter() - begun < 0.09
     while not token.done():
         time.sleep(1e-3)
-    assert time.perf_counter() - begun >= 0.1 and time.process_time() - busy < 0.08
+    assert time.perf_counter() - begun >= 0.1 and time.process_time() - cpu_time < 0.08

@@ -1,4 +1,4 @@
-"""torch and JAX on one rank: gradients against finite differences, and the transforms that have none get an error."""
+"""torch and JAX on one rank: gradients equal finite differences, and transforms without a gradient raise an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fompi.tensors.dlpack import Lent
 
 @pytest.fixture(scope="module", autouse=True)
 def x64():
-    """JAX holds float64 only when told so."""
+    """Without this setting JAX has no float64."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield
@@ -34,7 +34,7 @@ def tp():
     return fompi.Communicator.of(None)
 
 
-def drawn(*shape, dtype=torch.float64):
+def random_tensor(*shape, dtype=torch.float64):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -44,20 +44,20 @@ def drawn(*shape, dtype=torch.float64):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_finite_differences(tp, case, dtype):
-    """torch.autograd.gradcheck, for real and for complex numbers, by every tensor."""
+    """torch.autograd.gradcheck for every tensor, with real and with complex numbers."""
     shapes = [t.shape for t in meanings.tensors(case, 1, meanings.normal)[0]]
-    leaves = [drawn(*shape, dtype=dtype).requires_grad_() for shape in shapes]
+    leaves = [random_tensor(*shape, dtype=dtype).requires_grad_() for shape in shapes]
     assert torch.autograd.gradcheck(lambda *given: tuple(case.call(fompi, 1, 0, given, comm=tp)), leaves)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 3), (2, 0), (0, 0)])
 @pytest.mark.parametrize("case", [c for c in CASES if any(c.biased) and not c.options], ids=str)
-def test_gradients_of_nothing(tp, case, rows, columns):
-    """No rows, or weights without columns: zeros of the right shapes."""
+def test_gradients_of_empty_tensors(tp, case, rows, columns):
+    """Without rows, or with weights without columns, gradients are zeros of the right shapes."""
     shapes = [(rows, 4), *[(4, columns)] * len(case.weights), *[(columns,)] * sum(case.biased)]
 
     def call(namespace, *tensors):
-        x, weights, biases = case.sorted(tensors)
+        x, weights, biases = case.operands(tensors)
         operation = getattr(namespace, case.operation)
         if case.operation.endswith("_many"):
             return operation(x, weights, biases=biases, comm=tp)[1][0]
@@ -71,9 +71,9 @@ def test_gradients_of_nothing(tp, case, rows, columns):
         assert rows or not any(np.asarray(g).any() for g in grads)
 
 
-def test_one_tensor_in_two_places(tp):
-    """Its gradients add up, those of hooks and views too."""
-    x, w = drawn(2, 4).requires_grad_(), drawn(4, 4).requires_grad_()
+def test_a_tensor_that_is_used_twice(tp):
+    """Its gradients are added, also with hooks and views."""
+    x, w = random_tensor(2, 4).requires_grad_(), random_tensor(4, 4).requires_grad_()
     seen = []
     y = fompi.all_gather_matmul(x, w, comm=tp)
     y.register_hook(lambda g: seen.append(g.clone()))
@@ -86,9 +86,9 @@ def test_one_tensor_in_two_places(tp):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed(tp, reentrant):
+def test_checkpointing(tp, reentrant):
     """The forward runs twice, the gradient is the same."""
-    x, w = drawn(2, 4).requires_grad_(), drawn(4, 3).requires_grad_()
+    x, w = random_tensor(2, 4).requires_grad_(), random_tensor(4, 3).requires_grad_()
 
     def layer(x):
         return torch.tanh(fompi.all_gather_matmul(x, w, comm=tp))
@@ -99,28 +99,28 @@ def test_checkpointed(tp, reentrant):
 
 
 def test_backward_on_threads(tp):
-    """Several threads with graphs of their own share one communicator."""
-    found = {}
+    """Several threads share one communicator. Each has its own graph."""
+    gradients = {}
 
     def work(seed):
-        x, w = (seed * drawn(2, 4)).requires_grad_(), drawn(4, 3).requires_grad_()
+        x, w = (seed * random_tensor(2, 4)).requires_grad_(), random_tensor(4, 3).requires_grad_()
         for _ in range(20):
             w.grad = None
             fompi.all_gather_matmul(x, w, comm=tp).sum().backward()
-        found[seed] = w.grad
+        gradients[seed] = w.grad
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.allclose(found[seed], seed * found[1]) for seed in range(1, 5))
+    assert all(torch.allclose(gradients[seed], seed * gradients[1]) for seed in range(1, 5))
 
 
-# ------------------------------------------------------------------------------------- whose tensor in, whose out
+# --------------------------------------------------------------------------------------- the framework of a result
 
 
-def test_the_result_is_of_the_kind_of_x(tp):
+def test_the_result_is_a_tensor_of_the_framework_of_x(tp):
     x, w = np.ones((2, 3)), np.full((3, 2), 2.0)
     forms = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray, "dlpack": lambda a: Lent(a, "float64")}
     kinds = {"numpy": np.ndarray, "torch": torch.Tensor, "jax": jax.Array, "dlpack": Lent}
@@ -135,19 +135,19 @@ def test_the_result_is_of_the_kind_of_x(tp):
     assert type(parameter) is torch.Tensor and parameter.requires_grad
 
 
-def test_the_adapter_of_jax_is_the_operation_for_others(tp):
+def test_fompi_jax_takes_arrays_of_other_frameworks(tp):
     y = fompi.jax.all_gather_matmul(np.ones((2, 3)), np.ones((3, 2)), comm=tp)
     assert (np.asarray(y) == 3).all()
     assert fompi.jax.all_reduce.__doc__ == fompi.all_reduce.__doc__
-    assert set(fompi.jax.__all__) == {case.operation for case in CASES}
+    assert set(fompi.jax.custom_vjp.__all__) == {case.operation for case in CASES}
 
 
-# ------------------------------------------------------------------------------------- transforms without an answer
+# ------------------------------------------------------------------------------------ transforms without a gradient
 
 
-def test_transforms_of_torch_get_an_error(tp):
-    """None of them gives a result that lost a derivative."""
-    x, w = drawn(2, 3), drawn(3, 2)
+def test_transforms_of_torch_raise_an_error(tp):
+    """None of them returns a result with a missing derivative."""
+    x, w = random_tensor(2, 3), random_tensor(3, 2)
 
     def product(w):
         return fompi.all_gather_matmul(x, w, comm=tp).sum()
@@ -165,14 +165,14 @@ def test_transforms_of_torch_get_an_error(tp):
             product(forward_ad.make_dual(w.requires_grad_(), w.detach()))
 
 
-def test_transforms_of_jax_get_an_error(tp):
+def test_transforms_of_jax_raise_an_error(tp):
     x = jnp.ones((2, 3))
 
     def total(x):
         return (fompi.jax.all_reduce(x, comm=tp) ** 2).sum()
 
     assert (jax.grad(total)(x) == 2).all()
-    message = r"not in the grad of a grad|its gradient can neither be differentiated again nor run under jax.jit"
+    message = r"not in the grad of a grad|its gradient cannot be differentiated again, and cannot run under jax.jit"
     for refused in (
         jax.jit(total),
         jax.vmap(total),
@@ -190,7 +190,7 @@ def test_transforms_of_jax_get_an_error(tp):
 
 
 def test_start_has_no_gradient(tp):
-    x = drawn(2, 3).requires_grad_()
+    x = random_tensor(2, 3).requires_grad_()
     with pytest.raises(fompi.TensorError, match=r"start has no gradient|pass x\.detach\(\)"):
         fompi.all_gather.start(x, comm=tp)
     assert torch.equal(fompi.all_gather.start(x.detach(), comm=tp).wait(), x)

@@ -1,4 +1,4 @@
-"""The kernels that Numba compiles give the bits that NumPy gives."""
+"""The kernels that Numba compiles give the same bits as NumPy."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ ELEMENTS = backend.LARGE + 3
 
 
 def bfloat16(seed):
-    """Numbers of all magnitudes, with infinities and a NaN among them."""
+    """Numbers of all magnitudes, with infinities and a NaN."""
     rng = np.random.default_rng(seed)
     wide = (rng.standard_normal(ELEMENTS) * 10 ** rng.uniform(-38, 38, ELEMENTS)).astype(np.float32)
     wide[:4] = np.inf, -np.inf, np.nan, 0
@@ -18,26 +18,28 @@ def bfloat16(seed):
 
 @pytest.fixture
 def numpy_only(monkeypatch):
-    def without():
+    """A function that switches Numba off."""
+
+    def switch_off():
         monkeypatch.setattr(backend, "_numba", lambda: None)
 
-    return without
+    return switch_off
 
 
 def results(operands):
-    """What add and copy make of these (array, dtype), each into both dtypes; a sum in place too."""
+    """The results of `add` and `copy` on two (array, dtype), into both dtypes, and of sums in place."""
     (a, a_dtype), (b, b_dtype) = operands
-    found = []
+    written = []
     for dtype in ("bfloat16", "float32"):
         c = np.empty(ELEMENTS, backend.storage(dtype))
         backend.Numpy().bind("add", [a, b], [c], [a_dtype, b_dtype], [dtype])()
         copied = np.empty_like(c)
         backend.Numpy().bind("copy", [a], [copied], [a_dtype], [dtype])()
-        found += [c, copied]
+        written += [c, copied]
     first, second = a.copy(), b.copy()
     backend.Numpy().bind("add", [first[:], b], [first[:]], [a_dtype, b_dtype], [a_dtype])()
     backend.Numpy().bind("add", [a, second[:]], [second[:]], [a_dtype, b_dtype], [b_dtype])()
-    return [*found, first, second]
+    return [*written, first, second]
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -49,5 +51,5 @@ def test_the_same_bits(dtypes, numpy_only):
     ]
     compiled = results(operands)
     numpy_only()
-    for ours, theirs in zip(compiled, results(operands), strict=True):
-        assert np.array_equal(ours, theirs, equal_nan=ours.dtype == np.float32)
+    for actual, expected in zip(compiled, results(operands), strict=True):
+        assert np.array_equal(actual, expected, equal_nan=actual.dtype == np.float32)

@@ -1,4 +1,4 @@
-"""Who moves messages: the engine and its helper thread on requests that are made up, without MPI."""
+"""The engine and its helper thread, tested with fake requests and without MPI."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fompi.engine.tasks import Task
 
 
 class Kernels(Task):
-    """A task of kernels, merges first; it is finished when all of them have run."""
+    """A task of kernels. It hands out merges first, and is finished when all kernels have run."""
 
     def __init__(self, engine, products=(), merges=()):
         self.engine, self.products, self.merges = engine, list(products), list(merges)
-        self.left = len(self.products) + len(self.merges)
-        self.seen, self.threads = [], set()
+        self.unfinished = len(self.products) + len(self.merges)
+        self.threads = set()  # the names of the threads that ran its kernels
 
     def start(self):
         with self.engine.lock:
             self.engine.kernels_ready(self)
-        self.engine.assist()
+        self.engine.wake_helper()
 
     def take(self, merges_only):
         kernels = self.merges or ([] if merges_only else self.products)
@@ -42,12 +42,12 @@ class Kernels(Task):
     def ran(self, key, begun, error):
         self.threads.add(threading.current_thread().name)
         self.error = self.error or error
-        self.left -= 1
-        self.finished = self.left == 0
+        self.unfinished -= 1
+        self.finished = self.unfinished == 0
 
 
 class Request(NamedTuple):
-    """A name that stands for a request of MPI."""
+    """A fake MPI request. It is done if its name is in `arrived`."""
 
     name: object
     engine: Engine
@@ -57,21 +57,21 @@ class Request(NamedTuple):
 
 
 class Arrivals(Task):
-    """A task of messages."""
+    """A task of messages with these names."""
 
-    def __init__(self, engine, requests):
-        self.left = set(requests)
-        for request in requests:
-            engine.post(Request(request, engine), self, request)
+    def __init__(self, engine, names):
+        self.missing = set(names)
+        for name in names:
+            engine.post(Request(name, engine), self, name)
 
     def completed(self, key):
-        self.left.remove(key)
-        self.finished = not self.left
+        self.missing.remove(key)
+        self.finished = not self.missing
 
 
 @pytest.fixture
 def arrived():
-    """The requests that are done."""
+    """The names of the requests that are done."""
     return set()
 
 
@@ -88,12 +88,13 @@ def engine(arrived):
 
 @pytest.fixture
 def helpers():
-    """How many helper threads there are beside those of other tests in this process."""
+    """A function that counts the helper threads of this test."""
     before = set(threading.enumerate())
     return lambda: sum(thread.name == "fompi progress" for thread in set(threading.enumerate()) - before)
 
 
 def soon(condition, seconds=5.0):
+    """Wait for `condition()`. False if it does not hold within `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(1e-3)
@@ -116,40 +117,40 @@ def test_modes():
         choose_mode("spin", "serialized")
 
 
-def test_the_helper_wakes_seldom_where_cores_are_scarce_or_the_library_needs_none():
-    spare, scarce, native = (pause_between_polls(*of) for of in (("helper", 2), ("helper", 1), ("native", 1)))
+def test_the_helper_polls_rarely_if_cores_are_scarce_or_the_library_needs_no_help():
+    spare, scarce, native = (pause_between_polls(*case) for case in (("helper", 2), ("helper", 1), ("native", 1)))
     assert pause_between_polls("helper", 4) == spare and pause_between_polls("helper", 0.25) == scarce
     assert pause_between_polls("native", 4) == native
     assert spare.least == spare.most < scarce.least < scarce.most == native.least == native.most
     assert [str(pause) for pause in (spare, scarce, native)] == ["0.05 ms", "1 to 4 ms", "4 ms"]
 
 
-def test_between_large_messages_the_helper_wakes_a_few_times():
+def test_the_pause_follows_the_time_between_messages():
     pause = Pause(1e-3, 4e-3)
     assert [pause.after(gap) for gap in (0, 1e-3, 4e-3, 8e-3, 16e-3, 1.0)] == [1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 4e-3]
 
 
 def test_short_slices_change_nothing_else(monkeypatch):
-    """Of a thread: neither how nice it is nor its policy. Where the call is not known it is not made."""
-    found = []
+    """The thread keeps its nice value and its policy. On an unknown processor the system call is not made."""
+    results = []
 
-    def ask():
+    def request_slices():
         before = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
-        found.append(progress.ask_for_short_slices())
+        results.append(progress.request_short_slices())
         assert (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)) == before
         monkeypatch.setattr(progress, "_SCHED_SETATTR", {})
-        found.append(progress.ask_for_short_slices())
+        results.append(progress.request_short_slices())
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=request_slices)
     thread.start()
     thread.join()
-    assert len(found) == 2 and found[1] is False
+    assert len(results) == 2 and results[1] is False
 
 
 @pytest.mark.parametrize(
     ("polled", "rest", "share"), [(0.02, 0.0, 1.0), (0.02, 0.02, 0.0), (0.02, 0.005, 0.75), (0.02, 0.03, 0.0)]
 )
-def test_the_share_that_a_library_moves(polled, rest, share):
+def test_the_share_that_a_library_moves_by_itself(polled, rest, share):
     assert native_share(polled, rest) == pytest.approx(share)
 
 
@@ -164,30 +165,30 @@ def test_messages_and_kernels_move_without_the_program(engine, arrived):
     assert soon(lambda: messages.finished) and engine.idle
 
 
-def test_during_a_kernel_only_sums_and_messages(engine, arrived):
-    """The program computes; the helper takes in what comes and makes sums, and leaves products to the program."""
+def test_during_a_kernel_the_helper_moves_messages_and_runs_sums(engine, arrived):
+    """It leaves products to the program, which runs a kernel."""
     others = Kernels(engine, products=[lambda: None], merges=[lambda: None] * 2)
     messages = Arrivals(engine, ["a"])
-    seen = {}
+    result = {}
 
     def long():
         others.start()
         arrived.add("a")
-        seen["moved"] = soon(lambda: others.left == 1 and messages.finished)
+        result["moved"] = soon(lambda: others.unfinished == 1 and messages.finished)
         time.sleep(0.02)
-        seen["products left"] = len(others.products)
+        result["products left"] = len(others.products)
 
-    mine = Kernels(engine, products=[long])
+    own = Kernels(engine, products=[long])
     with engine.lock:
-        engine.kernels_ready(mine)
-        engine._ready.sort(key=lambda task: task is not mine)
+        engine.kernels_ready(own)
+        engine._ready.sort(key=lambda task: task is not own)
     engine.progress()
-    assert seen == {"moved": True, "products left": 1} and mine.threads == {threading.current_thread().name}
+    assert result == {"moved": True, "products left": 1} and own.threads == {threading.current_thread().name}
     assert soon(lambda: others.finished)
 
 
-def test_products_of_a_call_that_the_program_is_about_to_wait_for(engine):
-    """The helper leaves them to the program, and makes the sums."""
+def test_the_helper_runs_no_products_of_a_call_that_the_program_is_about_to_wait_for(engine):
+    """It runs only the sums of that call."""
     task = Kernels(engine, products=[lambda: None] * 2, merges=[lambda: None])
     task.awaited = True
     messages = Arrivals(engine, ["never"])
@@ -199,8 +200,8 @@ def test_products_of_a_call_that_the_program_is_about_to_wait_for(engine):
     assert task.threads == {threading.current_thread().name, "fompi progress"} and not task.awaited
 
 
-def test_a_wait_soon_offers_the_core_to_others_then_sleeps(monkeypatch):
-    """Ranks that share a core without knowing move messages too."""
+def test_a_wait_spins_then_yields_the_core_then_sleeps(monkeypatch):
+    """Other ranks may share the core, and they must move messages too."""
 
     class Late(Task):
         polls = 0
@@ -209,39 +210,39 @@ def test_a_wait_soon_offers_the_core_to_others_then_sleeps(monkeypatch):
             self.polls += 1
             self.finished = self.polls == 500
 
-    waiting, offers, naps = Late(), [], []
+    waiting, yields, sleeps = Late(), [], []
     made = Engine(lambda requests: None, timeout=5.0, spins=SPINS)
     made.kernels_ready(waiting)
-    monkeypatch.setattr(engines.os, "sched_yield", lambda: offers.append(waiting.polls))
-    monkeypatch.setattr(engines, "sleep", naps.append)
+    monkeypatch.setattr(engines.os, "sched_yield", lambda: yields.append(waiting.polls))
+    monkeypatch.setattr(engines, "sleep", sleeps.append)
     made.wait(waiting, Departed(set(), None))
-    assert offers == list(range(SPINS + 1, SPINS + YIELDS + 1)) and SPINS < 50
-    assert len(naps) == 500 - SPINS - YIELDS and naps == sorted(naps) and naps[-1] < 1e-3
+    assert yields == list(range(SPINS + 1, SPINS + YIELDS + 1)) and SPINS < 50
+    assert len(sleeps) == 500 - SPINS - YIELDS and sleeps == sorted(sleeps) and sleeps[-1] < 1e-3
 
 
-def test_it_rests_while_others_poll(engine):
-    """A program that polls by itself finds no competitor at the lock."""
-    busy = Arrivals(engine, ["never"])
+def test_the_helper_rests_while_another_thread_polls(engine):
+    """So it does not compete for the lock with a program that polls."""
+    messages = Arrivals(engine, ["never"])
     engine.helper.use(Pause(0.02, 0.02))
-    engine.assist()
-    ours, end = 0, time.monotonic() + 0.3
+    engine.wake_helper()
+    own_polls, end = 0, time.monotonic() + 0.3
     before = engine.polls
     while time.monotonic() < end:
         engine.progress()
-        ours += 1
+        own_polls += 1
         time.sleep(1e-3)
-    assert engine.polls - before - ours <= 0.2 * ours and not busy.finished
+    assert engine.polls - before - own_polls <= 0.2 * own_polls and not messages.finished
 
 
-def test_it_polls_less_often_between_messages_that_are_far_apart(engine, arrived):
+def test_the_helper_polls_less_often_if_messages_are_far_apart(engine, arrived):
     def message(name, gap):
-        begun = Arrivals(engine, [name])
+        task = Arrivals(engine, [name])
         time.sleep(gap)
         arrived.add(name)
-        assert soon(lambda: begun.finished)
+        assert soon(lambda: task.finished)
 
-    engine.assist()
-    others = Arrivals(engine, ["never"])  # what was in flight before does not matter: this is a gap
+    engine.wake_helper()
+    others = Arrivals(engine, ["never"])  # keeps the engine busy; only the time between arrivals counts
     message("late", 0.05)
     assert soon(lambda: engine.helper.seconds == engine.helper.pause.most)
     for name in range(5):
@@ -250,48 +251,48 @@ def test_it_polls_less_often_between_messages_that_are_far_apart(engine, arrived
     assert not others.finished
 
 
-def test_it_looks_in_the_middle_of_kernels_where_others_wait_for_what_comes(engine, arrived):
-    """A call that sends what it receives; another one can wait for a message until its kernel is over."""
+def test_the_helper_polls_in_the_middle_of_kernels_of_a_call_that_forwards(engine, arrived):
+    """Such a call sends what it receives, so other ranks wait for it. Other calls are polled after the kernel."""
     engine.helper.use(Pause(1e-3, 0.045))
     for forwards in (False, True):
         engine.helper.seconds = 0.045
-        seen, task, message = [], Kernels(engine), Arrivals(engine, [forwards])
+        finished, task, message = [], Kernels(engine), Arrivals(engine, [forwards])
 
-        def kernel(name=forwards, message=message, seen=seen):
+        def kernel(name=forwards, message=message, finished=finished):
             arrived.add(name)
             time.sleep(0.03)
-            seen.append(message.finished)
+            finished.append(message.finished)
 
-        task.products, task.left = [lambda: time.sleep(0.02), lambda: time.sleep(0.02), kernel], 3
+        task.products, task.unfinished = [lambda: time.sleep(0.02), lambda: time.sleep(0.02), kernel], 3
         task.is_long, task.forwards = True, forwards
         with engine.lock:
             engine.kernels_ready(task)
         while not task.finished:
             engine.progress()
-        assert seen == [forwards]
+        assert finished == [forwards]
         engine.progress()
         time.sleep(0.1)
 
 
-def test_it_looks_so_long_after_a_kernel_has_begun(engine, arrived):
-    """Whoever began it has polled before: a kernel that takes little longer than the pause is looked at once in it."""
+def test_the_pause_begins_with_the_kernel(engine, arrived):
+    """There is a poll just before each kernel. In a kernel slightly longer than the pause there is one more poll."""
     engine.helper.use(Pause(0.02, 0.02))
-    seen, task, message = [], Kernels(engine), Arrivals(engine, ["a"])
+    finished, task, message = [], Kernels(engine), Arrivals(engine, ["a"])
 
     def kernel():
         arrived.add("a")
         time.sleep(0.027)
-        seen.append(message.finished)
+        finished.append(message.finished)
 
-    task.products, task.left, task.is_long = [lambda: time.sleep(0.01), kernel], 2, True
+    task.products, task.unfinished, task.is_long = [lambda: time.sleep(0.01), kernel], 2, True
     with engine.lock:
         engine.kernels_ready(task)
     while not task.finished:
         engine.progress()
-    assert seen == [True]
+    assert finished == [True]
 
 
-def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(engine, monkeypatch):
+def test_the_helper_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(engine, monkeypatch):
     monkeypatch.setattr(progress, "REST_SECONDS", 10.0)
     polls, task = [], Kernels(engine)
 
@@ -303,7 +304,7 @@ def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(eng
     def sends():
         task.messages = Arrivals(engine, ["never"])
 
-    task.products, task.left, task.is_long = [engine.assist, long, sends, long], 4, True
+    task.products, task.unfinished, task.is_long = [engine.wake_helper, long, sends, long], 4, True
     with engine.lock:
         engine.kernels_ready(task)
     while not task.finished:
@@ -311,26 +312,26 @@ def test_it_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(eng
     assert polls[0] <= 1 < polls[1]
 
 
-def test_before_a_long_kernel_it_looks_as_often_as_the_library_needs(engine, arrived, monkeypatch):
-    """Open MPI takes in with one poll what another one then finds; a helper that sees one is content with it."""
+def test_before_a_long_kernel_the_engine_polls_several_times(engine, arrived, monkeypatch):
+    """In Open MPI one poll receives data, and a later poll reports it."""
     monkeypatch.setattr(engine, "helper", None)
     polls = []
 
-    def found(requests):
+    def testsome(requests):
         polls.append(engine.polls)
         return [i for i, request in enumerate(requests) if request.name in arrived and len(polls) >= POLLS_PER_WAKE]
 
-    engine._testsome = found
-    message, task = Arrivals(engine, ["a"]), Kernels(engine, products=[lambda: seen.append(message.finished)])
-    task.is_long, seen = True, []
+    engine._testsome = testsome
+    message, task = Arrivals(engine, ["a"]), Kernels(engine, products=[lambda: finished.append(message.finished)])
+    task.is_long, finished = True, []
     arrived.add("a")
     with engine.lock:
         engine.kernels_ready(task)
     engine.progress()
-    assert seen == [True]
+    assert finished == [True]
 
 
-def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(helpers, engine, monkeypatch):
+def test_the_helper_sleeps_when_nothing_is_in_flight_and_wakes_again(helpers, engine, monkeypatch):
     monkeypatch.setattr(progress, "LINGER_SECONDS", 1e-3)
     for _ in range(20):
         kernels = Kernels(engine, products=[lambda: None])
@@ -345,12 +346,12 @@ def test_it_sleeps_when_nothing_is_in_flight_and_wakes_again(helpers, engine, mo
 
 
 def test_many_threads_wake_one_helper(helpers, engine):
-    """However many begin at once, there is one helper."""
+    """Eight threads wake the helper at the same time. There is still one helper thread."""
     gate = threading.Barrier(8)
 
     def begin():
         gate.wait()
-        engine.assist()
+        engine.wake_helper()
 
     Arrivals(engine, ["never"])
     threads = [threading.Thread(target=begin) for _ in range(8)]
@@ -363,42 +364,42 @@ def test_many_threads_wake_one_helper(helpers, engine):
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_kernel_that_raises_in_the_helper(engine, kind):
-    """The error is that of the task, raised where somebody waits for it; the helper goes on."""
+    """The task keeps the error, for the thread that waits for it. The helper goes on."""
 
     def bad():
         raise kind("a bad kernel")
 
-    sick = Kernels(engine, products=[bad])
-    sick.start()
-    assert soon(lambda: sick.finished) and isinstance(sick.error, kind)
-    well = Kernels(engine, products=[lambda: None])
-    well.start()
-    assert soon(lambda: well.finished) and well.error is None
+    failing = Kernels(engine, products=[bad])
+    failing.start()
+    assert soon(lambda: failing.finished) and isinstance(failing.error, kind)
+    next_task = Kernels(engine, products=[lambda: None])
+    next_task.start()
+    assert soon(lambda: next_task.finished) and next_task.error is None
 
 
-def test_a_second_thread_runs_the_products_of_a_call_that_nobody_waits_for(engine, arrived):
-    """One after the other; messages and sums move meanwhile, and an error is that of the task."""
+def test_the_worker_runs_the_products_of_a_call_that_no_thread_waits_for(engine, arrived):
+    """It runs them one after the other. Messages and sums move at the same time. The task keeps an error."""
     engine.helper.worker = Worker()
     messages, others = Arrivals(engine, ["a"]), Kernels(engine, merges=[lambda: None] * 2)
-    seen = []
+    result = []
 
     def long():
         others.start()
         arrived.add("a")
-        seen.append(soon(lambda: messages.finished and others.finished))
-        seen.append(engine.computing)
+        result.append(soon(lambda: messages.finished and others.finished))
+        result.append(engine.computing)
 
     def bad():
         raise KeyboardInterrupt("a bad kernel")
 
     task = Kernels(engine, products=[long, bad, lambda: None])
     task.start()
-    assert soon(lambda: task.finished) and seen == [True, 1]
+    assert soon(lambda: task.finished) and result == [True, 1]
     assert task.threads == {"fompi compute"} and others.threads == {"fompi progress"}
     assert isinstance(task.error, KeyboardInterrupt) and engine.idle and not engine.computing
 
 
-def test_the_second_thread_leaves_products_to_a_program_that_waits(engine):
+def test_the_worker_leaves_products_to_a_program_that_waits(engine):
     engine.helper.worker = Worker()
     task = Kernels(engine, products=[lambda: time.sleep(1e-3)] * 20, merges=[lambda: None])
     task.start()
@@ -407,13 +408,13 @@ def test_the_second_thread_leaves_products_to_a_program_that_waits(engine):
     assert task.finished and threading.current_thread().name in task.threads and len(task.products) == 0
 
 
-def test_it_stops(helpers, engine):
+def test_the_helper_stops(helpers, engine):
     Arrivals(engine, ["never"])
-    engine.assist()
+    engine.wake_helper()
     assert soon(lambda: engine.polls > 3)
     engine.helper.stop()
     before = engine.polls
-    engine.assist()
+    engine.wake_helper()
     time.sleep(0.01)
     assert engine.polls == before
     assert helpers() == 0
@@ -423,7 +424,7 @@ def test_it_stops(helpers, engine):
 
 
 def test_kernels_run_outside_the_lock(engine):
-    """Another thread may poll, and start things, while a kernel runs."""
+    """Another thread can poll, and start calls, while a kernel runs."""
     entered, leave = threading.Event(), threading.Event()
 
     def long():
@@ -443,8 +444,8 @@ def test_kernels_run_outside_the_lock(engine):
     assert task.finished and engine.computing == 0
 
 
-def test_an_interrupt_in_a_kernel_reaches_who_runs_it(engine):
-    """The task has it too, and the engine goes on."""
+def test_an_interrupt_in_a_kernel_is_raised_in_the_thread_that_runs_it(engine):
+    """The task keeps it too. The engine goes on."""
 
     def bad():
         raise KeyboardInterrupt
@@ -459,7 +460,7 @@ def test_an_interrupt_in_a_kernel_reaches_who_runs_it(engine):
 
 
 class Departed:
-    """The channel of a rank whose peer has ended; what it sent before arrived with its last words, or did not."""
+    """The channel of a rank whose peer has ended. The peer's last message arrives with its goodbye, if it sent one."""
 
     asking = False
 
@@ -473,7 +474,7 @@ class Departed:
             self.arrived.add(self.request)
         return False
 
-    def missing(self, begins, awaited):
+    def absent_peer(self, awaits_start, awaited):
         return 1
 
     def fail(self, task, error):
@@ -481,11 +482,11 @@ class Departed:
         task.abandon(error)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_what_a_rank_sent_before_it_ended_counts(engine, arrived, there):
-    channel, task = Departed(arrived, 7 if there else 8), Arrivals(engine, [7])
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_message_that_a_rank_sent_before_it_ended_is_received(engine, arrived, sent):
+    channel, task = Departed(arrived, 7 if sent else 8), Arrivals(engine, [7])
     task.waits_for = lambda: (1, "rank 1 to send")
     channel.link = type("Link", (), {"rank": 0})
     engine.channels.append(channel)
     engine.wait(task, channel)
-    assert (channel.failed is None) == there and (there or "rank 1 has ended" in str(channel.failed))
+    assert (channel.failed is None) == sent and (sent or "rank 1 has ended" in str(channel.failed))

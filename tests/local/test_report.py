@@ -1,4 +1,4 @@
-"""What rank 0 prints of the notes of all ranks."""
+"""The text of the report, which rank 0 makes from the notes of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from fompi.base.errors import LaunchError
 from fompi.engine.engine import Engine
-from fompi.engine.tasks import Recent
+from fompi.engine.intervals import RecentIntervals
 from fompi.runtime.report import Report, overlap_warnings, percentile, text
 from fompi.traces.trace import intersection, length
 
@@ -37,31 +37,31 @@ REPORT = {
 
 
 def test_the_text():
-    """A block for each operation; what was not measured, and who said nothing."""
+    """A block for each operation. The text says what was not measured, and which ranks are missing."""
     assert text(REPORT) == (
         "fompi report: 3 ranks, MPICH 5.0.2, progress: helper\n"
-        "nothing came from rank 1\n"
+        "missing: the notes of rank 1\n"
         "\n"
         "all_gather_matmul by direct on tp: all_gather_matmul(float32[:, 8], w[8, 4]), 12 calls\n"
-        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (ms, the median)\n"
+        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (medians in ms)\n"
         "   0  200.000  250.000  100.000     1.10  150.000  100.000    0.000  100.000    1.000\n"
-        "   1  200.000  250.000  100.000     1.10  150.000        -    0.000  110.000    1.000   compute in the call\n"
+        "   1  200.000  250.000  100.000     1.10  150.000        -    0.000  110.000    1.000   no compute baseline\n"
         "  rank 0 waited 80.000 ms for x[1] from rank 1\n"
         "  rank 1 waited 80.000 ms for x[1] from rank 1\n"
         "\n"
         "all_reduce by ring on tp: all_gather_matmul(float32[:, 8], w[8, 4]), 12 calls\n"
-        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (ms, the median)\n"
+        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (medians in ms)\n"
         "   0  200.000  250.000  100.000     1.10  150.000  100.000    0.000  100.000    1.000"
     )
 
 
-def test_a_call_that_was_left_to_itself():
-    one = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, compute_alone=None, elsewhere=0.15, waits=[])]}]}
-    assert text(one).splitlines()[-1].endswith("    1.000   compute in the call   150.000 ms elsewhere")
+def test_the_text_of_a_call_with_other_work_between_start_and_wait():
+    report = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, compute_alone=None, elsewhere=0.15, waits=[])]}]}
+    assert text(report).splitlines()[-1].endswith("    1.000   no compute baseline   150.000 ms elsewhere")
 
 
 def test_one_warning_for_an_operation():
-    """In the words of the rank that is exposed most."""
+    """It is the warning of the rank with the most exposed time."""
     assert overlap_warnings(REPORT) == ["no overlap on rank 0"] * 2
     worse = {**REPORT, "ranks": [{"rank": r, "operations": [noted(r)]} for r in range(3)]}
     assert overlap_warnings(worse) == ["no overlap on rank 2"]
@@ -72,29 +72,29 @@ def test_percentiles(count, share, expected):
     assert percentile(range(count), share) == pytest.approx(expected)
 
 
-def test_a_file_that_cannot_be_written_is_told_at_the_start():
+def test_a_file_that_cannot_be_written_is_an_error_at_the_start():
     with pytest.raises(LaunchError, match="no folder /nowhere"):
         Report("/nowhere/report.json")
 
 
-def test_threads_on_the_cores_of_others_are_told():
+def test_the_text_warns_of_too_many_threads():
     assert "\nwarning: set OMP_NUM_THREADS=1\n" in text({**REPORT, "threads": "set OMP_NUM_THREADS=1"})
 
 
-def test_the_newest_intervals_are_remembered():
-    recent = Recent()
+def test_recent_intervals():
+    recent = RecentIntervals()
     for i in range(5000):
         recent.add(i, i + 0.5)
     assert sorted(recent.within(0, 9999)) == [(i, i + 0.5) for i in range(5000 - 4096, 5000)]
     assert recent.within(4000.5, 4002.1) == [(4001, 4001.5), (4002, 4002.5)]
-    asked = Recent(joined=0.1)
+    joined = RecentIntervals(join_within=0.1)
     for begin, end in ((1.0, 1.1), (1.15, 1.2), (1.31, 1.4)):
-        asked.add(begin, end)
-    assert asked.within(0, 2) == [(1.0, 1.2), (1.31, 1.4)]
+        joined.add(begin, end)
+    assert joined.within(0, 2) == [(1.0, 1.2), (1.31, 1.4)]
 
 
-def test_when_the_program_does_something_else():
-    """It waits from 2 to 3 and from 5 to 9; in these a kernel of its own runs, and one of another call."""
+def test_the_time_in_which_the_program_does_other_work():
+    """The program waits from 2 to 3 and from 5 to 9. Meanwhile a kernel of this call runs, and one of another call."""
     engine = Engine(lambda requests: None, 1.0, 0)
     for waited in ((2.0, 3.0), (5.0, 9.0)):
         engine.waits.add(*waited)
@@ -104,12 +104,12 @@ def test_when_the_program_does_something_else():
     assert engine.elsewhere(1.0, 4.0, own=()) == [(1.0, 2.0), (3.0, 4.0)]
 
 
-def test_who_asks_again_and_again_does_nothing_else():
+def test_a_program_that_polls_all_the_time_does_no_other_work():
     engine, begin = Engine(lambda requests: None, 1.0, 0), perf_counter()
     while perf_counter() < begin + 0.02:
-        engine.ask()
-    engine.ask()
-    asked = perf_counter()
+        engine.progress_while_waiting()
+    engine.progress_while_waiting()
+    polled_until = perf_counter()
     sleep(0.02)
-    away = engine.elsewhere(begin + 0.001, asked + 0.02, own=())
-    assert length(intersection(away, [(begin + 0.001, asked)])) < 0.01 and length(away) > 0.01
+    away = engine.elsewhere(begin + 0.001, polled_until + 0.02, own=())
+    assert length(intersection(away, [(begin + 0.001, polled_until)])) < 0.01 and length(away) > 0.01

@@ -1,9 +1,9 @@
-"""All ranks run the same tests in the same order, and agree after each whether it passed.
+"""All ranks run the same tests in the same order. After each test they exchange whether it passed.
 
-If some rank failed and every rank came back, the test has failed on every rank: rank 0 shows the tracebacks
-of all, and the next test runs. If ranks do not come back (they wait inside the test for the one that failed)
-nothing sensible can follow: the rank that failed prints its report, has the others print where they are, and
-aborts the job. A test that hangs on all ranks is ended by its deadline.
+If a rank failed and all ranks returned from the test, the test has failed on every rank. Rank 0 shows the tracebacks of
+all ranks, and the next test runs. If some ranks do not return, because they wait inside the test for the rank that
+failed, no further test can run. Then the rank that failed prints its report, makes the other ranks print their stacks,
+and aborts the job. A test that hangs on all ranks is ended by its deadline.
 """
 
 import functools
@@ -21,12 +21,12 @@ import fompi
 from fompi.model.machine import Machine
 from fompi.tuning import autotune, calibrate, links
 
-GRACE_SECONDS = 10  # for the others to come back after a failure here
-REPORT_BYTES = 16384  # the end of a report, where the error stands
+GRACE_SECONDS = 10  # how long a rank that failed waits for the other ranks
+REPORT_BYTES = 16384  # how much of a report is exchanged: its end, which contains the error
 FAILURES = pytest.StashKey[list[str]]()
 COLLECTION_ERRORS = []
 
-# Where a test waits in vain, fompi says for whom, before the test's own deadline.
+# A wait of fompi ends before the deadline of the test, because its error says more.
 os.environ.setdefault("FOMPI_TIMEOUT", "20")
 
 
@@ -37,13 +37,13 @@ def comm():
 
 @pytest.fixture(scope="session")
 def world():
-    """All ranks, as fompi's Communicator."""
+    """The Communicator of all ranks."""
     return fompi.Communicator.of(None)
 
 
 @pytest.fixture
 def own(comm):
-    """A communicator that knows of no choice yet."""
+    """A new communicator, for which no schedule has been chosen yet."""
     with fompi.Communicator(comm) as made:
         yield made
 
@@ -55,7 +55,7 @@ def machine():
 
 @pytest.fixture
 def cache(tmp_path_factory, monkeypatch, comm):
-    """A folder of rank 0's, on all ranks."""
+    """A new folder, the same on all ranks."""
     folder = comm.bcast(str(tmp_path_factory.mktemp("cache")) if comm.rank == 0 else None)
     monkeypatch.setenv("FOMPI_CACHE", folder)
     return folder
@@ -63,9 +63,9 @@ def cache(tmp_path_factory, monkeypatch, comm):
 
 @pytest.fixture
 def few_rounds(monkeypatch):
-    """Measurements are short: no figure is judged."""
+    """Make measurements short. Such tests check no measured value."""
     monkeypatch.setattr(autotune, "ROUNDS", 2)
-    monkeypatch.setattr(autotune, "FEW", 2)
+    monkeypatch.setattr(autotune, "MOST_CANDIDATES", 2)
     for module in (calibrate, links):
         monkeypatch.setattr(module, "ROUNDS", 2)
         monkeypatch.setattr(module, "SIZES", [1 << 10, 1 << 14, 1 << 18])
@@ -73,9 +73,9 @@ def few_rounds(monkeypatch):
 
 @functools.cache
 def meeting():
-    """Where the ranks agree: a communicator of its own, whatever a test does to the world, and all pids."""
-    own = MPI.COMM_WORLD.Dup()
-    return own, own.allgather(os.getpid())
+    """A communicator that only this file uses, and the process ids of all ranks."""
+    comm = MPI.COMM_WORLD.Dup()
+    return comm, comm.allgather(os.getpid())
 
 
 def pytest_collectreport(report):
@@ -86,7 +86,7 @@ def pytest_collectreport(report):
 def pytest_collection_finish(session):
     others = exchange(session.config, "collection", "\n".join(COLLECTION_ERRORS))
     gc.collect()
-    gc.freeze()  # what was imported stays: a collection in a test takes its time from eight ranks on two cores
+    gc.freeze()  # exclude imported objects from garbage collection, which would slow down eight ranks on two cores
     if others:
         pytest.exit(f"the collection failed on other ranks\n{others}", returncode=1)
 
@@ -107,44 +107,45 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def exchange(config, place, mine):
-    """The distinct failures of the other ranks at the same place as one text; empty where all passed."""
-    own, _ = meeting()
+def exchange(config, place, own_failure):
+    """The distinct failures of the other ranks at the same place, as one text. Empty if all ranks passed."""
+    comm, _ = meeting()
     message = np.zeros(REPORT_BYTES, np.uint8)
     head = f"{place}\n".encode()
-    text = head + mine.encode()[-(REPORT_BYTES - len(head)) :]
+    text = head + own_failure.encode()[-(REPORT_BYTES - len(head)) :]
     message[: len(text)] = np.frombuffer(text, np.uint8)
-    messages = np.empty((own.size, REPORT_BYTES), np.uint8)
+    messages = np.empty((comm.size, REPORT_BYTES), np.uint8)
 
-    request = own.Iallgather(message, messages)
+    request = comm.Iallgather(message, messages)
     start = time.monotonic()
     while not request.Test():
-        if mine and time.monotonic() - start > GRACE_SECONDS:
-            give_up(config, f"{place}: rank {own.rank} failed and the others do not come back", mine)
+        if own_failure and time.monotonic() - start > GRACE_SECONDS:
+            abort(config, f"{place}: rank {comm.rank} failed, and other ranks do not return from the test", own_failure)
         time.sleep(0.0005)
 
     ranks_of = {}
     for rank, row in enumerate(messages):
-        theirs, _, failure = bytes(row).rstrip(b"\0").decode(errors="replace").partition("\n")
-        if theirs != place:
-            give_up(config, f"{place}: rank {rank} is at {theirs}", "All ranks must run the same tests.")
+        other_place, _, failure = bytes(row).rstrip(b"\0").decode(errors="replace").partition("\n")
+        if other_place != place:
+            abort(config, f"{place}: rank {rank} is at {other_place}", "All ranks must run the same tests.")
         ranks_of.setdefault(without_addresses(failure), []).append(rank)
     ranks_of.pop("", None)
-    ranks_of.pop(without_addresses(mine), None)
+    ranks_of.pop(without_addresses(own_failure), None)
     return "\n\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
 
 
 def without_addresses(failure):
-    """So that the same failure on two ranks reads the same."""
+    """The text of a failure that is the same on all ranks with this failure."""
     return re.sub(r"0x[0-9a-f]+", "0x...", failure)
 
 
-def give_up(config, reason, report):
-    own, pids = meeting()
+def abort(config, reason, report):
+    """End all ranks."""
+    comm, pids = meeting()
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n\n{reason}. Aborting: the other ranks print where they are.\n{report}", flush=True)
+        print(f"\n\n{reason}. Aborting: the other ranks print their stacks.\n{report}", flush=True)
     for rank, pid in enumerate(pids):
-        if rank != own.rank:
-            os.kill(pid, signal.SIGTERM)  # answered with a traceback: see tests/conftest.py
+        if rank != comm.rank:
+            os.kill(pid, signal.SIGTERM)  # makes the rank print a traceback (tests/conftest.py)
     time.sleep(0.5)
-    own.Abort(1)
+    comm.Abort(1)

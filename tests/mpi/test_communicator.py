@@ -1,4 +1,4 @@
-"""Where operations run: all ranks, MPI's communicators, splits, the axes of a mesh; and that none disturbs another."""
+"""Communicators: all ranks, communicators of mpi4py, splits, axes of a mesh. None of them disturbs another."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import fompi
 
 
 def meshes(size):
-    """Every grid of two axes."""
+    """The sizes of every grid with two axes."""
     return [(a, size // a) for a in range(1, size + 1) if size % a == 0]
 
 
 def test_comm_of_mpi4py(world):
-    """The same Communicator every time; None is all ranks."""
+    """`Communicator.of` returns the same object every time. None means all ranks."""
     known = fompi.Communicator.of(MPI.COMM_WORLD)
     assert known is fompi.Communicator.of(None) is fompi.Communicator.of(known)
     assert (known.rank, known.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
@@ -28,7 +28,7 @@ def test_comm_of_mpi4py(world):
 
 
 def test_halves_of_mpi4py(world):
-    """A Split of the user's; ranks in reversed order."""
+    """Communicators that the program has split off, with the ranks in reversed order."""
     color = world.rank % 2
     half = MPI.COMM_WORLD.Split(color, -world.rank)
     members = [r for r in reversed(range(world.size)) if r % 2 == color]
@@ -47,7 +47,7 @@ def test_comm_self():
 
 
 @pytest.mark.parametrize("comm", [MPI.COMM_NULL, 5, "world", np.ones(3)])
-def test_no_communicator(comm):
+def test_objects_that_are_no_communicator(comm):
     with pytest.raises(fompi.LaunchError, match="comm= takes"):
         fompi.all_reduce(np.ones(2), comm=comm)
 
@@ -63,7 +63,7 @@ def test_ranks_with_other_versions(world, monkeypatch):
 
 
 def test_a_machine_that_one_rank_does_not_find(world, monkeypatch):
-    """All ranks hear of it, and may go on without it."""
+    """All ranks get an error, and can go on without the machine."""
     monkeypatch.setattr(world.engine, "machine", None)
     monkeypatch.setenv("FOMPI_MACHINE", "laptop" if world.rank else "/nowhere.json")
     kind = fompi.MismatchError if world.rank else fompi.LayoutError
@@ -77,7 +77,7 @@ def test_a_machine_that_one_rank_does_not_find(world, monkeypatch):
 
 
 def test_machine_files_that_differ(world, monkeypatch, tmp_path):
-    """Each rank reads a file of its own: no communicator is made on any of them, before anything moves."""
+    """Each rank reads another file. Every rank gets an error, and no communicator is created."""
     path = tmp_path / "machine.json"
     replace(fompi.Machine.load("laptop"), latency=1e-6 * (1 + world.rank)).save(path)
     monkeypatch.setattr(world.engine, "machine", None)
@@ -108,9 +108,9 @@ def test_mesh(world):
             assert list(mesh) == ["dp", "tp"] and len(mesh) == 2 and "tp" in mesh
             assert mesh.coordinates == {"dp": world.rank // b, "tp": world.rank % b}
             assert (mesh["dp"].size, mesh["tp"].size) == (a, b)
-            mine = np.array([world.rank])
-            np.testing.assert_array_equal(fompi.all_gather(mine, comm=mesh["tp"]), world.rank // b * b + np.arange(b))
-            np.testing.assert_array_equal(fompi.all_gather(mine, comm=mesh["dp"]), world.rank % b + b * np.arange(a))
+            x = np.array([world.rank])
+            np.testing.assert_array_equal(fompi.all_gather(x, comm=mesh["tp"]), world.rank // b * b + np.arange(b))
+            np.testing.assert_array_equal(fompi.all_gather(x, comm=mesh["dp"]), world.rank % b + b * np.arange(a))
             assert f"tp={world.rank % b} of {b}" in repr(mesh)
 
 
@@ -133,19 +133,19 @@ def test_a_mesh_of_some_ranks(world):
 
 
 @pytest.mark.parametrize("axes", [{}, {"a": 0}, {"a": -1}, {"a": 1.0}, {"a": 1, "b": "2"}])
-def test_no_mesh(axes):
-    with pytest.raises(fompi.LayoutError, match="a mesh has axes with whole sizes >= 1"):
+def test_invalid_axes_of_a_mesh(axes):
+    with pytest.raises(fompi.LayoutError, match="a mesh needs axes with integer sizes >= 1"):
         fompi.Mesh(**axes)
 
 
-def test_a_mesh_of_another_size(world):
+def test_a_mesh_that_does_not_fit_the_number_of_ranks(world):
     with pytest.raises(fompi.LayoutError, match=f"2 x {world.size} is not {world.size}, the number of ranks"):
         fompi.Mesh(dp=2, tp=world.size)
     with fompi.Mesh(dp=world.size) as mesh, pytest.raises(fompi.LayoutError, match="no axis 'tp'; it has dp"):
         _ = mesh["tp"]
 
 
-def test_the_ranks_ask_for_different_meshes(world):
+def test_ranks_create_different_meshes(world):
     if world.size == 1:
         return
     first = world.rank == 0
@@ -158,7 +158,7 @@ def test_the_ranks_ask_for_different_meshes(world):
 
 
 def test_communicators_in_different_orders(world):
-    """Each pair of ranks has its own turn: what a rank starts on one communicator does not hold up another."""
+    """Each rank starts and waits in its own order. A call on one communicator does not delay another communicator."""
     axes = meshes(world.size)[len(meshes(world.size)) // 2]
     with fompi.Mesh(a=axes[0], b=axes[1]) as mesh:
         communicators = {"a": mesh["a"], "b": mesh["b"], "world": world}
@@ -167,18 +167,18 @@ def test_communicators_in_different_orders(world):
             names = draw.sample(list(communicators), 3)
             pending = {
                 name: [
-                    fompi.all_reduce.start(np.full(3, float(i)), comm=communicators[name], schedule=how)
-                    for i, how in enumerate(("auto", "unfused", "ring"))
+                    fompi.all_reduce.start(np.full(3, float(i)), comm=communicators[name], schedule=schedule)
+                    for i, schedule in enumerate(("auto", "unfused", "ring"))
                 ]
                 for name in names
             }
             for name in draw.sample(names, 3):
-                for i, one in enumerate(pending[name]):
-                    assert (one.wait() == i * communicators[name].size).all()
+                for i, operation in enumerate(pending[name]):
+                    assert (operation.wait() == i * communicators[name].size).all()
 
 
-def test_blocking_calls_while_others_are_in_flight(world):
-    """Rank 0 makes a communicator while the others wait for its part of a sum: whoever waits drives everything."""
+def test_blocking_calls_with_another_operation_in_flight(world):
+    """Rank 0 creates a communicator while the other ranks wait for its part of a sum. Its wait drives the sum too."""
     pending = fompi.all_reduce.start(np.ones(20000), comm=world, schedule="ring")
     if world.rank:
         assert (pending.wait() == world.size).all()
@@ -203,8 +203,8 @@ def test_a_closed_communicator(world):
     assert (fompi.all_reduce(np.ones(3), comm=world) == world.size).all()
 
 
-def test_communicators_come_and_go(world):
-    """MPI has some thousand of them; every one that is closed comes back."""
+def test_many_communicators(world):
+    """MPI has only a few thousand communicators. Every closed one is freed."""
     requests = len(world.engine._requests)
     for _ in range(1500 if world.size == 2 else 40):
         with world.split(0, world.rank) as other:
@@ -213,13 +213,13 @@ def test_communicators_come_and_go(world):
         fompi.Communicator(MPI.COMM_WORLD).close()
         other = MPI.COMM_WORLD.Split(0, world.rank)
         fompi.all_reduce(np.ones(1), comm=other)
-        other.Free()  # ours goes with it
+        other.Free()  # this closes the Communicator that belongs to it
     gc.collect()
     assert len(world.engine._requests) <= requests and len(world.engine.channels) < 10
 
 
-def test_messages_of_the_user(world, comm):
-    """The program's own messages and collectives, on the same MPI communicator, while ours are in flight."""
+def test_messages_of_the_program(world, comm):
+    """The program uses the same MPI communicator for its own messages while an operation is in flight."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for call in range(10):
         pending = fompi.all_gather.start(np.full((10, 3), float(world.rank)), comm=comm)
@@ -227,9 +227,9 @@ def test_messages_of_the_user(world, comm):
         comm.send(("hello", call), right, tag=call % 3)
         assert comm.allreduce(call) == call * world.size
         assert request.wait() == ("hello", call)
-        ones, here = np.ones(3), np.empty(3)  # held here: mpi4py does not, for this one
-        everything = comm.Iallreduce(ones, here)
+        x, y = np.ones(3), np.empty(3)  # must stay alive: this request of mpi4py does not hold them
+        own_sum = comm.Iallreduce(x, y)
         np.testing.assert_array_equal(pending.wait()[:, 0], np.arange(world.size).repeat(10))
-        everything.Wait()
-        assert (here == world.size).all()
+        own_sum.Wait()
+        assert (y == world.size).all()
     assert comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG) is False

@@ -1,4 +1,4 @@
-"""Structure once, sizes at will: other counts at every call, without a new proof, without memory left behind."""
+"""Different counts at every call need no new verification of the plan, and leave no memory behind."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from fompi import verify
 from fompi.ops import operation as module
 
 CALLS = {1: 2000, 2: 10_000}
-"""By number of ranks; with more, enough to see a leak."""
+"""Calls by number of ranks. With more ranks 300 calls are enough to see a leak."""
 
 
 @pytest.fixture
-def proofs(monkeypatch):
-    """The plans that were verified since the test began."""
-    seen = []
+def verified(monkeypatch):
+    """The plans that were verified since the test began, as a list."""
+    plans = []
 
-    def counted(plan):
-        seen.append(plan)
+    def recording(plan):
+        plans.append(plan)
         verify(plan)
 
-    monkeypatch.setattr(module, "verify", counted)
-    return seen
+    monkeypatch.setattr(module, "verify", recording)
+    return plans
 
 
 class Footprint:
-    """What is held in this process: Python's memory blocks, its resident pages, requests, the arena's bytes."""
+    """What this process holds now: Python's memory blocks, resident memory, requests, and bytes of the arena."""
 
     def __init__(self, world):
         world.link.comm.Barrier()
         end = perf_counter() + 1
         while world.engine._requests and perf_counter() < end:
-            world.engine.progress()  # the last handshakes of ours are on their way
+            world.engine.progress()  # the last handshakes of this rank may still be in flight
         for _ in range(3):
             gc.collect()
         self.blocks = sys.getallocatedblocks()
@@ -48,7 +48,7 @@ class Footprint:
         self.lent = world.engine.arena.stats().lent_nbytes
         self.plans = len(world.plans)
 
-    def assert_flat(self, before):
+    def assert_not_larger_than(self, before):
         assert self.blocks - before.blocks < 300
         assert self.mebibytes - before.mebibytes < 4
         assert self.requests <= before.requests and self.plans == before.plans
@@ -56,18 +56,18 @@ class Footprint:
 
 
 def run(world, one_call, calls, limit=6):
-    """`one_call(counts)` with random counts for every pair of ranks; a tenth of the calls to warm up."""
+    """Call `one_call(counts)` with random counts for every pair of ranks. A tenth as many calls before that warm up."""
     draw = np.random.default_rng(7)
     for call in range(calls + calls // 10):
         if call == calls // 10:
             before = Footprint(world)
         one_call(draw.integers(0, limit, (world.size, world.size)))
     world.engine.progress()
-    Footprint(world).assert_flat(before)
+    Footprint(world).assert_not_larger_than(before)
 
 
 @pytest.mark.timeout(120)
-def test_all_to_all(world, proofs):
+def test_all_to_all(world, verified):
     rank, size = world.rank, world.size
 
     def one_call(counts):
@@ -77,13 +77,13 @@ def test_all_to_all(world, proofs):
         np.testing.assert_array_equal(y, np.repeat(100.0 * np.arange(size) + rank, counts[:, rank]))
 
     fompi.all_to_all(np.ones(size), comm=world)
-    proofs.clear()
+    verified.clear()
     run(world, one_call, CALLS.get(size, 300))
-    assert not proofs
+    assert not verified
 
 
 @pytest.mark.timeout(120)
-def test_bound_all_gather(world, proofs):
+def test_bound_all_gather(world, verified):
     rank, size = world.rank, world.size
     plan = fompi.plan(fompi.all_gather, fompi.Spec((5 * size, 2), "float64", fompi.Shard(0)), ranks=size)
     x = np.full((5, 2), float(rank))
@@ -93,11 +93,11 @@ def test_bound_all_gather(world, proofs):
             np.testing.assert_array_equal(step(counts=counts[0].tolist())[:, 0], np.repeat(np.arange(size), counts[0]))
 
         run(world, one_call, CALLS.get(size, 300))
-    assert not proofs
+    assert not verified
 
 
-def test_every_operation_stays_flat(world, proofs):
-    """Others too: gathers with other rows on every rank, sums with other counts, fused ones, sliced ones."""
+def test_every_operation_keeps_memory_constant(world, verified):
+    """Gathers with different rows on every rank, sums with different counts, fused operations, and slices."""
     rank, size = world.rank, world.size
     w = np.eye(2)
 
@@ -112,13 +112,13 @@ def test_every_operation_stays_flat(world, proofs):
 
     rows = np.ones((size, size), int)
     one_call(rows)
-    proofs.clear()
+    verified.clear()
     run(world, one_call, {1: 1000, 2: 1000}.get(size, 60))
-    assert not proofs
+    assert not verified
 
 
-def test_errors_stay_flat(world):
-    """Disagreements and refusals leave nothing behind either."""
+def test_errors_keep_memory_constant(world):
+    """Calls that end with an error leave no memory and no request behind."""
 
     def one_call(_):
         with pytest.raises(fompi.PlanError):

@@ -1,4 +1,4 @@
-"""Every operation on an emulated accelerator: real messages, kernels that are enqueued and work on corners."""
+"""Every operation on an emulated accelerator: messages are real; kernels are enqueued, and compute only corners."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fompi.plans.kernels import KERNELS
 
 SLOW = Machine("kernels of a tenth of a millisecond", 0.0, 1e9, 1e15, 1e15, 1e-4)
 WHOLE = ("w", "v", "bias", "g")
-"""Buffers that kernels take, or make, in one piece."""
+"""Buffers that kernels read or write as a whole, not in chunks of rows."""
 
 
 def cornered(arrays):
-    """The corners of the operands, or results, of one rank."""
+    """The corners of the operands or results of one rank."""
     return {name: corner(a, whole=name.rstrip("0123456789") in WHOLE) for name, a in arrays.items()}
 
 
 @pytest.mark.parametrize("name", calls.NAMES)
-def test_corners_are_those_of_the_operation(world, name, monkeypatch):
-    monkeypatch.setattr(emulated, "CORNER", 2)  # the operands of the catalogue are three and four wide
-    calls.check_bound(world, name, seen=cornered, backend=Emulated(SLOW))
+def test_corners_of_results(world, name, monkeypatch):
+    monkeypatch.setattr(emulated, "CORNER", 2)  # the operands of the catalogue have three or four columns
+    calls.check_bound(world, name, select=cornered, backend=Emulated(SLOW))
 
 
 @pytest.mark.parametrize("schedule", ["unfused", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional"])
 def test_the_trace_shows_the_device(world, schedule):
-    """Kernels of a stream do not overlap, each takes what the machine says, and none ends before its call does."""
+    """Kernels of a stream do not overlap. Each takes as long as the machine says."""
     n = world.size
     x, w = Spec((8 * n, 4 * n), "float32", Shard(1)), Spec((4 * n, 4), "float32", Shard(0))
     plan = fompi.plan(fompi.matmul_reduce_scatter, x, w, ranks=n, schedule=schedule, slices=2)
@@ -44,14 +44,13 @@ def test_the_trace_shows_the_device(world, schedule):
         kernels = sorted((e for e in step.trace.events if e.is_compute), key=lambda e: e.start)
         assert {e.name.partition("(")[0] for e in kernels} <= KERNELS.keys()
         assert all(e.end - e.start == pytest.approx(1e-3, abs=1e-6) for e in kernels)
-        for track in {e.lane for e in kernels}:
-            ours = [e for e in kernels if e.lane == track]
-            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(ours))
+        for lane in {e.lane for e in kernels}:
+            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(e for e in kernels if e.lane == lane))
         assert "on an emulated accelerator" in step.trace.title
 
 
 def test_a_kernel_that_cannot_be_enqueued(world):
-    """It fails on one rank: an error there, a PeerError on the others, and all goes on."""
+    """It fails on one rank. That rank gets the error, the others a PeerError, and the next call works."""
     n, last = world.size, world.rank == world.size - 1
 
     class Failing(Emulated):

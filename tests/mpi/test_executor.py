@@ -1,4 +1,4 @@
-"""Bound operations: called often, part by part, several at once, with other rows at every call."""
+"""Bound operations: many calls, inputs in parts, several in flight, and different rows at every call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EVERY_SCHEDULE = ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", "r
 
 
 def numbers(shape, *seed):
-    """Whole numbers, so that sums and products are exact."""
+    """Whole numbers: their sums and products are exact."""
     return np.random.default_rng(seed).integers(0, 100, shape).astype(float)
 
 
 def gather_matmul(world, rows=12, schedule="direct", slices=1):
-    """A plan of x (rows, 4) @ w (4, 3 columns on every rank), and what its inputs look like on a rank."""
+    """A plan of x (rows, 4) @ w (4, 3 columns on each rank), and the rows of x on each rank."""
     x = Spec((rows, 4), "float64", Shard(0))
     w = Spec((4, 3 * world.size), "float64", Shard(1))
     plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=world.size, schedule=schedule, slices=slices)
@@ -38,14 +38,14 @@ def sum_plan(world, elements=10, schedule="direct", slices=1, dtype="float64"):
 
 
 @pytest.mark.parametrize("name", calls.NAMES)
-def test_bound_is_as_unbound(world, name):
+def test_a_bound_operation_gives_the_same_as_a_call(world, name):
     calls.check_bound(world, name)
 
 
 @pytest.mark.parametrize("most", [1, 24])
 @pytest.mark.parametrize("name", ["matmul_all_reduce", "all_gather_matmul", "all_to_all"])
-def test_messages_go_in_several_where_one_would_be_too_large(world, monkeypatch, name, most):
-    """As those of more than 4 MiB do between hosts on Open MPI."""
+def test_data_that_is_too_large_for_one_message_is_sent_in_parts(world, monkeypatch, name, most):
+    """Between hosts, Open MPI does this for data of more than 4 MiB."""
     monkeypatch.setattr(world, "most_nbytes", most)
     posted, post = [], world.engine.post_all
     monkeypatch.setattr(world.engine, "post_all", lambda parts, *rest: posted.append(len(parts)) or post(parts, *rest))
@@ -54,20 +54,20 @@ def test_messages_go_in_several_where_one_would_be_too_large(world, monkeypatch,
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_results_stay_at_one_address(world, schedule):
+def test_results_keep_their_address(world, schedule):
     plan = sum_plan(world, schedule=schedule)
     x, out = np.empty(10), np.empty(10)
     with fompi.bind(plan, comm=world, x=x) as step, fompi.bind(plan, comm=world, x=x, out=out) as filling:
-        places = set()
+        addresses = set()
         for i in range(3):
             x[...] = i + world.rank
             y = step()
-            places.add(y.ctypes.data)
+            addresses.add(y.ctypes.data)
             total = world.size * i + sum(range(world.size))
             assert (y == total).all()
             filling()
             assert (out == total).all()
-        assert len(places) == 1
+        assert len(addresses) == 1
 
 
 def test_a_result_outlives_its_executor(world):
@@ -91,7 +91,7 @@ def test_results_have_the_shape_of_the_input(world, shape):
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 @pytest.mark.parametrize("slices", [1, 3])
 def test_parts_become_ready_one_by_one(world, schedule, slices):
-    """The parts of x are written, and announced, in another order on every rank and at every call."""
+    """The parts of x are written and announced in a different order on every rank and at every call."""
     plan, rows = gather_matmul(world, 7, schedule, slices)
     x, w = np.empty((rows[world.rank], 4)), numbers((4, 3), world.rank)
     with fompi.bind(plan, comm=world, x=x, w=w) as step:
@@ -111,7 +111,7 @@ def test_parts_become_ready_one_by_one(world, schedule, slices):
 
 
 def test_parts_of_a_sum(world):
-    """Gradient buckets: each part of the bucket is announced as backward makes it, last first."""
+    """A gradient bucket: the backward makes the last part first, and announces each part."""
     size = world.size
     plan = sum_plan(world, 4 * size, "ring", 2)
     x = np.full(4 * size, np.nan)
@@ -124,8 +124,8 @@ def test_parts_of_a_sum(world):
         for part in range(2 * size):
             while not step.arrived("y", part):
                 pass
-        wanted = [[size * part, sum(range(size))] for part in range(2 * size)]
-        np.testing.assert_array_equal(step.wait().reshape(-1, 2), wanted)
+        expected = [[size * part, sum(range(size))] for part in range(2 * size)]
+        np.testing.assert_array_equal(step.wait().reshape(-1, 2), expected)
 
 
 def test_arrived_parts_can_be_used_before_the_end(world):
@@ -133,17 +133,17 @@ def test_arrived_parts_can_be_used_before_the_end(world):
     x, y = np.full((5, 2), float(world.rank)), np.full((5 * world.size, 2), np.nan)
     with fompi.bind(plan, comm=world, x=x, out=y) as step:
         step.start()
-        left = set(range(world.size))
-        while left:
-            for part in sorted(left):
+        missing = set(range(world.size))
+        while missing:
+            for part in sorted(missing):
                 if step.arrived("y", part):
                     assert (y[5 * part : 5 * part + 5] == part).all()
-                    left.discard(part)
+                    missing.discard(part)
         step.wait()
 
 
-def test_not_ready_is_not_started(world):
-    """Without its x no rank of a sum can end."""
+def test_an_input_that_is_not_ready_holds_the_call_back(world):
+    """No rank of a sum can finish before x is ready on all ranks."""
     with fompi.bind(sum_plan(world, schedule="exchange"), comm=world, x=np.ones(10)) as step:
         step.start("x")
         for _ in range(50):
@@ -158,20 +158,20 @@ def test_not_ready_is_not_started(world):
 
 
 def test_several_in_flight_in_any_order(world):
-    """Eight sums and eight gathers, started and waited for in orders of their own on every rank, ten times over."""
+    """Eight sums and eight gathers, ten times. Every rank starts them and waits for them in its own random order."""
     rank, size = world.rank, world.size
-    steps, inputs, meant = [], [], []
+    steps, inputs, expected = [], [], []
     for i in range(8):
         x = np.empty(6 + i)
         steps.append(fompi.bind(sum_plan(world, 6 + i, ("direct", "ring")[i % 2]), comm=world, x=x))
         inputs.append(x)
-        meant.append(lambda call, i=i: sum(numbers(6 + i, call, i, r) for r in range(size)))
+        expected.append(lambda call, i=i: sum(numbers(6 + i, call, i, r) for r in range(size)))
     for i in range(8, 16):
         plan, rows = gather_matmul(world, i, ("direct", "bidirectional", "unfused_p2p")[i % 3])
         x, w = np.empty((rows[rank], 4)), numbers((4, 3), rank)
         steps.append(fompi.bind(plan, comm=world, x=x, w=w))
         inputs.append(x)
-        meant.append(
+        expected.append(
             lambda call, i=i, rows=rows, w=w: (
                 np.concatenate([numbers((rows[r], 4), call, i, r) for r in range(size)]) @ w
             )
@@ -184,14 +184,14 @@ def test_several_in_flight_in_any_order(world):
             if order.random() < 0.3:
                 steps[i].progress()
         for i in order.sample(range(16), 16):
-            np.testing.assert_array_equal(steps[i].wait(), meant[i](call), err_msg=f"{i}, call {call}")
+            np.testing.assert_array_equal(steps[i].wait(), expected[i](call), err_msg=f"{i}, call {call}")
     for step in steps:
         step.close()
 
 
 @pytest.mark.parametrize("slices", [1, 3])
 def test_collectives_of_the_library_in_flight_together(world, slices):
-    """Each executor has its own MPI communicator, so their collectives may start in any order too."""
+    """Each executor has its own MPI communicator, so these collectives may start in any order too."""
     schedule = "unfused" if slices == 1 else "sliced"
     x = [np.empty(20) for _ in range(4)]
     steps = [fompi.bind(sum_plan(world, 20, schedule, slices), comm=world, x=x[i]) for i in range(4)]
@@ -207,16 +207,16 @@ def test_collectives_of_the_library_in_flight_together(world, slices):
 
 
 def test_bound_and_unbound_in_flight_together(world):
-    """The unbound ones in one order, the bound ones anywhere between them."""
+    """All ranks start the unbound calls in the same order, and the bound calls at random places between them."""
     x = np.full(10, 1.0)
     steps = [fompi.bind(sum_plan(world, schedule=s), comm=world, x=x) for s in ("direct", "unfused", "ring")]
     for call in range(5):
         order = Random(call + 31 * world.rank)
-        places = sorted(order.randrange(4) for _ in steps)
+        positions = sorted(order.randrange(4) for _ in steps)
         pending, waiting = [], list(steps)
         for i in range(4):
-            while places and places[0] <= i:
-                places.pop(0)
+            while positions and positions[0] <= i:
+                positions.pop(0)
                 waiting.pop(0).start()
             pending.append(
                 fompi.all_reduce.start(np.full(3, float(i)), comm=world, schedule=("auto", "unfused")[i % 2])
@@ -224,15 +224,15 @@ def test_bound_and_unbound_in_flight_together(world):
         for step in waiting:
             step.start()
         everything = [*enumerate(pending), *((None, step) for step in steps)]
-        for i, one in order.sample(everything, len(everything)):
-            assert (one.wait() == world.size * (1 if i is None else i)).all()
+        for i, operation in order.sample(everything, len(everything)):
+            assert (operation.wait() == world.size * (1 if i is None else i)).all()
     for step in steps:
         step.close()
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_other_rows_at_every_call(world, schedule):
-    """Within the rows that the plan was made for; a call without counts has those of the plan."""
+def test_different_rows_at_every_call(world, schedule):
+    """A call may have any rows up to those of the plan. A call without counts has the rows of the plan."""
     size, rank, capacity = world.size, world.rank, 6
     plan, _ = gather_matmul(world, capacity * size, schedule, 2 if schedule != "unfused" else 1)
     x, w = np.empty((capacity, 4)), numbers((4, 3), rank)
@@ -248,7 +248,7 @@ def test_other_rows_at_every_call(world, schedule):
             np.testing.assert_array_equal(y, np.concatenate(xs) @ w, err_msg=f"call {call}: {counts}")
 
 
-def test_other_rows_between_every_pair(world):
+def test_different_rows_between_every_pair_of_ranks(world):
     size, rank, capacity = world.size, world.rank, 5
     plan = fompi.plan(fompi.all_to_all, Spec((capacity * size * size, 2), "float64", Shard(0)), ranks=size)
     x = np.empty((capacity * size, 2))
@@ -258,8 +258,8 @@ def test_other_rows_between_every_pair(world):
             counts = [[draw.randrange(capacity + 1) for _ in range(size)] for _ in range(size)]
             xs = [numbers((sum(counts[r]), 2), call, r) for r in range(size)]
             x[: sum(counts[rank])] = xs[rank]
-            wanted = [np.split(xs[r], np.cumsum(counts[r])[:-1])[rank] for r in range(size)]
-            np.testing.assert_array_equal(step(counts=counts), np.concatenate(wanted))
+            expected = [np.split(xs[r], np.cumsum(counts[r])[:-1])[rank] for r in range(size)]
+            np.testing.assert_array_equal(step(counts=counts), np.concatenate(expected))
 
 
 def test_counts_that_do_not_fit(world):
@@ -289,7 +289,7 @@ def test_the_trace_of_a_call(world):
 
 
 def test_a_kernel_of_the_user(world):
-    """It gets the arrays that the plan's op reads and writes."""
+    """It gets the arrays that the op of the plan reads and writes."""
     seen = []
 
     def scaled(reads, writes):
@@ -322,7 +322,7 @@ def test_calls_at_the_wrong_time(world):
     for part in range(world.size):
         step.ready("x", part)
     assert (step.wait() == world.size).all()
-    assert (step.wait() == world.size).all()  # once more is harmless
+    assert (step.wait() == world.size).all()  # a second wait() returns the same
     with pytest.raises(fompi.PlanError, match="no input"):
         step.start("y")
     assert (step() == world.size).all()
@@ -333,7 +333,7 @@ def test_calls_at_the_wrong_time(world):
 
 
 def test_close_while_in_flight(world):
-    """What was started is finished, by whoever waits next."""
+    """`close` finishes the call that was started."""
     x = np.ones(10)
     step = fompi.bind(sum_plan(world), comm=world, x=x)
     step.start()
@@ -342,14 +342,14 @@ def test_close_while_in_flight(world):
     assert (step.wait() == world.size).all()
 
 
-def test_bind_agrees_or_refuses_everywhere(world, comm):
-    """One rank binds something else, or what cannot be bound: a typed error on all of them, and all goes on."""
+def test_bind_succeeds_or_fails_on_all_ranks(world, comm):
+    """One rank binds another plan, or tensors that do not fit: all ranks raise a typed error, and later calls work."""
     size, last = world.size, world.rank == world.size - 1
     plan = sum_plan(world)
     x, strided, frozen = np.ones(10), np.ones(20)[::2], np.ones(10)
     frozen.flags.writeable = False
     program = plan.programs[size - 1]
-    broken = plan.with_program(replace(program, ops=program.ops[:-1]))  # verified before anything moves
+    broken = plan.with_program(replace(program, ops=program.ops[:-1]))  # `bind` verifies it first
     wrong = [
         (broken, {"x": x}, fompi.PlanError),
         (plan, {"x": np.ones(11)}, fompi.ShapeError),
@@ -365,7 +365,7 @@ def test_bind_agrees_or_refuses_everywhere(world, comm):
     for bad_plan, tensors, error in wrong:
         with pytest.raises(error if last else fompi.MismatchError):
             fompi.bind(bad_plan if last else plan, comm=world, **(tensors if last else {"x": x}))
-        with pytest.raises(error):  # everywhere
+        with pytest.raises(error):  # on all ranks
             fompi.bind(bad_plan, comm=world, **tensors)
     others = [sum_plan(world, schedule="ring"), sum_plan(world, slices=2), sum_plan(world, dtype="float32")]
     for other in others if size > 1 else []:
@@ -375,7 +375,7 @@ def test_bind_agrees_or_refuses_everywhere(world, comm):
 
 
 def test_many_executors_come_and_go(world):
-    """More than have tags of their own at a time, and none leaves memory behind."""
+    """None of them leaves memory behind."""
     x = np.ones(1000)
     plan = sum_plan(world, 1000)
     before = world.engine.arena.stats().lent_nbytes
@@ -387,19 +387,19 @@ def test_many_executors_come_and_go(world):
     assert world.engine.arena.stats().lent_nbytes <= before + 8192
 
 
-def test_strided_rows_are_read_afresh_at_every_call(world):
-    """x (rows, batch, columns) from a batch-first array: no copy may be made when it is bound."""
+def test_strided_rows_are_read_again_at_every_call(world):
+    """x (rows, batch, columns) is a view of a batch-first array. `bind` must not copy it."""
     holder = np.ones((3, world.size, 4))
     x = holder.swapaxes(0, 1)
     forms = Form(x.shape, "float64"), [Form((4, 2), "float64")]
-    made = registry.write(problem("matmul_all_reduce", world.size, *forms), "direct", 1, Sizes((1,) * world.size))
-    with fompi.bind(made, comm=world, x=x, w=np.ones((4, 2))) as step:
+    plan = registry.write(problem("matmul_all_reduce", world.size, *forms), "direct", 1, Sizes((1,) * world.size))
+    with fompi.bind(plan, comm=world, x=x, w=np.ones((4, 2))) as step:
         for value in (1.0, 2.0, 3.0):
             holder[...] = value
             assert (step() == 4 * value * world.size).all()
 
 
-def test_replicated_specs_are_what_a_broadcast_takes(world):
+def test_a_broadcast_is_planned_from_a_replicated_spec(world):
     plan = fompi.plan(fompi.broadcast, Spec((4, 2), "int32", Replicate()), ranks=world.size, root=world.size - 1)
     x = np.full((4, 2), world.rank, np.int32)
     np.testing.assert_array_equal(fompi.bind(plan, comm=world, x=x)(), np.full((4, 2), world.size - 1, np.int32))

@@ -1,4 +1,4 @@
-"""JAX in, JAX out, and fompi.jax in jax.grad and jax.vjp: results, gradients, memory, and what jit gets to hear."""
+"""JAX arrays, and fompi.jax in jax.grad and jax.vjp: results, gradients, memory, and errors in other transforms."""
 
 import gc
 
@@ -16,13 +16,13 @@ import fompi.jax
 FLOATS = ["float64", "float32", "float16", "bfloat16"]
 INTEGERS = ["int64", "int32", "uint8"]
 TAKEN = [case for case in CASES if not case.options or str(case).endswith("-bias-ring")]
-"""Without most of the schedules, which the backward treats alike in all frameworks: see test_torch."""
+"""Most schedules are left out: the backward is the same for all frameworks, and test_torch has all of them."""
 ADDING = ("reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def x64():
-    """JAX holds float64 and int64 only when told so."""
+    """Without this setting JAX has no float64 and int64."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield
@@ -31,25 +31,25 @@ def x64():
 
 @pytest.fixture(scope="module")
 def tp(comm):
-    """That of all ranks, which has the plans of other tests already."""
+    """The Communicator of all ranks. Its cache has the plans of other tests, which saves time."""
     return fompi.Communicator.of(comm)
 
 
 @pytest.fixture
 def no_collection():
-    """Garbage of other tests goes when this one says so."""
+    """No garbage collection during a test that counts memory."""
     gc.disable()
     yield
     gc.enable()
 
 
-def drawn(tp, *shape, call=0):
-    """Numbers that only this rank has, and only in this call."""
+def random_tensor(tp, *shape, call=0):
+    """Random numbers, different on every rank and in every call."""
     return jnp.asarray(np.random.default_rng([call, tp.rank]).standard_normal(shape))
 
 
-def close(found, wanted):
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-11, atol=1e-11)
+def close(actual, expected):
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-11, atol=1e-11)
 
 
 # ----------------------------------------------------------------------------------------------------- gradients
@@ -57,22 +57,22 @@ def close(found, wanted):
 
 @pytest.mark.parametrize("case", TAKEN, ids=str)
 def test_results_and_gradients(tp, case):
-    """Those of the definition, for every tensor, with uneven rows, and none at all on some ranks."""
+    """They equal those of the definition, for every tensor, with uneven rows, and no rows on some ranks."""
     given, results, gradients = meanings.gradients(case, tp.size)
     mine = [jnp.asarray(t) for t in given[tp.rank]]
-    found, pull = jax.vjp(lambda *leaves: case.call(fompi.jax, tp.size, tp.rank, leaves, comm=tp), *mine)
-    assert all(isinstance(y, jax.Array) for y in found)
-    for y, wanted in zip(found, results[tp.rank], strict=True):
-        close(y, wanted)
-    # The gradient of meanings.loss, by hand: JAX compiles every operation for every shape.
-    grads = [jnp.asarray(2 * (tp.rank + 2 + i) * np.asarray(y) + (i + 1)) for i, y in enumerate(found)]
-    for leaf, wanted in zip(pull(grads), gradients[tp.rank], strict=True):
-        assert isinstance(leaf, jax.Array) and leaf.dtype == wanted.numpy().dtype
-        close(leaf, wanted)
+    actual, pull = jax.vjp(lambda *leaves: case.call(fompi.jax, tp.size, tp.rank, leaves, comm=tp), *mine)
+    assert all(isinstance(y, jax.Array) for y in actual)
+    for y, expected in zip(actual, results[tp.rank], strict=True):
+        close(y, expected)
+    # The gradient of meanings.loss, written out, because JAX would compile every operation for every shape.
+    grads = [jnp.asarray(2 * (tp.rank + 2 + i) * np.asarray(y) + (i + 1)) for i, y in enumerate(actual)]
+    for leaf, expected in zip(pull(grads), gradients[tp.rank], strict=True):
+        assert isinstance(leaf, jax.Array) and leaf.dtype == expected.numpy().dtype
+        close(leaf, expected)
 
 
 def test_grad_of_some_arguments(tp):
-    """jax.grad by x, by a weight, by a bias: each that of the definition, and only what it needs is computed."""
+    """jax.grad for x, for a weight, for a bias equals the definition, and computes only what is needed."""
     case = next(case for case in CASES if str(case) == "all_gather_matmul-dim1-bias-direct-2")
     given, _, gradients = meanings.gradients(case, tp.size)
     mine = [jnp.asarray(t) for t in given[tp.rank]]
@@ -82,17 +82,17 @@ def test_grad_of_some_arguments(tp):
         return (coefficients * y).sum()
 
     (y,) = case.call(fompi.jax, tp.size, tp.rank, mine, comm=tp)
-    coefficients = 2 * (tp.rank + 2) * np.asarray(y) + 1  # for the same gradient as that of meanings.loss
+    coefficients = 2 * (tp.rank + 2) * np.asarray(y) + 1  # gives the same gradient as meanings.loss
     moved = [["matmul_reduce_scatter"], ["all_gather_weight_gradient"], []]
     for i, operations in enumerate(moved):
         with tp.record() as traces:
-            found = jax.grad(loss, argnums=i)(*mine)
-        close(found, gradients[tp.rank][i])
+            actual = jax.grad(loss, argnums=i)(*mine)
+        close(actual, gradients[tp.rank][i])
         assert [trace.title.partition(" ")[0] for trace in traces] == ["all_gather_matmul", *operations]
 
 
-def test_results_that_are_not_used_cost_nothing(tp):
-    x, w = drawn(tp, 2, 4), drawn(tp, 4, 3)
+def test_no_gradient_is_computed_for_unused_results(tp):
+    x, w = random_tensor(tp, 2, 4), random_tensor(tp, 4, 3)
 
     def loss(x, w):
         _, (y, _) = fompi.jax.all_gather_matmul_many(x, [w, w], comm=tp)
@@ -107,8 +107,8 @@ def test_results_that_are_not_used_cost_nothing(tp):
     close(dw, np.repeat(np.asarray(fompi.all_gather(x, comm=tp)).sum(0)[:, None], 3, axis=1))
 
 
-def test_a_vjp_may_be_used_again(tp):
-    x, w = drawn(tp, 2, 4), drawn(tp, 4, 3)
+def test_a_vjp_may_be_called_twice(tp):
+    x, w = random_tensor(tp, 2, 4), random_tensor(tp, 4, 3)
     y, pull = jax.vjp(lambda x, w: fompi.jax.all_gather_matmul(x, w, comm=tp), x, w)
     for a, b in zip(pull(y), pull(y), strict=True):
         assert (a == b).all()
@@ -121,20 +121,23 @@ def test_gradients_in_half_precision(tp):
         mine = [jnp.asarray(t, dtype) for t in given[tp.rank]]
         (y,), pull = jax.vjp(lambda *leaves: case.call(fompi.jax, tp.size, tp.rank, leaves, comm=tp), *mine)
         grads = [jnp.asarray(2 * (tp.rank + 2) * np.asarray(y, np.float64) + 1, dtype)]
-        scale = max(float(g.abs().max()) for theirs in gradients for g in theirs)
-        for leaf, wanted in zip(pull(grads), gradients[tp.rank], strict=True):
+        scale = max(float(g.abs().max()) for of_rank in gradients for g in of_rank)
+        for leaf, expected in zip(pull(grads), gradients[tp.rank], strict=True):
             assert leaf.dtype == dtype
-            off = np.abs(np.asarray(leaf, np.float64) - wanted.numpy()).max(initial=0)
+            off = np.abs(np.asarray(leaf, np.float64) - expected.numpy()).max(initial=0)
             assert off <= 20 * float(jnp.finfo(dtype).eps) * scale
 
 
 def test_gradients_of_complex_numbers(tp):
-    """JAX's convention: that of the unfused meaning by JAX itself."""
-    x, w = drawn(tp, 2, 4) + 1j * drawn(tp, 2, 4, call=1), drawn(tp, 4, 3) + 1j * drawn(tp, 4, 3, call=1)
+    """They equal what JAX computes for the unfused meaning."""
+    x, w = (
+        random_tensor(tp, 2, 4) + 1j * random_tensor(tp, 2, 4, call=1),
+        random_tensor(tp, 4, 3) + 1j * random_tensor(tp, 4, 3, call=1),
+    )
     full = fompi.all_gather(x, comm=tp)
     y, pull = jax.vjp(lambda w: fompi.jax.all_gather_matmul(x, w, comm=tp), w)
-    _, wanted = jax.vjp(lambda w: full @ w, w)
-    close(*pull(y), *wanted(y))
+    _, expected = jax.vjp(lambda w: full @ w, w)
+    close(*pull(y), *expected(y))
 
 
 # ---------------------------------------------------------------------------------------------------------- memory
@@ -142,24 +145,24 @@ def test_gradients_of_complex_numbers(tp):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
 def test_dtypes(tp, dtype):
-    """Every operation gives what it got, exactly: whole numbers that no sum rounds."""
+    """Results have the dtype of x, and exact values: whole numbers are not rounded."""
     for case in BASIC:
-        given = meanings.tensors(case, tp.size, meanings.small)
+        given = meanings.tensors(case, tp.size, meanings.small_integers)
         if dtype == "bool":
             if case.operation in ADDING or case.weights:
                 continue
             given = [[t % 2 for t in mine] for mine in given]
-        wanted = meanings.means(case, [[torch.from_numpy(t) for t in mine] for mine in given])[tp.rank]
+        expected = meanings.expected(case, [[torch.from_numpy(t) for t in mine] for mine in given])[tp.rank]
         mine = [jnp.asarray(t.astype(jnp.dtype(dtype))) for t in given[tp.rank]]
         for namespace in (fompi, fompi.jax):
-            found = case.call(namespace, tp.size, tp.rank, mine, comm=tp)
-            for y, exact in zip(found, wanted, strict=True):
+            actual = case.call(namespace, tp.size, tp.rank, mine, comm=tp)
+            for y, exact in zip(actual, expected, strict=True):
                 assert isinstance(y, jax.Array) and y.dtype == dtype and y.shape == exact.shape
                 assert (np.asarray(y).astype(np.int64) == exact.numpy()).all(), case
 
 
-def test_what_comes_out_is_memory_of_ours(tp, no_collection):
-    """No copy is made of a result: it is the arena's block, and goes back when the array dies."""
+def test_results_are_memory_of_the_arena(tp, no_collection):
+    """A result is not copied. Its memory goes back to the arena when the array is freed."""
     arena, x = tp.engine.arena, jnp.asarray(np.ones(1 << 14))
     before = arena.stats().lent_nbytes
     y = fompi.all_gather(x, comm=tp)
@@ -170,10 +173,10 @@ def test_what_comes_out_is_memory_of_ours(tp, no_collection):
 
 
 def test_arrays_never_change(tp):
-    """Fifty calls, all results alive: no block is used twice, and the residuals of every vjp are its own."""
+    """Fifty calls with all results alive: no memory is used twice, and every vjp keeps its own residuals."""
     kept = []
     for call in range(50):
-        x, w = drawn(tp, 2, 4, call=call), drawn(tp, 4, 3, call=call)
+        x, w = random_tensor(tp, 2, 4, call=call), random_tensor(tp, 4, 3, call=call)
         y, pull = jax.vjp(lambda x, w: fompi.jax.all_gather_matmul(x, w, comm=tp), x, w)
         kept.append((x, w, y, np.array(y), pull))
     assert len({y.unsafe_buffer_pointer() for _, _, y, _, _ in kept}) == 50
@@ -185,9 +188,9 @@ def test_arrays_never_change(tp):
         close(dx, fompi.matmul_reduce_scatter(then, np.asarray(w).T, counts=[2] * tp.size, comm=tp))
 
 
-def test_out_is_filled_where_it_lies(tp):
-    """An array of JAX cannot be written; one of NumPy can, whatever x is."""
-    x = drawn(tp, 2, 4)
+def test_out_is_filled_in_place(tp):
+    """A JAX array cannot be out=. A NumPy array can, for any x."""
+    x = random_tensor(tp, 2, 4)
     out = np.zeros((2 * tp.size, 4))
     assert fompi.all_gather(x, out=out, comm=tp) is out
     assert (out == np.asarray(fompi.all_gather(x, comm=tp))).all()
@@ -205,14 +208,14 @@ def transforms():
     def adapted(x, tp):
         return fompi.jax.all_gather(x, comm=tp)
 
-    tracer = r"x is a JAX tracer.*use fompi\.jax\.<operation> in jax\.grad, outside jit"
+    tracer = r"x is a JAX tracer.*Use fompi\.jax\.<operation> in jax\.grad"
     yield "jit", tracer, lambda x, tp: jax.jit(lambda x: plain(x, tp))(x)
     yield "grad", tracer, lambda x, tp: jax.grad(lambda x: plain(x, tp).sum())(x)
     yield "jit of fompi.jax", tracer, lambda x, tp: jax.jit(lambda x: adapted(x, tp))(x)
     yield "vmap of fompi.jax", tracer, lambda x, tp: jax.vmap(lambda x: adapted(x, tp))(x)
     yield "jit of grad", tracer, lambda x, tp: jax.jit(jax.grad(lambda x: adapted(x, tp).sum()))(x)
     yield "grad of grad", tracer, lambda x, tp: jax.grad(lambda x: jax.grad(lambda x: adapted(x, tp).sum())(x).sum())(x)
-    backward = "fompi.all_gather: its gradient can neither be differentiated again nor run under jax.jit"
+    backward = "fompi.all_gather: its gradient cannot be differentiated again, and cannot run under jax.jit"
     yield "jit of a vjp", backward, lambda x, tp: jax.jit(jax.vjp(lambda x: adapted(x, tp), x)[1])(adapted(x, tp))
 
 
@@ -221,33 +224,33 @@ TRANSFORMS = {name: rest for name, *rest in transforms()}
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_tracers_are_refused_on_all_ranks(tp, name):
-    """The error names the adapter; afterwards everything goes on, inside of jax.grad too."""
+    """The error names fompi.jax. Later calls work, also inside jax.grad."""
     message, call = TRANSFORMS[name]
     with pytest.raises(fompi.TensorError, match=message):
-        call(drawn(tp, 2, 4), tp)
-    x = drawn(tp, 2, 4)
+        call(random_tensor(tp, 2, 4), tp)
+    x = random_tensor(tp, 2, 4)
     close(jax.grad(lambda x: fompi.jax.all_gather(x, comm=tp).sum())(x), tp.size * jnp.ones_like(x))
 
 
-def test_one_rank_under_jit_is_an_error_on_all(tp):
+def test_one_rank_under_jit_raises_on_all_ranks(tp):
     def call(x):
         return fompi.jax.all_gather(x, comm=tp)
 
-    x, origin = drawn(tp, 2, 4), tp.size - 1
+    x, origin = random_tensor(tp, 2, 4), tp.size - 1
     with pytest.raises(fompi.TensorError if tp.rank == origin else fompi.MismatchError, match="x is a JAX tracer"):
         jax.jit(call)(x) if tp.rank == origin else call(x)
     assert call(x).shape == (2 * tp.size, 4)
 
 
 def test_out_is_refused_on_all_ranks(tp):
-    """A call that could be differentiated returns its results, and writes nothing else."""
+    """A differentiable call writes only its results."""
     out = np.zeros((2 * tp.size, 4))
-    with pytest.raises(fompi.TensorError, match="out= cannot be given where a gradient is wanted"):
-        fompi.jax.all_gather(drawn(tp, 2, 4), out=out, comm=tp)
-    assert not out.any() and fompi.jax.all_gather(drawn(tp, 2, 4), comm=tp).shape == out.shape
+    with pytest.raises(fompi.TensorError, match="out= cannot be used in a call that is differentiated"):
+        fompi.jax.all_gather(random_tensor(tp, 2, 4), out=out, comm=tp)
+    assert not out.any() and fompi.jax.all_gather(random_tensor(tp, 2, 4), comm=tp).shape == out.shape
 
 
-def test_forward_mode_gets_an_error(tp):
-    x = drawn(tp, 2, 4)
+def test_forward_mode_raises_an_error(tp):
+    x = random_tensor(tp, 2, 4)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: fompi.jax.all_gather(x, comm=tp), (x,), (x,))

@@ -1,4 +1,4 @@
-"""Every operation by every schedule, against its unfused meaning. Inputs of all ranks are known on each."""
+"""Every operation by every schedule, compared with its unfused meaning. Every rank knows the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fompi.schedules import registry
 
 
 def assert_same(got, wanted, what):
-    """To the last bit."""
+    """All results are equal, bit for bit."""
     assert got.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(got[name], array, err_msg=f"{name}, {what}", strict=True)
 
 
 @pytest.fixture
-def proven_before(monkeypatch):
-    """These plans have been proven, in `tests/pure`; to prove each again on each rank would take most of the time."""
+def without_verification(monkeypatch):
+    """Skip the verification of plans: `tests/pure` has verified them, and here it would take most of the time."""
     monkeypatch.setattr(operation, "VERIFIED_RANKS", 0)
 
 
 def variants(problem, turn=0, most=20):
-    """Schedules and slices, all of them, or about `most`: others at another `turn`."""
+    """About `most` pairs of schedule and slices, all of them if there are fewer. Each `turn` has different pairs."""
     every = [("auto", None), *product(registry.available(problem), (1, (1, 2)))]
     step = -(-len(every) // most)
     return every[turn % step :: step]
@@ -37,51 +37,51 @@ def variants(problem, turn=0, most=20):
 
 @pytest.mark.parametrize("name", calls.NAMES)
 def test_every_schedule(world, name, request):
-    """Rows spread in two of five ways each. The numbers are whole, so that sums are exact.
+    """Each schedule with two of the five distributions of rows. The numbers are whole, so that sums are exact.
 
-    On many ranks, which take turns on few cores: one way each, and each schedule in one cut.
+    More than four ranks share few cores. There each schedule has one distribution and one choice of slices.
     """
-    most = 20
+    most, count = 20, 2
     if world.size > 4:
-        most = 10
-        request.getfixturevalue("proven_before")
+        most, count = 10, 1
+        request.getfixturevalue("without_verification")
     problem = catalogue.problems(world.size)[name]
     spreads = []
-    for how in catalogue.ROWS:
-        sizes = calls.spread(problem, how)
-        inputs = catalogue.inputs(problem, sizes, fill=catalogue.whole)
-        spreads.append((how, sizes, inputs[world.rank], calls.meant(problem, inputs, sizes, world.rank)))
+    for distribution in catalogue.ROWS:
+        sizes = calls.row_sizes(problem, distribution)
+        inputs = catalogue.inputs(problem, sizes, fill=catalogue.integers)
+        spreads.append((distribution, sizes, inputs[world.rank], calls.expected(problem, inputs, sizes, world.rank)))
     for number, (schedule, slices) in enumerate(variants(problem, most=most)):
-        for how, sizes, mine, wanted in (spreads[number % 5], spreads[(number + 2) % 5])[: 1 if world.size > 4 else 2]:
+        for distribution, sizes, mine, wanted in (spreads[number % 5], spreads[(number + 2) % 5])[:count]:
             got = calls.call(problem, mine, sizes, world, schedule=schedule, slices=slices)
-            assert_same(got, wanted, f"{schedule} {slices} {how}")
+            assert_same(got, wanted, f"{schedule} {slices} {distribution}")
 
 
 def without_overflow(random, shape, dtype):
-    """As the catalogue draws, but the sum of eight fits: Open MPI's sums of small integers do not wrap as NumPy's."""
-    drawn = catalogue.drawn(random, shape, dtype)
+    """Numbers whose sum over eight ranks does not overflow. On overflow, Open MPI and NumPy give different integers."""
+    drawn = catalogue.distinct(random, shape, dtype)
     return drawn // 8 if dtype.startswith(("int", "uint")) else drawn
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_every_dtype_is_moved_and_added(world, dtype, proven_before):
-    """Moves to the last bit. Sums of floats depend on their order: all ranks have the same, close to the exact one."""
-    one = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "complex64": 1e-6}.get(dtype, 1e-15)
+def test_every_dtype_is_moved_and_added(world, dtype, without_verification):
+    """Moved data is equal bit for bit. Sums of floats depend on their order, so they are compared with a tolerance."""
+    tolerance = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "complex64": 1e-6}.get(dtype, 1e-15)
     for name, problem in catalogue.moves(world.size, dtype).items():
-        sizes = calls.spread(problem, "uneven")
+        sizes = calls.row_sizes(problem, "uneven")
         inputs = catalogue.inputs(problem, sizes, fill=without_overflow)
-        wanted = calls.meant(problem, catalogue.widened(inputs, dtype), sizes, world.rank)["y"]
+        wanted = calls.expected(problem, catalogue.widened(inputs, dtype), sizes, world.rank)["y"]
         for schedule, slices in variants(problem, len(dtype), 4):
             got = calls.call(problem, inputs[world.rank], sizes, world, schedule=schedule, slices=slices)["y"]
             if name in catalogue.SUMS and ("float" in dtype or "complex" in dtype):
-                np.testing.assert_allclose(catalogue.wide(got, dtype), wanted, rtol=2 * one, atol=8 * one)
+                np.testing.assert_allclose(catalogue.wide(got, dtype), wanted, rtol=2 * tolerance, atol=8 * tolerance)
             else:
                 assert got.tobytes() == catalogue.rounded(wanted, dtype).tobytes(), (name, schedule, slices)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "int8", "complex64"])
-def test_products_of_other_dtypes(world, dtype, proven_before):
-    """Small whole numbers: products and sums are exact in the accumulator, and rounded once for half types."""
+def test_products_of_other_dtypes(world, dtype, without_verification):
+    """Small whole numbers: products and sums are exact in the accumulator. Half types round the result once."""
 
     def small(random, shape, dtype):
         return catalogue.rounded(random.integers(-3, 4, shape).astype(float), dtype)
@@ -91,9 +91,9 @@ def test_products_of_other_dtypes(world, dtype, proven_before):
         problem = listed[name]
         if not (problem.weights or problem.gradients):
             continue
-        sizes = calls.spread(problem, "uneven", seed=number)
+        sizes = calls.row_sizes(problem, "uneven", seed=number)
         inputs = catalogue.inputs(problem, sizes, number, small)
-        exact = calls.meant(problem, catalogue.widened(inputs, dtype), sizes, world.rank)
+        exact = calls.expected(problem, catalogue.widened(inputs, dtype), sizes, world.rank)
         wanted = {key: catalogue.rounded(array, dtype) for key, array in exact.items()}
         for schedule, slices in variants(problem, number, 3):
             got = calls.call(problem, inputs[world.rank], sizes, world, schedule=schedule, slices=slices)
@@ -102,11 +102,11 @@ def test_products_of_other_dtypes(world, dtype, proven_before):
 
 @pytest.mark.parametrize("name", calls.NAMES)
 def test_the_same_bits_in_every_run(world, name):
-    """Random numbers: another order of a sum would show. Of the library's own collectives nothing is promised."""
+    """With random numbers, a different order of a sum gives different bits. The MPI library may sum in any order."""
     problem = catalogue.problems(world.size)[name]
-    sizes = calls.spread(problem, "uneven")
+    sizes = calls.row_sizes(problem, "uneven")
     inputs = catalogue.inputs(problem, sizes)
-    wanted = calls.meant(problem, inputs, sizes, world.rank)
+    wanted = calls.expected(problem, inputs, sizes, world.rank)
     for schedule, slices in variants(problem, len(name), 6):
         first, second = (
             calls.call(problem, inputs[world.rank], sizes, world, schedule=schedule, slices=slices) for _ in range(2)
@@ -120,7 +120,7 @@ def test_the_same_bits_in_every_run(world, name):
 @pytest.mark.parametrize("dtype", ["float64", "float32", *HALF])
 def test_all_reduce_has_the_same_bits_on_all_ranks(world, comm, dtype):
     for problem in (catalogue.problems(world.size, dtype)[n] for n in ("all_reduce", "matmul_all_reduce")):
-        sizes = calls.spread(problem, "even")
+        sizes = calls.row_sizes(problem, "even")
         inputs = catalogue.inputs(problem, sizes)
         for schedule, slices in variants(problem, len(dtype), 6):
             if schedule not in ("unfused", "sliced"):
@@ -129,7 +129,7 @@ def test_all_reduce_has_the_same_bits_on_all_ranks(world, comm, dtype):
 
 
 def test_large_tensors(world):
-    """Messages of a megabyte, which the MPI library does not send eagerly, in every schedule."""
+    """Messages of a megabyte in every schedule. The MPI library does not send them eagerly."""
     rows, size = 64, world.size
     everything = np.random.default_rng(1).integers(0, 100, (size, rows * size, 256)).astype(float)
     mine, total = everything[world.rank], everything.sum(0)

@@ -1,4 +1,4 @@
-"""The rivals compute what they are measured at: on every number of ranks, several calls in a row."""
+"""The rivals compute correct results, on every number of ranks and in several calls."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import pytest
 
 import fompi
 from fompi.base.errors import LayoutError
-from fompi.bench import collectives, peers, rivals
+from fompi.bench import collectives, peers
 from fompi.bench.cluster import Cluster
-from fompi.bench.gloo import Gloo
-from fompi.bench.peers import Case
+from fompi.bench.peers import OPERATIONS, Case
+from fompi.bench.rivals import plain_mpi
+from fompi.bench.rivals.gloo import Gloo
+from fompi.bench.rivals.messages import Messages
 from fompi.tuning.rounds import relative_error
 
 MAKERS = {
-    "blocking": rivals.blocking,
-    "pairwise": rivals.pairwise,
-    **{f"pairwise {s}": partial(rivals.pairwise, slices=s) for s in (2, 4)},
-    "pairwise 4, window 1": partial(rivals.pairwise, slices=4, window=1),
-    **{f"native {s}": partial(rivals.native_slices, slices=s) for s in (1, 2, 4)},
-    "native 4, window 1": partial(rivals.native_slices, slices=4, window=1),
+    "blocking": plain_mpi.blocking,
+    "pairwise": plain_mpi.pairwise,
+    **{f"pairwise {s}": partial(plain_mpi.pairwise, slices=s) for s in (2, 4)},
+    "pairwise 4, window 1": partial(plain_mpi.pairwise, slices=4, window=1),
+    **{f"native {s}": partial(plain_mpi.native_slices, slices=s) for s in (1, 2, 4)},
+    "native 4, window 1": partial(plain_mpi.native_slices, slices=4, window=1),
 }
 
 
@@ -30,24 +32,24 @@ def case(operation, size):
     return Case(operation, m=8 * size * size, n=5, k=7)
 
 
-def meant(operation, comm):
-    """The reference of the benchmark, against the reference of the library."""
-    this = case(operation, comm.size)
-    return this.operands(comm.rank, comm.size), this.reference(comm.rank, comm.size)
+def operands_and_reference(operation, comm):
+    """The operands of this rank, and its result as the benchmark computes it."""
+    benchmark = case(operation, comm.size)
+    return benchmark.operands(comm.rank, comm.size), benchmark.reference(comm.rank, comm.size)
 
 
-@pytest.mark.parametrize("operation", rivals.OPERATIONS)
-def test_the_reference_is_the_meaning(world, operation):
-    (x, w), reference = meant(operation, world)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_reference_is_the_result_of_fompi(world, operation):
+    (x, w), reference = operands_and_reference(operation, world)
     y = getattr(fompi, operation)(x, w, comm=world)
     assert relative_error(y, reference) < 1e-6
 
 
-@pytest.mark.parametrize("operation", rivals.OPERATIONS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_rivals_are_right(comm, operation, name):
-    """And follow what x holds at each call."""
-    (x, w), reference = meant(operation, comm)
+    """Each call uses the current content of x."""
+    (x, w), reference = operands_and_reference(operation, comm)
     rival = MAKERS[name](operation, comm, x, w)
     for factor in (1.0, 2.0, -3.0):
         x *= factor
@@ -56,39 +58,39 @@ def test_rivals_are_right(comm, operation, name):
     rival.close()
 
 
-@pytest.mark.parametrize("operation", rivals.OPERATIONS)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_rivals_refuse_rows_that_do_not_divide(comm, operation):
     x, w = np.ones((3, 2), np.float32), np.ones((2, 2), np.float32)
     with pytest.raises(LayoutError, match=f"{operation}: 3 rows do not divide by"):
-        rivals.pairwise(operation, comm, x, w, 2 * comm.size)
+        plain_mpi.pairwise(operation, comm, x, w, 2 * comm.size)
 
 
 def test_a_rival_s_helper_polls_only_for_messages(comm):
-    """As ours: each poll takes the core from the kernel."""
-    messages = rivals.Messages(comm, 2)
-    sent, into, came = np.ones(3), np.zeros(3), []
+    """The helper of fompi does the same, because each poll takes the core from the kernel."""
+    messages = Messages(comm, 2)
+    sent, into, sums = np.ones(3), np.zeros(3), []
     with messages.kernel():
         sleep(0.05)
     assert messages.polls == 0
-    messages.receive(into, (comm.rank - 1) % comm.size, 0, lambda: came.append(into.sum()))
+    messages.receive(into, (comm.rank - 1) % comm.size, 0, lambda: sums.append(into.sum()))
     messages.send(sent, (comm.rank + 1) % comm.size, 0)
     comm.Barrier()
     with messages.kernel():
         end = perf_counter() + 10
-        while not came and perf_counter() < end:
+        while not sums and perf_counter() < end:
             sleep(1e-3)
-    assert came == [3.0]
+    assert sums == [3.0]
     messages.finish()
     messages.close()
 
 
 def test_gloo_is_right(comm, monkeypatch):
-    """Blocking and in slices."""
+    """The blocking form, and the form in slices."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with Cluster(comm) as cluster:
         gloo = Gloo(comm, cluster.rendezvous())
-        for operation in rivals.OPERATIONS:
-            (x, w), reference = meant(operation, comm)
+        for operation in OPERATIONS:
+            (x, w), reference = operands_and_reference(operation, comm)
             for make in (gloo.blocking, partial(gloo.slices, 2), partial(gloo.slices, 4)):
                 rival = make(operation, x, w)
                 for _ in range(2):
@@ -96,13 +98,13 @@ def test_gloo_is_right(comm, monkeypatch):
         gloo.close()
 
 
-def test_a_peer_that_one_rank_cannot_start_is_absent_on_all(comm):
+def test_a_peer_that_one_rank_cannot_start_is_skipped_on_all(comm):
     def start():
         if comm.rank == comm.size - 1:
             raise RuntimeError("no such interface\nand more")
 
-    assert peers._said(comm, start) == "RuntimeError: no such interface"
-    assert peers._said(comm, lambda: None) == ""
+    assert peers.failure(comm, start) == "RuntimeError: no such interface"
+    assert peers.failure(comm, lambda: None) == ""
 
 
 def test_a_cluster_of_one_host(comm):
@@ -116,13 +118,13 @@ def test_a_cluster_of_one_host(comm):
 
 @pytest.mark.parametrize("operation", collectives.OPERATIONS)
 def test_collectives_are_compared_with_the_native_ones(world, operation):
-    """A row of the suite, small: every candidate agrees with the reference to the last bit."""
+    """One small row of the suite. Every candidate has the same bits as the reference."""
     with Cluster(world.link.comm) as cluster:
         row = collectives.measured(world, cluster, operation, 4 * collectives.COLUMNS * 16 * world.size, rounds=2)
     assert row.base == "native" and set(row.errors.values()) == {0.0} and row.errors.keys() == row.samples.keys()
     left_out = "ring" if operation == "all_to_all" else "pairwise"
-    ours = {name for name, how in collectives.CANDIDATES.items() if how["schedule"] != left_out}
-    assert len(ours) >= 7
-    assert row.samples.keys() == {"native", collectives.CALLED} | ours
+    candidates = {name for name, how in collectives.CANDIDATES.items() if how["schedule"] != left_out}
+    assert len(candidates) >= 7
+    assert row.samples.keys() == {"native", collectives.DEFAULT} | candidates
     (figure,) = row.figures
     assert figure.reached is None and figure.name.startswith("native / fompi")

@@ -1,4 +1,4 @@
-"""Operations in flight: started, asked, waited for in any order, from many threads."""
+"""Operations in flight: started, polled and waited for in any order, from many threads."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_start_and_wait(world):
     np.testing.assert_array_equal(pending.result, y)
 
 
-def test_done_drives(world):
-    """Nobody waits: asking is enough."""
+def test_done_progresses_the_operation(world):
+    """Without wait(), calls of done() finish it."""
     pending = fompi.all_gather_matmul.start(np.full((2, 3), float(world.rank)), np.eye(3), comm=world)
     while not pending.done():
         pass
     np.testing.assert_array_equal(pending.result[:, 0], np.arange(world.size).repeat(2))
 
 
-def test_one_wait_drives_all(world):
+def test_one_wait_progresses_all_operations(world):
     first, *others = [fompi.all_reduce.start(np.full(4, float(i)), comm=world) for i in range(6)]
     others[-1].wait()
     for i, pending in enumerate((first, *others)):
@@ -40,8 +40,8 @@ def test_one_wait_drives_all(world):
         assert (pending.result == i * world.size).all()
 
 
-def test_wait_for_some_time(world, comm):
-    """The operation goes on after a wait that was too short."""
+def test_wait_with_a_timeout(world, comm):
+    """The operation goes on after a wait that has timed out."""
     if world.rank == 0 and world.size > 1:
         pending = fompi.all_reduce.start(np.ones(3), comm=world)
         with pytest.raises(TimeoutError, match=r"all_reduce is not finished after 0\.05 s"):
@@ -57,25 +57,25 @@ def test_wait_for_some_time(world, comm):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_in_flight_waited_for_in_any_order(world, schedule):
-    """Started in one order on all ranks, finished in another on each; the library's collectives among them."""
+    """All ranks start in the same order. Each waits in its own order. Some calls use the library's collectives."""
     draw = Random(world.rank)
     pending = []
     for i in range(24):
-        how = {"schedule": schedule, "slices": 2 if schedule == "sliced" else None, "comm": world}
+        options = {"schedule": schedule, "slices": 2 if schedule == "sliced" else None, "comm": world}
         x = np.full((world.size, 2), float(i))
         operation = (fompi.all_reduce, fompi.all_gather, fompi.reduce_scatter, fompi.broadcast)[i % 4]
-        pending.append((i, operation.start(x, **how)))
+        pending.append((i, operation.start(x, **options)))
         if draw.random() < 0.2:
             pending[draw.randrange(len(pending))][1].done()
     draw.shuffle(pending)
-    for i, one in pending:
-        y = one.wait()
+    for i, operation in pending:
+        y = operation.wait()
         assert (y == i * (world.size if i % 2 == 0 else 1)).all(), i
         assert len(y) == (world.size, world.size**2, 1, world.size)[i % 4]
 
 
 def test_the_library_s_collectives_start_in_one_order(world):
-    """Agreements may end in any order; sums of equal shape that start in another on some rank would swap silently."""
+    """Handshakes may end in any order. Sums of equal shape are mixed up if ranks start them in different orders."""
     draw = Random(world.rank)
     for repeat in range(20):
         pending = []
@@ -110,14 +110,14 @@ def test_record_collects_the_traces(world):
     with world.record() as traces:
         fompi.all_reduce(np.ones(3), comm=world)
         pending = [fompi.all_gather.start(np.ones(3), comm=world) for _ in range(2)]
-        for one in pending:
-            one.wait()
+        for operation in pending:
+            operation.wait()
     fompi.all_reduce(np.ones(3), comm=world)
     assert sorted(trace.title.split()[0] for trace in traces) == ["all_gather", "all_gather", "all_reduce"]
 
 
-def test_nobody_holds_it(world):
-    """A Pending that is dropped goes on, and its memory comes back."""
+def test_a_pending_that_the_program_drops(world):
+    """The operation goes on, and its memory is given back."""
     gc.collect()
     before = world.engine.arena.stats().lent_nbytes
     for _ in range(10):
@@ -131,7 +131,7 @@ def test_nobody_holds_it(world):
 
 
 def test_threads_on_communicators_of_their_own(world):
-    """Each thread has its own communicator and program; any of them drives all."""
+    """Each thread has its own communicator and program. Each thread that waits progresses the calls of all."""
     communicators = [world.split(0, world.rank, f"thread {i}") for i in range(4)]
     failed = []
 
@@ -163,8 +163,8 @@ def test_threads_on_communicators_of_their_own(world):
     assert not failed, failed[0]
 
 
-def test_started_here_waited_for_there(world):
-    """A Pending may be waited for on another thread, as autograd and XLA do."""
+def test_start_and_wait_on_different_threads(world):
+    """Autograd and XLA wait on threads of their own."""
     results = {}
     pending = {i: fompi.all_reduce.start(np.full(3, float(i)), comm=world) for i in range(6)}
     threads = [threading.Thread(target=lambda i=i: results.update({i: pending[i].wait()})) for i in pending]
@@ -176,7 +176,7 @@ def test_started_here_waited_for_there(world):
 
 
 def test_bound_operations_on_threads(world):
-    """Different executors of one communicator, each on its own thread, in whatever order they come."""
+    """Three executors of one communicator, each on its own thread, in any order."""
     spec = fompi.Spec((40,), "float64", fompi.Partial())
     plan = fompi.plan(fompi.all_reduce, spec, ranks=world.size, schedule="ring")
     inputs = [np.empty(40) for _ in range(3)]
@@ -201,8 +201,8 @@ def test_bound_operations_on_threads(world):
     assert not failed, failed[0]
 
 
-def test_no_false_alarm_after_a_long_computation(world, monkeypatch):
-    """The deadline counts from the beginning of the wait, not from the start of what is waited for."""
+def test_no_timeout_after_a_long_computation(world, monkeypatch):
+    """The deadline counts from the beginning of the wait, not from the start of the operation."""
     monkeypatch.setattr(world.engine, "timeout", 1.5)
     pending = fompi.all_reduce.start(np.ones(3), comm=world) if world.rank == 0 else None
     time.sleep(1.6 if world.rank == 0 else 1.7)
@@ -211,8 +211,8 @@ def test_no_false_alarm_after_a_long_computation(world, monkeypatch):
     assert (pending.wait() == world.size).all()
 
 
-def test_binding_beside_a_collective_in_flight(world):
-    """Some ranks have started the library's collective when they bind another one, and some have not."""
+def test_bind_and_split_with_a_collective_in_flight(world):
+    """Some ranks have already started the library's collective when they bind or split, and some have not."""
     draw = Random(world.rank)
     x, w = np.full((64, 64), float(world.rank)), np.ones((64, 64))
     total = 64.0 * sum(range(world.size))

@@ -1,4 +1,4 @@
-"""What chooses for a call: a machine that is calibrated, FOMPI_MACHINE, the rule. No figure is judged."""
+"""The schedule of a call: by a calibrated machine, by FOMPI_MACHINE, or by the rule. No measured time is checked."""
 
 from __future__ import annotations
 
@@ -16,58 +16,59 @@ from fompi.model.machine import Machine
 from fompi.ops import operation
 from fompi.tuning.calibrate import slowdown
 from fompi.tuning.links import Messages
+from fompi.tuning.rounds import meet
 
 pytestmark = [
-    pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores say nothing new, slowly"),
+    pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores would be slow and test nothing new"),
     pytest.mark.usefixtures("few_rounds"),
 ]
 
 
 @pytest.mark.timeout(100)
 def test_calibrate(own, comm, tmp_path):
-    said = []
-    machine = fompi.calibrate(own, said.append)
+    steps = []
+    machine = fompi.calibrate(own, steps.append)
     assert comm.allgather(machine) == [machine] * own.size
     assert machine.flops_rate > 1e8 and machine.memory_rate > 1e7 and 0 < machine.overhead < 1e-2
     if own.size > 1:
         assert machine.latency > 0 and machine.curve and len(machine.natives) == 5
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine and machine.source.startswith("measured ")
-    assert said[0] == "kernels"
-    explained, *_ = scatter(own, machine=machine)
-    assert explained.winner.seconds > 0
-    slower = slowdown(fit.at_speed(machine, 1e-3), own)
+    assert steps[0] == "kernels"
+    explanation, *_ = scatter(own, machine=machine)
+    assert explanation.winner.seconds > 0
+    slower = slowdown(fit.slowed(machine, 1e-3), own)
     assert slower > 10 and comm.allgather(slower) == [slower] * own.size
 
 
 @pytest.mark.timeout(100)
-def test_calibrate_where_hosts_differ(own, comm, monkeypatch):
-    """One host has a core to spare, another one none: the ranks measure the same all the same."""
-    calibrated = import_module("fompi.tuning.calibrate")
-    monkeypatch.setattr(calibrated.launch, "cores_per_rank", lambda: 2.0 if own.rank == 0 else 1.0)
+def test_calibrate_on_different_hosts(own, comm, monkeypatch):
+    """One host has more cores per rank than another. All ranks still measure the same."""
+    calibrate = import_module("fompi.tuning.calibrate")
+    monkeypatch.setattr(calibrate.launcher, "cores_per_rank", lambda: 2.0 if own.rank == 0 else 1.0)
     machine = fompi.calibrate(own)
     assert comm.allgather(machine) == [machine] * own.size and (own.size == 1 or machine.lanes == 1)
 
 
 def test_a_shared_link_is_measured_one_way(own, comm):
-    """With a message the other way its acknowledgements wait behind data, and a slow link looks slower than it is."""
+    """With a message the other way, acknowledgements would wait behind data, and the link would seem slower."""
     if own.size == 1:
         return
     messages = Messages(own, own.link)
-    messages._alone((0, own.size - 1), 1000)
+    messages._one_way((0, own.size - 1), 1000)
     assert comm.allgather(int(messages.inbox.sum())) == [0] * (own.size - 1) + [1000]
 
 
-def test_calibrate_is_called_on_all_ranks(own):
-    """Something else on one rank is an error on all of them, not a wait."""
+def test_calibrate_must_be_called_on_all_ranks(own):
+    """If one rank calls something else, all ranks raise an error instead of waiting."""
     if own.size == 1:
         return
     with pytest.raises(fompi.MismatchError, match="calibrate"):
         fompi.calibrate(own) if own.rank else fompi.all_reduce(np.ones(3), comm=own)
 
 
-def test_the_machine_of_the_environment_chooses(own, machine):
-    """Calls of about the same size are done alike, whatever each rank would think of it."""
+def test_calls_choose_by_the_machine_of_the_communicator(own, machine):
+    """FOMPI_MACHINE sets it."""
     own.machine = machine
     size = own.size
     with own.record() as traces:
@@ -77,19 +78,19 @@ def test_the_machine_of_the_environment_chooses(own, machine):
     assert len(traces) == 2
     if size > 1:
         sums = Spec((12 * size,), "float64", Partial())
-        explained = fompi.explain(fompi.all_reduce, sums, ranks=size, machine=machine)
-        assert explained.winner.candidate.schedule in traces[0].title
+        explanation = fompi.explain(fompi.all_reduce, sums, ranks=size, machine=machine)
+        assert explanation.winner.candidate.schedule in traces[0].title
 
 
-def test_an_all_to_all_is_chosen_by_how_much_it_moves_in_all(own, machine, monkeypatch):
-    """Each rank tells how many rows it has, to a power of two: all choose alike, whatever their own part is."""
-    own.machine, asked, choose = machine, [], operation.choose
+def test_an_all_to_all_is_chosen_by_the_rows_of_all_ranks(own, machine, monkeypatch):
+    """Each rank sends how many rows it has, to a power of two. So all ranks choose the same."""
+    own.machine, chosen, choose = machine, [], operation.choose
 
-    def noted(problem, rows, *rest):
-        asked.append((rows, choose(problem, rows, *rest)))
-        return asked[-1][1]
+    def recorded(problem, rows, *rest):
+        chosen.append((rows, choose(problem, rows, *rest)))
+        return chosen[-1][1]
 
-    monkeypatch.setattr(operation, "choose", noted)
+    monkeypatch.setattr(operation, "choose", recorded)
     x, w = whole((3 * (own.rank + 1), 3), own.rank), whole((3, 4), 5)
     counts = [3 * (own.rank + 1) if dest == 0 else 0 for dest in range(own.size)]
     y = fompi.all_to_all_matmul(x, w, counts=counts, comm=own)
@@ -97,13 +98,13 @@ def test_an_all_to_all_is_chosen_by_how_much_it_moves_in_all(own, machine, monke
         assert np.array_equal(y, np.concatenate([whole((3 * (r + 1), 3), r) for r in range(own.size)]) @ w)
     total = sum(1 << (3 * (r + 1)).bit_length() - 1 for r in range(own.size))
     if own.size > 1:
-        assert [rows for rows, _ in asked] == [total] and len(set(own.link.comm.allgather(asked[0]))) == 1
+        assert [rows for rows, _ in chosen] == [total] and len(set(own.link.comm.allgather(chosen[0]))) == 1
 
 
-def test_large_products_are_dealt_out_in_slices_over_a_network(own, monkeypatch):
-    """Also where ranks have other numbers of rows: they tell each other how many, about."""
+def test_large_products_are_cut_into_slices_over_a_network(own, monkeypatch):
+    """The ranks have different numbers of rows, and exchange them to a power of two."""
     own.network, own.crowded, chosen, choose = own.size > 1, False, [], operation.choose
-    monkeypatch.setattr(operation, "choose", lambda *asked: chosen.append(choose(*asked)) or chosen[-1])
+    monkeypatch.setattr(operation, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
     x, w = np.ones((128 * own.size**2 + own.rank, 2)), np.ones((2, 2048))
     counts = [len(x) - 128 * (own.size - 1)] + [128] * (own.size - 1)
     y = fompi.matmul_all_to_all(x, w, counts=counts, comm=own)
@@ -113,33 +114,33 @@ def test_large_products_are_dealt_out_in_slices_over_a_network(own, monkeypatch)
 
 
 @pytest.mark.parametrize(("more", "schedule"), [(1, "pairwise"), (300, "direct")])
-def test_a_plain_all_to_all_goes_in_slices_over_a_network(own, more, schedule):
-    """Two under way at a time, where there are several peers; in step, unless a rank has far more for one of them."""
+def test_a_plain_all_to_all_is_cut_into_slices_over_a_network(own, more, schedule):
+    """With several peers two slices are in flight at a time: by `pairwise`, or `direct` if the rows are uneven."""
     own.network, own.crowded = own.size > 1, False
     x = np.arange((512 * own.size + more * own.rank) * 256.0).reshape(-1, 256) + own.rank
     counts = [len(x) - 512 * (own.size - 1)] + [512] * (own.size - 1)
-    everyone = own.link.comm.allgather((x, counts))
+    of_all_ranks = own.link.comm.allgather((x, counts))
     y = fompi.all_to_all(x, counts=counts, comm=own)
-    parts = [np.split(given, np.cumsum(cut)[:-1])[own.rank] for given, cut in everyone]
+    parts = [np.split(rows, np.cumsum(counts)[:-1])[own.rank] for rows, counts in of_all_ranks]
     assert np.array_equal(y, np.concatenate(parts))
-    (made,) = (found.plan for found in own.plans.values())
-    assert (made.schedule, made.parts, made.window) == ((schedule, 8, 2) if own.size > 2 else ("direct", 1, None))
+    (plan,) = (program.plan for program in own.plans.values())
+    assert (plan.schedule, plan.parts, plan.window) == ((schedule, 8, 2) if own.size > 2 else ("direct", 1, None))
 
 
-def test_ranks_keep_in_step_on_a_machine_only_where_all_have_about_as_much(own, machine, monkeypatch):
-    own.machine, asked, choose = machine, [], operation.choose
-    monkeypatch.setattr(operation, "choose", lambda *given: asked.append(given[-1]) or choose(*given))
+def test_ranks_exchange_whether_an_all_to_all_is_even(own, machine, monkeypatch):
+    own.machine, even, choose = machine, [], operation.choose
+    monkeypatch.setattr(operation, "choose", lambda *args: even.append(args[-1]) or choose(*args))
     for more in (0, 1000):
         x = np.arange((512 * own.size + more) * 4.0).reshape(-1, 4) + own.rank
         counts = [512] * (own.size - 1) + [512 + more]
         y = fompi.all_to_all(x, counts=counts, comm=own)
         assert len(y) == 512 * own.size + more * own.size * (own.rank == own.size - 1)
     if own.size > 1:
-        assert asked == [True, own.size == 2]
+        assert even == [True, own.size == 2]
 
 
-def test_columns_that_differ_take_the_rule(own, machine):
-    """Ranks with other weights might choose differently by the model: none of them does."""
+def test_ranks_with_different_columns_take_the_rule(own, machine):
+    """By the model they might choose different schedules."""
     own.machine = machine
     x, w = whole((4, 5), own.rank), whole((5, 1000 if own.rank else 1), 7)
     y = fompi.all_gather_matmul(x, w, comm=own)
@@ -147,15 +148,14 @@ def test_columns_that_differ_take_the_rule(own, machine):
 
 
 def test_a_measurement_has_a_deadline(own, comm, monkeypatch):
-    """Somebody does not come: an error that says so, in place of a core that spins for ever."""
+    """If another rank does not come, a rank raises an error instead of waiting forever."""
     if own.size == 1:
         return
-    calibrated = import_module("fompi.tuning.calibrate")
     monkeypatch.setenv("FOMPI_TIMEOUT", "0.3")
     private = comm.Dup()
     if own.rank == 0:
-        with pytest.raises(fompi.WaitTimeout, match=r"not all ranks came to a measurement within 0\.3 s"):
-            calibrated.meet(private)
+        with pytest.raises(fompi.WaitTimeout, match=r"not all ranks reached a measurement within 0\.3 s"):
+            meet(private)
         monkeypatch.setattr(own.engine, "timeout", 0.3)
         messages = Messages(own, own.link)
         with pytest.raises(fompi.WaitTimeout, match="to measure a link"):
@@ -167,5 +167,5 @@ def test_a_measurement_has_a_deadline(own, comm, monkeypatch):
         private.Send(np.zeros(1), 0, 7)
     comm.Barrier()
     if own.rank:
-        private.Ibarrier().Wait()  # what rank 0 has begun ends
+        private.Ibarrier().Wait()  # completes the barrier that rank 0 has started
     comm.Barrier()

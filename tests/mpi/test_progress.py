@@ -1,4 +1,4 @@
-"""Who moves messages when nobody calls fompi: the helper thread, beside a program that sleeps, computes, or waits."""
+"""Progress by the helper thread while the program sleeps, computes, or waits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from fompi.ops.operation import Pending
 from fompi.runtime.program import Run
 
 SECONDS = 20
+"""How long a test waits for an operation to finish."""
 
 
 @pytest.fixture
 def helped(world):
-    """A communicator in a process that has a helper thread."""
+    """The Communicator of all ranks, in a process with a helper thread."""
     if world.engine.helper is None:
-        pytest.skip(f"nobody moves messages here: {world.engine.progress_mode}")
+        pytest.skip(f"there is no helper thread: the mode is {world.engine.progress_mode}")
     return world
 
 
 @pytest.fixture
 def switching():
-    """Threads that take turns often."""
+    """Make Python switch between threads often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -37,7 +38,7 @@ def switching():
 
 
 def is_finished(operation):
-    """Without moving it."""
+    """True if the operation is finished. Makes no progress."""
     try:
         _ = operation.result if hasattr(operation, "result") else operation.proof
     except fompi.StateError:
@@ -55,22 +56,23 @@ def compute():
         a = a @ a / 200
 
 
-def test_who_waits_leaves_the_core_to_others(world):
-    """For a rank that comes late: a wait takes a part of the time of a core, not all of it."""
+def test_a_wait_gives_the_core_to_others(world):
+    """A wait for a late rank uses only a part of the time of a core."""
     if world.size == 1:
         return
     x = np.ones(3)
     fompi.all_reduce(x, comm=world)
     world.link.comm.Barrier()
-    begun, spent = time.monotonic(), time.process_time()
+    begun, cpu_begun = time.monotonic(), time.process_time()
     if world.rank == world.size - 1:
         time.sleep(0.5)
     fompi.all_reduce(x, comm=world)
-    waited, spent = time.monotonic() - begun, time.process_time() - spent
-    assert world.rank == world.size - 1 or spent < 0.6 * waited
+    waited, cpu_seconds = time.monotonic() - begun, time.process_time() - cpu_begun
+    assert world.rank == world.size - 1 or cpu_seconds < 0.6 * waited
 
 
-def comes_to_an_end(operation, work):
+def finishes_during(operation, work):
+    """Call `work()` until the operation is finished. False if it does not finish within `SECONDS`."""
     end = time.monotonic() + SECONDS
     while not is_finished(operation) and time.monotonic() < end:
         work()
@@ -86,40 +88,40 @@ def sum_plan(world, elements, schedule="ring"):
 @pytest.mark.parametrize("work", [sleep, compute])
 @pytest.mark.parametrize("schedule", ["ring", "direct", "unfused"])
 def test_an_operation_ends_while_the_program_does_something_else(helped, schedule, work):
-    """Agreement, messages and sums: all of it happens behind the program's back."""
+    """The helper does the handshake, the messages and the sums."""
     x = np.full((helped.size, 30_000), helped.rank + 1.0)
     pending = fompi.all_reduce.start(x, comm=helped, schedule=schedule)
-    assert comes_to_an_end(pending, work), "only the program moves it"
+    assert finishes_during(pending, work), "the helper does not move it"
     assert (pending.result == sum(range(1, helped.size + 1))).all()
 
 
 @pytest.mark.parametrize("work", [sleep, compute])
-def test_a_bound_operation_too(helped, work):
+def test_a_bound_operation_ends_while_the_program_does_something_else(helped, work):
     x = np.empty(50_000)
     with fompi.bind(sum_plan(helped, 50_000), comm=helped, x=x) as step:
         for call in range(3):
             x[...] = call + helped.rank
             step.start()
-            assert comes_to_an_end(step, work), "only the program moves it"
+            assert finishes_during(step, work), "the helper does not move it"
             assert (step.wait() == sum(range(helped.size)) + helped.size * call).all()
 
 
 def blocks_by_rank(world):
-    """A ring that gathers and multiplies, and operands of a rank; each block holds the number of its rank."""
+    """A plan of an all-gather-matmul by ring, and the operands of this rank. Each block holds its rank's number."""
     specs = Spec((512 * world.size, 64), "float32", Shard(0)), Spec((64, 256 * world.size), "float32", Shard(1))
     plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=world.size, schedule="ring")
     return plan, np.full((512, 64), world.rank, np.float32), np.ones((64, 256), np.float32)
 
 
-def test_messages_move_behind_a_long_kernel(helped):
-    """The block of the next rank is there before our own is multiplied, which takes all of the program's time."""
+def test_messages_move_during_a_long_kernel(helped):
+    """All other blocks have arrived before the kernel on the own block ends."""
     n, done = helped.size, {}
     if n == 1:
         pytest.skip("no messages")
 
     def matmul(reads, writes):
         if np.shares_memory(reads[0], x) or (reads[0] == helped.rank).all():
-            helped.link.comm.Barrier()  # all have begun
+            helped.link.comm.Barrier()  # all ranks have begun
             time.sleep(0.4)
             done["own"] = time.perf_counter()
         np.matmul(*reads, out=writes[0])
@@ -128,12 +130,12 @@ def test_messages_move_behind_a_long_kernel(helped):
     with fompi.bind(plan, comm=helped, x=x, w=w, kernels={"matmul": matmul}) as step:
         y = step()
         arrived = [e.end for e in step.trace.events if e.lane.startswith("recv")]
-        assert len(arrived) == n - 1 and max(arrived) < done["own"], "messages rest while a kernel runs"
+        assert len(arrived) == n - 1 and max(arrived) < done["own"], "no message moves while a kernel runs"
     np.testing.assert_array_equal(y[:, 0], 64.0 * np.arange(n).repeat(512))
 
 
-def test_messages_move_behind_the_products_of_a_call_that_nobody_waits_for(helped, monkeypatch):
-    """As where each rank has two cores: one thread multiplies, the other one polls, and the program sleeps."""
+def test_messages_move_during_products_of_a_call_that_no_thread_waits_for(helped, monkeypatch):
+    """With two cores per rank one thread multiplies, another thread polls, and the program sleeps."""
     monkeypatch.setattr(helped.engine.helper, "worker", progress.Worker())
     n, threads, done = helped.size, set(), {}
 
@@ -148,25 +150,27 @@ def test_messages_move_behind_the_products_of_a_call_that_nobody_waits_for(helpe
     with fompi.bind(plan, comm=helped, x=x, w=w, kernels={"matmul": matmul}) as step:
         helped.link.comm.Barrier()
         step.start()
-        assert comes_to_an_end(step, sleep), "only the program moves it"
+        assert finishes_during(step, sleep), "the helper does not move it"
         y = step.wait()
         arrived = [e.end for e in step.trace.events if e.lane.startswith("recv")]
-        assert len(arrived) == n - 1 and all(end < done["own"] for end in arrived), "messages rest while a kernel runs"
+        assert len(arrived) == n - 1 and all(end < done["own"] for end in arrived), (
+            "no message moves while a kernel runs"
+        )
     assert threads == {"fompi compute"}
     np.testing.assert_array_equal(y[:, 0], 64.0 * np.arange(n).repeat(512))
     pending = fompi.all_gather_matmul.start(x, w, comm=helped)
-    assert comes_to_an_end(pending, sleep) and (np.asarray(pending.result) == y).all()
+    assert finishes_during(pending, sleep) and (np.asarray(pending.result) == y).all()
 
 
 def test_the_program_runs_the_products_of_a_call_that_it_waits_for(helped, monkeypatch):
-    """Never the helper, which would share a core with the next product, even if it comes first."""
-    n, threads, begin = helped.size, set(), Run.start
+    """The helper never runs one, not even the first: it would share a core with the next product."""
+    n, threads, start = helped.size, set(), Run.start
 
-    def slowly(*args):
-        begin(*args)
-        time.sleep(5e-3)  # the helper stands at the engine's lock by now
+    def start_slowly(*args):
+        start(*args)
+        time.sleep(5e-3)  # in this time the helper reaches the engine's lock
 
-    monkeypatch.setattr(Run, "start", slowly)
+    monkeypatch.setattr(Run, "start", start_slowly)
 
     def matmul(reads, writes):
         threads.add(threading.current_thread().name)
@@ -181,8 +185,8 @@ def test_the_program_runs_the_products_of_a_call_that_it_waits_for(helped, monke
     assert threads == {threading.current_thread().name}
 
 
-def test_what_the_library_moves_by_itself(world):
-    """A share, or why there is none, and the same on all ranks; soon."""
+def test_the_share_that_the_library_moves_by_itself(world):
+    """`measure_native` returns a share, or a reason why there is none. It is the same on all ranks."""
     begun = time.monotonic()
     with fompi.Communicator(name="probe") as other:
         native = progress.measure_native(other.link)
@@ -190,26 +194,26 @@ def test_what_the_library_moves_by_itself(world):
     if world.size == 1:
         assert native.skipped == "there is one rank"
     elif native.share is None:
-        assert native.skipped.endswith("too quick to tell") and native.seconds < progress.TELLING_SECONDS
+        assert native.skipped.endswith("too short to measure") and native.seconds < progress.SHORTEST_SECONDS
     else:
-        assert 0 <= native.share <= 1 and native.seconds >= progress.TELLING_SECONDS and not native.skipped
+        assert 0 <= native.share <= 1 and native.seconds >= progress.SHORTEST_SECONDS and not native.skipped
     assert len(set(world.link.comm.allgather(native))) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ threads
 
 
-def test_many_threads_drive_at_once(world, switching):
-    """Started in one order; waited for, and asked, on any of four threads, while the helper works too."""
-    draw, failed = Random(world.rank), []
+def test_many_threads_make_progress_at_once(world, switching):
+    """Operations start in one order. Four threads wait for them in other orders, while the helper works too."""
+    rng, failed = Random(world.rank), []
     sums = [fompi.bind(sum_plan(world, 100 + i), comm=world, x=np.full(100 + i, float(i))) for i in range(4)]
 
     def drive(thread, waiting):
         try:
-            mine = Random(10 * world.rank + thread)
-            mine.shuffle(waiting)
+            thread_rng = Random(10 * world.rank + thread)
+            thread_rng.shuffle(waiting)
             for i, pending in waiting:
-                for _ in range(mine.randrange(3)):
+                for _ in range(thread_rng.randrange(3)):
                     pending.done()
                 assert (pending.wait() == i * world.size).all(), i
             for call in range(3):
@@ -222,7 +226,7 @@ def test_many_threads_drive_at_once(world, switching):
         for i in range(24):
             schedule = ("auto", "unfused", "ring", "direct")[i % 4]
             started.append((i, fompi.all_reduce.start(np.full(5 + 50 * i, float(i)), comm=world, schedule=schedule)))
-        draw.shuffle(started)
+        rng.shuffle(started)
         threads = [threading.Thread(target=drive, args=(t, started[t::4])) for t in range(4)]
         for thread in threads:
             thread.start()
@@ -244,19 +248,19 @@ def test_one_operation_waited_for_by_many_threads(world, switching):
         assert len(results) == 4 and all((y == repeat * world.size).all() for y in results)
 
 
-def test_what_is_finished_is_recorded(helped, monkeypatch):
-    """Whoever finishes a call, its trace is there for who sees that it is finished."""
+def test_a_finished_operation_is_recorded(helped, monkeypatch):
+    """The trace is in the list before the operation is marked as finished, also if the helper finishes it."""
     note = Pending._note
 
-    def slow(*args):
+    def note_slowly(*args):
         time.sleep(0.02)
         note(*args)
 
-    monkeypatch.setattr(Pending, "_note", slow)
+    monkeypatch.setattr(Pending, "_note", note_slowly)
     for _ in range(3):
         with helped.record() as traces:
             pending = fompi.all_reduce.start(np.ones(1000), comm=helped, schedule="ring")
-            assert comes_to_an_end(pending, lambda: time.sleep(1e-3))
+            assert finishes_during(pending, lambda: time.sleep(1e-3))
             assert len(traces) == 1
 
 
@@ -264,8 +268,8 @@ def test_what_is_finished_is_recorded(helped, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_kernel_that_fails_behind_the_program_s_back(helped, kind):
-    """The error is kept for who waits; the others are told by the helper as well; the next call goes on."""
+def test_a_kernel_that_fails_in_the_helper(helped, kind):
+    """The wait raises the error. The helper sends it to the other ranks. The next call works."""
     last, failing, threads = helped.rank == helped.size - 1, False, set()
 
     def matmul(reads, writes):
@@ -283,20 +287,20 @@ def test_a_kernel_that_fails_behind_the_program_s_back(helped, kind):
             failing = call % 2 == 1
             step.start()
             end = time.monotonic() + SECONDS
-            while step._run.left and time.monotonic() < end:
+            while step._run.unfinished and time.monotonic() < end:
                 time.sleep(1e-3)
             if failing:
                 with pytest.raises(kind if last else fompi.PeerError, match="a bad product"):
                     step.wait()
             else:
-                assert comes_to_an_end(step, sleep)
+                assert finishes_during(step, sleep)
                 assert (step.wait() == 3 * n).all()
     assert threads == {"fompi progress" if helped.engine.helper.worker is None else "fompi compute"}
     assert (fompi.all_reduce(np.ones(3), comm=helped) == n).all()
 
 
 def test_an_interrupt_in_a_kernel(world):
-    """It reaches the program that runs the kernel; the others get a PeerError, and the communicator goes on."""
+    """The program that runs the kernel gets it, the other ranks get a PeerError. The communicator stays usable."""
     last = world.rank == world.size - 1
 
     def add(reads, writes):

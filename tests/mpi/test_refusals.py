@@ -1,4 +1,4 @@
-"""Bad input: a typed error on every rank before any payload moves, outputs untouched, and the next call works."""
+"""Wrong input: all ranks raise a typed error before data moves, outputs keep their values, and later calls work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ UNTOUCHED = 99.0
 
 
 @pytest.fixture(autouse=True)
-def goes_on_working(world):
-    """After every test the communicator does what it did before, and nothing is left in flight."""
+def later_calls_work(world):
+    """After every test the communicator works as before, and nothing is left in flight."""
     requests = len(world.engine._requests)
     yield
     for schedule in ("auto", "ring", "unfused"):
@@ -29,7 +29,7 @@ def goes_on_working(world):
 
 @pytest.fixture
 def last(world):
-    """Whether this is the one rank that does something else."""
+    """True on the one rank that does something different."""
     return world.rank == world.size - 1
 
 
@@ -38,8 +38,8 @@ def read_only(array):
     return array
 
 
-def expect_disagreement(call, *words):
-    """`call` raises a MismatchError that tells what each rank wants."""
+def expect_mismatch(call, *words):
+    """`call` raises a MismatchError that says what each rank has called."""
     with pytest.raises(fompi.MismatchError) as caught:
         call()
     for word in ("the ranks disagree in call", "of world", *words):
@@ -55,87 +55,83 @@ def expect_disagreement(call, *words):
         (np.ones((2, 3), np.int32), np.ones((2, 3), np.float32), ["int32", "float32"]),
     ],
 )
-def test_other_tensors(world, last, mine, theirs, words):
+def test_tensors_differ(world, last, mine, theirs, words):
     if world.size == 1:
         return
     x = theirs if last else mine
     for operation in (fompi.all_gather, fompi.reduce_scatter, fompi.all_to_all):
-        expect_disagreement(lambda: operation(x, comm=world), operation.name, *words)  # noqa: B023
+        expect_mismatch(lambda: operation(x, comm=world), operation.name, *words)  # noqa: B023
     for operation in (fompi.all_reduce, fompi.broadcast):
-        expect_disagreement(lambda: operation(x, comm=world), operation.name)  # noqa: B023
+        expect_mismatch(lambda: operation(x, comm=world), operation.name)  # noqa: B023
 
 
-def test_other_shapes_of_equal_size(world, last):
+def test_shapes_of_equal_size_differ(world, last):
     if world.size > 1:
         x = np.ones((3, 2) if last else (2, 3))
         for operation in (fompi.all_reduce, fompi.broadcast):
-            expect_disagreement(lambda: operation(x, comm=world), "(3, 2)", "(2, 3)")  # noqa: B023
+            expect_mismatch(lambda: operation(x, comm=world), "(3, 2)", "(2, 3)")  # noqa: B023
 
 
-def test_other_rows_of_what_all_share(world, last):
+def test_rows_of_a_replicated_dimension_differ(world, last):
     if world.size > 1:
         x = np.ones((5 if last else 4, 3))
-        expect_disagreement(lambda: fompi.reduce_scatter(x, comm=world), "rows [")
-        expect_disagreement(lambda: fompi.matmul_reduce_scatter(x, np.eye(3), comm=world), "rows [")
-        expect_disagreement(lambda: fompi.matmul_all_reduce(x, np.eye(3), comm=world), "rows [")
+        expect_mismatch(lambda: fompi.reduce_scatter(x, comm=world), "rows [")
+        expect_mismatch(lambda: fompi.matmul_reduce_scatter(x, np.eye(3), comm=world), "rows [")
+        expect_mismatch(lambda: fompi.matmul_all_reduce(x, np.eye(3), comm=world), "rows [")
 
 
-def test_other_counts(world, last):
+def test_counts_differ(world, last):
     if world.size > 1:
         first, end = [4] + [0] * (world.size - 1), [0] * (world.size - 1) + [4]
         counts = end if last else first
-        expect_disagreement(lambda: fompi.reduce_scatter(np.ones((4, 3)), counts=counts, comm=world), "rows [4")
+        expect_mismatch(lambda: fompi.reduce_scatter(np.ones((4, 3)), counts=counts, comm=world), "rows [4")
 
 
-def test_other_operations(world, last):
-    """The order of calls differs too: the next ones agree again."""
+def test_operations_differ(world, last):
+    """The ranks call two operations in different orders. The call after these agrees again."""
     if world.size == 1:
         return
     x = np.ones((2, 3))
     calls = [fompi.all_gather, fompi.all_reduce]
     for operation in reversed(calls) if last else calls:
-        expect_disagreement(lambda: operation(x, comm=world), "all_gather", "all_reduce")  # noqa: B023
-    expect_disagreement(
+        expect_mismatch(lambda: operation(x, comm=world), "all_gather", "all_reduce")  # noqa: B023
+    expect_mismatch(
         lambda: fompi.all_gather(x, comm=world) if last else fompi.all_gather_matmul(x, np.eye(3), comm=world),
         f"rank {world.size - 1} calls all_gather(",
     )
 
 
-def test_other_schedules_roots_and_biases(world, last):
+def test_schedules_roots_and_biases_differ(world, last):
     if world.size == 1:
         return
     x, w, b = np.ones((2, 3)), np.eye(3), np.ones(3)
-    expect_disagreement(
-        lambda: fompi.all_reduce(x, comm=world, schedule="ring" if last else "direct"), "ring", "direct"
-    )
-    expect_disagreement(
-        lambda: fompi.all_reduce(x, comm=world, slices=2 if last else [1, 2]), "slices 2", "slices (1, 2)"
-    )
-    expect_disagreement(lambda: fompi.broadcast(x, root=int(last), comm=world), "root 0", "root 1")
-    expect_disagreement(lambda: fompi.matmul_all_reduce(x, w, bias=b if last else None, comm=world), "+ b")
+    expect_mismatch(lambda: fompi.all_reduce(x, comm=world, schedule="ring" if last else "direct"), "ring", "direct")
+    expect_mismatch(lambda: fompi.all_reduce(x, comm=world, slices=2 if last else [1, 2]), "slices 2", "slices (1, 2)")
+    expect_mismatch(lambda: fompi.broadcast(x, root=int(last), comm=world), "root 0", "root 1")
+    expect_mismatch(lambda: fompi.matmul_all_reduce(x, w, bias=b if last else None, comm=world), "+ b")
 
 
-def test_three_opinions(world):
-    """The message names all ranks of each."""
+def test_three_groups_of_ranks_differ(world):
+    """The message names the ranks of each group."""
     if world.size >= 3:
         x = np.ones((2, 3 + world.rank % 3))
-        who = "rank 2 calls" if world.size < 6 else "ranks 2, 5 call"
-        expect_disagreement(lambda: fompi.all_gather(x, comm=world), "[:, 3]", "[:, 4]", who)
+        third = "rank 2 calls" if world.size < 6 else "ranks 2, 5 call"
+        expect_mismatch(lambda: fompi.all_gather(x, comm=world), "[:, 3]", "[:, 4]", third)
 
 
-def test_bind_against_call(world, last):
+def test_one_rank_binds_and_the_others_call(world, last):
     if world.size > 1:
         plan = fompi.plan(fompi.all_reduce, fompi.Spec((3,), "float64", fompi.Partial()), ranks=world.size)
         x = np.ones(3)
-        expect_disagreement(
+        expect_mismatch(
             lambda: fompi.bind(plan, comm=world, x=x) if last else fompi.all_reduce(x, comm=world), "calls bind("
         )
 
 
-# ------------------------------------------------------------------------------- one rank cannot do what it is asked
+# --------------------------------------------------------------------------------- one rank refuses its arguments
 
 X, W = np.ones((4, 3)), np.ones((3, 2))
-BAD = [
+WRONG = [
     (fompi.all_gather, ([[1.0, 2.0]],), {}, fompi.TensorError),
     (fompi.all_gather, (np.ones((2, 3), object),), {}, fompi.DtypeError),
     (fompi.all_gather, (np.float64(1.0),), {}, fompi.TensorError),
@@ -168,10 +164,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(BAD)))
-def test_one_rank_is_asked_for_what_cannot_be(world, last, case):
-    """That rank says what is wrong; the others that it refused, and why. On all ranks alike it is the same error."""
-    operation, args, options, error = BAD[case]
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_one_rank_refuses_its_arguments(world, last, case):
+    """That rank raises its error, and the others quote it. The same arguments on all ranks raise the same error."""
+    operation, args, options, error = WRONG[case]
     with pytest.raises(error):
         operation(*args, **options, comm=world)
     if world.size > 1:
@@ -184,11 +180,11 @@ def test_one_rank_is_asked_for_what_cannot_be(world, last, case):
             assert f"rank {world.size - 1} refuses {error.__name__}: " in str(caught.value)
 
 
-@pytest.mark.parametrize("case", range(len(BAD)))
-def test_one_rank_cannot_choose_by_measurement(world, last, case, monkeypatch):
-    """The others are in the first exchange of the choice: what they hear ends their call, and is no new one."""
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_one_rank_refuses_its_arguments_while_others_measure(world, last, case, monkeypatch):
+    """The other ranks are in the handshake before a measurement. The refusal ends their call."""
     monkeypatch.setenv("FOMPI_CACHE", "0")
-    operation, args, options, error = BAD[case]
+    operation, args, options, error = WRONG[case]
     with pytest.raises(error if last or world.size == 1 else fompi.MismatchError):
         if last:
             operation(*args, **{"effort": "measure", **options}, comm=world)
@@ -196,27 +192,27 @@ def test_one_rank_cannot_choose_by_measurement(world, last, case, monkeypatch):
             fompi.all_gather(X, comm=world, effort="measure")
 
 
-@pytest.mark.parametrize("asked", [{"schedule": "ring"}, {"slices": 2}])
-def test_measuring_chooses_itself(world, asked):
+@pytest.mark.parametrize("options", [{"schedule": "ring"}, {"slices": 2}])
+def test_measuring_with_a_schedule_or_slices(world, options):
     with pytest.raises(fompi.PlanError, match="chooses schedule and slices"):
-        fompi.all_gather(X, comm=world, effort="measure", **asked)
+        fompi.all_gather(X, comm=world, effort="measure", **options)
 
 
-def test_nothing_can_be_listed(world, last, monkeypatch):
-    """What goes wrong on rank 0 while it looks for candidates is said on all ranks."""
+def test_rank_0_fails_to_list_candidates(world, last, monkeypatch):
+    """All ranks quote the error of rank 0."""
     monkeypatch.setenv("FOMPI_CACHE", "0")
 
-    def fails(*given):
-        raise fompi.PlanError("no candidates today")
+    def fails(*arguments):
+        raise fompi.PlanError("no candidates")
 
     monkeypatch.setattr(autotune, "candidates", fails)
     if world.size > 1:
-        with pytest.raises((fompi.PlanError, fompi.MismatchError), match="no candidates today"):
+        with pytest.raises((fompi.PlanError, fompi.MismatchError), match="no candidates"):
             fompi.all_gather(np.ones((2, 5)), comm=world, effort="measure")
 
 
 def test_plans_that_cannot_be_carried_out(world, last, monkeypatch):
-    """Refused before anything moves, on one rank or on all."""
+    """They are refused before data moves, on one rank or on all ranks."""
     monkeypatch.setattr(registry, "SCHEDULES", dict(registry.SCHEDULES))
     monkeypatch.setattr(registry, "REGISTERED", dict(registry.REGISTERED))
 
@@ -230,9 +226,9 @@ def test_plans_that_cannot_be_carried_out(world, last, monkeypatch):
         (fompi.all_gather, {"slices": 4095}),
         (fompi.all_reduce, {"schedule": "direct", "slices": 3000}),
     ):
-        for everywhere in (False, True) if world.size > 1 else ():
-            with pytest.raises(fompi.PlanError if last or everywhere else fompi.MismatchError):
-                operation(x, comm=world, **(options if last or everywhere else {}))
+        for on_all_ranks in (False, True) if world.size > 1 else ():
+            with pytest.raises(fompi.PlanError if last or on_all_ranks else fompi.MismatchError):
+                operation(x, comm=world, **(options if last or on_all_ranks else {}))
 
 
 def test_slices_may_be_any_whole_numbers(world):
@@ -241,29 +237,29 @@ def test_slices_may_be_any_whole_numbers(world):
         assert fompi.all_gather(x, comm=world, slices=slices).shape == (4 * world.size, 3)
 
 
-def test_kernels_that_are_none(world):
+def test_kernels_that_cannot_be_replaced(world):
     plan = fompi.plan(fompi.all_reduce, fompi.Spec((3,), "float64", fompi.Partial()), ranks=world.size)
     x, machine = np.ones(3), fompi.Machine.load("laptop")
-    with pytest.raises(fompi.PlanError, match="no kernel 'matmull'"):
+    with pytest.raises(fompi.PlanError, match="unknown kernel 'matmull'"):
         fompi.bind(plan, comm=world, x=x, kernels={"matmull": print})
     with pytest.raises(fompi.PlanError, match="emulated accelerator has its own"):
         fompi.bind(plan, comm=world, x=x, kernels={"add": print}, backend=Emulated(machine))
 
 
-def outs(world):
-    """Operations with an out= that cannot be, for one rank, and what every other rank gives."""
+def wrong_outs(world):
+    """(operation, arguments, a correct out=, a wrong out=, its error)"""
     n = world.size
-    x, good = np.ones((n, 3)), np.full((n * n, 3), UNTOUCHED)
+    x, right = np.ones((n, 3)), np.full((n * n, 3), UNTOUCHED)
     wrong = [
-        (read_only(good.copy()), fompi.TensorError),
+        (read_only(right.copy()), fompi.TensorError),
         (np.full((n * n, 6), UNTOUCHED)[:, ::2], fompi.TensorError),
-        (good.astype(np.float32), fompi.DtypeError),
+        (right.astype(np.float32), fompi.DtypeError),
         (np.full((n * n, 4), UNTOUCHED), fompi.ShapeError),
         (np.full((n * n, 3, 1), UNTOUCHED), fompi.ShapeError),
         (np.full((n * n + 1, 3), UNTOUCHED), fompi.ShapeError),
         ([1.0], fompi.TensorError),
     ]
-    yield from ((fompi.all_gather, (x,), good, bad, error) for bad, error in wrong)
+    yield from ((fompi.all_gather, (x,), right, out, error) for out, error in wrong)
     own = np.full((1, 3), UNTOUCHED)
     yield fompi.reduce_scatter, (x,), own, np.full((2, 3), UNTOUCHED), fompi.ShapeError
     yield fompi.matmul_reduce_scatter, (x, np.eye(3)), own, np.full((0, 3), UNTOUCHED), fompi.ShapeError
@@ -278,15 +274,15 @@ def outs(world):
 
 
 def test_out_that_cannot_be_written(world, last):
-    """On one rank, then on all of them. Nobody's out= is touched."""
-    for operation, args, good, bad, error in outs(world):
-        for everywhere in (False, True):
-            out = bad if last or everywhere else good
-            with pytest.raises(error if last or everywhere else (fompi.MismatchError, error)):
+    """First on one rank, then on all ranks. No out= is written."""
+    for operation, args, right, wrong, error in wrong_outs(world):
+        for on_all_ranks in (False, True):
+            out = wrong if last or on_all_ranks else right
+            with pytest.raises(error if last or on_all_ranks else (fompi.MismatchError, error)):
                 operation(*args, out=out, comm=world)
             for _ in range(20):
                 world.engine.progress()
-            assert (good == UNTOUCHED).all() and (isinstance(bad, list) or (bad == UNTOUCHED).all()), operation
+            assert (right == UNTOUCHED).all() and (isinstance(wrong, list) or (wrong == UNTOUCHED).all()), operation
 
 
 def test_out_that_is_also_an_input(world):
@@ -300,7 +296,7 @@ def test_out_that_is_also_an_input(world):
 
 
 def test_rows_that_do_not_match_what_arrives(world, last):
-    """An operand in rows, on one rank: only with the others' counts does it turn out too long."""
+    """One rank has an operand with too many rows. This shows only when the counts of all ranks are known."""
     x, n = np.ones((2, 3)), 2 * world.size
     rows = n + 1 if last else n
     for operation, args in (
@@ -322,8 +318,8 @@ def test_rows_that_do_not_match_what_arrives(world, last):
             operation(x, *args, comm=world)
 
 
-def test_started_ones_fail_when_waited_for(world, last):
-    """`start` returns on the ranks that did nothing wrong; the error comes with `wait`, `done` says it is over."""
+def test_a_started_operation_fails_in_wait(world, last):
+    """On the ranks with correct arguments `start` returns, `done` becomes True, and `wait` raises the error."""
     if world.size == 1:
         return
     if last:
@@ -338,14 +334,14 @@ def test_started_ones_fail_when_waited_for(world, last):
                 pending.wait()
 
 
-def test_good_ones_in_flight_beside_bad_ones(world, last):
-    """A disagreement ends its own call only."""
+def test_a_mismatch_beside_other_operations_in_flight(world, last):
+    """It ends only its own call."""
     if world.size == 1:
         return
     pending = []
     for i in range(9):
-        how = {"schedule": ("auto", "unfused")[i % 2], "comm": world}
-        pending.append(fompi.all_reduce.start(np.full(3 + (last and i % 3 == 0), float(i)), **how))
+        options = {"schedule": ("auto", "unfused")[i % 2], "comm": world}
+        pending.append(fompi.all_reduce.start(np.full(3 + (last and i % 3 == 0), float(i)), **options))
     for i in reversed(range(9)):
         if i % 3 == 0:
             with pytest.raises(fompi.MismatchError, match=rf"\({4 if last else 3},\)"):
@@ -354,16 +350,16 @@ def test_good_ones_in_flight_beside_bad_ones(world, last):
             assert (pending[i].wait() == i * world.size).all()
 
 
-def test_a_closed_capsule(world, last):
-    """A consumed DLPack capsule on one rank."""
+def test_a_consumed_capsule(world, last):
+    """One rank passes a DLPack capsule that NumPy has already consumed."""
     capsule = np.ones(3).__dlpack__()
-    np.from_dlpack(_Once(capsule))
+    np.from_dlpack(_Exporter(capsule))
     with pytest.raises(fompi.TensorError if last else fompi.MismatchError):
         fompi.all_gather(capsule if last else np.ones(3), comm=world)
 
 
-class _Once:
-    """Hands its capsule on."""
+class _Exporter:
+    """An object that exports this capsule."""
 
     def __init__(self, capsule):
         self.capsule = capsule

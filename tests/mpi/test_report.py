@@ -1,4 +1,4 @@
-"""Yardsticks, proofs of real calls, traces of all ranks on one clock, and what a rank notes for FOMPI_REPORT."""
+"""Baselines, proofs of real calls, traces of all ranks on one clock, and the notes for FOMPI_REPORT."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def step(world):
 
 @pytest.fixture
 def noting(world):
-    """A report for the time of a test."""
+    """A report that exists during a test."""
     world.engine.report = noted = report.Report("1")
     yield noted
     world.engine.report = None
@@ -44,7 +44,7 @@ def noting(world):
 
 @pytest.fixture
 def own_noting(comm, noting):
-    """A communicator of its own, and the notes."""
+    """A new communicator, and the report."""
     with fompi.Communicator(comm) as made:
         yield made, noting
 
@@ -54,7 +54,7 @@ def kernels_of(step):
 
 
 def test_compute_alone_and_messages_alone(world, step):
-    """The kernels one after the other; the messages without them; neither touches the tensors of the step."""
+    """Kernels without messages, and messages without kernels. Neither changes the tensors of the step."""
     result = step().copy()
     seconds = step.compute_seconds()
     expected = kernels_of(step) * KERNEL_SECONDS
@@ -65,13 +65,13 @@ def test_compute_alone_and_messages_alone(world, step):
     np.testing.assert_array_equal(step._results[0], result)
 
 
-def test_every_schedule_has_yardsticks(world):
-    """Messages, collectives of the library, half types, and sums: on memory full of ones."""
+def test_every_schedule_has_baselines(world):
+    """Messages, collectives of the library, half types and sums are measured, on memory full of ones."""
     n = world.size
     for dtype in ("float32", "bfloat16"):
         for schedule in ("unfused", "sliced", "direct", "ring", "bidirectional"):
             if dtype == "bfloat16" and schedule in ("unfused", "sliced"):
-                continue  # the library cannot add these
+                continue  # the library cannot sum half types
             x, w = Spec((4 * n, 8 * n), dtype, Shard(1)), Spec((8 * n, 3), dtype, Shard(0))
             plan = fompi.plan(fompi.matmul_reduce_scatter, x, w, ranks=n, schedule=schedule)
             stored = np.uint16 if dtype == "bfloat16" else np.float32
@@ -85,7 +85,7 @@ def test_every_schedule_has_yardsticks(world):
 
 
 def test_on_an_accelerator(world):
-    """Kernels that are enqueued: alone they take what the machine says, and a call hides its messages behind them."""
+    """Kernels are enqueued. Alone they take the time that the machine gives, and in a call they hide the messages."""
     n = world.size
     x, w = Spec((8 * n, 8), "float32", Shard(0)), Spec((8, 4 * n), "float32", Shard(1))
     plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=n, schedule="direct")
@@ -99,7 +99,7 @@ def test_on_an_accelerator(world):
 
 
 def test_the_proof_of_a_call(world, step):
-    """Wall, compute and waits fit together; the waits name ranks of this communicator."""
+    """Wall time, compute and waits are consistent. The waits name ranks of this communicator."""
     with pytest.raises(fompi.StateError):
         _ = step.proof
     step()
@@ -117,7 +117,7 @@ def test_the_proof_of_a_call(world, step):
 
 @pytest.fixture
 def reduced(own_noting):
-    """A bound all-reduce, on a communicator whose calls are noted."""
+    """A bound all-reduce on a communicator with a report."""
     comm, _ = own_noting
     x = np.ones((1 << 16, 4), np.float32)
     plan = fompi.plan("all_reduce", Spec(x.shape, "float32", Partial()), ranks=comm.size)
@@ -126,11 +126,11 @@ def reduced(own_noting):
         yield bound
 
 
-def test_what_the_program_does_between_start_and_wait_hides_messages(own_noting, reduced):
-    """A started call is exposed by what the program waited for it, not by how long it was in flight."""
+def test_work_between_start_and_wait_hides_messages(own_noting, reduced):
+    """The exposed time of a started call is the time in wait(), not the time in flight."""
     comm, noting = own_noting
     if comm.engine.helper is None:
-        pytest.skip("nobody moves messages meanwhile")
+        pytest.skip("no helper thread: messages do not progress between start() and wait()")
     assert reduced.proof.elsewhere == 0.0
     pending = fompi.all_reduce.start(np.ones((1 << 15, 4), np.float32), comm=comm)
     reduced.start()
@@ -142,8 +142,11 @@ def test_what_the_program_does_between_start_and_wait_hides_messages(own_noting,
         assert proof.exposed < 0.15 and proof.elsewhere <= proof.wall and proof.warning is None
 
 
-def test_what_rests_meanwhile_is_exposed(own_noting, reduced, monkeypatch):
-    """Where nobody polls while the program does something else; and who asks all the time does nothing else."""
+def test_messages_without_progress_are_exposed(own_noting, reduced, monkeypatch):
+    """Without a helper thread, messages do not progress while the program does other work.
+
+    A program that calls done() all the time does no other work.
+    """
     comm, _ = own_noting
     if comm.size == 1:
         return
@@ -154,7 +157,7 @@ def test_what_rests_meanwhile_is_exposed(own_noting, reduced, monkeypatch):
     proof = reduced.proof
     assert proof.wall > proof.elsewhere > 0.09 and proof.exposed > 0
     shares = []
-    for _ in range(20):  # others may have the core between two looks
+    for _ in range(20):  # another process may use the core between two calls of done()
         reduced.start()
         while not reduced.done():
             pass
@@ -163,8 +166,8 @@ def test_what_rests_meanwhile_is_exposed(own_noting, reduced, monkeypatch):
     assert min(shares) < 0.5
 
 
-def test_kernels_of_others_hide_messages_too(own_noting, reduced):
-    """While the program waits for another call, that one's kernels are something else; its messages are not."""
+def test_kernels_of_another_call_hide_messages(own_noting, reduced):
+    """While the program waits for another call, the kernels of that call count as other work. Its messages do not."""
     comm, _ = own_noting
     if comm.size == 1:
         return
@@ -189,10 +192,10 @@ def test_kernels_of_others_hide_messages_too(own_noting, reduced):
 
 
 def test_a_late_rank_is_named(world, step):
-    """All others wait for the last rank, and their proofs say so."""
+    """All other ranks wait for the last rank, and their proofs name it."""
     late = world.size - 1
     if world.size == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("there is no other rank")
     step()
     world.link.comm.Barrier()
     if world.rank == late:
@@ -205,7 +208,7 @@ def test_a_late_rank_is_named(world, step):
 
 
 def test_a_rank_that_comes_late_to_a_call_is_named(world, noting):
-    """Unbound calls wait for all ranks first: that is exposed time too, and who came last is told."""
+    """A call waits for all ranks in its handshake. This time is exposed, and the trace names the last rank."""
     late = world.size - 1
     if world.size == 1:
         return
@@ -219,23 +222,23 @@ def test_a_rank_that_comes_late_to_a_call_is_named(world, noting):
     if world.rank != late:
         assert summary.wall > 0.1 and summary.exposed > 0.1 and summary.communication < 0.1
         longest = max(operation.waits, key=lambda wait: wait.seconds)
-        assert longest.kind == "agreement" and f"of which rank {late} came last" in str(longest)
+        assert longest.kind == "agreement" and f"(rank {late} was last)" in str(longest)
 
 
 @pytest.mark.parametrize("drift", [0.0, 2e-4])
 def test_clocks_that_differ_are_aligned(world, step, monkeypatch, drift):
-    """Every other rank has a clock with an offset, and one that runs fast: on rank 0 all times are those of its own."""
+    """Other ranks have clocks with an offset and a drift. `gather_traces` converts all times to the clock of rank 0."""
 
-    def shown(true):
+    def shown_time(true):
         return true if world.rank == 0 else 1000.0 * world.rank + true * (1 + drift)
 
-    monkeypatch.setattr(alignment, "perf_counter", lambda: shown(perf_counter()))
-    with fompi.Communicator(world.link.comm) as own:  # its clocks were never compared
-        fompi.read_clocks(own)
-        sleep(1.2)  # a drift shows after a second
+    monkeypatch.setattr(alignment, "perf_counter", lambda: shown_time(perf_counter()))
+    with fompi.Communicator(world.link.comm) as own:  # without earlier readings of the clocks
+        alignment.read_clocks(own)
+        sleep(1.2)  # long enough to measure the drift
         step()
         true = step.trace
-        whole = fompi.gather_traces(true.shifted(shown), own)
+        whole = fompi.gather_traces(true.shifted(shown_time), own)
     every = world.link.comm.gather([(e.op, e.start, e.end) for e in true.events], 0)
     if world.rank == 0:
         for e in whole.events:
@@ -244,8 +247,8 @@ def test_clocks_that_differ_are_aligned(world, step, monkeypatch, drift):
 
 
 def test_traces_of_all_ranks(world, step, tmp_path):
-    """On rank 0, with hosts, every event of every rank: and a message is not done before its send began."""
-    fompi.read_clocks(world)
+    """Rank 0 gets every event of every rank, with hosts. No message is received before its send began."""
+    alignment.read_clocks(world)
     world.link.comm.Barrier()
     step()
     mine = step.trace
@@ -265,7 +268,7 @@ def test_traces_of_all_ranks(world, step, tmp_path):
 
 
 def test_several_traces_and_none(world):
-    """The recorded calls of a rank, or no call at all."""
+    """A rank may give several traces, or none."""
     with world.record() as traces:
         for _ in range(3):
             fompi.all_reduce(np.ones(4), comm=world)
@@ -275,10 +278,10 @@ def test_several_traces_and_none(world):
     assert world.rank or (empty == Trace("measured", "", (), whole.hosts) and whole.title.startswith("all_reduce by"))
 
 
-def test_what_is_noted(world, step, noting):
-    """Bound and unbound calls, told apart by sizes; yardsticks of both.
+def test_the_notes_of_bound_and_unbound_calls(world, step, noting):
+    """Calls with different rows have separate entries, each with baselines.
 
-    Kernels of the user's own are only run alone if the program asks for it.
+    Kernels of the user run alone only in `compute_seconds`.
     """
     x = np.ones((4, 8))
     for _ in range(3):
@@ -313,8 +316,8 @@ def test_failed_calls_are_not_noted(world, noting):
         assert not noting.operations
 
 
-def test_so_many_sizes(world, noting, monkeypatch):
-    """Beyond a bound all other sizes count as one operation, without yardsticks."""
+def test_more_rows_than_entries(world, noting, monkeypatch):
+    """Beyond MOST_OPERATIONS, all further rows share one entry, without baselines."""
     monkeypatch.setattr(report, "MOST_OPERATIONS", 2)
     for rows in range(1, 6):
         fompi.all_gather(np.ones((rows, 2)), comm=world)

@@ -1,4 +1,4 @@
-"""What operations take and give: any number of dimensions, dim=, out=, strides, weights as views, odd sizes."""
+"""Tensors of operations: any number of dimensions, dim=, out=, strides, weights as views, odd sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole(seed, shape, dtype="float64"):
 
 
 def shards(world, shape, dim, dtype="float64", seed=0):
-    """A tensor for every rank: rank r has r % 3 rows more than the first, along `dim`."""
+    """A tensor for every rank. Rank r has r % 3 more rows along `dim` than `shape`."""
     given = []
     for rank in range(world.size):
         rows = list(shape)
@@ -28,7 +28,7 @@ def shards(world, shape, dim, dtype="float64", seed=0):
     return given
 
 
-def alike(world, shape, dtype="float64", seed=0):
+def one_per_rank(world, shape, dtype="float64", seed=0):
     return [whole([seed, rank], shape, dtype) for rank in range(world.size)]
 
 
@@ -49,8 +49,8 @@ def test_all_gather(world, shape, dim, dtype):
     ("shape", "dim"), [((7,), 0), ((5, 3), 0), ((3, 10), 1), ((2, 9, 4), 1), ((2, 3, 8), -1), ((0, 3), 0), ((1, 2), 0)]
 )
 def test_reduce_scatter(world, shape, dim, dtype):
-    """y = sum(x of all ranks)[rows of this rank]; an even spread, and everything to the last rank."""
-    x = alike(world, shape, dtype)
+    """y = sum(x of all ranks)[rows of this rank], with even rows, and with all rows on the last rank."""
+    x = one_per_rank(world, shape, dtype)
     total = sum(x[1:], x[0])
     rows = shape[dim]
     for counts in (None, [0] * (world.size - 1) + [rows]):
@@ -63,7 +63,7 @@ def test_reduce_scatter(world, shape, dim, dtype):
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (5,), (3, 2), (2, 0, 3), (2, 3, 5)])
 def test_all_reduce_and_broadcast_of_any_shape(world, shape, dtype):
     """y = sum(x of all ranks); y = x of rank `root`"""
-    x = alike(world, shape, dtype)
+    x = one_per_rank(world, shape, dtype)
     total = np.asarray(sum(x[1:], x[0]))
     for schedule in ("auto", "ring"):
         y = fompi.all_reduce(x[world.rank], comm=world, schedule=schedule)
@@ -75,7 +75,7 @@ def test_all_reduce_and_broadcast_of_any_shape(world, shape, dtype):
 
 @pytest.mark.parametrize(("shape", "dim"), [((), 0), ((3,), 0), ((3, 2), 0), ((3,), 1)])
 def test_all_to_all(world, shape, dim):
-    """y = concatenate([rows that rank 0 has for us, ...], dim), with other counts on every rank."""
+    """y = concatenate([rows of rank 0 for this rank, ...], dim), with different counts on every rank."""
     sizes = np.random.default_rng(5).integers(0, 4, (world.size, world.size))
     shape = list(shape)
     x = []
@@ -93,9 +93,9 @@ def test_all_to_all_of_equal_parts(world):
 
 
 def test_fused_operations_along_another_dim(world):
-    """Batches first: rows in the middle, as a sequence is for attention."""
+    """The batch is the first dimension, and rows are the second one, as in attention."""
     rank, k, n = world.rank, 3, 5
-    x, w, b = shards(world, (2, 1, k), 1), alike(world, (k, n), seed=1), alike(world, (n,), seed=2)
+    x, w, b = shards(world, (2, 1, k), 1), one_per_rank(world, (k, n), seed=1), one_per_rank(world, (n,), seed=2)
     full = np.concatenate(x, 1)
     y = fompi.all_gather_matmul(x[rank], w[rank], bias=b[rank], dim=1, comm=world)
     np.testing.assert_array_equal(y, full @ w[rank] + b[rank], strict=True)
@@ -115,7 +115,7 @@ def test_fused_operations_along_another_dim(world):
     np.testing.assert_array_equal(y, full @ w[rank], strict=True)
     np.testing.assert_array_equal(g, np.einsum("btk,btn->kn", h, full), strict=True)
 
-    z = alike(world, (2, 6, k), seed=3)
+    z = one_per_rank(world, (2, 6, k), seed=3)
     total = sum(a @ v for a, v in zip(z, w, strict=True))
     ends = np.cumsum(split(6, world.size))[:-1]
     y = fompi.matmul_reduce_scatter(z[rank], w[rank], bias=b[0], dim=1, comm=world)
@@ -145,7 +145,7 @@ def backwards(a):
 @pytest.mark.parametrize("view", [transposed, every_other_column, backwards])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64"])
 def test_weights_with_any_strides(world, view, dtype):
-    x, w = alike(world, (4, 3), dtype), view(whole(world.rank, (3, 5), dtype))
+    x, w = one_per_rank(world, (4, 3), dtype), view(whole(world.rank, (3, 5), dtype))
     assert not w.flags.c_contiguous
     y = fompi.all_gather_matmul(x[world.rank], w, comm=world)
     np.testing.assert_array_equal(y, np.concatenate(x) @ w, strict=True)
@@ -157,7 +157,7 @@ def test_weights_with_any_strides(world, view, dtype):
 @pytest.mark.parametrize("schedule", ["auto", "ring", "unfused"])
 def test_strided_inputs_are_packed_and_the_trace_shows_it(world, view, schedule):
     rank = world.rank
-    x = alike(world, (world.size + 2, 4))
+    x = one_per_rank(world, (world.size + 2, 4))
     strided = view(x[rank])
     options = {"comm": world, "schedule": schedule}
     for operation, wanted in (
@@ -175,8 +175,8 @@ def test_strided_inputs_are_packed_and_the_trace_shows_it(world, view, schedule)
         assert not any(event.name.startswith("pack(") for event in dense.trace.events)
 
 
-def test_a_strided_x_is_multiplied_where_it_lies(world):
-    x = alike(world, (world.size, 2, 3))
+def test_a_strided_x_is_multiplied_without_packing(world):
+    x = one_per_rank(world, (world.size, 2, 3))
     for strided in (
         every_other_column(x[world.rank]),
         np.ascontiguousarray(x[world.rank].swapaxes(0, 1)).swapaxes(0, 1),
@@ -186,9 +186,9 @@ def test_a_strided_x_is_multiplied_where_it_lies(world):
         assert not any("pack" in event.name for event in pending.trace.events)
 
 
-def test_some_ranks_strided(world):
-    """Each rank packs for itself: the others need not know."""
-    x = alike(world, (3, 4))
+def test_only_some_ranks_have_a_strided_input(world):
+    """Each rank packs its own input. The plans of the other ranks stay the same."""
+    x = one_per_rank(world, (3, 4))
     mine = transposed(x[world.rank]) if world.rank % 2 else x[world.rank]
     np.testing.assert_array_equal(fompi.all_gather(mine, comm=world), np.concatenate(x))
     np.testing.assert_array_equal(fompi.all_reduce(mine, comm=world), sum(x))
@@ -197,17 +197,14 @@ def test_some_ranks_strided(world):
 def test_read_only_inputs(world):
     x = whole(world.rank, (4, 3))
     x.flags.writeable = False
-    np.testing.assert_array_equal(fompi.all_reduce(x, comm=world), sum(alike_rank(world)))
+    total = sum(whole(rank, (4, 3)) for rank in range(world.size))
+    np.testing.assert_array_equal(fompi.all_reduce(x, comm=world), total)
     assert fompi.all_gather(x, comm=world).flags.writeable
-
-
-def alike_rank(world):
-    return [whole(rank, (4, 3)) for rank in range(world.size)]
 
 
 def test_out_is_filled_and_returned(world):
     rank, size = world.rank, world.size
-    x, w = alike(world, (size, 3)), alike(world, (3, 2), seed=1)
+    x, w = one_per_rank(world, (size, 3)), one_per_rank(world, (3, 2), seed=1)
     full, total = np.concatenate(x), sum(x)
     products = sum(a @ v for a, v in zip(x, w, strict=True))
     counts = split(size, size)
@@ -234,8 +231,8 @@ def test_out_is_filled_and_returned(world):
 
 
 def test_out_along_another_dim(world):
-    """Rows in the middle lie together where there is one batch."""
-    x = alike(world, (1, 2, 3))
+    """Rows of the second dimension are contiguous if the batch is 1."""
+    x = one_per_rank(world, (1, 2, 3))
     out = np.empty((1, 2 * world.size, 3))
     assert fompi.all_gather(x[world.rank], dim=1, out=out, comm=world) is out
     np.testing.assert_array_equal(out, np.concatenate(x, 1))
@@ -243,7 +240,7 @@ def test_out_along_another_dim(world):
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
 def test_sums_of_half_types_round_once(world, dtype):
-    """Big, then many small ones: rounded after every addition they would all be lost."""
+    """256 on one rank and 1 on the others: with rounding after each addition the ones would be lost."""
     x = np.full((3, 4), 256.0 if world.rank == 0 else 1.0).astype(dtype)
     exact = np.array(256.0 + (world.size - 1)).astype(dtype)
     for schedule in ("auto", "ring", "direct"):
@@ -251,10 +248,10 @@ def test_sums_of_half_types_round_once(world, dtype):
         assert y.dtype == np.dtype(dtype) and (y == exact).all()
 
 
-def test_results_are_fresh_memory(world):
-    """A result is never overwritten by a later call, as long as somebody holds it."""
-    held = [fompi.all_reduce(np.full(100, float(i)), comm=world) for i in range(20)]
-    for i, y in enumerate(held):
+def test_results_have_memory_of_their_own(world):
+    """A result is not overwritten by later calls while the program holds it."""
+    results = [fompi.all_reduce(np.full(100, float(i)), comm=world) for i in range(20)]
+    for i, y in enumerate(results):
         assert (y == i * world.size).all()
     large = fompi.all_reduce(np.ones(4096), comm=world)
     assert large.ctypes.data % 64 == 0

@@ -1,4 +1,4 @@
-"""torch in, torch out, by autograd: results, gradients, memory and refusals, against one process in float64."""
+"""Torch tensors and autograd: results, gradients, memory and refusals, compared with one process in float64."""
 
 import gc
 import weakref
@@ -24,28 +24,28 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tp(comm):
-    """That of all ranks, which has the plans of other tests already."""
+    """The Communicator of all ranks. Its cache has the plans of other tests, which saves time."""
     return fompi.Communicator.of(comm)
 
 
 @pytest.fixture
 def no_collection():
-    """Garbage of other tests goes when this one says so."""
+    """No garbage collection during a test that counts memory."""
     gc.disable()
     yield
     gc.enable()
 
 
-def drawn(tp, *shape, call=0, rank=None):
-    """Numbers that only this rank (or `rank`) has, and only in this call."""
+def random_tensor(tp, *shape, call=0, rank=None):
+    """Random numbers, different on every rank (or those of `rank`) and in every call."""
     random = np.random.default_rng([call, tp.rank if rank is None else rank])
     return torch.from_numpy(random.standard_normal(shape))
 
 
-def close(found, wanted, within=1e-11):
-    """Not torch.testing.assert_close: it loads half a second of torch on every rank. Nor torch.optim: a second."""
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    assert torch.allclose(found, wanted, rtol=within, atol=within), (found, wanted)
+def close(actual, expected, within=1e-11):
+    """Importing torch.testing takes half a second on every rank, and torch.optim a second. So tests use neither."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.allclose(actual, expected, rtol=within, atol=within), (actual, expected)
 
 
 # ----------------------------------------------------------------------------------------------------- gradients
@@ -53,35 +53,35 @@ def close(found, wanted, within=1e-11):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_gradients(tp, case):
-    """Those of the definition, for every tensor, with uneven rows, and none at all on some ranks."""
+    """They equal those of the definition, for every tensor, with uneven rows, and no rows on some ranks."""
     given, results, gradients = meanings.gradients(case, tp.size)
     leaves = [torch.from_numpy(t).requires_grad_() for t in given[tp.rank]]
-    found = case.call(fompi, tp.size, tp.rank, leaves, comm=tp)
-    assert all(type(y) is torch.Tensor and y.requires_grad for y in found)
-    meanings.loss(tp.rank, found).backward()
-    for y, wanted in zip(found, results[tp.rank], strict=True):
-        close(y.detach(), wanted)
-    for leaf, wanted in zip(leaves, gradients[tp.rank], strict=True):
-        close(leaf.grad, wanted)
+    actual = case.call(fompi, tp.size, tp.rank, leaves, comm=tp)
+    assert all(type(y) is torch.Tensor and y.requires_grad for y in actual)
+    meanings.loss(tp.rank, actual).backward()
+    for y, expected in zip(actual, results[tp.rank], strict=True):
+        close(y.detach(), expected)
+    for leaf, expected in zip(leaves, gradients[tp.rank], strict=True):
+        close(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("case", WEIGHTED, ids=str)
-def test_each_gradient_alone(tp, case):
-    """Only x, only one weight, only one bias requires grad: the same gradient, and none for the others."""
+def test_each_gradient_by_itself(tp, case):
+    """Only x, one weight or one bias requires grad. It gets the same gradient, and the other tensors get none."""
     given, _, gradients = meanings.gradients(case, tp.size)
-    for alone, wanted in enumerate(gradients[tp.rank]):
-        leaves = [torch.from_numpy(t).requires_grad_(i == alone) for i, t in enumerate(given[tp.rank])]
-        found = case.call(fompi, tp.size, tp.rank, leaves, comm=tp)
-        (gradient,) = torch.autograd.grad(meanings.loss(tp.rank, found), leaves[alone])
-        close(gradient, wanted)
+    for number, expected in enumerate(gradients[tp.rank]):
+        leaves = [torch.from_numpy(t).requires_grad_(i == number) for i, t in enumerate(given[tp.rank])]
+        actual = case.call(fompi, tp.size, tp.rank, leaves, comm=tp)
+        (gradient,) = torch.autograd.grad(meanings.loss(tp.rank, actual), leaves[number])
+        close(gradient, expected)
         assert all(leaf.grad is None for leaf in leaves)
 
 
-def test_what_nobody_wants_is_not_computed(tp):
-    """The gradient of a weight alone moves x once; that of a result that was not used moves nothing."""
+def test_gradients_that_are_not_needed_are_not_computed(tp):
+    """The gradient of only a weight communicates once. An unused result communicates nothing."""
 
     def operations(wants_x, uses):
-        x, w = drawn(tp, 2, 4).requires_grad_(wants_x), drawn(tp, 4, 3).requires_grad_()
+        x, w = random_tensor(tp, 2, 4).requires_grad_(wants_x), random_tensor(tp, 4, 3).requires_grad_()
         full, (y, z) = fompi.all_gather_matmul_many(x, [w, w.detach()], comm=tp)
         with tp.record() as traces:
             sum(t.sum() for t in [full, y, z] if t is {"full": full, "y": y}[uses]).backward()
@@ -96,34 +96,34 @@ def test_what_nobody_wants_is_not_computed(tp):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", [case for case in WEIGHTED if any(case.biased)], ids=str)
 def test_gradients_of_other_floats(tp, case, dtype):
-    """In the tensors' own dtype, and as good as it is."""
+    """The gradients have the dtype of the tensors, and the error is within its precision."""
     given, _, gradients = meanings.gradients(case, tp.size)
     leaves = [torch.from_numpy(t).to(dtype).requires_grad_() for t in given[tp.rank]]
     meanings.loss(tp.rank, case.call(fompi, tp.size, tp.rank, leaves, comm=tp)).backward()
     scale = max(g.abs().max().item() for mine in gradients for g in mine if g.numel())
-    for leaf, wanted in zip(leaves, gradients[tp.rank], strict=True):
+    for leaf, expected in zip(leaves, gradients[tp.rank], strict=True):
         assert leaf.grad.dtype == dtype
-        close(leaf.grad.double(), wanted, within=20 * torch.finfo(dtype).eps * scale)
+        close(leaf.grad.double(), expected, within=20 * torch.finfo(dtype).eps * scale)
 
 
 def test_gradients_of_complex_numbers(tp):
-    """torch's convention, the conjugate: that of the unfused meaning by torch itself."""
-    x = torch.complex(drawn(tp, 3, 4), drawn(tp, 3, 4, call=1)).requires_grad_()
-    w = torch.complex(drawn(tp, 4, 2), drawn(tp, 4, 2, call=1)).requires_grad_()
+    """They equal what torch computes for the unfused meaning. In torch's convention gradients are conjugates."""
+    x = torch.complex(random_tensor(tp, 3, 4), random_tensor(tp, 3, 4, call=1)).requires_grad_()
+    w = torch.complex(random_tensor(tp, 4, 2), random_tensor(tp, 4, 2, call=1)).requires_grad_()
     fompi.all_gather_matmul(x, w, comm=tp).abs().square().sum().backward()
     (fompi.all_gather(x.detach(), comm=tp) @ (v := w.detach().requires_grad_())).abs().square().sum().backward()
     close(w.grad, v.grad)
-    (u := x.detach().requires_grad_(), x.detach() @ w.detach())
-    everyone = fompi.all_gather(w.detach().unsqueeze(0), comm=tp)  # each rank's columns see our rows
-    sum((u @ theirs).abs().square().sum() for theirs in everyone).backward()
+    u = x.detach().requires_grad_()
+    weights = fompi.all_gather(w.detach().unsqueeze(0), comm=tp)  # the columns of each rank multiply our rows
+    sum((u @ v).abs().square().sum() for v in weights).backward()
     close(x.grad, u.grad)
 
 
 def test_a_model_trains_as_in_one_process(tp):
-    """Five steps: losses and weights after each of them, in float64."""
+    """Five steps in float64: losses and weights are compared after each step."""
     batch, features, hidden, classes, steps = 12, 6, 8 + tp.size, 5, 5
-    first, second = (drawn(tp, *s, rank=99) for s in ((features, hidden), (hidden, classes)))
-    inputs, labels = drawn(tp, batch, features, rank=98), torch.arange(batch) % classes
+    first, second = (random_tensor(tp, *s, rank=99) for s in ((features, hidden), (hidden, classes)))
+    inputs, labels = random_tensor(tp, batch, features, rank=98), torch.arange(batch) % classes
     columns = slice(*offsets(hidden, tp.size)[tp.rank : tp.rank + 2])
     rows = slice(*offsets(batch, tp.size)[tp.rank : tp.rank + 2])
 
@@ -139,11 +139,11 @@ def test_a_model_trains_as_in_one_process(tp):
             return fompi.matmul_reduce_scatter(h, self.down, comm=tp)
 
     model, bias = DistributedTP(), torch.zeros(hidden, dtype=torch.float64)
-    up, up_bias, down = alone = [p.clone().requires_grad_() for p in (first, bias, second)]
+    up, up_bias, down = single = [p.clone().requires_grad_() for p in (first, bias, second)]
     for _ in range(steps):
         part = torch.nn.functional.cross_entropy(model(inputs[rows]), labels[rows], reduction="sum") / batch
         whole = torch.nn.functional.cross_entropy(torch.tanh(inputs @ up + up_bias) @ down, labels)
-        for loss, params in (part, list(model.parameters())), (whole, alone):
+        for loss, params in (part, list(model.parameters())), (whole, single):
             loss.backward()
             with torch.no_grad():
                 for p in params:
@@ -151,19 +151,21 @@ def test_a_model_trains_as_in_one_process(tp):
                     p.grad = None
         close(fompi.all_reduce(part.detach(), comm=tp), whole.detach())
         with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), (up[:, columns], up_bias[columns], down[columns]), strict=True):
-                close(ours, theirs)
+            for actual, expected in zip(
+                model.parameters(), (up[:, columns], up_bias[columns], down[columns]), strict=True
+            ):
+                close(actual, expected)
 
 
 def offsets(total, pieces):
     return [0, *np.cumsum([total // pieces + (i < total % pieces) for i in range(pieces)]).tolist()]
 
 
-# ---------------------------------------------------------------------------------------------- autograd's own rules
+# ------------------------------------------------------------------------------------------- the rules of autograd
 
 
 def graph(tp):
-    x, w = drawn(tp, 2, 4).requires_grad_(), drawn(tp, 4, 3).requires_grad_()
+    x, w = random_tensor(tp, 2, 4).requires_grad_(), random_tensor(tp, 4, 3).requires_grad_()
     return x, w, fompi.all_gather_matmul(x, w, comm=tp).square().sum()
 
 
@@ -179,31 +181,31 @@ def test_the_second_use_of_a_graph(tp):
 
 
 def test_no_second_derivative(tp):
-    """torch's clear error, where others would give a wrong number."""
+    """torch raises a clear error, instead of computing a wrong number."""
     x, _, total = graph(tp)
     (gradient,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
 
 
-def test_what_changed_since_the_forward_is_noticed(tp):
+def test_a_tensor_that_changed_since_the_forward_is_an_error(tp):
     x, w, total = graph(tp)
     with torch.no_grad():
         w += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
-    x = drawn(tp, 2, 4).requires_grad_()
+    x = random_tensor(tp, 2, 4).requires_grad_()
     inner = 2 * x
     total = fompi.all_reduce(inner, comm=tp).sum()
-    inner.detach().zero_()  # its backward does not read it
+    inner.detach().zero_()  # the backward of all_reduce does not read it
     total.backward()
     close(x.grad, torch.full_like(x, 2.0 * tp.size))
 
 
-def test_what_a_later_call_overwrote_is_noticed(tp):
-    """Memory that a graph has saved, and that is then given as out= or belongs to a bound operation."""
+def test_memory_that_a_later_call_overwrote_is_an_error(tp):
+    """A graph has saved this memory, and a later call writes it: as out=, or as the output of a bound operation."""
     plan = fompi.plan("all_gather", fompi.Spec((2 * tp.size, 4), "float64", fompi.Shard(0)), ranks=tp.size)
-    x, out = drawn(tp, 2, 4), torch.zeros(2 * tp.size, 4, dtype=torch.float64)
+    x, out = random_tensor(tp, 2, 4), torch.zeros(2 * tp.size, 4, dtype=torch.float64)
     with fompi.bind(plan, comm=tp, x=x) as bound, fompi.bind(plan, comm=tp, x=x, out=out) as into:
         calls = [(out, lambda: fompi.all_gather(x, out=out, comm=tp)), (out, into), (bound(), bound)]
         for written, call in calls:
@@ -218,7 +220,7 @@ def test_what_a_later_call_overwrote_is_noticed(tp):
 
 
 def test_results_may_be_changed_in_place(tp):
-    x, w = drawn(tp, 2, 4).requires_grad_(), drawn(tp, 4, 3).requires_grad_()
+    x, w = random_tensor(tp, 2, 4).requires_grad_(), random_tensor(tp, 4, 3).requires_grad_()
     y = fompi.all_gather_matmul(x, w, comm=tp)
     plain = torch.relu(y.detach() + 1)
     y.add_(1).relu_()
@@ -228,34 +230,34 @@ def test_results_may_be_changed_in_place(tp):
 
 
 def test_gradients_that_are_expanded_or_strided(tp):
-    """What comes back from sum(), a transpose or a slice is no plain memory; the result is the same."""
-    x = drawn(tp, 3, 2 * tp.size, 4).requires_grad_()
+    """The gradient of sum(), a transpose or a slice is not contiguous. The result is the same."""
+    x = random_tensor(tp, 3, 2 * tp.size, 4).requires_grad_()
     for use in (lambda y: y.sum(), lambda y: (y.transpose(0, 2) * 2).sum(), lambda y: y[..., ::2].square().sum()):
         (gradient,) = torch.autograd.grad(use(fompi.all_gather(x, dim=1, comm=tp)), x)
         leaf = fompi.all_gather(x.detach(), dim=1, comm=tp).contiguous().requires_grad_()
-        (wanted,) = torch.autograd.grad(use(leaf), leaf)
+        (expected,) = torch.autograd.grad(use(leaf), leaf)
         begin = tp.rank * 2 * tp.size
-        close(gradient, tp.size * wanted[:, begin : begin + 2 * tp.size])
+        close(gradient, tp.size * expected[:, begin : begin + 2 * tp.size])
 
 
-def test_under_no_grad_nothing_is_recorded(tp):
-    """Parameters are plain tensors there: out=, start() and the weight gradients take them too."""
-    x, w = drawn(tp, 2, 4).requires_grad_(), torch.nn.Parameter(drawn(tp, 4, 3))
-    wanted = fompi.all_gather_matmul(x.detach(), w.detach(), comm=tp)
+def test_no_graph_under_no_grad(tp):
+    """Under no_grad, parameters are plain tensors: out=, start() and the weight gradients accept them."""
+    x, w = random_tensor(tp, 2, 4).requires_grad_(), torch.nn.Parameter(random_tensor(tp, 4, 3))
+    expected = fompi.all_gather_matmul(x.detach(), w.detach(), comm=tp)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             y = fompi.all_gather_matmul(x, w, comm=tp)
             assert not y.requires_grad and y.grad_fn is None
-            out = torch.empty_like(wanted)
+            out = torch.empty_like(expected)
             assert fompi.all_gather_matmul(x, w, out=out, comm=tp) is out
             later = fompi.all_gather_matmul.start(x, w, comm=tp).wait()
-            assert fompi.all_gather_weight_gradient(x, wanted, comm=tp).shape == w.shape
-        for found in (y, out, later):
-            close(found, wanted)
+            assert fompi.all_gather_weight_gradient(x, expected, comm=tp).shape == w.shape
+        for actual in (y, out, later):
+            close(actual, expected)
 
 
 def test_a_parameter_that_is_frozen_gets_no_gradient(tp):
-    x, w = drawn(tp, 2, 4), drawn(tp, 4, 3)
+    x, w = random_tensor(tp, 2, 4), random_tensor(tp, 4, 3)
     y = fompi.all_gather_matmul(x, w, comm=tp)
     assert not y.requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -267,23 +269,23 @@ def test_a_parameter_that_is_frozen_gets_no_gradient(tp):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
 def test_dtypes(tp, dtype):
-    """Every operation gives what it got, exactly: whole numbers that no sum rounds."""
+    """Results have the dtype of x, and exact values: whole numbers are not rounded."""
     for case in BASIC:
-        given = meanings.tensors(case, tp.size, meanings.small)
+        given = meanings.tensors(case, tp.size, meanings.small_integers)
         if dtype == torch.bool:
             if case.operation in ADDING or case.weights:
                 continue
             given = [[t % 2 for t in mine] for mine in given]
-        wanted = meanings.means(case, [[torch.from_numpy(t) for t in mine] for mine in given])[tp.rank]
+        expected = meanings.expected(case, [[torch.from_numpy(t) for t in mine] for mine in given])[tp.rank]
         mine = [torch.from_numpy(t).to(dtype) for t in given[tp.rank]]
-        found = case.call(fompi, tp.size, tp.rank, mine, comm=tp)
-        for y, exact in zip(found, wanted, strict=True):
+        actual = case.call(fompi, tp.size, tp.rank, mine, comm=tp)
+        for y, exact in zip(actual, expected, strict=True):
             assert type(y) is torch.Tensor and y.dtype == dtype and y.shape == exact.shape
             assert torch.equal(y.to(torch.int64), exact), case
 
 
-def test_what_comes_out_is_memory_of_ours(tp, no_collection):
-    """No copy is made of a result: it is the arena's block, aligned, and goes back at once when the tensor dies."""
+def test_results_are_memory_of_the_arena(tp, no_collection):
+    """A result is aligned and not copied. Its memory goes back to the arena as soon as the tensor is freed."""
     arena, nbytes = tp.engine.arena, tp.size * 8 << 14
     before = arena.stats().lent_nbytes
     y = fompi.all_gather(torch.ones(1 << 14, dtype=torch.float64), comm=tp)
@@ -297,36 +299,36 @@ def test_what_comes_out_is_memory_of_ours(tp, no_collection):
     assert arena.stats().lent_nbytes == before
 
 
-def test_out_is_filled_where_it_lies(tp):
+def test_out_is_filled_in_place(tp):
     for case in BASIC:
         if case.operation.endswith("_many"):
             continue
         given = [[torch.from_numpy(t) for t in mine] for mine in meanings.tensors(case, tp.size, meanings.normal)]
-        wanted = meanings.means(case, given)[tp.rank][0]
-        out = torch.full_like(wanted, float("nan"))
+        expected = meanings.expected(case, given)[tp.rank][0]
+        out = torch.full_like(expected, float("nan"))
         address = out.data_ptr()
-        (found,) = case.call(fompi, tp.size, tp.rank, given[tp.rank], out=out, comm=tp)
-        assert found is out and out.data_ptr() == address
-        close(out, wanted)
+        (actual,) = case.call(fompi, tp.size, tp.rank, given[tp.rank], out=out, comm=tp)
+        assert actual is out and out.data_ptr() == address
+        close(out, expected)
 
 
-def test_only_what_is_strided_is_packed(tp):
-    """The trace shows it: a contiguous x and a transposed weight are read where they lie."""
-    x, w = drawn(tp, 4, 6), drawn(tp, 3, 6).T
+def test_only_strided_inputs_are_packed(tp):
+    """The trace shows no packing of a contiguous x and of a transposed weight."""
+    x, w = random_tensor(tp, 4, 6), random_tensor(tp, 3, 6).T
     with tp.record() as traces:
         straight = fompi.all_gather_matmul(x, w, comm=tp)
-        packed = fompi.all_gather_matmul(drawn(tp, 4, 6).T.contiguous().T, w, comm=tp)
+        packed = fompi.all_gather_matmul(random_tensor(tp, 4, 6).T.contiguous().T, w, comm=tp)
     assert torch.equal(straight, packed)
     names = [[event.name for event in trace.events if event.is_compute] for trace in traces]
     assert not any("pack" in name for name in names[0])
     assert tp.size == 1 or any("pack" in name for name in names[1])
 
 
-def test_results_that_are_kept_stay(tp):
-    """Fifty calls, all results and graphs alive: no block is used twice, and every gradient is its own."""
+def test_results_that_are_kept_do_not_change(tp):
+    """Fifty calls with all results and graphs alive: no memory is used twice, and every gradient is correct."""
     kept = []
     for call in range(50):
-        x, w = drawn(tp, 2, 4, call=call).requires_grad_(), drawn(tp, 4, 3, call=call).requires_grad_()
+        x, w = random_tensor(tp, 2, 4, call=call).requires_grad_(), random_tensor(tp, 4, 3, call=call).requires_grad_()
         h = fompi.all_gather_matmul(x, w, comm=tp)
         y = fompi.matmul_reduce_scatter(torch.tanh(h), w.T, comm=tp)
         kept.append((x, w, h, h.detach().clone(), y, y.detach().clone()))
@@ -338,17 +340,17 @@ def test_results_that_are_kept_stay(tp):
         entry[4].sum().backward()
     for call in (0, 23, 49):
         _, w, *_ = kept[call]
-        xs, ws = ([drawn(tp, *s, call=call, rank=r) for r in range(tp.size)] for s in ((2, 4), (4, 3)))
+        xs, ws = ([random_tensor(tp, *s, call=call, rank=r) for r in range(tp.size)] for s in ((2, 4), (4, 3)))
         ws = [v.requires_grad_() for v in ws]
         sum((torch.tanh(torch.cat(xs) @ v) @ v.T).sum() for v in ws).backward()
         close(w.grad, ws[tp.rank].grad)
 
 
 def test_a_graph_keeps_only_what_its_backward_reads(tp):
-    w = drawn(tp, 4, 3).requires_grad_()
+    w = random_tensor(tp, 4, 3).requires_grad_()
 
     def alive(operation):
-        x = drawn(tp, 2, 4).requires_grad_()
+        x = random_tensor(tp, 2, 4).requires_grad_()
         inner = 2 * x
         seen, y = weakref.ref(inner), operation(inner)
         del inner
@@ -363,68 +365,70 @@ def test_a_graph_keeps_only_what_its_backward_reads(tp):
 # -------------------------------------------------------------------------------------------------------- refusals
 
 
-def refused(tp, rank_refuses, call):
-    """The error of a call that `rank_refuses` cannot make: its own there, a MismatchError that quotes it elsewhere."""
-    mine = tp.rank == rank_refuses
+def refused(tp, origin, call):
+    """The text of the error if rank `origin` refuses a call. The other ranks quote it in a MismatchError."""
+    mine = tp.rank == origin
     with pytest.raises(fompi.TensorError if mine else fompi.MismatchError) as caught:
         call(mine)
-    assert fompi.all_reduce(torch.ones(1), comm=tp).item() == tp.size  # it goes on
+    assert fompi.all_reduce(torch.ones(1), comm=tp).item() == tp.size  # later calls work
     return str(caught.value)
 
 
 def test_out_with_a_gradient_is_refused_on_all_ranks(tp):
-    """Also if it is one rank alone that wants the gradient."""
+    """One rank is enough: only its x requires grad."""
     out = torch.zeros(2 * tp.size, 4, dtype=torch.float64)
     for origin in {0, tp.size - 1}:
         text = refused(
-            tp, origin, lambda mine: fompi.all_gather(drawn(tp, 2, 4).requires_grad_(mine), out=out, comm=tp)
+            tp, origin, lambda mine: fompi.all_gather(random_tensor(tp, 2, 4).requires_grad_(mine), out=out, comm=tp)
         )
-        assert "out= cannot be given where a gradient is wanted" in text
+        assert "out= cannot be used in a call that is differentiated" in text
     assert not out.any()
 
 
 def test_start_with_a_gradient_is_refused_on_all_ranks(tp):
-    """Also if it is one rank alone that wants it."""
+    """One rank is enough: only its x requires grad."""
     for origin in {0, tp.size - 1}:
         text = refused(
-            tp, origin, lambda mine: fompi.all_gather.start(drawn(tp, 2, 4).requires_grad_(mine), comm=tp).wait()
+            tp,
+            origin,
+            lambda mine: fompi.all_gather.start(random_tensor(tp, 2, 4).requires_grad_(mine), comm=tp).wait(),
         )
         assert "start has no gradient" in text
 
 
 def test_gradients_of_gradients_are_refused_on_all_ranks(tp):
-    h = drawn(tp, 2 * tp.size, 3)
+    h = random_tensor(tp, 2 * tp.size, 3)
     text = refused(
-        tp, 0, lambda mine: fompi.all_gather_weight_gradient(drawn(tp, 2, 4).requires_grad_(mine), h, comm=tp)
+        tp, 0, lambda mine: fompi.all_gather_weight_gradient(random_tensor(tp, 2, 4).requires_grad_(mine), h, comm=tp)
     )
-    assert "all_gather_weight_gradient is a gradient itself and has none" in text
+    assert "all_gather_weight_gradient computes a gradient and has no gradient itself" in text
 
 
 def test_arrays_beside_tensors_that_require_grad_are_refused(tp):
     def call(mine):
-        w = drawn(tp, 4, 3).requires_grad_(mine)
-        return fompi.all_gather_matmul(drawn(tp, 2, 4).numpy() if mine else drawn(tp, 2, 4), w, comm=tp)
+        w = random_tensor(tp, 4, 3).requires_grad_(mine)
+        return fompi.all_gather_matmul(random_tensor(tp, 2, 4).numpy() if mine else random_tensor(tp, 2, 4), w, comm=tp)
 
     assert "ndarray beside a torch tensor that requires grad" in refused(tp, tp.size - 1, call)
 
 
-def test_a_gradient_that_one_rank_alone_wants(tp):
-    """Told in the forward: no other rank would come to its backward, and their part of the gradient would be lost."""
+def test_a_gradient_on_one_rank_only(tp):
+    """The forward raises: no other rank would run the backward, and their part of the gradient would be lost."""
     if tp.size == 1:
         return
     with pytest.raises(
         fompi.MismatchError, match=r"rank 0 calls broadcast\(.*\) with the shape \(2,\) for a gradient; "
     ):
-        fompi.broadcast(drawn(tp, 2).requires_grad_(tp.rank == 0), comm=tp)
+        fompi.broadcast(random_tensor(tp, 2).requires_grad_(tp.rank == 0), comm=tp)
     with torch.no_grad():
-        close(fompi.broadcast(drawn(tp, 2).requires_grad_(tp.rank == 0), comm=tp), drawn(tp, 2, rank=0))
+        close(fompi.broadcast(random_tensor(tp, 2).requires_grad_(tp.rank == 0), comm=tp), random_tensor(tp, 2, rank=0))
 
 
-def test_ranks_that_want_other_gradients_are_told(tp):
-    """Each rank runs another backward: an error on all of them, and the communicator goes on."""
+def test_ranks_that_need_different_gradients(tp):
+    """Ranks run different backwards: all of them raise an error, and later calls work."""
     if tp.size == 1:
         return
-    x, w = drawn(tp, 2, 4).requires_grad_(tp.rank == 0), drawn(tp, 4, 3).requires_grad_()
+    x, w = random_tensor(tp, 2, 4).requires_grad_(tp.rank == 0), random_tensor(tp, 4, 3).requires_grad_()
     total = fompi.all_gather_matmul(x, w, comm=tp).sum()
     with pytest.raises(fompi.MismatchError, match=r"matmul_reduce_scatter.*all_gather_weight_gradient"):
         total.backward()

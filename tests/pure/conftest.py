@@ -1,4 +1,4 @@
-"""The pure half runs without MPI, without a framework, without a compiler: nothing here may load one."""
+"""The pure rooms run without MPI, a framework or a compiler. So no test in this folder may load one."""
 
 import sys
 from pathlib import Path
@@ -12,11 +12,11 @@ REPORTED = pytest.StashKey[set]()
 
 @pytest.fixture(autouse=True)
 def nothing_foreign_is_loaded(request):
-    """Fails the first test after which one of them is there; the modules that only import it count too."""
+    """Fail the first test after which such a module is loaded. An import by the test module counts too."""
     pure_session = all(HERE in item.path.parents for item in request.session.items)
     reported = request.config.stash.setdefault(REPORTED, set())
     yield
     loaded = FOREIGN & sys.modules.keys() - reported
     reported |= loaded
     if pure_session:
-        assert not loaded, f"{', '.join(sorted(loaded))} loaded by this test or by an import before it"
+        assert not loaded, f"this test, or an import before it, loaded {', '.join(sorted(loaded))}"

@@ -1,4 +1,4 @@
-"""The arrows of the design: who may import whom, read off the source files; and what `import fompi` loads."""
+"""The imports between rooms, as the source files have them, and the packages that `import fompi` loads."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ import fompi
 HOUSE = Path(fompi.__file__).resolve().parent
 
 PURE = ("base", "plans", "schedules", "traces", "model", "planner")
-"""No MPI, no arrays: nothing but Python."""
+"""The pure rooms need only Python: no MPI and no arrays."""
 
 RUNTIME = ("tensors", "backends", "mpi", "engine", "runtime")
-"""These rooms carry plans out. They do not know how plans are written or chosen."""
+"""The rooms that carry out plans. They do not know how plans are written or chosen."""
 
 FRONT = ("ops", "tuning", "torch", "jax", "cli", "bench", "__init__", "__main__")
-"""These rooms see both halves. `fompi/__init__.py` is the front door."""
+"""The rooms that may import all others. `fompi/__init__.py` has the public names."""
 
 ROOMS = (*PURE, *RUNTIME, *FRONT)
-"""From the ground up: a file imports from its own room and from the rooms before it."""
+"""All rooms in order. A file may import from its own room and from the rooms before it."""
 
 NOT_FOR_RUNTIME = {"schedules", "planner"}
 
 FOREIGN = {
     "mpi4py": {"mpi/transport.py"},
-    "torch": {"torch", "bench/gloo.py"},
-    "jax": {"jax", "bench/xla.py"},
-    "mpi4jax": {"bench/xla.py"},
+    "torch": {"torch", "bench/rivals/gloo.py"},
+    "jax": {"jax", "bench/rivals/xla.py"},
+    "mpi4jax": {"bench/rivals/xla.py"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},
+    "rich": {"cli/output.py"},
     "numba": {"backends/numba.py"},
     "cupy": {"backends/cuda"},
     "ml_dtypes": set(),
 }
-"""Which file or folder may import which foreign package."""
+"""The files and folders that may import a package from outside."""
 
 
 def files():
@@ -46,7 +47,7 @@ def files():
 
 
 def module_of(path):
-    """fompi.schedules.ring for fompi/schedules/ring.py, fompi.schedules for its __init__.py."""
+    """The module of a file: fompi.schedules.ring for fompi/schedules/ring.py, fompi.schedules for its __init__.py."""
     parts = path.relative_to(HOUSE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -59,7 +60,7 @@ MODULES = {module_of(path) for path in files()}
 
 
 def imports(path, everywhere=True):
-    """The modules that a file imports: all of them, or those that are imported when it is."""
+    """The modules that a file imports: all of them, or only those that are imported when the file is loaded."""
     found = set()
 
     def read(node):
@@ -89,17 +90,17 @@ def rooms_imported(path):
 @pytest.mark.parametrize("path", files(), ids=module_of)
 def test_every_arrow_goes_up_the_list_of_rooms(path):
     room, seen = room_of(module_of(path)), rooms_imported(path)
-    assert room in ROOMS, f"{path}: a file has a room"
+    assert room in ROOMS, f"{path} is in no known room"
     before = {*ROOMS[: ROOMS.index(room) + 1]}
     if room in FRONT:
-        before.add("__init__")  # the public names
+        before.add("__init__")  # these rooms may use the public names
     assert seen <= before
     assert room not in RUNTIME or not seen & NOT_FOR_RUNTIME
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if not room.startswith("__")], ids="fompi.{}".format)
 def test_every_room_says_what_it_is_for(room):
-    """Its `__init__.py` is a docstring. That of `fompi.jax` also passes its public names on."""
+    """The `__init__.py` of a room is a docstring. Only `fompi.jax` also imports its public names."""
     body = ast.parse((HOUSE / room / "__init__.py").read_text()).body
     assert ast.get_docstring(ast.Module(body, [])), room
     assert len(body) == (2 if room == "jax" else 1)
@@ -113,11 +114,11 @@ def test_every_file_imports_only_what_it_may(path):
         here = {str(place), *map(str, place.parents)}
         assert name not in outside or here & allowed, f"{name} is imported in {place}"
     if room in PURE:
-        assert outside <= sys.stdlib_module_names, "the pure rooms need nothing but Python"
+        assert outside <= sys.stdlib_module_names, "a pure room may import only Python's standard library"
 
 
-def test_no_cycles():
-    """Among the imports that happen when a module is loaded."""
+def test_no_import_cycles():
+    """Imports inside functions do not count."""
     graph = {module_of(path): {m for m in imports(path, False) if m.split(".")[0] == "fompi"} for path in files()}
     try:
         list(TopologicalSorter(graph).static_order())
@@ -142,7 +143,7 @@ assert not loaded, loaded
 
 
 def test_planning_loads_no_mpi_and_no_framework():
-    """`import fompi`, plan, print, verify, simulate: in a process of its own."""
+    """A new process imports fompi, and plans, prints, verifies and simulates an operation."""
     done = subprocess.run(
         [sys.executable, "-c", PLANNING], cwd=HOUSE.parent, capture_output=True, text=True, timeout=50
     )
@@ -150,8 +151,8 @@ def test_planning_loads_no_mpi_and_no_framework():
     assert done.stdout.startswith("predicted: all_gather_matmul")
 
 
-def test_the_test_sees_what_it_should(tmp_path):
-    """Imports in functions count for the arrows, not for cycles; those for type checkers neither."""
+def test_imports_are_found(tmp_path):
+    """Imports in functions and for type checkers count for the order of rooms, but not for cycles."""
     path = tmp_path / "module.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"

@@ -1,4 +1,4 @@
-"""The lower bound: below every schedule on every machine, and reached where it can be."""
+"""The lower bound: no schedule is faster on any machine, and some schedules reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = list(catalogue.problems(1))
 
 
 def machines(draw):
-    """Some numbers of each kind, of the same order as the small problems of the catalogue."""
+    """Machines of each kind, with random numbers. Times are of the same order as those of the small problems."""
     plain = Machine(
         "drawn",
         draw.choice((0.0, 1.0)),
@@ -46,7 +46,7 @@ def machines(draw):
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_no_schedule_is_below_it(name, size, dtype):
+def test_no_schedule_is_faster(name, size, dtype):
     draw = Random(f"{name} {size}")
     problem = catalogue.problems(size, dtype)[name]
     for how in ("even", "uneven"):
@@ -55,14 +55,14 @@ def test_no_schedule_is_below_it(name, size, dtype):
             least = bound(problem, sizes, machine)
             for schedule in registry.available(problem):
                 if schedule == "sliced":
-                    continue  # sums of the library behind kernels are not charged to the core
+                    continue  # the time of the library's sums behind kernels is not charged to the core
                 seconds = predict(registry.write(problem, schedule, draw.choice((1, 2)), sizes), machine)
                 assert seconds >= least.seconds * (1 - 1e-9), (schedule, machine, least)
 
 
 @pytest.mark.parametrize("columns", [0, 3, 9])
-def test_ranks_with_other_columns(columns):
-    """What stays is spread: the first ranks multiply more, and any rank may make fewer sums than the mean."""
+def test_ranks_with_different_columns(columns):
+    """The first ranks have more columns and multiply more. Any rank may add less than the mean."""
     for name in ("matmul_reduce_scatter", "matmul_all_reduce"):
         x, w = Spec((8, columns), "float32", Shard(1)), Spec((columns, 4), "float32", Shard(0))
         at, sizes = from_specs(name, [x, w], 4)
@@ -76,15 +76,15 @@ def test_ranks_with_other_columns(columns):
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce"])
 @pytest.mark.parametrize("rates", [(), (1.0, 0.5)])
 def test_nothing_to_move(name, rates):
-    """No rows, or no columns: an explanation all the same, of no time but latencies."""
+    """Without rows or columns, an explanation shows only latencies."""
     machine = replace(Machine.load("gigabit"), rates=rates)
     for rows, columns in ((0, 8), (64, 0), (0, 0)):
         specs = {
             "all_gather_matmul": (Spec((rows, 8), "float32", Shard(0)), Spec((8, columns), "float32", Shard(1))),
             "all_reduce": (Spec((rows, columns), "float32", Partial()),),
         }.get(name, (Spec((rows, 8), "float32", Shard(1)), Spec((8, columns), "float32", Shard(0))))
-        found = fompi.explain(name, *specs, ranks=4, machine=machine)
-        assert str(found) and found.winner.seconds < 0.1
+        explained = fompi.explain(name, *specs, ranks=4, machine=machine)
+        assert str(explained) and explained.winner.seconds < 0.1
 
 
 def plain(**more):
@@ -92,32 +92,32 @@ def plain(**more):
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
-def test_it_is_reached_on_equal_links(name):
-    """Where only messages count, pairwise messages take what they must."""
+def test_the_bound_is_reached_on_equal_links(name):
+    """If only messages take time, direct messages take as long as the bound."""
     problem = catalogue.problems(4)[name]
     sizes = Sizes(pairs=((6,) * 4,) * 4) if name == "all_to_all" else Sizes((6,) * 4)
     least = bound(problem, sizes, plain())
     assert predict(registry.write(problem, "direct", 1, sizes), plain()) == pytest.approx(least.seconds)
-    assert least.what in ("what rank 3 receives", "what rank 3 sends", "what all ranks receive")
+    assert least.what in {f"the bytes that {way}" for way in ("rank 3 receives", "rank 3 sends", "all ranks receive")}
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
-def test_it_is_reached_over_a_shared_link(name):
-    """2 x 2 ranks and a link between that is so slow that nothing else counts."""
+def test_the_bound_is_reached_over_a_shared_link(name):
+    """2 x 2 ranks. The link between the groups is so slow that nothing else counts."""
     problem, sizes = catalogue.problems(4)[name], Sizes((6,) * 4)
     slow = plain(levels=(Level(2, 0.0, 48e-6, True),))
     least = bound(problem, sizes, slow)
     assert "group" in least.what
-    found = {s: predict(registry.write(problem, s, 1, sizes), slow) for s in ("hierarchical(2)", "direct", "ring")}
-    assert found["hierarchical(2)"] == pytest.approx(least.seconds, rel=1e-5)
-    assert found["direct"] == pytest.approx(2 * least.seconds, rel=1e-5)
+    seconds = {s: predict(registry.write(problem, s, 1, sizes), slow) for s in ("hierarchical(2)", "direct", "ring")}
+    assert seconds["hierarchical(2)"] == pytest.approx(least.seconds, rel=1e-5)
+    assert seconds["direct"] == pytest.approx(2 * least.seconds, rel=1e-5)
 
 
 def test_one_slow_rank():
     problem, sizes = catalogue.problems(4)["all_gather"], Sizes((6,) * 4)
     slow = plain(rates=(1.0, 1.0, 1.0, 0.25))
     least = bound(problem, sizes, slow)
-    assert least.what == "what rank 3 receives"
+    assert least.what == "the bytes that rank 3 receives"
     assert predict(registry.write(problem, "direct", 1, sizes), slow) == pytest.approx(least.seconds)
 
 

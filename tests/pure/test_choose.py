@@ -1,4 +1,4 @@
-"""What a call takes where nobody names a schedule: by what all ranks know, without a machine or with one."""
+"""The schedule of a call that names none: by facts that all ranks know, without or with a machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fompi.plans.dependencies import constraints
 from fompi.plans.plan import MOST_MESSAGES, Recv, Send
 from fompi.plans.problems import MEANING, Form, problem
 from fompi.schedules import registry
-from fompi.schedules.registry import to_one_peer
+from fompi.schedules.registry import messages_per_peer
 
 
-def test_the_choice_is_one_that_every_rank_can_make():
-    """It depends on the problem and on rows that all ranks know, and it is a schedule of the problem."""
+def test_the_rule_chooses_an_available_schedule():
+    """It needs only the problem and rows that all ranks know."""
     for operation in MEANING:
         for ranks in (1, 2, 8):
             made = problem_of(operation, ranks)
@@ -43,18 +43,18 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose.plan_for(products, large, "bidirectional").parts == 2
     assert choose.choose(sums, 10**8, network=True) == choose.choose(products, 10**8, network=True) == ("ring", 4)
     assert choose.choose(products, 100, network=True) == ("direct", 1)
-    dealt = problem_of("matmul_all_to_all", 4)
-    assert choose.choose(dealt, 10**8, network=True) == ("direct", 4)
+    combine = problem_of("matmul_all_to_all", 4)
+    assert choose.choose(combine, 10**8, network=True) == ("direct", 4)
     for rows, network in ((10**8, False), (100, True), (0, True), (None, True)):
-        assert choose.choose(dealt, rows, network=network) == ("direct", 1)
+        assert choose.choose(combine, rows, network=network) == ("direct", 1)
 
 
-def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_after_the_other():
+def test_a_large_all_to_all_over_a_network_is_cut_into_slices():
     made = problem("all_to_all", 4, Form((8, 256), "float32"))
     row = 4 * 256
     cuts = {0: 1, 500 << 10: 1, 512 << 10: 8, 1 << 20: 8, 7 << 20: 8, 8 << 20: 16, 16 << 20: 32, 1 << 30: 64}
     for nbytes, slices in cuts.items():
-        rows = 16 * nbytes // row  # of all ranks for all
+        rows = 16 * nbytes // row  # from all ranks to all ranks together
         assert choose.choose(made, rows, network=True) == ("direct" if slices == 1 else "pairwise", slices)
         assert choose.choose(made, rows, network=True, even=False) == ("direct", slices)
         assert choose.choose(made, rows) == ("direct", 1)
@@ -66,16 +66,16 @@ def test_what_several_ranks_send_each_other_over_a_network_goes_in_slices_one_af
 
 
 @given(st.lists(st.lists(st.integers(0, 1 << 33), min_size=4, max_size=4), min_size=4, max_size=4))
-def test_ranks_tell_each_other_how_much_they_have_and_whether_it_is_even(rows):
-    told = [choose.encode_rows(mine, rank) for rank, mine in enumerate(rows)]
-    total, even = choose.decode_rows(told)
-    assert max(told) < 1 << 7 and (total <= sum(map(sum, rows)) < 2 * total or not total)
-    others = [[n for dest, n in enumerate(mine) if dest != rank] for rank, mine in enumerate(rows)]
-    assert even == all(2 * max(mine) <= 3 * min(mine) for mine in others)
+def test_hints_contain_the_number_of_rows_and_whether_they_are_even(rows):
+    hints = [choose.encode_rows(own, rank) for rank, own in enumerate(rows)]
+    total, even = choose.decode_rows(hints)
+    assert max(hints) < 1 << 7 and (total <= sum(map(sum, rows)) < 2 * total or not total)
+    others = [[n for dest, n in enumerate(own) if dest != rank] for rank, own in enumerate(rows)]
+    assert even == all(2 * max(counts) <= 3 * min(counts) for counts in others)
 
 
-def test_ranks_keep_in_step():
-    """A message leaves when the last but one has left, and that of the same turn has come."""
+def test_ranks_proceed_in_step_in_pairwise():
+    """A message starts when the send and the receive two turns before are done."""
     made = problem_of("all_to_all", 4)
     plan = registry.write(made, "pairwise", 2)
     assert plan.window == 2 and not plan.is_paced and registry.write(made, "pairwise").window == 1
@@ -88,7 +88,8 @@ def test_ranks_keep_in_step():
     assert "pairwise" in registry.available(made) and "pairwise" not in registry.available(problem_of("all_gather", 4))
 
 
-def test_a_send_is_done_when_the_other_end_takes_it_where_a_window_of_several_bounds_parts():
+def test_which_plans_use_synchronous_sends():
+    """Those with a window of several messages over the parts of a shard: a send is done when its receiver takes it."""
     made = problem_of("all_to_all", 4)
     for slices, window, paced in ((1, None, False), (4, None, False), (1, 2, False), (4, 1, False), (4, 3, True)):
         assert registry.write(made, "direct", slices, window=window).is_paced == paced
@@ -96,33 +97,30 @@ def test_a_send_is_done_when_the_other_end_takes_it_where_a_window_of_several_bo
     assert not registry.write(problem_of("all_gather", 4), "ring", 4).is_paced
 
 
-def test_a_ring_of_very_many_ranks_has_fewer_slices_or_is_none():
-    """A rank has tags for so many messages to its neighbour."""
+def test_a_ring_of_very_many_ranks_has_fewer_slices_or_is_not_chosen():
+    """The number of message tags limits the number of messages to a neighbour."""
     for ranks, expected in ((512, ("ring", 4)), (513, ("ring", 1)), (2048, ("ring", 1)), (2049, ("direct", 1))):
         made = problem("all_reduce", ranks, Form((1 << 30,), "float32"))
         assert choose.choose(made, 1 << 34, network=True) == expected
         name, slices = expected
-        assert to_one_peer(made, name, slices) <= MOST_MESSAGES
+        assert messages_per_peer(made, name, slices) <= MOST_MESSAGES
     gigabit = Machine.load("gigabit")
     listed = {(c.schedule, c.slices) for c in candidates(problem("all_reduce", 256, Form((8,), "float32")), gigabit)}
     assert ("ring", 8) in listed and ("ring", 16) not in listed
 
 
-def test_products_stay_whole_where_a_message_is_a_copy_by_a_core_that_could_compute():
+def test_products_stay_in_one_piece_if_no_core_is_free():
     for operation in ("all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul", "all_gather_weight_gradient"):
         for rows in (None, 10, 10**9):
-            few = operation == "matmul_all_reduce" and rows == 10
-            assert choose.choose(problem_of(operation, 4), rows, crowded=True) == (
-                "unfused" if few else "unfused_p2p",
-                1,
-            )
+            expected = "unfused" if operation == "matmul_all_reduce" and rows == 10 else "unfused_p2p"
+            assert choose.choose(problem_of(operation, 4), rows, crowded=True) == (expected, 1)
     assert choose.choose(problem_of("all_reduce", 4), 10, crowded=True) == ("exchange", 1)
     assert choose.choose(problem_of("all_gather", 4), 10, crowded=True) == ("direct", 1)
     assert choose.choose(problem_of("all_gather_matmul", 1), 10, crowded=True) == ("direct", 1)
 
 
-def test_a_choice_by_the_model_is_that_of_a_power_of_two():
-    """New sizes cost nothing, and ranks that know the same choose the same."""
+def test_the_model_chooses_once_for_each_power_of_two():
+    """Most new sizes cost nothing. Without the number of rows, the rule chooses."""
     machine = Machine.load("gigabit")
     made = problem("matmul_reduce_scatter", 4, Form((4096, 512), "float32"), [Form((512, 1024), "float32")])
     first = choose.choose(made, 4096, True, machine)
@@ -131,8 +129,8 @@ def test_a_choice_by_the_model_is_that_of_a_power_of_two():
     assert choose.choose(made, None, True, machine) == choose.choose(made, None, True)
 
 
-def test_uneven_ranks_stay_out_of_step_on_any_machine():
-    """The walk is of even ones, and may find that those in step are the best."""
+def test_the_model_chooses_pairwise_only_for_even_ranks():
+    """The simulation has even rows, so it may find that `pairwise` is the best."""
     for size, name in product((8, 72), PRESETS):
         made = problem("all_to_all", size, Form((8, 256), "float32"))
         assert choose.choose(made, 1 << 20, True, Machine.load(name), even=False)[0] != "pairwise"
@@ -140,42 +138,43 @@ def test_uneven_ranks_stay_out_of_step_on_any_machine():
             assert choose.choose(made, 1 << 20, True, Machine.load(name))[0] == "pairwise"
 
 
-def test_calls_of_many_ranks_have_direct_messages_one_after_the_other():
-    """By the model: with all of them at once nobody counts."""
+def test_calls_of_many_ranks_send_direct_messages_one_after_the_other():
+    """The model has no candidate that sends to more than 64 peers at once."""
     machine = Machine.load("gigabit")
     made = problem_of("matmul_all_to_all", 72)
     sizes = Sizes(pairs=((4,) * 72,) * 72)
-    usable = [c for c in candidates(made, machine) if c.anywhere(72)]
+    usable = [c for c in candidates(made, machine) if c.fits_call(72)]
     assert {"unfused", "unfused_p2p", "direct"} <= {c.schedule for c in usable}
-    judged = {one.candidate.schedule: one for one in explain(made, sizes, machine, hurried=True).judged}
-    assert judged["direct"].candidate.window == 1
+    explanation = explain(made, sizes, machine, for_call=True)
+    windows = {judged.candidate.schedule: judged.candidate.window for judged in explanation.judged}
+    assert windows["direct"] == 1
     assert [choose.window_of_call(made, name, 1, True, True) for name in ("direct", "ring")] == [1, None]
     assert choose.window_of_call(problem_of("matmul_all_to_all", 64), "direct", 1, True, True) is None
 
 
-def test_one_slow_rank_of_many_does_not_make_all_of_them_be_walked(monkeypatch):
+def test_a_choice_with_one_slow_rank_simulates_few_ranks(monkeypatch):
     machine = replace(Machine.load("h100-ndr"), rates=(1.0,) * 7 + (0.5,))
     made = problem("all_reduce", 256, Form((8,), "float32"))
-    walked = []
+    simulated = []
 
     def counted(plan, on):
-        walked.append(symmetry(plan, plan.sizes, on))
+        simulated.append(symmetry(plan, plan.sizes, on))
         return representatives(plan, on)
 
     monkeypatch.setattr(import_module("fompi.planner.explain"), "representatives", counted)
     name, _ = choose.choose(made, 1 << 24, machine=machine)
-    assert walked and max(walked) <= 8 and registry.is_available(made, name)
+    assert simulated and max(simulated) <= 8 and registry.is_available(made, name)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce", "all_gather"])
 @pytest.mark.parametrize("name", ["laptop", "gigabit", "h100-nvlink"])
-def test_what_a_call_takes_is_near_what_it_might(operation, ranks, name):
-    """The closed forms, by which a call picks what it walks, do not take what is far from the best."""
+def test_the_choice_of_a_call_is_near_the_best(operation, ranks, name):
+    """A call simulates few candidates, the best by estimate. Its choice takes at most 1.1 times as long as the best."""
     machine, made = Machine.load(name), problem(operation, ranks, Form((1 << 13, 1 << 12), "float32"))
     rows = 1 << (13 if made.row else 25)
     sizes = Sizes((rows // ranks,) * ranks)
-    every = explain(made, sizes, machine, events=MOST_EVENTS).judged
-    best = min(one.seconds for one in every if one.trace is not None and one.candidate.anywhere(ranks))
-    taken = registry.write(made, *choose.choose(made, rows, machine=machine), sizes)
-    assert representatives(taken, machine).seconds <= 1.1 * best
+    judged = explain(made, sizes, machine, events=MOST_EVENTS).judged
+    best = min(trace.seconds for candidate, _, _, trace in judged if trace is not None and candidate.fits_call(ranks))
+    chosen = registry.write(made, *choose.choose(made, rows, machine=machine), sizes)
+    assert representatives(chosen, machine).seconds <= 1.1 * best

@@ -1,4 +1,4 @@
-"""Which programs need somebody to move messages while their kernels run: worked out without MPI."""
+"""Properties of compiled programs: long kernels, small messages, forwarded blocks. No MPI is needed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def is_long(plan, sizes=None):
 
 
 def test_a_product_of_many_operations_is_long():
-    """2 * rows * 64 * 64 of them in the product of a shard."""
+    """The product of a shard has 2 * rows * 64 * 64 operations."""
     rows = int(LONG_FLOPS) // (2 * 64 * 64)
     assert not is_long(gather_matmul(2 * rows)) and is_long(gather_matmul(2 * rows + 4))
 
 
-def test_the_longest_kernel_counts():
-    """Unfused, it has all rows; in slices, the whole of our own shard still goes in one call."""
+def test_the_longest_kernel_decides():
+    """An unfused kernel has all rows. With slices, the rank's own shard is still one call."""
     rows = int(LONG_FLOPS) // (2 * 64 * 64)
     assert is_long(gather_matmul(rows + 4, schedule="unfused")) and not is_long(gather_matmul(rows + 4))
     assert is_long(gather_matmul(2 * rows + 4, slices=4))
@@ -35,7 +35,7 @@ def test_the_longest_kernel_counts():
 
 @pytest.mark.parametrize("schedule", ["direct", "ring"])
 def test_a_sum_of_many_bytes_is_long(schedule):
-    """It reads two blocks of a shard."""
+    """A sum reads two blocks of a shard."""
     elements = int(LONG_NBYTES) // 8
 
     def plan(count):
@@ -44,20 +44,20 @@ def test_a_sum_of_many_bytes_is_long(schedule):
     assert is_long(plan(elements + 4)) and not is_long(plan(elements - 4))
 
 
-def test_the_rows_of_the_call_count():
-    """Not those that the plan has room for."""
+def test_the_rows_of_the_call_decide():
+    """The rows that the plan was made for do not matter."""
     plan = gather_matmul(100_000)
     assert is_long(plan) and not is_long(plan, Sizes(rows=(10, 10))) and is_long(plan, Sizes(rows=(0, 50_000)))
     assert not is_long(plan, Sizes(rows=(0, 0)))
 
 
-def test_what_has_no_kernels_is_never_long():
+def test_a_program_without_kernels_is_never_long():
     plan = fompi.plan(fompi.all_gather, Spec((1 << 22, 8), "float64", Shard(0)), ranks=2, schedule="unfused")
     assert not any(kind == 0 for kind in Compiled(plan, 0).kinds) and not is_long(plan)
 
 
-def test_what_is_small():
-    """By x, where nothing is made of it: a narrow x may have a product of any size, and sums of that are no trifle."""
+def test_small_messages():
+    """The bytes of x decide, unless x is multiplied first: the product of a narrow x may be large."""
 
     def is_small(plan):
         compiled = Compiled(plan, 0)
@@ -78,7 +78,7 @@ def test_what_is_small():
         ("all_reduce", {"direct", "ring", "bidirectional", "unfused_p2p"}),
     ],
 )
-def test_which_schedules_send_what_has_come(operation, forwards):
+def test_schedules_that_forward_blocks(operation, forwards):
     x = Spec((48, 4), "float32", {"all_gather": Shard(0)}.get(operation, Partial()))
     for schedule in ("direct", "ring", "bidirectional", "unfused", "unfused_p2p"):
         plan = fompi.plan(operation, x, ranks=4, schedule=schedule)

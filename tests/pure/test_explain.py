@@ -1,4 +1,4 @@
-"""Which candidate is the best: the walk decides among the best few, and loses little by not walking them all."""
+"""Candidates and explanations: the best candidate is found, although not all candidates are simulated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import permutations
 
 import catalogue
 import pytest
-from catalogue import everyone
+from catalogue import send_to_all
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
@@ -18,23 +18,23 @@ from fompi.model.flow_shop import Job, makespan
 from fompi.model.machine import PRESETS, Level, Machine
 from fompi.model.simulate import predict
 from fompi.planner.candidates import (
-    MOST_TOGETHER,
+    MOST_PEERS_AT_ONCE,
     UNFUSED,
     WINDOWS,
     Candidate,
-    by_rate,
+    all_reduces_by_rate,
     candidates,
     exact_cuts,
-    in_order,
-    owned,
-    paced,
+    other_windows,
+    peer_orders,
+    rows_by_rate,
 )
 from fompi.planner.estimate import estimate
-from fompi.planner.explain import FAR, explain
+from fompi.planner.explain import ESTIMATE_FACTOR, explain
 from fompi.plans.plan import Compute
 from fompi.plans.problems import Form, problem
 from fompi.plans.verify import verify
-from fompi.schedules.registry import STRAIGHT, shares_of, write
+from fompi.schedules.registry import DIRECT_FAMILY, shares_of, write
 
 NAMES = [
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "all_gather_matmul 3-d",
@@ -44,7 +44,7 @@ NAMES = [
 
 
 def large(operation, ranks, k=512):
-    """On 1024 rows and columns of float32."""
+    """A problem with 1024 rows and columns of float32, and its sizes."""
     n = 1024
     x, w = {
         "all_gather_matmul": (Form((n // ranks, k), "float32"), Form((k, n // ranks), "float32")),
@@ -58,8 +58,8 @@ def large(operation, ranks, k=512):
     return made, Sizes((n // ranks,) * ranks)
 
 
-def walked(made, sizes, machine):
-    """Every candidate by the event walk."""
+def simulated(made, sizes, machine):
+    """The simulated seconds of every candidate."""
     return {c: predict(write(made, c.schedule, c.slices, sizes, c.window), machine) for c in candidates(made, machine)}
 
 
@@ -68,54 +68,57 @@ def walked(made, sizes, machine):
 def test_every_problem_has_an_explanation(name, ranks):
     made = catalogue.problems(ranks)[name]
     sizes = catalogue.sizes(made, "uneven")
-    found = explain(made, sizes, Machine.load("laptop"))
-    listed, judged = set(candidates(made, Machine.load("laptop"))), [one.candidate for one in found.judged]
+    explanation = explain(made, sizes, Machine.load("laptop"))
+    winner, bound, machine = explanation.winner, explanation.bound, explanation.machine
+    listed, judged = set(candidates(made, machine)), [judged.candidate for judged in explanation.judged]
     assert listed <= set(judged) and len(judged) == len(set(judged))
-    assert all(one.order or one.window in WINDOWS for one in set(judged) - listed)
-    by_walk = [one for one in found.judged if one.trace is not None]
-    assert found.winner.seconds == min(one.seconds for one in by_walk) and found.winner is by_walk[0]
-    assert found.gap >= -1e-9 and found.bound.seconds <= found.winner.seconds * (1 + 1e-9)
-    assert {one.candidate for one in by_walk} >= {c for c in UNFUSED if c in candidates(made, found.machine)}
-    verify(found.plan)
-    assert found.plan.schedule == found.winner.candidate.schedule
-    lines = str(found).splitlines()
-    assert lines[3 + len(found.judged)].startswith(f"best: {found.winner.candidate}, ")
-    assert all(line.startswith("hidden on rank ") for line in lines[4 + len(found.judged) :])
+    assert all(candidate.order or candidate.window in WINDOWS for candidate in set(judged) - listed)
+    traced = [judged for judged in explanation.judged if judged.trace is not None]
+    assert winner.seconds == min(judged.seconds for judged in traced) and winner is traced[0]
+    assert explanation.gap >= -1e-9 and bound.seconds <= winner.seconds * (1 + 1e-9)
+    assert {judged.candidate for judged in traced} >= {c for c in UNFUSED if c in candidates(made, machine)}
+    verify(explanation.plan)
+    assert explanation.plan.schedule == winner.candidate.schedule
+    lines = str(explanation).splitlines()
+    assert lines[3 + len(judged)].startswith(f"best: {winner.candidate}, ")
+    assert all(line.startswith("hidden on rank ") for line in lines[4 + len(judged) :])
 
 
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_what_is_hidden_behind_what(operation):
-    """Nothing is hidden for longer than it moves, or than the kernel runs; the longest come first."""
+def test_overlaps(operation):
+    """An overlap is no longer than its messages and its kernels. The longest overlap comes first."""
     made, sizes = large(operation, 4)
-    found = explain(made, sizes, PRESETS["gigabit"])
-    events = found.winner.trace.events
-    assert found.covers and str(found.covers[0][1]) in str(found)
-    assert found.covers == sorted(found.covers, key=lambda one: -one[1].seconds)
-    for rank, cover in found.covers:
-        ran = [e.end - e.start for e in events if e.rank == rank and e.name.startswith(f"{cover.kernel}(")]
-        sign = "<" if "comes from" in cover.messages else ">"
-        peer = f"{sign}{cover.messages.split()[-1]}"
+    explanation = explain(made, sizes, PRESETS["gigabit"])
+    events = explanation.winner.trace.events
+    overlaps = explanation.overlaps
+    assert overlaps and str(overlaps[0][1]) in str(explanation)
+    assert overlaps == sorted(overlaps, key=lambda pair: -pair[1].seconds)
+    for rank, overlap in overlaps:
+        ran = [e.end - e.start for e in events if e.rank == rank and e.name.startswith(f"{overlap.kernel}(")]
+        sign = "<" if "messages from" in overlap.messages else ">"
+        peer = f"{sign}{overlap.messages.split()[-1]}"
         moved = [e.end - e.moves[0] for e in events if e.rank == rank and e.is_message and e.name.endswith(peer)]
-        assert 0 < cover.seconds <= min(sum(ran), sum(moved)) * (1 + 1e-9)
+        assert 0 < overlap.seconds <= min(sum(ran), sum(moved)) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [64, 65, 100])
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "matmul_reduce_scatter", "all_to_all"])
-def test_with_many_ranks_nobody_sends_to_all_at_once(ranks, name):
-    """Neither in what is listed, nor in what is walked in place of it: each walk takes a moment."""
+def test_with_many_ranks_no_rank_sends_to_all_at_once(ranks, name):
+    """No candidate does, and none with another window."""
     made = catalogue.problems(ranks)[name]
     sizes = Sizes(pairs=((64,) * ranks,) * ranks) if name == "all_to_all" else Sizes((64,) * ranks)
     for machine in (PRESETS["gigabit"], replace(PRESETS["gigabit"], rates=(0.25,))):
         given = made, sizes, machine
-        listed = [*candidates(made, machine), *exact_cuts(*given), *by_rate(*given), *in_order(*given)]
-        listed += [found for one in listed for found in paced(one, ranks)]
-        at_once = [c for c in listed if c.schedule in (*STRAIGHT, "exchange") and c.window is None]
-        assert bool(at_once) == (ranks <= MOST_TOGETHER)
-        assert listed and (name != "broadcast" or ranks <= MOST_TOGETHER or {c.schedule for c in listed} == {"unfused"})
+        listed = [*candidates(made, machine), *exact_cuts(*given), *all_reduces_by_rate(*given), *peer_orders(*given)]
+        listed += [other for candidate in listed for other in other_windows(candidate, ranks)]
+        at_once = [c for c in listed if c.schedule in (*DIRECT_FAMILY, "exchange") and c.window is None]
+        few = ranks <= MOST_PEERS_AT_ONCE
+        assert bool(at_once) == few
+        assert listed and (name != "broadcast" or few or {c.schedule for c in listed} == {"unfused"})
 
 
-def test_an_exchange_across_groups_is_no_exchange_inside():
-    """All that a rank sends to the other group goes through the link that the group shares."""
+def test_the_estimate_of_an_exchange_counts_the_link_between_groups():
+    """Messages to the other group pass the slow link that the ranks of a group share."""
     made = catalogue.problems(8)["all_reduce"]
     flat = PRESETS["gigabit"]
     groups = replace(flat, levels=(Level(4, 1e-4, flat.bandwidth / 100, True),))
@@ -137,81 +140,90 @@ def test_a_plan_for_a_machine_is_the_winner_of_its_explanation():
 @pytest.mark.parametrize("machine", ["gigabit", "laptop", "h100-nvlink", "rtx4090-pcie"])
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize(("ranks", "k"), [(2, 512), (4, 4096)])
-def test_few_walks_find_what_all_walks_would(operation, machine, ranks, k):
-    """Within 3 % of the best of all candidates."""
+def test_a_few_simulations_find_a_good_candidate(operation, machine, ranks, k):
+    """It is within 3 % of the best of all candidates."""
     made, sizes = large(operation, ranks, k)
     where = PRESETS[machine]
-    best = min(seconds for seconds in walked(made, sizes, where).values())
+    best = min(seconds for seconds in simulated(made, sizes, where).values())
     assert explain(made, sizes, where).winner.seconds <= 1.03 * best
 
 
 @pytest.mark.parametrize("machine", ["gigabit", "laptop", "h100-ndr", "rtx4090-pcie"])
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize(("ranks", "k"), [(2, 512), (4, 4096), (16, 1024)])
-def test_in_a_hurry_what_cannot_win_is_not_walked(operation, machine, ranks, k):
-    """The same winner of those that a call can take, or one as quick; what is left out is far behind."""
+def test_the_candidates_of_a_call(operation, machine, ranks, k):
+    """While a call waits, fewer candidates are simulated. The winner is within 2 % of the best that a call can take."""
     made, sizes = large(operation, ranks, k)
     where = PRESETS[machine]
-    found = explain(made, sizes, where, hurried=True)
-    usable = [one for one in explain(made, sizes, where).judged if one.candidate.anywhere(made.size)]
-    assert found.winner.trace is not None and found.winner.seconds <= 1.02 * usable[0].seconds
-    by_walk = {one.candidate for one in usable if one.trace is not None}
-    for one in found.judged:
-        assert one.trace is not None or one.candidate not in by_walk or one.seconds > FAR * found.winner.seconds
-    assert {one.candidate for one in found.judged} == {one.candidate for one in usable}
+    explanation = explain(made, sizes, where, for_call=True)
+    winner = explanation.winner
+    usable = [judged for judged in explain(made, sizes, where).judged if judged.candidate.fits_call(made.size)]
+    assert winner.trace is not None and winner.seconds <= 1.02 * usable[0].seconds
+    traced = {judged.candidate for judged in usable if judged.trace is not None}
+    skipped = [judged for judged in explanation.judged if judged.trace is None and judged.candidate in traced]
+    assert all(judged.seconds > ESTIMATE_FACTOR * winner.seconds for judged in skipped)
+    assert {judged.candidate for judged in explanation.judged} == {judged.candidate for judged in usable}
 
 
-def test_groups_win_over_a_slow_link():
+def test_hierarchical_is_the_best_over_a_slow_link():
     made, sizes = problem("all_gather", 4, Form((1 << 20, 1), "uint8")), Sizes((1 << 20,) * 4)
     flat = Machine.load("gigabit")
     between = replace(flat, levels=(Level(2, 1e-4, flat.bandwidth / 10, True),))
-    found = explain(made, sizes, between)
-    assert found.winner.candidate.schedule == "hierarchical(2)"
-    others = [s for c, s in walked(made, sizes, between).items() if c.schedule in ("direct", "ring", "bidirectional")]
-    assert min(others) >= 1.3 * found.winner.seconds and found.gap < 0.08
-    assert found.bound.what.endswith("of 2 ranks")
+    explanation = explain(made, sizes, between)
+    assert explanation.winner.candidate.schedule == "hierarchical(2)"
+    seconds = simulated(made, sizes, between)
+    others = [seconds[c] for c in seconds if c.schedule in ("direct", "ring", "bidirectional")]
+    assert min(others) >= 1.3 * explanation.winner.seconds and explanation.gap < 0.08
+    assert "group" in explanation.bound.what
 
 
-def test_a_small_first_slice_where_the_wire_is_slower():
+def test_the_first_slice_is_small_if_messages_take_longer_than_kernels():
     made, sizes = large("matmul_reduce_scatter", 2)
     shares = explain(made, sizes, Machine.load("gigabit")).plan.shares
     assert shares[0] == min(shares) < max(shares) or len(set(shares)) == 1 < len(shares) >= 8
 
 
-def test_the_closed_forms_are_near():
-    """Good for telling which candidates are worth a walk: within a factor of 1.5 where it matters."""
+def test_estimates_are_near_simulated_times():
+    """They are within a factor of 1.5, for candidates that may be the best."""
     for operation in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         made, sizes = large(operation, 4)
         machine = Machine.load("gigabit")
-        for candidate, seconds in walked(made, sizes, machine).items():
+        for candidate, seconds in simulated(made, sizes, machine).items():
             if candidate.schedule not in ("unfused", "sliced"):
-                assert 1 / 1.5 < estimate(made, sizes, machine, candidate) / seconds < 1.5, candidate
+                ratio = estimate(made, sizes, machine, candidate) / seconds
+                assert 1 / ESTIMATE_FACTOR < ratio < ESTIMATE_FACTOR, candidate
 
 
-def test_collectives_that_were_measured_on_other_ranks():
-    """A formula takes the place of their curves: that is said."""
+def test_collectives_that_were_measured_on_another_number_of_ranks():
+    """A formula replaces their curves, and the text says so."""
     natives = {name: ((1e6, 0.5),) for name in ("all_gather", "all_reduce")}
     measured = replace(Machine.load("gigabit"), natives=natives, natives_ranks=2)
-    x, words = Spec((512, 256), "float32", Shard(0)), "measured on 2 ranks, not on 4: a formula"
+    x, words = Spec((512, 256), "float32", Shard(0)), "measured on 2 ranks, not on 4: a formula gives their times here"
     assert words in str(fompi.explain("all_gather", x, ranks=4, machine=measured))
     assert "a formula" not in str(fompi.explain("all_gather", x, ranks=2, machine=measured))
 
 
-def test_one_rank_has_no_wire():
+def test_one_rank_has_no_messages():
     x, w = Spec((512, 256), "float32", Shard(0)), Spec((256, 512), "float32", Shard(1))
-    found = fompi.explain("all_gather_matmul", x, w, ranks=1, machine="gigabit")
-    assert found.winner.seconds < 1.2 * found.bound.seconds
+    explanation = fompi.explain("all_gather_matmul", x, w, ranks=1, machine="gigabit")
+    assert explanation.winner.seconds < 1.2 * explanation.bound.seconds
 
 
-def test_what_a_user_types(tmp_path):
+def test_an_explanation_prints_itself():
     x, w = Spec((512, 256), "float32", Shard(0)), Spec((256, 512), "float32", Shard(1))
-    found = fompi.explain(fompi.all_gather_matmul, x, w, ranks=4, machine="gigabit")
-    assert fompi.explain("all_gather_matmul", x, w, ranks=4, machine=Machine.load("gigabit")) == found
-    assert "rank 0" in found.timeline() and found.plot().startswith("<svg")
-    assert len(repr(found)) < 200 and repr(found.winner) in repr(found) and str(found.winner.candidate) in repr(found)
-    best = found.text(2).splitlines()
-    words = [line.split() for line in (*best[:4], *str(found).splitlines()[:4])]
-    assert words[:4] == words[4:] and best[4] == f"... and {len(found.judged) - 2} more"
+    explanation = fompi.explain(fompi.all_gather_matmul, x, w, ranks=4, machine="gigabit")
+    winner = explanation.winner
+    assert fompi.explain("all_gather_matmul", x, w, ranks=4, machine=Machine.load("gigabit")) == explanation
+    assert "rank 0" in explanation.timeline() and explanation.plot().startswith("<svg")
+    assert len(repr(explanation)) < 200 and repr(winner) in repr(explanation)
+    assert str(winner.candidate) in repr(explanation)
+    best = explanation.text(2).splitlines()
+    words = [line.split() for line in (*best[:4], *str(explanation).splitlines()[:4])]
+    assert words[:4] == words[4:] and best[4] == f"... and {len(explanation.judged) - 2} more"
+
+
+def test_explain_refuses_unknown_machines_and_no_ranks():
+    x, w = Spec((512, 256), "float32", Shard(0)), Spec((256, 512), "float32", Shard(1))
     with pytest.raises(LayoutError, match="no machine 'cray'"):
         fompi.explain("all_gather_matmul", x, w, ranks=4, machine="cray")
     with pytest.raises(LayoutError, match="ranks=0"):
@@ -236,47 +248,50 @@ def test_a_plan_for_a_machine():
 
 
 def without_its_copy(problem, work):
-    yield from (op for op in everyone(problem, work) if not isinstance(op, Compute))
+    """A wrong schedule: the own block of the result is missing."""
+    yield from (op for op in send_to_all(problem, work) if not isinstance(op, Compute))
 
 
 def for_powers_of_two(problem, work):
     if work.size & (work.size - 1):
         raise ValueError("ranks must be a power of two")
-    yield from everyone(problem, work)
+    yield from send_to_all(problem, work)
 
 
-def test_schedules_of_users_are_candidates_if_they_are_right(forgotten):
-    """A wrong one does less work, and would win; one that raises would end the explanation."""
-    for made in (everyone, without_its_copy, for_powers_of_two):
-        fompi.schedule(made.__name__, "all_gather")(made)
-    found = explain(problem("all_gather", 3, Form((64, 4), "float32")), Sizes((64,) * 3), Machine.load("gigabit"))
-    cuts = {one.candidate.slices for one in found.judged if one.candidate.schedule == "everyone"}
-    assert cuts == {1, 4}
-    assert {candidate.schedule for candidate, _ in found.refused} == {"without_its_copy", "for_powers_of_two"}
-    assert "for_powers_of_two, 1 slice: refused: ValueError: ranks must be a power of two" in str(found)
-    assert "without_its_copy, 1 slice: refused: PlanError: rank 0" in str(found)
+def test_right_schedules_of_users_are_candidates(forgotten):
+    """A wrong one is refused, although it does less work. One that raises an error is refused too."""
+    for schedule in (send_to_all, without_its_copy, for_powers_of_two):
+        fompi.schedule(schedule.__name__, "all_gather")(schedule)
+    made = problem("all_gather", 3, Form((64, 4), "float32"))
+    explanation = explain(made, Sizes((64,) * 3), Machine.load("gigabit"))
+    listed = [judged.candidate for judged in explanation.judged]
+    assert {candidate.slices for candidate in listed if candidate.schedule == "send_to_all"} == {1, 4}
+    assert {candidate.schedule for candidate, _ in explanation.refused} == {"without_its_copy", "for_powers_of_two"}
+    text = str(explanation)
+    assert "for_powers_of_two, 1 slice: refused: ValueError: ranks must be a power of two" in text
+    assert "without_its_copy, 1 slice: refused: PlanError: rank 0" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("operation", ["broadcast", "all_gather", "all_reduce", "all_to_all"])
-def test_no_candidate_is_said_to_beat_the_bound(operation, name):
+def test_no_candidate_beats_the_bound(operation, name):
     layout = {"broadcast": Replicate(), "all_reduce": Partial()}.get(operation, Shard(0))
-    found = fompi.explain(operation, Spec((4096, 64), "float32", layout), ranks=4, machine=name)
-    assert min(one.seconds for one in found.judged) >= found.bound.seconds * (1 - 1e-9)
+    explanation = fompi.explain(operation, Spec((4096, 64), "float32", layout), ranks=4, machine=name)
+    assert min(judged.seconds for judged in explanation.judged) >= explanation.bound.seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", ["gigabit", "laptop"])
 @pytest.mark.parametrize("operation", ["matmul_reduce_scatter", "matmul_all_reduce"])
-def test_the_sums_of_the_library_take_their_time_from_kernels(operation, name):
-    """On a core that both share nobody is quicker than kernels and sums together."""
+def test_sums_of_the_library_take_core_time_from_kernels(operation, name):
+    """If kernels and sums share a core, no candidate is faster than both together."""
     x, w = Spec((4096, 1024), "float32", Shard(1)), Spec((1024, 1024), "float32", Shard(0))
-    found = fompi.explain(operation, x, w, ranks=4, machine=name)
-    assert min(one.seconds for one in found.judged) >= found.bound.seconds * (1 - 1e-9)
+    explanation = fompi.explain(operation, x, w, ranks=4, machine=name)
+    assert min(judged.seconds for judged in explanation.judged) >= explanation.bound.seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_rows_of_several_dimensions(k):
-    """Columns are those of the last one; some ranks may have none."""
+    """The columns are in the last dimension. Some ranks may have no columns."""
     x, w = Spec((8, 3, k), "float32", Shard(-1)), Spec((k, 6), "float32", Shard(0))
     for operation in ("matmul_reduce_scatter", "matmul_all_reduce"):
         fompi.verify(fompi.explain(operation, x, w, ranks=2, machine="laptop").plan)
@@ -285,23 +300,24 @@ def test_rows_of_several_dimensions(k):
 
 
 def test_without_overlap_nothing_is_hidden():
-    """A message counts from when it is under way, not from when it was posted."""
+    """A message counts from the time at which it begins to move, not from its posting."""
     x, w = Spec((2048, 1024), "float32", Shard(1)), Spec((1024, 2048), "float32", Shard(0))
-    found = fompi.explain("matmul_reduce_scatter", x, w, ranks=4, machine="gigabit")
-    for one in found.judged:
-        if one.candidate in UNFUSED:
-            assert one.proof.hidden < 0.02 * one.proof.communication, one.candidate
-    assert found.winner.proof.hidden > 0.2 * found.winner.proof.communication
+    explanation = fompi.explain("matmul_reduce_scatter", x, w, ranks=4, machine="gigabit")
+    for judged in explanation.judged:
+        if judged.candidate in UNFUSED:
+            assert judged.proof.hidden < 0.02 * judged.proof.communication, judged.candidate
+    proof = explanation.winner.proof
+    assert proof.hidden > 0.2 * proof.communication
 
 
 @pytest.mark.parametrize("rates", [(1.0, 1.0, 0.25, 1.0), (0.5, 0.9, 1.0), (1.0,) * 5, (0.01, 0.02, 1.0)])
-def test_rows_that_leave_no_port_waiting(rates):
-    """No other share of rows lets the slowest port be done earlier: moving a row to any other rank never does."""
+def test_rows_by_rate_are_the_best_distribution(rates):
+    """The slowest port does not finish earlier if rows move from one rank to another."""
 
     def seconds(rows):
         return max((sum(rows) + (len(rates) - 2) * n) / rate for n, rate in zip(rows, rates, strict=True))
 
-    rows = owned(10_000, rates)
+    rows = rows_by_rate(10_000, rates)
     assert sum(rows) == 10_000 and min(rows) >= 0
     best = seconds(rows)
     for source in range(len(rates)):
@@ -313,33 +329,35 @@ def test_rows_that_leave_no_port_waiting(rates):
             assert seconds(moved) >= best * (1 - 1e-3)
 
 
-def test_an_all_reduce_by_rate_wins_with_a_slow_rank():
-    slow = replace(PRESETS["gigabit"], rates=(1.0, 1.0, 0.25, 1.0))
-    found = fompi.explain("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow)
-    assert found.winner.candidate.rows is not None and found.winner.candidate.rows[2] == 0 and found.gap < 0.04
-    even = min(one.seconds for one in found.judged if one.candidate.rows is None)
-    assert found.winner.seconds < even / 1.3
-    assert fompi.plan("all_reduce", Spec((1 << 21,), "float32", Partial()), ranks=4, machine=slow).sizes.rows[2] == 0
+def test_an_all_reduce_by_rate_is_the_best_with_a_slow_rank():
+    slow, x = replace(PRESETS["gigabit"], rates=(1.0, 1.0, 0.25, 1.0)), Spec((1 << 21,), "float32", Partial())
+    explanation = fompi.explain("all_reduce", x, ranks=4, machine=slow)
+    rows = explanation.winner.candidate.rows
+    assert rows is not None and rows[2] == 0 and explanation.gap < 0.04
+    even = min(judged.seconds for judged in explanation.judged if judged.candidate.rows is None)
+    assert explanation.winner.seconds < even / 1.3
+    assert fompi.plan("all_reduce", x, ranks=4, machine=slow).sizes.rows[2] == 0
 
 
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
-def test_of_rings_that_take_as_long_the_one_with_the_fewest_slices_is_the_best(operation):
-    """A slow rank takes as long whatever the slices are: sixteen of them are sixteen times as many messages."""
+def test_among_equal_rings_the_one_with_the_fewest_slices_is_the_best(operation):
+    """By the model, slices do not change the time with a slow rank. But more slices are more messages."""
     slow = replace(PRESETS["gigabit"], rates=(1.0, 1.0, 0.25, 1.0))
     layout = Partial() if operation == "reduce_scatter" else Shard(0)
-    found = fompi.explain(operation, Spec((1 << 21,), "float32", layout), ranks=4, machine=slow)
-    quickest = min(one.seconds for one in found.judged if one.trace is not None)
-    assert found.winner.candidate.slices in (1, 2) and quickest <= found.winner.seconds <= 1.005 * quickest
-    others = [one.seconds for one in found.judged[1:] if one.trace is not None]
+    explanation = fompi.explain(operation, Spec((1 << 21,), "float32", layout), ranks=4, machine=slow)
+    winner, traced = explanation.winner, [judged for judged in explanation.judged if judged.trace is not None]
+    fastest = min(judged.seconds for judged in traced)
+    assert winner.candidate.slices in (1, 2) and fastest <= winner.seconds <= 1.005 * fastest
+    others = [judged.seconds for judged in traced[1:]]
     assert others == sorted(others)
 
 
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("k", [256, 1024, 4096])
-def test_exact_cuts_are_no_worse_than_any_fixed_ones(operation, k):
-    """Between two ranks, where they are exact: of as many pieces, in sixteenths.
+def test_exact_cuts_are_at_least_as_good_as_fixed_cuts(operation, k):
+    """They are exact between two ranks, among cuts into sixteenths of a shard.
 
-    But for an all-reduce, whose messages cross twice, the second time among those of later slices: nearly.
+    They are almost exact for an all-reduce: its messages cross twice, the second time among those of later slices.
     """
     most = 1.01 if operation == "matmul_all_reduce" else 1.005
     machine = replace(PRESETS["gigabit"], lanes=2, pack_rate=4e9)
@@ -350,13 +368,16 @@ def test_exact_cuts_are_no_worse_than_any_fixed_ones(operation, k):
         assert min(times.values()) <= other * most, (slices, times)
 
 
-def test_slices_for_the_library_are_cut_exactly():
-    """By brute force: behind the product of the next no cut of the sixteen units into at most six is better, and none
-    at all where one kernel announces them."""
+def test_the_slices_of_library_collectives_are_exact():
+    """A brute-force search finds no better cut.
+
+    With a kernel call for each slice: among cuts of sixteen units into at most six slices. With one kernel that
+    announces the slices: among all cuts.
+    """
     natives = {"all_reduce": ((0.0, 1e-3), (1e9, 1e-3 + 1e9 / 3e8))}
     machine = replace(PRESETS["gigabit"], natives=natives, overhead=2e-4)
     made, sizes = large("matmul_all_reduce", 4, 2048)
-    by_calls, announced = [c for c in exact_cuts(made, sizes, machine) if c.schedule == "sliced"]
+    call_per_slice, announced = [c for c in exact_cuts(made, sizes, machine) if c.schedule == "sliced"]
 
     def seconds(cut, calls=True):
         first = second = done = 0.0
@@ -375,30 +396,30 @@ def test_slices_for_the_library_are_cut_exactly():
         shares = shares_of("sliced", candidate.slices)
         return [16 * n // sum(shares) for n in shares]
 
-    assert seconds(in_units(by_calls)) == pytest.approx(min(map(seconds, cuts(16, 6))))
+    assert seconds(in_units(call_per_slice)) == pytest.approx(min(map(seconds, cuts(16, 6))))
     assert seconds(in_units(announced), False) == pytest.approx(min(seconds(cut, False) for cut in cuts(16, 16)))
 
 
 # ------------------------------------------------------------------------------------------------- the order of peers
 
 
-def test_an_order_of_peers_only_where_pieces_or_links_differ():
+def test_orders_of_peers_are_listed_if_pieces_or_links_differ():
     for name in NAMES:
         made = catalogue.problems(4)[name]
         flat, slow = Machine.load("gigabit"), replace(Machine.load("gigabit"), rates=(1.0, 0.25))
         even = catalogue.sizes(made, "even")
-        assert list(in_order(made, even, flat)) == []
+        assert list(peer_orders(made, even, flat)) == []
         for machine, sizes in ((flat, catalogue.sizes(made, "uneven")), (slow, even)):
-            for candidate in in_order(made, sizes, machine):
+            for candidate in peer_orders(made, sizes, machine):
                 verify(write(made, "direct", candidate.slices, sizes, candidate.window, None, candidate.order))
-                assert candidate.order and not candidate.anywhere(4)
+                assert candidate.order and not candidate.fits_call(4)
 
 
-def test_the_order_is_the_best_for_a_rank_by_itself():
-    """Of all orders of its pieces, made one after the other and sent one after the other."""
+def test_the_order_of_peers_is_the_best_for_each_rank_alone():
+    """The rank computes its pieces one after the other, and sends them one after the other."""
     made, machine = large("matmul_reduce_scatter", 5)[0], replace(Machine.load("gigabit"), bandwidth=2e9)
     sizes = Sizes((900, 30, 400, 1, 2000))
-    order = next(in_order(made, sizes, machine)).order
+    order = next(peer_orders(made, sizes, machine)).order
     for rank, dests in enumerate(order):
         jobs = {
             dest: Job(call_seconds(made, machine, rows), machine.link(rank, dest).seconds(rows * max(row_nbytes(made))))
@@ -408,38 +429,37 @@ def test_the_order_is_the_best_for_a_rank_by_itself():
         assert makespan([jobs[dest] for dest in dests]) == pytest.approx(least)
 
 
-def test_a_hot_expert_is_served_in_order():
-    """Uneven rows of an all-to-all, behind products: the walk likes the order, and no other candidate is as good."""
+def test_an_order_of_peers_is_the_best_for_a_hot_expert():
+    """An all-to-all with uneven rows, behind products."""
     made = problem("all_to_all_matmul", 3, Form((0, 4096), "float32"), [Form((4096, 1024), "float32")])
     sizes = Sizes(pairs=((64, 1024, 16), (16, 0, 1024), (1024, 16, 128)))
     judged = explain(made, sizes, Machine.load("gigabit")).judged
-    by_walk = [one for one in judged if one.trace is not None]
-    with_order = min(one.seconds for one in by_walk if one.candidate.order)
-    assert with_order <= min(one.seconds for one in by_walk if not one.candidate.order)
+    traced = [(candidate, trace.seconds) for candidate, _, _, trace in judged if trace is not None]
+    with_order = min(seconds for candidate, seconds in traced if candidate.order)
+    assert with_order <= min(seconds for candidate, seconds in traced if not candidate.order)
 
 
-def test_many_sends_in_flight_or_few():
-    """Of the best direct schedule all windows are walked."""
+def test_the_best_direct_schedule_is_simulated_with_all_windows():
     made, sizes = large("matmul_all_to_all", 8)
-    found = explain(made, sizes, replace(Machine.load("gigabit"), bandwidth=2e9))
-    best = next(one.candidate for one in found.judged if one.candidate.schedule in STRAIGHT)
-    walked = {one.candidate for one in found.judged if one.trace is not None}
-    if found.winner.candidate == best:
-        assert {best._replace(window=w) for w in WINDOWS} <= walked
-    assert list(paced(Candidate("ring"), 8)) == [] and len(list(paced(Candidate("direct"), 3))) == 1
+    explanation = explain(made, sizes, replace(Machine.load("gigabit"), bandwidth=2e9))
+    best = next(judged.candidate for judged in explanation.judged if judged.candidate.schedule in DIRECT_FAMILY)
+    traced = {judged.candidate for judged in explanation.judged if judged.trace is not None}
+    if explanation.winner.candidate == best:
+        assert {best._replace(window=w) for w in WINDOWS} <= traced
+    assert list(other_windows(Candidate("ring"), 8)) == [] and len(list(other_windows(Candidate("direct"), 3))) == 1
 
 
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_between_two_ranks_a_ring_is_direct(operation):
-    """As long to the last digit, and so are both ways round in equal slices: they are no candidates."""
+def test_between_two_ranks_a_ring_is_the_same_as_direct(operation):
+    """Its time is the same to the last digit, so it is not a candidate. `bidirectional` with equal slices neither."""
     made, sizes = large(operation, 2)
     machine = Machine.load("laptop")
-    tried = set(candidates(made, machine))
-    for one, other in (
+    listed = set(candidates(made, machine))
+    for repeated, other in (
         (Candidate("ring", (4, 2, 1)), Candidate("direct", (4, 2, 1))),
         (Candidate("bidirectional", 4), Candidate("direct", 8)),
     ):
-        seconds, same = (predict(write(made, c.schedule, c.slices, sizes), machine) for c in (one, other))
-        assert seconds == same and one not in tried and other in tried
-    assert Candidate("bidirectional", (4, 2, 1)) in tried  # a cut that no other has
+        seconds, same = (predict(write(made, c.schedule, c.slices, sizes), machine) for c in (repeated, other))
+        assert seconds == same and repeated not in listed and other in listed
+    assert Candidate("bidirectional", (4, 2, 1)) in listed  # no other candidate has this cut
     assert {c.schedule for c in candidates(large(operation, 4)[0], machine)} >= {"ring", "bidirectional"}

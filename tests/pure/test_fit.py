@@ -1,4 +1,4 @@
-"""Machines that were made up are found again from the times that they would take."""
+"""Fits: the numbers of an invented machine are found again from the times that it would take."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def speeds(topology: Topology, by_level: list[float], spread: float = 0.0) -> di
     ],
 )
 def test_groups_and_slow_ranks(groups, size, slow, spread):
-    made = Topology(groups, tuple(slow.get(rank, 1.0) for rank in range(size)))
-    found = fit.topology(size, speeds(made, [1e9, 1e8, 1e7], spread))
-    assert found.groups == groups
-    assert found.rates == pytest.approx(made.rates, rel=2.5 * spread + 1e-9)
+    true = Topology(groups, tuple(slow.get(rank, 1.0) for rank in range(size)))
+    fitted = fit.find_topology(size, speeds(true, [1e9, 1e8, 1e7], spread))
+    assert fitted.groups == groups
+    assert fitted.rates == pytest.approx(true.rates, rel=2.5 * spread + 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("groups", "slow", "number", "ways"),
+    ("groups", "slow", "number", "peers"),
     [
         ((), {}, 0, {0: (3, 1), 1: (0, 2), 2: (1, 3), 3: (2, 0)}),
         ((), {2: 0.25}, 0, {0: (3, 1), 1: (0, 3), 3: (1, 0)}),
@@ -57,24 +57,25 @@ def test_groups_and_slow_ranks(groups, size, slow, spread):
         ((2,), {2: 0.25}, 1, {0: (2, 2), 1: (3, 3), 2: (0, 0), 3: (1, 1)}),
     ],
 )
-def test_who_exchanges_to_measure_a_level(groups, slow, number, ways):
-    """A slow rank does not take part where others can do without: the link would seem to be as slow as it is."""
-    assert fit.shift(Topology(groups, tuple(slow.get(rank, 1.0) for rank in range(4))), number) == ways
+def test_rings_that_measure_a_level(groups, slow, number, peers):
+    """A slow rank takes no part if enough other ranks remain. Else the link would look as slow as the rank."""
+    topology = Topology(groups, tuple(slow.get(rank, 1.0) for rank in range(4)))
+    assert fit.exchange_rings(topology, number) == peers
 
 
-def test_slow_ranks_sit_out_where_enough_are_left():
-    """Two of a group share its link, if it is shared; one by itself would not tell."""
+def test_slow_ranks_take_no_part_if_enough_ranks_remain():
+    """Two ranks of a group are needed to see whether the group shares its link."""
     one_slow = Topology((4,), tuple(0.25 if rank == 5 else 1.0 for rank in range(8)))
-    ways = fit.shift(one_slow, 1)
-    assert ways == {r: ((r + 4) % 8, (r + 4) % 8) for r in (0, 2, 3, 4, 6, 7)} and fit.crowd(ways, 4) == 3
+    peers = fit.exchange_rings(one_slow, 1)
+    assert peers == {r: ((r + 4) % 8, (r + 4) % 8) for r in (0, 2, 3, 4, 6, 7)} and fit.most_in_group(peers, 4) == 3
     three_slow = one_slow._replace(rates=(1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 1.0))
-    assert fit.crowd(fit.shift(three_slow, 1), 4) == 4
+    assert fit.most_in_group(fit.exchange_rings(three_slow, 1), 4) == 4
     nested = Topology((2, 4), (1.0,) * 7 + (0.5,))
-    assert fit.shift(nested, 1) == {r: (r ^ 2, r ^ 2) for r in (0, 1, 2, 3)} | {4: (6, 6), 6: (4, 4)}
+    assert fit.exchange_rings(nested, 1) == {r: (r ^ 2, r ^ 2) for r in (0, 1, 2, 3)} | {4: (6, 6), 6: (4, 4)}
 
 
-def test_a_link_that_got_slower_is_never_quicker_than_nothing():
-    """A curve may begin below the latency: what is left of it is nothing, not less."""
+def test_a_slower_link_never_takes_negative_time():
+    """A curve may begin below the latency. The rest counts as 0, not as less."""
     curve = ((0.0, 1e-4), (1e6, 1e-2))
     machine = replace(Machine.load("gigabit"), latency=1e-3, curve=curve)
     speeds = {(0, 1): fit.speed_of(machine, 0, 1) / 2}
@@ -82,50 +83,50 @@ def test_a_link_that_got_slower_is_never_quicker_than_nothing():
     assert now.curve[0][1] == pytest.approx(1e-3) and now.link(0, 1).busy(1e6) == pytest.approx(18e-3)
 
 
-def test_alike_links_are_no_groups():
-    """A little quicker inside is no reason for a level."""
-    made = Topology((2,), (1.0,) * 4)
-    assert fit.topology(4, speeds(made, [1.2e9, 1e9])) == Topology((), (1.0,) * 4)
+def test_similar_links_are_no_groups():
+    """Slightly faster links inside of groups do not make a level."""
+    true = Topology((2,), (1.0,) * 4)
+    assert fit.find_topology(4, speeds(true, [1.2e9, 1e9])) == Topology((), (1.0,) * 4)
 
 
 def test_some_pairs_are_enough():
-    made = Topology((8,), (1.0,) * 32)
-    known = speeds(made, [1e9, 1e8])
+    true = Topology((8,), (1.0,) * 32)
+    known = speeds(true, [1e9, 1e8])
     steps = {pair: speed for pair, speed in known.items() if pair[1] - pair[0] in (1, 2, 4, 8, 16)}
-    assert fit.topology(32, steps).groups == (8,)
+    assert fit.find_topology(32, steps).groups == (8,)
 
 
 def test_a_single_rank_and_two():
-    assert fit.topology(1, {}) == Topology((), (1.0,))
-    assert fit.topology(2, {(0, 1): 5.0}) == Topology((), (1.0, 1.0))
+    assert fit.find_topology(1, {}) == Topology((), (1.0,))
+    assert fit.find_topology(2, {(0, 1): 5.0}) == Topology((), (1.0, 1.0))
 
 
 def test_curves_do_not_fall():
     assert fit.curve([(4, 2.0), (1, 1.0), (16, 1.5), (64, 3.0)]) == ((1, 1.0), (4, 2.0), (16, 2.0), (64, 3.0))
 
 
-def test_a_burst_after_silence_is_no_speed():
-    """Of 100 bytes a second, after a burst of 50."""
+def test_a_burst_is_not_counted_as_speed():
+    """A link of 100 bytes per second that passes a burst of 50 bytes."""
     samples = [(n, 1.0 + max(0, n - 50) / 100) for n in (10, 100, 1000)]
-    found = dict(fit.sustained(samples, 1.0))
-    assert found == pytest.approx({0: 1.0, 10: 1.1, 100: 2.0, 1000: 11.0})
+    curve = dict(fit.sustained(samples, 1.0))
+    assert curve == pytest.approx({0: 1.0, 10: 1.1, 100: 2.0, 1000: 11.0})
     assert fit.burst([*samples, (4000, 40.5)], 1.0) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("disturbed", [(1.1, 2.0, 2.0), (1.1, 4.0, 3.0), (1.1, 2.0, 2.1)])
 def test_no_link_is_infinitely_fast(disturbed):
-    """The second largest message was held up: the largest is not free beside it."""
+    """The second largest message was delayed. The largest one still takes time beyond it."""
     *_, (a, y), (b, z) = fit.sustained(list(zip((10, 100, 400), disturbed, strict=True)), 1.0)
-    assert z - y >= (b - a) * (disturbed[-1] - 1.0) / b / fit.TOO_GOOD * (1 - 1e-9)
+    assert z - y >= (b - a) * (disturbed[-1] - 1.0) / b / fit.MOST_SPEEDUP * (1 - 1e-9)
     assert Level(1, 1.0, 1.0, False, fit.sustained([(10, 1.1), (100, 2.0), (400, 2.0)], 1.0)).fastest < 1e3
 
 
 @pytest.mark.parametrize(
     "seconds",
     [
-        (2.0, 3.0, 5.0),  # as a link at its rate
-        (1.5, 3.0, 5.0),  # one size is quick
-        (3.5, 5.5, 9.5),  # slower at first
+        (2.0, 3.0, 5.0),  # a link at its rate
+        (1.5, 3.0, 5.0),  # one size is fast
+        (3.5, 5.5, 9.5),  # small messages are slower
     ],
 )
 def test_no_burst(seconds):
@@ -135,7 +136,7 @@ def test_no_burst(seconds):
 
 @pytest.mark.parametrize("curve", [((1024.0, 1e-5),), ((1024.0, 1e-5), (1048576.0, 1e-5))])
 def test_a_level_curve_has_a_speed(curve):
-    """One point, or the same time for all sizes: as shared memory may look."""
+    """A curve with one point, or the same time for all sizes. Shared memory may look like this."""
     machine = replace(Machine.load("laptop"), curve=curve)
     pairs = {(0, 1): fit.speed_of(machine, 0, 1)}
     assert 0 < pairs[0, 1] < float("inf")
@@ -143,17 +144,17 @@ def test_a_level_curve_has_a_speed(curve):
 
 
 def test_a_machine_is_refitted():
-    """One host at a third, and half of what there was between groups."""
+    """One host has a third of its bandwidth, and the link between groups half of it."""
     levels = (Level(2, 1e-5, 1e7, True, ((0.0, 1e-5), (1e6, 0.10001))),)
     machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, levels=levels, natives={"all_gather": ((1e6, 0.01),)})
     now = replace(machine, rates=(1.0, 1.0, 1 / 3, 1.0), levels=(levels[0]._replace(bandwidth=5e6, curve=()),))
     pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
-    found = fit.refitted(machine, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
-    assert found.rates == pytest.approx(now.rates, rel=0.01)
-    assert found.levels[0].bandwidth == pytest.approx(5e6, rel=0.01)
-    assert found.levels[0].curve[1] == pytest.approx((1e6, 0.20001), rel=0.01)
-    assert found.natives["all_gather"] == ((1e6, pytest.approx(0.06, rel=0.01)),)  # a third of a half
-    again = fit.refitted(found, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
+    fitted = fit.refitted(machine, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
+    assert fitted.rates == pytest.approx(now.rates, rel=0.01)
+    assert fitted.levels[0].bandwidth == pytest.approx(5e6, rel=0.01)
+    assert fitted.levels[0].curve[1] == pytest.approx((1e6, 0.20001), rel=0.01)
+    assert fitted.natives["all_gather"] == ((1e6, pytest.approx(0.06, rel=0.01)),)  # 1/3 of 1/2 of the speed
+    again = fit.refitted(fitted, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
     assert again.natives["all_gather"][0] == pytest.approx((1e6, 0.06), rel=0.01)
     healed = fit.refitted(again, 4, {pair: fit.speed_of(machine, *pair) for pair in pairs})
     assert (healed.rates, healed.natives["all_gather"][0]) == ((), pytest.approx((1e6, 0.01), rel=0.01))
@@ -162,24 +163,24 @@ def test_a_machine_is_refitted():
 
 
 def test_collectives_of_the_library_follow_the_only_link():
-    """Two ranks: their link is at a third for both, and none is slower than the other."""
+    """Two ranks: their link has a third of its speed, so no rank is slower than the other."""
     machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, natives={"all_reduce": ((1e6, 0.01),)})
-    found = fit.refitted(machine, 2, {(0, 1): fit.speed_of(machine, 0, 1) / 3})
-    assert (found.rates, found.natives["all_reduce"][0]) == ((), pytest.approx((1e6, 0.03)))
+    fitted = fit.refitted(machine, 2, {(0, 1): fit.speed_of(machine, 0, 1) / 3})
+    assert (fitted.rates, fitted.natives["all_reduce"][0]) == ((), pytest.approx((1e6, 0.03)))
 
 
 def test_a_machine_on_slower_cores():
-    """All that a core does takes twice as long; links and the library's collectives are as they were."""
+    """The work of a core takes twice as long. Links and the library's collectives do not change."""
     machine = replace(
         Machine.load("gigabit"), pack_rate=1e9, cpu_message=1e-6, cpu_byte=1e-9, natives={"all_gather": ((1.0, 1.0),)}
     )
-    slow = fit.at_speed(machine, 2.0)
+    slow = fit.slowed(machine, 2.0)
     assert slow.kernel(1e6, 1e6, 1e6) == pytest.approx(2 * machine.kernel(1e6, 1e6, 1e6))
     assert (slow.cpu_message, slow.cpu_byte) == (2e-6, 2e-9)
     assert (slow.innermost, slow.natives) == (machine.innermost, machine.natives)
-    assert fit.at_speed(slow, 0.5) == machine
+    assert fit.slowed(slow, 0.5) == machine
     packs_nothing = Machine.load("gigabit")
-    assert fit.at_speed(packs_nothing, 0.5).pack_rate == packs_nothing.pack_rate
+    assert fit.slowed(packs_nothing, 0.5).pack_rate == packs_nothing.pack_rate
 
 
 @pytest.mark.parametrize("packing", [1e9, 1e10])
@@ -199,7 +200,7 @@ def test_products(packing):
 @pytest.mark.parametrize(
     ("taken", "expected"),
     [
-        ({}, 1),  # of two ranks
+        ({}, 1),  # two ranks: there is only one peer
         ({1: 1.0, 2: 2.0, 4: 4.1}, 1),
         ({1: 1.0, 2: 1.0, 4: 2.0}, 2),
         ({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.2}, 8),
@@ -210,8 +211,8 @@ def test_ports(taken, expected):
     assert fit.ports(taken) == expected
 
 
-def test_products_that_cost_nothing_more_in_slabs():
-    """Noise that says that packing gains time is taken for none."""
+def test_packing_that_costs_nothing():
+    """By noise, packing may seem to save time. It then counts as free."""
     timed = [Product(1e9, 4e6, 1.0), Product(1e8, 4e6, 0.09)]
     flops_rate, pack_rate = fit.product_rates(timed)
     assert pack_rate == 1e300 and 1e9 <= flops_rate <= 1.2e9

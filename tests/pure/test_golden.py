@@ -1,7 +1,7 @@
-"""What a plan prints, the grid of ranks, and an explanation, the table of candidates: compared with tests/golden/*.txt.
+"""The texts of plans (one column per rank) and of explanations (a table), compared with tests/golden/*.txt.
 
-After a change that is meant, `FOMPI_GOLDEN=write python -m pytest tests/pure/test_golden.py` writes the files anew;
-read the difference before it is committed.
+After an intended change, `FOMPI_GOLDEN=write python -m pytest tests/pure/test_golden.py` writes the files again. Read
+the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ EXPLAINED = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_grid(name):
+def test_text_of_a_plan(name):
     operation, specs, options = PLANS[name]
     plan = fompi.plan(operation, *specs, **options)
     fompi.verify(plan)
@@ -76,12 +76,13 @@ def test_the_grid(name):
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
-def test_the_table_of_candidates(name):
-    given, options = EXPLAINED[name]
-    check(name, f"{fompi.explain(*given, **options)}\n")
+def test_text_of_an_explanation(name):
+    arguments, options = EXPLAINED[name]
+    check(name, f"{fompi.explain(*arguments, **options)}\n")
 
 
 def check(name, printed):
+    """The text equals the golden file. With FOMPI_GOLDEN=write, write the file first."""
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("FOMPI_GOLDEN") == "write":
         GOLDEN.mkdir(exist_ok=True)
@@ -89,5 +90,5 @@ def check(name, printed):
     assert printed == path.read_text()
 
 
-def test_every_golden_text_has_a_plan():
+def test_every_golden_file_is_tested():
     assert {path.stem for path in GOLDEN.glob("*.txt")} == {*PLANS, *EXPLAINED}

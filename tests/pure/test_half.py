@@ -1,7 +1,7 @@
-"""Half types: sums accumulate in float32 and round once; products are made in float32 and rounded once.
+"""Half types. Sums and products are computed in float32 and rounded once.
 
-The inputs are chosen so that all float32 arithmetic is exact: the result must be, bit for bit, the exact one rounded to
-the nearest even. The same inputs, rounded after every step, give other bits: these tests would see it.
+With these inputs all float32 arithmetic is exact. So the result must equal the exact result, rounded to the nearest
+even, bit for bit. Rounding after every step would give different bits for these inputs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DIGITS = {"float16": 11, "bfloat16": 8}
 
 
 def all_digits(random, shape, dtype):
-    """Numbers that use all digits of the mantissa, over six powers of two; sums of a hundred are exact in float32."""
-    whole = random.integers(-(2 ** DIGITS[dtype]) + 1, 2 ** DIGITS[dtype], shape)
-    return rounded(np.ldexp(whole.astype(float), random.integers(-8, -2, shape)), dtype)
+    """Numbers with full mantissas and six exponents. A sum of a hundred of them is exact in float32."""
+    mantissas = random.integers(-(2 ** DIGITS[dtype]) + 1, 2 ** DIGITS[dtype], shape)
+    return rounded(np.ldexp(mantissas.astype(float), random.integers(-8, -2, shape)), dtype)
 
 
 def few_digits(random, shape, dtype):
-    """Numbers whose products use more digits than the dtype has; sums of a hundred are exact in float32, and finite."""
+    """Numbers whose products need more digits than the dtype has. A sum of a hundred products is exact in float32."""
     return rounded(random.integers(-100, 101, shape) / 16, dtype)
 
 
@@ -45,7 +45,7 @@ def half_problems(size, dtype):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", RANKS)
-def test_every_result_is_the_exact_one_rounded_once(size, dtype):
+def test_every_result_is_the_exact_result_rounded_once(size, dtype):
     for name, problem, fill in half_problems(size, dtype):
         sizes = catalogue.sizes(problem, "uneven", seed=size)
         inputs = catalogue.inputs(problem, sizes, fill=fill)
@@ -62,7 +62,7 @@ def test_every_result_is_the_exact_one_rounded_once(size, dtype):
     "name", ["reduce_scatter", "all_reduce", "matmul_reduce_scatter", "all_gather_weight_gradient"]
 )
 def test_rounding_at_every_step_would_show(name, dtype):
-    """The inputs of the test above tell one rounding from several."""
+    """With the inputs of the test above, repeated rounding gives other results."""
     problem = catalogue.problems(8, dtype)[name]
     sizes = catalogue.sizes(problem, "uneven", seed=8)
     fill = few_digits if problem.weights or problem.gradients else all_digits
@@ -81,8 +81,8 @@ def test_rounding_at_every_step_would_show(name, dtype):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("schedule", ["ring", "bidirectional", "direct", "unfused_p2p", "sliced_p2p", "exchange"])
-def test_a_sum_of_any_numbers_is_within_half_an_ulp(schedule, dtype):
-    """Of the exact sum, but for what eight float32 additions lose."""
+def test_a_sum_differs_from_the_exact_sum_by_half_an_ulp(schedule, dtype):
+    """The error of eight float32 additions is allowed in addition."""
     problem = catalogue.problems(8, dtype)["all_reduce"]
     sizes = catalogue.sizes(problem, "even")._replace(rows=(200,) * 8)
 
@@ -97,23 +97,23 @@ def test_a_sum_of_any_numbers_is_within_half_an_ulp(schedule, dtype):
     assert (np.abs(got - exact) <= ulp / 2 + 8 * 2**-24 * most).all()
 
 
-def test_the_mpi_library_is_not_asked_to_sum_half_types():
+def test_the_mpi_library_never_sums_half_types():
     for size, dtype in product((1, 4), HALF):
         for name in ("reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce"):
             assert not {"unfused", "sliced"} & set(registry.available(catalogue.problems(size, dtype)[name]))
 
 
-def test_every_bfloat16_survives_widening():
-    every = np.arange(1 << 16, dtype=np.uint16)
-    numbers = widen(every, "bfloat16")
+def test_widening_keeps_every_bfloat16():
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    numbers = widen(bits, "bfloat16")
     back = narrow(numbers, "bfloat16")
-    np.testing.assert_array_equal(back[~np.isnan(numbers)], every[~np.isnan(numbers)])
+    np.testing.assert_array_equal(back[~np.isnan(numbers)], bits[~np.isnan(numbers)])
     assert np.isnan(widen(back, "bfloat16")[np.isnan(numbers)]).all()
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
 def test_narrowing_rounds_to_the_nearest_even(numbers):
-    """Against the catalogue's own rounding, from the exact number in float64."""
+    """Compared with the rounding of the catalogue, which starts from float64."""
     array = np.array(numbers, np.float32)
     normal = array[(np.abs(array) >= 2.0**-126) & (np.abs(array) < 3.38e38)]
     np.testing.assert_array_equal(narrow(normal, "bfloat16"), rounded(normal.astype(float), "bfloat16"))

@@ -1,4 +1,4 @@
-"""The kernels on NumPy arrays, against what their names mean; and what they cost."""
+"""The kernels on NumPy arrays compared with their definitions, and the cost of kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKEND = Numpy()
 def operands(kernel, rows, between, k, n, dtype):
     sizes = {"r": (rows, *between), "k": (k,), "n": (n,)}
     random = np.random.default_rng(7)
-    fill = catalogue.whole if dtype in ("float16", "bfloat16") else catalogue.drawn
+    fill = catalogue.integers if dtype in ("float16", "bfloat16") else catalogue.distinct
     shapes = [sum((sizes[letter] for letter in text), ()) for text in SHAPES[kernel]]
     return [fill(random, shape, dtype) for shape in shapes]
 
@@ -44,44 +44,44 @@ def run(kernel, reads, write, read_dtypes, write_dtype):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "complex64", "float16", "bfloat16"])
 @pytest.mark.parametrize("kernel", MEANING)
-def test_every_kernel_means_what_its_name_says(kernel, dtype):
-    """Also without rows or columns, and with dimensions between them."""
+def test_every_kernel_computes_its_definition(kernel, dtype):
+    """Some arrays have no rows or no columns, some have dimensions between them."""
     for rows, between, (k, n) in product((0, 1, 5), ((), (2,), (2, 0)), ((3, 4), (1, 1), (0, 2), (3, 0))):
         reads = operands(kernel, rows, between, k, n, dtype)
-        meant = MEANING[kernel](*(wide(a, dtype) for a in reads))
-        got = run(kernel, reads, BACKEND.poisoned(meant.shape, dtype), [dtype] * len(reads), dtype)
-        np.testing.assert_allclose(wide(got, dtype), wide(rounded(meant, dtype), dtype), rtol=1e-5, atol=1e-4)
+        expected = MEANING[kernel](*(wide(a, dtype) for a in reads))
+        got = run(kernel, reads, BACKEND.poisoned(expected.shape, dtype), [dtype] * len(reads), dtype)
+        np.testing.assert_allclose(wide(got, dtype), wide(rounded(expected, dtype), dtype), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "bfloat16"])
 @pytest.mark.parametrize("kernel", ["add", "gradient_add"])
 def test_sums_in_place(kernel, dtype):
-    """Where they are: the result is written over an operand."""
+    """The result replaces an operand."""
     for place in (0, 1) if kernel == "add" else (2,):
         reads = operands(kernel, 5, (), 3, 4, dtype)
-        meant = MEANING[kernel](*(wide(a, dtype) for a in reads))
+        expected = MEANING[kernel](*(wide(a, dtype) for a in reads))
         got = run(kernel, reads, reads[place], [dtype] * len(reads), dtype)
-        np.testing.assert_allclose(wide(got, dtype), wide(rounded(meant, dtype), dtype), rtol=1e-5)
+        np.testing.assert_allclose(wide(got, dtype), wide(rounded(expected, dtype), dtype), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["copy", "add", "matmul", "matmul_bias", "gradient", "gradient_add"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_rows_in_several_runs(kernel, dtype):
-    """One call on three runs of rows, one of them empty, is one call on all rows."""
+    """A call on three runs of rows, one of them empty, gives the same as a call on all rows."""
     reads = operands(kernel, 7, (), 3, 4, dtype)
-    meant = MEANING[kernel](*(wide(a, dtype) for a in reads))
+    expected = MEANING[kernel](*(wide(a, dtype) for a in reads))
     cuts = [slice(0, 4), slice(4, 4), slice(4, 7)]
-    described = find(kernel)
-    runs = [a[cut] for a in reads[: described.groups] for cut in cuts]
-    whole = reads[described.groups :]
-    result = BACKEND.poisoned(meant.shape, dtype)
-    writes = [result] if described.reduces else [result[cut] for cut in cuts]
+    definition = find(kernel)
+    runs = [a[cut] for a in reads[: definition.groups] for cut in cuts]
+    whole = reads[definition.groups :]
+    result = BACKEND.poisoned(expected.shape, dtype)
+    writes = [result] if definition.reduces else [result[cut] for cut in cuts]
     BACKEND.bind(kernel, [*runs, *whole], writes, [dtype] * (len(runs) + len(whole)), [dtype] * len(writes))()
-    np.testing.assert_allclose(wide(result, dtype), wide(rounded(meant, dtype), dtype), rtol=1e-12)
+    np.testing.assert_allclose(wide(result, dtype), wide(rounded(expected, dtype), dtype), rtol=1e-12)
 
 
 def test_strided_operands():
-    """x as it came, and a weight in columns: read in place."""
+    """A strided x and a weight stored by columns are read in place."""
     base = np.arange(48.0).reshape(6, 8)
     x, w = base[::2, ::2], base[:4, :5][::-1].T[:4, :4]
     np.testing.assert_array_equal(run("matmul", [x, w], np.empty((3, 4)), ["float64"] * 2, "float64"), x @ w)
@@ -92,8 +92,8 @@ def test_strided_operands():
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_between_half_types_and_float32(half):
-    """Widening is exact; narrowing rounds once; a product of half operands may stay in float32."""
+def test_conversion_between_half_types_and_float32(half):
+    """Widening is exact. Narrowing rounds once. A product of half operands may have a float32 result."""
     numbers = rounded(np.linspace(-3, 3, 12).reshape(4, 3), half)
     up = run("copy", [numbers], np.empty((4, 3), np.float32), [half], "float32")
     np.testing.assert_array_equal(up, wide(numbers, half))
@@ -106,7 +106,8 @@ def test_between_half_types_and_float32(half):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "complex64", "int8", "uint64", "bool"])
-def test_poison_shows(dtype):
+def test_poisoned_arrays(dtype):
+    """They are full of NaN, or of the greatest number of the dtype."""
     array = BACKEND.poisoned((2, 3), dtype)
     assert array.shape == (2, 3) and array.dtype == BACKEND.storage(dtype)
     if dtype in ("int8", "uint64", "bool"):
@@ -115,8 +116,8 @@ def test_poison_shows(dtype):
         assert np.isnan(wide(array, dtype)).all()
 
 
-def test_what_they_cost():
-    """A product counts 2 operations per multiplication, a sum one per element; moving is free of them."""
+def test_cost():
+    """A product has two operations per multiplication, a sum one per element, a copy none."""
     assert cost("matmul", [(5, 3), (3, 4)], [(5, 4)]) == 2 * 5 * 3 * 4
     assert cost("matmul", [(5, 3), (2, 3), (3, 4)], [(5, 4), (2, 4)]) == 2 * 7 * 3 * 4
     assert cost("matmul_bias", [(5, 2, 3), (3, 4), (4,)], [(5, 2, 4)]) == 2 * 10 * 3 * 4
@@ -126,15 +127,15 @@ def test_what_they_cost():
     assert cost("copy", [(5, 3)], [(5, 3)]) == cost("matmul", [(0, 3), (3, 4)], [(0, 4)]) == 0
 
 
-def test_the_list_of_kernels():
+def test_every_kernel_is_tested():
     assert set(KERNELS) == set(MEANING)
-    with pytest.raises(PlanError, match="no kernel 'softmax'; there are copy, pack, add"):
+    with pytest.raises(PlanError, match="unknown kernel 'softmax'; known: copy, pack, add"):
         find("softmax")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_only_moves_keeps_its_bits(dtype):
-    """Also those of a NaN: a block that stays must be that which travels."""
+def test_copies_keep_all_bits(dtype):
+    """The bits of a NaN are kept too: a copied block must equal a block that is sent."""
     bits = np.array([0x7FC1, 0x7E01, 0xFFFF, 0x0001, 0x8000], np.uint16)
     a = bits.view(storage(dtype))
     for kernel in ("copy", "pack"):
@@ -144,6 +145,7 @@ def test_what_only_moves_keeps_its_bits(dtype):
 
 
 def test_strided_rows_are_read_when_the_kernel_runs():
+    """They are not copied when the kernel is bound."""
     x, w = np.ones((3, 2, 4)).transpose(1, 0, 2), np.ones((4, 2))
     y = np.empty((2, 3, 2))
     call = Numpy().bind("matmul", [x, w], [y], ["float64", "float64"], ["float64"])
@@ -153,8 +155,8 @@ def test_strided_rows_are_read_when_the_kernel_runs():
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_a_call_asks_of_a_machine(name):
-    """Products pack what they multiply: neither a bias nor the gradient so far, and nothing else does."""
+def test_demand_of_each_kernel(name):
+    """Products pack the operands that they multiply, but no bias and no gradient sum. Other kernels pack nothing."""
     sizes, multiplied = {"r": 5, "k": 4, "n": 3}, 2 if name.startswith(("matmul", "gradient")) else 0
     reads = [(tuple(sizes[letter] for letter in text), 100 + i) for i, text in enumerate(SHAPES[name])]
     operations, nbytes, packed = demand(name, reads, [((5, 3), 1000)])
@@ -163,8 +165,8 @@ def test_what_a_call_asks_of_a_machine(name):
 
 
 @pytest.mark.parametrize("bias", [[], [((3,), 7)]])
-def test_each_run_of_rows_packs_the_weight_anew(bias):
-    """As the backend does: a call on two runs of rows is two products, that on one run of as many rows is one."""
+def test_each_run_of_rows_packs_the_weight_again(bias):
+    """The backend computes one product for each run of rows."""
     x, w = ((5, 4), 100), ((4, 3), 48)
     name, y = "matmul_bias" if bias else "matmul", ((5, 3), 60)
     assert demand(name, [((10, 4), 200), w, *bias], [((10, 3), 120)])[2] == 200 + 48

@@ -1,4 +1,4 @@
-"""Rows, blocks and their symbols: equal symbols mean equally many rows, in every call and on every rank."""
+"""Rows, blocks and symbols. Equal symbols mean equally many rows, in every call and on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ shares = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def all_sizes(draw):
-    """Rows of owners and rows of pairs, of one number of ranks."""
+    """A number of ranks, the rows of each owner, and the rows of each pair."""
     size = draw(st.integers(1, 6))
     rows = draw(st.lists(counts, min_size=size, max_size=size))
     pairs = draw(st.lists(st.lists(counts, min_size=size, max_size=size), min_size=size, max_size=size))
@@ -38,7 +38,7 @@ def all_sizes(draw):
 
 
 @given(st.integers(0, 1000), st.integers(1, 20))
-def test_split_is_as_even_as_can_be(total, pieces):
+def test_split_is_as_even_as_possible(total, pieces):
     parts = split(total, pieces)
     assert len(parts) == pieces and sum(parts) == total
     assert max(parts) - min(parts) <= 1 and list(parts) == sorted(parts, reverse=True)
@@ -53,29 +53,29 @@ def test_cut_keeps_the_proportions(total, shares):
 
 
 @given(st.lists(counts))
-def test_offsets_begin_each_run(runs):
+def test_offsets_are_the_starts_of_the_runs(runs):
     assert offsets(runs) == [sum(runs[:i]) for i in range(len(runs) + 1)]
 
 
 @given(all_sizes(), shares)
 def test_equal_symbols_have_equally_many_rows(given_sizes, shares):
-    """On whatever rank, in whatever buffer: the rows of a message, of a sum, of a product fit in every call."""
+    """This holds for all ranks and buffers, so the rows of messages, sums and products match in every call."""
     size, by_owner, by_pair = given_sizes
-    parts, known = len(shares), {}
+    parts, rows_by_symbol = len(shares), {}
     for axis in AXES:
         if axis == "whole":
             continue
         sizes = by_pair if axis in ("send", "recv") else by_owner
         for rank in range(size):
-            listed = sizes.extents(rank, shares).counts(axis)
+            block_rows = sizes.extents(rank, shares).counts(axis)
             numbers = blocks(axis, rank, size, parts)
-            assert len(listed) == len(numbers)
-            for block, rows in zip(numbers, listed, strict=True):
-                assert known.setdefault(symbol(axis, rank, size, parts, block), rows) == rows
+            assert len(block_rows) == len(numbers)
+            for block, rows in zip(numbers, block_rows, strict=True):
+                assert rows_by_symbol.setdefault(symbol(axis, rank, size, parts, block), rows) == rows
 
 
 @given(all_sizes(), shares)
-def test_rows_add_up(given_sizes, shares):
+def test_rows_of_an_axis_add_up(given_sizes, shares):
     size, by_owner, by_pair = given_sizes
     for rank in range(size):
         owned, paired = by_owner.extents(rank, shares), by_pair.extents(rank, shares)
@@ -86,8 +86,8 @@ def test_rows_add_up(given_sizes, shares):
         assert sum(paired.counts("recv")) == sum(row[rank] for row in by_pair.pairs)
 
 
-def test_the_axes_by_example():
-    """3 ranks, 2 parts, rows 4, 3 and 0: on rank 1."""
+def test_each_axis_by_example():
+    """Rank 1 of 3 ranks with 4, 3 and 0 rows, in 2 parts."""
     extents = Sizes(rows=(4, 3, 0)).extents(1, (1, 1))
     assert extents.counts("rows") == [2, 2, 2, 1, 0, 0]
     assert extents.counts("own") == [2, 1]
@@ -102,7 +102,7 @@ def test_the_axes_by_example():
 
 
 def test_a_whole_buffer_has_no_rows():
-    with pytest.raises(LayoutError, match="a shape of its own"):
+    with pytest.raises(LayoutError, match="a fixed shape"):
         Extents(0, 1, (1,)).counts("whole")
 
 
@@ -110,25 +110,25 @@ def test_a_whole_buffer_has_no_rows():
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_dtypes(dtype):
+def test_itemsize_and_accumulator(dtype):
     assert nbytes((3, 2), dtype) == 6 * itemsize(dtype)
     assert accumulator(dtype) == ("float32" if dtype in ("float16", "bfloat16") else dtype)
 
 
-def test_an_unknown_dtype():
+def test_an_unknown_dtype_is_refused():
     with pytest.raises(DtypeError, match="unknown dtype 'float8'; known: float64, float32"):
         Spec((3,), "float8")
 
 
 @pytest.mark.parametrize("shape", [(-1,), (3, 2.0), ("3",), (None,)])
-def test_shapes_that_cannot_be(shape):
-    with pytest.raises(LayoutError, match="whole numbers >= 0"):
+def test_invalid_shapes_are_refused(shape):
+    with pytest.raises(LayoutError, match="integers >= 0"):
         Spec(shape)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((), 0), ((3,), 1), ((3, 4), -3)])
-def test_dimensions_that_are_not_there(shape, dim):
-    with pytest.raises(LayoutError, match=rf"Shard\({dim}\) of a tensor with {len(shape)} dimensions"):
+def test_shard_dimensions_that_do_not_exist_are_refused(shape, dim):
+    with pytest.raises(LayoutError, match=rf"Shard\({dim}\) does not fit a tensor with {len(shape)} dimensions"):
         Spec(shape, "float32", Shard(dim))
 
 

@@ -1,7 +1,7 @@
-"""Mutated plans: `verify` refuses them, naming rank, op and chunk, or the twin shows that they do the same.
+"""Mutated plans. `verify` must refuse every mutant that gives wrong results, and name rank, op and chunk.
 
-The twin decides: a mutant that `verify` accepts must give the bits of the unmutated plan in several interleavings, for
-even and for uneven rows. The numbers are whole and exact, so that no difference can hide in a rounding error.
+A mutant that `verify` accepts must give the same bits as the original plan in the twin, in several interleavings, for
+even and for uneven rows. The inputs are integers, so the results are exact. No difference can hide in a rounding error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fompi.plans.verify import verify
 from fompi.schedules import registry
 
 BACKEND = Numpy()
-EACH = 300
+MUTANTS = 300
+"""Mutants per seed."""
 DTYPES = ("float64", "float64", "bfloat16")
 SEEDS = range(8)
 
@@ -34,6 +35,7 @@ def problems(size, dtype):
 
 
 def right_plan(random):
+    """A random plan that is right."""
     problem = random.choice(problems(random.choice((1, 2, 3, 4, 5, 8)), random.choice(DTYPES)))
     return registry.write(problem, random.choice(registry.available(problem)), random.choice((1, 2)))
 
@@ -44,24 +46,24 @@ def bits(plan, inputs, sizes, seed):
 
 
 def difference(plan, changed):
-    """What the twin shows of a mutant: nothing, or in a word what is wrong with it."""
-    for how in ("even", "uneven"):
-        sizes = catalogue.sizes(plan.problem, how)
-        inputs = catalogue.inputs(plan.problem, sizes, fill=catalogue.whole)
+    """What is wrong with the results of a mutant in the twin, or None."""
+    for distribution in ("even", "uneven"):
+        sizes = catalogue.sizes(plan.problem, distribution)
+        inputs = catalogue.inputs(plan.problem, sizes, fill=catalogue.integers)
         right = bits(plan, inputs, sizes, 0)
         for seed in (1, 2, 3):
             try:
                 if bits(changed, inputs, sizes, seed) != right:
-                    return f"other results, rows {how}"
+                    return f"other results, {distribution} rows"
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
     return None
 
 
-def says_where(error, plan, changed):
-    """Rank, op and chunk are attributes of the error and stand in its message."""
+def names_the_place(error, plan, changed):
+    """True if rank, op and chunk of the error are also in its message."""
     text, program = str(error), changed.programs[error.rank]
-    if error.op is None:  # wrong memory, or no op at all
+    if error.op is None:  # a buffer is wrong, or there is no op
         no_op = not program.ops or program.buffers != plan.programs[error.rank].buffers
         return no_op and text.startswith(f"rank {error.rank}") and error.chunk in text
     chunks = (*program.ops[error.op].reads, *program.ops[error.op].writes)
@@ -71,31 +73,31 @@ def says_where(error, plan, changed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_mutants_are_refused_or_do_the_same(seed):
-    random, seen = Random(seed), Counter()
-    for number in range(EACH):
+def test_mutants_are_refused_or_harmless(seed):
+    random, counts = Random(seed), Counter()
+    for number in range(MUTANTS):
         plan = right_plan(random)
         name, changed = mutant(plan, random)
-        if number % 3 == 0:  # two slips: what one leaves unread, the other may read
+        if number % 3 == 0:  # a second mutation may hide the effect of the first
             second, changed = mutant(changed, random)
             name = f"{name}, then {second}"
         try:
             verify(changed)
         except PlanError as error:
-            seen["refused"] += 1
-            assert says_where(error, plan, changed), f"{name}: {error}; {error.rank}, {error.op}, {error.chunk}"
+            counts["refused"] += 1
+            assert names_the_place(error, plan, changed), f"{name}: {error}; {error.rank}, {error.op}, {error.chunk}"
         else:
-            seen["accepted"] += 1
-            found = difference(plan, changed)
-            assert found is None, f"verify accepts a wrong plan ({name}: {found})\n{plan}\n\n{changed}"
-    assert seen["refused"] > 0.6 * EACH, seen
+            counts["accepted"] += 1
+            fault = difference(plan, changed)
+            assert fault is None, f"verify accepts a wrong plan ({name}: {fault})\n{plan}\n\n{changed}"
+    assert counts["refused"] > 0.6 * MUTANTS, counts
 
 
 @pytest.mark.parametrize(
     "name", ["drop", "drop both ends", "drop everywhere", "divert", "turn round", "shift", "resize"]
 )
-def test_mutations_that_no_plan_survives(name):
-    """Each of these is refused (nearly) every time: a schedule has no op and no block too many."""
+def test_mutations_that_are_almost_always_refused(name):
+    """Schedules have no unnecessary op or block, so nearly every such mutant is wrong."""
     random, refused, made = Random(name), 0, 0
     while made < 60:
         plan = right_plan(random)
@@ -113,17 +115,17 @@ def test_mutations_that_no_plan_survives(name):
     assert refused >= 0.95 * made
 
 
-def test_how_strict_verify_is(record_property):
-    """Not a demand, a figure: how many refused mutants do the same in the twin (for these rows, in these runs)."""
-    random, seen = Random(0), Counter()
+def test_count_of_harmless_mutants_that_are_refused(record_property):
+    """This test reports a figure and requires nothing: how many refused mutants give right results in the twin."""
+    random, counts = Random(0), Counter()
     with np.errstate(all="ignore"):
-        while seen["refused"] < 150:
+        while counts["refused"] < 150:
             plan = right_plan(random)
             _, changed = mutant(plan, random)
             try:
                 verify(changed)
             except PlanError:
-                seen["refused"] += 1
-                seen["harmless"] += difference(plan, changed) is None
-    record_property("harmless among the refused", f"{seen['harmless']} of {seen['refused']}")
-    print(f"{seen['harmless']} of {seen['refused']} refused mutants do the same in the twin")
+                counts["refused"] += 1
+                counts["harmless"] += difference(plan, changed) is None
+    record_property("harmless among the refused", f"{counts['harmless']} of {counts['refused']}")
+    print(f"{counts['harmless']} of {counts['refused']} refused mutants give right results in the twin")

@@ -1,4 +1,4 @@
-"""A plan is text, JSON and a value; what its ops wait for is derived from what they read and write."""
+"""Plans as text, as JSON and as values; dependencies, which are derived from reads and writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes
-from fompi.plans.dependencies import Frontier, constraints, dependencies, enqueued, lane, messages
+from fompi.plans.dependencies import Frontier, constraints, dependencies, device_constraints, lane, message_numbers
 from fompi.plans.plan import (
     Chunk,
     Collective,
@@ -48,7 +48,7 @@ windows = st.none() | st.integers(1, 3)
 
 
 @given(ops)
-def test_an_op_is_what_its_text_says(op):
+def test_parse_inverts_str(op):
     assert parse(str(op)) == op
 
 
@@ -62,12 +62,12 @@ def test_an_op_is_what_its_text_says(op):
         ("broadcast{ -> y[0]}", Collective("broadcast", (), (Chunk("y", 0, 1),))),
     ],
 )
-def test_the_text_of_each_op(text, op):
+def test_text_of_each_op(text, op):
     assert str(op) == text and parse(text) == op
 
 
 @pytest.mark.parametrize("text", ["", "x[3]", "x[a]>1", "x[1:2:3]>1", "x>1", "x[3]>", "x[3]>-1", "-> y[0]"])
-def test_what_is_no_op(text):
+def test_parse_refuses_invalid_ops(text):
     with pytest.raises(PlanError, match=r"not an op|not a chunk"):
         parse(text)
 
@@ -76,7 +76,7 @@ def test_what_is_no_op(text):
 @pytest.mark.parametrize(
     "op", ["copy({}) -> y[0]", "add(x[0], {}) -> y[0]", "all_gather{{x[0] -> {}}}", "{}>1", "{}<1"]
 )
-def test_what_is_no_chunk(op, chunk):
+def test_parse_refuses_invalid_chunks(op, chunk):
     with pytest.raises(PlanError, match=r"not an op|not a chunk"):
         parse(op.format(chunk))
 
@@ -104,7 +104,7 @@ def test_json_keeps_everything(name):
     lambda data: data["programs"][1]["buffers"][0].update(color="red"),
     lambda data: data.update(sizes=[]),
 ])  # fmt: skip
-def test_what_is_no_plan(spoil):
+def test_invalid_plans_are_refused(spoil):
     data = json.loads(registry.write(catalogue.problems(2)["all_gather"], "ring").to_json())
     spoil(data)
     with pytest.raises(PlanError, match="not the JSON of a plan"):
@@ -112,7 +112,7 @@ def test_what_is_no_plan(spoil):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"programs": '])
-def test_what_is_no_json(text):
+def test_invalid_json_is_refused(text):
     with pytest.raises(PlanError, match="not the JSON of a plan"):
         programs_from_json(text)
 
@@ -121,16 +121,16 @@ def test_what_is_no_json(text):
 
 
 def conflict(a, b):
-    """Whether two ops touch the same block, and at least one writes it."""
+    """True if two ops use the same block, and at least one of them writes it."""
 
-    def blocks(listed):
-        return {block for chunk in listed for block in chunk.blocks}
+    def blocks(chunks):
+        return {block for chunk in chunks for block in chunk.blocks}
 
     return bool(blocks(a.writes) & (blocks(b.reads) | blocks(b.writes)) or blocks(b.writes) & blocks(a.reads))
 
 
 def closure(needs):
-    """All that is before each op, directly or not."""
+    """All ops that each op waits for, directly or indirectly."""
     before = []
     for direct in needs:
         before.append(set(direct).union(*(before[i] for i in direct)))
@@ -138,15 +138,15 @@ def closure(needs):
 
 
 @given(programs)
-def test_dependencies_are_those_of_all_pairs(program):
-    """Each is a conflict, and what follows from them orders every pair of ops in conflict."""
-    slow = [[i for i in range(j) if conflict(program[i], program[j])] for j in range(len(program))]
+def test_dependencies_order_all_conflicting_pairs(program):
+    """Each dependency is a conflict. Together they order every pair of ops in conflict."""
+    conflicts = [[i for i in range(j) if conflict(program[i], program[j])] for j in range(len(program))]
     needs = dependencies(program)
-    assert all(set(fast) <= set(pairs) for fast, pairs in zip(needs, slow, strict=True))
-    assert closure(needs) == closure(slow)
+    assert all(set(before) <= set(pairs) for before, pairs in zip(needs, conflicts, strict=True))
+    assert closure(needs) == closure(conflicts)
 
 
-def test_dependencies_name_the_last_writer_and_the_readers_since():
+def test_dependencies_are_the_last_writer_and_the_readers_since():
     program = [
         parse(t) for t in ("x[0]>1", "y[0:2]<1", "copy(y[0]) -> z[0]", "y[1]>1", "copy(x[0]) -> y[0]", "y[0:2]>2")
     ]
@@ -155,29 +155,29 @@ def test_dependencies_name_the_last_writer_and_the_readers_since():
 
 @given(programs, windows, st.booleans(), st.booleans())
 def test_constraints(program, window, by_peer, in_step):
-    """Beside dependencies: receives, collectives and paced sends start in order; the last two wait for the window.
+    """Receives, collectives and paced sends start in order. Collectives and paced sends also wait for the window.
 
-    By peer, sends to different ones do not wait for each other. In step, they also wait for receives.
+    With `by_peer`, sends to different peers do not wait for each other. With `in_step`, sends also wait for receives.
     """
     needs, behind, _ = constraints(program, Pace(window, by_peer, in_step))
     recvs = [i for i, op in enumerate(program) if isinstance(op, Recv)]
     for j, op in enumerate(program):
         kind = type(op)
-        one_line = kind is Send and window is not None and not by_peer  # whoever they go to
-        same = [i for i in range(j) if type(program[i]) is kind and (one_line or lane(program[i]) == lane(op))]
+        shares_window = kind is Send and window is not None and not by_peer  # with sends to all peers
+        same = [i for i in range(j) if type(program[i]) is kind and (shares_window or lane(program[i]) == lane(op))]
         in_order = kind is not Compute and (kind is not Send or window is not None)
         assert behind[j] == (same[-1] if same and in_order else -1)
         windowed = window is not None and kind in (Send, Collective)
         paced = {same[-window]} if windowed and len(same) >= window else set()
-        turn = sum(isinstance(op, Send) for op in program[:j]) - (window or 0)
-        if in_step and window is not None and kind is Send and 0 <= turn < len(recvs):
-            paced.add(recvs[turn])
+        number = sum(isinstance(op, Send) for op in program[:j]) - (window or 0)
+        if in_step and window is not None and kind is Send and 0 <= number < len(recvs):
+            paced.add(recvs[number])
         assert set(needs[j]) == set(dependencies(program)[j]) | paced
 
 
 @given(programs, windows, st.randoms(use_true_random=False))
-def test_every_order_of_events_ends(program, window, random):
-    """If each op that may start is done some time later, all are done, each once, and none before what it needs."""
+def test_every_order_of_events_completes_all_ops(program, window, random):
+    """Ops start and end in random order. Each op is done once, and starts only after the ops that it needs."""
     limits = constraints(program, Pace(window))
     frontier, started, done = Frontier(limits), set(), []
     may_start, running = frontier.begin(), []
@@ -196,9 +196,9 @@ def test_every_order_of_events_ends(program, window, random):
 
 @given(programs, windows)
 def test_enqueued_kernels_wait_for_no_kernel(program, window):
-    """They follow those that they need, and wait for messages alone; for messages nothing changes."""
+    """Kernels follow the kernels that they need and wait only for messages. Nothing changes for messages."""
     found = constraints(program, Pace(window))
-    needs, behind, follows = enqueued(program, found)
+    needs, behind, follows = device_constraints(program, found)
     kernels = {i for i, op in enumerate(program) if isinstance(op, Compute)}
     assert behind == found.behind
     for i, before in enumerate(found.needs):
@@ -207,19 +207,19 @@ def test_enqueued_kernels_wait_for_no_kernel(program, window):
 
 
 @given(programs, windows, st.randoms(use_true_random=False))
-def test_every_order_of_events_ends_on_a_device(program, window, random):
-    """A device runs what is enqueued lane by lane, each kernel after those it follows, whenever it likes."""
+def test_every_order_of_events_completes_all_ops_on_a_device(program, window, random):
+    """A device runs its queues lane by lane, at any time, each kernel after the kernels that it follows."""
     found = constraints(program, Pace(window))
-    limits = enqueued(program, found)
+    limits = device_constraints(program, found)
     frontier, done, queues, moving = Frontier(limits), [], {}, []
     may_start = frontier.begin()
 
-    def at_their_turn():
+    def runnable():
         heads = [queue[0] for queue in queues.values() if queue]
         return [i for i in heads if set(done) >= set(limits.follows[i])]
 
-    while may_start or moving or at_their_turn():
-        choices = [name for name, some in (("start", may_start), ("arrive", moving), ("run", at_their_turn())) if some]
+    while may_start or moving or runnable():
+        choices = [name for name, ops in (("start", may_start), ("arrive", moving), ("run", runnable())) if ops]
         event = random.choice(choices)
         if event == "start":
             op = may_start.pop(random.randrange(len(may_start)))
@@ -233,8 +233,8 @@ def test_every_order_of_events_ends_on_a_device(program, window, random):
         if event == "arrive":
             op = moving.pop(random.randrange(len(moving)))
         else:
-            op = random.choice(at_their_turn())
-            assert set(done) >= set(found.needs[op]), "a kernel ran before what it needs"
+            op = random.choice(runnable())
+            assert set(done) >= set(found.needs[op]), "a kernel ran before an op that it needs"
             queues[lane(program[op])].pop(0)
         done.append(op)
         may_start += frontier.done(op)
@@ -242,9 +242,9 @@ def test_every_order_of_events_ends_on_a_device(program, window, random):
 
 
 @given(programs)
-def test_messages_are_numbered_peer_by_peer(program):
+def test_messages_are_numbered_for_each_peer(program):
     seen = {}
-    for op, number in zip(program, messages(program), strict=True):
+    for op, number in zip(program, message_numbers(program), strict=True):
         if isinstance(op, (Send, Recv)):
             key = type(op), op.dest if isinstance(op, Send) else op.source
             assert number == seen.get(key, 0)
@@ -269,14 +269,14 @@ def test_chunks_by_index():
     assert (x.row_nbytes, w.row_nbytes) == (24, 96)
 
 
-def test_an_unknown_buffer():
+def test_an_unknown_buffer_is_refused():
     program = registry.write(catalogue.problems(2)["all_gather"], "ring").programs[1]
     with pytest.raises(PlanError, match="rank 1 has no buffer 'z'"):
         program.buffer("z")
 
 
-def test_programs_are_written_when_asked_for():
-    """A rank of a cluster writes its own program, not those of all others."""
+def test_programs_are_written_on_first_use():
+    """So a rank of a cluster writes only its own program."""
     written = []
     plan = registry.write(catalogue.problems(1000)["all_gather"], "ring")
 
@@ -302,15 +302,15 @@ def test_plans_are_values():
 
 
 def test_scratch_is_counted():
-    """direct: a reduce-scatter keeps `size` copies of our own shard of float64."""
+    """A `direct` reduce-scatter needs `size` copies of the rank's own shard."""
     problem = catalogue.problems(4)["reduce_scatter"]
     plan = registry.write(problem, "direct", 1, Sizes(rows=(2, 3, 0, 1)))
     assert [p.scratch_nbytes(plan.extents(p.rank)) for p in plan.programs] == [4 * n * 24 for n in (2, 3, 0, 1)]
-    assert "scratch 288 B a rank" in str(plan)
+    assert "scratch 288 B per rank" in str(plan)
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")]
 )
-def test_bytes_for_people(count, text):
+def test_format_nbytes(count, text):
     assert format_nbytes(count) == text

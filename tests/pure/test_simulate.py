@@ -1,4 +1,4 @@
-"""The event walk on machines so simple that a formula says how long a plan takes."""
+"""The simulation, on machines that are so simple that a formula gives the time of a plan."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from fompi.planner.estimate import estimate
 from fompi.plans.problems import Form, problem
 from fompi.schedules import registry
 
-ROWS, K, N = 16, 3, 4  # of each rank's x, and the columns of x and w, in the catalogue
+ROWS, K, N = 16, 3, 4  # rows of x on each rank, columns of x, columns of w, as in the catalogue
 SHARD = ROWS * K * 8  # bytes
 FLOPS = 2 * ROWS * K * N
 
 
 def machine(message, matmul=0.0, latency=0.0):
-    """Where the shard of a rank is `message` seconds under way, and multiplied in `matmul`; memory costs nothing."""
+    """A machine on which a message with one shard takes `message` seconds, and its product `matmul` seconds."""
     rate = FLOPS / matmul if matmul else float("inf")
     return Machine("simple", latency, SHARD / message, rate, float("inf"), 0.0)
 
 
-def timed(name, schedule, where, size, slices=1, window=None):
+def timed(name, schedule, machine, size, slices=1, window=None):
+    """The predicted trace of a problem of the catalogue."""
     problem = catalogue.problems(size)[name]
     sizes = Sizes(pairs=((ROWS,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(ROWS,) * size)
-    return simulate(registry.write(problem, schedule, slices, sizes, window), where)
+    return simulate(registry.write(problem, schedule, slices, sizes, window), machine)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_a_ring_takes_one_message_after_the_other(size):
-    """all-gather: (n - 1) (latency + bytes / bandwidth), every rank alike."""
+    """An all-gather takes (n - 1) (latency + bytes / bandwidth), and all ranks do the same."""
     trace = timed("all_gather", "ring", machine(3.0, latency=0.25), size)
     assert trace.seconds == pytest.approx((size - 1) * 3.25)
     assert {trace.summary(rank).nbytes for rank in range(size)} == {2 * (size - 1) * SHARD}
@@ -49,7 +50,7 @@ def test_a_ring_takes_one_message_after_the_other(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_silent_port_passes_a_burst_at_once(size):
-    """A ring is silent before its first message and, for the latency, between any two."""
+    """In a ring a port is silent before its first message, and for one latency between two messages."""
     bucket = replace(machine(3.0, latency=0.25), burst=1.0)
     assert timed("all_gather", "ring", bucket, size).seconds == pytest.approx((size - 1) * 3.0 + 0.25 - 1.0)
     deep = replace(bucket, burst=10.0)
@@ -57,15 +58,15 @@ def test_a_silent_port_passes_a_burst_at_once(size):
     assert timed("all_gather", "ring", deep, size).seconds == pytest.approx(expected)
 
 
-def test_a_burst_of_all_that_share_a_port():
-    """Two of each group send at once through one bucket: it passes once, not for each of them."""
+def test_ranks_that_share_a_port_share_its_burst():
+    """Two ranks of each group send at once through one port. The burst counts once, not once per rank."""
     shared = replace(machine(1.0), levels=(Level(2, 0.0, SHARD / 10.0, True, (), 4.0),))
     assert timed("all_gather", "direct", shared, 4).seconds == pytest.approx(4 * 10.0 - 4.0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_half_of_a_ring_each_way_round(size):
-    """Both halves share the link: the same bytes. What they save is waiting for the neighbour."""
+def test_a_bidirectional_ring_is_no_slower_than_a_ring(size):
+    """Both directions share the link, so the bytes take as long. Only waits for the neighbour can be saved."""
     one_way = timed("all_gather", "ring", machine(3.0, latency=0.25), size).seconds
     both_ways = timed("all_gather", "bidirectional", machine(3.0, latency=0.25), size).seconds
     assert (size - 1) * 3.0 + 0.25 <= both_ways + 1e-9 <= one_way + 2e-9
@@ -74,7 +75,7 @@ def test_half_of_a_ring_each_way_round(size):
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
 def test_direct_messages_take_turns_on_the_link(name, size):
-    """A permutation at a time, so nobody shares a port: (n - 1) (bytes / bandwidth + latency) (and the last sum)."""
+    """One permutation at a time, so no message shares a port: (n - 1) (bytes / bandwidth + latency)."""
     trace = timed(name, "direct", machine(3.0, latency=0.25), size, window=1)
     assert trace.seconds == pytest.approx((size - 1) * 3.25)
     for rank in range(size):
@@ -85,12 +86,12 @@ def test_direct_messages_take_turns_on_the_link(name, size):
 
 @pytest.mark.parametrize("ports", [1, 2, 3, 8])
 def test_several_ports_of_a_rank(ports):
-    """So many messages go at full rate, to other peers each; a ring uses one."""
-    one, size = machine(3.0, latency=0.25), 5
-    several = replace(one, ports=ports)
+    """With n ports, n messages to different peers go at full rate. A ring uses one port."""
+    single, size = machine(3.0, latency=0.25), 5
+    several = replace(single, ports=ports)
     at_once = timed("all_gather", "direct", several, size)
     assert at_once.seconds == pytest.approx(3.0 * (size - 1) / min(ports, size - 1) + 0.25)
-    rings = [timed("all_gather", "ring", on, size).seconds for on in (one, several)]
+    rings = [timed("all_gather", "ring", on, size).seconds for on in (single, several)]
     assert rings[0] == rings[1]
     problem = catalogue.problems(size)["all_gather"]
     sizes = catalogue.sizes(problem, "even")
@@ -102,7 +103,7 @@ def test_several_ports_of_a_rank(ports):
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
 def test_direct_messages_share_the_ports(name, size):
-    """Without a window all are under way at once: the same bytes, one latency, and all end together."""
+    """Without a window all messages move at once: the same bytes, one latency, and all end together."""
     trace = timed(name, "direct", machine(3.0, latency=0.25), size)
     assert trace.seconds == pytest.approx((size - 1) * 3.0 + 0.25)
     sends = [e.end for e in trace.events if e.lane.startswith("send")]
@@ -110,8 +111,8 @@ def test_direct_messages_share_the_ports(name, size):
 
 
 @pytest.mark.parametrize("size", [3, 5])
-def test_a_rank_that_all_send_to_is_the_bottleneck(size):
-    """One at a time in, whatever the others have free."""
+def test_a_rank_that_receives_from_all_is_the_bottleneck(size):
+    """Its port is the limit, although all other ports are free."""
     problem = catalogue.problems(size)["all_to_all"]
     to_the_last = Sizes(pairs=tuple((0,) * (size - 1) + (ROWS,) for _ in range(size)))
     trace = simulate(registry.write(problem, "direct", 1, to_the_last), machine(3.0))
@@ -120,7 +121,7 @@ def test_a_rank_that_all_send_to_is_the_bottleneck(size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_unfused_is_the_collective_and_then_the_kernel(size):
-    """Nothing is hidden: (n - 1) latency + (own + gathered bytes) / bandwidth, then n matmuls in one."""
+    """Nothing is hidden: (n - 1) latency + (own + gathered bytes) / bandwidth, then n products in one call."""
     trace = timed("all_gather_matmul", "unfused", machine(3.0, matmul=5.0, latency=0.25), size)
     assert trace.seconds == pytest.approx((size - 1) * 0.25 + (1 + size) * 3.0 + size * 5.0)
     summary = trace.summary(0)
@@ -130,19 +131,19 @@ def test_unfused_is_the_collective_and_then_the_kernel(size):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_ring_hides_messages_behind_products(size):
-    """Faster messages than products: only the products count. Slower: the last message, and one product after it."""
+    """If messages are faster, only the products count. If they are slower: all messages, then one product."""
     hidden = timed("all_gather_matmul", "ring", machine(2.0, matmul=5.0), size)
     assert hidden.seconds == pytest.approx(size * 5.0)
     assert all(hidden.summary(rank).exposed == pytest.approx(0) for rank in range(size))
     assert all(hidden.summary(rank).overlap == pytest.approx(1) for rank in range(size))
-    waiting = timed("all_gather_matmul", "ring", machine(5.0, matmul=2.0), size)
-    assert waiting.seconds == pytest.approx((size - 1) * 5.0 + 2.0)
+    bound_by_messages = timed("all_gather_matmul", "ring", machine(5.0, matmul=2.0), size)
+    assert bound_by_messages.seconds == pytest.approx((size - 1) * 5.0 + 2.0)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("schedule", ["direct", "ring"])
-def test_after_the_last_product_of_a_reduce_scatter_comes_one_sum(schedule, size):
-    """Messages take (nearly) no time: n products, n - 1 sums, and only one of these behind the last product."""
+def test_a_reduce_scatter_ends_with_one_sum(schedule, size):
+    """Messages take almost no time: n products, n - 1 sums, and only one sum after the last product."""
     trace = timed("matmul_reduce_scatter", schedule, machine(1e-9, matmul=6.0), size)
     one_sum = ROWS * N / FLOPS * 6.0
     assert trace.seconds == pytest.approx(size * 6.0 + (size - 1) * one_sum, rel=1e-6)
@@ -154,7 +155,7 @@ def test_after_the_last_product_of_a_reduce_scatter_comes_one_sum(schedule, size
 
 
 def test_slices_let_a_native_collective_overlap():
-    """Two slices: the second is on its way while the first is multiplied."""
+    """With two slices, the second one moves while the first one is multiplied."""
     whole = timed("all_gather_matmul", "unfused", machine(1.0, matmul=5.0), 4)
     halves = timed("all_gather_matmul", "sliced", machine(1.0, matmul=5.0), 4, 2)
     assert whole.summary(0).hidden == 0 and halves.summary(0).hidden > 0
@@ -162,7 +163,7 @@ def test_slices_let_a_native_collective_overlap():
 
 
 def test_a_window_paces_the_sends():
-    """With one send in flight, the next is not posted before the last one is done."""
+    """With a window of 1, a send is posted after the previous one is done."""
     problem = catalogue.problems(5)["all_gather"]
     sizes = Sizes(rows=(ROWS,) * 5)
     paced = simulate(registry.write(problem, "direct", 1, sizes, window=1), machine(3.0))
@@ -171,7 +172,7 @@ def test_a_window_paces_the_sends():
         assert all(end <= start for (_, end), (start, _) in pairwise(sends))
 
 
-def test_other_sizes_than_those_of_the_plan():
+def test_sizes_replace_those_of_the_plan():
     problem = catalogue.problems(3)["all_gather"]
     plan = registry.write(problem, "ring", 1, Sizes(rows=(1, 1, 1)))
     assert simulate(plan, machine(3.0), Sizes(rows=(ROWS,) * 3)).seconds == pytest.approx(6.0)
@@ -180,21 +181,21 @@ def test_other_sizes_than_those_of_the_plan():
 
 @pytest.mark.parametrize("name", catalogue.problems(1))
 def test_every_op_is_in_the_trace(name, tmp_path):
-    """Once, with a time, on the lane that it has; the file has a process for every rank."""
+    """Each op appears once. Kernels of a rank do not overlap. The saved file has one process per rank."""
     problem = catalogue.problems(3)[name]
     for schedule in registry.available(problem):
         plan = registry.write(problem, schedule, 2, catalogue.sizes(problem, "uneven"))
         trace = simulate(plan, Machine.load("laptop"))
         assert trace.kind == "predicted" and "laptop" in trace.title and schedule in trace.title
         for program in plan.programs:
-            mine = sorted((e for e in trace.events if e.rank == program.rank), key=lambda e: e.op)
-            assert [e.name for e in mine] == [str(op) for op in program.ops]
-            assert all(0 <= e.start <= e.end for e in mine)
-            kernels = sorted((e.start, e.end) for e in mine if e.lane == "compute")
-            assert all(end <= start for (_, end), (start, _) in pairwise(kernels))  # one at a time
+            events = sorted((e for e in trace.events if e.rank == program.rank), key=lambda e: e.op)
+            assert [e.name for e in events] == [str(op) for op in program.ops]
+            assert all(0 <= e.start <= e.end for e in events)
+            kernels = sorted((e.start, e.end) for e in events if e.lane == "compute")
+            assert all(end <= start for (_, end), (start, _) in pairwise(kernels))
         trace.save(tmp_path / "step.json")
-        listed = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-        assert len([e for e in listed if e["name"] == "process_name"]) == 3
+        entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+        assert len([e for e in entries if e["name"] == "process_name"]) == 3
 
 
 def test_a_prediction_is_the_same_every_time():
@@ -206,7 +207,7 @@ def test_a_prediction_is_the_same_every_time():
 @pytest.mark.parametrize(("name", "size"), [("all_gather", 3), ("all_to_all", 5), ("reduce_scatter", 8)])
 @pytest.mark.parametrize("burst", [0.4, 1.0, 5.0])
 def test_messages_that_begin_together_share_the_bursts(name, size, burst):
-    """No rank before another: those who stand for all are as quick as all of them."""
+    """All ranks end together. So the prediction for the representatives is the same."""
     bucket = replace(machine(3.0, latency=0.25), burst=burst)
     trace = timed(name, "direct", bucket, size)
     ends = {max(event.end for event in trace.events if event.rank == rank) for rank in range(size)}
@@ -217,8 +218,8 @@ def test_messages_that_begin_together_share_the_bursts(name, size, burst):
     assert predict(plan, bucket, sizes) == pytest.approx(trace.seconds)
 
 
-def test_what_one_does_not_need_of_a_burst_is_left_for_others():
-    """Of rank 2: 4 seconds of its port, of which rank 0 and 1 have one message each, of 1 and of 5."""
+def test_a_burst_that_one_message_does_not_need_is_left_for_others():
+    """The burst of rank 2 is 4 seconds. Rank 0 sends it a message of 1 second, and rank 1 a message of 5 seconds."""
     rows = ((0, 0, ROWS), (0, 0, 5 * ROWS), (0, 0, 0))
     plan = registry.write(catalogue.problems(3)["all_to_all"], "direct")
     bucket = replace(machine(1.0), burst=4.0)
@@ -226,11 +227,11 @@ def test_what_one_does_not_need_of_a_burst_is_left_for_others():
 
 
 def test_uneven_columns_are_no_symmetry():
-    """explain and simulate say the same of one plan."""
+    """explain and simulate predict the same time for one plan."""
     x, w = Spec((2, 3), "float32", Shard(1)), Spec((3, 1024), "float32", Shard(0))
-    found = fompi.explain("matmul_all_reduce", x, w, ranks=2, machine="laptop")
-    for one in found.judged:
-        assert one.seconds == pytest.approx(simulate(found.plan_of(one.candidate), "laptop").seconds), one
+    explained = fompi.explain("matmul_all_reduce", x, w, ranks=2, machine="laptop")
+    for row in explained.judged:
+        assert row.seconds == pytest.approx(simulate(explained.plan_of(row.candidate), "laptop").seconds), row
 
 
 @pytest.mark.parametrize(
@@ -239,15 +240,15 @@ def test_uneven_columns_are_no_symmetry():
         ("all_to_all", Sizes((4, 4)), "takes Sizes with the pairs of 2 x 2 ranks"),
         ("all_to_all", Sizes(pairs=((4, 4), (4,))), "takes Sizes with the pairs of 2 x 2 ranks"),
         ("all_gather", Sizes(pairs=((4, 4), (4, 4))), "takes Sizes with the rows of each rank"),
-        ("all_gather", Sizes((4, -4)), "rows are 0 or more"),
-        ("all_to_all", Sizes(pairs=((4, 4), (4, -1))), "rows are 0 or more"),
+        ("all_gather", Sizes((4, -4)), "rows must be 0 or more"),
+        ("all_to_all", Sizes(pairs=((4, 4), (4, -1))), "rows must be 0 or more"),
     ],
 )
 def test_sizes_of_another_kind_are_refused(name, sizes, words):
     plan = registry.write(catalogue.problems(2)[name], "direct")
-    for walk in (simulate, predict):
+    for function in (simulate, predict):
         with pytest.raises(LayoutError, match=words):
-            walk(plan, Machine.load("gigabit"), sizes)
+            function(plan, Machine.load("gigabit"), sizes)
 
 
 def test_64_ranks():
@@ -258,15 +259,15 @@ def test_64_ranks():
 
 def test_sizes_for_another_number_of_ranks_are_refused():
     plan = registry.write(catalogue.problems(2)["all_gather"], "ring")
-    for walk in (simulate, predict):
+    for function in (simulate, predict):
         with pytest.raises(LayoutError, match="sizes for 3 ranks, but the plan has 2"):
-            walk(plan, Machine.load("gigabit"), Sizes((1, 2, 3)))
+            function(plan, Machine.load("gigabit"), Sizes((1, 2, 3)))
         with pytest.raises(LayoutError, match="sizes for 1 ranks, but the plan has 2"):
-            walk(plan, Machine.load("gigabit"), Sizes((1,)))
+            function(plan, Machine.load("gigabit"), Sizes((1,)))
 
 
 def test_many_ops_in_one_lane():
-    """No recursion: a lane of thousands of messages is walked like any other."""
+    """A lane of thousands of messages needs no recursion."""
     assert timed("all_gather", "direct", machine(3.0), 2, slices=3000).seconds == pytest.approx(3.0)
 
 
@@ -274,57 +275,62 @@ def test_many_ops_in_one_lane():
 
 
 def grouped(ranks, ratio, shared):
-    """Groups of so many ranks, with links between them that are `ratio` times slower than those inside."""
+    """A machine with groups of `ranks` ranks. Links between groups are `ratio` times slower than inside."""
     inside = machine(1.0)
     return replace(inside, levels=(Level(ranks, 0.0, inside.bandwidth / ratio, shared),))
 
 
 @pytest.mark.parametrize("schedule", ["direct", "ring", "hierarchical(2)"])
 def test_a_shared_link_between_groups(schedule):
-    """2 x 2 ranks, all-gather. Direct: 4 shards leave each group. Ring: 3 cross each way, one after the other.
-    Hierarchical: 2, which is what must cross; the last one is then passed on inside."""
+    """An all-gather on 2 x 2 ranks.
+
+    direct: 4 shards leave each group. ring: 3 shards cross in each direction, one after the other. hierarchical: 2
+    shards cross, which is the minimum, and the last one is then passed on inside the group.
+    """
     crossing = {"direct": 4, "ring": 3, "hierarchical(2)": 2}[schedule]
     seconds = timed("all_gather", schedule, grouped(2, 10.0, True), 4).seconds
     assert crossing * 10.0 <= seconds <= crossing * 10.0 + 2.0
 
 
-def test_links_of_their_own_between_groups():
-    """Each rank has its own slow link: direct sends 2 shards over it, a hierarchy 1."""
+def test_separate_links_between_groups():
+    """Each rank has its own slow link. direct sends 2 shards over it, hierarchical 1."""
     assert timed("all_gather", "direct", grouped(2, 10.0, False), 4).seconds == pytest.approx(20.0)
     assert timed("all_gather", "hierarchical(2)", grouped(2, 10.0, False), 4).seconds == pytest.approx(11.0)
 
 
 def test_a_rank_with_a_slow_port():
-    """It must take in three shards, at a quarter of the rate; who sends to it has the rest of the port for others."""
+    """It receives three shards at a quarter of the rate. Its senders use the rest of their ports for other peers."""
     slow = replace(machine(1.0), rates=(1.0, 1.0, 1.0, 0.25))
     assert timed("all_gather", "direct", slow, 4).seconds == pytest.approx(12.0)
 
 
 def test_a_sampled_curve():
-    """10 s for a shard, 9 for half of one: what a message costs is read off the curve, and 7 s of it are latency."""
+    """A shard takes 10 s, and half a shard 9 s, by the curve. 7 s of this are latency."""
     sampled = replace(machine(1.0, latency=7.0), curve=((0.0, 7.0), (SHARD / 2, 9.0), (SHARD, 10.0)))
     assert timed("all_gather", "ring", sampled, 2).seconds == pytest.approx(10.0)
     assert timed("all_gather", "direct", sampled, 2, slices=2).seconds == pytest.approx(2.0 + 2.0 + 7.0)
 
 
-def test_what_messages_take_from_a_kernel():
-    """A shard arrives, and one leaves, while our own is multiplied: 2 x (0.5 + 1) s more."""
+def test_the_cost_of_messages_beside_a_kernel():
+    """One shard arrives and one leaves during the first product: 2 x (0.5 + 1) s more."""
     busy = replace(machine(2.0, matmul=5.0), cpu_message=0.5, cpu_byte=1.0 / SHARD, poll=0.5)
     assert timed("all_gather_matmul", "direct", busy, 2).seconds == pytest.approx(5.0 + 3.0 + 5.0)
     assert timed("all_gather_matmul", "direct", replace(busy, lanes=2), 2).seconds == pytest.approx(10.0)
     waiting = replace(machine(8.0, matmul=5.0), cpu_message=0.5, cpu_byte=1.0 / SHARD, poll=0.5)
-    assert timed("all_gather_matmul", "direct", waiting, 2).seconds == pytest.approx(8.0 + 5.0)  # an idle core pays
+    assert timed("all_gather_matmul", "direct", waiting, 2).seconds == pytest.approx(
+        8.0 + 5.0
+    )  # the core is idle when they end
 
 
 @pytest.mark.parametrize(("poll", "seen"), [(0.0, 2.25), (0.5, 2.5), (2.0, 4.0), (6.0, 5.0)])
 def test_when_a_core_that_computes_sees_a_message(poll, seen):
-    """It looks so long after the kernel has begun, again after as long, and when the kernel is over."""
+    """It polls every `poll` seconds after the kernel has begun, and at the end of the kernel."""
     trace = timed("all_gather_matmul", "direct", replace(machine(2.25, matmul=5.0), poll=poll), 2)
     assert [e.end for e in trace.events if e.lane.startswith("recv")] == pytest.approx([seen, seen])
 
 
 def test_operands_are_packed_in_every_call():
-    """The rows of all calls are packed once, the weight as often as there are calls."""
+    """The rows are packed once. The weight is packed once per call."""
     packing = replace(machine(0.001, matmul=4.0), pack_rate=K * N * 8 / 1.0)
     rows = 2 * ROWS / N
     assert timed("all_gather_matmul", "direct", packing, 2).seconds == pytest.approx(2 * 4.0 + rows + 2 * 1.0)
@@ -332,7 +338,7 @@ def test_operands_are_packed_in_every_call():
 
 
 def test_sums_beside_kernels():
-    """With two lanes a sum costs the kernel nothing; on a shared core it takes its time from it."""
+    """With two lanes a sum costs the kernel nothing. On one core it delays the kernel."""
     shared = machine(1e-9, matmul=6.0)
     one_sum = ROWS * N / FLOPS * 6.0
     assert timed("matmul_reduce_scatter", "direct", shared, 4).seconds == pytest.approx(4 * 6.0 + 3 * one_sum)
@@ -345,19 +351,19 @@ def test_sums_beside_kernels():
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", catalogue.problems(1))
-def test_some_ranks_stand_for_all(name, size):
-    """The same prediction as from the walk over all of them."""
+def test_some_ranks_represent_all(name, size):
+    """The prediction for the representatives is the same as for all ranks."""
     problem = catalogue.problems(size)[name]
     sizes = catalogue.sizes(problem, "even")
     flat = Machine.load("gigabit")
     groups = replace(flat, levels=(Level(2, 1e-4, 1e7, True),))
     for schedule in registry.available(problem):
         plan = registry.write(problem, schedule, 2, sizes)
-        for where in (flat, groups) if size > 2 else (flat,):
-            step = symmetry(plan, sizes, where)
-            assert predict(plan, where) == pytest.approx(simulate(plan, where).seconds, rel=1e-9), (schedule, step)
-            if where is flat and not problem.packed and problem.moves != "broadcast" and schedule != "exchange":
-                assert step == plan.group, schedule  # the others do not begin, or sum, with what is their own
+        for on in (flat, groups) if size > 2 else (flat,):
+            step = symmetry(plan, sizes, on)
+            assert predict(plan, on) == pytest.approx(simulate(plan, on).seconds, rel=1e-9), (schedule, step)
+            if on is flat and not problem.packed and problem.moves != "broadcast" and schedule != "exchange":
+                assert step == plan.group_size, schedule  # in the excluded plans ranks differ
 
 
 @pytest.mark.parametrize("root", range(8))
@@ -368,7 +374,7 @@ def test_a_broadcast_has_a_root(root):
     assert predict(plan, machine(1.0)) == pytest.approx(simulate(plan, machine(1.0)).seconds)
 
 
-def test_ranks_that_differ_are_all_walked():
+def test_ranks_that_differ_are_all_simulated():
     problem = catalogue.problems(4)["all_gather_matmul"]
     even, uneven = Sizes((4,) * 4), Sizes((4, 4, 4, 5))
     plan, flat = registry.write(problem, "ring", 1, even), machine(1.0)
@@ -376,28 +382,30 @@ def test_ranks_that_differ_are_all_walked():
     assert symmetry(plan, even, replace(flat, rates=(1.0, 0.5))) == 4
     assert symmetry(plan, even, replace(flat, levels=(Level(3, 0.0, 1.0),))) == 4
     assert symmetry(plan, even, replace(flat, rates=(1.0, 0.5)).at_slowest(4)) == 1
-    assert symmetry(plan, even, replace(flat, levels=(Level(2, 0.0, 1.0), Level(64, 0.0, 1.0)))) == 2  # 64 are not here
+    assert (
+        symmetry(plan, even, replace(flat, levels=(Level(2, 0.0, 1.0), Level(64, 0.0, 1.0)))) == 2
+    )  # 64 ranks: no effect on 4
     broken = plan.with_program(replace(plan.programs[1], ops=plan.programs[1].ops[:-1]))
     assert symmetry(broken, even, flat) == 4
 
 
-def test_the_trace_of_many_ranks_shows_those_that_stand_for_all():
+def test_the_trace_of_many_ranks_shows_the_representatives():
     trace = timed("all_gather", "ring", machine(3.0, latency=0.25), 512)
     assert trace.seconds == pytest.approx(511 * 3.25) and {e.rank for e in trace.events} == {0}
-    assert trace.title.endswith("; ranks 0 to 0 of 512, the others do the same")
+    assert trace.title.endswith("; ranks 0 to 0 of 512, the other ranks do the same")
 
 
 @pytest.mark.parametrize("schedule", ["direct", "bidirectional", "unfused"])
 def test_many_ranks_that_differ_by_one_row(schedule, monkeypatch):
-    """They are taken to have the greater number: a little longer than all of them would take."""
-    problem, where = catalogue.problems(6)["all_gather_matmul"], replace(machine(1.0, matmul=2.0), lanes=2)
+    """All ranks get the greater number of rows. The prediction is then a little too long."""
+    problem, on = catalogue.problems(6)["all_gather_matmul"], replace(machine(1.0, matmul=2.0), lanes=2)
     plan = registry.write(problem, schedule, 1, Sizes((ROWS + 1, ROWS + 1, ROWS, ROWS, ROWS, ROWS)))
-    seconds = simulate(plan, where).seconds
+    seconds = simulate(plan, on).seconds
     for name in ("FEW_RANKS", "MOST_RANKS"):
         monkeypatch.setattr(sys.modules["fompi.model.simulate"], name, 5)
-    assert {e.rank for e in simulate(plan, where).events} == {0}
-    assert seconds * (1 - 1e-9) <= predict(plan, where) <= seconds * (ROWS + 1) / ROWS
-    slow = replace(where, rates=(1.0, 0.5))
+    assert {e.rank for e in simulate(plan, on).events} == {0}
+    assert seconds * (1 - 1e-9) <= predict(plan, on) <= seconds * (ROWS + 1) / ROWS
+    slow = replace(on, rates=(1.0, 0.5))
     assert {e.rank for e in simulate(plan, slow).events} == set(range(6))
 
 
@@ -406,7 +414,7 @@ def test_many_ranks_that_differ_by_one_row(schedule, monkeypatch):
     [("matmul_reduce_scatter", "reduce_scatter", [5.0, 1.0]), ("all_gather_matmul", "all_gather", [1.0, 5.0])],
 )
 def test_a_collective_behind_a_kernel_has_a_curve_of_its_own(operation, moves, expected):
-    """The library moves little while nobody looks: of two slices, the one that a product of the other runs beside."""
+    """The library moves little while a product runs. Of two slices, only one runs beside a product of the other."""
     x, w = {
         "reduce_scatter": (Spec((64, 8), "float32", Shard(1)), Spec((8, 4), "float32", Shard(0))),
         "all_gather": (Spec((64, 8), "float32", Shard(0)), Spec((8, 4), "float32", Shard(1))),
@@ -426,8 +434,8 @@ def test_a_collective_behind_a_kernel_has_a_curve_of_its_own(operation, moves, e
     [("matmul_reduce_scatter", "reduce_scatter", 3 / 5), ("all_gather_matmul", "all_gather", 3 / 5),
      ("matmul_all_reduce", "all_reduce", 3 / 4), ("matmul_all_to_all", "all_to_all", 3 / 8)],
 )  # fmt: skip
-def test_what_buffers_swallow_of_one_collective_they_do_not_of_the_next(name, moves, share):
-    """A curve is that of collectives after a rest; one after the other they take what the link does."""
+def test_collectives_one_after_the_other_take_the_time_of_the_link(name, moves, share):
+    """A curve holds for collectives after a rest, when buffers take in small ones at once."""
     made = catalogue.problems(4)[name]
     plan = registry.write(
         made, "sliced", 4, Sizes(pairs=((64,) * 4,) * 4) if moves == "all_to_all" else Sizes((64,) * 4)
@@ -439,8 +447,8 @@ def test_what_buffers_swallow_of_one_collective_they_do_not_of_the_next(name, mo
     assert seconds == pytest.approx([1e-3, *[moved / 1e3] * 3])
 
 
-def test_a_collective_that_was_measured_behind_kernels_has_its_polls_in_its_curve():
-    """On one core: the rank sees the end of any other one when it looks next, so long after its kernel has begun."""
+def test_a_curve_behind_kernels_includes_the_polls():
+    """On one core: the rank sees the end of any other collective only at its next poll."""
     x, w = Spec((64, 8), "float32", Shard(1)), Spec((8, 4), "float32", Shard(0))
     plan = fompi.plan("matmul_reduce_scatter", x, w, ranks=2, schedule="sliced", slices=2)
     curve = {"reduce_scatter": ((0.0, 1.0),)}
@@ -454,14 +462,14 @@ def test_a_collective_that_was_measured_behind_kernels_has_its_polls_in_its_curv
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
 def test_a_sum_of_a_group_leaves_before_all_sums_have_begun(name):
-    """Two sends to a peer in flight: pieces go round the group one behind the other, so the slow link begins early."""
-    where = replace(machine(1.0), levels=(Level(4, 0.0, SHARD / 10.0, True),))
+    """With two sends to a peer in flight, pieces go around the group in sequence. So the slow link starts early."""
+    on = replace(machine(1.0), levels=(Level(4, 0.0, SHARD / 10.0, True),))
     made = catalogue.problems(8)[name]
     sizes = Sizes((64,) * 8)
     plan = registry.write(made, "hierarchical(4)", 8, sizes)
     assert plan.window and plan.pace.by_peer and not registry.write(made, "direct", 8, sizes, 1).pace.by_peer
     first = {}
     for window in (plan.window, None):
-        events = simulate(replace(plan, window=window), where).events
+        events = simulate(replace(plan, window=window), on).events
         first[window] = min(e.start for e in events if e.lane == f"send to {(e.rank + 4) % 8}")
     assert first[plan.window] < 0.6 * first[None]

@@ -1,4 +1,4 @@
-"""How a trace is drawn: as text, and as SVG, compared with tests/golden/timeline.svg."""
+"""Traces as text and as SVG. The SVG is compared with tests/golden/timeline.svg."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fompi.traces.trace import Event, Trace
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "timeline.svg"
 
-ONE_BY_ONE = Trace(
+SERIAL = Trace(
     "measured",
     "all_gather_matmul by unfused",
     (
@@ -25,7 +25,7 @@ ONE_BY_ONE = Trace(
     ),
     ("a", "b<c"),
 )
-BEHIND = Trace(
+OVERLAPPED = Trace(
     "measured",
     "all_gather_matmul by direct",
     (
@@ -38,7 +38,7 @@ BEHIND = Trace(
 
 
 def test_as_text():
-    assert timeline(ONE_BY_ONE, width=16) == (
+    assert timeline(SERIAL, width=16) == (
         "measured: all_gather_matmul by unfused, 8.000 ms  (# compute, + adds and copies, = messages)\n"
         "rank 0   compute  |        ######++|\n"
         "         messages |========        |\n"
@@ -48,8 +48,8 @@ def test_as_text():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["compute", "merge", "recv from 1"]), st.integers(0, 9), st.integers(1, 9))))
-def test_a_column_shows_what_took_its_time(listed):
-    """With a column a second, a mark stands where something ran, and nowhere else."""
+def test_a_column_shows_what_ran(listed):
+    """With one column per second, a column has a mark if something ran in this second, and only then."""
     events = tuple(Event(0, lane, 0, "", float(t), float(t + n)) for lane, t, n in listed)
     begin, end = min((e.start for e in events), default=0.0), max((e.end for e in events), default=0.0)
     width = int(end - begin) or 1
@@ -62,16 +62,16 @@ def test_a_column_shows_what_took_its_time(listed):
 
 
 def test_as_a_picture():
-    """A file that stays as it is; FOMPI_GOLDEN=write makes it anew, after a change that is meant."""
-    drawn = timelines({"without overlap": ONE_BY_ONE, "with overlap": BEHIND})
+    """The SVG does not change. After an intended change, FOMPI_GOLDEN=write writes the golden file again."""
+    drawn = timelines({"without overlap": SERIAL, "with overlap": OVERLAPPED})
     if os.environ.get("FOMPI_GOLDEN") == "write":
         GOLDEN.write_text(drawn)
     assert drawn == GOLDEN.read_text()
 
 
 def test_the_picture_is_to_scale():
-    """One axis for both: the step of 5 ms ends where its ticks say so."""
-    root = ElementTree.fromstring(timelines({"a": ONE_BY_ONE, "b": BEHIND}))
+    """Both traces have the same axis. The trace of 5 ms ends at the tick of 5 ms."""
+    root = ElementTree.fromstring(timelines({"a": SERIAL, "b": OVERLAPPED}))
     space = "{http://www.w3.org/2000/svg}"
     ends = [float(line.get("x1")) for line in root.iter(f"{space}line") if line.get("stroke") == "#c0392b"]
     texts = {text.text: float(text.get("x")) for text in root.iter(f"{space}text")}

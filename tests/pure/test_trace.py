@@ -1,4 +1,4 @@
-"""What is said of the events of a call: times, overlap, and the file that Perfetto opens."""
+"""Traces: their times, overlap, tables, and the file that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ events = st.lists(
 )  # fmt: skip
 
 
-def seconds_in(listed):
-    """The seconds that these intervals cover: {3, 4} for (3, 5)."""
-    return {second for start, end in listed for second in range(start, end)}
+def seconds_in(intervals):
+    """The set of seconds that these intervals cover: {3, 4} for (3, 5)."""
+    return {second for start, end in intervals for second in range(start, end)}
 
 
 @given(intervals)
@@ -39,34 +39,34 @@ def test_union_covers_the_same_time_without_overlap(listed):
 
 
 @given(intervals, intervals)
-def test_intersection_is_the_time_of_both(a, b):
+def test_intersection_is_the_common_time(a, b):
     both = intersection(union(a), union(b))
     assert seconds_in(both) == seconds_in(a) & seconds_in(b)
     assert length(both) == len(seconds_in(a) & seconds_in(b))
 
 
 @given(intervals, st.integers(0, 20), st.integers(0, 20))
-def test_between_is_the_time_that_is_left(listed, begin, end):
-    left = between(union(listed), begin, end)
-    assert seconds_in(left) == seconds_in([(begin, end)]) - seconds_in(listed)
-    assert all(start < stop for start, stop in left) and all(a[1] <= b[0] for a, b in pairwise(left))
+def test_between_is_the_time_that_is_not_covered(listed, begin, end):
+    gaps = between(union(listed), begin, end)
+    assert seconds_in(gaps) == seconds_in([(begin, end)]) - seconds_in(listed)
+    assert all(start < stop for start, stop in gaps) and all(a[1] <= b[0] for a, b in pairwise(gaps))
 
 
 @given(events)
 def test_the_summary_counts_seconds(listed):
-    """Against sets of seconds; the wall time begins when the first rank begins."""
+    """Compared with sets of seconds. The wall time begins when the first rank begins."""
     trace = Trace("measured", "", tuple(listed))
     for rank in trace.ranks:
-        mine = [e for e in listed if e.rank == rank]
-        busy = seconds_in((e.start, e.end) for e in mine if e.is_compute)
-        moving = seconds_in((e.start, e.end) for e in mine if not e.is_compute)
-        begin, end = min(e.start for e in listed), max(e.end for e in mine)
+        own = [e for e in listed if e.rank == rank]
+        busy = seconds_in((e.start, e.end) for e in own if e.is_compute)
+        moving = seconds_in((e.start, e.end) for e in own if not e.is_compute)
+        begin, end = min(e.start for e in listed), max(e.end for e in own)
         s = trace.summary(rank)
         assert (s.wall, s.compute, s.communication) == (end - begin, len(busy), len(moving))
         assert s.exposed == end - begin - len(busy) and s.hidden == max(0, len(moving) - s.exposed)
         assert s.overlap == (s.hidden / len(moving) if moving else 1.0)
-        assert s.tail == end - max((e.end for e in mine if e.is_compute), default=begin)
-        assert s.nbytes == sum(e.nbytes for e in mine if not e.is_compute)
+        assert s.tail == end - max((e.end for e in own if e.is_compute), default=begin)
+        assert s.nbytes == sum(e.nbytes for e in own if not e.is_compute)
 
 
 EVENTS = (
@@ -88,9 +88,9 @@ def test_the_table():
     assert TRACE.seconds == pytest.approx(0.005)
 
 
-def test_beside_another_trace():
-    twice = Trace("predicted", "", tuple(e._replace(start=2 * e.start, end=2 * e.end) for e in EVENTS))
-    assert TRACE.compare(twice) == (
+def test_a_table_of_two_traces():
+    slower = Trace("predicted", "", tuple(e._replace(start=2 * e.start, end=2 * e.end) for e in EVENTS))
+    assert TRACE.compare(slower) == (
         f"measured: {TRACE.title}; predicted: \n"
         "rank    measured wall predicted wall  ratio   exposed   exposed   (ms)\n"
         "   0            5.000         10.000   0.50     1.000     2.000\n"
@@ -98,7 +98,7 @@ def test_beside_another_trace():
     )
 
 
-def test_nothing_happened():
+def test_a_trace_without_events():
     empty = Trace("measured", "nothing", ())
     assert empty.seconds == 0 and empty.ranks == [] and empty.summary(0).overlap == 1.0
     assert len(str(empty).splitlines()) == 2 and empty.chrome()["traceEvents"] == []
@@ -106,7 +106,7 @@ def test_nothing_happened():
 
 
 def test_the_file_for_perfetto(tmp_path):
-    """A process per rank, a track per lane, one box per event, microseconds from the first start."""
+    """One process per rank, one track per lane, one box per event. Times are microseconds from the first start."""
     TRACE.save(tmp_path / "step.json")
     data = json.loads((tmp_path / "step.json").read_text())
     boxes = [e for e in data["traceEvents"] if e["ph"] == "X"]
@@ -133,7 +133,7 @@ def test_no_two_lanes_share_a_track(listed):
 
 @given(events)
 def test_boxes_of_a_track_do_not_overlap(listed):
-    """Perfetto drops such a box. No event is lost, and no lane has more tracks than events at one time."""
+    """Perfetto drops a box that overlaps another. No event is lost. A lane has no more tracks than events at once."""
     data = Trace("measured", "", tuple(listed)).chrome()["traceEvents"]
     boxes = [e for e in data if e["ph"] == "X"]
     assert len(boxes) == len(listed)
@@ -148,7 +148,7 @@ def test_boxes_of_a_track_do_not_overlap(listed):
     assert sum(e["name"] == "thread_name" for e in data) <= sum(at_once.values())
 
 
-def test_messages_that_are_posted_together_have_tracks_beside_each_other():
+def test_messages_that_are_posted_together_have_separate_tracks():
     posted = [Event(0, "recv from 1", i, f"y[{i}]", 0.0, 1.0 + i) for i in range(3)]
     listed = (*posted, Event(0, "send to 1", 3, "", 0.0, 1.0), Event(0, "recv from 1", 4, "", 1.5, 9.0))
     data = Trace("measured", "", listed).chrome()["traceEvents"]
@@ -158,7 +158,7 @@ def test_messages_that_are_posted_together_have_tracks_beside_each_other():
 
 
 def test_tracks_are_in_order():
-    """Ranks by number, with their hosts; kernels above sums above messages, whatever came first."""
+    """Ranks are sorted by number and show their hosts. Products are above sums, and sums above messages."""
     listed = [Event(r, lane, 0, "", 0.0, 1.0) for r in (1, 0) for lane in ("recv from 1", "merge", "compute")]
     data = Trace("measured", "", tuple(listed), ("a", "b")).chrome()["traceEvents"]
     named = {(e["pid"], e.get("tid"), e["name"]): e["args"] for e in data if e["ph"] == "M"}
@@ -171,18 +171,18 @@ def test_tracks_are_in_order():
 
 
 @given(events)
-def test_as_text_and_back(listed):
+def test_json_and_back(listed):
     trace = Trace("measured", "some call", tuple(listed), ("a", "b", "c"), "native")
     assert Trace.from_json(trace.to_json()) == trace
 
 
 def test_ranks_on_one_clock():
-    """Two ranks whose clocks differ: shifted, what was at one time is at one time; merged, by start."""
-    there = Trace("measured", "t", (Event(1, "recv from 0", 0, "", 110.0, 112.0),), ("a", "b"))
-    here = Trace("measured", "t", (Event(0, "send to 1", 0, "", 20.0, 21.0), Event(0, "compute", 1, "", 9.0, 9.5)))
-    both = merge([here, there.shifted(Clock(110.0, -90.0, -0.5, 0.0))])
+    """Two ranks with different clocks. Shifted events have the same time, and a merged trace is sorted by start."""
+    remote = Trace("measured", "t", (Event(1, "recv from 0", 0, "", 110.0, 112.0),), ("a", "b"))
+    local = Trace("measured", "t", (Event(0, "send to 1", 0, "", 20.0, 21.0), Event(0, "compute", 1, "", 9.0, 9.5)))
+    both = merge([local, remote.shifted(Clock(110.0, -90.0, -0.5, 0.0))])
     assert [(e.rank, e.start, e.end) for e in both.events] == [(0, 9.0, 9.5), (0, 20.0, 21.0), (1, 20.0, 21.0)]
     assert (both.kind, both.title, both.hosts, both.progress) == ("measured", "t", ("a", "b"), "")
-    mixed = [replace(here, progress=mode) for mode in ("poll", "helper", "poll")]
+    mixed = [replace(local, progress=mode) for mode in ("poll", "helper", "poll")]
     assert merge(mixed).progress == "helper and poll"
     assert merge([]) == Trace("", "", ())

@@ -1,1 +1,13 @@
-"""A cluster of hosts on one machine: what is asked for, its namespaces, hosts and links, and their measurement."""
+"""A cluster of hosts on one machine, for `tools/netlab.py`.
+
+| file            | what it holds                                                                  |
+|-----------------|--------------------------------------------------------------------------------|
+| `values.py`     | rates, changes of links and the whole cluster, as values that are checked      |
+| `namespaces.py` | Linux namespaces below one process; messages, signals and exit statuses        |
+| `hosts.py`      | the hosts and the links between them                                           |
+| `launcher.py`   | how the launchers of MPICH and Open MPI reach the hosts                        |
+| `links.py`      | measures what the links carry, with TCP and with MPI                           |
+
+These files import the standard library only, so that the tool runs in any Python. `links.py` also loads
+`fompi/bench/rivals/wire.py` as a file, and imports mpi4py in the ranks that measure.
+"""

@@ -9,22 +9,25 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, leave, libc, mount, tool
+from cluster.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, exit_with, libc, mount, tool
 from cluster.values import Change, Lab, Rate, Refused, allowed_congestion_controls
 
-LAB = Path("/dev/shm/netlab")  # in a tmpfs of our own: nobody else sees it, nothing stays of it
+LAB = Path("/dev/shm/netlab")
+"""The folder of the cluster's files. It is in a private tmpfs, which disappears with the cluster."""
+
 SUBNET, CONTROL = "10.77.0", "10.78.0"
+"""The networks of messages (eth0) and of launchers (eth1)."""
 
 
 class Cluster:
-    """The hosts and their links, made: a process for each host, whose namespaces are the host."""
+    """The running hosts and links. Each host is a process with namespaces of its own."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         keep_cores_awake()
         mount("none", "/", flags=MS_REC | MS_PRIVATE)
         mount("proc", "/proc", "proc")
-        use_congestion_control(lab.congestion)  # here too, where an error is the only line
+        use_congestion_control(lab.congestion)  # here first, so that an error is printed once
         mount("tmpfs", "/dev/shm", "tmpfs")
         LAB.mkdir()
         names = [f"{SUBNET}.{host + 1} {name}\n" for host, name in enumerate(lab.names)]
@@ -72,7 +75,7 @@ class Cluster:
             self.apply(Change("between", lab.between))
 
     def _write_scripts(self) -> None:
-        """What stands for ssh, and what stands before a rank."""
+        """Write the stand-in for ssh, and the script that starts a rank."""
         for name, pid in zip(self.lab.names, self.pids, strict=True):
             (LAB / name).write_text(f"{pid}\n")
         for name, text in (("agent", AGENT), ("rank", rank_script(self.lab.pinned))):
@@ -80,27 +83,28 @@ class Cluster:
             (LAB / name).chmod(0o755)
 
     def apply(self, change: Change) -> None:
-        """Change a link, both directions of it; of the links between groups, all.
+        """Change both directions of a link, or of all links between groups.
 
-        What waits in a bucket is lost: it may be a superpacket that the new, smaller one would never pass.
+        Packets that wait in the old token bucket are dropped. One of them may be too large for the new bucket, and
+        would block it.
         """
         if change.link == "between":
             links: list[tuple[str, str, int | None]] = [(f"down{k}", f"up{k}", None) for k in range(self.lab.groups)]
         else:
             host = self.lab.names.index(change.link)
             links = [(f"port{host}", "eth0", self.pids[host])]
-        for port, far, pid in links:  # the far end lies in the namespace of this process
+        for port, far, pid in links:  # `far` is in the namespace of process `pid`
             if isinstance(change.what, Rate):
                 shape = change.what.shape(self.lab.burst)
-                for end, where in ((port, None), (far, pid)):
-                    anew = f"qdisc replace dev {end} root pfifo\nqdisc replace dev {end} root {shape}"
-                    tool("tc", "-batch", "-", text=anew, pid=where)
-            else:  # packets into a port that is down are lost, silently
+                for device, where in ((port, None), (far, pid)):
+                    commands = f"qdisc replace dev {device} root pfifo\nqdisc replace dev {device} root {shape}"
+                    tool("tc", "-batch", "-", text=commands, pid=where)
+            else:  # a port that is down drops packets without an error
                 tool("ip", "link", "set", port, "down" if change.what == "cut" else "up")
 
 
-# ssh-like: agent [options] host command. A launcher's daemon, when killed, leaves files in /tmp: it writes into a layer
-# above /tmp that goes with it. (Where the kernel has no overlays it writes to /tmp itself.)
+# Used like ssh: agent [options] host command. A launcher's daemon leaves files in /tmp when it is killed. Here it writes
+# into an overlay above /tmp that disappears with it. If the kernel has no overlays, it writes to /tmp itself.
 AGENT = f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
@@ -113,17 +117,17 @@ exec nsenter --target "$(cat {LAB}/$host)" --net --uts --mount -- unshare --moun
 
 
 def rank_script(pinned: bool) -> str:
-    """A rank leaves the daemon's /tmp and takes its core."""
-    before = os.environ.get("TMPDIR")
-    own_folder = f"export TMPDIR={shlex.quote(before)}" if before else "unset TMPDIR"
+    """The script that starts a rank: outside of the daemon's overlay of /tmp, and pinned to its core."""
+    folder = os.environ.get("TMPDIR")
+    own_folder = f"export TMPDIR={shlex.quote(folder)}" if folder else "unset TMPDIR"
     cores = sorted(os.sched_getaffinity(0))
-    turn = f"$((${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}} % {len(cores)}))"
-    pins = [f'{turn}) set -- taskset -c {core} "$@" ;;' for turn, core in enumerate(cores)] if pinned else []
+    index = f"$((${{PMI_RANK:-$OMPI_COMM_WORLD_RANK}} % {len(cores)}))"
+    pins = [f'{i}) set -- taskset -c {core} "$@" ;;' for i, core in enumerate(cores)] if pinned else []
     return "\n".join(
         [
             "#!/bin/sh",
             own_folder,
-            f'case "{turn}" in',
+            f'case "{index}" in',
             *pins,
             "esac",
             f'exec nsenter --target "$(cat {LAB}/$(hostname))" --mount -- sh -c \'cd "$0" && exec "$@"\' "$PWD" "$@"',
@@ -133,31 +137,30 @@ def rank_script(pinned: bool) -> str:
 
 
 def keep_cores_awake() -> None:
-    """This machine's idle cores do not sleep as long as this process lives, if the machine lets us say so.
+    """Keep this machine's idle cores from sleeping while this process lives, if the machine allows it.
 
-    A message finds its host at once then. A core of a virtual machine that sleeps is lent to others, and is back
-    milliseconds after what has woken it: links of 120 MB/s carried 40 to 100 so, and 120 with cores kept awake.
+    A sleeping core of a virtual machine is lent to others, and needs milliseconds to wake up. Links of 120 MB/s carried
+    40 to 100 MB/s with sleeping cores, and 120 MB/s with cores kept awake.
     """
     with suppress(OSError):
         latency = os.open("/dev/cpu_dma_latency", os.O_WRONLY)
-        os.write(latency, bytes(4))  # microseconds until a core is back
+        os.write(latency, bytes(4))  # the most microseconds until a core is awake: 0
 
 
 def use_congestion_control(name: str) -> None:
-    """Of the TCP of this network namespace."""
-    ways, why = Path("/proc/sys/net/ipv4"), ""
-    used = ways / "tcp_congestion_control"
+    """Set the congestion control of TCP in this network namespace."""
+    setting, why = Path("/proc/sys/net/ipv4/tcp_congestion_control"), ""
     try:
-        used.write_text(name)
+        setting.write_text(name)
     except OSError as error:
         why = f" ({error.strerror})"
-    if used.read_text().strip() != name:  # no name at all is no error to the kernel
-        there = ", ".join(allowed_congestion_controls())
-        raise Refused(f"the hosts' TCP cannot use '{name}'{why}: give --congestion one of {there}")
+    if setting.read_text().strip() != name:  # the kernel accepts an empty name without an error, and ignores it
+        allowed = ", ".join(allowed_congestion_controls())
+        raise Refused(f"the hosts' TCP cannot use '{name}'{why}: give --congestion one of {allowed}")
 
 
 def start_host(name: str, congestion: str) -> int:
-    """A process in namespaces of its own, which then only waits; its pid, once they are made."""
+    """Start a process that makes its namespaces and then only waits. Returns its pid when the namespaces exist."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -171,12 +174,12 @@ def start_host(name: str, congestion: str) -> int:
             LAB.mkdir()
             mount(f"/proc/self/fd/{shared}", str(LAB), flags=MS_BIND)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)  # the host stands until the cluster falls
+                signal.signal(number, signal.SIG_IGN)  # a host exists as long as the cluster
             os.write(writing, b"!")
             while True:
                 signal.pause()
 
-        leave(body)
+        exit_with(body)
     os.close(writing)
     if not os.read(reading, 1):
         raise Refused(f"host {name} cannot be made: see the lines above")

@@ -1,0 +1,82 @@
+"""`fompi bench SUITE`: run a suite of benchmarks on the ranks of an MPI job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import fompi
+from fompi.base.errors import FompiError
+from fompi.bench import table, trial
+from fompi.bench.options import Options
+from fompi.cli import picture
+from fompi.cli.output import Progress, UsageError, check_writable, show_markdown
+from fompi.engine.handshake import agree
+
+EXAMPLE = "mpirun -n 2 {} bench overhead --quick"
+
+SUITES = ("collectives", "fused", "papers", "peers", "planner", "adapt", "overhead")
+"""Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
+
+PRINTED = "-"
+"""In place of a file's name: print it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("suite", nargs="?", choices=SUITES)
+    parser.add_argument("--like", metavar="M,K,N", help="the same as `try M,K,N`")
+    parser.add_argument("--ranks", type=int, default=2, help="with --like, outside of mpirun: how many to start (2)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
+    parser.add_argument(
+        "--json", nargs="?", const=PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
+    )
+    parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown")
+    parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
+    if options.rounds < 1 or options.ranks < 1:
+        raise UsageError("bench: --rounds and --ranks are 1 or more")
+    if options.like is not None:
+        return trial.run_shape(options.like, options.ranks, options.rounds, options.json)
+    if options.suite is None:
+        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), or a shape with --like M,K,N")
+    trial.note_threads()
+    json, markdown, plot = options.json, options.markdown, options.plot
+    with fompi.Communicator() as comm:
+        agree(comm, f"bench {options.suite}", refusal(comm.rank, json, markdown, plot))
+        with Progress.of_rank(comm.rank, f"bench {options.suite}") as progress:
+            measure = Options(options.rounds, options.quick, progress)
+            rows = import_module(f"fompi.bench.{options.suite}").rows(comm, measure)
+        facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
+        if comm.rank == 0:
+            text = table.markdown(rows, facts)
+            if json == PRINTED:
+                print(table.to_json(rows, facts), flush=True)
+            else:
+                show_markdown(text)
+            if json not in (None, PRINTED):
+                Path(json).write_text(table.to_json(rows, facts) + "\n")
+            if markdown is not None:
+                Path(markdown).write_text(text)
+            if plot is not None:
+                table.plot(rows, plot)
+    return 0
+
+
+def refusal(rank: int, json: str | None, markdown: str | None, plot: str | None) -> Exception | None:
+    """What is wrong with the files. It is checked before anything is measured."""
+    try:
+        if plot is not None:
+            picture.check(plot)
+            picture.needs_matplotlib(plot)
+        for name in (json, markdown, plot) if rank == 0 else ():
+            if name is not None and name != PRINTED:
+                check_writable(name)
+    except (OSError, FompiError) as error:
+        return error
+    return None

@@ -1,0 +1,285 @@
+"""`fompi try M,K,N`: what overlap gains here for one shape. One table and a verdict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fompi
+from fompi.base.errors import LaunchError, ShapeError
+from fompi.bench import fused
+from fompi.bench.cluster import Cluster
+from fompi.bench.collectives import DEFAULT
+from fompi.bench.peers import Case
+from fompi.cli.output import Progress, Table, UsageError, check_writable, show, show_json
+from fompi.engine.handshake import agree
+from fompi.mpi import launcher, transport
+from fompi.runtime.report import percentile
+from fompi.tuning.rounds import UNITS, Row
+
+EXAMPLE = "{} try 1024,1024,1024 --ranks 4"
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}  # fmt: skip
+"""Ranks start in this environment: the user chose their number. Variables that the user has set win."""
+
+LITTLE = 1.05
+"""If even perfect overlap gains less than this factor, there is little to hide."""
+
+SHORT_SECONDS = 1e-3
+"""An operation below this takes about as long as its calls and polls."""
+
+MANY_REPEATED = 0.1
+"""A few turns are repeated on an idle machine too. Above this share, others use the cores."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "What overlap gains here for a shape of your own, in every fused operation.\n"
+        "ms: the median. spread: the middle half of the rounds.\n"
+        "gain: over the time without overlap, with its 95 % interval."
+    )
+    parser.add_argument("shape", metavar="M,K,N", help="global shapes: x[M, K] @ w[K, N]")
+    parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the table as JSON (no FILE: print it)")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.rounds < 1 or options.ranks < 1:
+        raise UsageError("try: --rounds and --ranks are 1 or more")
+    return run_shape(options.shape, options.ranks, options.rounds, options.json)
+
+
+def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
+    """Measure the shape `text` and print the table. Outside of mpirun this starts `ranks` ranks first."""
+    shape = _numbers(text)
+    library, launched = transport.library(), launcher.detect()
+    if launched.launcher == "none":
+        mpirun = library.mpirun or shutil.which("mpirun")
+        if mpirun is None:
+            raise LaunchError("there is no mpirun here: start this with the launcher of your cluster")
+        command = [mpirun, "-n", str(ranks), sys.executable, *sys.orig_argv[1:]]
+        return subprocess.run(command, env={**ENVIRONMENT, **os.environ}).returncode
+    note_threads()
+    with fompi.Communicator() as comm:
+        refusal = None
+        if json_file not in (None, "-") and comm.rank == 0:
+            try:
+                check_writable(json_file)
+            except OSError as error:
+                refusal = error
+        agree(comm, f"try {text}", refusal)
+        with Progress.of_rank(comm.rank, f"try {text}") as progress, Cluster(comm.link.comm) as cluster:
+            rows = [fused.measured(comm, cluster, case, rounds) for case in progress.each(cases(*shape, comm.size))]
+            found = Trial.of(shape, comm.size, cluster, rows)
+        if comm.rank == 0:
+            if json_file == "-":
+                show_json(found.values())
+            else:
+                show(*found.blocks())
+            if json_file not in (None, "-"):
+                Path(json_file).write_text(json.dumps(found.values(), indent=2) + "\n")
+    return 0
+
+
+def note_threads() -> None:
+    """Warn once, on standard error, if BLAS would start more threads than there are cores."""
+    note = launcher.thread_note()
+    if note is not None and not launcher.detect().rank:
+        print(f"fompi: {note}", file=sys.stderr)
+
+
+def _numbers(text: str) -> tuple[int, int, int]:
+    try:
+        m, k, n = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ShapeError(f"a shape is M,K,N, for example 4096,4096,4096, not {text!r}") from None
+    if min(m, k, n) < 1:
+        raise ShapeError(f"M={m}, K={k}, N={n}: each must be 1 or more")
+    return m, k, n
+
+
+def cases(m: int, k: int, n: int, size: int) -> list[Case]:
+    """Every fused operation on the global shapes x[m, k] @ w[k, n].
+
+    Sizes are rounded up to multiples of `size`, because the rivals need even shards.
+    """
+    m, k, n = (-(-total // size) * size for total in (m, k, n))
+    return [
+        Case("all_gather_matmul", m, k, n // size),
+        Case("matmul_reduce_scatter", m, n, k // size),
+        Case("matmul_all_reduce", m, n, k // size),
+        Case("matmul_all_to_all", -(-m // size**2) * size, n, k),  # each rank has own rows and sends some to each other
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------- the result
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table. `seconds` is the median. `gain` is over the time without overlap, with its interval."""
+
+    what: str
+    seconds: float
+    lower_quartile: float | None = None
+    upper_quartile: float | None = None
+    gain: float | None = None
+    gain_low: float | None = None
+    gain_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One operation: its lines, and whether the best schedule is a "gain", "nothing" or "slower"."""
+
+    operation: str
+    lines: tuple[Line, ...]
+    verdict: str
+    reason: str  # why nothing is gained; empty for a gain
+
+    @property
+    def gains(self) -> tuple[float, float]:
+        """The gain of the best schedule and of the default one."""
+        best, default = self.lines[2].gain, self.lines[1].gain
+        assert best is not None and default is not None
+        return best, default
+
+    @classmethod
+    def of(cls, row: Row, circumstance: str) -> Outcome:
+        """From a row of `fused.measured`. `circumstance`: a reason that holds for all operations here, or empty."""
+        assert row.base is not None
+        unfused = row.best(fused.UNFUSED)
+        gain = row.ratio(unfused, row.base).interval
+        assert gain is not None
+        verdict = "gain" if gain.low > 1 else "nothing" if gain.high >= 1 else "slower"
+        together, kernel = row.median(unfused), row.median(fused.KERNEL)
+        perfect = min(together, max(kernel, together - kernel))
+        lines = (
+            _line(row, f"without overlap ({unfused.removeprefix('unfused, ')})", unfused),
+            _line(row, "default schedule", DEFAULT, unfused),
+            _line(row, f"best schedule ({row.base.removeprefix('fompi ')})", row.base, unfused),
+            Line("perfect overlap of the same", perfect, gain=together / perfect),
+        )
+        reason = "" if verdict == "gain" else _reason(kernel, together, circumstance)
+        return cls(row.what.partition(",")[0], lines, verdict, reason)
+
+
+def _line(row: Row, what: str, name: str, unfused: str | None = None) -> Line:
+    samples = row.samples[name]
+    low, high = percentile(samples, 0.25), percentile(samples, 0.75)
+    if unfused is None:
+        return Line(what, row.median(name), low, high)
+    gain = row.ratio(unfused, name)
+    assert gain.interval is not None
+    return Line(what, row.median(name), low, high, gain.value, gain.interval.low, gain.interval.high)
+
+
+def _reason(kernel: float, together: float, circumstance: str) -> str:
+    """Why nothing is gained. `together`: seconds of kernel and messages, one after the other."""
+    if together < SHORT_SECONDS:
+        return "the operation takes less than 1 ms, so the cost of a call counts more than its messages"
+    if together < LITTLE * max(kernel, together - kernel):
+        share = f"the kernel takes {min(kernel / together, 1.0):.0%} of the time without overlap"
+        return f"{share}, so there is little to hide" if 2 * kernel > together else f"{share}, so it can hide little"
+    return circumstance or "the gain is less than the spread"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured for a shape, as a table, a verdict and warnings."""
+
+    shape: tuple[int, int, int]
+    ranks: int
+    setup: str
+    outcomes: tuple[Outcome, ...]
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int], size: int, cluster: Cluster, rows: Sequence[Row]) -> Trial:
+        cores = min(launcher.cores_per_rank(), launcher.cores_beside_other_hosts())
+        circumstance, warnings = "", []
+        if size == 1:
+            circumstance = "there is one rank, so there are no messages to hide"
+        elif cores < 1:
+            circumstance = f"a rank has {cores:.2g} cores, so kernels and messages take turns on them"
+        elif cluster.shared:
+            circumstance = "all ranks share a host, where a message is a copy by the cores that compute"
+        if rounded := [n for n in shape if n % size]:
+            sizes = ", ".join(map(str, rounded))
+            warnings.append(f"{sizes}: measured as the next multiple of {size}, to be spread evenly")
+        turns, repeated, disturbed = cluster.totals
+        if disturbed or repeated > MANY_REPEATED * turns:
+            again = f", and {disturbed} of them were disturbed again" * bool(disturbed)
+            warnings.append(
+                f"others used the cores: {repeated} of {turns} turns were repeated{again}; "
+                "try again when the machine is idle"
+            )
+        outcomes = tuple(Outcome.of(row, circumstance) for row in rows)
+        return cls(shape, size, rows[0].setup, outcomes, tuple(warnings))
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        parts = []
+        if gaining := [outcome for outcome in self.outcomes if outcome.verdict == "gain"]:
+            best, default = (_range(gains) for gains in zip(*(outcome.gains for outcome in gaining), strict=True))
+            where = f"in {len(gaining)} of {len(self.outcomes)} operations"
+            parts.append(f"overlap gains {best} {where} with the best schedule, {default} with the default one")
+        others = [outcome for outcome in self.outcomes if outcome.verdict != "gain"]
+        for reason in dict.fromkeys(outcome.reason for outcome in others):
+            group = [outcome for outcome in others if outcome.reason == reason]
+            where = "" if len(group) == len(self.outcomes) else f" in {_names(group)}"
+            if slower := [outcome for outcome in group if outcome.verdict == "slower"]:
+                where += " (slower)" if len(slower) == len(group) else f" (slower in {_names(slower)})"
+            parts.append(f"nothing gained{where}: {reason}")
+        return "; ".join(parts) + "."
+
+    def blocks(self) -> Iterator[str | Table]:
+        """What is printed."""
+        m, k, n = self.shape
+        yield f"x[{m}, {k}] @ w[{k}, {n}], {self.setup}, float32"
+        yield Table(("what runs", "ms", "spread", "gain"), [*self._rows()], right=("ms",))
+        yield f"verdict: {self.verdict}"
+        yield from (f"warning: {text}" for text in self.warnings)
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        for outcome in self.outcomes:
+            yield outcome.operation, "", "", ""
+            for line in outcome.lines:
+                quartiles = line.lower_quartile, line.upper_quartile
+                spread = " to ".join(_ms(seconds) for seconds in quartiles if seconds is not None)
+                gain = "" if line.gain is None else f"{line.gain:.2f}x"
+                gain += "" if line.gain_low is None else f" ({line.gain_low:.2f} to {line.gain_high:.2f})"
+                yield f"  {line.what}", _ms(line.seconds), spread, gain
+
+    def values(self) -> dict[str, Any]:
+        """For JSON. Times in seconds."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def _names(outcomes: Sequence[Outcome]) -> str:
+    return ", ".join(outcome.operation for outcome in outcomes)
+
+
+def _range(gains: Sequence[float]) -> str:
+    low, high = f"{min(gains):.2f}x", f"{max(gains):.2f}x"
+    return low if low == high else f"{low} to {high}"
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with about three digits."""
+    ms = UNITS["ms"] * seconds
+    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 100 else f"{ms:.1f}"

@@ -1,0 +1,93 @@
+"""`fompi explain`: every candidate schedule for a problem on a machine, and why the best one is the best."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import fompi
+from fompi.cli import picture, plan
+from fompi.cli.output import Table, is_pretty, show, show_json
+from fompi.planner.explain import Explanation
+
+EXAMPLE = "{} explain all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
+
+TIMES = ("compute", "hidden", "exposed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    plan.add_problem_arguments(parser)
+    plan.add_machine_argument(parser)
+    parser.add_argument("--top", type=int, metavar="N", help="only the best N candidates")
+    parser.add_argument("--timeline", action="store_true", help="the timeline of the best one, as text")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, SVG or PNG"
+    )
+    parser.add_argument("--json", action="store_true", help="the candidates as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.plot:
+        picture.check(options.plot)  # before the work
+    if options.top is not None and options.top < 1:
+        raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
+    machine = plan.machine_of(options)
+    explanation = fompi.explain(options.operation, *plan.specs_of(options), ranks=options.ranks, machine=machine)
+    if options.json:
+        show_json(_values(explanation, options.top))
+    elif is_pretty():
+        _draw(explanation, options.top)
+    else:
+        print(explanation.text(options.top))
+    if options.timeline and not options.json:
+        print(explanation.timeline())
+    if options.plot:
+        picture.save(explanation.plot(), options.plot)
+    return 0
+
+
+def _candidates(explanation: Explanation, most: int | None) -> list[dict[str, Any]]:
+    """Times in seconds. `compute` and what follows are None for a candidate that is estimated, not simulated."""
+    candidates: list[dict[str, Any]] = []
+    for judged in explanation.judged[:most]:
+        proof = judged.proof
+        candidates.append(
+            {
+                "candidate": str(judged.candidate),
+                "seconds": judged.seconds,
+                "compute": None if proof is None else proof.kernels,
+                "hidden": None if proof is None else proof.hidden,
+                "exposed": None if proof is None else proof.exposed,
+                "why": None if proof is None or not proof.waits else str(proof.waits[0]),
+            }
+        )
+    return candidates
+
+
+def _values(explanation: Explanation, most: int | None) -> dict[str, Any]:
+    return {
+        "problem": str(explanation.problem),
+        "ranks": explanation.problem.size,
+        "machine": explanation.machine.name,
+        "bound": {"seconds": explanation.bound.seconds, "what": explanation.bound.what},
+        "candidates": _candidates(explanation, most),
+        "refused": {str(candidate): why for candidate, why in explanation.refused},
+        "best": str(explanation.winner.candidate),
+        "unfused": str(explanation.unfused.candidate),
+        "gain": explanation.unfused.seconds / explanation.winner.seconds if explanation.winner.seconds else 1.0,
+    }
+
+
+def _draw(explanation: Explanation, most: int | None) -> None:
+    """The lines of `Explanation.text`, with its table drawn."""
+    head, _, *lines = explanation.text(most).splitlines()
+    rows = []
+    for judged in _candidates(explanation, most):
+        seconds = judged["seconds"]
+        estimated = "" if judged["compute"] is not None else "~"
+        share = f"{explanation.bound.seconds / seconds:.3f}" if seconds else ""
+        times = ("" if judged[name] is None else f"{1e3 * judged[name]:.3f}" for name in TIMES)
+        why = "estimated, not simulated" if estimated else judged["why"] or ""
+        rows.append((judged["candidate"], f"{estimated}{1e3 * seconds:.3f}", share, *times, why))
+    numbers = ("ms", "bound/time", *TIMES)
+    show(head, Table(("candidate", *numbers, "why"), rows, right=numbers), "\n".join(lines[len(rows) :]))

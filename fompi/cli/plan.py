@@ -1,0 +1,107 @@
+"""`fompi plan`: the grid of ranks of a plan. Also the arguments that describe a problem, for other subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import fompi
+from fompi.base.layout import Spec
+from fompi.engine.communicator import machine_of_environment
+from fompi.model.machine import PRESETS
+from fompi.plans import problems
+from fompi.schedules.registry import SCHEDULES
+
+EXAMPLE = "{} plan all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
+
+DEFAULT_MACHINE = "gigabit"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_problem_arguments(parser)
+    add_schedule_arguments(parser)
+    parser.add_argument("--machine", help="auto is what is best there: a preset, or a JSON file")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    plan = plan_of(options, named_machine(options))
+    print(plan.to_json() if options.json else plan)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------- also for other subcommands
+
+
+def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str) -> None:
+    """OPERATION, SHAPE ..., --ranks and --dtype."""
+    names = [*sorted(problems.MEANING), *more_operations]
+    parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--dtype", default="float32", help="(float32)")
+
+
+def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
+    """--schedule, --slices, --window and --verify."""
+    parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}, hierarchical(RANKS)")
+    parser.add_argument("--slices", metavar="N | A,B,...", help="equal slices, or their sizes in proportion: 1,2,4")
+    parser.add_argument("--window", type=int, help="sends of a rank that are in flight (the schedule's own number)")
+    parser.add_argument("--verify", action="store_true", help="prove the plan first")
+
+
+def named_machine(options: argparse.Namespace) -> fompi.Machine | None:
+    """The machine that --machine names, else the one that FOMPI_MACHINE names. None if neither is given."""
+    return machine_of_environment() if options.machine is None else fompi.Machine.load(options.machine)
+
+
+def add_machine_argument(parser: argparse.ArgumentParser) -> None:
+    """--machine, where a machine is always needed."""
+    default = f"what FOMPI_MACHINE says, or {DEFAULT_MACHINE}"
+    parser.add_argument("--machine", help=f"a JSON file, or one of {', '.join(PRESETS)}; {default}")
+
+
+def machine_of(options: argparse.Namespace) -> fompi.Machine:
+    """The machine that is named, else the default one."""
+    return named_machine(options) or fompi.Machine.load(DEFAULT_MACHINE)
+
+
+def specs_of(options: argparse.Namespace) -> list[Spec]:
+    """The global tensors of the problem."""
+    shapes = [_shape(text) for text in options.shapes]
+    layouts = problems.layouts(options.operation, len(shapes))
+    return [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
+
+
+def plan_of(options: argparse.Namespace, machine: fompi.Machine | None) -> fompi.Plan:
+    """The plan. With --verify it is proven, and one line on standard error says so."""
+    plan = fompi.plan(
+        options.operation,
+        *specs_of(options),
+        ranks=options.ranks,
+        schedule=options.schedule,
+        slices=None if options.slices is None else _slices(options.slices),
+        window=options.window,
+        machine=machine,
+    )
+    if options.verify:
+        fompi.verify(plan)
+        print(f"verified: {plan.size} ranks, {sum(len(p.ops) for p in plan.programs)} ops", file=sys.stderr)
+    return plan
+
+
+def _slices(text: str) -> int | tuple[int, ...]:
+    try:
+        shares = tuple(int(part) for part in text.replace(":", ",").split(","))
+    except ValueError:
+        raise fompi.PlanError(
+            f"--slices takes a number, or sizes in proportion, for example 1,2,4, not {text!r}"
+        ) from None
+    return shares if len(shares) > 1 else shares[0]
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.split("x"))
+    except ValueError:
+        raise fompi.ShapeError(f"{text!r} is not a shape like 4096x1024") from None

@@ -1,0 +1,124 @@
+"""What is in flight in this process: requests, kernels on devices, and tasks with kernels that can run.
+
+`InFlight.poll` is where requests are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Any
+
+from fompi.backends.base import Token
+from fompi.engine.tasks import MessageParts, Task
+
+EAGER_NBYTES = 4096
+"""Every MPI copies a message of up to this many bytes when it is sent. Testing its request right then saves a poll."""
+
+CONTROL_POLLS = 64
+"""Control messages are rare, so they are received only at every 64th poll."""
+
+
+class InFlight:
+    """Everything in flight, of all tasks. Its methods are called with `lock` held."""
+
+    def __init__(self, testsome: Callable[[list[Any]], list[int] | None]):
+        self.lock = RLock()
+        self.channels: list[Any] = []  # control channels (`fompi.engine.control`) add themselves
+        self.polls = 0
+        self._testsome = testsome
+        self._requests: list[Any] = []
+        self._owners: list[tuple[Task, int]] = []  # for each request: its task and its key
+        self._ready: list[Task] = []  # tasks with kernels that can run
+        self._launched: list[tuple[Token, Task, int]] = []  # kernels that a device has not finished
+
+    def post(self, request: Any, task: Task, key: int) -> None:
+        """Call `task.completed(key)` once `request` is done."""
+        self._requests.append(request)
+        self._owners.append((task, key))
+
+    def post_send(self, request: Any, nbytes: int, task: Task, key: int) -> bool:
+        """True if a send is done already, as small sends usually are. If not, this is the same as `post`."""
+        if nbytes <= EAGER_NBYTES and request.Test():
+            return True
+        self.post(request, task, key)
+        return False
+
+    def post_all(self, requests: Sequence[Any], task: Task, key: int) -> None:
+        """Call `task.completed(key)` once all `requests` are done."""
+        owner = MessageParts(task, len(requests))
+        for request in requests:
+            self.post(request, owner, key)
+
+    def launched(self, token: Token, task: Task, key: int) -> None:
+        """Call `task.completed(key)` once a device has run the kernel of `token`."""
+        self._launched.append((token, task, key))
+
+    def kernels_ready(self, task: Task) -> None:
+        """`task` has kernels that can run: `task.take` hands them out."""
+        if task not in self._ready:
+            self._ready.append(task)
+
+    def kernels_done(self, task: Task) -> None:
+        """`task` has handed out all kernels that can run."""
+        self._ready.remove(task)
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is in flight."""
+        return not (self._requests or self._ready or self._launched)
+
+    def poll(self) -> bool:
+        """Test all requests, and call `completed` for those that are done. False: none was done."""
+        self.polls += 1
+        moved = self.polls % CONTROL_POLLS == 0 and self.receive_control()
+        if self._launched:
+            moved |= self._finish_launched()
+        requests, owners = self._requests, self._owners
+        if not requests:
+            return moved
+        if len(requests) == 1:  # one request is cheaper to test than a list of one
+            done = [0] if requests[0].Test() else None
+        else:
+            done = self._testsome(requests)
+        if not done:
+            return moved
+        if len(done) == len(requests):
+            self._requests, self._owners = [], []
+            self._complete(owners)
+            return True
+        completed = [owners[i] for i in done]
+        for i in sorted(done, reverse=True) if len(done) > 1 else done:  # the last request moves to the free place
+            last, owner = requests.pop(), owners.pop()
+            if i < len(requests):
+                requests[i], owners[i] = last, owner
+        self._complete(completed)
+        return True
+
+    def _finish_launched(self) -> bool:
+        done = [(task, key) for token, task, key in self._launched if token.done()]
+        if done:
+            self._launched = [launch for launch in self._launched if (launch[1], launch[2]) not in done]
+            self._complete(done)
+        return bool(done)
+
+    @staticmethod
+    def _complete(owners: Sequence[tuple[Task, int]]) -> None:
+        for task, key in owners:
+            try:
+                task.completed(key)
+            except Exception as error:
+                task.broke(error)
+
+    def receive_control(self) -> bool:
+        """Take in the control messages that have arrived, on all communicators. False: none had."""
+        with self.lock:
+            return any([channel.receive() for channel in list(self.channels)])
+
+    def _take_kernel(self, merges_only: bool) -> tuple[Task, int, Callable[[], object]] | None:
+        """A kernel that can run, with its task and its key. The caller must run it."""
+        for task in self._ready:
+            taken = task.take(merges_only)
+            if taken is not None:
+                return task, *taken
+        return None

@@ -1,0 +1,176 @@
+"""A plan on fixed memory: the caller's tensors are checked, and each op gets the arrays that it works on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi.backends.base import Backend
+from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError
+from fompi.base.layout import Sizes
+from fompi.engine.communicator import Communicator
+from fompi.plans.plan import Collective, Plan, Send
+from fompi.runtime.compiled import Compiled
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
+
+
+class Memory(NamedTuple):
+    """`tensors`: those that the caller gave, by buffer. `shapes`: the shape that a flat result gets back.
+
+    `arrays`: every buffer of the program as an array. Buffers that the caller did not give have fresh memory.
+    """
+
+    tensors: dict[str, Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    arrays: dict[str, Any]
+
+
+def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], backend: Backend) -> Memory:
+    """The memory of a bound plan. Raises PlanError, ShapeError, DtypeError or TensorError if the tensors do not fit."""
+    if plan.size != comm.size:
+        raise PlanError(f"the plan is for {plan.size} ranks, {comm!r} has {comm.size}")
+    program, extents = plan.programs[comm.rank], plan.extents(comm.rank)
+    named = {b.name: b for b in program.buffers if b.role != "scratch"}
+    if unknown := sorted(set(given) - set(named)):
+        raise PlanError(f"{plan.problem.operation} has no tensor {unknown[0]!r}; it has {', '.join(named)}")
+    if missing := [b.name for b in named.values() if b.role == "input" and b.name not in given]:
+        raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
+    sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
+    borrowed, shapes = {}, {}
+    for name, value in given.items():
+        buffer, tensor = named[name], dlpack.borrow(value, name)
+        shape = buffer.shape(extents)
+        flat = plan.problem.flat and name in ("x", "y")
+        if tensor.dtype != buffer.dtype:
+            raise DtypeError(f"{name} is {tensor.dtype}, the plan has {buffer.dtype}")
+        if tensor.array.shape != shape and not (flat and tensor.array.size == shape[0]):
+            raise ShapeError(f"{name} has the shape {tensor.array.shape}, the plan has {shape} on rank {comm.rank}")
+        dense = tensor.array.flags.c_contiguous
+        if buffer.role == "output" and tensor.readonly:
+            raise TensorError(f"{name} is an output, but its memory is read-only")
+        if not dense and (buffer.role == "output" or name in sent or flat):
+            raise TensorError(
+                f"{name} is strided: pass a contiguous tensor, or make the plan with packed=True if x is strided"
+            )
+        if flat:
+            if name == "y" or "y" not in given:
+                shapes["y"] = tensor.array.shape
+            tensor = replace(tensor, array=tensor.array.reshape(shape))
+        borrowed[name] = tensor
+    for name, tensor in borrowed.items():
+        for other in borrowed:
+            if (
+                named[name].role == "output"
+                and other != name
+                and np.may_share_memory(tensor.array, borrowed[other].array)
+            ):
+                raise TensorError(f"{name} shares memory with {other}")
+    arrays = {name: tensor.array for name, tensor in borrowed.items()}
+    for buffer in program.buffers:
+        if buffer.name not in arrays:
+            arrays[buffer.name] = comm.engine.arena.take(buffer.shape(extents), backend.storage(buffer.dtype))
+    return Memory(borrowed, shapes, arrays)
+
+
+class BoundPlan:
+    """A compiled plan on fixed memory, with what each op does for the rows in use.
+
+    The rows are those of the plan, or fewer (`_resize`). Work that depends on rows is done when the rows change, not
+    at every call.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        comm: Communicator,
+        memory: Memory,
+        backend: Backend,
+        kernels: Mapping[str, Callable[..., object]] | None = None,
+    ):
+        self.plan, self.compiled, self.comm = compiled.plan, compiled, comm
+        self.backend, self.kernels = backend, kernels
+        self._tensors, self._shapes, self._arrays = memory
+        # Collectives of several bound plans may start in any order, because each plan has a communicator for them.
+        self._link = comm.link.duplicate() if compiled.natives else comm.link
+        self._readers: dict[str, dict[int, list[int]]] = {}
+        self._writers: dict[str, dict[int, int]] = {}
+        self._use(self.plan.sizes)
+
+    def _use(self, sizes: Sizes) -> None:
+        """Work out what every op does with these rows."""
+        self._sizes, self._extents = sizes, self.plan.extents(self.comm.rank, sizes)
+        sized, native = self.compiled.sized(self._extents), self._link.collective
+        self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
+        self._is_small = not self.kernels and self.compiled.is_small(sized)  # a kernel of the caller may be slow
+        self._actions = self.compiled.resolve(self._arrays, sized.starts, self.backend, native, self.kernels)
+        self._outputs = []
+        for buffer in self.compiled.outputs:
+            array = self._arrays[buffer.name]
+            if buffer.axis != "whole":
+                array = array[: sum(self._extents.counts(buffer.axis))]
+                if buffer.name in self._shapes and sizes == self.plan.sizes:
+                    array = array.reshape(self._shapes[buffer.name])
+            self._outputs.append((array, buffer.dtype, self._tensors.get(buffer.name, self._tensors["x"])))
+        self._results = self._lent()
+        given = [self._tensors[b.name].owner for b in self.compiled.outputs if b.name in self._tensors]
+        self._written = [x for x in (*self._results, *given) if dlpack.framework_of(x) == "torch"]
+
+    def _lent(self) -> tuple[Any, ...]:
+        """The outputs as tensors of the caller's framework.
+
+        A JAX array must never change. So it gets memory that the next call does not write.
+        """
+        lent = []
+        for array, dtype, like in self._outputs:
+            if like.framework == "jax":
+                own = self.comm.engine.arena.take(array.shape, array.dtype)
+                own[...] = array
+                array = own
+            lent.append(dlpack.lend(array, dtype, like))
+        return tuple(lent)
+
+    def _resize(self, counts: Any) -> None:
+        """Use these rows from now on. Raises ShapeError on all ranks: every rank checks the counts of all."""
+        most = self.plan.sizes
+        form = "rows[source][dest]" if most.pairs else "the rows of every rank"
+        try:
+            table = [[operator.index(n) for n in row] for row in (counts if most.pairs else [counts])]
+        except TypeError as error:
+            raise ShapeError(f"counts must be {form}: {error}") from None
+        allowed = most.pairs or (most.rows,)
+        if [len(row) for row in table] != [len(row) for row in allowed]:
+            raise ShapeError(f"counts must be {form}, for {self.comm.size} ranks, not {counts}")
+        for row, limits in zip(table, allowed, strict=True):
+            for rank, (n, limit) in enumerate(zip(row, limits, strict=True)):
+                if not 0 <= n <= limit:
+                    raise ShapeError(f"counts have {n} rows for rank {rank}, but the plan allows 0 to {limit}")
+        rows = tuple(map(tuple, table))
+        sizes = Sizes(pairs=rows) if most.pairs else Sizes(rows[0])
+        if sizes != self._sizes:
+            self._use(sizes)
+
+    def _block(self, name: str, part: int) -> int:
+        """The block of the buffer `name` that is part `part` on this rank."""
+        buffer = self.compiled.buffers.get(name)
+        if buffer is None or not 0 <= part < buffer.count:
+            raise PlanError(f"{self.compiled.title} has no part {part} of {name!r} on rank {self.comm.rank}")
+        return buffer.first + part
+
+    def _readers_of(self, name: str) -> dict[int, list[int]]:
+        """The ops that read each block of the input `name`."""
+        if name not in self._readers:
+            if name not in self.compiled.buffers or self.compiled.buffers[name].role != "input":
+                raise PlanError(f"{name!r} is no input of {self.compiled.title}")
+            self._readers[name] = self.compiled.readers(name)
+        return self._readers[name]
+
+    def _release(self) -> None:
+        """Give the memory of buffers back, and the communicator of the library's collectives."""
+        self._arrays, self._actions = {}, []
+        if self._link is not self.comm.link:
+            self._link.close()

@@ -1,0 +1,225 @@
+"""The state machine of one call: each op starts as soon as nothing holds it back.
+
+The loop is the one of the design: start the next op of each lane, wait only for what this op needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from time import perf_counter
+from typing import Any
+
+from fompi.backends.base import Token
+from fompi.engine.communicator import Communicator
+from fompi.engine.in_flight import EAGER_NBYTES
+from fompi.engine.tasks import Task
+from fompi.plans.plan import MESSAGE_BITS
+from fompi.runtime.compiled import COMPUTE, NATIVE, SEND, Compiled
+
+
+def _skip_kernel() -> None:
+    """Takes the place of a kernel after the call has failed."""
+
+
+class Dispatch(Task):
+    """Counts down the dependencies of the ops of one program, and starts each op whose count reaches zero.
+
+    | op                                | how it starts                                                             |
+    |-----------------------------------|---------------------------------------------------------------------------|
+    | send, receive                     | its request goes to the engine                                            |
+    | collective of the MPI library     | the same; an unbound call first waits for its turn                        |
+    | kernel on the host                | it waits in `ready` or `ready_merges` until a thread takes it             |
+    | small sum or copy                 | it runs at once, in the thread that released it                           |
+    | kernel on a device                | the backend enqueues it at once                                           |
+
+    After an error no kernel runs any more, but every message is still sent and received. So no message is left behind.
+    """
+
+    # Rarely used attributes live on the class and are rebound, never mutated. This keeps creating a call cheap.
+    tokens: dict[int, Token] = {}  # noqa: RUF012
+    unready: dict[tuple[str, int], list[int]] = {}  # noqa: RUF012  # (input, block) not ready yet -> the ops that read it
+    is_small = False
+    on_finish: Callable[[], None] | None = None
+
+    def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int):
+        self.compiled, self.comm, self.stamp = compiled, comm, stamp
+        self.tag = slot << MESSAGE_BITS
+        self.blockers = list(compiled.blockers)  # for each op: how many events it still waits for
+        self.unfinished = len(compiled.ops)  # how many ops are not done
+        self.ready: list[int] = []  # heaps of op numbers: the first op of the program comes first
+        self.ready_merges: list[int] = []
+        self.begun = [0.0] * self.unfinished  # for each op: when it began and ended, in seconds of perf_counter
+        self.ended = [0.0] * self.unfinished
+        self.actions: list[Any] = []
+        self.natives_left, self.forwards = compiled.natives, compiled.forwards
+        if compiled.asynchronous:
+            self.tokens = {}
+
+    # -- what the call decides (`fompi.runtime.program.Run`)
+    def has_turn(self, i: int) -> bool:
+        """True if the library's collective `i` may start now. If not, the call starts it later."""
+        raise NotImplementedError
+
+    def native_started(self) -> None:
+        """One of the library's collectives has started."""
+        raise NotImplementedError
+
+    def is_held(self, i: int) -> bool:
+        """True if op `i` of a failed call must not start yet. The call starts it later."""
+        raise NotImplementedError
+
+    def kernel_failed(self, i: int, error: BaseException) -> None:
+        """The kernel of op `i` has raised `error`."""
+        raise NotImplementedError
+
+    # -- starting ops
+    def start_ops(self, queue: list[int]) -> None:
+        """Start these ops, and all ops that become free because these have started, or are done at once."""
+        compiled, engine, link = self.compiled, self.comm.engine, self.comm.link
+        kinds, peers, numbers, on_start, blockers = (
+            compiled.kinds, compiled.peers, compiled.numbers, compiled.on_start, self.blockers,
+        )  # fmt: skip
+        if compiled.asynchronous:  # kernels first: enqueueing a kernel takes less time than starting a message
+            queue.sort(key=lambda i: kinds[i] != COMPUTE)
+        at = 0
+        while at < len(queue):
+            i = queue[at]
+            at += 1
+            kind = kinds[i]
+            if kind == COMPUTE:
+                if compiled.asynchronous:
+                    self._enqueue(i, queue)
+                    continue
+                if self.is_small and compiled.merges[i]:
+                    queue.extend(self._merge(i))
+                    continue
+                if not (self.ready or self.ready_merges):
+                    engine.kernels_ready(self)
+                heappush(self.ready_merges if compiled.merges[i] else self.ready, i)
+                continue
+            if kind == NATIVE and not self.has_turn(i):
+                continue
+            action = self.actions[i]
+            if self.error is not None and action is not None and self.is_held(i):
+                continue
+            self.begun[i] = perf_counter()
+            if kind == NATIVE:
+                engine.post(action(), self, i)
+                self.native_started()
+            elif action is None:  # no rows, so no message: both ranks know this
+                queue.extend(self._complete(i))
+            elif kind == SEND:
+                send = link.issend if compiled.is_paced and action.nbytes > EAGER_NBYTES else link.isend
+                if action.nbytes > self.comm.most_nbytes:
+                    self._post_parts(send, i)
+                elif engine.post_send(send(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
+                    queue.extend(self._complete(i))
+            elif action.nbytes > self.comm.most_nbytes:
+                self._post_parts(link.irecv, i)
+            else:
+                engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
+            for j in on_start[i]:
+                blockers[j] -= 1
+                if blockers[j] == 0:
+                    queue.append(j)
+
+    def _post_parts(self, call: Callable[[Any, int, int], Any], i: int) -> None:
+        """Send or receive data that is too large for one message, in several messages.
+
+        Both ranks cut the data at the same places. MPI keeps the order of messages that have the same tag.
+        """
+        data, most, peer = self.actions[i], self.comm.most_nbytes, self.compiled.peers[i]
+        tag = self.tag + self.compiled.numbers[i]
+        parts = [data[at : at + most] for at in range(0, data.nbytes, most)]
+        self.comm.engine.post_all([call(part, peer, tag) for part in parts], self, i)
+
+    def _merge(self, i: int) -> list[int]:
+        """Run a small sum or copy in this thread. Returns the ops that become free."""
+        self.begun[i] = perf_counter()
+        if self.error is None:
+            try:
+                self.actions[i]()
+            except Exception as error:
+                self.kernel_failed(i, error)
+        return self._complete(i)
+
+    def _enqueue(self, i: int, queue: list[int]) -> None:
+        """Give a kernel to the device, behind the kernels that it follows. Kernels that follow it become free."""
+        self.begun[i] = perf_counter()
+        if self.error is None:
+            try:
+                token = self.actions[i]([self.tokens[j] for j in self.compiled.follows[i] if j in self.tokens])
+            except Exception as error:
+                self.kernel_failed(i, error)
+            else:
+                self.tokens[i] = token
+                self.comm.engine.launched(token, self, i)
+        for j in self.compiled.on_start[i]:
+            self.blockers[j] -= 1
+            if self.blockers[j] == 0:
+                queue.append(j)
+        if self.error is not None:
+            queue.extend(self._complete(i))
+
+    # -- completing ops
+    def _complete(self, i: int) -> list[int]:
+        """Op `i` is done. Returns the ops that become free."""
+        self.ended[i] = self.moved_at = perf_counter()
+        self.unfinished -= 1
+        blockers, free = self.blockers, []
+        for j in self.compiled.on_done[i]:
+            blockers[j] -= 1
+            if blockers[j] == 0:
+                free.append(j)
+        return free
+
+    def completed(self, key: int) -> None:
+        if self.finished:  # the call was abandoned
+            return
+        free = self._complete(key)
+        if key in self.tokens:
+            token = self.tokens.pop(key)
+            self.begun[key], self.ended[key] = token.begun, token.due
+        if free:
+            self.start_ops(free)
+        if self.unfinished == 0:
+            self.finish()
+
+    def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
+        """The next kernel. Sums and copies come first, since other ranks wait for them; then program order."""
+        if self.ready_merges:
+            i = heappop(self.ready_merges)
+        elif self.ready and not merges_only:
+            i = heappop(self.ready)
+        else:
+            return None
+        if not (self.ready or self.ready_merges):
+            self.comm.engine.kernels_done(self)
+        return i, self.actions[i] if self.error is None else _skip_kernel
+
+    def ran(self, key: int, begun: float, error: BaseException | None) -> None:
+        self.begun[key] = begun
+        if error is not None and not self.finished:
+            self.kernel_failed(key, error)
+        self.completed(key)
+
+    def ready_part(self, name: str, block: int) -> None:
+        """The program has written block `block` of the input `name`: the ops that read it may start."""
+        free = []
+        for i in self.unready.pop((name, block), ()):
+            self.blockers[i] -= 1
+            if self.blockers[i] == 0:
+                free.append(i)
+        self.start_ops(free)
+        if self.unfinished == 0 and not self.finished:
+            self.finish()
+
+    def finish(self) -> None:
+        self.comm.channel.active.pop(self.stamp, None)
+        on_finish, self.on_finish = self.on_finish, None
+        try:
+            if on_finish is not None and not self.unfinished:  # an abandoned call has unfinished ops
+                on_finish()
+        finally:
+            self.finished = True  # last: a thread that waits for this call reads what `on_finish` has noted

@@ -1,0 +1,85 @@
+"""The rows of a benchmark as JSON, Markdown and a plot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fompi.bench import table
+from fompi.tuning.rounds import Figure, Row
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS = {
+    "command": "python -m fompi bench none",
+    "date": "2026-01-01",
+    "mpi": {"library": "Some MPI", "version": "1.0"},
+    "versions": {},
+    "ranks": [],
+    "cores_per_rank": 1.0,
+}
+
+
+@pytest.fixture
+def rows():
+    samples = {"native": [0.2, 0.21, 0.22], "fompi | direct": [0.1, 0.1, 0.1]}
+    row = Row(
+        "all_gather",
+        "2 ranks",
+        samples,
+        "native",
+        {"wire": 0.09},
+        {"fompi | direct": 0.11},
+        absent={"other": "not installed"},
+        errors={"native": 1e-7},
+        progress="polling",
+        marks=("emulated accelerator",),
+    )
+    reached = row.ratio("native", "fompi | direct", least=2.0, limit=2.5)
+    missed = Figure("exposed", 0.5, "%", most=0.2)
+    return [
+        Row(**{**row.__dict__, "figures": (reached, missed)}),
+        Row("all rows", "", figures=[Figure("mean", 1.0)]),
+    ]
+
+
+def test_json_contains_every_sample(rows):
+    read = json.loads(table.to_json(rows, FACTS))
+    assert read["about"] == FACTS
+    first, last = read["rows"]
+    assert first["samples"] == {name: list(s) for name, s in rows[0].samples.items()}
+    assert first["seconds"]["native"] == {"median": 0.21, "p99": pytest.approx(0.2198), "least": 0.2, "most": 0.22}
+    assert [figure["reached"] for figure in first["figures"]] == [True, False] and first["reached"] is False
+    assert first["figures"][0]["interval"]["low"] == pytest.approx(2) and last["reached"] is None
+    assert first["marks"] == ["emulated accelerator"] and first["absent"] == {"other": "not installed"}
+
+
+def test_markdown(rows):
+    text = table.markdown(rows, FACTS)
+    figures, times = text.split("\n\n", 2)[1:]
+    assert "| 2.100 | 2.000 to 2.200 (75%) | ≥ 2 | 2.5 | yes | emulated accelerator |" in figures
+    assert "| 0.500 % |  | ≤ 0.2 |  | **no** |" in figures and "| all rows | mean | 1.000 |" in figures
+    assert times.startswith("**all_gather, 2 ranks, 3 rounds, emulated accelerator, polling**")
+    body = [line for line in times.splitlines() if line.startswith("|")]
+    assert body[2].startswith("| fompi \\| direct | 100.00 | 100.00 to 100.00 | 100.00 | 2.100")  # fastest first
+    assert body[0].endswith(" | predicted / it |") and body[2].endswith(" | 1.100 |") and body[3].endswith(" |  |")
+    assert "| limit: wire | 90.00 |" in times and "| other: not installed |" in times
+    assert len({line.replace("\\|", "").count("|") for line in body}) == 1, "all lines have the same number of cells"
+
+
+@pytest.mark.parametrize(("name", "begins"), [("rows.png", b"\x89PNG"), ("rows.svg", b"<?xml")])
+def test_a_plot(rows, tmp_path, name, begins):
+    table.plot(rows, tmp_path / name)
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(begins) and len(drawn) > 5000
+
+
+def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path):
+    """An entry None in sys.modules makes the import fail."""
+    code = "import sys; sys.modules['matplotlib'] = None; from fompi.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "bench", "collectives", "--plot", str(tmp_path / "x.png")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2 and 'pip install "fompi[plot]"' in done.stderr and "Traceback" not in done.stderr

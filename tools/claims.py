@@ -1,0 +1,223 @@
+"""Which measured figures back which claim of docs/results.md.
+
+A benchmark suite prints many rows. A `Pick` selects the figures of some rows by regular expressions and condenses them
+to one figure: their geometric mean, with the least and the largest as the range. A pick of one row keeps that row's own
+interval.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import exp, log
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Pick:
+    """One line of a claim: the figures whose row matches `what` and whose name matches `name`."""
+
+    label: str
+    what: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One table of docs/results.md, from one suite of benchmarks."""
+
+    suite: str
+    title: str
+    text: str
+    picks: tuple[Pick, ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure. `low` and `high` are the 95 % interval of one row, or the range over `rows` rows."""
+
+    figure: str
+    value: float
+    low: float | None
+    high: float | None
+    unit: str
+    rows: int
+    least: float | None  # the value that was asked for, at least or at most
+    most: float | None
+    limit: float | None  # what physics allows
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether every row is as good as asked. None if nothing was asked."""
+        if self.least is None and self.most is None:
+            return None
+        worst = self.value if self.rows == 1 else (self.low if self.least is not None else self.high)
+        assert worst is not None
+        return (self.least is None or worst >= self.least) and (self.most is None or worst <= self.most)
+
+
+def condense(pick: Pick, rows: Iterable[Mapping[str, Any]]) -> Figure | None:
+    """The figure of a pick, from the rows of a suite's JSON. None if no row matches."""
+    found = [
+        figure
+        for row in rows
+        if re.search(pick.what, row["what"])
+        for figure in row["figures"]
+        if re.search(pick.name, figure["name"])
+    ]
+    if not found:
+        return None
+    values = [figure["value"] for figure in found]
+    least, most, limit = (_common(found, key) for key in ("least", "most", "limit"))
+    if len(found) == 1:
+        interval = found[0]["interval"] or {}
+        low, high, value = interval.get("low"), interval.get("high"), values[0]
+    else:
+        low, high = min(values), max(values)
+        value = exp(sum(map(log, values)) / len(values)) if low > 0 else sum(values) / len(values)
+    return Figure(pick.label, value, low, high, found[0]["unit"], len(found), least, most, limit)
+
+
+def _common(figures: Iterable[Mapping[str, Any]], key: str) -> float | None:
+    """The value that all figures share."""
+    values = {figure[key] for figure in figures}
+    return values.pop() if len(values) == 1 else None
+
+
+def to_line(figure: Figure) -> dict[str, Any]:
+    """The figure for JSON, rounded to four digits and without empty fields."""
+    plain = {key: value for key, value in asdict(figure).items() if value not in (None, "")}
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in plain.items()}
+
+
+def from_line(line: Mapping[str, Any]) -> Figure:
+    fields = {"low": None, "high": None, "unit": "", "rows": 1, "least": None, "most": None, "limit": None}
+    return Figure(**{key: line.get(key, fields.get(key)) for key in ("figure", "value", *fields)})
+
+
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+_LIBRARY_DEFAULT = r"^native / fompi, (?!.*slice)"
+_BALANCES = {"0.56": "communication 0.56 of compute", "1": "both equal", "2": "communication twice the compute"}
+
+CLAIMS = (
+    Claim(
+        "fused",
+        "Fused operations on real GEMMs",
+        "Two hosts with one core each, links of 1 Gbit/s, four operations, four sizes, float32. A helper thread moves "
+        "messages while kernels run, for the rivals too. The bound is what the core and the link allow together.",
+        (
+            Pick("without overlap / fompi", "M=", r"^unfused.* / fompi"),
+            Pick("best slicing / fompi", "all rows", r"^best slices / fompi, geometric mean$"),
+            Pick("bound / fompi", "all rows", r"^bound / time, geometric mean"),
+            Pick("default schedule / best schedule", "all rows", r"^fompi, .* / the best of fompi"),
+            Pick("worst fompi / without overlap (low end of the interval)", "M=", r"^low end of"),
+        ),
+    ),
+    Claim(
+        "papers",
+        "The setting of the papers",
+        "Four hosts, links of 1 Gbit/s, kernels on an emulated accelerator: a kernel takes its time on the clock and "
+        "no core. The caller polls meanwhile. The range is over GEMM + reduce-scatter and all-gather + GEMM.",
+        (
+            *(Pick(f"{words}: without overlap / fompi", f"= {t}$", "^unfused") for t, words in _BALANCES.items()),
+            *(Pick(f"{words}: best slicing / fompi", f"= {t}$", "^8 slices") for t, words in _BALANCES.items()),
+            Pick("communication 0.56 of compute: exposed / communication", "0.56", "^exposed"),
+            Pick("communication twice the compute: fompi / bare exchange", "= 2$", "bare exchange$"),
+        ),
+    ),
+    Claim(
+        "peers",
+        "Beside other libraries",
+        "Two hosts, 1 Gbit/s, the same GEMMs. Peers: gloo, JAX (ppermute), mpi4py. The last two lines are rows in "
+        "which messages take half to twice as long as the kernel.",
+        (
+            Pick("best slicing of any library / fompi", "all rows", "^best slices / fompi"),
+            Pick("best peer as it comes / fompi", "all rows", "as it comes"),
+            Pick("best peer, gloo in 2, 4, 8 slices too / fompi", "all rows", "gloo in slices"),
+        ),
+    ),
+    Claim(
+        "collectives",
+        "Plain collectives",
+        "Four hosts, 1 Gbit/s, 4, 16 and 64 MiB. `wire` is a plain TCP stream of the same size. `library` is the MPI "
+        "library's own collective. The range is over the sizes.",
+        tuple(
+            pick
+            for operation in _OPERATIONS
+            for pick in (
+                Pick(f"{operation}: wire / fompi, best schedule", f"^{operation} of", "^wire /"),
+                Pick(
+                    f"{operation}: library / fompi, default schedule",
+                    f"^{operation} of",
+                    _LIBRARY_DEFAULT,
+                ),
+            )
+        ),
+    ),
+    Claim(
+        "planner",
+        "The planner, 116 shapes of fused operations",
+        "Two hosts, 1 Gbit/s, a calibrated machine. Most shapes were not part of the calibration.",
+        (
+            Pick("error of the prediction, median", "^all", "^median error of the prediction, chosen plan$"),
+            Pick("error of the prediction, 95th percentile", "^all", "^95th percentile of that error, chosen plan$"),
+            Pick("shapes whose plan is within 2 % of the best", "^all", "^share of shapes within 2 % of the best"),
+            Pick("worst chosen / without overlap (low end of the interval)", "^all", "^worst low end"),
+        ),
+    ),
+    *(
+        Claim(
+            suite,
+            title,
+            text,
+            (
+                Pick("bound / fompi", "of 8 MiB", "^bound / time$"),
+                Pick("best ring or direct plan / hierarchical plan", "of 8 MiB", r" / hierarchical"),
+                Pick("predicted / measured", "of 8 MiB", "^predicted"),
+            ),
+        )
+        for suite, title, text in (
+            (
+                "planner-2x2",
+                "Two groups of two hosts",
+                "1 Gbit/s inside a group, one shared link of 100 Mbit/s between. Reduce-scatter, all-gather, "
+                "all-reduce of 8 MiB; the range is over the three.",
+            ),
+            ("planner-2x4", "Two groups of four hosts", "The same with 400 Mbit/s inside and 40 Mbit/s between."),
+        )
+    ),
+    Claim(
+        "planner-slow",
+        "One of four hosts at a quarter of the rate",
+        "Reduce-scatter, all-gather, all-reduce of 8 MiB. In the all-reduce the slow host sums nothing.",
+        (
+            Pick("bound / fompi", "of 8 MiB", "^bound / time$"),
+            Pick("all_reduce: best plan that does not know / fompi", "^all_reduce of 8 MiB", r" / direct"),
+        ),
+    ),
+    Claim(
+        "adapt",
+        "A link drops to a third while a job runs",
+        "Four hosts, 1 Gbit/s, operations bound with `adapt=True`; 8 MiB; the range is over three operations.",
+        (
+            Pick("calls until the plan changes", "drops", "^calls until"),
+            Pick("adapted plan / plan made afresh", "drops", "^adapted / fresh"),
+        ),
+    ),
+    Claim(
+        "overhead",
+        "What a call costs",
+        "Two ranks, two cores, shared memory: nothing overlaps. The caller polls.",
+        (
+            Pick("all-reduce of 1 KiB, bound, above the library's own", "1 KiB", "^bound"),
+            Pick("all-reduce of 1 KiB, unbound, above the library's own", "1 KiB", "^unbound"),
+            Pick("one op of a bound plan", "64 slices", "^an op"),
+            Pick("all-to-all, new counts at every call, above the bare messages", "^all-to-all", "above the bare"),
+            Pick("bound all-gather, new counts, above the bare messages", "^all-gather, new", "above the bare"),
+            Pick("a plan for 8 ranks: written, verified, compiled", "^a plan for 8", "cold"),
+            Pick("a cold choice for 8 ranks", "choice by the model for 8 ranks", "cold"),
+            Pick("a cold choice for 1,024 ranks", "choice by the model for 1024", "cold"),
+        ),
+    ),
+)
