@@ -49,7 +49,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
-    """Run `command` for at most `seconds`. Afterwards all of its processes have ended. `env` extends the environment."""
+    """Run `command` for at most `seconds`, and end all of its processes. `env` extends the environment."""
     # A job inside a job (a test that calls mpirun) extends the mark, so that the outer job ends it too.
     mark = f"{os.environ.get(MARK, '')}/{os.getpid()}.{next(_numbers)}"
     environment = {**os.environ, **(env or {}), MARK: mark}

@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
         if not shutil.which(name, path=search_path()):
             raise Refused(f"there is no {name}: install iproute2 and util-linux")
     if not shutil.which(options.command[0]):
-        raise Refused(f"there is no program {options.command[0]}: write the command after --, as in `-- python program.py`")
+        raise Refused(
+            f"there is no program {options.command[0]}: write the command after --, as in `-- python program.py`"
+        )
     mpi = Mpi.beside(options.command, options.mpi)
     environment = {**os.environ, **mpi.variables(crowded=lab.ranks > len(os.sched_getaffinity(0)))}
 
@@ -105,8 +107,12 @@ def main(arguments: Sequence[str]) -> int:
     run_parser.add_argument(
         "--pin", action=argparse.BooleanOptionalAction, default=True, help="pin rank i to core i, modulo cores"
     )
-    run_parser.add_argument("--size", help="the size of the messages that measure (what a link carries in 67 ms, 8MB at most)")
-    run_parser.add_argument("--at", action="append", default=[], help="'2.5 h1 100mbit': change a link, so many seconds after the start")
+    run_parser.add_argument(
+        "--size", help="the size of the messages that measure (what a link carries in 67 ms, 8MB at most)"
+    )
+    run_parser.add_argument(
+        "--at", action="append", default=[], help="'2.5 h1 100mbit': change a link, so many seconds after the start"
+    )
     run_parser.add_argument("--capacity", help="what this machine can carry, all links together (2.45gbit per core)")
     run_parser.add_argument(
         "--burst", type=int, help="bytes that a link sends at once after silence (what it carries in 1 ms)"

@@ -53,7 +53,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 # Hidden from the output: tests that passed, and the frames of pytest itself in a traceback.
 NOISE = re.compile(
-    r"""^.* PASSED +\[ *\d+%\]\n|^  File "[^"]*/(?:_pytest|pytest|pluggy)/[^"]*", line .*\n(?:    .*\n)?""",
+    r"""^.* PASSED +\[ *\d+%\]\n|^\[gw\d+\].* PASSED .*\n|^tests/\S+::.* ?\n|^  File "[^"]*/(?:_pytest|pytest|pluggy)/[^"]*", line .*\n(?:    .*\n)?""",
     re.MULTILINE,
 )
 

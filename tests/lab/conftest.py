@@ -17,7 +17,7 @@ NETLAB = ROOT / "tools" / "netlab.py"
 # What the cluster asks of the kernel, and no more.
 KERNEL = """
 import sys
-from cluster.namespaces import enclose, speak, tool
+from cluster.namespaces import enclose, exit_status, tool
 
 def make():
     tool("ip", "link", "add", "bridge0", "type", "bridge")
@@ -25,7 +25,7 @@ def make():
     tool("tc", "qdisc", "add", "dev", "veth0", "root", "tbf", "rate", "1gbit", "burst", "125000", "latency", "100ms")
     return 0
 
-sys.exit(speak(lambda: enclose(make)))
+sys.exit(exit_status(lambda: enclose(make)))
 """
 
 

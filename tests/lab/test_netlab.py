@@ -369,7 +369,7 @@ def test_a_kernel_without_room(capsys):
     def fails():
         raise OSError(28, "unshare: No space left on device")
 
-    assert namespaces.speak(fails) == 3
+    assert namespaces.exit_status(fails) == 3
     assert capsys.readouterr().err == (
         "netlab: this machine does not let us go on: [Errno 28] unshare: No space left on device\n"
     )
@@ -412,7 +412,7 @@ def test_a_lab_knows_its_ways():
     assert lab.slots() == "h0:2,h1:3,h2:2,h3:3"
     assert lab.message(0) == 8_000_000 and lab.message(1) == pytest.approx(800_000, rel=0.01)
     assert str(Change.parse("between 50mbit", lab)) == "between 50mbit"
-    assert lab.told(cores=4) == {
+    assert lab.variables(cores=4) == {
         "NETLAB_RATES": ",".join(["1000000000"] * 4),
         "NETLAB_PAYLOAD": ",".join(["119550859"] * 4) + ";11955086",
         "NETLAB_CORES_PER_RANK": "0.4",

@@ -101,8 +101,8 @@ def test_a_planted_serialisation_turns_a_row_of_a_suite_red(netlab):
 INFO = """
 import os, sys
 os.environ["FOMPI_PROGRESS"] = "CHOICE"
-from fompi.cli.info import main
-sys.exit(main(["--json"]))
+from fompi.cli.main import main
+sys.exit(main(["info", "--json"]))
 """
 
 PLANTED = """

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fompi.cli.info import Process, crowding, table, text
+from fompi.cli.info import Process, crowding, rank_rows, text
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).with_name("mpirun")
-RUN = [sys.executable, "-c", "import sys; from fompi.cli.info import main; sys.exit(main(sys.argv[1:]))"]
+RUN = [sys.executable, "-c", "import sys; from fompi.cli.main import main; sys.exit(main(['info', *sys.argv[1:]]))"]
 OF_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "MPI_LOCAL", "OMPI_COMM_", "HYD", "TORCHELASTIC_", "LOCAL_RANK")
 OPENMPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -70,7 +70,7 @@ cupy       not installed
 
 MPI        MPICH 5.0.2 (standard 5.0)
 library    /env/lib/libmpi.so.12
-threads    serialized (multiple asked for)
+threads    serialized (multiple requested)
 GPU-aware  yes (FOMPI_GPU_AWARE=1)
 tags       up to 536870911
 launcher   hydra (3 processes)
@@ -177,7 +177,7 @@ def processes(*hosts_and_cores):
 
 
 def test_local_ranks_count_per_host_and_cores_print_as_runs():
-    rows = table(processes(("a", [0, 1, 2, 9]), ("b", [5]), ("a", [3, 1]), ("b", []), ("a", range(128))))
+    rows = rank_rows(processes(("a", [0, 1, 2, 9]), ("b", [5]), ("a", [3, 1]), ("b", []), ("a", range(128))))
     assert [row["rank"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["host"] for row in rows] == ["a", "b", "a", "b", "a"]
     assert [row["local_rank"] for row in rows] == [0, 0, 1, 1, 2]

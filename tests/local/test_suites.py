@@ -1,4 +1,4 @@
-"""What the suites ask of their rows, on made-up samples: what falls short is red, what is void does not count."""
+"""What the suites ask of their rows, on made-up samples: which figures miss their target, and which rows are void."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from fompi.base.errors import FompiError
-from fompi.bench import fused, papers, peers, planner, suites
+from fompi.bench import command, fused, papers, peers, planner, trial
+from fompi.bench.collectives import DEFAULT
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row
 
@@ -16,13 +17,15 @@ COMM = SimpleNamespace(engine=SimpleNamespace(progress_mode="helper"))
 
 
 class Hosts:
-    """Of a cluster, what a verdict looks at."""
+    """The part of a Cluster that figures and verdicts use."""
+
+    totals = (7, 0, 0)
 
     def __init__(self, shared=False):
         self.shared = shared
 
-    def told(self):
-        return "calm"
+    def turns(self):
+        return "7 turns"
 
 
 def samples(**seconds):
@@ -31,12 +34,12 @@ def samples(**seconds):
 
 
 def fused_row(best=1.06, unfused=1.9, cut=1.2, cpu=0.02, called=1.1, shared=False, k=512):
-    named = samples(**{fused.KERNEL: 1.0, fused.BARE: 0.9, fused.CALLED: called, "fompi direct, 2 slices": best})
+    named = samples(**{fused.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: called, "fompi direct, 2 slices": best})
     named |= dict.fromkeys(fused.UNFUSED, [unfused] * 7)
     named |= {f"{n} slices, {way}": [cut] * 7 for n in fused.SLICES for way in ("native", "P2P")}
     case = peers.Case("matmul_reduce_scatter", 2048, 2048, k)
     row = Row(str(case), "two hosts", named)
-    return fused.judged(COMM, Hosts(shared), case, "fompi direct, 2 slices", cpu, row)
+    return fused.evaluated(COMM, Hosts(shared), case, "fompi direct, 2 slices", cpu, row)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +88,9 @@ def test_papers(ratio, ours, reached):
     named = samples(**{papers.KERNEL: 1.0, papers.BARE: ratio, "fompi ring, 4 slices": ours})
     named |= dict.fromkeys(papers.UNFUSED, [1 + ratio] * 7) | dict.fromkeys(papers.SLICED, [1.08 * ours] * 7)
     setting = papers.Setting("all_gather_matmul", 0, 4)
-    row = papers.judged(COMM, Hosts(), setting, ratio, "fompi ring, 4 slices", named)
+    row = papers.evaluated(COMM, Hosts(), setting, ratio, "fompi ring, 4 slices", named)
     assert row.reached is reached and row.marks == ["emulated accelerator"]
-    assert papers.judged(COMM, Hosts(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
+    assert papers.evaluated(COMM, Hosts(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
 
 
 @pytest.mark.parametrize(
@@ -101,17 +104,42 @@ def test_peers(ours, sliced, others, red):
     named |= dict.fromkeys(peers.FUSED, [ours] * 7)
     row = Row("a row", "", named)
     best = row.best(peers.FUSED)
-    row = Row("a row", "", named, figures=peers.figures(row, best, asked=True))
+    row = Row("a row", "", named, figures=peers.figures(row, best, has_targets=True))
     found = [*row.figures, *peers.summary([row], Hosts()).figures]
     names = [figure.name for figure in found if figure.reached is False]
     assert (len(names) > 0) == (red > 0), names
 
 
-def test_a_shape_of_ones_own_in_words():
-    """A gain, nothing, and a loss are called by their names."""
-    gain, nothing, loss = (fused.in_words(fused_row(best=best, shared=True)) for best in (1.0, 1.9, 2.5))
-    assert "nothing" not in gain and "slower" not in gain and "1.90x" in gain
-    assert "nothing gained: 1.00x" in nothing and "slower: 0.76x" in loss
+@pytest.mark.parametrize(
+    ("best", "verdict", "words"),
+    [
+        (1.0, "gain", "overlap gains 1.90x in 1 of 1 operations with the best schedule"),
+        (1.9, "nothing", "nothing gained: the gain is less than the spread."),
+        (2.5, "slower", "nothing gained (slower): the gain is less than the spread."),
+    ],
+)
+def test_the_verdict_of_a_trial(best, verdict, words):
+    """A gain, nothing and a loss are named. The table has a line for each way to run the operation."""
+    found = trial.Trial.of((8, 8, 8), 2, Hosts(), [fused_row(best=best)])
+    assert [outcome.verdict for outcome in found.outcomes] == [verdict]
+    assert words in found.verdict or "a rank has" in found.verdict
+    assert [cells[0].strip().partition(" (")[0] for cells in found._rows()] == [
+        "matmul_reduce_scatter",
+        "without overlap",
+        "default schedule",
+        "best schedule",
+        "perfect overlap of the same",
+    ]
+    assert found.values()["verdict"] == found.verdict
+
+
+def test_a_trial_warns_of_others_on_the_cores(monkeypatch):
+    hosts = Hosts()
+    assert not trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()]).warnings
+    hosts.totals = (7, 7, 2)
+    (warning,) = trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()]).warnings
+    assert warning.startswith("others used the cores: 7 of 7 turns were repeated, and 2 of them were disturbed again")
+    assert "8: measured as the next multiple of 3" in trial.Trial.of((8, 9, 9), 3, Hosts(), [fused_row()]).warnings[0]
 
 
 def measured(chosen: float, **others: float) -> planner._Measured:
@@ -124,13 +152,13 @@ def measured(chosen: float, **others: float) -> planner._Measured:
 
 def test_the_planner_is_held_against_the_best_and_unfused():
     both = measured(1.0, unfused=1.5, ring=0.9)
-    values = {figure.name: figure for figure in planner._judged(both, dict.fromkeys(both.first.samples, 1.0))}
+    values = {figure.name: figure for figure in planner._compared(both, dict.fromkeys(both.first.samples, 1.0))}
     assert values["predicted / measured, direct"].value == pytest.approx(1.1)
     assert values["predicted / measured, unfused, at this row's kernel speed"].value == pytest.approx(1 / 1.5)
     assert values["chosen / best (ring)"].value == pytest.approx(1 / 0.9)
     assert values["low end of chosen / unfused"].reached
     slow = measured(1.6, unfused=1.5, ring=0.9)
-    assert planner._judged(slow, dict.fromkeys(slow.first.samples, 1.0))[-1].reached is False
+    assert planner._compared(slow, dict.fromkeys(slow.first.samples, 1.0))[-1].reached is False
 
 
 @pytest.mark.parametrize(
@@ -158,7 +186,7 @@ def test_who_may_be_the_best_runs_in_many_rounds(others, finalists):
     ],
 )
 def test_files_are_looked_at_before_anything_is_measured(files, words):
-    refusal = suites._refusal(0, *files)
+    refusal = command.refusal(0, *files)
     assert (refusal is None) == (words is None)
     if words is not None:
         assert isinstance(refusal, (FompiError, OSError)) and words in str(refusal)

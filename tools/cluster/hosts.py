@@ -103,8 +103,8 @@ class Cluster:
                 tool("ip", "link", "set", port, "down" if change.what == "cut" else "up")
 
 
-# Used like ssh: agent [options] host command. A launcher's daemon leaves files in /tmp when it is killed. Here it writes
-# into an overlay above /tmp that disappears with it. If the kernel has no overlays, it writes to /tmp itself.
+# Used like ssh: agent [options] host command. A launcher's daemon leaves files in /tmp when it is killed. Here it
+# writes into an overlay above /tmp that disappears with it. If the kernel has no overlays, it writes to /tmp itself.
 AGENT = f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift

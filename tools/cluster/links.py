@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from cluster.hosts import SUBNET, Cluster
 from cluster.launcher import Mpi, python_of
-from cluster.namespaces import NEWNET, end, leave, libc, say
+from cluster.namespaces import NEWNET, end_job, exit_with, libc, log
 from cluster.values import REFUSED, Lab, Refused
 
 TOOLS = Path(__file__).resolve().parent.parent
-WIRE = TOOLS.parent / "fompi" / "bench" / "wire.py"
+WIRE = TOOLS.parent / "fompi" / "bench" / "rivals" / "wire.py"
 PORT = 5077  # of the TCP measurement: the hosts' ports are all free
 IDLE_SECONDS = 0.3
 TOO_FAST, TOO_SLOW = 1.03, 0.93
@@ -96,10 +96,10 @@ def measure_tcp(cluster: Cluster) -> Times:
                     with wire.Wire(host, addresses, wire.listen(*addresses[host]), seconds) as ring:
                         os.write(writing, json.dumps(take_turns(host, sizes, ring)).encode())
                 except OSError as error:
-                    say(f"h{host}: {error}")
+                    log(f"h{host}: {error}")
                 return 0
 
-            leave(body)
+            exit_with(body)
         os.close(writing)
         pipes.append(reading)
     answers = []
@@ -127,7 +127,7 @@ def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment:
     try:
         said = job.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
-        said = f"{end(job, signal.SIGTERM)}no end within {seconds:.0f} s"
+        said = f"{end_job(job, signal.SIGTERM)}no end within {seconds:.0f} s"
     found = re.search(r'^\{"alone".*\}$', said, re.MULTILINE)
     if job.returncode or not found:
         output = "\n".join(f"    {line}" for line in said.strip().splitlines()[-20:])
@@ -242,9 +242,9 @@ def measure(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dic
             measured[name] = method().best(measured.get(name))
             if not any(too_slow(cluster.lab, way, share) for way, _, share in shares(cluster.lab, measured[name])):
                 break
-    say(table(cluster.lab, measured))
+    log(table(cluster.lab, measured))
     faults = [line for name, times in measured.items() if (line := fault(cluster.lab, name, times))]
     for line in faults:
-        say(f"{line} (trusted)" if trust else line)
+        log(f"{line} (trusted)" if trust else line)
     if faults and not trust:
         raise Refused("the links are not what was asked for: the job was not started", REFUSED)

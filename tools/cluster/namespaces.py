@@ -73,7 +73,7 @@ def enclose(body: Callable[[], int]) -> int:
     child = os.fork()
     if not child:
         libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-        leave(body)
+        exit_with(body)
     while True:
         try:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256
@@ -90,11 +90,11 @@ def interrupt(number: int, _: FrameType | None) -> NoReturn:
     raise Interrupted(number)
 
 
-def leave(body: Callable[[], int]) -> NoReturn:
+def exit_with(body: Callable[[], int]) -> NoReturn:
     """End a forked process with what `body` returns, as `main` would."""
     status = 1
     try:
-        status = speak(body)
+        status = exit_status(body)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -102,20 +102,20 @@ def leave(body: Callable[[], int]) -> NoReturn:
         os._exit(status)
 
 
-def speak(body: Callable[[], int]) -> int:
+def exit_status(body: Callable[[], int]) -> int:
     try:
         return body()
     except Refused as refused:
-        say(str(refused))
+        log(str(refused))
         return refused.status
     except OSError as error:  # of the kernel: no more namespaces, processes, memory
-        say(f"this machine does not let us go on: {error}")
+        log(f"this machine does not let us go on: {error}")
         return REFUSED
     except Interrupted as interrupted:
         return 128 + interrupted.number
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """To stderr: the standard output is the job's."""
     print(f"netlab: {line}", file=sys.stderr, flush=True)
 
@@ -135,7 +135,7 @@ def tool(*command: str, text: str = "", pid: int | None = None) -> None:
         raise Refused(f"{command[0]} fails: {' '.join(reason)}; this kernel needs the modules veth, bridge, sch_tbf")
 
 
-def end(job: subprocess.Popen[Any], number: int) -> str:
+def end_job(job: subprocess.Popen[Any], number: int) -> str:
     """Let a job end by itself; what does not, ends with the cluster. What it still said, if that is read."""
     for kind in (number, signal.SIGTERM, signal.SIGKILL):
         job.send_signal(kind)

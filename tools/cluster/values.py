@@ -114,7 +114,7 @@ class Lab:
         hosts = len(self.rates)
         return ",".join(f"h{i}:{(i + 1) * self.ranks // hosts - i * self.ranks // hosts}" for i in range(hosts))
 
-    def told(self, cores: int) -> dict[str, str]:
+    def variables(self, cores: int) -> dict[str, str]:
         """What the ranks learn of their links: bits, and bytes of payload, a second; and their share of the cores."""
         payload = [f"{rate.goodput:.0f}" for rate in self.rates]
         return {
@@ -137,7 +137,7 @@ class Lab:
         return self.size or int(min(max(self.expected(host).goodput * SIZE_SECONDS, LEAST_SIZE), most))
 
 
-def asked(options: argparse.Namespace) -> Lab:
+def lab_of(options: argparse.Namespace) -> Lab:
     """The cluster of these options, if there can be one."""
     between = Rate.parse(options.between) if options.between else None
     groups, hosts = 1, options.hosts
