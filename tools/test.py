@@ -25,11 +25,12 @@ import job
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
-FULL_SIZES, OTHER_SIZES = (2, 4), (1, 3, 8)
-"""All of tests/mpi runs on the first numbers of ranks, and `EVERY_SIZE` on the others too."""
-
-EVERY_SIZE = ("communicator", "counts", "operations", "refusals", "tensors", "torch")
+OPERATIONS = ("communicator", "operations", "torch")
+SUBSET = (*OPERATIONS, "counts", "refusals", "tensors")
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
+
+SIZES = {1: SUBSET, 2: (), 3: SUBSET, 4: (), 8: OPERATIONS}
+"""Which files of tests/mpi run on which number of ranks; (): all."""
 
 SLOWEST = 10
 """This many of the slowest tests are listed after each leg."""
@@ -53,10 +54,15 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 # Hidden from the output: tests that passed, and the frames of pytest itself in a traceback.
 NOISE = re.compile(
-    r"""^.* PASSED +\[ *\d+%\]\n|^\[gw\d+\].* PASSED .*\n|^tests/\S+::.* ?\n|^  File "[^"]*/(?:_pytest|pytest|pluggy)/[^"]*", line .*\n(?:    .*\n)?""",
+    "|".join(
+        (
+            r"^.* PASSED +\[ *\d+%\]\n",
+            r"^\[gw\d+\].* PASSED .*\n|^tests/\S+::.* ?\n",  # with two processes
+            r'^  File "[^"]*/(?:_pytest|pytest|pluggy)/[^"]*", line .*\n(?:    .*\n)?',
+        )
+    ),
     re.MULTILINE,
 )
-
 
 SOAK_FACTOR = 10
 """With --soak a leg may take this many times as long."""
@@ -95,9 +101,8 @@ def legs() -> list[Leg]:
         Leg("local", "mpich", 240, ("-n", "2", "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
-        for size in sorted((*FULL_SIZES, *OTHER_SIZES)):
-            subset = [f"tests/mpi/test_{name}.py" for name in EVERY_SIZE]
-            tests = ("--with-mpi", *(["tests/mpi"] if size in FULL_SIZES else subset))
+        for size, names in SIZES.items():
+            tests = ("--with-mpi", *([f"tests/mpi/test_{name}.py" for name in names] or ["tests/mpi"]))
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))

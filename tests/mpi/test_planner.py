@@ -41,6 +41,7 @@ def test_calibrate(own, comm, tmp_path):
     assert slower > 10 and comm.allgather(slower) == [slower] * own.size
 
 
+@pytest.mark.skipif(MPI.COMM_WORLD.size > 2, reason="two ranks on different hosts show it, in a third of the time")
 @pytest.mark.timeout(100)
 def test_calibrate_on_different_hosts(own, comm, monkeypatch):
     """One host has more cores per rank than another. All ranks still measure the same."""
