@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores would be slow and test nothing new"),
     pytest.mark.usefixtures("few_rounds"),
 ]
+two_ranks_suffice = pytest.mark.skipif(MPI.COMM_WORLD.size > 2, reason="only rank 0 uses the disk: two ranks show it")
 
 
 def test_effort_measure(own, cache):
@@ -66,6 +67,7 @@ def keep_and_change(own, comm, change):
     return x, w, y
 
 
+@two_ranks_suffice
 @pytest.mark.parametrize("slices", [4096, 0, -1, 3])
 def test_an_impossible_choice_on_disk_is_measured_again(own, comm, cache, slices):
     if own.size == 1:
@@ -78,6 +80,7 @@ def test_an_impossible_choice_on_disk_is_measured_again(own, comm, cache, slices
         assert ((again.schedule, again.slices) == ("bidirectional", slices)) == (slices == 3)
 
 
+@two_ranks_suffice
 @pytest.mark.parametrize("content", ["{", '{"about": 1, "choice": ["direct", 1, null, null]}', "\x00"])
 def test_after_a_damaged_file_the_choice_is_measured_again(own, comm, cache, content, monkeypatch):
     if own.size == 1:
@@ -101,6 +104,7 @@ def test_a_wrong_schedule_of_the_user_is_left_out(own, cache, forgotten):
     assert np.array_equal(y, np.concatenate([whole((3, 2), rank) for rank in range(own.size)]))
 
 
+@two_ranks_suffice
 @pytest.mark.parametrize("folder", ["/proc/nothing", "/dev/full", "0"])
 def test_a_folder_that_cannot_be_written(own, folder, monkeypatch):
     monkeypatch.setenv("FOMPI_CACHE", folder)
