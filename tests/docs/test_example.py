@@ -90,10 +90,10 @@ WIDE = "--width 128 --learning-rate 0.2 --slices 2 --timelines"
     ("ranks", "options"),
     [
         (8, ""),  # as `make run` does
-        (4, "--epochs 5"),
+        (3, "--epochs 5 --batch 119"),
         (1, f"--epochs 5 {WIDE}"),
         (2, f"--epochs 5 --framework jax {WIDE}"),
-        (3, f"--epochs 5 --batch 119 --framework torch {WIDE}"),  # shards of different sizes
+        (2, f"--epochs 5 --batch 119 --hidden 255 --framework torch {WIDE}"),  # shards of different sizes
     ],
 )
 def test_the_main_job(mpirun, tmp_path, ranks, options):
@@ -104,10 +104,9 @@ def test_the_main_job(mpirun, tmp_path, ranks, options):
     assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
     lines = done.stdout.splitlines()
     framework = next((name for name in ("jax", "torch") if name in options), "numpy")
-    batch = 119 if "--batch" in options else 120
-    shapes = (
-        f"x[{batch}, 128] w1[128, 256] w2[256, 128]" if "--width" in options else "x[120, 64] w1[64, 256] w2[256, 10]"
-    )
+    batch, hidden = 119 if "--batch" in options else 120, 255 if "--hidden" in options else 256
+    features, outputs = (128, 128) if "--width" in options else (64, 10)
+    shapes = f"x[{batch}, {features}] w1[{features}, {hidden}] w2[{hidden}, {outputs}]"
     assert lines[0] == f"1438 images, {ranks} ranks, {framework}: {shapes}"
 
     does_learn(lines, epochs=5 if options else 15)
