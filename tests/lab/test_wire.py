@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fompi.bench import wire
+from fompi.bench.rivals import wire
 
 
 def ring(size, program):
