@@ -1,4 +1,4 @@
-"""The two MPIs' launchers, and how they reach the hosts."""
+"""The launchers of the two MPIs, and how they reach the hosts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cluster.values import Refused
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI: its launcher, and how that reaches the hosts."""
+    """An MPI library and its launcher."""
 
     name: str  # "mpich", "openmpi"
     mpirun: str
 
     @classmethod
     def beside(cls, command: Sequence[str], wanted: str | None) -> Mpi:
-        """The one whose mpirun lies beside the Python that is called, otherwise the first on PATH."""
+        """The MPI whose mpirun is beside the Python of the command, otherwise the first one in PATH."""
         own = Path(python_of(command)).parent / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun")
         if not mpirun:
@@ -51,16 +51,16 @@ class Mpi:
         return [self.mpirun, *reach, "-n", str(ranks), rank]
 
     def variables(self, crowded: bool) -> dict[str, str]:
-        """Messages between hosts by TCP over eth0. Ranks of one host share its /dev/shm, as on a real one.
+        """Environment variables: messages between hosts use TCP over eth0, ranks of one host share its /dev/shm.
 
-        `crowded`: ranks share cores, so one that waits must yield. One that has a core for itself must not: what
-        polls beside a kernel would give the core back before it has looked.
+        `crowded`: ranks share cores, so a rank that waits must yield its core. With a core per rank it must not: a
+        thread that polls beside a kernel would give the core back before it has polled.
         """
         common = {
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
-            "TMPDIR": str(LAB),  # of the launcher: the ranks get theirs back
+            "TMPDIR": str(LAB),  # for the launcher; the ranks get their own value back
         }
         if self.name == "mpich":
             return {**common, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"}
@@ -76,6 +76,6 @@ class Mpi:
 
 
 def python_of(command: Sequence[str]) -> str:
-    """The Python that a job calls: the one that can be asked to measure its MPI."""
+    """The Python that a job calls. The measurement with MPI uses it too."""
     first = Path(command[0]).name.startswith("python") and shutil.which(command[0])
     return first or shutil.which("python") or sys.executable

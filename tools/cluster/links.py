@@ -1,4 +1,4 @@
-"""What the links really carry, by plain TCP and by MPI, and whether that is what they were shaped to."""
+"""Measures what the links carry, with plain TCP and with MPI, and compares it with the requested rates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cluster.values import REFUSED, Lab, Refused
 
 TOOLS = Path(__file__).resolve().parent.parent
 WIRE = TOOLS.parent / "fompi" / "bench" / "rivals" / "wire.py"
-PORT = 5077  # of the TCP measurement: the hosts' ports are all free
+PORT = 5077  # of the TCP measurement; a new host has only free ports
 IDLE_SECONDS = 0.3
 TOO_FAST, TOO_SLOW = 1.03, 0.93
 ATTEMPTS = 3
@@ -29,7 +29,7 @@ TOGETHER = "all at once"
 
 
 class Ring(Protocol):
-    """What can carry bytes round the hosts: plain TCP, or MPI."""
+    """Sends bytes round the hosts, with plain TCP or with MPI."""
 
     def send(self, nbytes: int) -> float: ...
     def receive(self, nbytes: int) -> None: ...
@@ -38,7 +38,7 @@ class Ring(Protocol):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one message from every host to the next: each alone, in turn, and all at once."""
+    """Seconds of one message from every host to the next: one after the other, and all at once."""
 
     alone: tuple[float, ...]
     together: tuple[float, ...]
@@ -50,8 +50,8 @@ class Times:
 
 
 def take_turns(rank: int, sizes: Sequence[int], ring: Ring) -> tuple[float, float]:
-    """One rank's part. A message goes round after an idle gap; when it is back all send at once, after another."""
-    ring.exchange(1000)  # whatever the first message of a connection costs
+    """One rank's part. After a pause a message goes round. After another pause all ranks send at once."""
+    ring.exchange(1000)  # the first message of a connection also sets the connection up
     time.sleep(IDLE_SECONDS)
     if rank:
         ring.receive(sizes[rank - 1])
@@ -68,12 +68,12 @@ def take_turns(rank: int, sizes: Sequence[int], ring: Ring) -> tuple[float, floa
 
 
 def deadline(lab: Lab) -> float:
-    """Seconds after which a measurement has failed."""
+    """The seconds after which a measurement counts as failed."""
     return 10 + 4 * sum(lab.message(host) / lab.expected(host).goodput for host in range(len(lab.rates)))
 
 
 def measure_tcp(cluster: Cluster) -> Times:
-    """From a process in each host's network namespace."""
+    """Measure with plain TCP, from a process in the network namespace of each host."""
     specification = importlib.util.spec_from_file_location("wire", WIRE)  # importing fompi would need NumPy
     assert specification and specification.loader
     wire = importlib.util.module_from_spec(specification)
@@ -113,7 +113,7 @@ def measure_tcp(cluster: Cluster) -> Times:
 
 
 def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str]) -> Times:
-    """By a small job, launched as the real one will be, one rank on each host."""
+    """Measure with MPI: a small job with one rank per host, launched like the real job."""
     lab = cluster.lab
     hosts = len(lab.rates)
     sizes = [lab.message(host) for host in range(hosts)]
@@ -139,7 +139,7 @@ def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment:
 
 
 def probe(sizes: Sequence[int]) -> int:
-    """The small job: a rank of it."""
+    """One rank of the small job that measures."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -184,7 +184,7 @@ class MpiRing:
 
 
 def shares(lab: Lab, times: Times) -> Iterator[tuple[str, float, float]]:
-    """Each row of the table: what, the goodput that its links allow, the part of it that was reached."""
+    """The rows of the table: the link, the goodput that it allows, and the share that was reached."""
     hosts = range(len(lab.rates))
     for host in hosts:
         rate = lab.expected(host).goodput
@@ -207,13 +207,16 @@ def table(lab: Lab, measured: dict[str, Times]) -> str:
 
 
 def too_slow(lab: Lab, way: str, share: float) -> bool:
-    """All at once over unequal links is not judged: the queue before a slow one also delays the answers to others."""
+    """True if a link is too slow. All at once over unequal links is not judged.
+
+    The queue before a slow link also delays the answers to others.
+    """
     unequal = len({lab.expected(host) for host in range(len(lab.rates))}) > 1
     return share < TOO_SLOW and not (way == TOGETHER and unequal)
 
 
 def fault(lab: Lab, name: str, times: Times) -> str:
-    """What is wrong with a measurement, and what helps; empty if nothing is."""
+    """The cause and the remedy if a measurement misses the requested rates. Empty if all is well."""
     for way, rate, share in shares(lab, times):
         if share <= TOO_FAST and not too_slow(lab, way, share):
             continue
@@ -227,10 +230,10 @@ def fault(lab: Lab, name: str, times: Times) -> str:
 
 
 def measure(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str], trust: bool) -> None:
-    """Print what the links carry, and refuse to go on where it is not what they were shaped to.
+    """Print what the links carry. Raises Refused if that is not the requested rate.
 
-    What was too slow is tried again: it may have been somebody else's load. The fastest counts, so nothing too fast
-    is overlooked.
+    A measurement that is too slow is repeated, because other load may be the cause. The fastest attempt counts, so that
+    a link that is too fast is always found.
     """
     methods: dict[str, Callable[[], Times]] = {
         "tcp": lambda: measure_tcp(cluster),

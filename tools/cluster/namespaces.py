@@ -1,4 +1,4 @@
-"""Namespaces below one process, straight from the kernel: no names, and nothing that outlives the process."""
+"""Linux namespaces below one process. They have no names, and nothing of them outlives the process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ PR_SET_PDEATHSIG = 1
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-GRACE_SECONDS = 5.0  # for a job that is told to end
+GRACE_SECONDS = 5.0
+"""How long a job may take to end after each signal."""
 
 
 class Interrupted(BaseException):
-    """Somebody wants us to end: Ctrl-C, SIGTERM, SIGHUP."""
+    """A signal asks this process to end: Ctrl-C, SIGTERM, SIGHUP."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -48,16 +49,17 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0) -> 
 
 
 def enclose(body: Callable[[], int]) -> int:
-    """Call `body` as the first process of namespaces of its own; its exit status.
+    """Call `body` as the first process of new namespaces. Returns its exit status.
 
-    Whatever it starts ends with it, and it ends with us: both are the kernel's doing, so a SIGKILL leaves nothing.
+    Every process that it starts ends with it, and it ends with this process. The kernel does both, so that even a
+    SIGKILL leaves nothing behind.
     """
     user, group = os.getuid(), os.getgid()
     try:
         try:
             libc("unshare", NEWNS | NEWPID | NEWNET | NEWUTS)
         except PermissionError:
-            # Not root: the same in a user namespace, where we are.
+            # Not root: the same inside a user namespace, in which this user is root.
             libc("unshare", NEWUSER | NEWNS | NEWPID | NEWNET | NEWUTS)
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"0 {user} 1")
@@ -79,19 +81,19 @@ def enclose(body: Callable[[], int]) -> int:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256
         except Interrupted as interrupted:
             for number in ENDINGS:
-                signal.signal(number, lambda *_: os.kill(child, signal.SIGKILL))  # asked twice
+                signal.signal(number, lambda *_: os.kill(child, signal.SIGKILL))  # a second signal
             os.kill(child, interrupted.number)
 
 
 def interrupt(number: int, _: FrameType | None) -> NoReturn:
-    """Once: Ctrl-C at a terminal reaches both processes, and the first one passes it on."""
+    """Raise Interrupted, once: Ctrl-C at a terminal reaches both processes, and the first one passes it on."""
     for ending in ENDINGS:
         signal.signal(ending, signal.SIG_IGN)
     raise Interrupted(number)
 
 
 def exit_with(body: Callable[[], int]) -> NoReturn:
-    """End a forked process with what `body` returns, as `main` would."""
+    """Call `body` in a forked process, and end the process with the status that it returns."""
     status = 1
     try:
         status = exit_status(body)
@@ -103,12 +105,13 @@ def exit_with(body: Callable[[], int]) -> NoReturn:
 
 
 def exit_status(body: Callable[[], int]) -> int:
+    """The status that `body` returns. Errors become one line and a status."""
     try:
         return body()
     except Refused as refused:
         log(str(refused))
         return refused.status
-    except OSError as error:  # of the kernel: no more namespaces, processes, memory
+    except OSError as error:  # from the kernel: no more namespaces, processes or memory
         log(f"this machine does not let us go on: {error}")
         return REFUSED
     except Interrupted as interrupted:
@@ -116,17 +119,17 @@ def exit_status(body: Callable[[], int]) -> int:
 
 
 def log(line: str) -> None:
-    """To stderr: the standard output is the job's."""
+    """Print to standard error, because standard output belongs to the job."""
     print(f"netlab: {line}", file=sys.stderr, flush=True)
 
 
 def search_path() -> str:
-    """Where ip and tc may be: often not in a user's PATH."""
+    """PATH with the folders of ip and tc, which are often not in a user's PATH."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def tool(*command: str, text: str = "", pid: int | None = None) -> None:
-    """Run ip or tc, in the network namespace of a process; they get their commands as text."""
+    """Run ip or tc in the network namespace of process `pid`, with `text` as standard input."""
     inside = ["nsenter", f"--target={pid}", "--net", "--"] if pid else []
     environment = {**os.environ, "PATH": search_path()}
     done = subprocess.run([*inside, *command], input=text, capture_output=True, text=True, env=environment)
@@ -136,7 +139,7 @@ def tool(*command: str, text: str = "", pid: int | None = None) -> None:
 
 
 def end_job(job: subprocess.Popen[Any], number: int) -> str:
-    """Let a job end by itself; what does not, ends with the cluster. What it still said, if that is read."""
+    """Ask a job to end, more firmly each time. Returns the rest of its output, if that is a pipe."""
     for kind in (number, signal.SIGTERM, signal.SIGKILL):
         job.send_signal(kind)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What can be asked for: rates, changes of links, the whole cluster; values, checked before anything is made."""
+"""Rates, changes of links, and the cluster as a whole. These values are checked before anything is created."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-GOODPUT = 1448 / 1514  # TCP's payload in a full Ethernet frame, as tbf counts it
-CORE_BITS = 2_450_000_000  # of all links together that one core can carry: measured, 4.9 Gbit/s on two
-SUPERPACKET = 70_000  # what the kernel hands down at once, with its headers: a smaller bucket passes it frame by frame
-FRAMES = 4096  # a bucket that holds less passes nothing
-LATENCY = "100ms"  # the longest queue
-CONGESTION = ("cubic", "reno")  # Linux's default, whatever this machine's own hosts use; what every kernel has
+GOODPUT = 1448 / 1514  # the share of TCP payload in a full Ethernet frame, as tbf counts frames
+CORE_BITS = 2_450_000_000  # per core, for all links together; measured: 4.9 Gbit/s on two cores
+SUPERPACKET = 70_000  # bytes that the kernel passes on at once; a smaller bucket splits it into frames
+FRAMES = 4096  # bytes; a smaller bucket passes nothing
+LATENCY = "100ms"  # the longest time in a queue
+CONGESTION = ("cubic", "reno")  # the default of Linux; the one that every kernel has
 SIZE_SECONDS = 0.067  # a measured message lasts as long as 8 MB at 1 Gbit/s
 LEAST_SIZE = 250_000
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SIZES = {"B": 1, "kB": 10**3, "MB": 10**6, "KiB": 2**10, "MiB": 2**20}
 
-BAD_INPUT, REFUSED = 2, 3  # exit statuses of our own; otherwise it is the job's
+BAD_INPUT, REFUSED = 2, 3  # exit statuses of netlab itself; any other one is that of the job
 
 
 class Refused(Exception):
-    """One line that says what is wrong and what helps."""
+    """An error as one line: the cause and the remedy."""
 
     def __init__(self, line: str, status: int = BAD_INPUT) -> None:
         super().__init__(line)
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Rate:
-    """Bits a second, and as tc reads and writes them."""
+    """A rate in bits per second, in the notation of tc."""
 
     bits: int
 
@@ -53,12 +53,15 @@ class Rate:
 
     @property
     def goodput(self) -> float:
-        """Bytes a second that a TCP stream carries."""
+        """The bytes per second that a TCP stream carries."""
         return self.bits / 8 * GOODPUT
 
     def shape(self, burst: int | None) -> str:
-        """As tc wants it. The bucket is shallow, 1 ms or, below a superpacket, 1.5 ms: a deep one lets a message after
-        a gap pass above the rate, one that is shallower still loses what a late timer does not use."""
+        """The qdisc for tc. The token bucket holds 1 ms, or 1.5 ms if that is less than a superpacket.
+
+        A deeper bucket would let a message pass above the rate after a pause. A shallower one would lose the tokens
+        that a late timer does not use.
+        """
         in_a_second = self.bits // 8
         burst = burst or max(in_a_second // 1000, min(in_a_second * 3 // 2000, SUPERPACKET), FRAMES)
         return f"tbf rate {self.bits}bit burst {burst} latency {LATENCY}"
@@ -66,7 +69,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Change:
-    """A link gets another rate, is cut or restored; `link` is a host, or `between` for the links between groups."""
+    """A link gets another rate, is cut, or is restored. `link` is a host, or `between`: the links between groups."""
 
     link: str
     what: Rate | str  # "cut", "restore"
@@ -90,17 +93,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Lab:
-    """The cluster that is asked for."""
+    """The requested cluster."""
 
-    rates: tuple[Rate, ...]  # of the hosts
+    rates: tuple[Rate, ...]  # of each host
     groups: int = 1
-    between: Rate | None = None  # of the link of each group to the others
+    between: Rate | None = None  # the rate of the link from each group to the others
     ranks: int = 0
-    size: int | None = None  # of the messages that measure
+    size: int | None = None  # bytes of the messages that measure
     burst: int | None = None
     pinned: bool = True  # rank i to core i, modulo cores
-    capacity: int = 1 << 62  # bits a second of all hosts together
-    congestion: str = CONGESTION[0]  # how the hosts' TCP finds its rate
+    capacity: int = 1 << 62  # bits per second, all hosts together
+    congestion: str = CONGESTION[0]  # the congestion control of the hosts' TCP
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,12 +113,12 @@ class Lab:
         return host * self.groups // len(self.rates)
 
     def slots(self) -> str:
-        """How many ranks each host takes, block by block, as both launchers read it."""
+        """The number of ranks per host, in the notation of both launchers."""
         hosts = len(self.rates)
         return ",".join(f"h{i}:{(i + 1) * self.ranks // hosts - i * self.ranks // hosts}" for i in range(hosts))
 
     def variables(self, cores: int) -> dict[str, str]:
-        """What the ranks learn of their links: bits, and bytes of payload, a second; and their share of the cores."""
+        """Environment variables of the ranks: bits and payload bytes per second of the links, and cores per rank."""
         payload = [f"{rate.goodput:.0f}" for rate in self.rates]
         return {
             "NETLAB_RATES": ",".join(str(rate.bits) for rate in self.rates),
@@ -124,7 +127,7 @@ class Lab:
         }
 
     def expected(self, host: int) -> Rate:
-        """Of the way from a host to the next one: that of its narrowest link."""
+        """The rate from a host to the next one: that of the slowest link between them."""
         after = (host + 1) % len(self.rates)
         ways = [self.rates[host], self.rates[after]]
         if self.between and self.group(host) != self.group(after):
@@ -132,13 +135,13 @@ class Lab:
         return min(ways, key=lambda rate: rate.bits)
 
     def message(self, host: int) -> int:
-        """Bytes of the message that measures this way."""
+        """Bytes of the message that measures the links from this host to the next."""
         most = round(Rate(10**9).goodput * SIZE_SECONDS, -6)
         return self.size or int(min(max(self.expected(host).goodput * SIZE_SECONDS, LEAST_SIZE), most))
 
 
 def lab_of(options: argparse.Namespace) -> Lab:
-    """The cluster of these options, if there can be one."""
+    """The cluster of these options. Raises Refused if it is impossible."""
     between = Rate.parse(options.between) if options.between else None
     groups, hosts = 1, options.hosts
     if options.groups:
@@ -173,7 +176,7 @@ def lab_of(options: argparse.Namespace) -> Lab:
 
 
 def allowed_congestion_controls() -> list[str]:
-    """What this machine lets the TCP of hosts other than itself use."""
+    """The congestion controls that this machine allows in other network namespaces."""
     return Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
 
 
