@@ -13,7 +13,7 @@ from fompi.schedules import registry
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
-CALLS = 2000
+CALLS = 20_000
 
 
 def test_random_calls(world):
