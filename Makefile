@@ -1,11 +1,11 @@
 # `make run`   sets up .venv and trains the example on 8 ranks.
-# `make lab`   sets up .venv and trains a wide one on four hosts with slow links: a picture with overlap and without.
+# `make lab`   sets up .venv and trains a wide model on four hosts with slow links: pictures with and without overlap.
 # `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
 # `make docs`  builds the documentation as HTML in build/site.
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
-# An environment is made once: a stamp file remembers it until pyproject.toml changes. PYTHON chooses
-# the interpreter, ARGS goes to the program: `make run ARGS="--framework torch"`, `make test ARGS="--leg pure"`.
+# An environment is made once, and again when pyproject.toml changes: a stamp file has the date. PYTHON chooses the
+# interpreter, ARGS goes to the program: `make run ARGS="--framework torch"`, `make test ARGS="--leg pure"`.
 
 PYTHON ?= python3
 ARGS ?=

@@ -1,4 +1,4 @@
-"""Timelines as files: SVG as it is, PNG by matplotlib."""
+"""Timelines as files: SVG, or PNG with matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fompi.base.errors import LayoutError, StateError
 
 
 def save(picture: str, path: str | Path) -> None:
-    """Write what `timelines` made, as SVG or, with matplotlib, as PNG: by the name of the file."""
+    """Write the SVG text of `fompi.timelines` to a file. A file that ends in .png is painted with matplotlib."""
     path = Path(path)
     check(path)
     if path.suffix == ".svg":
@@ -20,13 +20,13 @@ def save(picture: str, path: str | Path) -> None:
 
 
 def needs_matplotlib(path: str | Path) -> None:
-    """Raise StateError if there is none to paint this."""
+    """Raise StateError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise StateError(f'{path}: this takes matplotlib: pip install "fompi[plot]"')
+        raise StateError(f'{path}: this needs matplotlib: pip install "fompi[plot]"')
 
 
 def check(path: str | Path) -> None:
-    """Raise LayoutError for the name of a file that no picture is written to, StateError without what it takes."""
+    """Raise LayoutError unless the suffix is .svg or .png. Raise StateError for .png without matplotlib."""
     suffix = Path(path).suffix
     if suffix not in (".svg", ".png"):
         raise LayoutError(f"{path}: a picture is SVG or PNG, so the name must end in .svg or .png")
@@ -35,7 +35,7 @@ def check(path: str | Path) -> None:
 
 
 def _paint(picture: str, path: Path) -> None:
-    """The boxes, lines and words of the SVG, with matplotlib; twice the resolution."""
+    """Draw the boxes, lines and texts of the SVG with matplotlib, at twice the resolution."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -57,6 +57,6 @@ def _paint(picture: str, path: Path) -> None:
         elif kind == "line":
             ends = [[float(given[f"{name}{i}"]) for i in (1, 2)] for name in "xy"]
             axes.plot(*ends, color=given["stroke"], linewidth=1)
-        elif given["width"] != "100%":  # the white of the whole
+        elif given["width"] != "100%":  # the white background
             axes.add_patch(Rectangle((x, y), float(given["width"]), float(given["height"]), color=given["fill"], lw=0))
     figure.savefig(path, dpi=144)

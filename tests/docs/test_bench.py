@@ -38,7 +38,7 @@ def test_peers(mpirun, tmp_path):
 
 @pytest.mark.timeout(100)
 def test_collectives(mpirun):
-    """JSON alone on standard output."""
+    """With --json, standard output holds nothing but JSON."""
     done = mpirun(2, "-m", "fompi", "bench", "collectives", "--quick", "--rounds", "2", "--json", seconds=90)
     assert done.returncode == 0, done.output
     read = json.loads(done.stdout)
@@ -71,7 +71,7 @@ def test_adapt_needs_links_that_can_be_changed(mpirun):
     assert done.returncode != 0 and "tools/netlab.py" in done.output
 
 
-CUTS = {f"{n} slices, {way}" for n in (2, 4, 8) for way in ("native", "P2P")}
+SLICES = {f"{n} slices, {way}" for n in (2, 4, 8) for way in ("native", "P2P")}
 SHARED = "shared memory: no wire"
 
 
@@ -84,7 +84,7 @@ def test_fused(mpirun):
     assert [row["what"].split(",")[0] for row in rows] == list(peers.OPERATIONS)
     for row in rows:
         names = row["samples"].keys()
-        assert names >= {"kernel alone", "bare exchange", "unfused, mpi4py P2P", "unfused, mpi4py blocking", *CUTS}
+        assert names >= {"kernel alone", "bare exchange", "unfused, mpi4py P2P", "unfused, mpi4py blocking", *SLICES}
         (chosen,) = [name for name in names if name.startswith("fompi ")]
         assert DEFAULT in names
         assert row["errors"].keys() > names - {"kernel alone", "bare exchange"} and max(row["errors"].values()) < 1e-5
@@ -92,9 +92,9 @@ def test_fused(mpirun):
         assert row["limits"]["bound"] >= max(row["limits"]["T_c"], row["limits"]["T_m"])
         named = [chosen in figure["name"] for figure in row["figures"]]
         assert named == [False, True, True, False, False, True, True, False]
-        quiet = {name: np.quantile(samples, 0.25) for name, samples in row["samples"].items()}
-        cut = min(quiet[name] for name in CUTS) / quiet[chosen]
-        assert row["figures"][7]["value"] == pytest.approx(cut) and row["figures"][4]["value"] > 0
+        quartiles = {name: np.quantile(samples, 0.25) for name, samples in row["samples"].items()}
+        best_slices = min(quartiles[name] for name in SLICES) / quartiles[chosen]
+        assert row["figures"][7]["value"] == pytest.approx(best_slices) and row["figures"][4]["value"] > 0
         assert SHARED in row["setup"] and row["reached"] is None and "helper" in row["progress"]
     assert len(summary["figures"]) == 5 and all(figure["value"] > 0 for figure in summary["figures"])
 
@@ -108,9 +108,9 @@ def test_papers(mpirun):
     assert [row["what"].partition(" = ")[2] for row in rows] == ["0.56", "1", "2"]
     for row in rows:
         assert "emulated accelerator" in row["marks"] and SHARED in row["setup"] and row["reached"] is None
-        assert row["samples"].keys() >= {"kernel alone", "bare exchange", "unfused, P2P paced", *CUTS}
+        assert row["samples"].keys() >= {"kernel alone", "bare exchange", "unfused, P2P paced", *SLICES}
         alone, (fompi,) = row["limits"]["T_c"], [s for name, s in row["samples"].items() if name.startswith("fompi ")]
-        assert min(fompi) >= 0.9 * alone  # both as good as their noise
+        assert min(fompi) >= 0.9 * alone  # both are measured with noise
     assert rows[0]["figures"][0]["name"] == "exposed / communication" and rows[0]["figures"][0]["value"] > -0.5
 
 
@@ -118,8 +118,8 @@ def test_papers(mpirun):
 def test_overhead(mpirun, tmp_path):
     """Small times are in microseconds, each with its range. Every reference is there."""
     page = tmp_path / "rows.md"
-    asked = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json", "--markdown", page]
-    done = mpirun(2, "-m", "fompi", "bench", "overhead", *asked, seconds=110)
+    options = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json", "--markdown", page]
+    done = mpirun(2, "-m", "fompi", "bench", "overhead", *options, seconds=110)
     assert done.returncode == 0, done.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["what"].split(",")[0] for row in rows] == [
@@ -138,16 +138,37 @@ def test_overhead(mpirun, tmp_path):
 def test_a_shape_without_mpirun():
     """It starts the requested number of ranks, also as root and with fewer cores, for any shape."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "PMIX_"))}
-    command = [sys.executable, "-m", "fompi", "bench", "--like", "10,7,9", "--ranks", "3", "--rounds", "2"]
+    command = [sys.executable, "-m", "fompi", "try", "10,7,9", "--ranks", "3", "--rounds", "2"]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"x[10, 7] @ w[7, 9], 3 ranks, {SHARED}, float32\n")
-    assert "10, 7: measured" in done.stdout and "matmul_all_to_all" in done.stdout
+    assert "10, 7: measured" in done.stdout and "matmul_all_to_all" in done.stdout and "verdict: " in done.stdout
+
+
+@pytest.mark.timeout(60)
+def test_a_shape_as_json(mpirun, tmp_path):
+    """One document on standard output, with the lines of the table. With a name, a file beside the table."""
+    arguments = ("try", "64,64,64", "--rounds", "2", "--json")
+    done = mpirun(2, "-m", "fompi", *arguments, seconds=50)
+    assert done.returncode == 0, done.output
+    values = json.loads(done.stdout)
+    assert values["shape"] == [64, 64, 64] and values["ranks"] == 2 and values["verdict"].endswith(".")
+    assert [outcome["operation"] for outcome in values["outcomes"]] == list(peers.OPERATIONS)
+    for outcome in values["outcomes"]:
+        unfused, *others = outcome["lines"]
+        assert outcome["verdict"] in ("gain", "nothing", "slower") and unfused["gain"] is None
+        assert bool(outcome["reason"]) == (outcome["verdict"] != "gain")
+        for line in others:
+            assert line["gain"] == pytest.approx(unfused["seconds"] / line["seconds"])
+    file = tmp_path / "trial.json"
+    done = mpirun(1, "-m", "fompi", *arguments, file, seconds=50)
+    assert done.returncode == 0 and "verdict: " in done.stdout, done.output
+    assert json.loads(file.read_text()).keys() == values.keys()
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("arguments", "words"),
     [
         ("--like 0,8,8", "fompi: M=0, K=8, N=8: each must be 1 or more"),
         ("--like 90000000,90000000,8", "fompi: Unable to allocate"),
@@ -155,9 +176,9 @@ def test_a_shape_without_mpirun():
         ("fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
     ],
 )
-def test_an_error_is_printed_once(mpirun, asked, words):
+def test_an_error_is_printed_once(mpirun, arguments, words):
     """Before anything is measured. An error on a single rank ends the job."""
-    done = mpirun(2, "-m", "fompi", "bench", *asked.split(), seconds=50)
+    done = mpirun(2, "-m", "fompi", "bench", *arguments.split(), seconds=50)
     assert done.returncode != 0 and not done.timed_out and done.output.count(words) == 1, done.output
     assert "Traceback" not in done.output
 

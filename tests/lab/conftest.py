@@ -1,4 +1,4 @@
-"""A cluster of shaped hosts on this machine. Its tests are skipped only where the kernel itself makes none."""
+"""A cluster of shaped hosts on this machine. Its tests are skipped only if the kernel cannot make one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 NETLAB = ROOT / "tools" / "netlab.py"
 
-# What the cluster asks of the kernel, and no more.
+# What the cluster needs of the kernel.
 KERNEL = """
 import sys
 from cluster.namespaces import enclose, exit_status, tool
@@ -31,7 +31,7 @@ sys.exit(exit_status(lambda: enclose(make)))
 
 @pytest.fixture(scope="session")
 def kernel():
-    """Namespaces, bridges and shaped links."""
+    """The kernel makes namespaces, bridges and shaped links."""
     done = subprocess.run(
         [sys.executable, "-c", KERNEL],
         env={**os.environ, "PYTHONPATH": str(NETLAB.parent)},

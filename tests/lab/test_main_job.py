@@ -1,4 +1,4 @@
-"""`make lab`: the main job, made wide, on shaped hosts, by the command that the Makefile has, at a smaller size."""
+"""`make lab`: the main job with wide layers on shaped hosts, with the command of the Makefile, at a smaller size."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cluster.values import Rate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HOSTS, RATE, WIDTH, BATCH = 2, "200mbit", 512, 512
-SMALLER = f"--width {WIDTH} --batch {BATCH} --hidden 128 --epochs 16"  # of an option given twice, the last one counts
+SMALLER = f"--width {WIDTH} --batch {BATCH} --hidden 128 --epochs 16"  # argparse takes the last value of an option
 
 
 def test_make_lab(kernel, tmp_path):
     picture = tmp_path / "lab.svg"
-    asked = [f"LAB=--hosts {HOSTS} --rate {RATE} --trust", f"ARGS={SMALLER} --timelines {picture}"]
+    variables = [f"LAB=--hosts {HOSTS} --rate {RATE} --trust", f"ARGS={SMALLER} --timelines {picture}"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    said = subprocess.run(
-        ["make", "-n", "lab", *asked], cwd=ROOT, env=clean, capture_output=True, text=True, check=True
+    shown = subprocess.run(
+        ["make", "-n", "lab", *variables], cwd=ROOT, env=clean, capture_output=True, text=True, check=True
     )
-    command = said.stdout[said.stdout.index("OMP_NUM_THREADS=1") :].replace("\\\n", "")
+    command = shown.stdout[shown.stdout.index("OMP_NUM_THREADS=1") :].replace("\\\n", "")
     words = shlex.split(command.replace(f"{ROOT}/.venv/bin/python", sys.executable))
     assert words.count(sys.executable) == 2 and "--timelines" in words, command
 
@@ -34,7 +34,7 @@ def test_make_lab(kernel, tmp_path):
     assert float(re.search(r"^test accuracy ([\d.]+)%$", finished.stdout, re.MULTILINE)[1]) >= 95
     steps = dict(re.findall(r"^  (with overlap|without)((?: +\d+\.\d){6})$", finished.stdout, re.MULTILINE))
     assert set(steps) == {"with overlap", "without"}, finished.output
-    # x, y, the gradient of y and x again: of each, what the other hosts have. Quicker is not by the links.
+    # A step moves x, y, the gradient of y, and x again: the part that is on other hosts. The links allow no less time.
     wire = 1e3 * 4 * (HOSTS - 1) / HOSTS * WIDTH * BATCH * 4 / Rate.parse(RATE).goodput
     for name, figures in steps.items():
         step, _, _, messages, _, _ = map(float, figures.split())

@@ -1,4 +1,4 @@
-"""The cluster on one machine: its links are what they are said to be, it refuses when they are not, nothing stays."""
+"""The cluster on one machine: its links have the requested rates, it refuses other links, and nothing is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wait(request, seconds=20.0):
     return request == MPI.REQUEST_NULL
 
 def mbit(source, dest, nbytes):
-    "Of a message from source to dest that is answered, to 1448/1514 of the rate; on source, the others get None."
+    "The rate of a message from source to dest that is answered, with frame headers. Only source returns it."
     world.Barrier()
     time.sleep(0.3)
     start = time.perf_counter()
@@ -52,37 +52,37 @@ def mbit(source, dest, nbytes):
 
 def show(source, dest, nbytes):
     mbit(source, dest, 10)
-    reached = [mbit(source, dest, nbytes) for _ in range(3)]  # somebody else may need the cores too
+    reached = [mbit(source, dest, nbytes) for _ in range(3)]  # others may use the cores too
     if rank == source:
         say("RATE", source, dest, round(max(reached), 1))
 """
 
 
 def rates(finished):
-    """(source, dest) -> Mbit/s, the last that the job said of each."""
-    said = re.findall(r"^RATE (\d+) (\d+) ([\d.]+)$", finished.stdout, re.MULTILINE)
-    return {(int(source), int(dest)): float(rate) for source, dest, rate in said}
+    """(source, dest) -> Mbit/s: the last rate that the job printed for each pair."""
+    printed = re.findall(r"^RATE (\d+) (\d+) ([\d.]+)$", finished.stdout, re.MULTILINE)
+    return {(int(source), int(dest)): float(rate) for source, dest, rate in printed}
 
 
 def near(rate):
-    """Within what a busy machine does to a figure."""
+    """Equal, within the noise of a busy machine."""
     return pytest.approx(rate, rel=0.08)
 
 
 # ------------------------------------------------------------------------------------------------------- real clusters
 
 
-@pytest.mark.parametrize("options", [(), ("--congestion=reno",)], ids=["as it comes", "chosen"])
-def test_the_hosts_tcp_is_the_lab_s_not_this_machine_s(netlab, options):
+@pytest.mark.parametrize("options", [(), ("--congestion=reno",)], ids=["default", "chosen"])
+def test_the_hosts_have_a_congestion_control_of_their_own(netlab, options):
     code = "import os; os.write(1, open('/proc/sys/net/ipv4/tcp_congestion_control').read().encode())"
     finished = netlab("--trust", "--hosts=2", "--rate=100mbit", *options, code=code)
     allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
-    said = "cubic" if "cubic" in allowed and not options else "reno"
-    assert finished.stdout.split() == [said, said] and f"TCP {said}" in finished.stderr, finished.output
+    name = "cubic" if "cubic" in allowed and not options else "reno"
+    assert finished.stdout.split() == [name, name] and f"TCP {name}" in finished.stderr, finished.output
 
 
-@pytest.mark.skipif(not os.access("/dev/cpu_dma_latency", os.W_OK), reason="cores of this machine sleep as they like")
-def test_cores_stay_awake_as_long_as_the_hosts_stand(netlab):
+@pytest.mark.skipif(not os.access("/dev/cpu_dma_latency", os.W_OK), reason="cores cannot be kept awake here")
+def test_cores_stay_awake_while_the_hosts_exist(netlab):
     code = "import os; os.write(1, os.read(os.open('/dev/cpu_dma_latency', os.O_RDONLY), 4).hex().encode() + b'\\n')"
     finished = netlab("--trust", "--hosts=2", "--rate=100mbit", code=code)
     assert finished.stdout.split() == ["00000000"] * 2, finished.output
@@ -113,7 +113,7 @@ sys.exit(7 if rank == 0 else 0)
     assert finished.returncode == 7, finished.output
     cores = sorted(os.sched_getaffinity(0))
     places = sorted(re.findall(r"^PLACE (.*)$", finished.stdout, re.MULTILINE))
-    hosts = (0, 1, 2, 2)  # block by block, the last one with two
+    hosts = (0, 1, 2, 2)  # in blocks; the last host has two
     assert places == [
         f"{rank} h{host} 10.77.0.{host + 1} {cores[rank % len(cores)]}" for rank, host in enumerate(hosts)
     ]
@@ -167,7 +167,7 @@ else:
     assert finished.returncode == 0, finished.output
     assert rates(finished) == {(0, 1): near(200), (1, 0): near(50)}
     assert "CUT False" in finished.stdout and "RESTORED True" in finished.stdout
-    assert "netlab: 'h9 cut' is no change of a link" in finished.stderr
+    assert "netlab: 'h9 cut' is not a change of a link" in finished.stderr
     changes = re.findall(r"^netlab: after [\d.]+ s: (.*)$", finished.stderr, re.MULTILINE)
     assert changes == ["h0 200mbit", "h1 50mbit", "h1 250mbit", "h1 cut", "h1 restore"]
 
@@ -182,7 +182,7 @@ def test_a_deep_bucket_is_refused(netlab):
 
 @pytest.fixture
 def site(tmp_path):
-    """site("shell code for mpirun") -> a python beside which lies such an mpirun."""
+    """site("shell code for mpirun") -> a python that has this mpirun beside it."""
     real = Path(sys.executable).parent
 
     def make(code):
@@ -196,8 +196,8 @@ def site(tmp_path):
     return make
 
 
-def test_what_is_as_asked_is_let_through(netlab):
-    """Without --trust. Others may use the cores, so it may try again."""
+def test_links_with_the_requested_rates_are_accepted(netlab):
+    """Without --trust. It may take several attempts, because others may use the cores."""
     for _ in range(3):
         finished = netlab("--hosts=2", "--rate=200mbit", code="print('ran')")
         if finished.returncode == 0:
@@ -205,15 +205,15 @@ def test_what_is_as_asked_is_let_through(netlab):
     assert finished.returncode == 0 and finished.stdout.count("ran") == 2, finished.output
 
 
-def test_an_mpi_that_goes_by_shared_memory_is_refused(netlab, site):
-    """An mpirun that does not care for the hosts: all ranks are on one, and the messages never see a link."""
+def test_an_mpi_that_uses_shared_memory_is_refused(netlab, site):
+    """This mpirun ignores the hosts. All ranks are on one host, and no message uses a link."""
     here = (
         'for word; do shift; [ "$word" = h0:1,h1:1 ] && word=h0:2; set -- "$@" "$word"; done\n'
         f'exec {Path(sys.executable).parent}/mpirun "$@"'
     )
     finished = netlab("--hosts=2", "--rate=400mbit", code="print('ran')", python=site(here))
     assert finished.returncode == 3 and "ran" not in finished.stdout, finished.output
-    assert re.search(r"^netlab: (mpich|openmpi) moves .* goes round the links", finished.stderr, re.MULTILINE)
+    assert re.search(r"^netlab: (mpich|openmpi) moves .* bypasses the links", finished.stderr, re.MULTILINE)
 
 
 def test_an_mpi_that_does_not_start_is_refused(netlab, site):
@@ -223,7 +223,7 @@ def test_an_mpi_that_does_not_start_is_refused(netlab, site):
 
 
 def test_without_being_root(netlab):
-    """The same cluster in a user namespace, for whoever may not make the others."""
+    """The same cluster in a user namespace, for a user who may not make other namespaces."""
     drop = ("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin") if os.geteuid() == 0 else ()
     possible = subprocess.run([*drop, "unshare", "--user", "--map-root-user", "true"], capture_output=True, text=True)
     if possible.returncode:
@@ -249,9 +249,11 @@ finally:
 
 @pytest.mark.parametrize("at_a_terminal", [False, True], ids=["", "terminal"])
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_nothing_stays(kernel, tmp_path, ending, at_a_terminal):
-    """However it ends: no process, no interface, no mount, no file of the launcher. Unless it is killed, ranks may end
-    by themselves; at a terminal all processes of a job get the signal."""
+def test_nothing_is_left(kernel, tmp_path, ending, at_a_terminal):
+    """However it ends, there is no process, no interface, no mount and no file of the launcher left.
+
+    Unless it is killed, ranks may end by themselves. At a terminal all processes of a job get the signal.
+    """
     script, mark = tmp_path / "script.py", f"NETLAB_TEST={uuid.uuid4()}"
     script.write_text(STAYS)
     before = surroundings()
@@ -267,7 +269,7 @@ def test_nothing_stays(kernel, tmp_path, ending, at_a_terminal):
     try:
         assert process.stdout.readline().startswith(b"up")
         alive = marked(mark)
-        assert len(alive) > 8  # ours, the first inside, two hosts, mpirun, its daemons, the ranks
+        assert len(alive) > 8  # netlab, its first process, two hosts, mpirun, its daemons, the ranks
         files = {path for pid in alive for path in open_files(pid)} - {str(script)}
         (os.killpg if at_a_terminal else os.kill)(process.pid, ending)
         assert process.wait(20) == (-ending if ending == signal.SIGKILL else 128 + ending)
@@ -316,34 +318,34 @@ def surroundings():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--rate 3furlong", "'3furlong' is no rate"),
+        ("--rate 3furlong", "'3furlong' is not a rate"),
         ("--rate 1kbit", "cannot be shaped faithfully: take 1mbit to"),
         ("--rate 90gbit", "cannot be shaped faithfully"),
         ("--rate 1gbit --capacity 3gbit", "4 Gbit/s of all hosts together are more than this machine can carry"),
         ("--groups 2x2", "--between 100mbit"),
         ("--groups two", "write it as 2x4"),
         ("--groups 2x2 --hosts 5 --between 10mbit", "makes 4 hosts, not 5"),
-        ("--between 10mbit", "say --groups"),
+        ("--between 10mbit", "give --groups"),
         ("--rates 10mbit,20mbit --hosts 3", "3 hosts but 2 rates"),
         ("--hosts 1", "take 2 to 250"),
         ("--hosts 0", "take 2 to 250"),
-        ("--ranks 3", "leave some of 4 hosts without one"),
+        ("--ranks 3", "leave some of 4 hosts without a rank"),
         ("--size 8", "write it as 8MB"),
         ("--at soon", "write it as '2.5 h1 100mbit'"),
         ("--at nan_h1_cut", "write it as '2.5 h1 100mbit'"),
         ("--at inf_h1_cut", "write it as '2.5 h1 100mbit'"),
         ("--at -1_h1_cut", "write it as '2.5 h1 100mbit'"),
         ("--at 1_h0_30gbit --capacity 2gbit", "30.3 Gbit/s of all hosts together are more than this machine can carry"),
-        ("--at 1_h4_cut", "is no change of a link"),
-        ("--at 1_h3_fast", "'fast' is no rate"),
+        ("--at 1_h4_cut", "is not a change of a link"),
+        ("--at 1_h3_fast", "'fast' is not a rate"),
         ("--at 1_between_cut", "with LINK of h0, h1, h2, h3"),
     ],
 )
 def test_bad_input_is_one_line_with_a_remedy(options, words, capsys):
     arguments = [word.replace("_", " ") for word in options.split()]
     assert tool.main(["run", "--rate=100mbit", *arguments, "--", sys.executable]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1 and said.startswith("netlab: ")
+    printed = capsys.readouterr().err
+    assert words in printed and printed.count("\n") == 1 and printed.startswith("netlab: ")
 
 
 def test_a_missing_tool_or_program(capsys, monkeypatch):
@@ -361,30 +363,30 @@ def test_a_kernel_that_forbids(capsys, monkeypatch):
     monkeypatch.setattr(namespaces, "libc", forbid)
     assert tool.main(["run", "--rate=100mbit", "--", sys.executable]) == 2
     assert (
-        "lets us make no network namespace (unshare: Operation not permitted): run as root" in capsys.readouterr().err
+        "does not allow network namespaces (unshare: Operation not permitted): run as root" in capsys.readouterr().err
     )
 
 
-def test_a_kernel_without_room(capsys):
+def test_a_kernel_without_resources(capsys):
     def fails():
         raise OSError(28, "unshare: No space left on device")
 
     assert namespaces.exit_status(fails) == 3
     assert capsys.readouterr().err == (
-        "netlab: this machine does not let us go on: [Errno 28] unshare: No space left on device\n"
+        "netlab: this machine cannot continue: [Errno 28] unshare: No space left on device\n"
     )
 
 
-def test_another_system(capsys, monkeypatch):
+def test_another_operating_system(capsys, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert tool.main(["run", "--", sys.executable]) == 2
     assert "namespaces of Linux" in capsys.readouterr().err
 
 
-def test_another_mpi_than_wanted_or_none(tmp_path, monkeypatch):
+def test_the_wrong_mpi_and_no_mpi(tmp_path, monkeypatch):
     own = Mpi.beside([sys.executable], None).name
     other = {"mpich": "openmpi", "openmpi": "mpich"}[own]
-    with pytest.raises(Refused, match=f"is that of {own}: for {other} call the python"):
+    with pytest.raises(Refused, match=f"belongs to {own}: for {other} call the python"):
         Mpi.beside([sys.executable], other)
     (tmp_path / "python").write_text("#!/bin/sh\n")
     (tmp_path / "python").chmod(0o755)
@@ -404,7 +406,7 @@ def test_rates_read_and_print():
     assert Rate.parse("1gbit").goodput == pytest.approx(119.55e6, rel=1e-4)
 
 
-def test_a_lab_knows_its_ways():
+def test_a_lab_as_values():
     fast, slow = Rate.parse("1gbit"), Rate.parse("100mbit")
     lab = Lab((fast,) * 4, groups=2, between=slow, ranks=10)
     assert [lab.group(host) for host in range(4)] == [0, 0, 1, 1]
@@ -420,16 +422,16 @@ def test_a_lab_knows_its_ways():
     assert Lab((fast, slow)).expected(0) == Lab((fast, slow)).expected(1) == slow
 
 
-def test_what_a_measurement_says():
+def test_a_measurement_is_judged():
     lab = Lab((Rate.parse("1gbit"),) * 2)
     right = lab.message(0) / lab.expected(0).goodput
     good = Times((right, right / 1.01), (right, right * 1.03))
     assert fault(lab, "tcp", good) == ""
     assert "119.6   119.6 (100%)" in table(lab, {"tcp": good})
     assert "a larger --size" in fault(lab, "tcp", Times((right, right / 1.05), (right, right)))
-    assert "goes round the links" in fault(lab, "mpich", Times((right, right / 20), (right, right)))
+    assert "bypasses the links" in fault(lab, "mpich", Times((right, right / 20), (right, right)))
     slow = Times((right, right), (right, right * 1.2))
-    assert "end what else runs here" in fault(lab, "tcp", slow) and "(all at once)" in fault(lab, "tcp", slow)
+    assert "end other programs" in fault(lab, "tcp", slow) and "(all at once)" in fault(lab, "tcp", slow)
     assert slow.best(good) == good.best(slow) == Times(good.alone, good.together)
 
 
@@ -452,7 +454,7 @@ for i in range(9):
 
 
 def test_a_rate_that_drops_under_load(netlab):
-    """A superpacket that waits in the old bucket does not block the new, smaller one."""
+    """A superpacket that waits in the old bucket does not block the new, smaller bucket."""
     finished = netlab("--trust", "--hosts=4", "--rate=1gbit", code=DROP)
     assert finished.returncode == 0 and not finished.left_behind, finished.output
     assert finished.output.count("h1 333mbit") == 2

@@ -1,4 +1,4 @@
-"""On shaped hosts: a link that is cut, and a schedule that waits where it should not."""
+"""On shaped hosts: a link that is cut, and a schedule that waits when it should not."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ except fompi.FompiError as error:
 
 @pytest.mark.parametrize("schedule", ["ring", "unfused"])
 def test_a_cut_link_ends_the_operation(netlab, schedule):
-    """Within the deadline, with an error that names who cannot be reached; no process is left on any host."""
+    """It ends within the deadline. The error names the rank that cannot be reached. No process is left on any host."""
     finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=CUT.replace("SCHEDULE", schedule))
     assert not finished.timed_out and not finished.left_behind, finished.output
     assert finished.returncode not in (0, 2, 3), finished.output
     begun = [float(text) for text in re.findall(r"^BEGUN ([\d.]+)$", finished.stdout, re.MULTILINE)]
-    said = re.findall(r"^SAID (\d) ([\d.]+) (.*)$", finished.stdout, re.MULTILINE)
-    assert len(begun) == 3 and said, finished.output
-    assert min(float(when) for _, when, _ in said) - max(begun) < 2 + 3, finished.output
+    printed = re.findall(r"^SAID (\d) ([\d.]+) (.*)$", finished.stdout, re.MULTILINE)
+    assert len(begun) == 3 and printed, finished.output
+    assert min(float(when) for _, when, _ in printed) - max(begun) < 2 + 3, finished.output
     silent = {"0": "root cause: rank 1 does not answer:", "2": "root cause: rank 1 does not answer:"}
-    for rank, _, words in said:
+    for rank, _, words in printed:
         assert "(FOMPI_TIMEOUT)" in words and "or cannot be reached" in words, words
         if rank in silent:
             assert silent[rank] in words, words
@@ -56,7 +56,7 @@ def test_a_cut_link_ends_the_operation(netlab, schedule):
 
 
 def test_a_cut_link_ends_a_program_that_goes_on(netlab):
-    """Who catches the error and ends as if nothing were would wait for a goodbye, and MPI for its connections."""
+    """A program that catches the error and ends normally would wait for a last message, and MPI for its connections."""
     code = CUT.replace("SCHEDULE", "ring").replace("    raise\n", '    say("CAUGHT")\n')
     finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=code, seconds=40)
     assert not finished.timed_out and not finished.left_behind, finished.output
@@ -80,8 +80,8 @@ bad = {"fompi ring, 4 slices": {"schedule": "unfused_p2p", "slices": 4}}  # ever
 with Cluster(world.link.comm) as cluster:
     setting = papers.Setting("matmul_reduce_scatter", world.rank, world.size)
     exchange = papers.best_exchange(world, cluster, setting)
-    for name, ours in (("good", good), ("spoilt", bad)):
-        papers.CANDIDATES = ours
+    for name, candidates in (("good", good), ("spoilt", bad)):
+        papers.CANDIDATES = candidates
         row = papers.measured(world, cluster, setting, exchange, 1.0, 3)
         if world.rank == 0:
             os.write(1, f"{name} {row.figures[0].value:.3f} {row.reached}\\n".encode())
@@ -89,13 +89,13 @@ with Cluster(world.link.comm) as cluster:
 
 
 @pytest.mark.timeout(100)
-def test_a_planted_serialisation_turns_a_row_of_a_suite_red(netlab):
-    """The row of `bench papers` itself, with its own limits."""
+def test_a_row_of_a_suite_misses_its_target_without_overlap(netlab):
+    """A row of `bench papers`, with its own targets. One schedule claims to overlap and does not."""
     finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=SUITE, seconds=90)
     assert finished.returncode == 0, finished.output
-    said = dict((name, (float(value), reached)) for name, value, reached in
+    printed = dict((name, (float(value), reached)) for name, value, reached in
                 re.findall(r"^(good|spoilt) ([\d.]+) (\w+)$", finished.stdout, re.MULTILINE))  # fmt: skip
-    assert said["good"][0] > 1.5 and said["spoilt"][0] < 1.3 and said["spoilt"][1] == "False", finished.output
+    assert printed["good"][0] > 1.5 and printed["spoilt"][0] < 1.3 and printed["spoilt"][1] == "False", finished.output
 
 
 INFO = """
@@ -127,7 +127,7 @@ def plan(schedule, slices):
     return fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=n, schedule=schedule, slices=slices)
 
 good = plan("ring", 4)
-bad = replace(plan("unfused_p2p", 4), schedule="ring")  # every message waits for the whole kernel, as if it had to
+bad = replace(plan("unfused_p2p", 4), schedule="ring")  # every message waits for the whole kernel
 
 def bind(plan, machine):
     return fompi.bind(plan, comm=world, backend=Emulated(machine), **tensors)
@@ -161,25 +161,25 @@ for name in ("ring", "spoilt"):
 """
 
 
-def test_a_planted_serialisation_turns_the_proof_and_a_row_red(netlab):
-    """A schedule that says it overlaps, and lets messages wait for all of the kernel: only its time is wrong."""
+def test_a_schedule_without_overlap_is_found_by_proof_and_figures(netlab):
+    """Its messages wait for the whole kernel, although it claims to overlap. Its result is right, its time is not."""
     finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=PLANTED)
     assert finished.returncode == 0, finished.output
-    said = re.findall(r"^(\w+) (\d) (\w+) .*? \| (.*)$", finished.stdout, re.MULTILINE)
-    assert len(said) == 6, finished.output
-    assert {reached for name, _, reached, _ in said if name == "ring"} == {"True"}, finished.output
-    assert {reached for name, _, reached, _ in said if name == "spoilt"} == {"False"}, finished.output
+    printed = re.findall(r"^(\w+) (\d) (\w+) .*? \| (.*)$", finished.stdout, re.MULTILINE)
+    assert len(printed) == 6, finished.output
+    assert {reached for name, _, reached, _ in printed if name == "ring"} == {"True"}, finished.output
+    assert {reached for name, _, reached, _ in printed if name == "spoilt"} == {"False"}, finished.output
     warned = {
-        name: sum(int(text.split()[0]) for other, *_, text in said if other == name) for name in ("ring", "spoilt")
+        name: sum(int(text.split()[0]) for other, *_, text in printed if other == name) for name in ("ring", "spoilt")
     }
     assert warned["spoilt"] >= 5 and warned["spoilt"] > warned["ring"], (warned, finished.output)  # of 15 calls
-    told = " ".join(text for name, *_, text in said if name == "spoilt")
-    assert re.search(r"(no overlap|slower than without overlap) on rank \d.* from rank", told), finished.output
+    warnings = " ".join(text for name, *_, text in printed if name == "spoilt")
+    assert re.search(r"(no overlap|slower than without overlap) on rank \d.* from rank", warnings), finished.output
 
 
 @pytest.mark.parametrize("choice", ["auto", "native"])
-def test_info_says_what_the_library_moves_by_itself(netlab, choice):
-    """Over a slow link it can be told: of a message that takes 30 ms. Each rank has one core here."""
+def test_info_measures_what_the_library_moves_without_help(netlab, choice):
+    """A slow link makes it measurable: a message takes 30 ms. Each rank has one core here."""
     finished = netlab("--trust", "--hosts=2", "--rate=200mbit", code=INFO.replace("CHOICE", choice))
     assert finished.returncode == 0, finished.output
     progress = json.loads(finished.stdout)["progress"]

@@ -1,4 +1,4 @@
-"""The yardstick by itself, over loopback."""
+"""Plain TCP streams between ranks, over loopback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fompi.bench.rivals import wire
 
 
 def ring(size, program):
-    """program(rank, wire) on every rank of a ring, each in a thread; what they return."""
+    """Run program(rank, wire) on every rank of a ring, each in a thread. Returns their results."""
     listeners = [wire.listen("127.0.0.1") for _ in range(size)]
     addresses = [wire.address(listener) for listener in listeners]
 
@@ -25,17 +25,17 @@ def ring(size, program):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("nbytes", [0, 1, wire.PIECE, 3 * wire.PIECE + 5])
-def test_all_at_once_again_and_again(size, nbytes):
+def test_all_ranks_at_once_several_times(size, nbytes):
     times = ring(size, lambda rank, own: [own.exchange(nbytes) for _ in range(3)])
     assert len(times) == size and all(0 < seconds < 5 for some in times for seconds in some)
 
 
-def test_it_knows_how_tcp_finds_its_rate_when_it_is_closed_too():
+def test_the_congestion_control_is_known_after_closing_too():
     known = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     assert [closed.congestion for closed in ring(2, lambda rank, own: own)] == [known, known]
 
 
-def test_in_turn():
+def test_one_rank_after_the_other():
     def program(rank, own):
         if rank:
             own.receive(1_000_000)
@@ -47,7 +47,7 @@ def test_in_turn():
     assert all(0 < seconds < 5 for seconds in ring(3, program))
 
 
-def test_a_peer_that_leaves_is_an_error():
+def test_a_closed_stream_is_an_error():
     def program(rank, own):
         if rank == 0:
             return None

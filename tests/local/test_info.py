@@ -1,4 +1,4 @@
-"""`python -m fompi info`: the text of made-up facts, and real runs in processes of their own."""
+"""`python -m fompi info`: the text for made-up facts, and real runs in new processes."""
 
 from __future__ import annotations
 
@@ -162,12 +162,12 @@ def test_text_of_progress(progress, lines):
         Process(1, "", "", frozenset()),
     ],
 )
-def test_a_record_comes_back(process):
+def test_a_record_is_unpacked_as_it_was_packed(process):
     assert Process.unpack(process.pack()) == process
     assert len(process.pack()) == len(Process(1, "", "", frozenset()).pack())
 
 
-def test_what_is_too_long_for_a_record_is_cut():
+def test_a_long_host_name_is_cut():
     long = Process(1, "h" * 300, "cpu", frozenset({3, 5000}))
     assert Process.unpack(long.pack()) == Process(1, "h" * 256, "cpu", frozenset({3}))
 
@@ -184,7 +184,7 @@ def test_local_ranks_count_per_host_and_cores_print_as_runs():
     assert [row["cores"] for row in rows] == ["0-2,9", "5", "1,3", "", "0-127"]
 
 
-def test_the_most_crowded_host_decides():
+def test_cores_per_rank_of_the_most_crowded_host():
     pinned = processes(("a", [0]), ("a", [1]), ("a", [2]))
     assert crowding(pinned) == {"cores_per_rank": 1.0, "note": None}
     free = processes(("a", range(4)), ("b", range(8)), ("b", range(8)))
@@ -197,7 +197,7 @@ def test_the_most_crowded_host_decides():
 
 
 def run(command, **environ):
-    """Run `info` as if from a shell of its own, whatever launcher started the tests."""
+    """Run `info` as if from a new shell: without the variables of a launcher that started the tests."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     for name in ("FOMPI_GPU_AWARE", "FOMPI_PROGRESS"):
         clean.pop(name, None)
@@ -210,7 +210,7 @@ def run(command, **environ):
 
 @pytest.fixture
 def stub(tmp_path):
-    """A folder with an mpi4py that fails at import, to be put first on the path."""
+    """Makes a folder with an mpi4py that fails at import. It is put first on the path."""
 
     def write(at_import="", at_import_of_mpi=""):
         package = tmp_path / "mpi4py"
@@ -241,7 +241,7 @@ def test_the_text_of_one_rank_begins_with_versions():
 
 
 @pytest.mark.parametrize(("choice", "aware"), [("0", False), ("1", True), ("maybe", None)])
-def test_the_choice_about_gpu_memory_overrules_and_is_reported(choice, aware):
+def test_the_variable_about_gpu_memory_wins_and_is_reported(choice, aware):
     mpi = json.loads(run([*RUN, "--json"], FOMPI_GPU_AWARE=choice))["mpi"]
     assert mpi["gpu_aware"] is aware
     assert mpi["gpu_aware_source"].startswith(f"FOMPI_GPU_AWARE={choice}")
@@ -279,8 +279,8 @@ def test_singletons_print_once_and_warn():
     assert run(RUN, **torchrun, RANK="1") == ""
 
 
-def test_the_mpirun_of_the_other_library():
-    """MPICH under a PMIx launcher would end the process; Open MPI under Hydra is N jobs of one rank."""
+def test_the_mpirun_of_another_library():
+    """MPICH with a PMIx launcher would end the process. Open MPI with Hydra becomes N jobs of one rank."""
     library = json.loads(run([*RUN, "--json"]))["mpi"]["library"]
     if library == "MPICH":
         foreign = {"PMIX_NAMESPACE": "prterun-1@1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}

@@ -27,13 +27,13 @@ class Mpi:
         mpirun = str(own) if own.exists() else shutil.which("mpirun")
         if not mpirun:
             raise Refused(f"there is no mpirun beside {own.parent}/python, nor on PATH: pip install mpich")
-        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
         names = {"HYDRA": "mpich", "Open MPI": "openmpi"}
-        name = next((name for word, name in names.items() if word in said), None)
+        name = next((name for word, name in names.items() if word in version), None)
         if name is None:
             raise Refused(f"{mpirun} is neither MPICH's nor Open MPI's: call the python of an environment with one")
         if wanted not in (None, name):
-            raise Refused(f"{mpirun} is that of {name}: for {wanted} call the python of an environment with that")
+            raise Refused(f"{mpirun} belongs to {name}: for {wanted} call the python of an environment with it")
         return cls(name, mpirun)
 
     def launch(self, ranks: int, slots: str) -> list[str]:

@@ -22,10 +22,10 @@ from cluster.values import REFUSED, Lab, Refused
 TOOLS = Path(__file__).resolve().parent.parent
 WIRE = TOOLS.parent / "fompi" / "bench" / "rivals" / "wire.py"
 PORT = 5077  # of the TCP measurement; a new host has only free ports
-IDLE_SECONDS = 0.3
-TOO_FAST, TOO_SLOW = 1.03, 0.93
-ATTEMPTS = 3
-TOGETHER = "all at once"
+IDLE_SECONDS = 0.3  # silence before a message, so that the token buckets are full
+TOO_FAST, TOO_SLOW = 1.03, 0.93  # the allowed range of measured / requested rate
+ATTEMPTS = 3  # a measurement that is too slow is repeated this often at most
+TOGETHER = "all at once"  # the row of the table in which all hosts send
 
 
 class Ring(Protocol):
@@ -125,17 +125,18 @@ def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment:
         launched, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        said = job.communicate(timeout=seconds)[0]
+        output = job.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
-        said = f"{end_job(job, signal.SIGTERM)}no end within {seconds:.0f} s"
-    found = re.search(r'^\{"alone".*\}$', said, re.MULTILINE)
-    if job.returncode or not found:
-        output = "\n".join(f"    {line}" for line in said.strip().splitlines()[-20:])
+        output = f"{end_job(job, signal.SIGTERM)}no end within {seconds:.0f} s"
+    result = re.search(r'^\{"alone".*\}$', output, re.MULTILINE)
+    if job.returncode or not result:
+        last = "\n".join(f"    {line}" for line in output.strip().splitlines()[-20:])
         raise Refused(
-            f"{mpi.name} cannot be started on the hosts: is mpi4py there, made for {mpi.mpirun}? It said:\n{output}",
+            f"{mpi.name} cannot be started on the hosts: is mpi4py installed, and built for {mpi.mpirun}? "
+            f"Its output:\n{last}",
             REFUSED,
         )
-    return Times(**{name: tuple(values) for name, values in json.loads(found[0]).items()})
+    return Times(**{name: tuple(values) for name, values in json.loads(result[0]).items()})
 
 
 def probe(sizes: Sequence[int]) -> int:
@@ -222,10 +223,10 @@ def fault(lab: Lab, name: str, times: Times) -> str:
             continue
         reached = f"{name} moves {share * rate / 1e6:.1f} MB/s where the links carry {rate / 1e6:.1f} ({way})"
         if share <= TOO_FAST:
-            return f"{reached}: end what else runs here, lower --rate, or say --trust"
+            return f"{reached}: end other programs on this machine, lower --rate, or use --trust"
         if name == "tcp":
             return f"{reached}: its bucket is too deep for so short a message: take a larger --size"
-        return f"{reached}: it goes round the links, by shared memory? It must use TCP over eth0"
+        return f"{reached}: it bypasses the links, perhaps by shared memory; it must use TCP over eth0"
     return ""
 
 
@@ -250,4 +251,4 @@ def measure(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dic
     for line in faults:
         log(f"{line} (trusted)" if trust else line)
     if faults and not trust:
-        raise Refused("the links are not what was asked for: the job was not started", REFUSED)
+        raise Refused("the links do not carry the requested rates: the job was not started", REFUSED)

@@ -45,7 +45,7 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0) -> 
     try:
         libc("mount", source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), None)
     except OSError as error:
-        raise Refused(f"{target} cannot be mounted ({error.strerror}): in a container say --privileged") from None
+        raise Refused(f"{target} cannot be mounted ({error.strerror}): in a container use --privileged") from None
 
 
 def enclose(body: Callable[[], int]) -> int:
@@ -66,7 +66,7 @@ def enclose(body: Callable[[], int]) -> int:
             Path("/proc/self/gid_map").write_text(f"0 {group} 1")
     except OSError as error:
         raise Refused(
-            f"this kernel lets us make no network namespace ({error.strerror}): run as root, or allow user namespaces "
+            f"this kernel does not allow network namespaces ({error.strerror}): run as root, or allow user namespaces "
             "(sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, on Ubuntu "
             "kernel.apparmor_restrict_unprivileged_userns=0); in a container: --privileged"
         ) from None
@@ -112,7 +112,7 @@ def exit_status(body: Callable[[], int]) -> int:
         log(str(refused))
         return refused.status
     except OSError as error:  # from the kernel: no more namespaces, processes or memory
-        log(f"this machine does not let us go on: {error}")
+        log(f"this machine cannot continue: {error}")
         return REFUSED
     except Interrupted as interrupted:
         return 128 + interrupted.number

@@ -16,7 +16,7 @@ FRAMES = 4096  # bytes; a smaller bucket passes nothing
 LATENCY = "100ms"  # the longest time in a queue
 CONGESTION = ("cubic", "reno")  # the default of Linux; the one that every kernel has
 SIZE_SECONDS = 0.067  # a measured message lasts as long as 8 MB at 1 Gbit/s
-LEAST_SIZE = 250_000
+LEAST_SIZE = 250_000  # bytes; a shorter message measures latency more than the rate
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SIZES = {"B": 1, "kB": 10**3, "MB": 10**6, "KiB": 2**10, "MiB": 2**20}
 
@@ -41,7 +41,7 @@ class Rate:
     def parse(cls, text: str) -> Rate:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]bit)", text.strip().lower())
         if not match:
-            raise Refused(f"'{text}' is no rate: write it as 250mbit or 1gbit")
+            raise Refused(f"'{text}' is not a rate: write it as 250mbit or 1gbit")
         bits = round(float(match[1]) * UNITS[match[2]])
         if not 10**6 <= bits <= 32 * 10**9:
             raise Refused(f"a rate of {text} cannot be shaped faithfully: take 1mbit to 32gbit")
@@ -79,8 +79,10 @@ class Change:
         link, what = [*line.split(), "", ""][:2]
         links = [*lab.names, *(["between"] if lab.between else [])]
         if link not in links or len(line.split()) != 2:
-            raise Refused(f"'{line}' is no change of a link: write LINK RATE, LINK cut or LINK restore, with LINK of "
-                          f"{', '.join(links)}")  # fmt: skip
+            raise Refused(
+                f"'{line}' is not a change of a link: write LINK RATE, LINK cut or LINK restore, with LINK of "
+                f"{', '.join(links)}"
+            )
         change = cls(link, what if what in ("cut", "restore") else Rate.parse(what))
         if isinstance(change.what, Rate) and link != "between":
             rates = [change.what if name == link else rate for name, rate in zip(lab.names, lab.rates, strict=True)]
@@ -155,7 +157,7 @@ def lab_of(options: argparse.Namespace) -> Lab:
         if not between:
             raise Refused("--groups needs the rate of the slow link between them: --between 100mbit")
     elif between:
-        raise Refused("--between is a link between groups: say --groups 2x2 too")
+        raise Refused("--between is a link between groups: give --groups 2x2 too")
     if options.rates:
         rates = tuple(Rate.parse(text) for text in options.rates.split(","))
     else:
@@ -166,7 +168,7 @@ def lab_of(options: argparse.Namespace) -> Lab:
         raise Refused(f"a cluster of {len(rates)} hosts is not possible: take 2 to 250")
     ranks = len(rates) if options.ranks is None else options.ranks
     if ranks < len(rates):
-        raise Refused(f"{ranks} ranks leave some of {len(rates)} hosts without one: take fewer hosts")
+        raise Refused(f"{ranks} ranks leave some of {len(rates)} hosts without a rank: take fewer hosts")
     capacity = Rate.parse(options.capacity).bits if options.capacity else CORE_BITS * len(os.sched_getaffinity(0))
     check_capacity(rates, capacity)
     congestion = options.congestion
@@ -184,7 +186,7 @@ def check_capacity(rates: Sequence[Rate], capacity: int) -> None:
     total = sum(rate.bits for rate in rates)
     if total > capacity:
         raise Refused(f"{total / 1e9:g} Gbit/s of all hosts together are more than this machine can carry (about "
-                      f"{capacity / 1e9:g}): lower --rate, take fewer hosts, or say --capacity")  # fmt: skip
+                      f"{capacity / 1e9:g}): lower --rate, take fewer hosts, or give --capacity")  # fmt: skip
 
 
 def size_of(text: str | None) -> int | None:
