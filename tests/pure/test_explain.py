@@ -191,7 +191,7 @@ def test_estimates_are_near_simulated_times():
         for candidate, seconds in simulated(made, sizes, machine).items():
             if candidate.schedule not in ("unfused", "sliced"):
                 ratio = estimate(made, sizes, machine, candidate) / seconds
-                assert 1 / ESTIMATE_FACTOR < ratio < ESTIMATE_FACTOR, candidate
+                assert 1 / 1.5 < ratio < 1.5, candidate
 
 
 def test_collectives_that_were_measured_on_another_number_of_ranks():
