@@ -1,4 +1,4 @@
-"""A schedule of your own: which rank sends what, and which kernels run between. fompi proves it before it runs.
+"""A schedule of your own: which rank sends what, and which kernels run between. fompi verifies it before it runs.
 
     mpirun -n 3 python examples/own_schedule.py
 

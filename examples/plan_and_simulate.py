@@ -1,4 +1,4 @@
-"""A plan is a value: make it, prove it, and predict its time on a machine, without MPI and without data.
+"""A plan is a value: make it, verify it, and predict its time on a machine, without MPI and without data.
 
     python examples/plan_and_simulate.py
 
@@ -13,7 +13,7 @@ x = Spec((3072, 1024), "float32", Shard(0))
 w = Spec((1024, 1536), "float32", Shard(1))
 
 plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=3, schedule="ring")
-fompi.verify(plan)  # proves that the plan ends with the right result; a PlanError names the rank and the op at fault
+fompi.verify(plan)  # checks that the plan ends with the right result; a PlanError names the rank and the op at fault
 print(plan)  # one column for each rank: x[0]>1 sends block 0 of x to rank 1, full[2]<2 receives block 2 from rank 2
 
 machine = fompi.Machine.load("gigabit")  # or a file that `python -m fompi calibrate` writes

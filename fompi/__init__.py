@@ -36,7 +36,7 @@ There are three ways to use an operation:
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fompi.base.errors import (
     DriftWarning,
@@ -88,7 +88,9 @@ from fompi.traces.proof import Proof
 from fompi.traces.timeline import timeline
 from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
-from fompi.tuning.calibrate import calibrate
+
+if TYPE_CHECKING:
+    from fompi.tuning.calibrate import calibrate
 
 __all__ = [
     # operations
@@ -159,7 +161,9 @@ HOOKS.differentiable = _differentiable
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fompi.torch` and `fompi.jax` at first use, because both packages are optional."""
+    """Import what few programs use at the first use of its name: `calibrate`, and the doors of torch and jax."""
+    if name == "calibrate":
+        return import_module("fompi.tuning.calibrate").calibrate
     if name in ("torch", "jax"):
         return import_module(f"fompi.{name}")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

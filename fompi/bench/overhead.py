@@ -221,7 +221,7 @@ def _calibrated(machine: Any) -> Any:
 def choosing(options: Options) -> list[Row]:
     """A choice by the model, as a call with FOMPI_MACHINE makes it: cold with this rank's program, then warm."""
     from fompi.model.machine import Machine
-    from fompi.planner import choose
+    from fompi.planner.choose import choose_schedule, clear_choices
     from fompi.runtime.compiled import Compiled
     from fompi.schedules.registry import write
 
@@ -239,9 +239,9 @@ def choosing(options: Options) -> list[Row]:
         for name, machine in machines.items():
             seconds = samples[f"{name}, cold"] = []
             for _ in range(options.rounds if ranks < 100 else min(options.rounds, COLD_ROUNDS)):
-                choose.clear_choices()
+                clear_choices()
                 begun = perf_counter()
-                schedule, slices = choose.choose(made, 4096, True, machine)
+                schedule, slices = choose_schedule(made, 4096, True, machine)
                 Compiled(write(made, schedule, slices), 0)
                 seconds.append(perf_counter() - begun)
             figures.append(median_figure(f"{name}, cold", seconds, "ms", most=most))
@@ -251,7 +251,7 @@ def choosing(options: Options) -> list[Row]:
     for _ in range(options.rounds):
         begun = perf_counter()
         for _ in range(CALLS):
-            choose.choose(made, 4096, True, machine)
+            choose_schedule(made, 4096, True, machine)
         warm.append((perf_counter() - begun) / CALLS)
     again = Row("the same choice again", "", {"warm": warm}, figures=[median_figure("warm", warm, most=5)])
     return [*made_rows, again]

@@ -47,7 +47,7 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}, hierarchical(RANKS)")
     parser.add_argument("--slices", metavar="N | A,B,...", help="equal slices, or their sizes in proportion: 1,2,4")
     parser.add_argument("--window", type=int, help="sends of a rank that are in flight (the schedule's own number)")
-    parser.add_argument("--verify", action="store_true", help="prove the plan first")
+    parser.add_argument("--verify", action="store_true", help="verify the plan first")
 
 
 def named_machine(options: argparse.Namespace) -> fompi.Machine | None:
@@ -74,7 +74,7 @@ def specs_of(options: argparse.Namespace) -> list[Spec]:
 
 
 def plan_of(options: argparse.Namespace, machine: fompi.Machine | None) -> fompi.Plan:
-    """The plan. With --verify it is proven, and one line on standard error says so."""
+    """The plan. With --verify it is verified, and one line on standard error says so."""
     plan = fompi.plan(
         options.operation,
         *specs_of(options),

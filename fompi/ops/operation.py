@@ -28,7 +28,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import SIGNATURE_BITS, Agreement, digest
 from fompi.engine.tasks import Task
 from fompi.ops.arguments import Arguments, LocalCall, localise
-from fompi.planner.choose import choose, decode_rows, encode_rows, window_of_call
+from fompi.planner.choose import choose_schedule, decode_rows, encode_rows, window_of_call
 from fompi.plans.plan import MOST_MESSAGES
 from fompi.plans.problems import Problem
 from fompi.plans.verify import verify
@@ -43,7 +43,7 @@ Array = np.ndarray[Any, Any]
 VERIFIED_RANKS = 8
 """Plans for at most this many ranks are verified at first use. Verification takes longer with more ranks.
 
-Plans for more ranks are only proven by the tests, except those of schedules that a user has registered.
+Plans for more ranks are only verified by the tests, except those of schedules that a user has registered.
 """
 
 
@@ -330,7 +330,9 @@ class Pending:
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
             machine = self._comm.machine if same_problem else None  # for different problems the choices could differ
-            schedule, best_slices = choose(problem, total, self._comm.network, machine, self._comm.crowded, even)
+            schedule, best_slices = choose_schedule(
+                problem, total, self._comm.network, machine, self._comm.crowded, even
+            )
             if slices is None:
                 slices = best_slices
             elif messages_per_peer(problem, schedule, slices) > MOST_MESSAGES:

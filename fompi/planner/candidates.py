@@ -37,7 +37,7 @@ MOST_OPS, FEW_OPS = 20_000, 600
 """A candidate with more ops per rank than MOST_OPS is left out. While a call waits for the choice, FEW_OPS holds."""
 
 USER_SLICES = (1, 4)
-"""Slices of schedules that users register. There are few, because each plan is proven first."""
+"""Slices of schedules that users register. There are few, because each plan is verified first."""
 
 MOST_PEERS_AT_ONCE = 64
 """With more ranks than this, no rank sends to all other ranks at once, only to one after the other.

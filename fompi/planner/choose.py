@@ -56,7 +56,7 @@ In `pairwise` all ranks wait for the longest message of each step. So it is only
 """
 
 
-def choose(
+def choose_schedule(
     problem: Problem,
     rows: int | None,
     network: bool = False,
@@ -193,7 +193,7 @@ def plan_for(
         window = best_window if window is None else window
         sizes = sizes if rows is None else Sizes(rows)
     elif schedule == "auto":
-        (name, cut), order = choose(problem, None if sizes.pairs else sum(sizes.rows)), ()
+        (name, cut), order = choose_schedule(problem, None if sizes.pairs else sum(sizes.rows)), ()
     elif is_available(problem, schedule):
         name, cut, order = schedule, 1, ()
     else:

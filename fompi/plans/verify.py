@@ -1,6 +1,6 @@
-"""The proof of a plan, on values without data. `verify(plan)` raises PlanError with rank, op and chunk if it fails.
+"""Is a plan right? `verify(plan)` walks it without data, and raises PlanError with rank, op and chunk if it is not.
 
-It proves these properties for every number of rows and for every interleaving of the lanes:
+It verifies these properties for every number of rows and for every interleaving of the lanes:
 
 * Each send has its receive, with the same rows, shape and dtype. All ranks call collectives in the same order.
 * No op reads a block before it is written. No op writes an input. No op writes a block that it reads, except a sum in
@@ -9,7 +9,7 @@ It proves these properties for every number of rows and for every interleaving o
 * At the end every output block holds the sum of exactly the terms that the operation defines. Results of half type
   were rounded once.
 
-One execution of the plan is enough for the proof. What an op waits for follows from everything that it reads and writes
+One execution of the plan is enough. What an op waits for follows from everything that it reads and writes
 (`dependencies.constraints`). So two ops that touch the same block, one of them writing, never run at the same time.
 And the start of one op never prevents the start of another. So either all interleavings end in the same state, or none
 ends.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, overload
@@ -35,7 +36,6 @@ from fompi.schedules.registry import IN_RING_ORDER
 from fompi.traces.drift import WARN_DRIFT, Drift, differ
 from fompi.traces.trace import Trace
 from fompi.tuning import autotune
-from fompi.tuning.calibrate import refit
 
 CHECK_CALLS = 8
 """The ranks compare the times of an operation that adapts every CHECK_CALLS calls."""
@@ -124,7 +124,7 @@ def _bind_explanation(
         refusal = PlanError(f"the explanation is for {explanation.problem.size} ranks, {comm!r} has {comm.size}")
     text = f"bind({binding.description}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
     backend_ids = agree(comm, text, refusal, value=backend_id)
-    candidate = binding.choose_fastest(backend_ids) if effort == "measure" else explanation.winner.candidate
+    candidate = binding.measure_fastest(backend_ids) if effort == "measure" else explanation.winner.candidate
     return Adaptive(binding, candidate, adapt)
 
 
@@ -149,7 +149,7 @@ class _Binding:
     def executor(self, candidate: Candidate) -> Executor:
         return executor.bind(self.explanation.plan_of(candidate), comm=self.comm, **self.given)
 
-    def choose_fastest(self, backend_ids: Sequence[int]) -> Candidate:
+    def measure_fastest(self, backend_ids: Sequence[int]) -> Candidate:
         """The fastest of the best candidates. `backend_ids` are those of all ranks. Collective.
 
         The choice is kept only if kernels are identified on all ranks.
@@ -169,7 +169,7 @@ class _Binding:
         key = f"bound {self.description} by {digest(str(backend_ids)):014x}"
         is_usable, keep = self.explanation.has, all(backend_ids)
         try:
-            return autotune.choose_fastest(self.comm, key, list_candidates, is_usable, time_call, keep)
+            return autotune.fastest_of(self.comm, key, list_candidates, is_usable, time_call, keep)
         finally:
             for step in steps.values():
                 step.close()
@@ -178,7 +178,7 @@ class _Binding:
         """Measure the links again, and explain the problem on the changed machine. Collective."""
         before = self.explanation
         computes = bool(before.problem.weights or before.problem.gradients)
-        machine = refit(before.machine, self.comm, computes)
+        machine = import_module("fompi.tuning.calibrate").refit(before.machine, self.comm, computes)  # few need it
         now = explain(before.problem, before.sizes, machine, before.at, events=MOST_EVENTS)
         if self.same_bits:
             alike = tuple(judged for judged in now.judged if sums_alike(before.problem, judged.candidate, current))

@@ -52,7 +52,9 @@ MOST_CANDIDATES = 5
 """How many candidates are measured, beside those without overlap."""
 
 
-def choose(operation: Operation, arguments: Arguments, local: LocalCall, comm: Communicator) -> tuple[str, Slices]:
+def measured_schedule(
+    operation: Operation, arguments: Arguments, local: LocalCall, comm: Communicator
+) -> tuple[str, Slices]:
     """Schedule and slices of the fastest candidate for a call. Collective; it runs the candidates if none is known.
 
     A known choice is used again if every rank has the same problem as then, and if all ranks together have about as
@@ -81,7 +83,7 @@ def choose(operation: Operation, arguments: Arguments, local: LocalCall, comm: C
         fits = messages_per_peer(problem, candidate.schedule, candidate.slices) <= MOST_MESSAGES
         return fits and candidate.fits_call(problem.size) and is_available(problem, candidate.schedule)
 
-    best = choose_fastest(comm, key, list_candidates, is_usable, time_call)
+    best = fastest_of(comm, key, list_candidates, is_usable, time_call)
     return best.schedule, best.slices
 
 
@@ -100,7 +102,7 @@ def best_by_model(explanation: Explanation, is_usable: Callable[[Candidate], boo
     return [c for c in usable if c not in UNFUSED][:MOST_CANDIDATES] + [c for c in usable if c in UNFUSED]
 
 
-def choose_fastest(
+def fastest_of(
     comm: Communicator,
     key: str,
     list_candidates: Callable[[], Iterable[Candidate]],
@@ -234,4 +236,4 @@ def _store(comm: Communicator, key: str, best: Candidate) -> None:
             draft.unlink(missing_ok=True)
 
 
-HOOKS.measure = choose
+HOOKS.measure = measured_schedule

@@ -17,7 +17,7 @@ from fompi import Partial, Shard, Spec
 from fompi.model.machine import Machine
 from fompi.planner.candidates import Candidate
 from fompi.traces import drift
-from fompi.tuning import adaptive
+from fompi.tuning import adaptive, calibrate
 
 pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores would be slow and test nothing new"),
@@ -60,7 +60,7 @@ def test_the_plan_changes_if_calls_take_longer(own, cache, monkeypatch):
     other = next(judged for judged in others if judged.proof is not None)
     rest = (judged for judged in explanation.judged if judged is not other)
     changed = replace(explanation, judged=(other, *rest))
-    monkeypatch.setattr(adaptive, "refit", lambda machine, comm, computes: machine)
+    monkeypatch.setattr(calibrate, "refit", lambda machine, comm, computes: machine)
     monkeypatch.setattr(adaptive, "explain", lambda *args, **options: changed)
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)  # times always differ
     monkeypatch.setattr(adaptive, "REFIT_SHARE", 1e9)
@@ -85,7 +85,7 @@ def test_same_bits_keeps_the_order_of_sums(own, cache, monkeypatch):
     if own.size == 1:
         return
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)
-    monkeypatch.setattr(adaptive, "refit", lambda machine, *_: replace(machine, bandwidth=1e3, latency=0.1))
+    monkeypatch.setattr(calibrate, "refit", lambda machine, *_: replace(machine, bandwidth=1e3, latency=0.1))
     monkeypatch.setattr(adaptive, "REFIT_SHARE", 1e9)
     with fompi.bind(explanation, comm=own, x=x, w=w, adapt=True, same_bits=True) as step:
         for _ in range(2 * adaptive.CHECK_CALLS):
@@ -100,7 +100,7 @@ def test_same_bits_keeps_the_plan_if_no_candidate_sums_alike(own, cache, monkeyp
     if own.size == 1:
         return
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)
-    monkeypatch.setattr(adaptive, "refit", lambda machine, *_: machine)
+    monkeypatch.setattr(calibrate, "refit", lambda machine, *_: machine)
     monkeypatch.setattr(adaptive, "sums_alike", lambda *_: False)
     with fompi.bind(explanation, comm=own, x=x, w=w, adapt=True, same_bits=True) as step:
         for _ in range(2 * adaptive.CHECK_CALLS):
@@ -126,7 +126,7 @@ def test_measuring_links_again_takes_no_more_than_its_share(own, cache, monkeypa
     explanation, x, w, y = scatter(own)
     refits = []
     monkeypatch.setattr(adaptive, "differ", lambda *times: True)
-    monkeypatch.setattr(adaptive, "refit", lambda machine, *_: refits.append(sleep(0.1)) or machine)
+    monkeypatch.setattr(calibrate, "refit", lambda machine, *_: refits.append(sleep(0.1)) or machine)
     for share, most in ((1e9, 5), (1e-3, 1)):
         monkeypatch.setattr(adaptive, "REFIT_SHARE", share)
         refits.clear()

@@ -16,6 +16,7 @@ from fompi.model.machine import PRESETS, Machine
 from fompi.model.simulate import representatives, symmetry
 from fompi.planner import choose
 from fompi.planner.candidates import candidates
+from fompi.planner.choose import choose_schedule
 from fompi.planner.explain import MOST_EVENTS, explain
 from fompi.plans.dependencies import constraints
 from fompi.plans.plan import MOST_MESSAGES, Recv, Send
@@ -30,7 +31,7 @@ def test_the_rule_chooses_an_available_schedule():
         for ranks in (1, 2, 8):
             made = problem_of(operation, ranks)
             for rows, network, crowded in product((None, 0, 10, 10**9), (False, True), (False, True)):
-                name, slices = choose.choose(made, rows, network, None, crowded)
+                name, slices = choose_schedule(made, rows, network, None, crowded)
                 assert name in registry.available(made) and slices >= 1
 
 
@@ -41,12 +42,12 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose.plan_for(products, small).parts == 1 and choose.plan_for(products, large).parts == 2
     assert choose.plan_for(products, large, slices=3).parts == 3
     assert choose.plan_for(products, large, "bidirectional").parts == 2
-    assert choose.choose(sums, 10**8, network=True) == choose.choose(products, 10**8, network=True) == ("ring", 4)
-    assert choose.choose(products, 100, network=True) == ("direct", 1)
+    assert choose_schedule(sums, 10**8, network=True) == choose_schedule(products, 10**8, network=True) == ("ring", 4)
+    assert choose_schedule(products, 100, network=True) == ("direct", 1)
     combine = problem_of("matmul_all_to_all", 4)
-    assert choose.choose(combine, 10**8, network=True) == ("direct", 4)
+    assert choose_schedule(combine, 10**8, network=True) == ("direct", 4)
     for rows, network in ((10**8, False), (100, True), (0, True), (None, True)):
-        assert choose.choose(combine, rows, network=network) == ("direct", 1)
+        assert choose_schedule(combine, rows, network=network) == ("direct", 1)
 
 
 def test_a_large_all_to_all_over_a_network_is_cut_into_slices():
@@ -55,12 +56,12 @@ def test_a_large_all_to_all_over_a_network_is_cut_into_slices():
     cuts = {0: 1, 500 << 10: 1, 512 << 10: 8, 1 << 20: 8, 7 << 20: 8, 8 << 20: 16, 16 << 20: 32, 1 << 30: 64}
     for nbytes, slices in cuts.items():
         rows = 16 * nbytes // row  # from all ranks to all ranks together
-        assert choose.choose(made, rows, network=True) == ("direct" if slices == 1 else "pairwise", slices)
-        assert choose.choose(made, rows, network=True, even=False) == ("direct", slices)
-        assert choose.choose(made, rows) == ("direct", 1)
+        assert choose_schedule(made, rows, network=True) == ("direct" if slices == 1 else "pairwise", slices)
+        assert choose_schedule(made, rows, network=True, even=False) == ("direct", slices)
+        assert choose_schedule(made, rows) == ("direct", 1)
         assert choose.window_of_call(made, "direct", slices, True, False) == (None if slices == 1 else 2)
     two = problem("all_to_all", 2, Form((8, 256), "float32"))
-    assert choose.choose(two, 1 << 30, network=True) == ("direct", 1)
+    assert choose_schedule(two, 1 << 30, network=True) == ("direct", 1)
     assert not choose.window_of_call(two, "direct", 4, True, False)
     assert not choose.window_of_call(problem_of("all_gather", 4), "direct", 4, True, False)
 
@@ -101,7 +102,7 @@ def test_a_ring_of_very_many_ranks_has_fewer_slices_or_is_not_chosen():
     """The number of message tags limits the number of messages to a neighbour."""
     for ranks, expected in ((512, ("ring", 4)), (513, ("ring", 1)), (2048, ("ring", 1)), (2049, ("direct", 1))):
         made = problem("all_reduce", ranks, Form((1 << 30,), "float32"))
-        assert choose.choose(made, 1 << 34, network=True) == expected
+        assert choose_schedule(made, 1 << 34, network=True) == expected
         name, slices = expected
         assert messages_per_peer(made, name, slices) <= MOST_MESSAGES
     gigabit = Machine.load("gigabit")
@@ -113,29 +114,29 @@ def test_products_stay_in_one_piece_if_no_core_is_free():
     for operation in ("all_gather_matmul", "matmul_all_reduce", "all_to_all_matmul", "all_gather_weight_gradient"):
         for rows in (None, 10, 10**9):
             expected = "unfused" if operation == "matmul_all_reduce" and rows == 10 else "unfused_p2p"
-            assert choose.choose(problem_of(operation, 4), rows, crowded=True) == (expected, 1)
-    assert choose.choose(problem_of("all_reduce", 4), 10, crowded=True) == ("exchange", 1)
-    assert choose.choose(problem_of("all_gather", 4), 10, crowded=True) == ("direct", 1)
-    assert choose.choose(problem_of("all_gather_matmul", 1), 10, crowded=True) == ("direct", 1)
+            assert choose_schedule(problem_of(operation, 4), rows, crowded=True) == (expected, 1)
+    assert choose_schedule(problem_of("all_reduce", 4), 10, crowded=True) == ("exchange", 1)
+    assert choose_schedule(problem_of("all_gather", 4), 10, crowded=True) == ("direct", 1)
+    assert choose_schedule(problem_of("all_gather_matmul", 1), 10, crowded=True) == ("direct", 1)
 
 
 def test_the_model_chooses_once_for_each_power_of_two():
     """Most new sizes cost nothing. Without the number of rows, the rule chooses."""
     machine = Machine.load("gigabit")
     made = problem("matmul_reduce_scatter", 4, Form((4096, 512), "float32"), [Form((512, 1024), "float32")])
-    first = choose.choose(made, 4096, True, machine)
-    assert first == choose.choose(made, 5000, True, machine) == choose.choose(made, 8191, True, machine)
-    assert choose.choose(made, 0, True, machine) == choose.choose(made, 0, True)
-    assert choose.choose(made, None, True, machine) == choose.choose(made, None, True)
+    first = choose_schedule(made, 4096, True, machine)
+    assert first == choose_schedule(made, 5000, True, machine) == choose_schedule(made, 8191, True, machine)
+    assert choose_schedule(made, 0, True, machine) == choose_schedule(made, 0, True)
+    assert choose_schedule(made, None, True, machine) == choose_schedule(made, None, True)
 
 
 def test_the_model_chooses_pairwise_only_for_even_ranks():
     """The simulation has even rows, so it may find that `pairwise` is the best."""
     for size, name in product((8, 72), PRESETS):
         made = problem("all_to_all", size, Form((8, 256), "float32"))
-        assert choose.choose(made, 1 << 20, True, Machine.load(name), even=False)[0] != "pairwise"
+        assert choose_schedule(made, 1 << 20, True, Machine.load(name), even=False)[0] != "pairwise"
         if size == 72 or name == "gigabit":
-            assert choose.choose(made, 1 << 20, True, Machine.load(name))[0] == "pairwise"
+            assert choose_schedule(made, 1 << 20, True, Machine.load(name))[0] == "pairwise"
 
 
 def test_calls_of_many_ranks_send_direct_messages_one_after_the_other():
@@ -162,7 +163,7 @@ def test_a_choice_with_one_slow_rank_simulates_few_ranks(monkeypatch):
         return representatives(plan, on)
 
     monkeypatch.setattr(import_module("fompi.planner.explain"), "representatives", counted)
-    name, _ = choose.choose(made, 1 << 24, machine=machine)
+    name, _ = choose_schedule(made, 1 << 24, machine=machine)
     assert simulated and max(simulated) <= 8 and registry.is_available(made, name)
 
 
@@ -176,5 +177,5 @@ def test_the_choice_of_a_call_is_near_the_best(operation, ranks, name):
     sizes = Sizes((rows // ranks,) * ranks)
     judged = explain(made, sizes, machine, events=MOST_EVENTS).judged
     best = min(trace.seconds for candidate, _, _, trace in judged if trace is not None and candidate.fits_call(ranks))
-    chosen = registry.write(made, *choose.choose(made, rows, machine=machine), sizes)
+    chosen = registry.write(made, *choose_schedule(made, rows, machine=machine), sizes)
     assert representatives(chosen, machine).seconds <= 1.1 * best

@@ -27,6 +27,7 @@ from fompi.model.machine import Machine
 from fompi.model.twin import twin
 from fompi.ops.operations import OPERATIONS
 from fompi.planner import choose
+from fompi.planner.choose import choose_schedule
 from fompi.plans import problems
 from fompi.plans.plan import Compute, Recv, Send
 from fompi.plans.problems import MEANING, Form, problem
@@ -341,7 +342,7 @@ def test_arguments_of_a_wrong_type():
 
 def test_a_registration_clears_the_cache_of_choices(forgotten):
     problem, machine = problem_of("all_gather", 4), Machine.load("gigabit")
-    choose.choose(problem, 1 << 20, machine=machine)
+    choose_schedule(problem, 1 << 20, machine=machine)
     assert choose._by_model.cache_info().currsize
     fompi.schedule("send_to_all", "all_gather")(send_to_all)
     assert not choose._by_model.cache_info().currsize
