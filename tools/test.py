@@ -107,9 +107,9 @@ def legs() -> list[Leg]:
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))
     for mpi in ENVIRONMENTS:
-        found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))
+        found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))  # one process: these tests measure links
     if (ROOT / "tests/docs").exists():
-        found.append(Leg("docs", "mpich", 600, ("tests/docs",)))
+        found.append(Leg("docs", "mpich", 600, ("-n", "2", "tests/docs")))
     return found
 
 
@@ -133,7 +133,8 @@ def command_of(leg: Leg, expression: str | None, logs: Path, marker: str) -> lis
         return list(leg.command)
     # -v names a test before it starts. A test that hangs is thus known.
     pytest = ["python", "-m", "pytest", "-v", *leg.command, *(("-k", expression) if expression else ())]
-    pytest += ["-m", marker] if marker else []
+    markers = [marker or "not soak", *(["not one_mpi"] if leg.mpi != "mpich" else [])]
+    pytest += ["-m", " and ".join(markers)]
     if not leg.ranks:
         return [*pytest, f"--junitxml={logs}/rank-0.xml"]
     # Every rank writes its own report and output. Only the shell that mpirun starts knows the rank.

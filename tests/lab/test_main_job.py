@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import job
+import pytest
 from cluster.values import Rate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -18,6 +19,7 @@ HOSTS, RATE, WIDTH, BATCH = 2, "200mbit", 512, 512
 SMALLER = f"--width {WIDTH} --batch {BATCH} --hidden 128 --epochs 16"  # argparse takes the last value of an option
 
 
+@pytest.mark.one_mpi
 def test_make_lab(kernel, tmp_path):
     picture = tmp_path / "lab.svg"
     variables = [f"LAB=--hosts {HOSTS} --rate {RATE} --trust", f"ARGS={SMALLER} --timelines {picture}"]

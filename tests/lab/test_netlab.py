@@ -72,6 +72,7 @@ def near(rate):
 # ------------------------------------------------------------------------------------------------------- real clusters
 
 
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("options", [(), ("--congestion=reno",)], ids=["default", "chosen"])
 def test_the_hosts_have_a_congestion_control_of_their_own(netlab, options):
     code = "import os; os.write(1, open('/proc/sys/net/ipv4/tcp_congestion_control').read().encode())"
@@ -81,6 +82,7 @@ def test_the_hosts_have_a_congestion_control_of_their_own(netlab, options):
     assert finished.stdout.split() == [name, name] and f"TCP {name}" in finished.stderr, finished.output
 
 
+@pytest.mark.one_mpi
 @pytest.mark.skipif(not os.access("/dev/cpu_dma_latency", os.W_OK), reason="cores cannot be kept awake here")
 def test_cores_stay_awake_while_the_hosts_exist(netlab):
     code = "import os; os.write(1, os.read(os.open('/dev/cpu_dma_latency', os.O_RDONLY), 4).hex().encode() + b'\\n')"
@@ -90,6 +92,7 @@ def test_cores_stay_awake_while_the_hosts_exist(netlab):
         assert latency.read(4) != bytes(4)
 
 
+@pytest.mark.one_mpi
 @pytest.mark.parametrize(("name", "why"), [("none", " (No such file or directory)"), ("", "")])
 def test_congestion_control_that_the_kernel_lacks(netlab, name, why):
     finished = netlab("--hosts=2", "--rate=100mbit", f"--congestion={name}", code="")
@@ -124,6 +127,7 @@ sys.exit(7 if rank == 0 else 0)
     assert not finished.left_behind
 
 
+@pytest.mark.one_mpi
 def test_groups_with_a_slow_link_between(netlab):
     finished = netlab(
         *("--trust", "--groups=2x2", "--rate=400mbit", "--between=50mbit"),
@@ -133,6 +137,7 @@ def test_groups_with_a_slow_link_between(netlab):
     assert rates(finished) == {(0, 1): near(400), (1, 2): near(50), (3, 2): near(400), (3, 0): near(50)}
 
 
+@pytest.mark.one_mpi
 def test_links_change_while_a_job_runs(netlab):
     finished = netlab(
         *("--trust", "--hosts=2", "--rate=400mbit", "--at=0 h0 200mbit"),
@@ -172,6 +177,7 @@ else:
     assert changes == ["h0 200mbit", "h1 50mbit", "h1 250mbit", "h1 cut", "h1 restore"]
 
 
+@pytest.mark.one_mpi
 def test_a_deep_bucket_is_refused(netlab):
     finished = netlab("--hosts=2", "--rate=400mbit", "--burst=1000000", code="print('ran')")
     assert finished.returncode == 3 and "ran" not in finished.stdout, finished.output
@@ -222,6 +228,7 @@ def test_an_mpi_that_does_not_start_is_refused(netlab, site):
     assert "cannot be started on the hosts" in finished.stderr and "    no licence" in finished.stderr
 
 
+@pytest.mark.one_mpi
 def test_without_being_root(netlab):
     """The same cluster in a user namespace, for a user who may not make other namespaces."""
     drop = ("setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin") if os.geteuid() == 0 else ()
@@ -315,6 +322,7 @@ def surroundings():
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
+@pytest.mark.one_mpi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -348,6 +356,7 @@ def test_bad_input_is_one_line_with_a_remedy(options, words, capsys):
     assert words in printed and printed.count("\n") == 1 and printed.startswith("netlab: ")
 
 
+@pytest.mark.one_mpi
 def test_a_missing_tool_or_program(capsys, monkeypatch):
     assert tool.main(["run", "--rate=100mbit", "--", "no-such-program"]) == 2
     monkeypatch.setattr(tool, "search_path", lambda: "/nowhere")
@@ -356,6 +365,7 @@ def test_a_missing_tool_or_program(capsys, monkeypatch):
     assert "no program no-such-program" in first and "there is no ip: install iproute2" in second
 
 
+@pytest.mark.one_mpi
 def test_a_kernel_that_forbids(capsys, monkeypatch):
     def forbid(name, *_):
         raise PermissionError(1, f"{name}: Operation not permitted")
@@ -367,6 +377,7 @@ def test_a_kernel_that_forbids(capsys, monkeypatch):
     )
 
 
+@pytest.mark.one_mpi
 def test_a_kernel_without_resources(capsys):
     def fails():
         raise OSError(28, "unshare: No space left on device")
@@ -377,6 +388,7 @@ def test_a_kernel_without_resources(capsys):
     )
 
 
+@pytest.mark.one_mpi
 def test_another_operating_system(capsys, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert tool.main(["run", "--", sys.executable]) == 2
@@ -399,6 +411,7 @@ def test_the_wrong_mpi_and_no_mpi(tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- values
 
 
+@pytest.mark.one_mpi
 def test_rates_read_and_print():
     assert [str(Rate.parse(text)) for text in ("1gbit", "2500Mbit", "1500kbit", "0.25gbit")] == [
         *("1gbit", "2.5gbit", "1.5mbit", "250mbit"),
@@ -406,6 +419,7 @@ def test_rates_read_and_print():
     assert Rate.parse("1gbit").goodput == pytest.approx(119.55e6, rel=1e-4)
 
 
+@pytest.mark.one_mpi
 def test_a_lab_as_values():
     fast, slow = Rate.parse("1gbit"), Rate.parse("100mbit")
     lab = Lab((fast,) * 4, groups=2, between=slow, ranks=10)
@@ -422,6 +436,7 @@ def test_a_lab_as_values():
     assert Lab((fast, slow)).expected(0) == Lab((fast, slow)).expected(1) == slow
 
 
+@pytest.mark.one_mpi
 def test_a_measurement_is_judged():
     lab = Lab((Rate.parse("1gbit"),) * 2)
     right = lab.message(0) / lab.expected(0).goodput
@@ -453,6 +468,7 @@ for i in range(9):
 """
 
 
+@pytest.mark.one_mpi
 def test_a_rate_that_drops_under_load(netlab):
     """A superpacket that waits in the old bucket does not block the new, smaller bucket."""
     finished = netlab("--trust", "--hosts=4", "--rate=1gbit", code=DROP)

@@ -72,7 +72,7 @@ from fompi.bench import papers
 from fompi.bench.cluster import Cluster
 
 world = fompi.Communicator()
-papers.M, papers.K, papers.N, papers.PIECES = 480, 64, 2048, (4,)
+papers.M, papers.K, papers.N, papers.PIECES, papers.PILOT_ROUNDS = 240, 64, 2048, (4,), 1
 papers.UNFUSED = {"unfused": {"schedule": "unfused_p2p"}}
 papers.SLICED = {"slices": {"schedule": "sliced_p2p", "slices": 4}}
 good = {"fompi ring, 4 slices": {"schedule": "ring", "slices": 4}}
@@ -88,6 +88,7 @@ with Cluster(world.link.comm) as cluster:
 """
 
 
+@pytest.mark.one_mpi
 @pytest.mark.timeout(100)
 def test_a_row_of_a_suite_misses_its_target_without_overlap(netlab):
     """A row of `bench papers`, with its own targets. One schedule claims to overlap and does not."""

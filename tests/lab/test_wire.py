@@ -9,6 +9,8 @@ import pytest
 
 from fompi.bench.rivals import wire
 
+pytestmark = pytest.mark.one_mpi
+
 
 def ring(size, program):
     """Run program(rank, wire) on every rank of a ring, each in a thread. Returns their results."""
