@@ -5,21 +5,28 @@
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
 # An environment is made once, and again when pyproject.toml changes: a stamp file has the date. PYTHON chooses the
-# interpreter, ARGS goes to the program: `make run ARGS="--framework torch"`, `make test ARGS="--leg pure"`.
+# interpreter, ARGS goes to the program: `make run ARGS="--framework torch"`, `make test ARGS="--leg pure"`. A framework
+# that ARGS names is installed.
+#
+# The default wheel of torch brings CUDA, some GB. This takes the one for the CPU:
+#
+#   make run ARGS="--framework torch" TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
 ARGS ?=
 LAB ?= --hosts 4 --rate 500mbit
+TORCH_INDEX ?=
+FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
 .PHONY: run lab test soak docs environments test-mpich test-openmpi lint format clean
 
-run: .venv/.ready-run
+run: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 		mpirun -n 8 python examples/tp_mlp.py $(ARGS)
 
-lab: .venv/.ready-run
+lab: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
-		"$(CURDIR)/.venv/bin/python" tools/netlab.py run $(LAB) -- "$(CURDIR)/.venv/bin/python" examples/tp_mlp.py \
+		"$(CURDIR)/.venv/bin/python" tools/netlab.py run --trust-slow $(LAB) -- "$(CURDIR)/.venv/bin/python" examples/tp_mlp.py \
 		--width 1024 --hidden 2048 --batch 1024 --epochs 24 --learning-rate 0.3 \
 		--schedule ring --timelines build/lab.svg $(ARGS)
 
@@ -53,7 +60,8 @@ format: .venv/.ready-test
 define environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fompi needs Python >= 3.11: make PYTHON=...")'
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore -e '.[$(EXTRAS)]'
+	@$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore \
+		$(TORCH_INDEX:%=--extra-index-url %) -e '.[$(EXTRAS)]'
 	@touch $@
 endef
 
@@ -62,11 +70,17 @@ endef
 	@echo "Setting up .venv: fompi, NumPy, Numba, mpi4py, MPICH, scikit-learn (about a minute)"
 	$(environment)
 
+.venv/.ready-torch: EXTRAS = torch
+.venv/.ready-jax: EXTRAS = jax
+.venv/.ready-torch .venv/.ready-jax: .venv/.ready-run
+	@echo "Adding $(EXTRAS) to .venv (some minutes)"
+	$(environment)
+
 .venv/.ready-test: EXTRAS = mpich,numba,example,test
 .venv/.ready-test: pyproject.toml
 	@echo "Setting up .venv for the tests: MPICH, torch, jax, the test tools (some minutes)"
 	$(environment)
-	@touch .venv/.ready-run
+	@touch .venv/.ready-run .venv/.ready-torch .venv/.ready-jax
 
 .venv-openmpi/.ready-test: EXTRAS = openmpi,numba,example,test
 .venv-openmpi/.ready-test: pyproject.toml

@@ -29,6 +29,7 @@ print(f"The best of all is {best.plan.schedule} with slices={best.plan.parts}.")
 
 # Output:
 # all_gather_matmul(float32[:, 1024], w[1024, 512]) by ring: 3 ranks, 1 part, scratch 12.0 MiB per rank
+# a[0]>1 sends block 0 of a to rank 1; a[0]<1 receives it from rank 1; f(a) -> b runs kernel f
 #       rank 0                         rank 1                         rank 2
 #    0  full[2]<2                      full[0]<0                      full[1]<1
 #    1  x[0]>1                         x[1]>2                         x[2]>0

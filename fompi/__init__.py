@@ -55,10 +55,10 @@ from fompi.base.errors import (
 )
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.base.version import __version__ as __version__
-from fompi.engine.communicator import Communicator, Mesh
+from fompi.engine.communicator import OBSERVERS, Communicator, Mesh
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
-from fompi.ops.operation import HOOKS, Pending
+from fompi.ops.operation import HOOKS
 from fompi.ops.operations import (
     all_gather,
     all_gather_matmul,
@@ -78,6 +78,8 @@ from fompi.ops.operations import (
     plan,
     reduce_scatter,
 )
+from fompi.ops.pending import Pending
+from fompi.ops.replicated import sum_replicated
 from fompi.planner.explain import Explanation
 from fompi.plans.plan import Plan
 from fompi.plans.verify import verify
@@ -109,6 +111,7 @@ __all__ = [
     "all_gather_matmul_weight_gradient",
     "all_to_all_weight_gradient",
     "all_to_all_matmul_weight_gradient",
+    "sum_replicated",
     # planning: without MPI and data
     "plan",
     "explain",
@@ -157,7 +160,27 @@ def _differentiable(*call: Any) -> Any:
     return import_module("fompi.torch.autograd").differentiable(*call)
 
 
-HOOKS.differentiable = _differentiable
+def _report() -> Any:
+    """The report of this process, if FOMPI_REPORT asks for one."""
+    return import_module("fompi.runtime.report").of_environment()
+
+
+def _hide() -> None:
+    """Hide the operations from torch.compile."""
+    import_module("fompi.torch.compile").hide()
+
+
+HOOKS.differentiable, HOOKS.hide = _differentiable, _hide
+OBSERVERS.append(_report)
+
+
+_PACKAGES = ("torch", "jax", "plans", "model", "traces")
+"""Packages with names that the documents use, beside the names of this module."""
+
+
+def __dir__() -> list[str]:
+    """The public names and packages. Others are details."""
+    return [*__all__, *_PACKAGES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -213,3 +213,24 @@ def gradients(case, ranks):
     flat = torch.autograd.grad(total, [t for local in leaves for t in local], materialize_grads=True)
     grads = iter(flat)
     return given, [[y.detach() for y in local] for local in results], [[next(grads) for _ in local] for local in leaves]
+
+
+def derivatives(losses, leaves, order):
+    """The derivatives of the sum of the losses up to `order`, along `direction`, for the leaves of each rank.
+
+    `losses` and `leaves` have one entry for each rank that is computed here. The derivative of order k + 1 is the
+    gradient of the sum of `derivative of order k * direction`.
+    """
+    found, scalars = [], losses
+    flat = [t for mine in leaves for t in mine]
+    for step in range(1, order + 1):
+        grads = iter(torch.autograd.grad(sum(scalars), flat, create_graph=True, materialize_grads=True))
+        grouped = [[next(grads) for _ in mine] for mine in leaves]
+        found.append([[g.detach() for g in mine] for mine in grouped])
+        scalars = [sum((g * torch.from_numpy(direction(g.shape, step))).sum() for g in mine) for mine in grouped]
+    return found
+
+
+def direction(shape, step):
+    """An array without symmetries, the same on all ranks."""
+    return np.cos(np.arange(np.prod(shape, dtype=int)) * (1.0 + step)).reshape(shape)

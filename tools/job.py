@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-MARK = "FOMPI_TEST_JOB"
+MARK = "JOB_OF_FOMPI_TESTS"
 """The environment variable that holds the mark."""
 
 GRACE_SECONDS = 3.0

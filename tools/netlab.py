@@ -12,8 +12,9 @@ mpirun reaches its daemons over separate links (eth1). Hosts cannot reach each o
 messages, and the job can still be ended.
 
 Before the job starts, the links are measured with plain TCP and with MPI. The job starts only if both reach the shaped
-rate and neither exceeds it. Everything exists in anonymous namespaces below one process. So no name can collide with
-another one, and the kernel removes everything when that process ends, whatever ends it.
+rate and neither exceeds it. With `--trust-slow`, as in `make lab`, links that are too slow are a warning. Everything
+exists in anonymous namespaces below one process. So no name can collide with another one, and the kernel removes
+everything when that process ends, whatever ends it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 
 from cluster.hosts import LAB, Cluster
 from cluster.launcher import Mpi
-from cluster.links import measure, probe
+from cluster.links import Fault, measure, probe
 from cluster.namespaces import Interrupted, enclose, end_job, exit_status, log, search_path
 from cluster.values import CONGESTION, Change, Refused, lab_of, planned_change
 
@@ -85,9 +86,12 @@ def run(options: argparse.Namespace) -> int:
     mpi = Mpi.beside(options.command, options.mpi)
     environment = {**os.environ, **mpi.variables(crowded=lab.ranks > len(os.sched_getaffinity(0)))}
 
+    def starts(fault: Fault) -> bool:
+        return bool(options.trust or (options.trust_slow and fault.is_slow))
+
     def inside() -> int:
         cluster = Cluster(lab)
-        measure(cluster, mpi, options.command, environment, options.trust)
+        measure(cluster, mpi, options.command, environment, starts)
         return work(cluster, [*mpi.launch(lab.ranks, lab.slots()), *options.command], environment, planned)
 
     return enclose(inside)
@@ -122,6 +126,9 @@ def main(arguments: Sequence[str]) -> int:
         help=f"the congestion control of the hosts' TCP ({', else '.join(CONGESTION)}): any that the kernel has",
     )
     run_parser.add_argument("--trust", action="store_true", help="start the job even if the links are not as requested")
+    run_parser.add_argument(
+        "--trust-slow", action="store_true", help="the same, with a warning, if the links are slower than requested"
+    )
     run_parser.add_argument("command", nargs="+", help="-- python program.py ...")
     probe_parser = commands.add_parser("probe", help="(internal: one rank of the measurement with MPI)")
     probe_parser.add_argument("sizes", type=json.loads)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Kernel
-from fompi.base.layout import HALF
+from fompi.base.layout import CARRIERS, HALF
 from fompi.plans.kernels import find
 
 Array = np.ndarray[Any, Any]
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 @cache
 def storage(dtype: str) -> np.dtype[Any]:
     """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    return np.dtype(CARRIERS.get(dtype, dtype))
 
 
 def widen(a: Array, dtype: str) -> Array:
@@ -62,7 +62,7 @@ class Numpy:
     def poisoned(self, shape: Sequence[int], dtype: str) -> Array:
         if dtype == "bfloat16":
             return np.full(shape, 0x7FC0, np.uint16)
-        kind = np.dtype(dtype)
+        kind = storage(dtype)
         filler: Any = np.nan if kind.kind in "fc" else True if kind.kind == "b" else np.iinfo(kind).max
         return np.full(shape, filler, kind)
 

@@ -6,6 +6,19 @@ Each exception is a `FompiError` and also the closest builtin exception, so that
 from __future__ import annotations
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error, also of one whose `str()` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "(this error has no text)"
+
+
+def in_words(error: BaseException) -> str:
+    """The type and the text of an error."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 class FompiError(Exception):
     """The base class of all errors of fompi."""
 

@@ -13,18 +13,50 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 from fompi.base.errors import DtypeError, LayoutError
 
+FLOAT8 = tuple(
+    f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+)
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8, "complex128": 16,
     "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+    **dict.fromkeys(FLOAT8, 1),
 }  # fmt: skip
 HALF = ("float16", "bfloat16")
+CARRIERS = {"bfloat16": "uint16", **dict.fromkeys(FLOAT8, "uint8")}
+"""NumPy lacks these dtypes. Their bits are held in arrays of these unsigned integers."""
+
+MOVED_ONLY = ("bool", *FLOAT8)
+"""The dtypes that have no sums and products. They can be gathered, exchanged and broadcast."""
+
+NATIVE_SUMS = ("float64", "float32", "complex64", "complex128", "int32", "int64", "uint32", "uint64")
+"""The dtypes that every MPI library sums as NumPy does.
+
+Half types would be rounded at every step. Open MPI saturates 8- and 16-bit integers: there 100 + 100 is 127.
+"""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MOST_NBYTES = 1 << 63
 """Bytes: a tensor must be smaller than this. Sizes then fit into a signed 64-bit integer."""
+
+
+def integer(value: Any) -> int | None:
+    """`value` as an int, if it is an integer of Python, NumPy or any other kind. Else None."""
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def as_integer(value: Any, name: str) -> int:
+    """`value` as an int. Raises LayoutError if it is no integer."""
+    number = integer(value)
+    if number is None:
+        raise LayoutError(f"{name}={value!r} must be an integer")
+    return number
 
 
 def itemsize(dtype: str) -> int:
@@ -69,9 +101,12 @@ class Spec:
     layout: Layout = Replicate()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
         itemsize(self.dtype)
-        if any(not isinstance(n, int) or n < 0 for n in self.shape):
+        try:
+            object.__setattr__(self, "shape", tuple(map(index, self.shape)))
+        except TypeError:
+            raise LayoutError(f"a shape must consist of integers >= 0, not {self.shape!r}") from None
+        if any(n < 0 for n in self.shape):
             raise LayoutError(f"a shape must consist of integers >= 0, not {self.shape}")
         if nbytes(self.shape, self.dtype) >= MOST_NBYTES:
             raise LayoutError(f"a tensor of shape {self.shape} in {self.dtype} is too large for any memory")

@@ -24,6 +24,7 @@ from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
 from fompi.runtime.report import percentile
 from fompi.tuning.rounds import UNITS, Row
+from fompi.tuning.verdict import OtherLoad, others_in_words
 
 EXAMPLE = "{} try 1024,1024,1024 --ranks 4"
 
@@ -85,8 +86,9 @@ def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
                 refusal = error
         agree(comm, f"try {text}", refusal)
         with Progress.of_rank(comm.rank, f"try {text}") as progress, Cluster(comm.link.comm) as cluster:
+            load = OtherLoad(cluster.comm)
             rows = [fused.measured(comm, cluster, case, rounds) for case in progress.each(cases(*shape, comm.size))]
-            found = Trial.of(shape, comm.size, cluster, rows)
+            found = Trial.of(shape, comm.size, cluster, rows, load.cores())
         if comm.rank == 0:
             if json_file == "-":
                 show_json(found.values())
@@ -213,7 +215,15 @@ class Trial:
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, shape: tuple[int, int, int], size: int, cluster: Cluster, rows: Sequence[Row]) -> Trial:
+    def of(
+        cls,
+        shape: tuple[int, int, int],
+        size: int,
+        cluster: Cluster,
+        rows: Sequence[Row],
+        others: tuple[float, int] = (0.0, 0),
+    ) -> Trial:
+        """`others`: how many cores other programs used meanwhile, and of how many (`OtherLoad.cores`)."""
         cores = min(launcher.cores_per_rank(), launcher.cores_beside_other_hosts())
         circumstance, warnings = "", []
         if size == 1:
@@ -232,6 +242,8 @@ class Trial:
                 f"others used the cores: {repeated} of {turns} turns were repeated{again}; "
                 "try again when the machine is idle"
             )
+        elif (used := others_in_words(*others)) is not None:
+            warnings.append(f"{used}: try again when the machine is idle")
         outcomes = tuple(Outcome.of(row, circumstance) for row in rows)
         return cls(shape, size, rows[0].setup, outcomes, tuple(warnings))
 

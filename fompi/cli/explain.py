@@ -8,17 +8,17 @@ from typing import Any
 import fompi
 from fompi.cli import picture, plan
 from fompi.cli.output import Table, is_pretty, show, show_json
-from fompi.planner.explain import Explanation
+from fompi.planner.explain import COLUMNS, SHOWN_TIMES, Explanation
 
 EXAMPLE = "{} explain all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
-
-TIMES = ("compute", "hidden", "exposed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_problem_arguments(parser)
     plan.add_machine_argument(parser)
-    parser.add_argument("--top", type=int, metavar="N", help="only the best N candidates")
+    parser.add_argument(
+        "--top", type=int, metavar="N", help=f"only the best N times ({SHOWN_TIMES}; with --json all candidates)"
+    )
     parser.add_argument("--timeline", action="store_true", help="the timeline of the best one, as text")
     parser.add_argument(
         "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, SVG or PNG"
@@ -36,9 +36,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_values(explanation, options.top))
     elif is_pretty():
-        _draw(explanation, options.top)
+        _draw(explanation, options.top or SHOWN_TIMES)
     else:
-        print(explanation.text(options.top))
+        print(explanation.text(options.top or SHOWN_TIMES))
     if options.timeline and not options.json:
         print(explanation.timeline())
     if options.plot:
@@ -78,16 +78,7 @@ def _values(explanation: Explanation, most: int | None) -> dict[str, Any]:
     }
 
 
-def _draw(explanation: Explanation, most: int | None) -> None:
+def _draw(explanation: Explanation, most: int) -> None:
     """The lines of `Explanation.text`, with its table drawn."""
-    head, _, *lines = explanation.text(most).splitlines()
-    rows = []
-    for judged in _candidates(explanation, most):
-        seconds = judged["seconds"]
-        estimated = "" if judged["compute"] is not None else "~"
-        share = f"{explanation.bound.seconds / seconds:.3f}" if seconds else ""
-        times = ("" if judged[name] is None else f"{1e3 * judged[name]:.3f}" for name in TIMES)
-        why = "estimated, not simulated" if estimated else judged["why"] or ""
-        rows.append((judged["candidate"], f"{estimated}{1e3 * seconds:.3f}", share, *times, why))
-    numbers = ("ms", "bound/time", *TIMES)
-    show(head, Table(("candidate", *numbers, "why"), rows, right=numbers), "\n".join(lines[len(rows) :]))
+    table = Table(COLUMNS, explanation.rows(most), right=COLUMNS[1:-1])
+    show("\n".join(explanation.verdict()), table, *filter(None, ["\n".join(explanation.remarks(most))]))

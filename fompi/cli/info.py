@@ -20,7 +20,7 @@ from typing import Any
 import fompi
 from fompi.base.errors import LaunchError, LayoutError
 from fompi.cli.output import Table, show, show_json
-from fompi.mpi import launcher
+from fompi.mpi import environment, launcher
 
 EXAMPLE = "mpirun -n 4 {} info"
 
@@ -34,7 +34,13 @@ _PACKAGES = {
 }
 """The distributions that may install a package, by the package's name."""
 
-_REMARKS = {"note": "note", "threads": "threads", "warning": "warning", "MPI": "mpi_error"}
+_REMARKS = {
+    "note": "note",
+    "threads": "threads",
+    "environment": "environment",
+    "warning": "warning",
+    "MPI": "mpi_error",
+}
 """What is printed below the table: its heading, and its name among the facts."""
 
 _YES_NO = {True: "yes", False: "no", None: "unknown"}
@@ -94,6 +100,7 @@ def collect() -> dict[str, Any]:
         "threads": launcher.thread_note(),
         "progress": progress,
         "warning": warning,
+        "environment": "; ".join(environment.sentences()) or None,
     }
 
 
@@ -213,7 +220,8 @@ def _mpi_facts() -> dict[str, Any]:
     library = transport.library()
     requested, provided = transport.thread_levels()
     try:
-        gpu = transport.gpu_awareness(os.environ.get("FOMPI_GPU_AWARE", "auto"))
+        environment.check("FOMPI_GPU_AWARE")
+        gpu = transport.gpu_awareness(environment.value("FOMPI_GPU_AWARE"))
         gpu_aware, gpu_source = gpu.aware, gpu.source
     except LaunchError as error:  # the value is none of auto, 0, 1
         gpu_aware, gpu_source = None, str(error)
@@ -237,9 +245,10 @@ def _progress_facts() -> dict[str, Any]:
     from fompi.engine import communicator, progress
     from fompi.mpi import link
 
-    source = f"FOMPI_PROGRESS={os.environ.get('FOMPI_PROGRESS', 'auto')}"
+    source = f"FOMPI_PROGRESS={environment.value('FOMPI_PROGRESS')}"
     mode: str | None
     try:
+        environment.check("FOMPI_PROGRESS")
         mode = communicator.progress_mode(communicator.machine_of_environment())
     except (LaunchError, LayoutError) as error:
         mode, source = None, str(error)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fompi.base.errors import FompiError
 from fompi.cli.output import UsageError
+from fompi.mpi import environment
 
 MEETING_SECONDS = 1.0
 """How long a rank with an error waits for the others. Ranks that all have the error arrive within this time."""
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
                 module.add_arguments(parsers[arguments[0]])
                 parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program())}"
             options = parser.parse_args(arguments)
+            if command is not None and not command.on_ranks and command is not COMMANDS["info"]:
+                _check_environment()
             status = module.run(options)
         sys.stdout.flush()
         return status
@@ -65,6 +68,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (FompiError, OSError, MemoryError) as error:
         return _fail(error, command is not None and command.on_ranks)
+
+
+def _check_environment() -> None:
+    """For a command without ranks. `info` shows what is wrong, and a Communicator does the same for its ranks."""
+    for sentence in environment.unknown():
+        print(f"fompi: warning: {sentence}", file=sys.stderr)
+    if (error := environment.refusal()) is not None:
+        raise error
 
 
 def program() -> str:

@@ -164,25 +164,26 @@ def _launcher_process() -> int | None:
 class Progress:
     """One line on standard error that says which step of a long measurement runs.
 
-    It is shown on a terminal only, and by one rank only: `Progress.of_rank(rank, title)`. The line is written when a
-    step begins. No thread redraws it, because that would disturb the measurement. The launcher of Open MPI holds a line
-    back until it ends. There each step is a line of its own.
+    It is shown by one rank only: `Progress.of_rank(rank, title)`. `Progress()` shows nothing. The line is written when
+    a step begins. No thread redraws it, because that would disturb the measurement. Without a terminal each step is a
+    line of its own. The launcher of Open MPI holds a line back until it ends: there too.
     """
 
-    def __init__(self, title: str = "", columns: int | None = None):
-        self.title, self.columns = title, columns
-        self._replaces = launcher.detect().launcher != "openmpi"
+    def __init__(self, title: str = "", columns: int | None = None, is_shown: bool = False):
+        self.title, self.columns, self.is_shown = title, columns, is_shown
+        self._replaces = columns is not None and launcher.detect().launcher != "openmpi"
         self._begun = perf_counter()
 
     @classmethod
     def of_rank(cls, rank: int, title: str) -> Progress:
-        """The progress line of rank 0. On other ranks, and without a terminal, it shows nothing."""
-        return cls(title, terminal_columns(ERRORS) if rank == 0 else None)
+        """The progress line of rank 0. On other ranks it shows nothing."""
+        return cls(title) if rank else cls(title, terminal_columns(ERRORS), is_shown=True)
 
     def step(self, text: str) -> None:
         """Show that this step begins now."""
-        if self.columns is not None:
-            line = f"{self.title}, {perf_counter() - self._begun:.0f} s: {text}"[: self.columns - 1]
+        if self.is_shown:
+            line = f"{self.title}, {perf_counter() - self._begun:.0f} s: {text}"
+            line = line if self.columns is None else line[: self.columns - 1]
             self._write(f"{ERASE}{line}" if self._replaces else f"{line}\n")
 
     def each(self, items: Sequence[T], label: Callable[[T], str] = str) -> Iterator[T]:
@@ -199,7 +200,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.columns is not None and self._replaces:
+        if self.is_shown and self._replaces:
             self._write(ERASE)
 
 

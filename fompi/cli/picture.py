@@ -22,7 +22,7 @@ def save(picture: str, path: str | Path) -> None:
 def needs_matplotlib(path: str | Path) -> None:
     """Raise StateError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise StateError(f'{path}: this needs matplotlib: pip install "fompi[plot]"')
+        raise StateError(f"{path}: this needs matplotlib: pip install matplotlib")
 
 
 def check(path: str | Path) -> None:
@@ -31,7 +31,7 @@ def check(path: str | Path) -> None:
     if suffix not in (".svg", ".png"):
         raise LayoutError(f"{path}: a picture is SVG or PNG, so the name must end in .svg or .png")
     if suffix == ".png" and find_spec("matplotlib") is None:
-        raise StateError(f'{path}: PNG needs matplotlib: pip install "fompi[plot]", or take .svg')
+        raise StateError(f"{path}: PNG needs matplotlib: pip install matplotlib, or take .svg")
 
 
 def _paint(picture: str, path: Path) -> None:

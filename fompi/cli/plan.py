@@ -10,6 +10,7 @@ from fompi.base.layout import Spec
 from fompi.engine.communicator import machine_of_environment
 from fompi.model.machine import PRESETS
 from fompi.plans import problems
+from fompi.plans.plan import grid
 from fompi.schedules.registry import SCHEDULES
 
 EXAMPLE = "{} plan all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
@@ -21,12 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem_arguments(parser)
     add_schedule_arguments(parser)
     parser.add_argument("--machine", help="auto is what is best there: a preset, or a JSON file")
+    parser.add_argument(
+        "--all", action="store_true", help="all ranks and ops, also if there are many or they are alike"
+    )
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     plan = plan_of(options, named_machine(options))
-    print(plan.to_json() if options.json else plan)
+    print(plan.to_json() if options.json else grid(plan, is_whole=options.all))
     return 0
 
 

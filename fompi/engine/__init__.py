@@ -10,6 +10,7 @@
 | `control` | control messages of one communicator: failures, departures, which rank waits for which |
 | `handshake` | the agreement of all ranks before a call moves data |
 | `faults` | what a rank does when it ends, normally or by an error |
+| `pickled` | what a pickle of a communicator or a mesh contains, and how it is found again |
 | `communicator` | `Communicator` and `Mesh` |
 
 May import `base`, `plans`, `traces`, `model`, `tensors`, `backends` and `mpi`, never `schedules` or `planner`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -11,18 +10,20 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
-from fompi.base.errors import LayoutError, StateError
-from fompi.base.layout import MOST_NBYTES
+from fompi.base.errors import LaunchError, LayoutError, StateError, in_words
+from fompi.base.layout import MOST_NBYTES, integer
+from fompi.base.recent import Recent
 from fompi.base.version import __version__
 from fompi.engine import faults
 from fompi.engine.control import Channel
-from fompi.engine.engine import SPINS, Engine
+from fompi.engine.engine import FORKED, SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
+from fompi.engine.pickled import remember, reopened
 from fompi.engine.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
 from fompi.model.machine import Machine
-from fompi.mpi import launcher
+from fompi.mpi import environment, launcher
 from fompi.mpi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
-from fompi.mpi.transport import message_limit_nbytes, thread_levels
+from fompi.mpi.transport import library, message_limit_nbytes, thread_levels, world
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.tensors.arena import Arena
 from fompi.traces.trace import Trace
@@ -30,12 +31,25 @@ from fompi.traces.trace import Trace
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
 """The arena keeps at most 1 GiB of free blocks. Arrays of up to 4 KiB do not come from it (`fompi.tensors.arena`)."""
 
+MOST_PLANS = 256
+"""A communicator keeps the programs of this many kinds of unbound calls. The one unused for longest makes room."""
+
 OBSERVERS: list[Callable[[], Any]] = []
-"""Functions that return an object that notes finished calls, or None. `fompi.runtime.report` adds itself here."""
+"""Functions that return an object that notes finished calls, or None. `fompi/__init__.py` adds that of FOMPI_REPORT."""
 
 
 def _make_engine() -> Engine:
-    """The engine of this process, set up by FOMPI_TIMEOUT, FOMPI_PROGRESS and the cores per rank."""
+    """The engine of this process, set up by FOMPI_TIMEOUT, FOMPI_PROGRESS and the cores per rank.
+
+    Raises LaunchError if the launcher started several processes, but each of them is an MPI job of one rank.
+    """
+    if environment.value("FOMPI_SINGLETONS") != "1":
+        mpi = library()
+        lonely = launcher.warning(launcher.detect(), world()[1], mpi.name, mpi.mpirun)
+        if lonely and world()[1] == 1:
+            raise LaunchError(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
+    if world()[0] == 0:
+        environment.warn_of_unknown()
     timeout = launcher.timeout()
     mode, cores = progress_mode(), launcher.cores_per_rank()
     pause = pause_between_polls(mode, cores)
@@ -56,12 +70,12 @@ def _make_engine() -> Engine:
 def progress_mode(machine: Machine | None = None) -> str:
     """How messages move in this process while it computes (`fompi.engine.progress`). Raises LaunchError."""
     share = 0.0 if machine is None else machine.native_share
-    return choose_mode(os.environ.get("FOMPI_PROGRESS", "auto"), thread_levels()[1], share)
+    return choose_mode(environment.value("FOMPI_PROGRESS"), thread_levels()[1], share)
 
 
 def machine_of_environment() -> Machine | None:
     """The machine that FOMPI_MACHINE names. None if it is not set. Raises LayoutError if there is no such machine."""
-    name = os.environ.get("FOMPI_MACHINE")
+    name = environment.value("FOMPI_MACHINE")
     try:
         return Machine.load(name) if name else None
     except LayoutError as error:
@@ -82,9 +96,13 @@ def _load_machine(engine: Engine) -> LayoutError | None:
     return None
 
 
+MARK_BITS = 10
+"""The bits of a mark in a tag. Two marked calls of one bound operation never exchange data if their marks differ."""
+
+
 def _tag_slots(link: Link) -> int:
-    """How many calls in flight can have different tags."""
-    return 1 << min(link.tag_bits - MESSAGE_BITS - 1, 18)
+    """How many unbound calls in flight can have different tags. As many bound calls can, and twice as many marked."""
+    return 1 << min(link.tag_bits - MESSAGE_BITS - 2, 18)
 
 
 class Communicator:
@@ -98,6 +116,8 @@ class Communicator:
     def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine: Engine = attached_to_process(_make_engine)
+        if self.engine.forked:
+            raise StateError(FORKED)
         from_split = isinstance(origin, Link)
         if from_split:
             self.link = origin
@@ -105,7 +125,7 @@ class Communicator:
             self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
-        self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.operation`)
+        self.plans = Recent(MOST_PLANS)  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)
         self.machine: Machine | None = None  # the machine of FOMPI_MACHINE, restricted to these ranks
         self.turns: deque[int] = deque()  # stamps of unbound calls that may start the MPI library's collectives
@@ -118,7 +138,8 @@ class Communicator:
         self._calls = self._bound = 0
         if not from_split:
             self._calls = -1  # this agreement is call 0
-            refusal, machine = _load_machine(self.engine), self.engine.machine
+            refusal = environment.refusal() or _load_machine(self.engine)
+            machine = self.engine.machine
             text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
             if machine is not None:
                 text += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
@@ -126,11 +147,16 @@ class Communicator:
             hosts = digest(str(list(agree(self, text, refusal, value=host))))
         self.hosts = hosts  # a digest of the host names in rank order; after a split, the digest of the original
         if self.size > 1:
-            self.network = self.link.several_hosts()
+            try:
+                self.network = self.link.several_hosts()
+            except StateError:
+                self.close()
+                raise
             self.crowded = not self.network and launcher.crowded()
         self.most_nbytes = message_limit_nbytes() if self.network else MOST_NBYTES  # more bytes go in several messages
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
+        self._key = remember(self, "communicator", name, self.link.world_ranks)
 
     @staticmethod
     def of(comm: Any) -> Communicator:
@@ -146,15 +172,32 @@ class Communicator:
         known.check()
         return known
 
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Communicator:
+        """Itself: the copy of a module that holds a communicator runs on the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Loading the pickle gives the open communicator of the same name and ranks, or raises StateError."""
+        return reopened, tuple(self._key)
+
+    def __dir__(self) -> list[str]:
+        """What a program uses. The other attributes are for fompi."""
+        return ["close", "closed", "machine", "name", "network", "rank", "record", "size", "split"]
+
     def check(self) -> None:
         """Raise StateError if this communicator cannot be used any more."""
+        if self.engine.forked:
+            raise StateError(FORKED)
         if self.closed:
             raise StateError(f"the communicator {self.name!r} is closed")
         if self.channel.broken is not None:
             cause = self.channel.broken
             raise StateError(
                 f"the communicator {self.name!r} cannot be used any more: a call on it was abandoned, and messages of "
-                f"that call may still be in flight: {type(cause).__name__}: {cause}"
+                f"that call may still be in flight: {in_words(cause)}"
             ) from cause
 
     @contextmanager
@@ -208,19 +251,35 @@ class Communicator:
         self._bound += 1
         return self._bound
 
-    def bound_call(self, instance: int, call: int) -> tuple[int, int]:
-        """The stamp and the tag slot of a call of a bound operation. All its calls share one slot: MPI keeps order."""
-        return (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots + instance % self._slots
+    def bound_call(self, instance: int, call: int, mark: int | None = None) -> tuple[int, int]:
+        """The stamp and the tag slot of a call of a bound operation. All its calls share one slot: MPI keeps order.
+
+        A call with a `mark` has a slot of its own kind, so its messages only match those of calls with the same mark.
+        """
+        stamp, slots = (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots
+        if mark is None:
+            return stamp, slots + instance % slots
+        marks = min(1 << MARK_BITS, slots)
+        return stamp, 2 * slots + instance % (2 * slots // marks) * marks + mark % marks
 
     def close(self) -> None:
-        """Free the duplicate of the MPI communicator. Collective."""
+        """Finish the calls in flight, and free the duplicate of the MPI communicator. Collective.
+
+        A call that waits for `ready()` is given up.
+        """
         if not self.closed:
+            while self.channel.active:  # an agreement is followed by the run of its call
+                task = next(iter(self.channel.active.values()))
+                if not task.can_finish():
+                    self.channel.fail(task, StateError(f"{self!r} was closed before all parts of a call were ready"))
+                self.engine.wait(task, self.channel, patient=True)
             if self.engine.report is not None:
                 self.engine.report.settle(self)
             self.closed = True
             self.channel.close()
             self.plans.clear()
-            self.link.close()
+            if self.channel.broken is None:  # else late messages might meet the next communicator that MPI makes
+                self.link.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -235,7 +294,7 @@ class Communicator:
 
 def _refuse_axes(axes: dict[str, int], size: int) -> LayoutError | None:
     """The error for axes that do not fit `size` ranks. It is returned, because all ranks must get it."""
-    if not axes or any(not isinstance(n, int) or n < 1 for n in axes.values()):
+    if not axes or any((integer(n) or 0) < 1 for n in axes.values()):
         return LayoutError(f"a mesh needs axes with integer sizes >= 1, such as Mesh(dp=2, tp=4), not {axes}")
     if prod(axes.values()) != size:
         return LayoutError(f"{' x '.join(map(str, axes.values()))} is not {size}, the number of ranks")
@@ -250,7 +309,7 @@ class Mesh(Mapping[str, Communicator]):
     """
 
     def __init__(self, comm: Any = None, /, **axes: int):
-        self.axes = axes
+        self.axes = axes = {name: n if integer(n) is None else int(n) for name, n in axes.items()}
         self.world = Communicator.of(comm)
         agree(self.world, f"Mesh({axes})", _refuse_axes(axes, self.world.size))
         self.coordinates = dict.fromkeys(axes, 0)
@@ -264,6 +323,24 @@ class Mesh(Mapping[str, Communicator]):
                 if other != name:
                     color = color * axes[other] + self.coordinates[other]
             self._communicators[name] = self.world.split(color, self.coordinates[name], name)
+        named = ", ".join(f"{name}={n}" for name, n in axes.items())
+        self._key = remember(self, "mesh", named, self.world.link.world_ranks)
+
+    def __copy__(self) -> Mesh:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Mesh:
+        """Itself: the copy of a module that holds a mesh runs on the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Loading the pickle gives the open mesh of the same axes and ranks, or raises StateError."""
+        return reopened, tuple(self._key)
+
+    @property
+    def closed(self) -> bool:
+        """True if the Communicator of some axis is closed."""
+        return any(communicator.closed for communicator in self._communicators.values())
 
     def __getitem__(self, axis: str) -> Communicator:
         if axis not in self._communicators:

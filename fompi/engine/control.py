@@ -6,9 +6,9 @@ import struct
 from collections.abc import Sequence
 from time import perf_counter, sleep
 
-from fompi.base.errors import PeerError
+from fompi.base.errors import FompiError, MismatchError, PeerError, text_of
 from fompi.engine.engine import Engine
-from fompi.engine.tasks import ANYONE, CONTROL, Task
+from fompi.engine.tasks import ANYONE, CONTROL, Sent, Task
 from fompi.mpi.link import Link
 
 
@@ -17,7 +17,7 @@ def _series(stamp: int) -> int:
     return stamp >> 24 if stamp >> 62 else 0
 
 
-FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(8)
+FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS = range(10)
 """The kinds of control messages.
 
 | kind           | the sender                                                                             |
@@ -30,12 +30,20 @@ FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER = range(8)
 | `DYING`        | exits because of an error, and will print its traceback                                |
 | `ASK`          | asks which rank the receiver waits for                                                 |
 | `ANSWER`       | answers `ASK`; the stamp field holds the world rank that it waits for                  |
+| `COMPARE`      | waits for the receiver in this bound call; the text says its label and its counts      |
+| `DIFFERS`      | has abandoned this call, because ranks have called it with other labels or counts      |
 """
 
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote the text, bytes of the text
 
 _NBYTES = 2048
 """The size of a control message. A longer text is cut off."""
+
+UNMARKED = "neither label nor counts"
+"""What a rank says of a bound call that has neither."""
+
+MOST_MARKS = 256
+"""The labels and counts of this many calls are remembered. A rank cannot be further ahead of one that waits for it."""
 
 ANSWER_SECONDS = 1.0
 """How long a rank waits for answers before it raises a WaitTimeout. A rank inside fompi answers within milliseconds."""
@@ -44,12 +52,6 @@ _NO_ANSWER = (
     "it computes outside fompi, is stopped or dead, or cannot be reached. Check that its process runs, and that the "
     "link to its host is up. A larger FOMPI_TIMEOUT waits longer"
 )
-
-
-class _SentControl(Task):
-    """Owns the requests of control messages that are being sent. No thread waits for them."""
-
-    def completed(self, key: int) -> None: ...
 
 
 class Channel:
@@ -62,15 +64,16 @@ class Channel:
         self.link, self.engine, self.name = link, engine, name
         self.active: dict[int, Task] = {}  # stamp -> the task of that call
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the last call that began on this rank
-        self.failures: dict[int, tuple[PeerError, bool]] = {}  # stamp -> (error, fatal), before the call began here
+        self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
         self.departed: dict[int, str] = {}  # rank -> what it said when it left
         self.gone: set[int] = set()
         self.dying: set[int] = set()
         self.broken: BaseException | None = None  # why a call was abandoned with messages in flight
         self.asking = False  # True while `explain` waits for answers
+        self.marks: dict[int, str] = {}  # stamp -> label and counts, of the last bound calls here that had some
         self._answers: dict[int, tuple[int, str]] = {}
         self._inbox = bytearray(_NBYTES)
-        self._sent = _SentControl()
+        self._sent = Sent()
         engine.channels.append(self)
 
     def send(self, dest: int, kind: int, stamp: int, text: str = "", origin: int | None = None) -> None:
@@ -107,16 +110,19 @@ class Channel:
         """Act on the message in the inbox."""
         kind, stamp, sender, origin, count = _HEADER.unpack_from(self._inbox)
         text = bytes(self._inbox[_HEADER.size : _HEADER.size + count]).decode(errors="replace")
-        if kind in (FAILED, FATAL):
-            task, error = self.active.get(stamp), PeerError(text, origin)
-            if kind == FATAL:
+        if kind in (FAILED, FATAL, DIFFERS):
+            task = self.active.get(stamp)
+            error = MismatchError(text) if kind == DIFFERS else PeerError(text, origin)
+            if kind != FAILED:
                 self.broken = self.broken or error
-            if task is not None and kind == FATAL:
+            if task is not None and kind != FAILED:
                 task.abandon(error)
             elif not task.poison(error, sender) if task is not None else stamp > self.begun.get(_series(stamp), 0):
-                self.failures[stamp] = (error, kind == FATAL)  # the call has not begun on this rank
+                self.failures[stamp] = (error, kind != FAILED)  # the call has not begun on this rank
             if kind == FAILED:
                 self.send(sender, ACKNOWLEDGED, stamp)
+        elif kind == COMPARE:
+            self._compare(stamp, sender, text)
         elif kind == ACKNOWLEDGED:
             if stamp in self.active:
                 self.active[stamp].acknowledged(sender)
@@ -130,6 +136,33 @@ class Channel:
             self.send(origin, ANSWER, *self._answer())
         else:
             self._answers[origin] = (stamp, text)
+
+    def mark(self, stamp: int, words: str) -> None:
+        """Note the label and the counts of a bound call."""
+        self.marks[stamp] = words
+        if len(self.marks) > MOST_MARKS:
+            del self.marks[next(iter(self.marks))]
+
+    def compare(self, stamp: int, peer: int) -> None:
+        """Ask `peer`, for which the bound call `stamp` waits, to compare its label and its counts."""
+        with self.engine.lock:
+            self.send(peer, COMPARE, stamp, self.marks.get(stamp, UNMARKED))
+
+    def _compare(self, stamp: int, sender: int, theirs: str) -> None:
+        """Rank `sender` waits for this rank in a bound call. End it on all ranks if their labels or counts differ."""
+        own = self.marks.get(stamp, UNMARKED)
+        if stamp > self.begun.get(_series(stamp), 0) or own == theirs:
+            return
+        rank, call = self.link.rank, stamp & 0xFFFFFF
+        error = MismatchError(
+            f"the ranks disagree in call {call} of bound operation {stamp >> 24 & (1 << 38) - 1} of {self.name}: "
+            f"rank {sender} calls it with {theirs}, rank {rank} with {own}"
+        )
+        self.broken = self.broken or error
+        self.send_all(DIFFERS, stamp, str(error))
+        for other, task in list(self.active.items()):
+            if _series(other) == _series(stamp):  # this rank may be one call ahead
+                task.abandon(error)
 
     def _answer(self) -> tuple[int, str]:
         """The world rank that this rank waits for, and what for, in words. -1: it waits for no single rank."""
@@ -152,7 +185,7 @@ class Channel:
             stamp = getattr(task, "stamp", None)
             if stamp is not None:
                 self.broken = self.broken or error
-                self.send_all(FATAL, stamp, f"rank {self.link.rank} abandoned the call: {error}")
+                self.send_all(FATAL, stamp, f"rank {self.link.rank} abandoned the call: {text_of(error)}")
             task.abandon(error)
 
     def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> int | None:

@@ -14,14 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Sequence
 from functools import partial
+from threading import RLock
 from time import perf_counter, sleep
 from typing import Any
 
-from fompi.base.errors import PeerError, WaitTimeout
+from fompi.base.errors import PeerError, StateError, WaitTimeout
 from fompi.engine.in_flight import InFlight
 from fompi.engine.intervals import RecentIntervals
 from fompi.engine.progress import POLLS_PER_WAKE, Helper
-from fompi.engine.tasks import ControlChannel, Task
+from fompi.engine.tasks import QUIET, ControlChannel, Task
 from fompi.traces.trace import Interval, between, union
 
 SPINS, YIELDS = 20, 280
@@ -37,8 +38,17 @@ JOIN_SECONDS = 1e-4
 LATE_SECONDS = 0.5
 """How long a wait for a failed call lasts if other ranks have not started the call yet."""
 
+STALLED_SECONDS = 0.1
+"""After this long without progress, a bound call compares its label and its counts with those of the awaited rank."""
+
 DEPARTED_SECONDS = 0.2
 """If an awaited rank has left, a wait goes on until there is no progress for this long: messages may still arrive."""
+
+
+FORKED = (
+    "this process was forked from a rank, and must not call fompi: it would speak in the name of that rank. "
+    "Start processes with `spawn` or `forkserver`, or fork before the first Communicator"
+)
 
 
 class Engine(InFlight):
@@ -54,6 +64,7 @@ class Engine(InFlight):
     ):
         super().__init__(testsome)
         self.timeout, self.spins, self.progress_mode = timeout, spins, progress_mode
+        self.forked = False  # True in a forked child of a rank
         self.arena: Any = None  # the memory of results and scratch (`fompi.tensors.arena`)
         self.report: Any = None  # notes finished calls, if FOMPI_REPORT is set (`fompi.runtime.report`)
         self.machine: Any = None  # the machine of all ranks, if FOMPI_MACHINE is set
@@ -147,7 +158,7 @@ class Engine(InFlight):
         error = None
         self.kernel_began = begun = perf_counter()
         try:
-            kernel()
+            QUIET.copy().run(kernel)
         except BaseException as raised:
             error = raised
         with self.lock:
@@ -162,6 +173,15 @@ class Engine(InFlight):
                 task.broke(raised)
         if error is not None and not isinstance(error, Exception):  # an interrupt ends more than this call
             raise error
+
+    def after_fork(self) -> None:
+        """In a forked child: refuse to drive anything. The requests belong to the parent."""
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise StateError(FORKED)
+
+        self.forked, self.helper, self.lock = True, None, RLock()  # another thread may have held the lock
+        self.progress = self.wait = self.receive_control = refuse  # type: ignore[method-assign]
 
     # ----------------------------------------------------------------------------------------------------------- waits
 
@@ -217,6 +237,8 @@ class Engine(InFlight):
         if task.finished:
             return
         silent = perf_counter() - max(task.moved_at, begun)
+        if silent > STALLED_SECONDS:
+            task.stalled()
         if channel.departed and silent > DEPARTED_SECONDS:
             awaited = task.waits_for()
             absent = channel.absent_peer(task.awaits_start, awaited)

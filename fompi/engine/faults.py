@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
+import socket
 import sys
 import threading
 import traceback
+from _thread import interrupt_main
 from collections.abc import Callable
 from time import perf_counter, sleep
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from fompi.base.errors import PeerError
 from fompi.engine.control import DYING, GONE, LEFT, Channel
@@ -29,6 +32,9 @@ DEFER_SECONDS = 1.0
 
 BROKEN_SECONDS = 5.0
 """How long a rank waits at exit for the other ranks if a call was abandoned: perhaps they cannot be reached."""
+
+POSTPONE_SECONDS = 1e-3
+"""An interrupt that comes in the middle of the engine's work is tried again after this time."""
 
 READ_SECONDS = 0.2
 """A pause before MPI_Abort, in which the launcher reads the output of this rank."""
@@ -56,6 +62,45 @@ def install(engine: Engine) -> None:
 
     sys.excepthook, threading.excepthook = uncaught, uncaught_in_thread
     atexit.register(at_exit)
+    os.register_at_fork(after_in_child=engine.after_fork)
+    _postpone_interrupts()
+
+
+def _postpone_interrupts() -> None:
+    """Let Ctrl-C interrupt a wait, a kernel or the program, but not the work of the engine between them.
+
+    An interrupt between two lines of the engine could lose a message that has just arrived. Programs with a handler of
+    their own for SIGINT keep it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if not _is_inside_engine(frame):
+            signal.default_int_handler(number, frame)
+        again = threading.Timer(POSTPONE_SECONDS, interrupt_main)
+        again.daemon = True
+        again.start()
+
+    signal.signal(signal.SIGINT, interrupted)
+
+
+_UNSAFE = ("fompi.engine.", "fompi.runtime.dispatch", "fompi.runtime.program", "fompi.ops.")
+_WAITS = (Engine.wait.__code__, Engine._pause.__code__)
+
+
+def _is_inside_engine(frame: FrameType | None) -> bool:
+    """True if `frame` belongs to work of the engine that must not be interrupted."""
+    innermost = frame
+    while frame is not None:
+        if frame.f_code in _WAITS or (frame.f_code is Engine._run.__code__ and frame is not innermost):
+            return False  # it waits, or runs a kernel
+        if frame.f_globals.get("__name__", "").startswith(_UNSAFE):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end(engine: Engine, error: BaseException | None, report: Callable[[], object]) -> None:
@@ -65,6 +110,9 @@ def _end(engine: Engine, error: BaseException | None, report: Callable[[], objec
             sleep(DEFER_SECONDS)  # the rank that failed first aborts the job in this time, unless it caught its error
         if not _is_first(engine):
             sleep(DEFER_SECONDS)  # the first rank aborts the job in this time; if it does not, this rank must report
+        rank, size = world()
+        if size > 1:
+            print(f"fompi: rank {rank} of {size} on {socket.gethostname()} ends by an error:", file=sys.stderr)
         report()
     except Exception:
         traceback.print_exc()

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import Protocol
 
-from fompi.base.errors import MismatchError, ShapeError
+from fompi.base.errors import MismatchError, ShapeError, in_words
 from fompi.engine.control import Channel
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
@@ -194,7 +194,7 @@ class Agreement(Task):
                     return
             self._finish()
             return
-        words = f"{type(self.refusal).__name__}: {self.refusal}" if self.refusal is not None else self.describe()
+        words = in_words(self.refusal) if self.refusal is not None else self.describe()
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
@@ -241,6 +241,7 @@ class Agreement(Task):
     def abandon(self, error: BaseException) -> None:
         if not self.finished:
             self.error = self.error or error
+            self.comm.link.given_up += self.comm.engine.give_up(self)
             self._finish()
 
     def broke(self, error: Exception) -> None:

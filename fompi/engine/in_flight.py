@@ -50,6 +50,14 @@ class InFlight:
         for request in requests:
             self.post(request, owner, key)
 
+    def give_up(self, task: Task) -> list[Any]:
+        """Test the requests of an abandoned task no more, and return them. Who keeps them keeps their memory alive."""
+        flights = list(zip(self._requests, self._owners, strict=True))
+        own = [request for request, (owner, _) in flights if owner.belongs_to is task]
+        kept = [(request, owner) for request, owner in flights if owner[0].belongs_to is not task]
+        self._requests, self._owners = [request for request, _ in kept], [owner for _, owner in kept]
+        return own
+
     def launched(self, token: Token, task: Task, key: int) -> None:
         """Call `task.completed(key)` once a device has run the kernel of `token`."""
         self._launched.append((token, task, key))

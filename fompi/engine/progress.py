@@ -33,12 +33,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fompi.base.errors import LaunchError
+from fompi.mpi import environment
 
 if TYPE_CHECKING:
     from fompi.mpi.link import Link
 
-MODES = ("auto", "helper", "native", "poll")
 HELPED = ("helper", "native")
 """The modes with a helper thread."""
 
@@ -57,6 +56,11 @@ POLLS_PER_MESSAGE = 4
 
 POLLS_PER_WAKE = 3
 """The helper polls this often each time it wakes. In Open MPI one poll receives data that the next poll reports."""
+
+TURN_SECONDS, PAUSE_SECONDS = 1e-3, 1e-4
+"""While messages keep arriving, the helper pauses after each turn. Else a thread that waits for the engine's lock might
+never get it: Python's locks are not fair.
+"""
 
 LINGER_SECONDS = 0.05
 """How long the helper stays awake after the last operation has finished."""
@@ -78,8 +82,7 @@ def choose_mode(choice: str, thread_level: str, native_share: float = 0.0) -> st
 
     `native_share` is the share of a message that the library moves by itself (`Machine.native_share`).
     """
-    if choice not in MODES:
-        raise LaunchError(f"FOMPI_PROGRESS={choice}: give one of {', '.join(MODES)}")
+    environment.check("FOMPI_PROGRESS", choice)
     if thread_level != "multiple":
         return "poll"  # the program may be inside MPI at any time, so no second thread may call it
     if choice != "auto":
@@ -258,10 +261,13 @@ class Helper:
 
     def _poll(self) -> None:
         """Make progress, and adapt the time until the next poll to the time between messages."""
-        moved = False
+        moved, since = False, perf_counter()
         for _ in range(POLLS_PER_WAKE):
             while self.engine.progress(helping=True) and not self._stopped:
                 moved = True
+                if perf_counter() - since > TURN_SECONDS:  # the program may wait for the engine's lock
+                    sleep(PAUSE_SECONDS)
+                    since = perf_counter()
         if moved:
             now = perf_counter()
             self.seconds, self._moved_at = self.pause.after(now - self._moved_at), now

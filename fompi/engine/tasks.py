@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, Protocol
+
+import numpy as np
 
 HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
 """The rounds of an agreement (`fompi.engine.handshake`)."""
@@ -13,6 +16,14 @@ CONTROL = 1
 
 ANYONE = -1
 """Stands for the awaited rank if a task waits for all ranks, in a collective of the MPI library."""
+
+
+QUIET = Context()
+"""Kernels run in this context, or in a copy of it. Overflow and NaN follow IEEE 754 there, without warnings or errors.
+
+NumPy keeps its error state in the context. So `np.seterr` and `-W error` of the program do not reach the kernels.
+"""
+QUIET.run(np.seterr, all="ignore")
 
 
 class Task:
@@ -26,6 +37,11 @@ class Task:
     awaited = False  # True: the program is about to wait for it, and will run its kernels
     is_long = False  # True: messages must progress while its kernels run
     forwards = False  # True: it sends what it receives, or sums of it, so other ranks wait until this rank has polled
+
+    @property
+    def belongs_to(self) -> Task:
+        """The call that owns the requests of this task."""
+        return self
 
     def completed(self, key: int) -> None:
         """The request or kernel `key` is done."""
@@ -44,6 +60,9 @@ class Task:
     def waits_for(self) -> tuple[int, str] | None:
         """The rank of the communicator whose message is missing, and a description of that message. None: no rank."""
         return None
+
+    def stalled(self) -> None:
+        """A wait for this task has seen no progress for a while."""
 
     def take_turn(self) -> None:
         """This call may now start the MPI library's collectives (`Communicator.turns`)."""
@@ -71,11 +90,21 @@ class Task:
         self.abandon(error)
 
 
+class Sent(Task):
+    """Owns the requests of small messages that are being sent. No thread waits for them."""
+
+    def completed(self, key: int) -> None: ...
+
+
 class MessageParts(Task):
     """A message that is sent in several parts. It calls `completed(key)` of `task` once all parts are done."""
 
     def __init__(self, task: Task, parts: int):
         self.task, self.missing = task, parts
+
+    @property
+    def belongs_to(self) -> Task:
+        return self.task
 
     def completed(self, key: int) -> None:
         self.missing -= 1

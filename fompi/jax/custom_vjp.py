@@ -1,21 +1,23 @@
 """Gradients for JAX: `fompi.jax.all_gather_matmul(x, w)` is `fompi.all_gather_matmul` with a `custom_vjp`.
 
-It works in `jax.grad` and `jax.vjp`, outside of `jax.jit`. The backward is the adjoint of the operation
-(`fompi.ops.adjoints`).
+It works in `jax.grad` and `jax.vjp`, also in the grad of a grad, outside of `jax.jit`. The backward is the adjoint of
+the operation (`fompi.ops.adjoints`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from fompi.base.layout import Slices
+from fompi.base.errors import FompiError
 from fompi.ops import operations
 from fompi.ops.adjoints import ADJOINTS, Call, flatten
+from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer
 
@@ -26,38 +28,52 @@ def _differentiable(operation: Operation) -> Any:
     """The operation as a function that JAX can differentiate."""
 
     @functools.wraps(operation)
-    def call(
-        *args: Any,
-        comm: Any = None,
-        schedule: str = "auto",
-        slices: Slices | None = None,
-        effort: str = "plan",
-        **options: Any,
-    ) -> Any:
-        arguments = operation.arguments(*args, **options)
-        state = Call(operation, arguments, comm, CallOptions(schedule, slices, effort))
-
-        @jax.custom_vjp
-        def run(*tensors: jax.Array) -> Any:
-            return state.forward(tensors, gradient=False)
-
-        needs: list[bool] = []
-
-        def forward(*primals: Any) -> Any:
-            needs[:] = [p.perturbed for p in primals]
-            tensors = [p.value for p in primals]
-            return state.forward(tensors, gradient=True), tensors if state.keeps else [None] * len(tensors)
-
-        def backward(tensors: Sequence[jax.Array], grads: Any) -> tuple[Any, ...]:
-            gradients = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]
-            if any(map(is_tracer, gradients)):
-                state.refuse(": its gradient cannot be differentiated again, and cannot run under jax.jit")
-            return tuple(state.backward(tensors, gradients, needs))
-
-        run.defvjp(forward, backward, symbolic_zeros=True)
-        return run(*arguments.tensors)
+    def call(*args: Any, **options: Any) -> Any:
+        arguments, comm, call_options = operation.read(*args, **options)
+        return _apply(Call(operation, arguments, comm, call_options, _run), arguments.tensors)
 
     return call
+
+
+def _apply(call: Call, tensors: Sequence[Any]) -> Any:
+    """The result of the call on these tensors, with a gradient.
+
+    In the grad of a grad, the tensors of the inner forward are tracers of the outer grad. Then the inner forward and
+    backward call this function again.
+    """
+
+    @jax.custom_vjp
+    def run(*tensors: Any) -> Any:
+        return call.forward(tensors)
+
+    needs: list[bool] = []
+
+    def forward(*primals: Any) -> Any:
+        needs[:] = [p.perturbed for p in primals]
+        tensors = [p.value for p in primals]
+        inner = replace(call, needs=needs)
+        result = _apply(inner, tensors) if any(map(is_tracer, tensors)) else inner.forward(tensors)
+        call.take(inner)
+        return result, tensors if call.keeps else [None] * len(tensors)
+
+    def backward(tensors: Sequence[Any], grads: Any) -> tuple[Any, ...]:
+        gradients = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]
+        return tuple(call.backward(tensors, gradients, needs))
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    try:
+        return run(*tensors)
+    except TypeError as error:
+        if isinstance(error, FompiError) or "forward-mode" not in str(error):
+            raise
+        call.refuse(" has no forward mode (jax.jvp, jax.jacfwd, jax.hessian): use the grad of a grad")
+
+
+def _run(operation: Operation, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
+    """The result of an operation of the backward."""
+    if any(map(is_tracer, arguments.tensors)):
+        return _apply(Call(operation, arguments, comm, call_options, _run), arguments.tensors)
+    return operation.run(arguments, comm, call_options)
 
 
 globals().update({name: _differentiable(getattr(operations, name)) for name in __all__})

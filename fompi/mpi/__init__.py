@@ -3,6 +3,7 @@
 | file | what it holds |
 |---|---|
 | `launcher` | which launcher started this process, with how many ranks and cores, read from environment variables |
+| `environment` | the environment variables of fompi: defaults, values that are taken, names that are misspelt |
 | `transport` | starts MPI; facts of the MPI library; the only file that imports mpi4py |
 | `link` | the messages of one communicator: sends, receives and collectives that return requests |
 

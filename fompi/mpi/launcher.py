@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fompi.base.errors import LaunchError
+from fompi.mpi import environment
 
 _LAUNCHER_NAMES = {
     "srun": "srun",
@@ -209,20 +209,12 @@ def thread_note(environ: Mapping[str, str] | None = None) -> str | None:
     )
 
 
-DEFAULT_TIMEOUT = 300.0
-"""Seconds. Normal waits are shorter, for example for a rank that loads data or compiles."""
-
-
 def timeout() -> float:
-    """FOMPI_TIMEOUT: seconds that a wait may last without progress. Raises LaunchError unless it is a number > 0."""
-    text = os.environ.get("FOMPI_TIMEOUT", str(DEFAULT_TIMEOUT))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise LaunchError(f"FOMPI_TIMEOUT={text}: give a number of seconds above 0")
-    return seconds
+    """FOMPI_TIMEOUT: seconds that a wait may last without progress.
+
+    Normal waits are shorter, for example for a rank that loads data or compiles.
+    """
+    return float(environment.value("FOMPI_TIMEOUT"))
 
 
 def cores_beside_other_hosts() -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import LaunchError, PeerError, WaitTimeout
+from fompi.base.errors import LaunchError, PeerError, StateError, WaitTimeout
 from fompi.mpi.transport import start_mpi
 
 Array = np.ndarray[Any, Any]
@@ -47,11 +47,11 @@ class Link:
 
     def split(self, color: int, key: int) -> Link:
         """A Link of the ranks with the same `color`, in the order of `key`. Collective, without a deadline."""
-        return _with_blocking(self.blocking.Split(color, key))
+        return _with_blocking(_made(lambda: self.blocking.Split(color, key)))
 
     def duplicate(self) -> Link:
         """Another Link of the same ranks, without `blocking`. Collective, without a deadline."""
-        return Link(self.blocking.Dup())
+        return Link(_made(self.blocking.Dup))
 
     def collective(
         self, name: str, reads: Sequence[Array], writes: Sequence[Array], root: int, rows: Sequence[int]
@@ -64,10 +64,10 @@ class Link:
         request of mpi4py does not do for some collectives.
         """
         if name in ("all_reduce", "reduce_scatter"):
-            summand, result = reads[0].reshape(-1), writes[0].reshape(-1)
+            summand, result = _numbers(reads[0]), _numbers(writes[0])
             if name == "all_reduce":
                 return lambda: self.comm.Iallreduce(summand, result)
-            counts = [n * (summand.size // max(1, sum(rows))) for n in rows]
+            counts = [n * (reads[0].size // max(1, sum(rows))) for n in rows]
             return lambda: self.comm.Ireduce_scatter(summand, result, counts)
         if name == "broadcast":
             data = _bytes((reads or writes)[0])
@@ -80,7 +80,7 @@ class Link:
 
     def several_hosts(self) -> bool:
         """True if the ranks are on several hosts. Collective, and the same on all ranks."""
-        host = self.blocking.Split_type(start_mpi().COMM_TYPE_SHARED)
+        host = _made(lambda: self.blocking.Split_type(start_mpi().COMM_TYPE_SHARED))
         several: bool = host.Get_size() < self.size
         host.Free()
         return several
@@ -94,7 +94,23 @@ class Link:
 
 def _with_blocking(comm: Any) -> Link:
     """A Link with a second communicator for blocking collectives. Collective, without a deadline."""
-    return Link(comm, comm.Dup())
+    try:
+        return Link(comm, _made(comm.Dup))
+    except StateError:
+        comm.Free()
+        raise
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """What `make` makes, from MPI communicators. Raises StateError if MPI has none left; MPICH has 2048."""
+    try:
+        return make()
+    except start_mpi().Exception as error:
+        reason = str(error).splitlines()[-1]
+        raise StateError(
+            f"MPI makes no more communicators ({reason}). Close what is not needed any more: Communicator.close(), "
+            "Mesh.close(), and close() of bound operations; or use `with`"
+        ) from error
 
 
 def connect(
@@ -105,10 +121,10 @@ def connect(
     While this rank waits for the others it calls `progress()`. It also calls `find_departed(world ranks)`, which
     returns an error if one of these ranks has ended. Raises that error, or WaitTimeout after `timeout` seconds.
     """
-    duplicate, request = comm.Idup()
+    duplicate, request = _made(comm.Idup)
     members = world_ranks(comm)
     begun = perf_counter()
-    while not request.Test():
+    while not _made(request.Test):
         if progress():
             continue
         sleep(1e-4)
@@ -161,6 +177,18 @@ def mpi_communicator(comm: Any) -> Any:
 
 def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
+
+
+def _numbers(array: Array) -> list[Any]:
+    """The buffer argument of a sum. The type goes by size, and the memory as bytes, which need not be aligned."""
+    return [_bytes(array), array.size, getattr(start_mpi(), _TYPES[array.dtype.name])]
+
+
+_TYPES = {
+    "float64": "DOUBLE", "float32": "FLOAT", "complex128": "C_DOUBLE_COMPLEX", "complex64": "C_FLOAT_COMPLEX",
+    "int64": "INT64_T", "int32": "INT32_T", "uint64": "UINT64_T", "uint32": "UINT32_T",
+}  # fmt: skip
+"""The MPI types of the dtypes in `layout.NATIVE_SUMS`."""
 
 
 def _holding(arrays: object, start: Callable[[], Any]) -> Callable[[], Any]:

@@ -16,10 +16,10 @@ from typing import Any
 
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
-from fompi.mpi import launcher
+from fompi.mpi import environment, launcher
 
 _INSTALL = (
-    'on a laptop `pip install "fompi[mpich]"`; on a cluster load the site\'s MPI module, '
+    "on a laptop `pip install mpi4py mpich`; on a cluster load the site's MPI module, "
     "or name its library in MPI4PY_LIBMPI, and `pip install mpi4py`"
 )
 
@@ -125,10 +125,9 @@ def gpu_awareness(choice: str = "auto") -> GpuAwareness:
 
     A library that wrongly says yes ends in a segmentation fault. A library that says no may still work.
     """
+    environment.check("FOMPI_GPU_AWARE", choice)
     if choice in ("0", "1"):
         return GpuAwareness(choice == "1", f"FOMPI_GPU_AWARE={choice}")
-    if choice != "auto":
-        raise LaunchError(f"FOMPI_GPU_AWARE={choice}: give one of auto, 0, 1")
     MPI = start_mpi()
     symbols = ctypes.CDLL(MPI.__file__)  # a lookup here also searches libmpi, which it is linked to
     queries = [f"MPIX_Query_{kind}_support" for kind in ("cuda", "hip", "rocm")]

@@ -1,8 +1,9 @@
 """The public operations, and their gradients.
 
 - `operations`: the operations with their docstrings; `plan` and `explain`.
-- `operation`: one call, from the caller's tensors to the result: `Operation` and `Pending`.
+- `operation`: how a call begins; `pending`: the call in flight, up to its result.
 - `arguments`: the arguments of a call on one rank, checked.
+- `replicated`: the sum of gradients of replicated parameters.
 - `adjoints`: the backward of every operation, written as operations, for every framework.
 
 This room may import `base`, `plans`, `schedules`, `traces`, `model`, `planner`, `tensors`, `backends`, `mpi`, `engine`

@@ -18,20 +18,32 @@ its own rows, as in tensor parallelism with sequence parallelism, do not divide.
 | matmul_all_reduce(x, w)       | the same, on reduce_scatter(dy)               |                                   |
 | matmul_all_to_all(x, w)       | both by all_to_all_matmul_weight_gradient(dy, w.T, x): one exchange               |
 | all_to_all_matmul(x, w)       | matmul_all_to_all(dy, w.T), counts transposed | all_to_all_weight_gradient(x, dy) |
+
+The weight gradients have gradients too, so gradients of gradients are right, of any order. With `dg` of g:
+
+| g =                              | dx =                           | dh =                     |
+|----------------------------------|--------------------------------|--------------------------|
+| all_gather_weight_gradient(x, h) | matmul_reduce_scatter(h, dg.T) | all_gather_matmul(x, dg) |
+| all_to_all_weight_gradient(x, h) | matmul_all_to_all(h, dg.T)     | all_to_all_matmul(x, dg) |
+
+The operations with a product and a weight gradient have the sum of the terms of both.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from fompi.base.errors import TensorError
-from fompi.base.layout import HALF, Extents
+from fompi.base.errors import FompiError, TensorError
+from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallOptions, Operation, Pending
+from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.pending import Pending
 from fompi.plans.problems import MEANING
 from fompi.schedules.registry import can_move
 
@@ -47,33 +59,50 @@ class Call:
     arguments: Arguments
     comm: Any
     call_options: CallOptions
+    apply: Callable[[Operation, Arguments, Any, CallOptions], Any]
+    """Runs an operation of the backward, so that it can be differentiated again."""
+
+    needs: Sequence[bool] = ()
+    """For each tensor: is its gradient wanted? The ranks compare it."""
+
     _extents: Extents | None = None
+    _number: int = -1
 
     def __post_init__(self) -> None:
-        self.arguments = self.arguments.with_tensors([...] * len(self.arguments.tensors))
+        a = self.arguments = self.arguments.with_tensors([...] * len(self.arguments.tensors))
+        if any(self.needs):
+            biased = tuple(b is not None for b in a.biases)
+            a.gradient += _wanted(len(a.weights), biased, len(a.operands), tuple(self.needs), " " * bool(a.gradient))
 
     @property
     def keeps(self) -> bool:
         """True if the backward reads the tensors. Without weights it only moves or sums gradients."""
-        return bool(self.arguments.weights)
+        return bool(self.arguments.weights or self.arguments.operands)
 
-    def forward(self, tensors: Sequence[Any], gradient: bool) -> Any:
-        if self.operation.name not in ADJOINTS:
-            self.refuse(" computes a gradient and has no gradient itself: pass detached tensors")
+    def forward(self, tensors: Sequence[Any]) -> Any:
         if self.arguments.out is not None:
             self.refuse(": out= cannot be used in a call that is differentiated")
-        arguments = replace(self.arguments.with_tensors(tensors), gradient=gradient)
-        pending: Pending = self.operation.begin(arguments, self.comm, self.call_options)
+        pending: Pending = self.operation.begin(self.arguments.with_tensors(tensors), self.comm, self.call_options)
         result = pending.wait()
-        self._extents = pending.extents
+        self._extents, self._number = pending.extents, pending.number
         return result
+
+    def take(self, other: Call) -> None:
+        """Remember what the forward of `other` has learned. It was the forward of this call."""
+        self._extents, self._number = other._extents, other._number
 
     def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
         """The gradient of each tensor for which `needs` is True. `grads` are those of the results (None: zero)."""
         arguments = self.arguments.with_tensors(tensors)
         if all(g is None for g in grads):
             return [None] * len(tensors)
-        return ADJOINTS[self.operation.name](self, arguments, grads, needs)
+        try:
+            return ADJOINTS[self.operation.name](self, arguments, grads, needs)
+        except FompiError as error:
+            text = str(error)
+            if "the backward of" not in text:
+                error.args = (f"the backward of {self.operation.name}: {text}", *error.args[1:])
+            raise
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise a TensorError. The other ranks of this call raise a MismatchError instead of waiting for this rank."""
@@ -91,14 +120,38 @@ class Call:
         return self._extents
 
     def run(self, operation: Operation, *tensors: Any, **options: Any) -> Any:
-        """Call an operation of the backward with the options of the forward."""
+        """Call an operation of the backward with the options of the forward.
+
+        Its words name the forward. So the backward of one layer never meets the backward of another one.
+        """
         if operation.name not in ("all_reduce", "broadcast"):
             options["dim"] = self.arguments.dim
         schedule, slices, effort = self.call_options
-        half = str(tensors[0].dtype).removeprefix("torch.") in HALF
-        if not can_move(schedule, MEANING[operation.name].moves, Communicator.of(self.comm).size, half):
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        if not can_move(schedule, MEANING[operation.name].moves, Communicator.of(self.comm).size, dtype):
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
-        return operation(*tensors, comm=self.comm, schedule=schedule, slices=slices, effort=effort, **options)
+        words = f"in the backward of {self.operation.name} (call {self._number})"
+        arguments = replace(operation.read(*tensors, **options)[0], gradient=words)
+        return self.apply(operation, arguments, self.comm, CallOptions(schedule, slices, effort))
+
+
+@functools.lru_cache(maxsize=256)
+def _wanted(weights: int, biased: tuple[bool, ...], operands: int, needs: tuple[bool, ...], space: str) -> str:
+    """In words, whose gradients are wanted, for a call with so many tensors."""
+    biases = [name for name, has in zip(_numbered("bias", len(biased)), biased, strict=True) if has]
+    names = ["x", *_numbered("w", weights), *biases, *_numbered("h", operands)]
+    wanted = [name for name, need in zip(names, needs, strict=True) if need]
+    return f"{space}for the gradient of {' and '.join(wanted)}"
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name}{i}" for i in range(count)]
+
+
+def _sum(terms: Sequence[Any]) -> Any:
+    """The sum of the terms that are not None. None if there are none."""
+    given = [t for t in terms if t is not None]
+    return functools.reduce(operator.add, given) if given else None
 
 
 def _all_gather(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
@@ -114,14 +167,17 @@ def _all_reduce(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[
 
 
 def _broadcast(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    total = operations.all_reduce(grads[0], comm=call.comm)
+    total = call.run(operations.all_reduce, grads[0])
     return [total if call.extents.rank == a.root else _zeros(total)]
 
 
 def _zeros(like: Any) -> Any:
-    """Zeros with the shape and dtype of `like`, in any framework. `0 * like` would give NaN for infinite values."""
-    false = (like == like) & (like != like)
-    return false.astype(like.dtype) if hasattr(false, "astype") else false.to(like.dtype)
+    """`0 * like`, in any framework, also for infinite values. All ranks then run the backward of `like`."""
+    every = (like == like) | (like != like)
+    if hasattr(like, "masked_fill"):
+        return like.masked_fill(every, 0)
+    namespace = like.__array_namespace__()
+    return namespace.where(every, namespace.zeros_like(like), like)
 
 
 def _all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
@@ -194,6 +250,50 @@ def _all_to_all_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Se
     return [dx, dw, *_bias(a, dy)]
 
 
+def _all_gather_weight_gradient(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    (dg,), (h,) = grads, a.operands
+    dx = call.run(operations.matmul_reduce_scatter, h, dg.T, counts=call.extents.rows) if needs[0] else None
+    dh = call.run(operations.all_gather_matmul, a.x, dg) if needs[1] else None
+    return [dx, dh]
+
+
+def _all_gather_matmul_weight_gradient(
+    call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]
+) -> list[Any]:
+    (dy, dg), (w,), (h,), rows = grads, a.weights, a.operands, call.extents.rows
+    dx = dw = dh = None
+    if needs[0]:
+        pairs = [(d, v) for d, v in ((dy, w.T), (h, dg)) if d is not None and v is not None]
+        dx = _sum([call.run(operations.matmul_reduce_scatter, d, v, counts=rows) for d, v in pairs])
+    if needs[1] and dy is not None:
+        dw = call.run(operations.all_gather_weight_gradient, a.x, dy)
+    if needs[2] and dg is not None:
+        dh = call.run(operations.all_gather_matmul, a.x, dg.T)
+    return [dx, dw, dh]
+
+
+def _all_to_all_weight_gradient(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    (dg,), (h,), extents = grads, a.operands, call.extents
+    dx = call.run(operations.matmul_all_to_all, h, dg.T, counts=extents.recv) if needs[0] else None
+    dh = call.run(operations.all_to_all_matmul, a.x, dg, counts=extents.send) if needs[1] else None
+    return [dx, dh]
+
+
+def _all_to_all_matmul_weight_gradient(
+    call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]
+) -> list[Any]:
+    (dback, dy, dg), (w,), (h,), extents = grads, a.weights, a.operands, call.extents
+    dx = dw = dh = None
+    if needs[0]:
+        terms = [dback, None if dy is None else dy @ w.T, None if dg is None else h @ dg]
+        dx = call.run(operations.all_to_all, _sum(terms), counts=extents.recv)
+    if needs[1] and dy is not None:
+        dw = call.run(operations.all_to_all_weight_gradient, a.x, dy, counts=extents.send)
+    if needs[2] and dg is not None:
+        dh = call.run(operations.all_to_all_matmul, a.x, dg.T, counts=extents.send)
+    return [dx, dw, dh]
+
+
 ADJOINTS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], list[Any]]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -206,6 +306,10 @@ ADJOINTS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], l
     "matmul_all_reduce": _matmul_all_reduce,
     "matmul_all_to_all": _matmul_all_to_all,
     "all_to_all_matmul": _all_to_all_matmul,
+    "all_gather_weight_gradient": _all_gather_weight_gradient,
+    "all_gather_matmul_weight_gradient": _all_gather_matmul_weight_gradient,
+    "all_to_all_weight_gradient": _all_to_all_weight_gradient,
+    "all_to_all_matmul_weight_gradient": _all_to_all_matmul_weight_gradient,
 }
 """(call, arguments, gradients of the results, which gradients are needed) -> the gradients of the tensors."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
-from fompi.base.layout import split
+from fompi.base.layout import as_integer, integer, split
 from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
 from fompi.plans.problems import Form, Problem
@@ -41,7 +41,7 @@ class Arguments:
     out: Any = None
     flipped: bool = False  # the weight gradient is h.T @ rows, not rows.T @ h
     keep: bool = False  # the rows that arrive are a result too
-    gradient: bool = False  # a backward will follow; all ranks must agree, since the backward communicates too
+    gradient: str = ""  # words: whose gradients are wanted, in which backward; the same on all ranks, they compare it
     result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])  # from outputs by name
 
     @property
@@ -69,9 +69,11 @@ class LocalCall(NamedTuple):
     arrays: dict[str, Array]  # the inputs by name, rows first
     like: Tensor  # x: the results are tensors of its framework
     shape: tuple[int, ...]  # of x as it was given
+    dim: int  # the dimension of the rows, >= 0
     rows: tuple[int, ...]  # see `_rows`
     expects: int  # how many rows must arrive here, because an operand or out= has so many; -1: any number
     out: Tensor | None
+    in_place: bool  # out is x: the result is written over it once the call is finished
     packing: tuple[float, float] | None  # when x was packed before the call began, in seconds of perf_counter
 
 
@@ -111,7 +113,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         [_form(h) for h in operands] if operands else (),
         flipped=arguments.flipped,
         keep=arguments.keep,
-        root=arguments.root,
+        root=as_integer(arguments.root, f"{operation}: root"),
     )
     rows = _rows(problem, len(x.array), arguments.counts)
     packed = not problem.multiplies_first and not x.array.flags.c_contiguous
@@ -124,11 +126,17 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     for i, h in enumerate(operands):
         arrays[problem.name("h", i)] = h.array
     expects = len(operands[0].array) if operands else -1
+    in_place = False
     if out is not None:
-        if any(np.may_share_memory(out.array, array) for array in arrays.values()):
+        in_place = flat and _same_memory(x.array, out.array)
+        if not in_place and any(np.may_share_memory(out.array, array) for array in arrays.values()):
             raise TensorError(f"{operation}: out= shares memory with another operand")
         expects = _check_out(problem, out, shape, dim, rank, rows, expects)
-    return LocalCall(problem, packed, arrays, x, shape, rows, expects, out, packing)
+    return LocalCall(problem, packed, arrays, x, shape, dim, rows, expects, out, in_place, packing)
+
+
+def _same_memory(x: Array, out: Array) -> bool:
+    return x.ctypes.data == out.ctypes.data and x.nbytes == out.nbytes and out.flags.c_contiguous
 
 
 def _form(tensor: Tensor) -> Form:
@@ -137,9 +145,9 @@ def _form(tensor: Tensor) -> Form:
 
 def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
     count = x.ndim
-    if not isinstance(dim, int) or not -count <= dim < count:
+    if integer(dim) is None or not -count <= dim < count:
         raise ShapeError(f"{operation}: x with the shape {x.shape} has no dimension dim={dim!r}")
-    dim %= count
+    dim = int(dim) % count
     if multiplied and dim == count - 1:
         raise ShapeError(
             f"{operation}: dim={dim} is the last dimension of x, which the product sums over: choose another dim"

@@ -16,13 +16,13 @@ What all operations have in common:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Unpack
 
 from fompi.base.layout import Slices, Spec
 from fompi.model.machine import Machine
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import Operation
+from fompi.ops.operation import CallKeywords, Operation
 from fompi.planner.choose import plan_for
 from fompi.planner.explain import MOST_EVENTS, Explanation
 from fompi.planner.explain import explain as explained
@@ -33,11 +33,13 @@ from fompi.schedules.registry import REGISTERED
 
 
 @Operation
-def all_gather(x: Any, *, dim: int = 0, out: Any = None) -> Arguments:
+def all_gather(x: Any, *, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
     """y = concatenate([x of rank 0, x of rank 1, ...], dim)
 
     x has the rows of this rank, Shard(dim). y has the rows of all ranks, Replicate. Any dtype.
 
+    Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike, from y, counts once
+    per rank: divide it by `comm.size`.
     Ranks may have different numbers of rows, or none, and other numbers at every call.
     Raises ShapeError if x has no dimension `dim`.
     """
@@ -45,7 +47,9 @@ def all_gather(x: Any, *, dim: int = 0, out: Any = None) -> Arguments:
 
 
 @Operation
-def reduce_scatter(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None) -> Arguments:
+def reduce_scatter(
+    x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None, **how: Unpack[CallKeywords]
+) -> Arguments:
     """y = sum(x of all ranks)[rows of this rank]
 
     x has all rows on every rank, Partial. y has the rows of this rank, Shard(dim). Any dtype but bool.
@@ -58,11 +62,13 @@ def reduce_scatter(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None,
 
 
 @Operation
-def all_reduce(x: Any, *, out: Any = None) -> Arguments:
+def all_reduce(x: Any, *, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
     """y = sum(x of all ranks)
 
     x has any shape, the same on all ranks, Partial. y has the shape of x, Replicate. Any dtype but bool.
 
+    Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike, from y, counts once
+    per rank: divide it by `comm.size`. For gradients of replicated parameters: `fompi.sum_replicated`.
     All ranks get the same bits in every run, unless the MPI library sums (schedules "unfused" and "sliced"). Half
     types are summed in float32 and rounded once.
     Raises DtypeError for bool.
@@ -71,7 +77,9 @@ def all_reduce(x: Any, *, out: Any = None) -> Arguments:
 
 
 @Operation
-def all_to_all(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None) -> Arguments:
+def all_to_all(
+    x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None, **how: Unpack[CallKeywords]
+) -> Arguments:
     """y = concatenate([rows of rank 0 for this rank, rows of rank 1 for this rank, ...], dim)
 
     x has the rows for rank 0, then those for rank 1, and so on, Shard(dim). y has the rows that arrive here,
@@ -85,18 +93,22 @@ def all_to_all(x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out
 
 
 @Operation
-def broadcast(x: Any, *, root: int = 0, out: Any = None) -> Arguments:
+def broadcast(x: Any, *, root: int = 0, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
     """y = x of rank `root`
 
     x has any shape and dtype, the same on all ranks; only x of the root is read. y has the shape of x, Replicate.
 
+    Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike, from y, counts once
+    per rank: divide it by `comm.size`.
     Raises LayoutError if `root` is not a rank.
     """
     return Arguments(x, root=root, out=out)
 
 
 @Operation
-def all_gather_matmul(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None) -> Arguments:
+def all_gather_matmul(
+    x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]
+) -> Arguments:
     """y = all_gather(x, dim) @ w + bias
 
     x: (rows of this rank, ..., k), Shard(dim). w: (k, n), the columns of this rank, Shard(-1). bias: (n,) or None.
@@ -109,7 +121,9 @@ def all_gather_matmul(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: An
 
 
 @Operation
-def all_gather_matmul_many(x: Any, ws: Sequence[Any], *, biases: Sequence[Any] = (), dim: int = 0) -> Arguments:
+def all_gather_matmul_many(
+    x: Any, ws: Iterable[Any], *, biases: Iterable[Any] | None = None, dim: int = 0, **how: Unpack[CallKeywords]
+) -> Arguments:
     """x_full = all_gather(x, dim); return x_full, tuple(x_full @ w + b for w, b in zip(ws, biases))
 
     x: (rows of this rank, ..., k), Shard(dim). Each w: (k, n), Shard(-1); the n may differ. Each bias: (n,) or None.
@@ -119,37 +133,42 @@ def all_gather_matmul_many(x: Any, ws: Sequence[Any], *, biases: Sequence[Any] =
     One gather serves several weights, for example those of queries, keys and values.
     Raises ShapeError for shapes that do not fit, and DtypeError for different dtypes.
     """
-    count = len(ws)
+    weights = list(ws)
+    count = len(weights)
 
     def result(outputs: dict[str, Any]) -> Any:
         names = ["y"] if count == 1 else [f"y{i}" for i in range(count)]
         return outputs["x_full"], tuple(outputs[name] for name in names)
 
-    return Arguments(x, list(ws), list(biases), dim=dim, keep=True, result=result)
+    return Arguments(x, weights, list(biases or ()), dim=dim, keep=True, result=result)
 
 
 @Operation
-def all_gather_weight_gradient(x: Any, h: Any, *, dim: int = 0, out: Any = None) -> Arguments:
+def all_gather_weight_gradient(
+    x: Any, h: Any, *, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]
+) -> Arguments:
     """g = einsum("...k,...n->kn", all_gather(x, dim), h)
 
     x: (rows of this rank, ..., k), Shard(dim). h: (rows of all ranks, ..., n), Shard(-1). g: (k, n), Shard(-1). Any
     dtype but bool, the same for all tensors.
 
-    It is the gradient of the weight of `all_gather_matmul`, where h is the gradient of y. It has no gradient itself.
+    It is the gradient of the weight of `all_gather_matmul`, where h is the gradient of y.
     Raises ShapeError on all ranks if h does not have as many rows as all ranks together.
     """
     return Arguments(x, operands=[h], dim=dim, out=out, result=lambda outputs: outputs["g"])
 
 
 @Operation
-def all_gather_matmul_weight_gradient(d: Any, w: Any, h: Any, *, dim: int = 0) -> Arguments:
+def all_gather_matmul_weight_gradient(
+    d: Any, w: Any, h: Any, *, dim: int = 0, **how: Unpack[CallKeywords]
+) -> Arguments:
     """full = all_gather(d, dim); return full @ w, einsum("...k,...n->kn", h, full)
 
     d: (rows of this rank, ..., n), Shard(dim). w: (n, k), Shard(-1). h: (rows of all ranks, ..., k), Shard(-1).
     Results: (rows of all ranks, ..., k), Shard(-1), and (k, n), Shard(0). Any dtype but bool, the same for all tensors.
 
     It is the backward of `matmul_reduce_scatter(x, v)` with one gather: d is the gradient of y, w is v.T, h is x. The
-    results are the gradients of x and v. It has no gradient itself.
+    results are the gradients of x and v.
     Raises ShapeError on all ranks if h does not have as many rows as all ranks together.
     """
     return Arguments(d, [w], operands=[h], dim=dim, flipped=True, result=lambda outputs: (outputs["y"], outputs["g"]))
@@ -157,7 +176,14 @@ def all_gather_matmul_weight_gradient(d: Any, w: Any, h: Any, *, dim: int = 0) -
 
 @Operation
 def matmul_reduce_scatter(
-    x: Any, w: Any, *, bias: Any = None, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+    x: Any,
+    w: Any,
+    *,
+    bias: Any = None,
+    dim: int = 0,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
 ) -> Arguments:
     """y = reduce_scatter(x @ w, dim, counts) + bias
 
@@ -172,12 +198,16 @@ def matmul_reduce_scatter(
 
 
 @Operation
-def matmul_all_reduce(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None) -> Arguments:
+def matmul_all_reduce(
+    x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]
+) -> Arguments:
     """y = all_reduce(x @ w) + bias
 
     x: (rows, ..., k), the columns of this rank, Shard(-1). w: (k, n), the rows of this rank, Shard(0). bias: (n,), the
     same on all ranks, or None. y: (rows, ..., n), Replicate. Any dtype but bool, the same for all tensors.
 
+    Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike, from y, counts once
+    per rank: divide it by `comm.size`. The gradient of the bias has one term per rank: `fompi.sum_replicated`.
     The bias is added once. All ranks get the same bits, unless the MPI library sums.
     Raises ShapeError for shapes that do not fit, and DtypeError for different dtypes.
     """
@@ -186,7 +216,14 @@ def matmul_all_reduce(x: Any, w: Any, *, bias: Any = None, dim: int = 0, out: An
 
 @Operation
 def matmul_all_to_all(
-    x: Any, w: Any, *, bias: Any = None, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+    x: Any,
+    w: Any,
+    *,
+    bias: Any = None,
+    dim: int = 0,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
 ) -> Arguments:
     """y = all_to_all(x @ w + bias, dim, counts)
 
@@ -202,7 +239,14 @@ def matmul_all_to_all(
 
 @Operation
 def all_to_all_matmul(
-    x: Any, w: Any, *, bias: Any = None, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+    x: Any,
+    w: Any,
+    *,
+    bias: Any = None,
+    dim: int = 0,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
 ) -> Arguments:
     """y = all_to_all(x, dim, counts) @ w + bias
 
@@ -218,14 +262,14 @@ def all_to_all_matmul(
 
 @Operation
 def all_to_all_weight_gradient(
-    x: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None
+    x: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None, **how: Unpack[CallKeywords]
 ) -> Arguments:
     """g = einsum("...k,...n->kn", all_to_all(x, dim, counts), h)
 
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). h: (rows that arrive here, ..., n), Shard(dim).
     g: (k, n), a different one on each rank. Any dtype but bool, the same for all tensors.
 
-    It is the gradient of the weight of `all_to_all_matmul`, where h is the gradient of y. It has no gradient itself.
+    It is the gradient of the weight of `all_to_all_matmul`, where h is the gradient of y.
     Raises ShapeError if h does not have as many rows as arrive here.
     """
     return Arguments(x, operands=[h], dim=dim, counts=counts, out=out, result=lambda outputs: outputs["g"])
@@ -233,7 +277,7 @@ def all_to_all_weight_gradient(
 
 @Operation
 def all_to_all_matmul_weight_gradient(
-    d: Any, w: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None
+    d: Any, w: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, **how: Unpack[CallKeywords]
 ) -> Arguments:
     """back = all_to_all(d, dim, counts); return back, back @ w, einsum("...k,...n->kn", h, back)
 
@@ -242,7 +286,7 @@ def all_to_all_matmul_weight_gradient(
     (k, n). Any dtype but bool, the same for all tensors.
 
     It is the backward of `matmul_all_to_all(x, v)` with one exchange: d is the gradient of y, w is v.T, h is x. The
-    results are the gradients of x @ v, x and v. It has no gradient itself.
+    results are the gradients of x @ v, x and v.
     Raises ShapeError if h does not have as many rows as arrive here.
     """
     return Arguments(

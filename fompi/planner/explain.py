@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from fompi.base.layout import Sizes
@@ -47,8 +48,14 @@ ESTIMATE_FACTOR = 1.5
 While a call waits, a candidate whose estimate is further behind the best simulated time is not simulated.
 """
 
+SHOWN_TIMES = 10
+"""How many times the text lists. Candidates with the same time share a line."""
+
 SHOWN_OVERLAPS = 3
 """How many overlaps of the best candidate the text lists."""
+
+COLUMNS = ("candidate", "ms", "bound/time", "compute", "hidden", "exposed", "why")
+"""The heads of the table."""
 
 RINGS, ALIKE = ("ring", "bidirectional"), 0.005
 """Predicted times that differ by at most this share count as equal.
@@ -70,8 +77,13 @@ class Judged(NamedTuple):
         """The simulated time, else the estimate."""
         return self.estimate if self.trace is None else self.trace.seconds
 
+    @property
+    def shown(self) -> str:
+        """The time in ms as it is printed. A ~ marks an estimate."""
+        return f"{'~' if self.trace is None else ''}{1e3 * self.seconds:.3f}"
+
     def __repr__(self) -> str:
-        return f"Judged({self.candidate}, {'~' if self.trace is None else ''}{1e3 * self.seconds:.3f} ms)"
+        return f"Judged({self.candidate}, {self.shown} ms)"
 
 
 @dataclass(frozen=True)
@@ -142,41 +154,66 @@ class Explanation:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, most: int | None = None) -> str:
-        """A table of the `most` best candidates (None: all), then facts about the best one."""
+    def text(self, most: int | None = SHOWN_TIMES) -> str:
+        """The verdict, a table of the `most` best times (None: all), then what the best candidate hides."""
+        rows = [COLUMNS, *self.rows(most)]
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        table = []
+        for row in rows:
+            numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
+            table.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
+        return "\n".join([*self.verdict(), *table, *self.remarks(most)])
+
+    def verdict(self) -> list[str]:
+        """The lines above the table: the problem, the best candidate, the lower bound."""
         head = f"{self.problem}, {self.problem.size} rank{'s' * (self.problem.size > 1)}, on {self.machine.name}"
-        lines = [head, *self._table(self.judged[:most])]
-        if most is not None and most < len(self.judged):
-            lines.append(f"... and {len(self.judged) - most} more")
+        best, unfused = self.winner, self.unfused
+        gain = f"{unfused.seconds / best.seconds if best.seconds else 1.0:.2f}x as fast as {unfused.candidate}"
+        if best.candidate in UNFUSED:
+            gain = "no candidate with overlap is faster"
+        above = f"{100 * max(0.0, self.gap):.1f} % above the bound"
+        return [
+            head,
+            f"best: {best.candidate}, {1e3 * best.seconds:.3f} ms, {above}, {gain}",
+            f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}",
+        ]
+
+    def rows(self, most: int | None = SHOWN_TIMES) -> list[tuple[str, ...]]:
+        """The cells of the table, below COLUMNS. Times are in ms; a ~ marks an estimate."""
+        return [self._row(alike) for alike in self._by_time()[:most]]
+
+    def remarks(self, most: int | None = SHOWN_TIMES) -> list[str]:
+        """The lines below the table."""
+        lines = []
+        if left := sum(map(len, self._by_time()[most:] if most is not None else ())):
+            lines.append(f"... and {left} more candidate{'s' * (left > 1)}")
         lines += [f"{candidate}: refused: {why}" for candidate, why in self.refused]
-        lines.append(f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}")
-        best = f"best: {self.winner.candidate}, {100 * max(0.0, self.gap):.1f} % above the bound"
-        gain = self.unfused.seconds / self.winner.seconds if self.winner.seconds else 1.0
-        lines.append(f"{best}, {gain:.2f}x as fast as {self.unfused.candidate}")
         lines += [f"hidden on rank {rank}: {overlap}" for rank, overlap in self.overlaps[:SHOWN_OVERLAPS]]
         if self.machine.natives and self.machine.natives_ranks not in (0, self.problem.size):
             measured = f"{self.machine.natives_ranks} ranks, not on {self.problem.size}"
             lines.append(f"the library's collectives were measured on {measured}: a formula gives their times here")
-        return "\n".join(lines)
-
-    def _table(self, shown: Iterable[Judged]) -> list[str]:
-        """The lines of the table. Times are in ms; a ~ marks an estimate."""
-        rows: list[tuple[str, ...]] = [("candidate", "ms", "bound/time", "compute", "hidden", "exposed", "why")]
-        for judged in shown:
-            name, proof, milliseconds = str(judged.candidate), judged.proof, f"{1e3 * judged.seconds:.3f}"
-            share = f"{self.bound.seconds / judged.seconds:.3f}" if judged.seconds else ""
-            if proof is None:
-                rows.append((name, f"~{milliseconds}", share, "", "", "", "estimated, not simulated"))
-                continue
-            times = (f"{1e3 * seconds:.3f}" for seconds in (proof.kernels, proof.hidden, proof.exposed))
-            why = str(proof.waits[0]) if proof.waits else ""
-            rows.append((name, milliseconds, share, *times, why))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        lines = []
-        for row in rows:
-            numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
-            lines.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
         return lines
+
+    def _by_time(self) -> list[list[Judged]]:
+        """The candidates, those with the same printed time together, the best first."""
+        return [list(alike) for _, alike in groupby(self.judged, lambda judged: judged.shown)]
+
+    def _row(self, alike: list[Judged]) -> tuple[str, ...]:
+        first, proof = alike[0], alike[0].proof
+        share = f"{self.bound.seconds / first.seconds:.3f}" if first.seconds else ""
+        more = [f"{len(alike) - 1} more with the same time"] * (len(alike) > 1)
+        if proof is None:
+            return (
+                str(first.candidate),
+                first.shown,
+                share,
+                "",
+                "",
+                "",
+                "; ".join(["estimated, not simulated", *more]),
+            )
+        times = (f"{1e3 * seconds:.3f}" for seconds in (proof.kernels, proof.hidden, proof.exposed))
+        return (str(first.candidate), first.shown, share, *times, "; ".join([*map(str, proof.waits[:1]), *more]))
 
 
 def explain(

@@ -393,20 +393,94 @@ def parts_in_words(plan: Plan) -> str:
     return f"{plan.parts} part{'s' * (plan.parts != 1)}{uneven}"
 
 
-def grid(plan: Plan, most_ranks: int = 8) -> str:
-    """The text of a plan: a line with the problem, the schedule and the peak scratch, then one column per rank."""
-    shown = [plan.programs[rank] for rank in range(min(plan.size, most_ranks))]
+MOST_RANKS, MOST_OPS = 8, 40
+"""The text of a plan has at most this many columns and lines of ops."""
+
+FEW_ALIKE, SHOWN_ALIKE = 4, 3
+"""If more than FEW_ALIKE ranks do the same, the text shows SHOWN_ALIKE of them."""
+
+LAST_OPS = 8
+"""Of a plan with more ops the text shows this many at the end, and the first ones."""
+
+NOTATION = {
+    Send: "a[0]>1 sends block 0 of a to rank 1",
+    Recv: "a[0]<1 receives it from rank 1",
+    Compute: "f(a) -> b runs kernel f",
+    Collective: "f{a -> b} calls f of MPI",
+}
+"""What each kind of op looks like."""
+
+
+def grid(plan: Plan, is_whole: bool = False) -> str:
+    """The text of a plan: problem, schedule and peak scratch, the notation, then one column per rank.
+
+    Ranks that do the same and the middle of a long plan are left out, unless `is_whole`.
+    """
+    fits = is_whole or plan.size <= FEW_ALIKE
+    alike = not fits and are_alike(plan)
+    count = plan.size if is_whole else min(plan.size, SHOWN_ALIKE if alike else MOST_RANKS)
+    shown = [plan.programs[rank] for rank in range(count)]
+    height = max(len(p.ops) for p in shown)
+    numbers = [*range(height)] if is_whole else _shown_numbers(height)
+    columns = [[f"rank {p.rank}", *(str(p.ops[i]) if i < len(p.ops) else "" for i in numbers)] for p in shown]
+    widths = [max(map(len, column)) for column in columns]
+    kinds = {type(op) for p in shown for op in p.ops}
+    lines = [_head(plan, shown), "; ".join(text for kind, text in NOTATION.items() if kind in kinds)]
+    for number, *cells in zip([None, *numbers], *columns, strict=True):
+        if number == height - LAST_OPS and len(numbers) < height:
+            lines.append(f"      ... {height - len(numbers)} more ops")
+        start = "" if number is None else number
+        lines.append(f"{start:>4}  {'  '.join(map(str.ljust, cells, widths))}".rstrip())
+    if left := plan.size - count:
+        how = ", which do the same with the ranks and blocks that follow theirs" if alike else ""
+        lines.append(f"      ... and {left} more rank{'s' * (left > 1)}{how}")
+    return "\n".join(filter(None, lines))
+
+
+def _shown_numbers(height: int) -> list[int]:
+    if height <= MOST_OPS:
+        return [*range(height)]
+    return [*range(MOST_OPS - LAST_OPS), *range(height - LAST_OPS, height)]
+
+
+def are_alike(plan: Plan) -> bool:
+    """True if every rank does what rank 0 does, with peers and owners of blocks moved on by its number.
+
+    Of more than 64 ranks some are compared.
+    """
+    size = plan.size
+    ranks = range(1, size) if size <= 64 else (1, 2, size // 2, size - 1)
+    first = _relative(plan.programs[0])
+    return all(_relative(plan.programs[rank]) == first for rank in ranks)
+
+
+def _relative(program: Program) -> list[object]:
+    """The ops of a program, with peers and owners relative to its rank."""
+    rank, size, parts = program.rank, program.size, program.parts
+
+    def relative(chunk: Chunk) -> object:
+        axis = program.buffer(chunk.buffer).axis
+        if axis in ("copies", "whole"):
+            return chunk
+        places = (
+            divmod(b, size)[::-1] if axis == "slices" else divmod(b, parts) for b in range(chunk.start, chunk.stop)
+        )
+        return chunk.buffer, sorted(((owner - rank) % size, part) for owner, part in places)
+
+    steps: list[object] = []
+    for op in program.ops:
+        peer = op.dest if isinstance(op, Send) else op.source if isinstance(op, Recv) else None
+        what = getattr(op, "kernel", None) or getattr(op, "name", None) if peer is None else (peer - rank) % size
+        chunks = [[*map(relative, op.reads)], [*map(relative, op.writes)]]
+        if isinstance(op, Collective):  # its chunks are listed by rank
+            chunks = [sorted(listed, key=str) for listed in chunks]
+        steps.append((type(op), what, chunks))
+    return steps
+
+
+def _head(plan: Plan, shown: Sequence[Program]) -> str:
     scratch = max(p.scratch_nbytes(plan.extents(p.rank)) for p in shown)
     paced = "" if plan.window is None else f", window {plan.window}"
     paced += ", custom peer order" if plan.order else ""
     head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {parts_in_words(plan)}{paced}, "
-    columns = [[f"rank {p.rank}", *map(str, p.ops)] for p in shown]
-    height = max(map(len, columns))
-    widths = [max(map(len, column)) for column in columns]
-    lines = [head + f"scratch {format_nbytes(scratch)} per rank"]
-    for i in range(height):
-        cells = ((column[i] if i < len(column) else "").ljust(w) for column, w in zip(columns, widths, strict=True))
-        lines.append(f"{'' if i == 0 else i - 1:>4}  {'  '.join(cells)}".rstrip())
-    if plan.size > most_ranks:
-        lines.append(f"      ... and {plan.size - most_ranks} more ranks")
-    return "\n".join(lines)
+    return head + f"scratch {format_nbytes(scratch)} per rank"

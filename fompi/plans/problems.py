@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fompi.base import layout
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
-from fompi.base.layout import HALF, Partial, Replicate, Shard, Sizes, Spec, accumulator, split
+from fompi.base.layout import HALF, MOVED_ONLY, Partial, Replicate, Shard, Sizes, Spec, accumulator, as_integer, split
 from fompi.plans.kernels import Value, product, total
 from fompi.plans.plan import Program, Workspace
 
@@ -244,10 +244,12 @@ def _problem(
     """The same from the shapes of rows. Calls that differ only in the number of rows share one object."""
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
         raise ShapeError(f"{operation} does not take {len(weights)} weights and {len(biases)} biases")
-    if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all" and dtype == "bool":
-        raise DtypeError(f"{operation}: bool cannot be summed; convert x to an integer dtype")
-    if dtype == "bool" and (weights or operands):
-        raise DtypeError(f"{operation}: bool cannot be multiplied; convert x to another dtype")
+    if dtype in MOVED_ONLY:
+        wider = "an integer dtype" if dtype == "bool" else "a half type"
+        if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all":
+            raise DtypeError(f"{operation}: {dtype} cannot be summed; convert x to {wider}")
+        if weights or operands:
+            raise DtypeError(f"{operation}: {dtype} cannot be multiplied; convert x to {wider}")
     if not 0 <= root < size:
         raise LayoutError(f"{operation}: root={root} must be a rank from 0 to {size - 1}")
     if (weights or operands) and not row:
@@ -294,7 +296,8 @@ def from_specs(
     evenly as possible. So the problems of two ranks may differ in columns that are not sent.
     """
     expected = layouts(operation, len(specs))
-    if not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+    ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
+    if not 1 <= ranks <= MOST_RANKS:
         raise LayoutError(f"ranks={ranks!r} must be an integer from 1 to {MOST_RANKS}")
     for spec in specs:
         if not isinstance(spec, Spec):

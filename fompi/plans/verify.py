@@ -24,7 +24,7 @@ from itertools import count
 
 from fompi.base import layout
 from fompi.base.errors import PlanError
-from fompi.base.layout import AXES, COLLECTIVES, HALF, Symbol
+from fompi.base.layout import AXES, COLLECTIVES, HALF, NATIVE_SUMS, Symbol
 from fompi.plans.dependencies import Frontier, constraints
 from fompi.plans.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, is_result, total
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
@@ -117,8 +117,10 @@ def _check_op(program: Program, i: int, op: Op) -> None:
         _check_kernel(program, i, op)
     elif op.name not in COLLECTIVES:
         raise _error(rank, i, op, _first(op), f"unknown collective {op.name!r}")
-    elif op.name in ("reduce_scatter", "all_reduce") and any(names[c.buffer].dtype in HALF for c in op.reads):
-        raise _error(rank, i, op, _first(op), "MPI libraries do not sum half types correctly")
+    elif op.name in ("reduce_scatter", "all_reduce") and any(
+        names[c.buffer].dtype not in NATIVE_SUMS for c in op.reads
+    ):
+        raise _error(rank, i, op, _first(op), f"MPI libraries do not sum {names[op.reads[0].buffer].dtype} correctly")
 
 
 def _check_overlaps(rank: int, i: int, op: Op) -> None:

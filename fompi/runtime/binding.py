@@ -152,7 +152,7 @@ class BoundPlan:
         rows = tuple(map(tuple, table))
         sizes = Sizes(pairs=rows) if most.pairs else Sizes(rows[0])
         if sizes != self._sizes:
-            self._use(sizes)
+            self._use(most if sizes == most else sizes)
 
     def _block(self, name: str, part: int) -> int:
         """The block of the buffer `name` that is part `part` on this rank."""
@@ -172,5 +172,5 @@ class BoundPlan:
     def _release(self) -> None:
         """Give the memory of buffers back, and the communicator of the library's collectives."""
         self._arrays, self._actions = {}, []
-        if self._link is not self.comm.link:
+        if self._link is not self.comm.link and self.comm.channel.broken is None:
             self._link.close()

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,10 +215,28 @@ class Compiled:
                 actions.append(native(op.name, reads, writes, self.plan.problem.root, rows))
             elif isinstance(op, Compute):
                 if kernels and op.kernel in kernels:
-                    actions.append(_call(kernels[op.kernel], reads, writes))
+                    actions.append(partial(kernels[op.kernel], reads, writes))
                 else:
                     actions.append(backend.bind(op.kernel, reads, writes, *self._dtypes[i]))
         return actions
+
+    def drain(self, sized: Sized, backend: Backend, native: Callable[..., Any]) -> list[Any]:
+        """What each op does if this rank cannot do the call: messages of the right sizes, without meaning.
+
+        All of them share the memory of the largest one, because nobody reads them. The library's collectives need
+        arrays of the right shapes.
+        """
+        if self.natives:
+            arrays = {name: np.zeros(s, backend.storage(self.buffers[name].dtype)) for name, s in sized.shapes.items()}
+            return self.resolve(arrays, sized.starts, backend, native)
+        sizes = [0 if moved is None else _nbytes(sized, moved) for moved in self._moved]
+        sent, received = np.zeros(max(sizes, default=0), np.uint8), np.empty(max(sizes, default=0), np.uint8)
+        return [(sent if self.kinds[i] == SEND else received)[:n] if n else None for i, n in enumerate(sizes)]
+
+
+def _nbytes(sized: Sized, place: Place) -> int:
+    name, start, stop, width = place
+    return (sized.starts[name][stop] - sized.starts[name][start]) * width
 
 
 def _shape(sized: Sized, place: Place) -> tuple[int, ...]:
@@ -230,7 +249,3 @@ def _view(arrays: Mapping[str, Array], starts: Mapping[str, list[int]], place: P
     if name not in starts:
         return arrays[name]
     return arrays[name][starts[name][start] : starts[name][stop]]
-
-
-def _call(kernel: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> Callable[[], object]:
-    return lambda: kernel(reads, writes)

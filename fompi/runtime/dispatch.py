@@ -13,7 +13,7 @@ from typing import Any
 from fompi.backends.base import Token
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
-from fompi.engine.tasks import Task
+from fompi.engine.tasks import QUIET, Task
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import COMPUTE, NATIVE, SEND, Compiled
 
@@ -59,6 +59,10 @@ class Dispatch(Task):
     # -- what the call decides (`fompi.runtime.program.Run`)
     def has_turn(self, i: int) -> bool:
         """True if the library's collective `i` may start now. If not, the call starts it later."""
+        raise NotImplementedError
+
+    def token_arrived(self) -> None:
+        """The previous rank has started this call with the same label and counts."""
         raise NotImplementedError
 
     def native_started(self) -> None:
@@ -139,7 +143,7 @@ class Dispatch(Task):
         self.begun[i] = perf_counter()
         if self.error is None:
             try:
-                self.actions[i]()
+                QUIET.run(self.actions[i])  # the engine's lock is held, so only one thread uses it
             except Exception as error:
                 self.kernel_failed(i, error)
         return self._complete(i)
@@ -176,6 +180,9 @@ class Dispatch(Task):
 
     def completed(self, key: int) -> None:
         if self.finished:  # the call was abandoned
+            return
+        if key < 0:
+            self.token_arrived()
             return
         free = self._complete(key)
         if key in self.tokens:

@@ -9,8 +9,9 @@ from typing import Any
 from fompi.backends.base import Backend
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError, StateError, WaitTimeout
+from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree
+from fompi.engine.handshake import agree, digest
 from fompi.plans.kernels import find
 from fompi.plans.plan import Plan, parts_in_words
 from fompi.runtime import baselines
@@ -36,7 +37,10 @@ class Executor(BoundPlan):
     Several executors may be in flight, and ranks may start them in different orders.
 
     `counts` gives one call fewer rows than the plan has: the rows of every rank, or rows[source][dest] for an
-    all-to-all. All ranks must pass the same counts.
+    all-to-all. `label` is a number or a text that says which call this is, for example the number of the step. Calls
+    match by their order. So a rank that skips a call without labels gets the data of another step. Calls with different
+    labels or counts never exchange data: all ranks raise MismatchError. (10 bits are compared. Numbers that differ by
+    less than 1024 are always told apart.)
     """
 
     def __init__(
@@ -59,34 +63,40 @@ class Executor(BoundPlan):
         self._messages_alone: tuple[Any, float | None] = (None, None)
 
     # -- one call
-    def __call__(self, counts: Any = None) -> Any:
+    def __call__(self, counts: Any = None, label: int | str | None = None) -> Any:
         """Run one call and return its result, as `wait` does."""
-        self._start((), counts, awaited=True)
+        self._start((), counts, label, awaited=True)
         return self.wait()
 
-    def start(self, *partial: str, counts: Any = None) -> Executor:
+    def start(self, *partial: str, counts: Any = None, label: int | str | None = None) -> Executor:
         """Start a call and return at once. The inputs named in `partial` become ready block by block."""
-        self._start(partial, counts)
+        self._start(partial, counts, label)
         self._returned_at = perf_counter()
         self.comm.engine.wake_helper()
         return self
 
-    def _start(self, partial: tuple[str, ...], counts: Any, awaited: bool = False) -> None:
+    def _start(
+        self, partial: tuple[str, ...], counts: Any, label: int | str | None = None, awaited: bool = False
+    ) -> None:
         self.check_start(partial)
         self._returned_at = None
         if self._run is not None and not self._run.finished:
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
         if counts is not None:
             self._resize(counts)
-        elif self._sizes != self.plan.sizes:
+        elif self._sizes is not self.plan.sizes:
             self._use(self.plan.sizes)
         unready = {(name, block): ops for name in partial for block, ops in self._readers_of(name).items()}
         self._in_parts = bool(unready)
         self._calls += 1
-        stamp, slot = self.comm.bound_call(self._instance, self._calls)
+        mark, words = (None, "") if label is None and self._sizes is self.plan.sizes else self._mark(label)
+        stamp, slot = self.comm.bound_call(self._instance, self._calls, mark)
         engine = self.comm.engine
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
+            if mark is not None:
+                run.marked = True
+                self.comm.channel.mark(stamp, words)
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
@@ -153,6 +163,21 @@ class Executor(BoundPlan):
         if any(like.framework == "jax" for _, _, like in self._outputs):
             self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results
+
+    def _mark(self, label: int | str | None) -> tuple[int, str]:
+        """A number for the label and the counts of a call, and both in words.
+
+        The number is the same on ranks that pass the same. It contains the number of the call, because a call without
+        rows moves no message that other ranks see.
+        """
+        whole = self._sizes is self.plan.sizes
+        number = 31 * self._calls + (0 if whole else digest(str(self._sizes)))
+        words = [] if whole else [f"counts {[list(row) for row in self._sizes.pairs] or list(self._sizes.rows)}"]
+        if label is not None:
+            known = integer(label)
+            number += digest(str(label)) if known is None else known
+            words.insert(0, f"label={str(label) if known is None else known!r}")
+        return number, ", ".join(words)
 
     def _current(self) -> Run:
         if self._run is None:

@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from fompi.base.errors import PeerError, StateError
+from fompi.base.errors import PeerError, StateError, in_words
 from fompi.base.layout import Extents, nbytes
 from fompi.engine.control import FAILED
-from fompi.engine.tasks import ANYONE
+from fompi.engine.tasks import ANYONE, Sent
 from fompi.plans.dependencies import track
+from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import NATIVE, RECV, SEND
 from fompi.runtime.dispatch import Dispatch
 from fompi.traces.trace import Event, Interval, Trace
+
+COMPARE_SECONDS = 1.0
+"""How often a call that waits compares its label and its counts with the awaited rank, which may not have begun yet."""
 
 
 class Run(Dispatch):
@@ -25,6 +29,9 @@ class Run(Dispatch):
     held_ops: Sequence[int] = ()  # ops that would give other ranks worthless data before they know of the error
     notified: frozenset[int] = frozenset()  # the ranks to which this rank has sent its error
     informed: frozenset[int] = frozenset()  # the ranks that are known to know of an error
+    marked = False  # True for a bound call with a label or counts
+    awaits_token = False  # True until the previous rank is known to have the same mark
+    compared = 0.0  # when this call last compared its mark with that of another rank
     started = 0.0  # when the call began, in seconds of perf_counter
 
     @property
@@ -38,12 +45,14 @@ class Run(Dispatch):
         unready: Mapping[tuple[str, int], list[int]] | None = None,
         is_long: bool = False,
         is_small: bool = False,
+        refusal: Exception | None = None,
     ) -> None:
         """Start all ops that can start. `actions` is what each op does (`Compiled.resolve`).
 
         `unready` maps the blocks of inputs that `ready_part` will announce to the ops that read them.
         `is_long`: messages must progress while the kernels of this call run.
         `is_small`: sums and copies run at once, in the thread that releases them.
+        `refusal`: this rank cannot do the call, although all ranks have agreed to it. Its messages still move.
         """
         channel = self.comm.channel
         self.actions, self.is_small = actions, is_small
@@ -55,6 +64,8 @@ class Run(Dispatch):
             if fatal:
                 self.abandon(self.error)
                 return
+        if refusal is not None and self.error is None:
+            self._fail(refusal, "before its first op")
         try:
             self._start_first(unready)
         except Exception as error:  # MPI has failed
@@ -74,13 +85,15 @@ class Run(Dispatch):
             first = [i for i in first if self.blockers[i] == 0]
         if self.takes_turns and not self.natives_left:
             self.comm.end_turn(self.stamp)
+        if self.marked and self.natives_left and self.comm.size > 1:
+            self._exchange_tokens()
         self.start_ops(list(first))
         if self.unfinished == 0:
             self.finish()
 
     # -- turns: all ranks must start the library's collectives in one order, so unbound calls start theirs in call order
     def has_turn(self, i: int) -> bool:
-        if self.takes_turns and self.comm.turns[0] != self.stamp:
+        if (self.takes_turns and self.comm.turns[0] != self.stamp) or self.awaits_token:
             self.held_natives = (*self.held_natives, i)
             return False
         return True
@@ -94,12 +107,33 @@ class Run(Dispatch):
         held, self.held_natives = self.held_natives, ()
         self.start_ops(list(held))
 
+    # -- marks: the collectives of the library have no tags. So a marked call sends a token round the ring before them
+    def _exchange_tokens(self) -> None:
+        rank, size, link, engine = self.comm.rank, self.comm.size, self.comm.link, self.comm.engine
+        self.awaits_token, tag = True, self.tag + (1 << MESSAGE_BITS) - 1
+        engine.post(link.irecv(bytearray(), (rank - 1) % size, tag), self, -1)
+        engine.post(link.isend(b"", (rank + 1) % size, tag), Sent(), 0)
+
+    def token_arrived(self) -> None:
+        self.awaits_token = False
+        self.take_turn()
+
+    def stalled(self) -> None:
+        now, awaited = perf_counter(), self.waits_for()
+        if self.stamp >> 62 and awaited is not None and now - self.compared > COMPARE_SECONDS:
+            self.compared = now
+            peers = range(self.comm.size) if awaited[0] == ANYONE else awaited[:1]
+            for peer in set(peers) - {self.comm.rank}:
+                self.comm.channel.compare(self.stamp, peer)
+
     # -- errors
     def kernel_failed(self, i: int, error: BaseException) -> None:
-        """Send the error to all other ranks, then go on without kernels."""
-        where = f"op {i}, {self.compiled.ops[i]}"
+        self._fail(error, f"op {i}, {self.compiled.ops[i]}")
+
+    def _fail(self, error: BaseException, where: str) -> None:
+        """Send the error of this rank to all other ranks, then go on without kernels."""
         error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
-        text = f"rank {self.comm.rank} failed in {self.title}, {where}: {type(error).__name__}: {error}"
+        text = f"rank {self.comm.rank} failed in {self.title}, {where}: {in_words(error)}"
         self.comm.channel.send_all(FAILED, self.stamp, text)
         self.notified = frozenset(range(self.comm.size))
         self.poison(error, self.comm.rank)
@@ -150,6 +184,7 @@ class Run(Dispatch):
             self.comm.engine.kernels_done(self)
         self.unready = {}
         self.error = self.error or error
+        self.comm.link.given_up += self.comm.engine.give_up(self)
         self.finish()
         self.comm.end_turn(self.stamp)
 
@@ -167,6 +202,8 @@ class Run(Dispatch):
                     peer = self.compiled.peers[i]
                     verb = "to send" if kind == RECV else "to receive"
                     return peer, f"rank {peer} {verb} in {self.title}, op {i}, {self.compiled.ops[i]}"
+        if self.awaits_token:
+            return (self.comm.rank - 1) % self.comm.size, f"all ranks to start {self.title}"
         for i, kind in enumerate(self.compiled.kinds):
             if kind == NATIVE and self.begun[i] and not self.ended[i]:
                 return ANYONE, f"all ranks to start {self.title}, op {i}, {self.compiled.ops[i]}"

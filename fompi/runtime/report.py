@@ -1,6 +1,7 @@
 """FOMPI_REPORT: what overlap gained in this job.
 
-FOMPI_REPORT=1 prints the report once, at the end of the job. FOMPI_REPORT=FILE.json writes it to a file.
+FOMPI_REPORT=1 prints one line for each operation, once, at the end of the job. FOMPI_REPORT=full prints a line for each
+rank too. FOMPI_REPORT=FILE.json writes all figures to a file.
 
 1. Every rank notes each call that finishes (`Report.note`).
 2. When a communicator is closed, or the program ends, its ranks measure the baselines of each operation
@@ -25,17 +26,27 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Backend
-from fompi.base.errors import LaunchError, OverlapWarning
+from fompi.base.errors import OverlapWarning
 from fompi.base.layout import Extents
-from fompi.engine.communicator import OBSERVERS, Communicator
+from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
-from fompi.mpi import launcher
+from fompi.mpi import environment, launcher
 from fompi.mpi.link import finalized
 from fompi.mpi.transport import gather_at_exit, library, world
+from fompi.plans.plan import Plan
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
-from fompi.traces.proof import Proof, RankDependencies, Wait, prove, total
+from fompi.traces.proof import (
+    NOT_OVERLAPPING,
+    WORTH_SECONDS,
+    WORTH_SHARE,
+    Proof,
+    RankDependencies,
+    Wait,
+    prove,
+    total,
+)
 from fompi.traces.trace import Interval, Trace
 
 MOST_OPERATIONS = 64
@@ -120,7 +131,25 @@ class Calls:
             "p99": percentile(walls, 0.99),
             **{name: getattr(proof, name) for name in FIGURES},
             "waits": [[wait.seconds, str(wait)] for wait in proof.waits[:8]],
+            "not_overlapped": why_not_overlapped(self.comm, self.compiled.plan),
         }
+
+
+def why_not_overlapped(comm: Communicator, plan: Plan) -> str | None:
+    """Why messages do not move behind kernels in calls of this plan, however long they take. None if they do."""
+    if comm.size == 1:
+        return "one rank has no messages"
+    if plan.schedule in NOT_OVERLAPPING:
+        if comm.machine is not None:
+            chosen = "the best on the machine of FOMPI_MACHINE, or asked for"
+        elif comm.crowded:
+            chosen = "asked for, or chosen because this host has no spare core"
+        else:
+            chosen = "it was asked for"
+        return f"{plan.schedule} does not overlap: {chosen}"
+    if not (plan.problem.weights or plan.problem.gradients):
+        return "no product to hide behind: work between start() and wait() hides it"
+    return None
 
 
 FIGURES = (
@@ -141,14 +170,13 @@ def lower_quartile(values: Sequence[float] | np.ndarray) -> float:
 
 
 class Report:
-    """The notes of this process. `target` is the value of FOMPI_REPORT: a `.json` file, or any other text to print.
+    """The notes of this process. `target` is the value of FOMPI_REPORT: "1", "full", or a `.json` file.
 
-    Raises LaunchError if the file cannot be written.
+    Raises LaunchError if it is another text, or if the file cannot be written.
     """
 
     def __init__(self, target: str):
-        if target.endswith(".json") and not os.access(Path(target).parent, os.W_OK):
-            raise LaunchError(f"FOMPI_REPORT={target}: there is no folder {Path(target).parent}, or it is not writable")
+        environment.check("FOMPI_REPORT", target)
         self.target, self.process = target, os.getpid()
         self.rank, self.size = world()
         self.operations: dict[object, Calls] = {}
@@ -228,7 +256,8 @@ class Report:
             except OSError as error:  # the folder was writable at the start
                 print(f"fompi: cannot write {self.target}: {error}\n{text(whole)}", file=sys.stderr, flush=True)
         else:
-            print(text(whole), file=sys.stderr, flush=True)
+            shown = full_text(whole) if self.target == "full" else text(whole)
+            print(shown, file=sys.stderr, flush=True)
         for message in overlap_warnings(whole):
             warnings.warn(message, OverlapWarning, stacklevel=1)
 
@@ -255,12 +284,46 @@ def overlap_warnings(report: Mapping[str, Any]) -> list[str]:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report as text: one block for each operation, with one line for each rank, and what the rank waited for."""
+    """The report as text: one line for each operation, of the rank with the most exposed time."""
+    lines = _head(report)
+    rows = []
+    for ranks in _by_operation(report):
+        worst = max(ranks, key=lambda o: o["exposed"])
+        name = f"{worst['problem']} {worst['title'].partition(' ')[2]} on {worst['communicator']}"
+        rows.append((name, worst))
+    width = max((len(name) for name, _ in rows), default=0)
+    if rows:
+        lines.append(
+            f"{'operation':{width}}  calls      p50  compute messages   hidden  exposed  (medians in ms; "
+            "FOMPI_REPORT=full: all ranks)"
+        )
+    for name, o in rows:
+        cells = (_ms(o[key]) for key in ("p50", "compute", "messages_alone", "hidden", "exposed"))
+        lines.append(f"{name:{width}}  {o['calls']:>5}{''.join(cells)}  {_why(o)}".rstrip())
+    return "\n".join(lines)
+
+
+def _why(o: Mapping[str, Any]) -> str:
+    """Why time is exposed on this rank, if it is more than noise."""
+    if o["exposed"] <= max(WORTH_SECONDS, WORTH_SHARE * o["p50"]) and not o["warning"]:
+        return ""
+    waited = [f"rank {o['rank']} waited {reason}" for _, reason in o["waits"][:1]]
+    return "; ".join([*filter(None, [o.get("not_overlapped")]), *waited])
+
+
+def _head(report: Mapping[str, Any]) -> list[str]:
+    """The lines above the operations."""
     lines = [f"fompi report: {report['size']} ranks, {report['mpi']}, progress: {report['progress']}"]
     if report.get("threads"):
         lines.append(f"warning: {report['threads']}")
     if missing := sorted(set(range(report["size"])) - {rank["rank"] for rank in report["ranks"]}):
         lines.append(f"missing: the notes of rank {', '.join(map(str, missing))}")
+    return lines
+
+
+def full_text(report: Mapping[str, Any]) -> str:
+    """The report as text: one block for each operation, with one line for each rank, and what the rank waited for."""
+    lines = _head(report)
     for ranks in _by_operation(report):
         first = ranks[0]
         lines.append("")
@@ -277,6 +340,8 @@ def text(report: Mapping[str, Any]) -> str:
         for o in ranks:
             if o["waits"]:
                 lines.append(f"  rank {o['rank']} waited {'; '.join(reason for _, reason in o['waits'][:3])}")
+        if first.get("not_overlapped"):
+            lines.append(f"  not overlapped: {first['not_overlapped']}")
     return "\n".join(lines)
 
 
@@ -286,8 +351,5 @@ def _ms(seconds: float | None) -> str:
 
 def of_environment() -> Report | None:
     """The report that FOMPI_REPORT asks for, or None."""
-    target = os.environ.get("FOMPI_REPORT", "0")
-    return None if target in ("", "0") else Report(target)
-
-
-OBSERVERS.append(of_environment)
+    target = environment.value("FOMPI_REPORT")
+    return None if target == "0" else Report(target)

@@ -18,7 +18,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -27,7 +27,7 @@ from types import CodeType
 from typing import Any
 
 from fompi.base.errors import PlanError
-from fompi.base.layout import Sizes, Slices
+from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
 from fompi.plans.plan import PAIRWISE, Op, Plan, Program, Programs, Workspace, group_size
 from fompi.plans.problems import MEANING, Problem
 from fompi.schedules import native
@@ -108,7 +108,7 @@ def write(
     """
     if not is_available(problem, schedule):
         raise PlanError(f"{problem.operation} has no schedule {schedule!r}{alternatives(problem, schedule)}")
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is not None and (integer(window) or 0) < 1:
         raise PlanError(f"window={window!r} must be an integer >= 1, or None for no limit")
     shares, size = shares_of(schedule, slices), problem.size
     if order and schedule not in DIRECT_FAMILY:
@@ -148,10 +148,10 @@ HIERARCHICAL_MOVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 def available(problem: Problem) -> list[str]:
     """The schedules for this problem: the built-in ones, then those of users."""
-    return _available(problem.moves, problem.size, problem.half)
+    return _available(problem.moves, problem.size, problem.dtype)
 
 
-def _available(moves: str, size: int, half: bool) -> list[str]:
+def _available(moves: str, size: int, dtype: str) -> list[str]:
     names = [name for name in SCHEDULES if name not in REGISTERED]
     if moves == "all_to_all":  # only one rank needs each block; a ring would carry it through others
         names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", PAIRWISE]
@@ -159,7 +159,7 @@ def _available(moves: str, size: int, half: bool) -> list[str]:
         names.remove(PAIRWISE)
     if moves != "all_reduce" and "exchange" in names:
         names.remove("exchange")
-    if half and moves in ("reduce_scatter", "all_reduce"):
+    if dtype not in NATIVE_SUMS and moves in ("reduce_scatter", "all_reduce"):
         names = [name for name in names if name not in ("unfused", "sliced")]
     ranks = next((g for g in range(size // 2, 1, -1) if size % g == 0), 0)
     groups = [f"hierarchical({ranks})"] if ranks and moves in HIERARCHICAL_MOVES else []
@@ -168,23 +168,24 @@ def _available(moves: str, size: int, half: bool) -> list[str]:
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
-    return can_move(schedule, problem.moves, problem.size, problem.half)
+    return can_move(schedule, problem.moves, problem.size, problem.dtype)
 
 
-def can_move(schedule: str, moves: str, size: int, half: bool = False) -> bool:
-    """True if the schedule carries out the collective `moves` on `size` ranks, for a half type if `half`."""
+def can_move(schedule: str, moves: str, size: int, dtype: str = "float32") -> bool:
+    """True if the schedule carries out the collective `moves` of tensors of `dtype` on `size` ranks."""
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     ranks = group_size(schedule)
     grouped = moves in HIERARCHICAL_MOVES and 1 < ranks < size and size % ranks == 0
-    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, half)
+    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, dtype)
 
 
 def alternatives(problem: Problem, schedule: str) -> str:
     """The end of an error message: why the problem does not have this schedule, if known, and which ones it has."""
     why = ""
-    if schedule in ("unfused", "sliced") and problem.half:
-        why = f": MPI libraries do not sum {problem.dtype} in float32"
+    if schedule in ("unfused", "sliced") and problem.dtype not in NATIVE_SUMS:
+        rule = "in float32" if problem.half else "as NumPy does: some saturate"
+        why = f": MPI libraries do not sum {problem.dtype} {rule}"
     elif group_size(schedule) > 1 and problem.size % group_size(schedule):
         why = f": {problem.size} ranks cannot be divided into groups of {group_size(schedule)}"
     return f"{why}; choose auto, {', '.join(available(problem))}"
@@ -224,8 +225,11 @@ HIERARCHICAL_WINDOW = 2
 def as_slices(slices: Any) -> Slices:
     """`slices` as an integer or a tuple of integers. Raises PlanError if it is neither, or not positive."""
     result: Slices = 0
-    with suppress(TypeError):
-        result = tuple(map(index, slices)) if isinstance(slices, Iterable) else index(slices)
+    try:
+        result = index(slices)
+    except TypeError:
+        with suppress(TypeError):
+            result = tuple(map(index, slices))
     sizes = (result,) if isinstance(result, int) else result
     if not sizes or min(sizes) < 1:
         raise PlanError(f"slices={slices!r} must be an integer >= 1, or the relative sizes of the slices: (1, 2, 4)")

@@ -3,7 +3,7 @@
     tensor ──borrow──▶ Tensor(array, dtype, ...)       the array is a view of the tensor's memory
     array ───lend────▶ tensor of the same framework    the tensor keeps the array and its arena block alive
 
-Tensors of NumPy and PyTorch are read directly, which is faster than DLPack. All others, JAX included, are read through
+Tensors of NumPy are read directly. NumPy reads the capsules of PyTorch. All others, JAX included, are read through
 DLPack's capsules. NumPy has no bfloat16 and no 8-bit floats. An array here holds their bits in unsigned integers of the
 same size, and the logical dtype is kept as a string beside the array. A framework is imported only when a tensor of it
 comes in or is requested.
@@ -23,11 +23,9 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import DtypeError, TensorError
+from fompi.base.layout import CARRIERS, FLOAT8
 
 # ── dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-_FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
-_CARRIERS = {"bfloat16": "uint16", **{f"float8_{kind}": "uint8" for kind in _FLOAT8}}
 
 _CODES: dict[str, tuple[int, int]] = {  # name -> DLPack's type code, bits
     **{f"int{bits}": (0, bits) for bits in (8, 16, 32, 64)},
@@ -36,11 +34,11 @@ _CODES: dict[str, tuple[int, int]] = {  # name -> DLPack's type code, bits
     "bfloat16": (4, 16),
     **{f"complex{bits}": (5, bits) for bits in (64, 128)},
     "bool": (6, 8),
-    **{f"float8_{kind}": (code, 8) for code, kind in enumerate(_FLOAT8, start=7)},
+    **{name: (code, 8) for code, name in enumerate(FLOAT8, start=7)},
 }
 _NAMES = {code: name for name, code in _CODES.items()}
 
-STORAGE: dict[str, np.dtype] = {name: np.dtype(_CARRIERS.get(name, name)) for name in _CODES}
+STORAGE: dict[str, np.dtype] = {name: np.dtype(CARRIERS.get(name, name)) for name in _CODES}
 """Logical dtype -> dtype of the array that holds it: uint16 for bfloat16, uint8 for float8, else the same dtype."""
 
 
@@ -85,7 +83,7 @@ def borrow(x: Any, name: str = "x") -> Tensor:
         dtype = _numpy_name(array.dtype)
         if dtype is None:
             raise _unknown_dtype(name, array.dtype)
-        if dtype in _CARRIERS:
+        if array.dtype.char != STORAGE[dtype].char:  # bits in unsigned integers, or `long long` of 64 bits
             array = array.view(STORAGE[dtype])
         return Tensor(array, dtype, "numpy", not array.flags.writeable, x)
     if family == "torch":
@@ -93,7 +91,7 @@ def borrow(x: Any, name: str = "x") -> Tensor:
     if family == "tracer":
         raise TensorError(
             f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad. "
-            "Use fompi.jax.<operation> in jax.grad. It works outside jit, and not in the grad of a grad."
+            "Use fompi.jax.<operation> in jax.grad. It works outside jit and vmap."
         )
     if not _exports(x):
         raise _not_a_tensor(x, name)
@@ -166,16 +164,50 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
     torch = sys.modules["torch"]
     if x.requires_grad and torch.is_grad_enabled():
         raise TensorError(f"{name} requires grad, but its memory carries no gradient: pass {name}.detach()")
-    if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+    if in_forward_mode(x):
         raise TensorError(f"{name} has a forward-mode tangent, but its memory carries none")
     try:
-        carrier, plain = _CARRIERS.get(dtype), x.detach() if x.requires_grad else x
-        array = (plain.view(getattr(torch, carrier)) if carrier else plain).numpy()
-    except (RuntimeError, TypeError) as error:  # a tensor on a GPU, or a sparse, conjugate or traced one
+        carrier = CARRIERS.get(dtype)
+        array = _array_of_torch(torch, x.view(getattr(torch, carrier)) if carrier else x)
+    except (BufferError, RuntimeError, TypeError) as error:  # a tensor on a GPU, or a sparse, conjugate or traced one
         if x.device.type != "cpu":
             raise TensorError(f"{name} is on {x.device}, but fompi works on host memory") from None
         raise TensorError(f"{name} has no plain memory that can be borrowed: {error}") from error
     return Tensor(array, dtype, "torch", False, x)
+
+
+def in_forward_mode(x: Any) -> bool:
+    """True if the torch tensor `x` has a tangent (`torch.autograd.forward_ad`)."""
+    forward_ad = sys.modules["torch"].autograd.forward_ad
+    level = getattr(forward_ad, "_current_level", 0)  # -1: no tensor has one; saves the call
+    return level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _array_of_torch(torch: Any, x: Any) -> Any:
+    """A NumPy array on the memory of `x`. Not by `x.numpy()`: that makes the storage of `x` unresizable for ever."""
+    export = getattr(torch._C, "_to_dlpack_versioned", None)  # what `x.__dlpack__` calls; older ones have none
+    if export is None:
+        return x.detach().numpy()
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(f"{type(x).__name__} keeps no memory of its own")
+    if x.is_conj() or x.is_neg():
+        raise TypeError("it is a view with a conjugate or negative bit: call resolve_conj() or resolve_neg()")
+    return np.from_dlpack(_Exported(export(x)))
+
+
+class _Exported:
+    """A capsule as an object with `__dlpack__`, which NumPy wants."""
+
+    __slots__ = ("capsule",)
+
+    def __init__(self, capsule: Any):
+        self.capsule = capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.capsule
 
 
 def _unknown_dtype(name: str, dtype: object) -> DtypeError:
@@ -343,12 +375,12 @@ def lend(array: np.ndarray, dtype: str, like: Tensor | str) -> Any:
         raise DtypeError(f"{dtype} needs an array of dtype {STORAGE[dtype]}, not {array.dtype}")
     framework = like if isinstance(like, str) else like.framework
     if framework == "numpy":
-        return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in _CARRIERS else array
+        return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
     if framework == "torch":
         if not array.flags.writeable or min(array.strides, default=0) < 0:
             array = array.copy()
         tensor = _module("torch").from_numpy(array)
-        return tensor.view(getattr(_module("torch"), dtype)) if dtype in _CARRIERS else tensor
+        return tensor.view(getattr(_module("torch"), dtype)) if dtype in CARRIERS else tensor
     if framework == "jax":
         tensor = _module("jax.dlpack").from_dlpack(Lent(array if array.flags.carray else array.copy(), dtype))
         if tensor.dtype.name != dtype:
@@ -388,7 +420,7 @@ class Lent:
             raise BufferError(f"this tensor is on device {self.__dlpack_device__()}, not {dl_device}")
         array = self.array.copy() if copy else self.array
         capsule = _export(array, max_version=max_version) if max_version else array.__dlpack__()
-        if self.dtype in _CARRIERS:
+        if self.dtype in CARRIERS:
             tensor = _open(capsule, "a lent array")[0].tensor
             tensor.code, tensor.bits = _CODES[self.dtype]
         return capsule

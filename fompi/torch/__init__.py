@@ -1,6 +1,7 @@
 """PyTorch: an operation on tensors that require grad becomes a node of the autograd graph.
 
 - `autograd`: the node. `fompi.<operation>(...)` calls it by itself.
+- `compile`: what `torch.compile` must not read.
 
 This room may import the package torch, and all rooms from `base` to `tuning`. Only this room and `bench` import torch.
 """

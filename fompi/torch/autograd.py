@@ -2,7 +2,7 @@
 
 Programs do not call this file: `fompi.all_gather_matmul(x, w)` calls `differentiable` if a tensor requires grad. The
 backward is the adjoint of the operation (`fompi.ops.adjoints`). It communicates too, so all ranks must run the same
-backward in the same order.
+backward in the same order. With `create_graph=True` the operations of the backward are nodes of autograd again.
 """
 
 from __future__ import annotations
@@ -10,22 +10,37 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fompi.ops.adjoints import Call, flatten, unflatten
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
+from fompi.tensors import dlpack
 
 
 def differentiable(operation: Operation, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
     """The result of the operation, attached to the graph of its tensors."""
-    call = Call(operation, arguments, comm, call_options)
-    for tensor in arguments.tensors:
+    tensors = arguments.tensors
+    needs = [getattr(tensor, "requires_grad", False) for tensor in tensors]
+    call = Call(operation, arguments, comm, call_options, Operation.run, needs)
+    for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
             call.refuse(f": {kind} beside a torch tensor that requires grad: make all of them torch tensors")
+        if tensor.is_inference() and call.keeps:
+            call.refuse(
+                ": a tensor was made under torch.inference_mode, so no backward can read it: pass a clone of it"
+            )
+        if dlpack.in_forward_mode(tensor):
+            call.refuse(": a tensor has a forward-mode tangent, but fompi has no forward mode: use torch.autograd.grad")
     results: list[Any] = []
-    outputs = _Node.apply(call, results, *arguments.tensors)
+    try:
+        outputs = _Node.apply(call, results, *tensors)
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        call.refuse(
+            " cannot run inside torch.func (grad, vjp, vmap, ...): use torch.autograd.grad and create_graph=True"
+        )
     return unflatten(results[0], list(outputs))
 
 
@@ -37,15 +52,15 @@ class _Node(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(tensors if call.keeps else ()))
-        result = call.forward([t.detach() for t in tensors], gradient=True)
+        result = call.forward(tensors)
         results.append(result)
         return tuple(flatten(result))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Grad mode is on under `create_graph=True`: then the operations of the adjoint join the graph."""
         needs = ctx.needs_input_grad[2:]
-        tensors = [t.detach() for t in ctx.saved_tensors] or [None] * len(needs)
+        tensors = ctx.saved_tensors or [None] * len(needs)
         gradients = ctx.call.backward(tensors, [_conjugate(g) for g in grads], needs)
         return None, None, *map(_conjugate, gradients)
 

@@ -239,14 +239,14 @@ class Adaptive:
         judged = self.binding.explanation.judged
         return next(each.seconds for each in judged if each.candidate == candidate)
 
-    def __call__(self, counts: Any = None) -> Any:
+    def __call__(self, counts: Any = None, label: int | str | None = None) -> Any:
         self._before(())
-        return self._note(self.step(counts))
+        return self._note(self.step(counts, label))
 
-    def start(self, *partial: str, counts: Any = None) -> Adaptive:
+    def start(self, *partial: str, counts: Any = None, label: int | str | None = None) -> Adaptive:
         """`Executor.start`. The plan may change before the call starts."""
         self._before(partial)
-        self.step.start(*partial, counts=counts)
+        self.step.start(*partial, counts=counts, label=label)
         return self
 
     def wait(self, timeout: float | None = None) -> Any:

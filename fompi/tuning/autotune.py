@@ -6,9 +6,9 @@
 The candidates without overlap are always measured too. So the kept one is not slower than they are. All ranks keep the
 same one: the one whose slowest rank has the least median time.
 
-The choice is also kept on disk, for later runs on the same hosts with this version. The folder is FOMPI_CACHE ("0" or
-empty: none), else $XDG_CACHE_HOME/fompi or ~/.cache/fompi. Only rank 0 reads and writes there. If a file cannot be read
-or written, only the time of the first call changes.
+The choice is also kept on disk, for later runs on the same hosts with this version. The folder is FOMPI_CACHE ("0":
+none), else $XDG_CACHE_HOME/fompi or ~/.cache/fompi. Only rank 0 reads and writes there. If a file cannot be read or
+written, only the time of the first call changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fompi.base.layout import Sizes, Slices
 from fompi.base.version import __version__
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HINT_BITS, VALUE_BITS, agree, digest
-from fompi.mpi import launcher
+from fompi.mpi import environment, launcher
 from fompi.mpi.transport import library
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall
@@ -173,14 +173,12 @@ def _candidate(fields: Any) -> Candidate:
 
 def folder() -> Path | None:
     """The folder of the kept choices. None: they are not kept on disk."""
-    chosen = os.environ.get("FOMPI_CACHE")
-    if chosen in ("0", ""):
-        return None
-    if chosen is not None:
-        return Path(chosen)
+    chosen, default = environment.value("FOMPI_CACHE"), environment.VARIABLES["FOMPI_CACHE"].default
+    if chosen != default:
+        return None if chosen == "0" else Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     with suppress(RuntimeError):  # the user has no home folder
-        return (Path(base) if base else Path.home() / ".cache") / "fompi"
+        return Path(base, "fompi") if base else Path(default).expanduser()
     return None
 
 

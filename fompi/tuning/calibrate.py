@@ -2,22 +2,24 @@
 
 Collective. It takes less than a minute for a few ranks. All ranks work while one quantity is measured, as they do in a
 program. So cores and links that ranks share are shared here too. A time is the median of some rounds, of the slowest
-rank.
+rank. At the end some of it is measured again, and a verdict says whether others disturbed it (`fompi.tuning.verdict`).
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from math import inf
 from statistics import median
 from time import perf_counter, process_time, sleep
 from typing import Any, Self
 
 import numpy as np
 
+from fompi.base.errors import WaitTimeout
 from fompi.base.file_checks import Points
 from fompi.base.layout import COLLECTIVES, Shard, Spec
 from fompi.base.version import __version__
@@ -25,7 +27,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.engine.progress import HELPED, measure_native
 from fompi.model import fit
-from fompi.model.machine import Machine
+from fompi.model.machine import Level, Machine
 from fompi.mpi import launcher
 from fompi.mpi.transport import library
 from fompi.ops.operations import plan
@@ -35,6 +37,7 @@ from fompi.runtime.executor import Executor, bind
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, Messages
 from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, texts
+from fompi.tuning.verdict import OtherLoad, Verdict, judge
 
 BEHIND_WARMUP = 2
 """The first calls behind kernels do not count: the helper thread still learns how often messages come."""
@@ -68,15 +71,37 @@ FEW_PRODUCTS = PRODUCTS[2::3]
 """The products that are measured again while a program waits."""
 
 
-def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None) -> Machine:
+@dataclass(frozen=True)
+class Calibrated:
+    """A measured machine, and whether others disturbed the measurement."""
+
+    machine: Machine
+    verdict: Verdict
+
+
+def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None, limit: float = inf) -> Machine:
     """The Machine of the ranks of `comm`, the same on all of them. Collective.
 
     Kernels are products and sums in float32. Messages are in host memory. `say` is called with a text before each step.
+    Raises WaitTimeout on all ranks if it is not done after `limit` seconds.
     """
+    return calibrate_and_judge(comm, say, limit).machine
+
+
+def calibrate_and_judge(comm: Any, say: Callable[[str], object], limit: float) -> Calibrated:
+    """`calibrate`, and the verdict. The same on all ranks. Collective."""
     communicator = Communicator.of(comm)
     agree(communicator, "calibrate")
-    with _Calibration(communicator, say) as calibration:
-        return _broadcast(communicator, calibration.machine())
+    with _Calibration(communicator, say, limit) as calibration:
+        machine = _broadcast(communicator, calibration.machine())
+        return Calibrated(machine, calibration.verdict(machine))
+
+
+def place(comm: Any) -> tuple[str, str]:
+    """The name of a machine that is measured on `comm` (mpi4py), and its ranks and hosts in words. Collective."""
+    hosts = texts(comm, socket.gethostname())
+    distinct = len(set(hosts))
+    return f"{hosts[0]}, {len(hosts)} ranks", f"{len(hosts)} ranks on {distinct} host{'s' * (distinct > 1)}"
 
 
 def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
@@ -91,24 +116,56 @@ def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
 
 
 def slowdown(machine: Machine, comm: Communicator) -> float:
-    """The time of kernels now, divided by their time on `machine`, on the slowest rank. Collective; under a second.
-
-    It does not wait until others leave the cores.
-    """
+    """The time of kernels now, divided by their time on `machine`, on the slowest rank. Collective; under a second."""
     with _Calibration(comm, lambda text: None) as calibration:
-        measured = calibration.products(FEW_PRODUCTS, ROUNDS, None)
-    predicted = [fit.product_seconds(machine, *shape) for shape in FEW_PRODUCTS]
-    return median(seconds / expected for seconds, expected in zip(measured, predicted, strict=True))
+        return calibration._slowdown(machine)
 
 
 class _Calibration:
     """All measurements on a duplicate of a communicator. Use it in a `with` statement."""
 
-    def __init__(self, comm: Communicator, say: Callable[[str], object]):
-        self.comm, self.say, self.link = comm, say, comm.link.duplicate()
-        self.messages = Messages(comm, self.link)
+    def __init__(self, comm: Communicator, say: Callable[[str], object], limit: float = inf):
+        self.comm, self.said, self.link = comm, say, comm.link.duplicate()
+        self.messages = Messages(comm, self.link, self.proceed)
         self.mpi, self.idle = self.link.comm, self.messages.idle
         self.rank, self.size = comm.rank, comm.size
+        self.limit, self.end, self.step = limit, perf_counter() + limit, ""
+        self.topology, self.inner = fit.Topology((), ()), Level(1, 0.0, inf)  # `_with_links` finds them
+        self.load = OtherLoad(self.mpi)
+
+    def say(self, step: str) -> None:
+        """A step begins. Collective."""
+        self.step = step
+        self.said(step)
+        self.proceed()
+
+    def proceed(self) -> None:
+        """Raise WaitTimeout on all ranks if one of them has used up the time. Collective."""
+        if self.limit == inf:
+            return
+        if of_all_ranks(self.mpi, np.array([perf_counter() > self.end])).any():
+            raise WaitTimeout(
+                f"calibrate: not done after {self.limit:g} s, in the step {self.step!r}. Others use the cores, or the "
+                "links are slow: try again when the machine is idle, or give more time"
+            )
+
+    def verdict(self, machine: Machine) -> Verdict:
+        """Measure some kernels and messages again, and judge the machine. Collective."""
+        self.say("some kernels and messages again")
+        kernels, links = self._slowdown(machine), 1.0
+        if self.size > 1:
+            again = self.messages.level(self.topology, 0)
+            links = median(
+                seconds / before for (_, before), (_, seconds) in zip(self.inner.curve, again.curve, strict=False)
+            )
+        others, cores = self.load.cores()
+        return judge(machine, kernels, links, others, cores)
+
+    def _slowdown(self, machine: Machine) -> float:
+        """The time of kernels now, divided by their time on `machine`, even while others use the cores."""
+        measured = self.products(FEW_PRODUCTS, ROUNDS, None)
+        predicted = [fit.product_seconds(machine, *shape) for shape in FEW_PRODUCTS]
+        return median(seconds / expected for seconds, expected in zip(measured, predicted, strict=True))
 
     def machine(self) -> Machine:
         """Measure everything."""
@@ -118,12 +175,10 @@ class _Calibration:
         overhead, memory_rate, flops_rate, pack_rate = self._kernels()
         monitor = self.monitor
         self.say("ranks share cores and slow each other down" if monitor is None else str(monitor.count()))
-        mpi = library()
-        hosts = len(set(texts(self.mpi, socket.gethostname())))
-        where = f"{self.size} ranks on {hosts} host{'s' * (hosts > 1)}, {mpi.name} {mpi.version}"
-        what = f"{where}, fompi {__version__}, float32"
+        mpi, (name, where) = library(), place(self.mpi)
+        what = f"{where}, {mpi.name} {mpi.version}, fompi {__version__}, float32"
         machine = Machine(
-            name=f"{socket.gethostname()}, {self.size} ranks",
+            name=name,
             latency=0.0,
             bandwidth=1e300,
             flops_rate=flops_rate,
@@ -135,12 +190,9 @@ class _Calibration:
         )
         if self.size > 1:
             machine = self._with_links(machine)
-            self.say("collectives of the MPI library")
-            natives = {name: self._native(name, False) for name in COLLECTIVES}
-            machine = replace(machine, natives=natives, natives_ranks=self.size)
+            machine = replace(machine, natives=self._natives(False), natives_ranks=self.size)
             if helped:
-                self.say("collectives of the MPI library while kernels run")
-                machine = replace(machine, natives_behind={name: self._native(name, True) for name in COLLECTIVES})
+                machine = replace(machine, natives_behind=self._natives(True))
             self.say("which share of a message the MPI library moves without calls to it")
             machine = replace(machine, native_share=measure_native(self.link).share or 0.0)
             if machine.lanes == 1:
@@ -195,18 +247,23 @@ class _Calibration:
         for m, k, n in shapes:
             x, w, y = np.ones((2, m, k), np.float32), np.ones((k, n), np.float32), np.empty((m, n), np.float32)
             others[f"{m} {k} {n}"], calls[f"{m} {k} {n}"] = (partial(np.matmul, rows, w, out=y) for rows in x)
-        taken = alternate(self.mpi, calls, rounds, warmup=1, before=lambda name: others[name](), monitor=monitor)
+
+        def before(name: str) -> None:
+            self.proceed()
+            others[name]()
+
+        taken = alternate(self.mpi, calls, rounds, warmup=1, before=before, monitor=monitor)
         return [median(seconds) for seconds in taken.values()]
 
     # -- links
     def _with_links(self, machine: Machine) -> Machine:
         self.say("links between pairs of ranks")
-        topology = fit.find_topology(self.size, self.messages.pairs())
+        self.topology = topology = fit.find_topology(self.size, self.messages.pairs())
         levels = []
         for number, ranks in enumerate((*topology.groups, self.size)):
             self.say(f"links inside groups of {ranks} ranks")
             levels.append(self.messages.level(topology, number))
-        inner = levels[0]
+        self.inner = inner = levels[0]
         return replace(
             machine,
             latency=inner.latency,
@@ -285,6 +342,13 @@ class _Calibration:
         return nbytes, float(of_all_ranks(self.mpi, delay).mean())
 
     # -- collectives of the MPI library
+    def _natives(self, behind: bool) -> dict[str, Points]:
+        curves = {}
+        for name in COLLECTIVES:
+            self.say(f"{name} of the MPI library{' while kernels run' * behind}")
+            curves[name] = self._native(name, behind)
+        return curves
+
     def _native(self, name: str, behind: bool) -> Points:
         """The seconds of an unfused collective, by the bytes that it reads and writes on the rank with the most bytes.
 
@@ -295,6 +359,7 @@ class _Calibration:
         units = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in NATIVE_SIZES}  # many ranks: some are equal
         for rows in (n * self.size for n in units):
             x = Spec((rows, 64), "float32", layout)
+            self.proceed()
             unfused = plan(name, x, ranks=self.size, schedule="unfused")
             program, extents = unfused.programs[self.rank], unfused.extents(self.rank)
             (op,) = (op for op in program.ops if isinstance(op, Collective))

@@ -59,10 +59,13 @@ AT_ONCE = (1, 2, 4, 8)
 
 
 class Messages:
-    """Measures messages over `link`, a communicator that nobody else uses. All methods are collective."""
+    """Measures messages over `link`, a communicator that nobody else uses. All methods are collective.
 
-    def __init__(self, comm: Communicator, link: Link):
-        self.link, self.mpi = link, link.comm
+    `proceed` is called on all ranks before each measurement. It may raise an error, on all of them.
+    """
+
+    def __init__(self, comm: Communicator, link: Link, proceed: Callable[[], None] = lambda: None):
+        self.link, self.mpi, self.proceed = link, link.comm, proceed
         self.rank, self.size, self.timeout = comm.rank, comm.size, comm.engine.timeout
         self.network, self.idle = comm.network, IDLE_SECONDS if comm.network else 0.0
         most = max(*SIZES, *PAIR_NBYTES)
@@ -83,6 +86,7 @@ class Messages:
         small, large = PAIR_NBYTES
         seconds = np.zeros(len(pairs))
         for i, pair in enumerate(pairs):
+            self.proceed()
             if self.rank in pair:
                 short, long = (
                     min(self._there_and_back(pair, nbytes) for _ in range(PAIR_ROUNDS)) for nbytes in PAIR_NBYTES
@@ -169,6 +173,7 @@ class Messages:
     def _shift(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
         """Seconds of the slowest rank while all ranks receive from their sources and send to their dests at once."""
         taken = []
+        self.proceed()
         for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
             sleep(self.idle)
             meet(self.mpi)

@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
+from fompi.cli.calibrate import described_instead
 from fompi.cli.main import COMMANDS
 from fompi.cli.output import DEFAULT_COLUMNS, Progress, Table, show
 from fompi.ops.operations import OPERATIONS
@@ -164,6 +166,7 @@ MISSPELT = {
     "try 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
     "simulate step --ranks 4 --schedule ring": "simulate step takes --model, --parallel, --ranks",
     "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
+    "calibrate --limit 0": "--limit 0: give a number of seconds above 0",
     "info --yaml": "unrecognized arguments: --yaml",
 }
 
@@ -349,11 +352,14 @@ def test_a_table_as_text(capsys):
     assert capsys.readouterr().out == f"head\n\n{table}\n"
 
 
-def test_progress_needs_a_terminal_and_rank_0(capsys, monkeypatch):
-    """It is one line on standard error that the next step replaces. It is empty in the end."""
-    assert Progress.of_rank(0, "work").columns is None
+def test_progress_is_shown_by_rank_0(capsys, monkeypatch):
+    """On a terminal: one line on standard error that the next step replaces. It is empty in the end."""
+    with Progress.of_rank(0, "work") as lines:
+        assert [*lines.each(["a", "b" * 100], str.upper)] == ["a", "b" * 100]
+    assert capsys.readouterr().err == f"work, 0 s: 1 of 2, A\nwork, 0 s: 2 of 2, {'B' * 100}\n", "no terminal"
     monkeypatch.setattr("fompi.cli.output.terminal_columns", lambda stream: 40)
-    assert Progress.of_rank(1, "work").columns is None
+    with Progress.of_rank(1, "work") as silent:
+        silent.step("nothing")
     with Progress.of_rank(0, "work") as progress:
         assert [*progress.each(["a", "b" * 100], str.upper)] == ["a", "b" * 100]
     shown = capsys.readouterr()
@@ -403,7 +409,9 @@ SHORT = """
 import sys
 from fompi.cli.main import main
 from fompi.tuning import calibrate, links
+from fompi.tuning.verdict import Verdict
 
+calibrate.judge = lambda *measured: Verdict()  # the machine of the tests may be busy
 for module in (calibrate, links):
     module.ROUNDS, module.SIZES = 2, [1 << 10, 1 << 14, 1 << 18]
 sys.exit(main(["calibrate", *sys.argv[1:]]))
@@ -415,7 +423,11 @@ def test_calibrate(mpirun, tmp_path):
     """It writes a machine that the other commands accept. Few rounds and sizes keep the test short."""
     done = mpirun(2, "-c", SHORT, tmp_path / "machine.json", seconds=90)
     assert done.returncode == 0, done.output
-    assert "kernels" in done.stdout and f"written to {tmp_path / 'machine.json'} in" in done.stdout
+    verdict, written = done.stdout.splitlines()[-2:]
+    assert verdict == "verdict: plausible: nothing disturbed the measurement"
+    assert written.startswith(f"written to {tmp_path / 'machine.json'} in ")
+    steps = [line for line in done.stderr.splitlines() if line.startswith("calibrate, ")]
+    assert len(steps) > 8 and steps[0] == "calibrate, 0 s: kernels" and "kernels" not in done.stdout.splitlines()[0]
     text, _ = run("explain", *GATHER.split(), "--machine", tmp_path / "machine.json")
     assert "best: " in text
 
@@ -424,13 +436,15 @@ CALIBRATED = """
 import sys
 from fompi.cli.main import main
 from fompi.model.machine import Machine
+from fompi.tuning.verdict import Disturbance, Verdict
 import fompi.tuning.calibrate as module
 
-def quick(comm, say):
+def quick(comm, say, limit):
     say("kernels")
-    return Machine.load("laptop")
+    found = [Disturbance("others used 2.0 of 2 cores", True)] if "busy.json" in sys.argv[1] else []
+    return module.Calibrated(Machine.load("laptop"), Verdict(tuple(found)))
 
-module.calibrate = quick
+module.calibrate_and_judge = quick
 sys.exit(main(["calibrate", *sys.argv[1:]]))
 """
 
@@ -441,12 +455,60 @@ def test_calibrate_as_json(mpirun, tmp_path):
     done = mpirun(2, "-c", CALIBRATED, file, "--json")
     laptop = fompi.Machine.load("laptop")
     assert done.returncode == 0 and fompi.Machine.from_json(done.stdout) == fompi.Machine.load(file) == laptop
-    assert "kernels" not in done.output
+    assert done.stderr.splitlines()[0] == "calibrate, 0 s: kernels" and "verdict: plausible" in done.stderr
+    file.unlink()
     launched = [Path(sys.executable).with_name("mpirun"), "-n", "2", sys.executable, "-c", CALIBRATED, file]
-    shown = on_a_terminal(*launched, "--json")
-    assert shown.count("calibrate, 0 s: kernels") == 1
-    report = on_a_terminal(*launched)
-    assert report.count("kernels\n") == 1 and "calibrate, " not in report
+    assert on_a_terminal(*launched, "--json").count("calibrate, 0 s: kernels") == 1
+
+
+def test_calibrate_while_others_use_the_cores(mpirun, tmp_path):
+    """The verdict says so, the exit status is 1, and no file is written, unless it is demanded."""
+    file = tmp_path / "busy.json"
+    done = mpirun(2, "-c", CALIBRATED, file)
+    assert done.returncode == 1 and not file.exists(), done.output
+    assert "verdict: disturbed beyond use: others used 2.0 of 2 cores. Measure again" in done.stdout
+    assert f"{file} is not written (--force writes it)" in done.stdout
+    done = mpirun(2, "-c", CALIBRATED, file, "--force")
+    assert done.returncode == 1 and file.exists() and f"written to {file} in " in done.stdout
+
+
+@pytest.mark.parametrize(("text", "what"), [("machine", "describes 'another'"), ("[1]", "holds no machine")])
+def test_calibrate_spares_the_file_of_another_machine(mpirun, tmp_path, text, what):
+    """Also any other file. `--force` overwrites it."""
+    file = tmp_path / "machine.json"
+    file.write_text(text)
+    if text == "machine":
+        replace(fompi.Machine.load("laptop"), name="another").save(file)
+    before = file.read_text()
+    done = mpirun(2, "-c", CALIBRATED, file)
+    assert done.returncode == 2 and file.read_text() == before and "kernels" not in done.output, done.output
+    assert done.output.count(f"{file} {what}") == 1 and "name another file, or add --force" in done.output
+    done = mpirun(2, "-c", CALIBRATED, file, "--force")
+    assert done.returncode == 0 and fompi.Machine.load(file) == fompi.Machine.load("laptop")
+
+
+def test_which_machine_a_file_describes(tmp_path):
+    """The same name, ranks and hosts: it is this machine, measured before."""
+    file = tmp_path / "machine.json"
+    assert described_instead(file, "a, 4 ranks", "4 ranks on 1 host") is None
+    file.touch()
+    assert described_instead(file, "a, 4 ranks", "4 ranks on 1 host") is None
+    source = "measured 2026-01-01T00:00:00+00:00: 4 ranks on 1 host, MPICH 5.0, fompi 0.1.0, float32"
+    replace(fompi.Machine.load("laptop"), name="a, 4 ranks", source=source).save(file)
+    assert described_instead(file, "a, 4 ranks", "4 ranks on 1 host") is None
+    for name, where in (("b, 4 ranks", "4 ranks on 1 host"), ("a, 4 ranks", "4 ranks on 2 hosts")):
+        assert described_instead(file, name, where) == f"describes 'a, 4 ranks' ({source})"
+
+
+@pytest.mark.timeout(60)
+def test_calibrate_ends_at_its_limit(mpirun, tmp_path):
+    """On all ranks, with one line that names the step."""
+    done = mpirun(2, "-m", "fompi", "calibrate", tmp_path / "machine.json", "--limit", "0.5", seconds=50)
+    assert done.returncode == 2 and not done.left_behind and not (tmp_path / "machine.json").exists(), done.output
+    assert (
+        done.output.count("fompi: calibrate: not done after 0.5 s, in the step ") == 1
+        and "Traceback" not in done.output
+    )
 
 
 def test_calibrate_needs_others(mpirun, tmp_path):

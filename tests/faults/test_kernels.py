@@ -127,15 +127,15 @@ def test_an_unbound_operation(launch):
     ended = launch(
         3,
         """
-from fompi.ops import operation
-bind, failing = operation._BACKEND.bind, False
+from fompi.ops import pending
+bind, failing = pending._BACKEND.bind, False
 
 def bad(kernel, *operands):
     if failing and rank == 1 and kernel == "add":
         return lambda: 1 / 0
     return bind(kernel, *operands)
 
-operation._BACKEND.bind = bad
+pending._BACKEND.bind = bad
 for number in range(30):
     failing = number % 3 == 1
     try:
@@ -209,8 +209,8 @@ except (fompi.PeerError if rank == 0 else ValueError):
 
 
 SMALL = """
-from fompi.ops import operation
-bind, failing = operation._BACKEND.bind, False
+from fompi.ops import pending
+bind, failing = pending._BACKEND.bind, False
 
 def add(*arguments):
     kernel = bind(*arguments)
@@ -220,7 +220,7 @@ def add(*arguments):
         kernel()
     return guarded
 
-operation._BACKEND.bind = add
+pending._BACKEND.bind = add
 for i in range(40):
     failing = i % 2 == 1
     for schedule in ("direct", "ring"):  # every rank needs the sums of the others

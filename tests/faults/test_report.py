@@ -30,8 +30,23 @@ def test_the_report_is_printed_once(reporting, ranks):
     finished = ended.finished
     assert finished.returncode == 0 and not finished.left_behind and ended.tracebacks == 0, ended.output
     assert finished.stdout == "" and finished.stderr.count("fompi report: ") == 1
-    head, _, blocks = finished.stderr.partition("\n\n")
-    assert f"{ranks} ranks" in head and "progress: " in head and "missing: " not in head
+    head, columns, *lines = finished.stderr.splitlines()
+    assert f"{ranks} ranks" in head and "progress: " in head and "missing: " not in finished.stderr
+    assert columns.split()[:3] == ["operation", "calls", "p50"] and len(lines) == 2
+    for line, title in zip(lines, ("all_gather_matmul(", "all_reduce("), strict=True):
+        name, _, figures = line.partition("  ")
+        assert name.startswith(title) and name.endswith(" on world")
+        calls, p50, *rest = figures.split()[:6]
+        assert calls == "4" and float(p50) > 0 and len([*map(float, rest)]) == 4
+    if ranks == 1:
+        assert not [line for line in lines if "waited" in line and "rank 1" in line]
+
+
+def test_the_full_report_has_a_line_for_each_rank(reporting):
+    ranks = 3
+    finished = reporting(ranks, WORK, to="full").finished
+    assert finished.returncode == 0 and finished.stderr.count("fompi report: ") == 1, finished.output
+    _, _, blocks = finished.stderr.partition("\n\n")
     for block, title in zip(blocks.split("\n\n")[:2], ("all_gather_matmul by ", "all_reduce by "), strict=True):
         lines = block.splitlines()
         assert lines[0].startswith(title) and lines[0].endswith("4 calls")

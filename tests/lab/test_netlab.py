@@ -183,7 +183,9 @@ def test_a_deep_bucket_is_refused(netlab):
     assert finished.returncode == 3 and "ran" not in finished.stdout, finished.output
     assert re.search(r"^netlab: tcp moves .* its bucket is too deep", finished.stderr, re.MULTILINE), finished.output
     trusted = netlab("--hosts=2", "--rate=400mbit", "--burst=1000000", "--trust", code="print('ran')")
-    assert trusted.returncode == 0 and trusted.stdout.count("ran") == 2 and "(trusted)" in trusted.stderr
+    assert trusted.returncode == 0 and trusted.stdout.count("ran") == 2 and "netlab: warning: tcp" in trusted.stderr
+    slow_only = netlab("--hosts=2", "--rate=400mbit", "--burst=1000000", "--trust-slow", code="print('ran')")
+    assert slow_only.returncode == 3 and "ran" not in slow_only.stdout, "only slow links are trusted"
 
 
 @pytest.fixture
@@ -441,12 +443,21 @@ def test_a_measurement_is_judged():
     lab = Lab((Rate.parse("1gbit"),) * 2)
     right = lab.message(0) / lab.expected(0).goodput
     good = Times((right, right / 1.01), (right, right * 1.03))
-    assert fault(lab, "tcp", good) == ""
+    assert fault(lab, "tcp", good) is None
     assert "119.6   119.6 (100%)" in table(lab, {"tcp": good})
-    assert "a larger --size" in fault(lab, "tcp", Times((right, right / 1.05), (right, right)))
-    assert "bypasses the links" in fault(lab, "mpich", Times((right, right / 20), (right, right)))
+    for name, times, words in (
+        ("tcp", Times((right, right / 1.05), (right, right)), "a larger --size"),
+        ("mpich", Times((right, right / 20), (right, right)), "bypasses the links"),
+    ):
+        found = fault(lab, name, times)
+        assert words in found.line(starts=False) and not found.is_slow
     slow = Times((right, right), (right, right * 1.2))
-    assert "end other programs" in fault(lab, "tcp", slow) and "(all at once)" in fault(lab, "tcp", slow)
+    found = fault(lab, "tcp", slow)
+    assert found.is_slow and "(all at once): end other programs" in found.line(starts=False)
+    assert found.line(starts=True) == (
+        "warning: tcp moves 99.6 MB/s where the links carry 119.6 (all at once): other programs use this machine, or "
+        "it is too weak. The job starts all the same. Do not record its times"
+    )
     assert slow.best(good) == good.best(slow) == Times(good.alone, good.together)
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fompi
 import fompi.jax
+from fompi.ops.operations import OPERATIONS
 from fompi.tensors.dlpack import Lent
 
 
@@ -139,7 +140,7 @@ def test_fompi_jax_takes_arrays_of_other_frameworks(tp):
     y = fompi.jax.all_gather_matmul(np.ones((2, 3)), np.ones((3, 2)), comm=tp)
     assert (np.asarray(y) == 3).all()
     assert fompi.jax.all_reduce.__doc__ == fompi.all_reduce.__doc__
-    assert set(fompi.jax.custom_vjp.__all__) == {case.operation for case in CASES}
+    assert set(fompi.jax.custom_vjp.__all__) == set(OPERATIONS) > {case.operation for case in CASES}
 
 
 # ------------------------------------------------------------------------------------ transforms without a gradient
@@ -153,7 +154,7 @@ def test_transforms_of_torch_raise_an_error(tp):
         return fompi.all_gather_matmul(x, w, comm=tp).sum()
 
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian, torch.vmap):
-        with pytest.raises((RuntimeError, fompi.TensorError)):
+        with pytest.raises(fompi.TensorError):
             transform(product)(w.expand(4, 3, 2) if transform is torch.vmap else w)
     with pytest.raises(fompi.TensorError):
         torch.func.jvp(product, (w,), (w,))
@@ -161,7 +162,7 @@ def test_transforms_of_torch_raise_an_error(tp):
         dual = forward_ad.make_dual(w, w)
         with pytest.raises(fompi.TensorError, match="forward-mode tangent"):
             product(dual)
-        with pytest.raises(NotImplementedError, match="forward mode"):
+        with pytest.raises(fompi.TensorError, match="forward-mode tangent"):
             product(forward_ad.make_dual(w.requires_grad_(), w.detach()))
 
 
@@ -172,7 +173,7 @@ def test_transforms_of_jax_raise_an_error(tp):
         return (fompi.jax.all_reduce(x, comm=tp) ** 2).sum()
 
     assert (jax.grad(total)(x) == 2).all()
-    message = r"not in the grad of a grad|its gradient cannot be differentiated again, and cannot run under jax.jit"
+    message = "works outside jit and vmap|no forward mode"
     for refused in (
         jax.jit(total),
         jax.vmap(total),
@@ -184,7 +185,7 @@ def test_transforms_of_jax_raise_an_error(tp):
     ):
         with pytest.raises(fompi.TensorError, match=message):
             refused(x)
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(fompi.TensorError, match="no forward mode"):
         jax.jvp(total, (x,), (x,))
     assert (jax.grad(total)(x) == 2).all()
 

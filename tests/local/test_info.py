@@ -22,7 +22,7 @@ OPENMPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-INSTALL = 'on a laptop `pip install "fompi[mpich]"`; on a cluster load the site\'s MPI module'
+INSTALL = "on a laptop `pip install mpi4py mpich`; on a cluster load the site's MPI module"
 
 FACTS = {
     "versions": {"fompi": "1.0", "python": "3.11.7", "numpy": "2.4.0", "mpi4py": "4.1.2", "cupy": None},
@@ -199,8 +199,7 @@ def test_cores_per_rank_of_the_most_crowded_host():
 def run(command, **environ):
     """Run `info` as if from a new shell: without the variables of a launcher that started the tests."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    for name in ("FOMPI_GPU_AWARE", "FOMPI_PROGRESS"):
-        clean.pop(name, None)
+    clean = {name: value for name, value in clean.items() if not name.startswith("FOMPI_")}
     folders = (environ.pop("stub", None), str(ROOT), clean.get("PYTHONPATH"))
     env = clean | OPENMPI | {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | environ
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -269,6 +268,12 @@ def test_three_ranks_print_one_table():
     assert facts["launcher"]["size"] == 3 and facts["launcher"]["local_size"] == 3
     assert facts["launcher"]["launcher"] in ("hydra", "intel", "openmpi")
     assert facts["warning"] is None
+
+
+def test_variables_that_are_misspelt_or_have_bad_values_are_shown():
+    output = run(RUN, FOMPI_TIMOUT="3", FOMPI_REPORT="maybe")
+    (line,) = [line for line in output.splitlines() if line.startswith("environment: ")]
+    assert "FOMPI_REPORT=maybe: give 0, 1, full, or a .json file" in line and "FOMPI_TIMEOUT is one" in line
 
 
 def test_singletons_print_once_and_warn():

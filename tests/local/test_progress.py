@@ -112,7 +112,7 @@ def test_modes():
     assert choose_mode("auto", "multiple", native_share=0.6) == choose_mode("helper", "multiple", 0.95) == "helper"
     assert choose_mode("auto", "serialized", native_share=0.95) == "poll"
     for level in ("single", "funneled", "serialized"):
-        assert {choose_mode(mode, level) for mode in progress.MODES} == {"poll"}
+        assert {choose_mode(mode, level) for mode in ("auto", "helper", "native", "poll")} == {"poll"}
     with pytest.raises(LaunchError, match="FOMPI_PROGRESS=spin: give one of auto, helper, native, poll"):
         choose_mode("spin", "serialized")
 

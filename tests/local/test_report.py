@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from time import perf_counter, sleep
+from typing import NamedTuple
 
 import pytest
 
 from fompi.base.errors import LaunchError
+from fompi.base.layout import Partial, Shard, Spec
 from fompi.engine.engine import Engine
 from fompi.engine.intervals import RecentIntervals
-from fompi.runtime.report import Report, overlap_warnings, percentile, text
+from fompi.ops.operations import plan
+from fompi.runtime.report import Report, full_text, overlap_warnings, percentile, text, why_not_overlapped
 from fompi.traces.trace import intersection, length
 
 
@@ -36,9 +39,63 @@ REPORT = {
 }
 
 
-def test_the_text():
-    """A block for each operation. The text says what was not measured, and which ranks are missing."""
+def test_the_text_has_one_line_for_each_operation():
+    """It is the rank with the most exposed time, and the line ends with what it waited for."""
+    name = "all_gather_matmul(float32[:, 8], w[8, 4])"
     assert text(REPORT) == (
+        "fompi report: 3 ranks, MPICH 5.0.2, progress: helper\n"
+        "missing: the notes of rank 1\n"
+        f"operation{' ' * 48}  calls      p50  compute messages   hidden  exposed  "
+        "(medians in ms; FOMPI_REPORT=full: all ranks)\n"
+        f"{name} by direct on tp     12  200.000  100.000        -    0.000  110.000  "
+        "rank 1 waited 80.000 ms for x[1] from rank 1\n"
+        f"{name} by ring on tp       12  200.000  100.000  100.000    0.000  100.000"
+    )
+
+
+def test_a_line_says_why_nothing_is_hidden():
+    """The reason is named only if the exposed time is more than noise."""
+    why = "unfused does not overlap: it was asked for"
+    report = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, not_overlapped=why)]}]}
+    assert text(report).endswith(f"  {why}; rank 0 waited 80.000 ms for x[1] from rank 1")
+    assert full_text(report).endswith(f"\n  not overlapped: {why}")
+    report = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, exposed=0.001, warning=None)]}]}
+    assert text(report).endswith("    1.000")
+
+
+class Ranks(NamedTuple):
+    """The facts of a communicator that decide."""
+
+    size: int = 2
+    crowded: bool = False
+    machine: object = None
+
+
+@pytest.mark.parametrize(
+    ("comm", "schedule", "why"),
+    [
+        (Ranks(), "direct", None),
+        (Ranks(), "unfused", "unfused does not overlap: it was asked for"),
+        (
+            Ranks(crowded=True),
+            "unfused_p2p",
+            "unfused_p2p does not overlap: asked for, or chosen because this host has",
+        ),
+        (Ranks(machine="one"), "unfused_p2p", "unfused_p2p does not overlap: the best on the machine of FOMPI_MACHINE"),
+        (Ranks(size=1), "direct", "one rank has no messages"),
+    ],
+)
+def test_why_a_call_does_not_overlap(comm, schedule, why):
+    x, w = Spec((8, 4), "float32", Shard(0)), Spec((4, 6), "float32", Shard(1))
+    found = why_not_overlapped(comm, plan("all_gather_matmul", x, w, ranks=comm.size, schedule=schedule))
+    assert found is None if why is None else found.startswith(why)
+    alone = plan("all_reduce", Spec((8,), "float32", Partial()), ranks=2)
+    assert why_not_overlapped(Ranks(), alone).startswith("no product to hide behind: ")
+
+
+def test_the_full_text():
+    """A block for each operation. The text says what was not measured, and which ranks are missing."""
+    assert full_text(REPORT) == (
         "fompi report: 3 ranks, MPICH 5.0.2, progress: helper\n"
         "missing: the notes of rank 1\n"
         "\n"
@@ -57,7 +114,7 @@ def test_the_text():
 
 def test_the_text_of_a_call_with_other_work_between_start_and_wait():
     report = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, compute_alone=None, elsewhere=0.15, waits=[])]}]}
-    assert text(report).splitlines()[-1].endswith("    1.000   no compute baseline   150.000 ms elsewhere")
+    assert full_text(report).splitlines()[-1].endswith("    1.000   no compute baseline   150.000 ms elsewhere")
 
 
 def test_one_warning_for_an_operation():
@@ -73,7 +130,7 @@ def test_percentiles(count, share, expected):
 
 
 def test_a_file_that_cannot_be_written_is_an_error_at_the_start():
-    with pytest.raises(LaunchError, match="no folder /nowhere"):
+    with pytest.raises(LaunchError, match=r"FOMPI_REPORT=/nowhere/report\.json: give .* a \.json file in a folder"):
         Report("/nowhere/report.json")
 
 

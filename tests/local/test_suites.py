@@ -157,6 +157,10 @@ def test_a_trial_warns_of_others_on_the_cores(monkeypatch):
     hosts.totals = (7, 7, 2)
     (warning,) = trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()]).warnings
     assert warning.startswith("others used the cores: 7 of 7 turns were repeated, and 2 of them were disturbed again")
+    hosts.totals = (0, 0, 0)
+    assert not trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()], (0.1, 2)).warnings
+    (warning,) = trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()], (1.2, 2)).warnings
+    assert warning == "others used 1.2 of 2 cores: try again when the machine is idle"  # ranks that share cores too
     assert "8: measured as the next multiple of 3" in trial.Trial.of((8, 9, 9), 3, Hosts(), [fused_row()]).warnings[0]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import fompi
 from fompi import verify
-from fompi.ops import operation as module
+from fompi.ops import pending as module
 
 CALLS = {1: 2000, 2: 10_000}
 """Calls by number of ranks. With more ranks 300 calls are enough to see a leak."""

@@ -214,8 +214,13 @@ def transforms():
     yield "jit of fompi.jax", tracer, lambda x, tp: jax.jit(lambda x: adapted(x, tp))(x)
     yield "vmap of fompi.jax", tracer, lambda x, tp: jax.vmap(lambda x: adapted(x, tp))(x)
     yield "jit of grad", tracer, lambda x, tp: jax.jit(jax.grad(lambda x: adapted(x, tp).sum()))(x)
-    yield "grad of grad", tracer, lambda x, tp: jax.grad(lambda x: jax.grad(lambda x: adapted(x, tp).sum())(x).sum())(x)
-    backward = "fompi.all_gather: its gradient cannot be differentiated again, and cannot run under jax.jit"
+    backward = "the backward of all_gather: " + tracer
+    yield (
+        "vmap of a vjp",
+        backward,
+        lambda x, tp: jax.vmap(jax.vjp(lambda x: adapted(x, tp), x)[1])(jnp.stack([adapted(x, tp)])),
+    )
+    yield "jacrev of grad", tracer, lambda x, tp: jax.jacrev(jax.grad(lambda x: (adapted(x, tp) ** 2).sum()))(x)
     yield "jit of a vjp", backward, lambda x, tp: jax.jit(jax.vjp(lambda x: adapted(x, tp), x)[1])(adapted(x, tp))
 
 
@@ -251,6 +256,73 @@ def test_out_is_refused_on_all_ranks(tp):
 
 
 def test_forward_mode_raises_an_error(tp):
+    """For a jvp, a jvp of a grad, and jax.hessian, which is one. The message names the way that works."""
     x = random_tensor(tp, 2, 4)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: fompi.jax.all_gather(x, comm=tp), (x,), (x,))
+
+    def loss(x):
+        return (fompi.jax.all_gather(x, comm=tp) ** 2).sum()
+
+    for call in (
+        lambda: jax.jvp(loss, (x,), (x,)),
+        lambda: jax.jvp(jax.grad(loss), (x,), (x,)),
+        lambda: jax.hessian(loss)(x),
+    ):
+        with pytest.raises(fompi.TensorError, match=r"no forward mode.*use the grad of a grad"):
+            call()
+        assert fompi.all_reduce(np.ones(1), comm=tp) == tp.size
+
+
+# ----------------------------------------------------------------------------------------- gradients of gradients
+
+
+@pytest.mark.parametrize("case", [case for case in BASIC if not case.dim], ids=str)
+def test_second_derivatives(tp, case):
+    """A product of the Hessian with a vector equals that of one process, for every tensor of every operation."""
+    given = meanings.tensors(case, tp.size, meanings.normal)
+    every = [[torch.from_numpy(t).requires_grad_() for t in mine] for mine in given]
+    losses = [meanings.loss(rank, mine) for rank, mine in enumerate(meanings.expected(case, every))]
+    _, second = meanings.derivatives(losses, every, 2)
+    mine = [jnp.asarray(t) for t in given[tp.rank]]
+    places = tuple(range(len(mine)))
+
+    def loss(*leaves):
+        return meanings.loss(tp.rank, case.call(fompi.jax, tp.size, tp.rank, leaves, comm=tp))
+
+    def along(*leaves):
+        gradients = jax.grad(loss, places)(*leaves)
+        return sum((g * meanings.direction(g.shape, 1)).sum() for g in gradients)
+
+    for actual, expected in zip(jax.grad(along, places)(*mine), second[tp.rank], strict=True):
+        close(actual, expected)
+
+
+def test_inner_and_outer_gradients_of_different_tensors(tp):
+    """The inner gradient is for x, the outer one for w."""
+    x, w = random_tensor(tp, 2, 4), random_tensor(tp, 4, 3)
+
+    def inner(x, w):
+        return jnp.square(fompi.jax.all_gather_matmul(x, w, comm=tp)).sum()
+
+    actual = jax.grad(lambda w: jnp.square(jax.grad(inner)(x, w)).sum())(w)
+    xs, ws = (torch.from_numpy(np.asarray(fompi.all_gather(t[None], comm=tp)).copy()) for t in (x, w))
+    xs.requires_grad_(), ws.requires_grad_()
+    total = sum((xs.reshape(-1, 4) @ u).square().sum() for u in ws)
+    (gradient,) = torch.autograd.grad(total, xs, create_graph=True)
+    close(actual, torch.autograd.grad(gradient.square().sum(), ws)[0][tp.rank])
+
+
+def test_a_gradient_of_other_tensors_on_one_rank(tp):
+    """The forward raises on all ranks."""
+    if tp.size == 1:
+        return
+    x, w = random_tensor(tp, 2, 4), random_tensor(tp, 4, 3)
+
+    def loss(x, w):
+        return fompi.jax.all_gather_matmul(x, w, comm=tp).sum()
+
+    for places in (0, 1):
+        with pytest.raises(fompi.MismatchError, match="for the gradient of x and w"):
+            jax.grad(loss, places if tp.rank == 0 else (0, 1))(x, w)
+    with pytest.raises(fompi.MismatchError, match="for the gradient of x"):
+        jax.grad(loss)(x, w) if tp.rank else loss(x, w)
+    close(fompi.all_reduce(jnp.ones(1), comm=tp), [tp.size])

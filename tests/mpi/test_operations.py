@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi.base.layout import HALF, ITEMSIZE
-from fompi.ops import operation
+from fompi.base.layout import FLOAT8, HALF, ITEMSIZE
+from fompi.ops import pending
 from fompi.schedules import registry
 
 
@@ -25,7 +25,7 @@ def assert_same(got, wanted, what):
 @pytest.fixture
 def without_verification(monkeypatch):
     """Skip the verification of plans: `tests/pure` has verified them, and here it would take most of the time."""
-    monkeypatch.setattr(operation, "VERIFIED_RANKS", 0)
+    monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
 
 
 def variants(problem, turn=0, most=20):
@@ -57,19 +57,13 @@ def test_every_schedule(world, name, request):
             assert_same(got, wanted, f"{schedule} {slices} {distribution}")
 
 
-def without_overflow(random, shape, dtype):
-    """Numbers whose sum over eight ranks does not overflow. On overflow, Open MPI and NumPy give different integers."""
-    drawn = catalogue.distinct(random, shape, dtype)
-    return drawn // 8 if dtype.startswith(("int", "uint")) else drawn
-
-
-@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("dtype", [dtype for dtype in ITEMSIZE if dtype not in FLOAT8])
 def test_every_dtype_is_moved_and_added(world, dtype, without_verification):
     """Moved data is equal bit for bit. Sums of floats depend on their order, so they are compared with a tolerance."""
     tolerance = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "complex64": 1e-6}.get(dtype, 1e-15)
     for name, problem in catalogue.moves(world.size, dtype).items():
         sizes = calls.row_sizes(problem, "uneven")
-        inputs = catalogue.inputs(problem, sizes, fill=without_overflow)
+        inputs = catalogue.inputs(problem, sizes)
         wanted = calls.expected(problem, catalogue.widened(inputs, dtype), sizes, world.rank)["y"]
         for schedule, slices in variants(problem, len(dtype), 4):
             got = calls.call(problem, inputs[world.rank], sizes, world, schedule=schedule, slices=slices)["y"]

@@ -13,7 +13,7 @@ import pytest
 import fompi
 from fompi import Partial, Shard, Spec
 from fompi.engine import progress
-from fompi.ops.operation import Pending
+from fompi.ops.pending import Pending
 from fompi.runtime.program import Run
 
 SECONDS = 20

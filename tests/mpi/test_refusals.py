@@ -287,9 +287,8 @@ def test_out_that_cannot_be_written(world, last):
 
 def test_out_that_is_also_an_input(world):
     x = np.ones((world.size, 3))
-    for operation in (fompi.all_reduce, fompi.broadcast, fompi.all_to_all):
-        with pytest.raises(fompi.TensorError, match="shares memory"):
-            operation(x, out=x, comm=world)
+    with pytest.raises(fompi.TensorError, match="shares memory"):
+        fompi.all_to_all(x, out=x, comm=world)
     w = np.ones((3, 3))
     with pytest.raises(fompi.TensorError, match="shares memory"):
         fompi.matmul_reduce_scatter(np.ones((3 * world.size, 3)), w, out=w, comm=world)
@@ -369,3 +368,44 @@ class _Exporter:
 
     def __dlpack_device__(self):
         return 1, 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda: fompi.all_gather(X, shedule="ring"), TypeError),
+        (lambda: fompi.all_gather(), TypeError),
+        (lambda: fompi.all_gather(X, X), TypeError),
+        (lambda: fompi.all_gather_matmul_many(X, 3), TypeError),
+        (lambda: fompi.all_gather_matmul_many(X, [W], biases=4), TypeError),
+        (lambda: fompi.all_gather.start(X, shedule="ring"), TypeError),
+        (lambda: fompi.all_gather(X, schedule=None), fompi.PlanError),
+        (lambda: fompi.all_gather(X, comm="tp"), fompi.LaunchError),
+    ],
+)
+def test_arguments_that_cannot_even_be_read(world, last, wrong, error):
+    """All ranks get an error at once, and the next call is in step."""
+    with pytest.raises(error if last else fompi.MismatchError) as caught:
+        wrong() if last else fompi.all_gather(X)
+    if not last:
+        assert f"refuses {error.__name__}: " in str(caught.value)
+    with pytest.raises(error):
+        wrong()
+    assert np.array_equal(fompi.all_gather(X), np.concatenate([X] * world.size))
+
+
+def test_none_and_generators_are_weights_too(world):
+    for options in ({}, {"biases": None}, {"biases": (b for b in (None, np.ones(2)))}):
+        full, (y, z) = fompi.all_gather_matmul_many(X, (w for w in (W, W)), comm=world, **options)
+        assert np.array_equal(y, full @ W) and np.array_equal(
+            z, full @ W + ("biases" in options and bool(options["biases"]))
+        )
+
+
+def test_dimensions_differ(world, last):
+    """The shapes of a square x do not show it."""
+    x = np.ones((4, 4))
+    if world.size > 1:
+        for operation in (fompi.all_gather, fompi.reduce_scatter, fompi.all_to_all):
+            expect_mismatch(lambda: operation(x, dim=1 if last else 0, comm=world), "dim=1")  # noqa: B023
+    assert fompi.all_gather(x, dim=-1 if last else 1, comm=world).shape == (4, 4 * world.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import permutations
 
@@ -79,9 +80,13 @@ def test_every_problem_has_an_explanation(name, ranks):
     assert {judged.candidate for judged in traced} >= {c for c in UNFUSED if c in candidates(made, machine)}
     verify(explanation.plan)
     assert explanation.plan.schedule == winner.candidate.schedule
-    lines = str(explanation).splitlines()
-    assert lines[3 + len(judged)].startswith(f"best: {winner.candidate}, ")
-    assert all(line.startswith("hidden on rank ") for line in lines[4 + len(judged) :])
+    lines = explanation.text(None).splitlines()
+    assert lines[1].startswith(f"best: {winner.candidate}, {1e3 * winner.seconds:.3f} ms, ")
+    assert lines[2].startswith("lower bound ") and lines[3].startswith("candidate ")
+    end = 4 + len({one.shown for one in explanation.judged})
+    folded = re.findall(r"(\d+) more with the same time$", "\n".join(lines[4:end]), re.MULTILINE)
+    assert len(lines[4:end]) + sum(map(int, folded)) == len(judged)
+    assert all(line.startswith("hidden on rank ") for line in lines[end:])
 
 
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -219,7 +224,22 @@ def test_an_explanation_prints_itself():
     assert str(winner.candidate) in repr(explanation)
     best = explanation.text(2).splitlines()
     words = [line.split() for line in (*best[:4], *str(explanation).splitlines()[:4])]
-    assert words[:4] == words[4:] and best[4] == f"... and {len(explanation.judged) - 2} more"
+    assert words[:4] == words[4:] and re.fullmatch(r"\.\.\. and \d+ more candidates", best[6])
+
+
+def test_an_explanation_is_short_and_its_verdict_comes_first():
+    """At most ten times. Candidates with the same time share a line."""
+    x = Spec((4 << 20, 1), "uint8", Shard(0))
+    machine = replace(Machine.load("gigabit"), levels=(Level(2, 1e-4, 11.8e6, True),))
+    explanation = fompi.explain("all_gather", x, ranks=4, machine=machine)
+    _, best, _, _, *rows = explanation.text(None).splitlines()
+    assert best.startswith("best: hierarchical(2), 16 slices, 178.430 ms, 0.3 % above the bound, 1.99x")
+    assert (
+        sum("ring, " in row or "bidirectional" in row for row in rows) == 1 and "9 more with the same time" in rows[5]
+    )
+    assert len(explanation.rows()) <= 10 and len(str(explanation).splitlines()) < 20
+    nothing = fompi.explain("all_gather", x, ranks=1, machine=machine)
+    assert "no candidate with overlap is faster" in str(nothing) or nothing.winner.candidate not in UNFUSED
 
 
 def test_explain_refuses_unknown_machines_and_no_ranks():

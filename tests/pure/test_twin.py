@@ -13,7 +13,7 @@ from catalogue import RANKS, ROWS
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
-from fompi.base.layout import ITEMSIZE, Sizes, Spec
+from fompi.base.layout import FLOAT8, ITEMSIZE, Sizes, Spec
 from fompi.model.twin import twin
 from fompi.planner.candidates import Candidate
 from fompi.plans.plan import Compute
@@ -138,7 +138,7 @@ def test_every_interleaving_gives_the_same_bits(name):
         assert all(other == first for other in others), schedule
 
 
-@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("dtype", [dtype for dtype in ITEMSIZE if dtype not in FLOAT8])
 def test_every_dtype_is_moved_and_added(dtype):
     """Results are exact, except sums of floats, which depend on the order."""
     error = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "complex64": 1e-6}.get(dtype, 1e-15)

@@ -216,22 +216,44 @@ def too_slow(lab: Lab, way: str, share: float) -> bool:
     return share < TOO_SLOW and not (way == TOGETHER and unequal)
 
 
-def fault(lab: Lab, name: str, times: Times) -> str:
-    """The cause and the remedy if a measurement misses the requested rates. Empty if all is well."""
+@dataclass(frozen=True)
+class Fault:
+    """What the links do instead of what was asked for: `reached` the figures, `remedy` cause and remedy."""
+
+    reached: str
+    remedy: str
+    is_slow: bool = False
+
+    def line(self, starts: bool) -> str:
+        """What is printed. `starts`: the job starts all the same."""
+        if not starts:
+            return f"{self.reached}: {self.remedy}"
+        why = "other programs use this machine, or it is too weak. " if self.is_slow else ""
+        return f"warning: {self.reached}: {why}The job starts all the same. Do not record its times"
+
+
+def fault(lab: Lab, name: str, times: Times) -> Fault | None:
+    """The fault if a measurement misses the requested rates. None if all is well."""
     for way, rate, share in shares(lab, times):
         if share <= TOO_FAST and not too_slow(lab, way, share):
             continue
         reached = f"{name} moves {share * rate / 1e6:.1f} MB/s where the links carry {rate / 1e6:.1f} ({way})"
         if share <= TOO_FAST:
-            return f"{reached}: end other programs on this machine, lower --rate, or use --trust"
+            return Fault(reached, "end other programs on this machine, lower --rate, or use --trust", is_slow=True)
         if name == "tcp":
-            return f"{reached}: its bucket is too deep for so short a message: take a larger --size"
-        return f"{reached}: it bypasses the links, perhaps by shared memory; it must use TCP over eth0"
-    return ""
+            return Fault(reached, "its bucket is too deep for so short a message: take a larger --size")
+        return Fault(reached, "it bypasses the links, perhaps by shared memory; it must use TCP over eth0")
+    return None
 
 
-def measure(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str], trust: bool) -> None:
-    """Print what the links carry. Raises Refused if that is not the requested rate.
+def measure(
+    cluster: Cluster,
+    mpi: Mpi,
+    command: Sequence[str],
+    environment: dict[str, str],
+    starts: Callable[[Fault], bool],
+) -> None:
+    """Print what the links carry. Raises Refused if that is not the requested rate, and not `starts(fault)`.
 
     A measurement that is too slow is repeated, because other load may be the cause. The fastest attempt counts, so that
     a link that is too fast is always found.
@@ -247,8 +269,8 @@ def measure(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dic
             if not any(too_slow(cluster.lab, way, share) for way, _, share in shares(cluster.lab, measured[name])):
                 break
     log(table(cluster.lab, measured))
-    faults = [line for name, times in measured.items() if (line := fault(cluster.lab, name, times))]
-    for line in faults:
-        log(f"{line} (trusted)" if trust else line)
-    if faults and not trust:
+    faults = [found for name, times in measured.items() if (found := fault(cluster.lab, name, times)) is not None]
+    for found in faults:
+        log(found.line(starts(found)))
+    if not all(map(starts, faults)):
         raise Refused("the links do not carry the requested rates: the job was not started", REFUSED)

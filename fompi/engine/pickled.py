@@ -1,0 +1,47 @@
+"""Communicators and meshes in the pickle of a user's object, for example of a torch module.
+
+The pickle has only the name and the ranks. Loading it finds what is open in this process. fompi itself never pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from fompi.base.errors import StateError
+
+
+class Key(NamedTuple):
+    """What the pickle of a communicator or a mesh contains."""
+
+    kind: str
+    name: str
+    ranks: tuple[int, ...]  # of MPI_COMM_WORLD
+
+
+_MADE: WeakValueDictionary[tuple[Key, int], Any] = WeakValueDictionary()
+_NUMBERS = count()
+
+
+def remember(made: Any, kind: str, name: str, ranks: Sequence[int]) -> Key:
+    """The key of `made`, under which `reopened` finds it as long as it is open."""
+    key = Key(kind, name, tuple(ranks))
+    _MADE[key, next(_NUMBERS)] = made
+    return key
+
+
+def reopened(kind: str, name: str, ranks: tuple[int, ...]) -> Any:
+    """The communicator or mesh with this key that is open in this process, the last one if there are several.
+
+    Raises StateError if there is none.
+    """
+    key = Key(kind, name, ranks)
+    found = [(number, made) for (other, number), made in list(_MADE.items()) if other == key and not made.closed]
+    if not found:
+        raise StateError(
+            f"this process has no open {kind} {name!r} of the ranks {', '.join(map(str, ranks))}: create it before you "
+            "load a pickle with it. The pickle has only its name and its ranks"
+        )
+    return max(found, key=lambda pair: pair[0])[1]

@@ -1,0 +1,121 @@
+"""The environment variables of fompi, in one table: their defaults, and which values they take.
+
+    text = environment.value("FOMPI_TIMEOUT")     # what is set, or the default
+
+A value that a variable does not take is read as the default. `refusal` says so, and the ranks agree on it when a
+communicator is created. So all ranks get the error, even if only one of them has the value. The page
+docs/reference/environment.md lists the same variables.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from fompi.base.errors import LaunchError
+
+PREFIX = "FOMPI_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable. `takes` are its values in words, `is_taken` tests a value. An empty value counts as not set."""
+
+    name: str
+    default: str
+    takes: str
+    is_taken: Callable[[str], bool]
+
+    def refusal(self, text: str) -> LaunchError | None:
+        """The error if the variable does not take this value, else None."""
+        if not text or self.is_taken(text):
+            return None
+        return LaunchError(f"{self.name}={text}: give {self.takes}")
+
+
+def _one_of(name: str, default: str, *choices: str) -> Variable:
+    return Variable(name, default, f"one of {', '.join(choices)}", choices.__contains__)
+
+
+def _is_positive(text: str) -> bool:
+    with suppress(ValueError):
+        return float(text) > 0
+    return False
+
+
+def _is_report(text: str) -> bool:
+    return text in ("0", "1", "full") or (text.endswith(".json") and os.access(Path(text).parent, os.W_OK))
+
+
+def _is_folder(text: str) -> bool:
+    return text == "0" or not Path(text).exists() or Path(text).is_dir()
+
+
+VARIABLES = {
+    variable.name: variable
+    for variable in (
+        Variable("FOMPI_TIMEOUT", "300", "a number of seconds above 0", _is_positive),
+        _one_of("FOMPI_PROGRESS", "auto", "auto", "helper", "native", "poll"),
+        Variable("FOMPI_REPORT", "0", "0, 1, full, or a .json file in a folder that can be written", _is_report),
+        # Whether there is such a machine is known when it is loaded.
+        Variable("FOMPI_MACHINE", "", "the name of a preset, or a file", bool),
+        Variable("FOMPI_CACHE", "~/.cache/fompi", "a folder, or 0", _is_folder),
+        _one_of("FOMPI_GPU_AWARE", "auto", "auto", "0", "1"),
+        _one_of("FOMPI_SINGLETONS", "0", "0", "1"),
+    )
+}
+"""All variables, by name."""
+
+
+def value(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """What the variable says. Its default if it is not set, or if it does not take the value (`refusal`)."""
+    variable, text = VARIABLES[name], (os.environ if environ is None else environ).get(name, "")
+    return text if text and variable.refusal(text) is None else variable.default
+
+
+def check(name: str, text: str | None = None) -> None:
+    """Raise LaunchError if the variable does not take the value `text` (None: the value that is set)."""
+    error = VARIABLES[name].refusal(os.environ.get(name, "") if text is None else text)
+    if error is not None:
+        raise error
+
+
+def refusal(environ: Mapping[str, str] | None = None) -> LaunchError | None:
+    """One error for all variables that have a value that they do not take, else None."""
+    environ = os.environ if environ is None else environ
+    errors = [variable.refusal(environ.get(name, "")) for name, variable in VARIABLES.items()]
+    found = [str(error) for error in errors if error is not None]
+    return LaunchError("; ".join(found)) if found else None
+
+
+def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
+    """One sentence for each variable that looks like one of fompi and is none, with the name that was meant."""
+    environ = os.environ if environ is None else environ
+    return [
+        f"{name} is no variable of fompi: {_advice(name)}"
+        for name in environ
+        if name.upper().startswith(PREFIX) and name not in VARIABLES
+    ]
+
+
+def sentences() -> list[str]:
+    """All that is wrong with the variables: bad values, then names that are unknown."""
+    error = refusal()
+    return [*([] if error is None else [str(error)]), *unknown()]
+
+
+def warn_of_unknown() -> None:
+    """Issue a UserWarning for each sentence of `unknown`."""
+    for sentence in unknown():
+        warnings.warn(sentence, UserWarning, stacklevel=2)
+
+
+def _advice(name: str) -> str:
+    endings = [known.removeprefix(PREFIX) for known in VARIABLES]
+    close = get_close_matches(name.upper().removeprefix(PREFIX), endings, n=1)
+    return f"{PREFIX}{close[0]} is one" if close else f"there are {', '.join(VARIABLES)}"

@@ -1,0 +1,352 @@
+"""One operation in flight: the agreement of the ranks, then the run of this rank's program, then the result.
+
+    Pending
+      -> Agreement   all ranks call the same operation; their rows   (`fompi.engine.handshake`)
+      -> Compiled    this rank's program, from the communicator's cache
+      -> Run         messages and kernels                            (`fompi.runtime.program`)
+      -> result      tensors of the caller's framework
+
+No data is sent before all ranks agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import Numpy
+from fompi.base.errors import PlanError, ShapeError, StateError, WaitTimeout
+from fompi.base.layout import Extents, Sizes, Slices
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import SIGNATURE_BITS, Agreement, digest
+from fompi.engine.tasks import Task
+from fompi.ops.arguments import Arguments, LocalCall
+from fompi.planner.choose import choose_schedule, decode_rows, encode_rows, window_of_call
+from fompi.plans.plan import MOST_MESSAGES, Plan
+from fompi.plans.problems import Problem
+from fompi.plans.verify import verify
+from fompi.runtime.compiled import Compiled
+from fompi.runtime.program import Run
+from fompi.schedules.registry import REGISTERED, SCHEDULES, messages_per_peer, write
+from fompi.tensors import dlpack
+from fompi.traces.trace import AGREEMENT, Event, Trace
+
+Array = np.ndarray[Any, Any]
+
+VERIFIED_RANKS = 8
+"""Plans for at most this many ranks are verified at first use. Verification takes longer with more ranks.
+
+Plans for more ranks are only verified by the tests, except those of schedules that a user has registered.
+"""
+
+
+def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Compiled:
+    """This rank's program, from the cache of the communicator. At first use it is written and the plan is verified.
+
+    Raises PlanError if the schedule cannot carry out this call.
+    """
+    # The generator is part of the key, because a user may register another schedule under the same name.
+    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed)
+    program: Compiled | None = comm.plans.get(key)
+    if program is None:
+        if messages_per_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before a long program is written
+            raise PlanError(f"{schedule} would send more than {MOST_MESSAGES} messages to one peer: use fewer slices")
+        plan = _plan_of(comm, local, schedule, slices)
+        if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
+            verify(plan)
+        program = comm.plans[key] = Compiled(plan, comm.rank)
+    return program
+
+
+def _plan_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Plan:
+    problem = replace(local.problem, packed=local.packed)
+    window = window_of_call(problem, schedule, slices or 1, comm.network, comm.machine is not None)
+    return write(problem, schedule, slices or 1, window=window)
+
+
+class Pending:
+    """An operation in flight, made by `operation.start(...)`.
+
+        y = pending.wait()  # waits for the result
+        pending.done()      # True once it is finished; progresses everything in flight
+        pending.result      # the result of a finished operation
+        pending.counts      # how many rows came from each rank
+
+    Any thread may wait for it. The operation goes on if the program drops the Pending, with a ResourceWarning: nobody
+    would see its error.
+    """
+
+    _is_unread = False  # True after `start`, until the program asks for the result or whether it is there
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        local: LocalCall | None,
+        refusal: Exception | None,
+        comm: Any,
+        schedule: str,
+        slices: Slices | None,
+    ):
+        self._arguments, self._local, self._comm = arguments, local, comm
+        self._schedule, self._slices = schedule, slices
+        self._name = name
+        self._outputs: dict[str, Array] = {}
+        self._handshake: tuple[float, float, int] | None = None  # when it began and ended, and which rank was last
+        self._run: Run | None = None
+        self._returned_at: float | None = None  # when `start` returned to the program
+        self._task: Task  # the agreement, then the run; this drops the agreement, which refers to this Pending
+        self.extents: Extents | None = None
+        engine = comm.engine
+        with engine.lock:
+            self._stamp, self._slot = comm.next_call()
+            comm.note_start(name, self._stamp)
+            if comm.size == 1 and refusal is None:
+                self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
+                return
+            number, rows, expects, equal_totals, signature, hint = 0, (0,) * comm.size, -1, True, 0, 0
+            if local is not None:
+                number, equal_totals = self._common(local), local.problem.moves != "all_to_all"
+                if comm.machine is not None or (comm.network and not equal_totals):
+                    signature = _signature_of(local.problem)
+                    hint = 0 if equal_totals else encode_rows(local.rows, comm.rank)
+                if local.problem.moves in ("all_gather", "all_to_all"):
+                    rows, expects = local.rows, local.expects
+            comm.turns.append(self._stamp)
+            self._task = agreement = Agreement(
+                comm, self._stamp, number, self._describe, rows, expects, refusal, equal_totals, signature, hint
+            )
+            agreement.then = self._agreed
+            agreement.start()
+        if refusal is not None:
+            engine.wait(agreement, comm.channel)
+            raise refusal
+
+    def _common(self, local: LocalCall) -> int:
+        """A digest of everything that must be the same on all ranks."""
+        # A dimension counts from the front: dim=-1 and dim=1 of a matrix are the same.
+        number = _digest((local.problem.common, local.dim, self._schedule, self._slices))
+        if self._arguments.gradient:  # not cached: the words of a backward differ between calls
+            number ^= digest(self._arguments.gradient)
+        if local.problem.moves in ("all_gather", "all_to_all"):
+            return number
+        # Not part of the cached digest: these may change at every call.
+        return number ^ digest(str(local.shape if local.problem.flat else local.rows))
+
+    def _describe(self) -> str:
+        """The call as text, for error messages."""
+        local = self._local
+        if local is None:
+            return self._name
+        moves = local.problem.moves
+        rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
+        rows += f", dim={local.dim}" if local.dim else ""
+        if local.problem.flat:
+            rows = f" with the shape {local.shape}"
+        options = ""
+        if (self._schedule, self._slices) != ("auto", None):
+            options = f" by {self._schedule}, slices {self._slices}"
+        return f"{local.problem}{rows}{options}{' ' if self._arguments.gradient else ''}{self._arguments.gradient}"
+
+    def _agreed(self, agreement: Any) -> None:
+        if agreement.error is None:
+            self._handshake = agreement.begun, agreement.moved_at, agreement.last
+            try:
+                self._launch(agreement.rows, agreement.same_signature, agreement.hints)
+            except Exception as error:
+                if self._run is None:
+                    self._comm.channel.fail(agreement, error)
+                    agreement.error = error
+        if self._run is None:
+            self._comm.end_turn(self._stamp)
+
+    def _launch(self, incoming: Sequence[int], same_problem: bool = True, hints: Sequence[int] = ()) -> None:
+        """All ranks agree: choose a plan, take memory for the results, and start.
+
+        `incoming[source]` is how many rows come from each rank. `same_problem`: all ranks have the same problem.
+        `hints[source]` is the size of what each rank sends in an all-to-all (`choose.encode_rows`).
+        """
+        comm, local = self._comm, self._local
+        assert local is not None
+        problem = local.problem
+        if problem.moves == "all_to_all":
+            sizes, (total, even) = None, decode_rows(hints) if same_problem else (None, False)
+        else:
+            sizes = Sizes(tuple(incoming) if problem.moves == "all_gather" else local.rows)
+            total, even = sum(sizes.rows), False
+        program, refusal = self._program(problem, total, same_problem, even)
+        shares = program.plan.shares
+        if sizes is None:
+            extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(incoming))
+        else:
+            extents = sizes.extents(comm.rank, shares)
+        self.extents = extents
+        sized = program.sized(extents)
+        try:
+            memory = self._memory(program, sized.shapes)
+            actions = program.resolve(memory, sized.starts, _BACKEND, comm.link.collective)
+        except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
+            refusal, actions = refusal or error, program.drain(sized, _BACKEND, comm.link.collective)
+        self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
+        if local.out is not None:
+            dlpack.mark_written(local.out.owner)
+        run.takes_turns = comm.size > 1
+        if comm.recording is not None or comm.engine.report is not None:
+            run.on_finish = functools.partial(self._note, comm.recording, run)
+        run.start(actions, None, program.is_long(sized), program.is_small(sized), refusal)
+
+    def _note(self, recording: list[Trace] | None, run: Run) -> None:
+        if recording is not None:
+            recording.append(self._traced(run))
+        if self._comm.engine.report is not None:
+            self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND, returned_at=self._returned_at)
+
+    def _program(
+        self, problem: Problem, total: int | None, same_problem: bool, even: bool
+    ) -> tuple[Compiled, Exception | None]:
+        """This rank's program by the schedule of the call. "auto" chooses one for `total` rows.
+
+        `even`: all ranks send equal shards in an all-to-all. An error comes with the program, because the other ranks
+        have started the call: its messages must move.
+        """
+        assert self._local is not None
+        schedule, slices = self._schedule, self._slices
+        if schedule == "auto":
+            machine = self._comm.machine if same_problem else None  # for different problems the choices could differ
+            schedule, best_slices = choose_schedule(
+                problem, total, self._comm.network, machine, self._comm.crowded, even
+            )
+            if slices is None:
+                slices = best_slices
+            elif messages_per_peer(problem, schedule, slices) > MOST_MESSAGES:
+                schedule = "direct"
+        try:
+            return program_of(self._comm, self._local, schedule, slices), None
+        except Exception as error:
+            return Compiled(_plan_of(self._comm, self._local, schedule, slices), self._comm.rank), error
+
+    def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+        """Every buffer of the program as an array: the caller's memory, or memory of the arena."""
+        local, take = self._local, self._comm.engine.arena.take
+        assert local is not None
+        out = None if local.in_place else local.out
+        arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # JAX copies memory that is not aligned
+        for buffer in program.program.buffers:
+            shape = shapes[buffer.name]
+            given = arrays.get(buffer.name)
+            if given is None and buffer.role == "output" and out is not None and buffer.name in ("y", "g"):
+                given = out.array.reshape(shape) if out.array.size == _size(shape) else out.array
+            if given is not None and given.shape != shape:
+                raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} rows arrive here")
+            if given is None:
+                given = take(shape, _BACKEND.storage(buffer.dtype), aligned)
+            arrays[buffer.name] = given
+            if buffer.role == "output":
+                self._outputs[buffer.name] = given
+        return arrays
+
+    @property
+    def number(self) -> int:
+        """The number of the call on its communicator, the same on all ranks."""
+        return self._stamp
+
+    def leave(self) -> None:
+        """The program goes on with other work: the operation must progress by itself."""
+        self._returned_at, self._is_unread = perf_counter(), True
+        self._comm.engine.wake_helper()
+
+    def __del__(self) -> None:
+        if self._is_unread:
+            warnings.warn(f"fompi.{self._name}.start: nobody waited for the result", ResourceWarning, 2, source=self)
+
+    # -- for the caller
+    def done(self) -> bool:
+        """True once the operation is finished. Progresses everything in flight."""
+        self._is_unread = False
+        if not self._task.finished:
+            self._comm.engine.progress_while_waiting()
+        return self._task.finished
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
+        engine, channel = self._comm.engine, self._comm.channel
+        self._is_unread = False
+        end = None if timeout is None else perf_counter() + timeout
+        for _ in ("agreement", "run"):
+            seconds = None if end is None else max(0.0, end - perf_counter())
+            if not engine.wait(self._task, channel, seconds):
+                raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
+        return self.result
+
+    @property
+    def result(self) -> Any:
+        """The result of a finished operation. Raises its error, and StateError while it is in flight."""
+        task, self._is_unread = self._task, False
+        if task.error is not None:
+            raise task.error
+        if not task.finished:
+            raise StateError(f"fompi.{self._name} is in flight: call wait() or done() first")
+        local, run = self._local, self._run
+        assert local is not None and run is not None
+        dim = local.dim
+        if local.out is not None:
+            if local.in_place and "y" in self._outputs:
+                np.copyto(local.out.array.reshape(-1), self._outputs.pop("y"))
+            return self._arguments.out
+        outputs = {}
+        for buffer in run.compiled.outputs:
+            array = self._outputs[buffer.name]
+            if local.problem.flat:
+                array = array.reshape(local.shape)
+            elif dim and buffer.axis != "whole":
+                array = np.moveaxis(array, 0, dim)
+            outputs[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
+        return self._arguments.result(outputs)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many rows came from each rank, in a finished all-gather or all-to-all. Else the rows of each rank."""
+        if self.extents is None or not self._task.finished:
+            raise StateError(f"fompi.{self._name} is not finished: there are no counts yet")
+        return self.extents.recv or self.extents.rows
+
+    @property
+    def trace(self) -> Trace:
+        """The Trace of a finished operation on this rank."""
+        if self._run is None or not self._run.finished:
+            raise StateError(f"fompi.{self._name} is not finished: there is no trace yet")
+        return self._traced(self._run)
+
+    def _traced(self, run: Run) -> Trace:
+        assert self._local is not None and self.extents is not None
+        trace, rank, before = run.trace(self.extents), self._comm.rank, []
+        if self._local.packing is not None:
+            begun, ended = self._local.packing
+            before.append(Event(rank, "compute", -1, "pack(x)", begun, ended, self._local.arrays["x"].nbytes))
+        if self._handshake is not None:
+            begun, ended, last = self._handshake
+            before.append(Event(rank, AGREEMENT, -1, f"all ranks (rank {last} was last)", begun, ended))
+        return replace(trace, events=(*before, *trace.events))
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(values: tuple[object, ...]) -> int:
+    return digest(str(values))
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature_of(problem: Problem) -> int:
+    return digest(str(problem)) & (1 << SIGNATURE_BITS) - 1
+
+
+def _size(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+_BACKEND = Numpy()
