@@ -3,7 +3,6 @@
 - `errors`: the exceptions and warnings of fompi.
 - `layout`: where the rows of a tensor are: layouts, shapes, blocks and their sizes.
 - `file_checks`: checks of values that are read from JSON files.
-- `recent`: a dictionary of limited size.
 - `version`: the version number.
 
 This room may import nothing but Python's standard library.

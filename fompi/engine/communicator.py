@@ -12,7 +12,6 @@ from typing import Any
 
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words
 from fompi.base.layout import MOST_NBYTES, integer
-from fompi.base.recent import Recent
 from fompi.base.version import __version__
 from fompi.engine import faults
 from fompi.engine.control import Channel
@@ -30,9 +29,6 @@ from fompi.traces.trace import Trace
 
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
 """The arena keeps at most 1 GiB of free blocks. Arrays of up to 4 KiB do not come from it (`fompi.tensors.arena`)."""
-
-MOST_PLANS = 256
-"""A communicator keeps the programs of this many kinds of unbound calls. The one unused for longest makes room."""
 
 OBSERVERS: list[Callable[[], Any]] = []
 """Functions that return an object that notes finished calls, or None. `fompi/__init__.py` adds that of FOMPI_REPORT."""
@@ -125,7 +121,7 @@ class Communicator:
             self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
-        self.plans = Recent(MOST_PLANS)  # the compiled programs of unbound calls (`fompi.ops.pending`)
+        self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)
         self.machine: Machine | None = None  # the machine of FOMPI_MACHINE, restricted to these ranks
         self.turns: deque[int] = deque()  # stamps of unbound calls that may start the MPI library's collectives
@@ -135,9 +131,11 @@ class Communicator:
         self.crowded = False  # True: these ranks are on one host, and it has no spare core
         self.closed = False
         self._slots = _tag_slots(self.link)
-        self._calls = self._bound = 0
+        self._marks = min(1 << MARK_BITS, self._slots)
+        self._marked_slots = 2 * self._slots // self._marks
+        self.calls = self._bound = 0
         if not from_split:
-            self._calls = -1  # this agreement is call 0
+            self.calls = -1  # this agreement is call 0
             refusal = environment.refusal() or _load_machine(self.engine)
             machine = self.engine.machine
             text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
@@ -167,7 +165,8 @@ class Communicator:
         origin = mpi_communicator(comm)
         known: Communicator | None = attached(origin)
         if known is None or known.closed:
-            known = Communicator(origin, "world" if comm is None else origin.Get_name() or "comm")
+            name = origin.Get_name()
+            known = Communicator(origin, "world" if name == "MPI_COMM_WORLD" else name or "comm")
             attach(origin, known)
         known.check()
         return known
@@ -219,8 +218,8 @@ class Communicator:
 
     def next_call(self) -> tuple[int, int]:
         """The stamp and the tag slot of the next unbound call. They are equal on ranks that call in the same order."""
-        self._calls += 1
-        return self._calls, self.slot(self._calls)
+        self.calls += 1
+        return self.calls, self.slot(self.calls)
 
     def slot(self, stamp: int) -> int:
         """The tag slot of an unbound call."""
@@ -259,8 +258,7 @@ class Communicator:
         stamp, slots = (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots
         if mark is None:
             return stamp, slots + instance % slots
-        marks = min(1 << MARK_BITS, slots)
-        return stamp, 2 * slots + instance % (2 * slots // marks) * marks + mark % marks
+        return stamp, 2 * slots + instance % self._marked_slots * self._marks + mark % self._marks
 
     def close(self) -> None:
         """Finish the calls in flight, and free the duplicate of the MPI communicator. Collective.

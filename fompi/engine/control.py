@@ -5,8 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from time import perf_counter, sleep
+from typing import Any
 
 from fompi.base.errors import FompiError, MismatchError, PeerError, text_of
+from fompi.base.layout import Sizes, integer
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import ANYONE, CONTROL, Sent, Task
 from fompi.mpi.link import Link
@@ -39,11 +41,8 @@ _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote th
 _NBYTES = 2048
 """The size of a control message. A longer text is cut off."""
 
-UNMARKED = "neither label nor counts"
-"""What a rank says of a bound call that has neither."""
-
-MOST_MARKS = 256
-"""The labels and counts of this many calls are remembered. A rank cannot be further ahead of one that waits for it."""
+MOST_MARKS = 128
+"""At most this many labels and counts are remembered. Calls before them are not compared."""
 
 ANSWER_SECONDS = 1.0
 """How long a rank waits for answers before it raises a WaitTimeout. A rank inside fompi answers within milliseconds."""
@@ -70,7 +69,8 @@ class Channel:
         self.dying: set[int] = set()
         self.broken: BaseException | None = None  # why a call was abandoned with messages in flight
         self.asking = False  # True while `explain` waits for answers
-        self.marks: dict[int, str] = {}  # stamp -> label and counts, of the last bound calls here that had some
+        self.marks: dict[int, tuple[Any, Sizes | None]] = {}  # stamp -> label and counts, of the last marked calls
+        self.forgets_marks = False  # True once `marks` was full
         self._answers: dict[int, tuple[int, str]] = {}
         self._inbox = bytearray(_NBYTES)
         self._sent = Sent()
@@ -137,21 +137,28 @@ class Channel:
         else:
             self._answers[origin] = (stamp, text)
 
-    def mark(self, stamp: int, words: str) -> None:
-        """Note the label and the counts of a bound call."""
-        self.marks[stamp] = words
-        if len(self.marks) > MOST_MARKS:
-            del self.marks[next(iter(self.marks))]
+    def forget_marks(self) -> None:
+        """Forget the older half of the labels and counts."""
+        self.marks = dict(list(self.marks.items())[len(self.marks) // 2 :])
+        self.forgets_marks = True
 
     def compare(self, stamp: int, peer: int) -> None:
         """Ask `peer`, for which the bound call `stamp` waits, to compare its label and its counts."""
         with self.engine.lock:
-            self.send(peer, COMPARE, stamp, self.marks.get(stamp, UNMARKED))
+            self.send(peer, COMPARE, stamp, self._mark_in_words(stamp))
+
+    def _mark_in_words(self, stamp: int) -> str:
+        label, sizes = self.marks.get(stamp, (None, None))
+        words = [] if label is None else [f"label={str(label) if integer(label) is None else integer(label)!r}"]
+        if sizes is not None:
+            words.append(f"counts {[list(row) for row in sizes.pairs] or list(sizes.rows)}")
+        return ", ".join(words) or "neither label nor counts"
 
     def _compare(self, stamp: int, sender: int, theirs: str) -> None:
         """Rank `sender` waits for this rank in a bound call. End it on all ranks if their labels or counts differ."""
-        own = self.marks.get(stamp, UNMARKED)
-        if stamp > self.begun.get(_series(stamp), 0) or own == theirs:
+        own = self._mark_in_words(stamp)
+        unknown = self.forgets_marks and stamp not in self.marks
+        if stamp > self.begun.get(_series(stamp), 0) or own == theirs or unknown:
             return
         rank, call = self.link.rank, stamp & 0xFFFFFF
         error = MismatchError(

@@ -29,7 +29,7 @@ def _differentiable(operation: Operation) -> Any:
 
     @functools.wraps(operation)
     def call(*args: Any, **options: Any) -> Any:
-        arguments, comm, call_options = operation.read(*args, **options)
+        arguments, comm, call_options = operation.read(args, options)
         return _apply(Call(operation, arguments, comm, call_options, _run), arguments.tensors)
 
     return call

@@ -131,7 +131,7 @@ class Call:
         if not can_move(schedule, MEANING[operation.name].moves, Communicator.of(self.comm).size, dtype):
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
         words = f"in the backward of {self.operation.name} (call {self._number})"
-        arguments = replace(operation.read(*tensors, **options)[0], gradient=words)
+        arguments = replace(operation.read(tensors, options)[0], gradient=words)
         return self.apply(operation, arguments, self.comm, CallOptions(schedule, slices, effort))
 
 

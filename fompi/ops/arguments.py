@@ -113,7 +113,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         [_form(h) for h in operands] if operands else (),
         flipped=arguments.flipped,
         keep=arguments.keep,
-        root=as_integer(arguments.root, f"{operation}: root"),
+        root=arguments.root if type(arguments.root) is int else as_integer(arguments.root, f"{operation}: root"),
     )
     rows = _rows(problem, len(x.array), arguments.counts)
     packed = not problem.multiplies_first and not x.array.flags.c_contiguous
@@ -145,7 +145,7 @@ def _form(tensor: Tensor) -> Form:
 
 def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
     count = x.ndim
-    if integer(dim) is None or not -count <= dim < count:
+    if (type(dim) is not int and integer(dim) is None) or not -count <= dim < count:
         raise ShapeError(f"{operation}: x with the shape {x.shape} has no dimension dim={dim!r}")
     dim = int(dim) % count
     if multiplied and dim == count - 1:

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
-from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict, cast
+from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
 from fompi.base.errors import LaunchError, PlanError, StateError, TensorError
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.ops.arguments import Arguments, localise
-from fompi.ops.pending import Pending, program_of
+from fompi.ops.pending import Pending, Started, program_of
 from fompi.schedules.registry import as_slices
 from fompi.tensors import dlpack
 
@@ -41,6 +41,9 @@ class CallOptions(NamedTuple):
     schedule: str = "auto"
     slices: Slices | None = None
     effort: str = "plan"
+
+
+_DEFAULTS = CallOptions()
 
 
 @dataclass
@@ -85,7 +88,10 @@ class Operation(Generic[P]):
         if "torch._dynamo" in sys.modules and _is_compiling():
             HOOKS.hide()
             return type(self).__call__(self, *args, **options)  # the hidden one
-        return self.run(*self.read(*args, **options))
+        arguments, comm, call_options = self.read(args, options)
+        if _wants_gradient(arguments):
+            return HOOKS.differentiable(self, arguments, comm, call_options)
+        return self._begin(arguments, comm, call_options).wait()
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
@@ -102,18 +108,19 @@ class Operation(Generic[P]):
         if "torch._dynamo" in sys.modules and _is_compiling():
             HOOKS.hide()
             return type(self).start(self, *args, **options)
-        pending = self.begin(*self.read(*args, **options))
+        pending = self.begin(*self.read(args, options))
         pending.leave()
         return pending
 
-    def read(self, *args: P.args, **options: P.kwargs) -> tuple[Arguments, Any, CallOptions]:
+    def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
         """The Arguments of a call, its communicator and its CallOptions. The tensors are not checked yet.
 
-        Arguments that do not fit the signature are an error on all ranks.
+        `options` is the dictionary of the keywords. Arguments that do not fit the signature are an error on all ranks.
         """
-        pop = cast("dict[str, Any]", options).pop
-        comm, schedule, slices = pop("comm", None), pop("schedule", "auto"), pop("slices", None)
-        call_options = CallOptions(schedule, slices, pop("effort", "plan"))
+        comm, call_options = options.pop("comm", None), _DEFAULTS
+        if options:
+            schedule, slices = options.pop("schedule", "auto"), options.pop("slices", None)
+            call_options = CallOptions(schedule, slices, options.pop("effort", "plan"))
         try:
             for name in options:
                 if name not in self._keywords:
@@ -130,7 +137,7 @@ class Operation(Generic[P]):
         communicator, wrong = communicator_of(comm)
         Pending(self.name, Arguments(None), None, wrong or error, communicator, "auto", None)
 
-    def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Pending:
+    def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Started:
         """Start a call that records no gradient. Its tensors must not require grad."""
         refusal = None
         if _wants_gradient(arguments):
@@ -138,7 +145,8 @@ class Operation(Generic[P]):
                 f"fompi.{self.name}.start has no gradient: call fompi.{self.name}(...) if a tensor requires grad, "
                 "or pass x.detach()"
             )
-        return self._begin(arguments, comm, call_options, refusal)
+        started: Started = self._begin(arguments, comm, call_options, refusal, Started)
+        return started
 
     def _begin(
         self,
@@ -146,24 +154,21 @@ class Operation(Generic[P]):
         comm: Any,
         call_options: CallOptions,
         refusal: Exception | None = None,
-    ) -> Pending:
-        (communicator, wrong), local = communicator_of(comm), None
+        kind: type[Pending] = Pending,
+    ) -> Any:
+        local = wrong = None
+        if type(comm) is Communicator:
+            comm.check()
+            communicator = comm
+        else:
+            communicator, wrong = communicator_of(comm)
         schedule, slices, effort = call_options
-        refusal = wrong or refusal
         try:
-            if refusal is not None:
-                raise refusal
-            if not isinstance(schedule, str):
-                raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
+            if wrong is not None or refusal is not None:
+                raise wrong or refusal  # type: ignore[misc]
             local = localise(self.name, arguments, communicator.rank, communicator.size)
-            if effort not in ("plan", "measure"):
-                raise PlanError(f"effort={effort!r}: effort must be 'plan' or 'measure'")
-            if slices is not None:
-                slices = as_slices(slices)
-            if effort == "measure" and (schedule, slices) != ("auto", None):
-                raise PlanError(
-                    'effort="measure" chooses schedule and slices itself: leave both out, or leave out effort'
-                )
+            if call_options is not _DEFAULTS:
+                slices = _checked(call_options).slices
             if (schedule, slices) != ("auto", None):  # "auto" uses direct if no other schedule can have such slices
                 program_of(communicator, local, "direct" if schedule == "auto" else schedule, slices)
         except Exception as error:  # this rank still takes part in the handshake, so that the other ranks do not wait
@@ -171,10 +176,24 @@ class Operation(Generic[P]):
         nothing_to_choose = (schedule, slices) != ("auto", None) or local is None or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = HOOKS.measure(self, arguments, local, communicator)
-        return Pending(self.name, arguments, local, refusal, communicator, schedule, slices)
+        return kind(self.name, arguments, local, refusal, communicator, schedule, slices)
 
     def __repr__(self) -> str:
         return f"fompi.{self.name}"
+
+
+def _checked(call_options: CallOptions) -> CallOptions:
+    """The options with `slices` as integers. Raises PlanError for options that no call can have."""
+    schedule, slices, effort = call_options
+    if not isinstance(schedule, str):
+        raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
+    if effort not in ("plan", "measure"):
+        raise PlanError(f"effort={effort!r}: effort must be 'plan' or 'measure'")
+    if slices is not None:
+        slices = as_slices(slices)
+    if effort == "measure" and (schedule, slices) != ("auto", None):
+        raise PlanError('effort="measure" chooses schedule and slices itself: leave both out, or leave out effort')
+    return CallOptions(schedule, slices, effort)
 
 
 def _signature(arguments: Callable[..., Arguments]) -> Signature:

@@ -39,6 +39,9 @@ from fompi.traces.trace import AGREEMENT, Event, Trace
 
 Array = np.ndarray[Any, Any]
 
+MOST_PLANS = 256
+"""A communicator keeps the programs of this many kinds of calls. The one unused for longest makes room."""
+
 VERIFIED_RANKS = 8
 """Plans for at most this many ranks are verified at first use. Verification takes longer with more ranks.
 
@@ -60,7 +63,10 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
         plan = _plan_of(comm, local, schedule, slices)
         if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
             verify(plan)
+        if len(comm.plans) >= MOST_PLANS:
+            del comm.plans[min(comm.plans, key=lambda known: comm.plans[known].used)]
         program = comm.plans[key] = Compiled(plan, comm.rank)
+    program.used = comm.calls
     return program
 
 
@@ -82,7 +88,7 @@ class Pending:
     would see its error.
     """
 
-    _is_unread = False  # True after `start`, until the program asks for the result or whether it is there
+    _is_unread = False  # True for a Started, until the program asks for the result or whether it is there
 
     def __init__(
         self,
@@ -256,15 +262,6 @@ class Pending:
         """The number of the call on its communicator, the same on all ranks."""
         return self._stamp
 
-    def leave(self) -> None:
-        """The program goes on with other work: the operation must progress by itself."""
-        self._returned_at, self._is_unread = perf_counter(), True
-        self._comm.engine.wake_helper()
-
-    def __del__(self) -> None:
-        if self._is_unread:
-            warnings.warn(f"fompi.{self._name}.start: nobody waited for the result", ResourceWarning, 2, source=self)
-
     # -- for the caller
     def done(self) -> bool:
         """True once the operation is finished. Progresses everything in flight."""
@@ -333,6 +330,19 @@ class Pending:
             begun, ended, last = self._handshake
             before.append(Event(rank, AGREEMENT, -1, f"all ranks (rank {last} was last)", begun, ended))
         return replace(trace, events=(*before, *trace.events))
+
+
+class Started(Pending):
+    """What `operation.start(...)` returns: a Pending that warns if nobody asks for its result."""
+
+    def leave(self) -> None:
+        """The program goes on with other work: the operation must progress by itself."""
+        self._returned_at, self._is_unread = perf_counter(), True
+        self._comm.engine.wake_helper()
+
+    def __del__(self) -> None:
+        if self._is_unread:
+            warnings.warn(f"fompi.{self._name}.start: nobody waited for the result", ResourceWarning, 2, source=self)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -66,7 +66,7 @@ def _total(tensors: Sequence[Tensor], dtype: str, comm: Any) -> Any:
     shapes = [tensor.array.shape for tensor in tensors]
     more = f", ... (all: {digest(str(shapes)):x})" if len(shapes) > MOST_NAMED else ""
     words = f"of gradients with the shapes {', '.join(map(str, shapes[:MOST_NAMED]))}{more}"
-    arguments, _, _ = all_reduce.read(dlpack.lend(flat, dtype, "dlpack"))
+    arguments, _, _ = all_reduce.read((dlpack.lend(flat, dtype, "dlpack"),), {})
     return all_reduce.run(replace(arguments, gradient=words), comm, CallOptions()).array
 
 

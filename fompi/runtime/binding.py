@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import gt, index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,18 +139,17 @@ class BoundPlan:
         most = self.plan.sizes
         form = "rows[source][dest]" if most.pairs else "the rows of every rank"
         try:
-            table = [[operator.index(n) for n in row] for row in (counts if most.pairs else [counts])]
+            table = [tuple(map(index, row)) for row in (counts if most.pairs else (counts,))]
         except TypeError as error:
             raise ShapeError(f"counts must be {form}: {error}") from None
         allowed = most.pairs or (most.rows,)
-        if [len(row) for row in table] != [len(row) for row in allowed]:
+        if [*map(len, table)] != [*map(len, allowed)]:
             raise ShapeError(f"counts must be {form}, for {self.comm.size} ranks, not {counts}")
         for row, limits in zip(table, allowed, strict=True):
-            for rank, (n, limit) in enumerate(zip(row, limits, strict=True)):
-                if not 0 <= n <= limit:
-                    raise ShapeError(f"counts have {n} rows for rank {rank}, but the plan allows 0 to {limit}")
-        rows = tuple(map(tuple, table))
-        sizes = Sizes(pairs=rows) if most.pairs else Sizes(rows[0])
+            if min(row) < 0 or any(map(gt, row, limits)):
+                rank, n = next((r, n) for r, n in enumerate(row) if not 0 <= n <= limits[r])
+                raise ShapeError(f"counts have {n} rows for rank {rank}, but the plan allows 0 to {limits[rank]}")
+        sizes = Sizes(pairs=tuple(table)) if most.pairs else Sizes(table[0])
         if sizes != self._sizes:
             self._use(most if sizes == most else sizes)
 

@@ -105,10 +105,15 @@ class Compiled:
             ([self.buffers[c.buffer].dtype for c in op.reads], [self.buffers[c.buffer].dtype for c in op.writes])
             for op in ops
         ]
+        self.moves = [
+            isinstance(op, Compute) and op.kernel in ("copy", "pack") and len({*reads, *writes}) == 1
+            for op, (reads, writes) in zip(ops, self._dtypes, strict=True)
+        ]  # True for kernels without arithmetic
         self._moved = [
             (*reads, *writes)[0] if kind in (SEND, RECV) else None
             for kind, reads, writes in zip(self.kinds, self._reads, self._writes, strict=True)
         ]
+        self.used = 0  # the number of the last unbound call that ran it
         self._sized: tuple[Extents, Sized] | None = None
         self._long: tuple[Sized, bool] | None = None
 

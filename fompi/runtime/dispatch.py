@@ -143,7 +143,10 @@ class Dispatch(Task):
         self.begun[i] = perf_counter()
         if self.error is None:
             try:
-                QUIET.run(self.actions[i])  # the engine's lock is held, so only one thread uses it
+                if self.compiled.moves[i]:
+                    self.actions[i]()
+                else:
+                    QUIET.run(self.actions[i])  # the engine's lock is held, so only one thread uses it
             except Exception as error:
                 self.kernel_failed(i, error)
         return self._complete(i)

@@ -11,6 +11,7 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError, StateError, WaitTimeout
 from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
+from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import agree, digest
 from fompi.plans.kernels import find
 from fompi.plans.plan import Plan, parts_in_words
@@ -89,14 +90,18 @@ class Executor(BoundPlan):
         unready = {(name, block): ops for name in partial for block, ops in self._readers_of(name).items()}
         self._in_parts = bool(unready)
         self._calls += 1
-        mark, words = (None, "") if label is None and self._sizes is self.plan.sizes else self._mark(label)
+        whole = self._sizes is self.plan.sizes
+        mark = None if label is None and whole else self._mark(label, whole)
         stamp, slot = self.comm.bound_call(self._instance, self._calls, mark)
         engine = self.comm.engine
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
                 run.marked = True
-                self.comm.channel.mark(stamp, words)
+                marks = self.comm.channel.marks
+                marks[stamp] = label, None if whole else self._sizes
+                if len(marks) > MOST_MARKS:
+                    self.comm.channel.forget_marks()
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
@@ -164,20 +169,16 @@ class Executor(BoundPlan):
             self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results
 
-    def _mark(self, label: int | str | None) -> tuple[int, str]:
-        """A number for the label and the counts of a call, and both in words.
+    def _mark(self, label: int | str | None, whole: bool) -> int:
+        """A number for the label and the counts of a call, the same on ranks that pass the same.
 
-        The number is the same on ranks that pass the same. It contains the number of the call, because a call without
-        rows moves no message that other ranks see.
+        It contains the number of the call, because a call without rows moves no message that other ranks see.
         """
-        whole = self._sizes is self.plan.sizes
-        number = 31 * self._calls + (0 if whole else digest(str(self._sizes)))
-        words = [] if whole else [f"counts {[list(row) for row in self._sizes.pairs] or list(self._sizes.rows)}"]
-        if label is not None:
-            known = integer(label)
-            number += digest(str(label)) if known is None else known
-            words.insert(0, f"label={str(label) if known is None else known!r}")
-        return number, ", ".join(words)
+        number = 31 * self._calls if whole else 31 * self._calls + hash(self._sizes)  # of integers: alike on all ranks
+        if label is None:
+            return number
+        known = integer(label)
+        return number + (digest(str(label)) if known is None else known)
 
     def _current(self) -> Run:
         if self._run is None:

@@ -83,8 +83,9 @@ def borrow(x: Any, name: str = "x") -> Tensor:
         dtype = _numpy_name(array.dtype)
         if dtype is None:
             raise _unknown_dtype(name, array.dtype)
-        if array.dtype.char != STORAGE[dtype].char:  # bits in unsigned integers, or `long long` of 64 bits
-            array = array.view(STORAGE[dtype])
+        storage = STORAGE[dtype]
+        if array.dtype is not storage:  # bits in unsigned integers, or `long long` of 64 bits
+            array = array.view(storage)
         return Tensor(array, dtype, "numpy", not array.flags.writeable, x)
     if family == "torch":
         return _borrow_torch(x, name)

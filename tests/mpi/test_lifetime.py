@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 import fompi
 from fompi import Partial, Shard, Spec
+from fompi.ops import pending as module
 
 
 def sum_of(comm, nbytes=800_000):
@@ -89,9 +90,9 @@ def test_more_communicators_than_mpi_has(comm):
         assert fompi.all_reduce(np.ones(3), comm=after).tolist() == [comm.size] * 3
 
 
-def test_programs_of_calls_are_limited(comm):
+def test_programs_of_calls_are_limited(comm, monkeypatch):
     with fompi.Communicator(comm, "own") as own:
-        own.plans.most = 10
+        monkeypatch.setattr(module, "MOST_PLANS", 10)
         for columns in range(1, 40):
             y = fompi.all_gather(np.full((1, columns), float(own.rank)), comm=own)
             assert y.shape == (own.size, columns) and len(own.plans) <= 10
