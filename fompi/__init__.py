@@ -56,6 +56,7 @@ from fompi.base.errors import (
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.base.version import __version__ as __version__
 from fompi.engine.communicator import OBSERVERS, Communicator, Mesh
+from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
 from fompi.ops.operation import HOOKS
@@ -122,6 +123,7 @@ __all__ = [
     "Communicator",
     "Mesh",
     "Pending",
+    "Stop",
     "bind",
     "Executor",
     "Adaptive",

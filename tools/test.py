@@ -1,6 +1,7 @@
 """Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR] [--soak]
 
-The legs run one after the other. A leg that cannot run fails. No test is skipped because something is missing.
+The legs run one after the other, those of one group at the same time. A leg that cannot run fails. No test is skipped
+because something is missing.
 Each leg has a time-out, enforced on every process that it started. Outputs and reports stay in build/test/<leg>/.
 After each leg come its slowest tests.
 
@@ -11,6 +12,7 @@ test. So does a leg that ends without a report.
 """
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -18,6 +20,8 @@ import signal
 import sys
 import time
 import xml.etree.ElementTree
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +30,7 @@ import job
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
 OPERATIONS = ("communicator", "operations", "torch")
-SUBSET = (*OPERATIONS, "counts", "refusals", "tensors")
+SUBSET = (*OPERATIONS, "counts", "labels", "local_errors", "refusals", "tensors", "values")
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
 
 SIZES = {1: SUBSET, 2: (), 3: SUBSET, 4: (), 8: OPERATIONS}
@@ -76,6 +80,7 @@ class Leg:
     command: tuple[str, ...]  # of a test leg: the arguments of pytest
     ranks: int = 0  # of mpirun; 0: no mpirun
     is_pytest: bool = True
+    group: str = ""  # legs of the same group run at the same time, because they wait more than they compute
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,10 @@ def legs() -> list[Leg]:
             tests = ("--with-mpi", *([f"tests/mpi/test_{name}.py" for name in names] or ["tests/mpi"]))
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
     for mpi in ENVIRONMENTS:
-        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))
+        found.append(Leg(f"faults-{mpi}", mpi, 400, ("-n", "3", "tests/faults"), group="faults"))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))  # one process: these tests measure links
+    found.append(Leg("slurm", "mpich", 240, ("tests/slurm",)))  # both MPIs; it needs Slurm
     if (ROOT / "tests/docs").exists():
         found.append(Leg("docs", "mpich", 600, ("-n", "2", "tests/docs")))
     return found
@@ -231,19 +237,30 @@ def main() -> int:
 
     start = time.monotonic()
     results = []
-    for leg in select(parser, options):
-        print(f"{leg.name:<18}", end="", flush=True)
-        result = run(leg, options.k, "soak" if options.soak else "")
-        results.append(result)
-        lines = result.output.rstrip().splitlines()
-        say = result.problem or "".join(lines[-1:]).strip("= ")
-        print(f"{result.word:<7}{result.seconds:6.1f} s  {say}", flush=True)
-        for line in result.slowest:
-            print(f"{'':18}{line}", flush=True)
-        if result.problem:
-            print("\n".join(f"    {line}" for line in lines), flush=True)
+    for _, legs_at_once in itertools.groupby(select(parser, options), key=lambda leg: leg.group or leg.name):
+        for result in run_at_once(list(legs_at_once), options.k, "soak" if options.soak else ""):
+            results.append(result)
+            show(result)
     summarize(results, time.monotonic() - start)
     return 1 if any(result.problem for result in results) else 0
+
+
+def run_at_once(legs: list[Leg], expression: str | None, marker: str) -> Iterable[Result]:
+    if len(legs) == 1:  # without a thread, so that an interrupt ends it
+        yield run(legs[0], expression, marker)
+        return
+    with ThreadPoolExecutor(len(legs)) as pool:
+        yield from pool.map(lambda leg: run(leg, expression, marker), legs)
+
+
+def show(result: Result) -> None:
+    lines = result.output.rstrip().splitlines()
+    say = result.problem or "".join(lines[-1:]).strip("= ")
+    print(f"{result.leg.name:<18}{result.word:<7}{result.seconds:6.1f} s  {say}", flush=True)
+    for line in result.slowest:
+        print(f"{'':18}{line}", flush=True)
+    if result.problem:
+        print("\n".join(f"    {line}" for line in lines), flush=True)
 
 
 def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Leg]:

@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -152,17 +153,27 @@ def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--expect", type=int, metavar="N", help="exit with status 1 unless this is one job of N ranks")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the facts once."""
+    """Print the facts once. Who prints them exits with 1 if the launcher does not fit, or --expect another number.
+
+    The others exit with 0, so that a launcher does not end the one that prints.
+    """
     facts = collect()
-    if _prints(facts):
-        if options.json:
-            show_json(facts)
-        else:
-            show(*blocks(facts))
-    return 0
+    if not _prints(facts):
+        return 0
+    if options.json:
+        show_json(facts)
+    else:
+        show(*blocks(facts))
+    size = len(facts["ranks"])
+    if options.expect not in (None, size):
+        print(f"fompi: expected one job of {options.expect} ranks, this one has {size}", file=sys.stderr)
+        return 1
+    unfit = facts["warning"] or (facts["mpi_error"] and facts["launcher"]["launcher"] != "none")
+    return 1 if unfit else 0
 
 
 def brief(program: str) -> int:

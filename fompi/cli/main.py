@@ -35,6 +35,7 @@ COMMANDS = {
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
     "calibrate": Command("fompi.cli.calibrate", "measure the machine, for mpirun: writes JSON", on_ranks=True),
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
+    "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),
     "bench": Command("fompi.bench.command", "benchmarks, for mpirun", on_ranks=True),
 }
 """The modules of the subcommands, by name. A module is imported only when its subcommand is used."""

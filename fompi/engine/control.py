@@ -80,7 +80,12 @@ class Channel:
         """Send a control message. `origin` is the rank that wrote `text`, if it is not this rank."""
         encoded, rank = text.encode()[: _NBYTES - _HEADER.size], self.link.rank
         message = _HEADER.pack(kind, stamp, rank, rank if origin is None else origin, len(encoded)) + encoded
-        self.engine.post(self.link.isend(message, dest, CONTROL), self._sent, 0)
+        try:
+            request = self.link.isend(message, dest, CONTROL)
+        except self.link.error:  # some networks notice that the process is gone
+            self.gone.add(dest)
+        else:
+            self.engine.post(request, self._sent, 0)
 
     def send_all(self, kind: int, stamp: int, text: str = "") -> None:
         """Send a control message to all other ranks. Ranks that have departed still receive until all are gone."""

@@ -15,6 +15,7 @@ import threading
 import traceback
 from _thread import interrupt_main
 from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter, sleep
 from types import FrameType, TracebackType
 
@@ -105,11 +106,12 @@ def _is_inside_engine(frame: FrameType | None) -> bool:
 
 def _end(engine: Engine, error: BaseException | None, report: Callable[[], object]) -> None:
     """Print the traceback, unless another rank prints one. Then end all ranks."""
-    try:
+    with suppress(Exception):  # MPI may fail, but the error of the program must be printed
         if _follows(engine, error):
             sleep(DEFER_SECONDS)  # the rank that failed first aborts the job in this time, unless it caught its error
         if not _is_first(engine):
             sleep(DEFER_SECONDS)  # the first rank aborts the job in this time; if it does not, this rank must report
+    try:
         rank, size = world()
         if size > 1:
             print(f"fompi: rank {rank} of {size} on {socket.gethostname()} ends by an error:", file=sys.stderr)

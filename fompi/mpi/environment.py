@@ -48,8 +48,12 @@ def _is_positive(text: str) -> bool:
     return False
 
 
+def _is_writable(text: str) -> bool:
+    return os.access(Path(text).absolute().parent, os.W_OK)
+
+
 def _is_report(text: str) -> bool:
-    return text in ("0", "1", "full") or (text.endswith(".json") and os.access(Path(text).parent, os.W_OK))
+    return text in ("0", "1", "full") or (text.endswith(".json") and _is_writable(text))
 
 
 def _is_folder(text: str) -> bool:
@@ -67,6 +71,7 @@ VARIABLES = {
         Variable("FOMPI_CACHE", "~/.cache/fompi", "a folder, or 0", _is_folder),
         _one_of("FOMPI_GPU_AWARE", "auto", "auto", "0", "1"),
         _one_of("FOMPI_SINGLETONS", "0", "0", "1"),
+        Variable("FOMPI_AGAIN", "", "a file in a folder that can be written", _is_writable),
     )
 }
 """All variables, by name."""

@@ -10,7 +10,8 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fompi.mpi import environment
 
@@ -20,6 +21,10 @@ _LAUNCHER_NAMES = {
     "hydra": "the mpirun of MPICH",
     "intel": "the mpirun of Intel MPI",
     "openmpi": "the mpirun of Open MPI",
+    "mvapich": "the mpirun of MVAPICH",
+    "pals": "the mpiexec of PALS",
+    "jsrun": "jsrun",
+    "flux": "flux run",
     "pmi": "a PMI launcher",
     "torchrun": "torchrun",
 }
@@ -42,8 +47,8 @@ _SRUN = {
 class Launch:
     """What the launcher says in its variables. None: it does not say.
 
-    `launcher` is "srun", "sbatch" (in a Slurm job, but not started by srun), "hydra", "intel", "openmpi", "pmi"
-    (another launcher that uses PMI), "torchrun" (or a launcher that sets the same variables) or "none". `size` is the
+    `launcher` is a name of `MARKS`: "sbatch" is a Slurm job in which srun has started nothing, "pmi" any other launcher
+    that uses PMI, "torchrun" any that sets the same variables. It is "none" without a launcher. `size` is the
     number of processes of the whole job. For sbatch it is the number that was requested. `local_size` is the number of
     processes on this host.
     """
@@ -55,51 +60,59 @@ class Launch:
     local_size: int | None = None
 
 
+class Mark(NamedTuple):
+    """A launcher, the variables that only it sets, and those in which it says size, rank, local rank and local size."""
+
+    launcher: str
+    needs: tuple[str, ...]
+    size: str = ""
+    rank: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+
+
+_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_HYDRA = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_JSM = ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+_PALS = ("PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+
+_OMPI, _MV2 = (
+    tuple(f"{prefix}_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
+    for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
+)
+
+MARKS = (
+    Mark("torchrun", ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
+    Mark("openmpi", ("OMPI_COMM_WORLD_SIZE",), *_OMPI),
+    Mark("intel", ("PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"), *_HYDRA),
+    Mark("hydra", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_HYDRA),
+    Mark("mvapich", ("MV2_COMM_WORLD_SIZE",), *_MV2),
+    Mark("pals", ("PALS_RANKID",), *_PALS),
+    Mark("jsrun", ("JSM_NAMESPACE_SIZE",), *_JSM),
+    Mark("flux", ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    Mark("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    Mark("pmi", ("PMI_SIZE",), "PMI_SIZE", "PMI_RANK"),
+    Mark("openmpi", ("PMIX_RANK",), "", "PMIX_RANK"),  # prterun: only PMIx knows the size
+    Mark("sbatch", ("SLURM_JOB_ID", "SLURM_NTASKS"), "SLURM_NTASKS"),
+    Mark("torchrun", ("WORLD_SIZE", "RANK", "LOCAL_RANK"), *_TORCHRUN),
+)
+"""The launchers, innermost first: mpirun inside a Slurm job is mpirun, torchrun inside srun is torchrun.
+
+The order matters. Hydra and Open MPI start their daemons with srun, so their ranks also have the variables of the
+daemons' job step. `srun --mpi=pmi2` sets PMI_SIZE, but not Hydra's MPI_LOCALNRANKS. PALS sets PMI_SIZE, too.
+"""
+
+
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
-    """The innermost launcher: mpirun inside a Slurm job is mpirun, torchrun inside srun is torchrun.
-
-    The order of the tests matters. Hydra and Open MPI start their daemons with srun, so their ranks also have the
-    variables of the daemons' job step. `srun --mpi=pmi2` sets PMI_SIZE, but not Hydra's MPI_LOCALNRANKS.
-    """
+    """The innermost launcher of `MARKS`, and what it says. Without any: the launcher "none"."""
     environ = os.environ if environ is None else environ
-
-    def number(name: str) -> int | None:
-        return _number(environ.get(name))
-
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return _torchrun(environ)
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        return Launch(
-            "openmpi",
-            number("OMPI_COMM_WORLD_SIZE"),
-            number("OMPI_COMM_WORLD_RANK"),
-            number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        )
-    if "PMI_SIZE" in environ and "MPI_LOCALNRANKS" in environ:
-        return Launch(
-            "intel" if "I_MPI_HYDRA_UUID" in environ else "hydra",
-            number("PMI_SIZE"),
-            number("PMI_RANK"),
-            number("MPI_LOCALRANKID"),
-            number("MPI_LOCALNRANKS"),
-        )
-    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        return Launch(
-            "srun",
-            number("SLURM_STEP_NUM_TASKS"),
-            number("SLURM_PROCID"),
-            number("SLURM_LOCALID"),
-            _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), number("SLURM_NODEID")),
-        )
-    if "PMI_SIZE" in environ:
-        return Launch("pmi", number("PMI_SIZE"), number("PMI_RANK"))
-    if "PMIX_RANK" in environ:  # prterun: only PMIx knows the size
-        return Launch("openmpi", None, number("PMIX_RANK"))
-    if "SLURM_JOB_ID" in environ and "SLURM_NTASKS" in environ:
-        return Launch("sbatch", number("SLURM_NTASKS"))
-    if {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= environ.keys():
-        return _torchrun(environ)
+    for mark in MARKS:
+        if all(name in environ for name in mark.needs):
+            launch = Launch(mark.launcher, *(_number(environ.get(name)) for name in mark[2:]))
+            if mark.launcher == "srun":
+                tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+                launch = replace(launch, local_size=_tasks_on_node(tasks, _number(environ.get("SLURM_NODEID"))))
+            return launch
     return Launch("none")
 
 
@@ -126,6 +139,11 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     MPICH without PMIx ends the process in MPI_Init if PMIX_NAMESPACE is set. The mpirun of Open MPI and
     `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun runs inside one of them.
     """
+    if library_name != "Open MPI" and _is_closed(environ.get("PMI_FD")):
+        return (
+            "this process is a child of a rank: the connection to the launcher is closed here, but its variables are "
+            "still set. Start the child with `env -u PMI_FD -u PMI_RANK -u PMI_SIZE` to make it a job of one rank"
+        )
     if library_name not in ("MPICH", "MVAPICH") or "PMIX_NAMESPACE" not in environ:
         return None
     if "PMI_SIZE" in environ:
@@ -155,9 +173,15 @@ def _fix(launch: Launch, library_name: str, mpirun: str | None) -> str:
     return f"use {own_mpirun}"
 
 
-def _torchrun(environ: Mapping[str, str]) -> Launch:
-    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return Launch("torchrun", *(_number(environ.get(name)) for name in names))
+def _is_closed(descriptor: str | None) -> bool:
+    """True if this is the number of a file descriptor that is not open."""
+    if not descriptor or not descriptor.isdigit():
+        return False
+    try:
+        os.fstat(int(descriptor))
+    except OSError:
+        return True
+    return False
 
 
 def _number(text: str | None) -> int | None:
@@ -179,12 +203,18 @@ def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
     return counts[node] if node is not None and node < len(counts) else None
 
 
-def cores() -> int:
+def cores(environ: Mapping[str, str] | None = None) -> int:
     """The cores that all ranks of this host have together.
 
-    If the launcher has bound each rank to its own cores, the launcher's own process still has all of them.
+    If the launcher has bound each rank to its own cores, the launcher's own process still has all of them. Slurm's does
+    not: slurmstepd has the cores of the node. So under srun its variables say how many cores the job has here.
     """
-    count = len(os.sched_getaffinity(0))
+    environ = os.environ if environ is None else environ
+    count, launch = len(os.sched_getaffinity(0)), detect(environ)
+    if launch.launcher == "srun":
+        on_node, per_task = (_number(environ.get(name)) for name in ("SLURM_CPUS_ON_NODE", "SLURM_CPUS_PER_TASK"))
+        asked = (launch.local_size or 1) * per_task if per_task else on_node or count
+        return min(asked, on_node or asked)
     with suppress(OSError):  # the parent has ended, or belongs to another user
         count = max(count, len(os.sched_getaffinity(os.getppid())))
     return count

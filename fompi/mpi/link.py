@@ -38,6 +38,7 @@ class Link:
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
         self.improbe: Callable[[int, int], Any] = self.comm.Improbe
         self.any_source: int = MPI.ANY_SOURCE
+        self.error: type[Exception] = MPI.Exception
         self.given_up: list[object] = []  # abandoned requests and their memory: MPI may still write to it
 
     @cached_property

@@ -9,7 +9,8 @@ What all operations have in common:
 - The result is a tensor of the framework of x: NumPy, PyTorch, JAX, or an object with `__dlpack__`.
 - A call waits for the result. `pending = fompi.all_gather.start(x)` does not wait.
 - All ranks must call the operations of one communicator in the same order, with arguments that match. If they do not,
-  all of them raise MismatchError.
+  all of them raise MismatchError. Calls that are equal cannot be told apart: two threads that make equal calls may swap
+  their results. Give each thread a communicator of its own.
 - Arguments that one rank refuses raise TensorError, DtypeError, ShapeError, LayoutError or PlanError on that rank, and
   MismatchError on the others. Nothing has been sent then, and `out` is not written.
 """

@@ -196,14 +196,14 @@ def test_cores_per_rank_of_the_most_crowded_host():
     }
 
 
-def run(command, **environ):
+def run(command, status=0, **environ):
     """Run `info` as if from a new shell: without the variables of a launcher that started the tests."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     clean = {name: value for name, value in clean.items() if not name.startswith("FOMPI_")}
     folders = (environ.pop("stub", None), str(ROOT), clean.get("PYTHONPATH"))
     env = clean | OPENMPI | {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | environ
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout
 
 
@@ -278,7 +278,7 @@ def test_variables_that_are_misspelt_or_have_bad_values_are_shown():
 
 def test_singletons_print_once_and_warn():
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
-    output = run(RUN, **torchrun, RANK="0")
+    output = run(RUN, 1, **torchrun, RANK="0")
     assert "torchrun started 4 processes, but MPI has 1 rank" in output.splitlines()[-1]
     assert "/mpirun" in output.splitlines()[-1]
     assert run(RUN, **torchrun, RANK="1") == ""
@@ -293,7 +293,7 @@ def test_the_mpirun_of_another_library():
     else:
         foreign = {"PMI_SIZE": "4", "PMI_RANK": "0", "MPI_LOCALNRANKS": "4"}
         line = "the mpirun of MPICH started 4 processes, but MPI has 1 rank, because Python loaded Open MPI: "
-    facts = json.loads(run([*RUN, "--json"], **foreign))
+    facts = json.loads(run([*RUN, "--json"], 1, **foreign))
     assert (facts["mpi_error"] or facts["warning"]).startswith(line)
     assert len(facts["ranks"]) == 1
 
@@ -322,5 +322,11 @@ def test_no_mpi(stub, failure, cause):
 
 def test_three_processes_without_mpi_print_once(stub):
     folder = stub(at_import_of_mpi="raise RuntimeError('cannot load MPI library')")
-    facts = json.loads(run([str(MPIRUN), "-n", "3", *RUN, "--json"], stub=folder))
+    facts = json.loads(run([str(MPIRUN), "-n", "3", *RUN, "--json"], 1, stub=folder))
     assert facts["mpi"] is None and facts["launcher"]["size"] == 3
+
+
+def test_the_expected_number_of_ranks():
+    """A job script ends here instead of computing N wrong results."""
+    assert "fompi" in run([*RUN, "--expect", "1"])
+    assert "fompi" in run([*RUN, "--expect", "8"], 1)

@@ -33,6 +33,7 @@ GOOD = {
     "FOMPI_CACHE": ("0", "/any/folder", str(ROOT)),
     "FOMPI_GPU_AWARE": ("auto", "0", "1"),
     "FOMPI_SINGLETONS": ("0", "1"),
+    "FOMPI_AGAIN": (str(ROOT / "again"),),
 }
 
 

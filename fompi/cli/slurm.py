@@ -1,0 +1,256 @@
+"""`fompi slurm`: print a complete job script for Slurm, each line with its reason. It submits nothing.
+
+`script` is pure: the facts of the machine and the options of the user in, the text out. `look` collects the facts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from fompi.base.errors import LaunchError
+from fompi.cli.output import UsageError
+
+EXAMPLE = "{} slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 -- train.py --epochs 9 > train.sbatch"
+
+PLUGINS = {"MPICH": "pmi2", "MVAPICH": "pmi2", "Intel MPI": "pmi2", "Cray MPICH": "cray_shasta", "Open MPI": "pmix"}
+"""The option --mpi of srun for each MPI library."""
+
+LOOK_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The MPI library, whether it is a wheel, and the plug-ins of srun. None: there is no Slurm here."""
+
+    library: str
+    is_wheel: bool = False
+    plugins: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asks for. Empty and 0: nothing."""
+
+    program: tuple[str, ...]
+    nodes: int = 1
+    ranks_per_node: int = 4
+    cpus_per_rank: int = 2
+    gpus_per_node: int = 0
+    time: str = "01:00:00"
+    mpi: str = "auto"
+    array: str = ""
+    resume: bool = False
+    modules: tuple[str, ...] = ()
+    venv: str = ""
+    conda: str = ""
+    container: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def name(self) -> str:
+        names = [Path(word).stem for word in self.program if word.endswith(".py")] or [Path(self.program[0]).name]
+        return re.sub(r"[^\w.-]", "_", names[0]) or "fompi"
+
+
+def script(facts: Facts, job: Job, command: str = "fompi slurm") -> str:
+    """The job script. `command` is how it was asked for."""
+    start = _start(facts, job)
+    python = f"{_inside(job)}python"
+    program = shlex.join(job.program)
+    if job.program[0].endswith(".py"):
+        program = f"python {program}"
+    parts = [
+        _head(facts, job, command),
+        _environment(facts, job),
+        _variables(facts, job),
+        f"# This must be one job of {job.ranks} ranks. A wrong --mpi would make it {job.ranks} jobs of one rank.\n"
+        f"{start} {python} -m fompi info --expect {job.ranks}",
+        _run(job, f"{start} {_inside(job)}{program}"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(facts: Facts, job: Job, command: str) -> str:
+    options = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "cpus-per-task": job.cpus_per_rank,
+        "time": job.time,
+        "output": "%x-%A_%a.out" if job.array else "%x-%j.out",
+    }
+    lines = [
+        "#!/bin/bash",
+        f"# {job.ranks} ranks with {facts.library}. Submit it with sbatch, in the folder of the program. Written by:",
+        f"#   {command}",
+        *(f"#SBATCH --{name}={value}" for name, value in options.items()),
+    ]
+    if job.gpus_per_node:
+        lines += [
+            "# The ranks of a node see all its GPUs. With --gpus-per-task CUDA IPC between them fails.",
+            f"#SBATCH --gpus-per-node={job.gpus_per_node}",
+        ]
+    if job.array:
+        lines += [f"#SBATCH --array={job.array}"]
+    if job.resume:
+        lines += [
+            "# Two minutes before the time limit the ranks get SIGUSR1, for fompi.Stop. The next run appends",
+            "#SBATCH --signal=USR1@120",
+            "#SBATCH --requeue",
+            "#SBATCH --open-mode=append",
+        ]
+    return "\n".join([*lines, "", "set -euo pipefail"])
+
+
+def _environment(facts: Facts, job: Job) -> str:
+    lines = [f"module load {shlex.quote(name)}" for name in job.modules]
+    if job.venv:
+        lines += [f"source {shlex.quote(job.venv.rstrip('/') + '/bin/activate')}"]
+    if job.conda:
+        lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(job.conda)}"]
+    if lines or job.container:
+        return "\n".join(["# The MPI library and the packages.", *lines])
+    module = "openmpi" if facts.library == "Open MPI" else "mpich"
+    return (
+        f"# Load the MPI of the site here, for example `module load {module}`. Then activate the environment:\n"
+        "#   source .venv/bin/activate     (without the extras mpich and openmpi, which would hide the MPI above)"
+    )
+
+
+def _variables(facts: Facts, job: Job) -> str:
+    lines = [
+        "# BLAS and Numba start one thread for each core of a rank.",
+        f"export OMP_NUM_THREADS={job.cpus_per_rank} OPENBLAS_NUM_THREADS={job.cpus_per_rank}",
+        "# srun does not inherit --cpus-per-task.",
+        f"export SRUN_CPUS_PER_TASK={job.cpus_per_rank}",
+        "# A rank that is killed ends the job. Otherwise the other ranks would wait for it.",
+        "export SLURM_KILL_BAD_EXIT=1",
+    ]
+    if facts.library == "Intel MPI":
+        lines += [
+            "# Intel MPI finds Slurm's PMI by this path.",
+            "export I_MPI_PMI_LIBRARY=${I_MPI_PMI_LIBRARY:-/usr/lib64/libpmi2.so}",
+        ]
+    if facts.library == "MPICH" and facts.is_wheel:
+        lines += [
+            "# The addresses of UCX do not fit into the lines of Slurm's PMI (mpich issue 6924).",
+            "export MPIR_CVAR_CH4_NETMOD=ofi",
+        ]
+    return "\n".join(lines)
+
+
+def _start(facts: Facts, job: Job) -> str:
+    """What starts the ranks: srun with the plug-in of the library, or the library's mpirun if Slurm lacks it."""
+    plugin = job.mpi if job.mpi != "auto" else PLUGINS.get(facts.library, "pmi2")
+    known = facts.plugins
+    if known is not None and plugin not in known:
+        if job.mpi != "auto":
+            raise LaunchError(f"this Slurm has no --mpi={plugin}; it has {', '.join(known)}")
+        if facts.library == "Open MPI":
+            return f"mpirun -n {job.ranks} --bind-to none"
+    return f"srun --mpi={plugin}"
+
+
+def _inside(job: Job) -> str:
+    return f"apptainer exec {shlex.quote(job.container)} " if job.container else ""
+
+
+def _run(job: Job, command: str) -> str:
+    if not job.resume:
+        return command
+    return "\n".join(
+        [
+            "# fompi.Stop makes this file after all ranks have agreed to stop. Then Slurm starts the job again.",
+            'export FOMPI_AGAIN="$PWD/.again-$SLURM_JOB_ID"',
+            'rm -f "$FOMPI_AGAIN"',
+            "status=0",
+            f"{command} || status=$?",
+            'if [ -e "$FOMPI_AGAIN" ]; then',
+            '    rm -f "$FOMPI_AGAIN"',
+            '    exec scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            "exit $status",
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def look() -> Facts:
+    """The MPI library that Python loads, and the plug-ins of srun if there is Slurm here."""
+    from fompi.mpi import transport
+
+    library = transport.library()
+    return Facts(library.name, "site-packages" in (library.path or "") or _is_in_environment(library.path), _plugins())
+
+
+def _is_in_environment(path: str | None) -> bool:
+    return bool(path) and Path(str(path)).is_relative_to(sys.prefix) and sys.prefix != sys.base_prefix
+
+
+def _plugins() -> tuple[str, ...] | None:
+    if shutil.which("srun") is None:
+        return None
+    try:
+        listed = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=LOOK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = re.findall(r"^(?:srun: )?\s*(\w+)$", listed.stdout + listed.stderr, re.MULTILINE)
+    return tuple(dict.fromkeys(names)) if listed.returncode == 0 and names else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--nodes", type=_positive, default=1, metavar="N")
+    add("--ranks-per-node", type=_positive, default=4, metavar="R")
+    add(
+        "--cpus-per-rank", type=_positive, default=2, metavar="C", help="with two or more, messages move beside kernels"
+    )
+    add("--gpus-per-node", type=int, default=0, metavar="G")
+    add("--time", default="01:00:00", metavar="T", help="the time limit, as Slurm writes it")
+    add("--mpi", choices=["auto", "pmi2", "pmix", "cray_shasta"], default="auto", help="the plug-in of srun")
+    add("--array", default="", metavar="A", help="the indices of a job array: 0-9%%2")
+    add("--resume", action="store_true", help="stop before the time limit (fompi.Stop), and start again")
+    add("--module", action="append", default=[], metavar="M", help="a module to load; may be repeated")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--venv", default="", metavar="V", help="a virtual environment")
+    where.add_argument("--conda", default="", metavar="E", help="a conda environment")
+    where.add_argument("--container", default="", metavar="IMG", help="an image for apptainer")
+    add("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...", help="a Python file, or a command")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the script. What Slurm lacks is said on standard error."""
+    program = tuple(options.program[1:] if options.program[:1] == ["--"] else options.program)
+    if not program:
+        raise UsageError("which program? for example: fompi slurm --nodes 2 -- train.py")
+    same = {name: value for name, value in vars(options).items() if name in Job.__dataclass_fields__}
+    job = Job(**{**same, "program": program, "modules": tuple(options.module)})
+    facts = look()
+    text = script(facts, job, shlex.join(["fompi", *sys.argv[1:]]))
+    plugin = PLUGINS.get(facts.library, "pmi2")
+    if job.mpi == "auto" and facts.plugins is not None and plugin not in facts.plugins:
+        print(
+            f"fompi: this Slurm has no --mpi={plugin} for {facts.library}; it has {', '.join(facts.plugins)}",
+            file=sys.stderr,
+        )
+    print(text, end="")
+    return 0

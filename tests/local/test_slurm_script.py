@@ -1,0 +1,60 @@
+"""`fompi slurm` as a function: facts and options in, a job script out. tests/slurm runs the scripts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fompi.base.errors import LaunchError
+from fompi.cli.slurm import PLUGINS, Facts, Job, script
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKED = "fompi slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 --time 00:10:00 -- examples/tp_mlp.py"
+EXAMPLE = Job(("examples/tp_mlp.py",), nodes=2, ranks_per_node=4, cpus_per_rank=4, time="00:10:00")
+
+
+@pytest.mark.parametrize(("library", "name"), [("MPICH", "mpich"), ("Open MPI", "openmpi")])
+def test_the_examples_are_its_output(library, name):
+    assert (ROOT / f"examples/slurm/{name}.sbatch").read_text() == script(Facts(library), EXAMPLE, ASKED)
+
+
+@pytest.mark.parametrize("library", PLUGINS)
+def test_it_names_the_plugin_of_the_library(library):
+    assert f"srun --mpi={PLUGINS[library]} python -m fompi info --expect 8" in script(Facts(library), EXAMPLE)
+
+
+def test_plugins_that_slurm_lacks():
+    facts = Facts("Open MPI", plugins=("pmi2", "none"))
+    text = script(facts, EXAMPLE)
+    assert "mpirun -n 8 --bind-to none python examples/tp_mlp.py" in text and "srun --mpi" not in text
+    with pytest.raises(LaunchError, match="no --mpi=pmix; it has pmi2, none"):
+        script(facts, replace(EXAMPLE, mpi="pmix"))
+
+
+def test_options():
+    job = replace(
+        EXAMPLE, gpus_per_node=4, array="0-3", resume=True, modules=("mpich/4", "a b"), container="an image.sif",
+        program=("./run me", "--x", "1"),
+    )  # fmt: skip
+    text = script(Facts("MPICH", is_wheel=True), job)
+    for line in (
+        "#SBATCH --gpus-per-node=4", "#SBATCH --array=0-3", "#SBATCH --signal=USR1@120", "#SBATCH --requeue",
+        "#SBATCH --output=%x-%A_%a.out", "module load 'a b'", "export MPIR_CVAR_CH4_NETMOD=ofi",
+        "srun --mpi=pmi2 apptainer exec 'an image.sif' './run me' --x 1 || status=$?",
+    ):  # fmt: skip
+        assert line in text.splitlines(), line
+
+
+def test_the_command():
+    """It prints the script and nothing else, also where no Slurm is installed."""
+    command = [sys.executable, "-m", "fompi", "slurm", "--nodes", "2"]
+    done = subprocess.run([*command, "--", "train.py", "--epochs", "9"], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash\n"), done.stderr
+    assert done.stdout.rstrip().endswith("python train.py --epochs 9")
+    for wrong, words in (([], "which program?"), (["--nodes", "0", "--", "x.py"], "0 is not above 0")):
+        refused = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=50)
+        assert refused.returncode == 2 and words in refused.stderr
