@@ -1,7 +1,7 @@
 """Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR] [--soak]
 
-The legs run one after the other, those of one group at the same time. A leg that cannot run fails. No test is skipped
-because something is missing.
+The legs run one after the other. A leg that cannot run fails. No test is skipped because something is missing. The leg
+`slurm` needs a Slurm, and runs only if it is named.
 Each leg has a time-out, enforced on every process that it started. Outputs and reports stay in build/test/<leg>/.
 After each leg come its slowest tests.
 
@@ -12,7 +12,6 @@ test. So does a leg that ends without a report.
 """
 
 import argparse
-import itertools
 import os
 import re
 import shutil
@@ -20,8 +19,6 @@ import signal
 import sys
 import time
 import xml.etree.ElementTree
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +77,7 @@ class Leg:
     command: tuple[str, ...]  # of a test leg: the arguments of pytest
     ranks: int = 0  # of mpirun; 0: no mpirun
     is_pytest: bool = True
-    group: str = ""  # legs of the same group run at the same time, because they wait more than they compute
+    on_request: bool = False  # it runs only if it is named
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,10 @@ def legs() -> list[Leg]:
             tests = ("--with-mpi", *([f"tests/mpi/test_{name}.py" for name in names] or ["tests/mpi"]))
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
     for mpi in ENVIRONMENTS:
-        found.append(Leg(f"faults-{mpi}", mpi, 400, ("-n", "3", "tests/faults"), group="faults"))
+        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))  # one process: these tests measure links
-    found.append(Leg("slurm", "mpich", 240, ("tests/slurm",)))  # both MPIs; it needs Slurm
+    found.append(Leg("slurm", "mpich", 240, ("tests/slurm",), on_request=True))  # both MPIs; it needs Slurm
     if (ROOT / "tests/docs").exists():
         found.append(Leg("docs", "mpich", 600, ("-n", "2", "tests/docs")))
     return found
@@ -237,20 +234,12 @@ def main() -> int:
 
     start = time.monotonic()
     results = []
-    for _, legs_at_once in itertools.groupby(select(parser, options), key=lambda leg: leg.group or leg.name):
-        for result in run_at_once(list(legs_at_once), options.k, "soak" if options.soak else ""):
-            results.append(result)
-            show(result)
+    for leg in select(parser, options):
+        result = run(leg, options.k, "soak" if options.soak else "")
+        results.append(result)
+        show(result)
     summarize(results, time.monotonic() - start)
     return 1 if any(result.problem for result in results) else 0
-
-
-def run_at_once(legs: list[Leg], expression: str | None, marker: str) -> Iterable[Result]:
-    if len(legs) == 1:  # without a thread, so that an interrupt ends it
-        yield run(legs[0], expression, marker)
-        return
-    with ThreadPoolExecutor(len(legs)) as pool:
-        yield from pool.map(lambda leg: run(leg, expression, marker), legs)
 
 
 def show(result: Result) -> None:
@@ -265,7 +254,7 @@ def show(result: Result) -> None:
 
 def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Leg]:
     def wanted(leg: Leg) -> bool:
-        names = options.leg or [leg.name]
+        names = options.leg or [leg.name] * (not leg.on_request)
         return (
             any(leg.name == name or leg.name.startswith(f"{name}-") for name in names)
             and options.mpi in (None, leg.mpi)

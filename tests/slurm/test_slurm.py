@@ -74,7 +74,7 @@ def test_a_child_of_a_rank(cluster):
 def test_mpirun_inside_an_allocation(cluster, mpi):
     line = f"mpirun -n 4 python {cluster.program} run 5"
     text = cluster.batch(mpi, f"#!/bin/bash\n{line}\n", "-N2", "--ntasks-per-node=2")
-    assert text.count("of 4 on") == text.count("bye") == 4 and "on n2" in text, text
+    assert text.count("of 4 on") == text.count("bye") == 4, text
 
 
 def test_a_job_array(cluster):
