@@ -44,6 +44,7 @@ class CallOptions(NamedTuple):
 
 
 _DEFAULTS = CallOptions()
+_OF_CALL = frozenset(CallOptions._fields)
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Operation(Generic[P]):
         `options` is the dictionary of the keywords. Arguments that do not fit the signature are an error on all ranks.
         """
         comm, call_options = options.pop("comm", None), _DEFAULTS
-        if options:
+        if options and not _OF_CALL.isdisjoint(options):
             schedule, slices = options.pop("schedule", "auto"), options.pop("slices", None)
             call_options = CallOptions(schedule, slices, options.pop("effort", "plan"))
         try:
