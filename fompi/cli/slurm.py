@@ -192,11 +192,10 @@ def look() -> Facts:
     from fompi.mpi import transport
 
     library = transport.library()
-    return Facts(library.name, "site-packages" in (library.path or "") or _is_in_environment(library.path), _plugins())
-
-
-def _is_in_environment(path: str | None) -> bool:
-    return bool(path) and Path(str(path)).is_relative_to(sys.prefix) and sys.prefix != sys.base_prefix
+    is_wheel = (
+        library.path is not None and Path(library.path).is_relative_to(sys.prefix) and sys.prefix != sys.base_prefix
+    )
+    return Facts(library.name, is_wheel, _plugins())
 
 
 def _plugins() -> tuple[str, ...] | None:

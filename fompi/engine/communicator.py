@@ -17,7 +17,7 @@ from fompi.engine import faults
 from fompi.engine.control import Channel
 from fompi.engine.engine import FORKED, SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
-from fompi.engine.pickled import remember, reopened
+from fompi.engine.pickled import Shared, remember
 from fompi.engine.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
 from fompi.model.machine import Machine
 from fompi.mpi import environment, launcher
@@ -101,7 +101,7 @@ def _tag_slots(link: Link) -> int:
     return 1 << min(link.tag_bits - MESSAGE_BITS - 2, 18)
 
 
-class Communicator:
+class Communicator(Shared):
     """The ranks of an MPI communicator (None: all ranks). Creating one is collective.
 
     `rank` and `size` are as in mpi4py. Messages of fompi use a duplicate of the MPI communicator. `close()`, or `with`,
@@ -170,17 +170,6 @@ class Communicator:
             attach(origin, known)
         known.check()
         return known
-
-    def __copy__(self) -> Communicator:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Communicator:
-        """Itself: the copy of a module that holds a communicator runs on the same ranks."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """Loading the pickle gives the open communicator of the same name and ranks, or raises StateError."""
-        return reopened, tuple(self._key)
 
     def __dir__(self) -> list[str]:
         """What a program uses. The other attributes are for fompi."""
@@ -299,7 +288,7 @@ def _refuse_axes(axes: dict[str, int], size: int) -> LayoutError | None:
     return None
 
 
-class Mesh(Mapping[str, Communicator]):
+class Mesh(Shared, Mapping[str, Communicator]):
     """A grid of all ranks with named axes. `Mesh(dp=2, tp=4)["tp"]` is the Communicator of the 4 ranks along axis tp.
 
     The last axis is the innermost: its ranks have consecutive numbers, so they are on one host if hosts are filled in
@@ -323,17 +312,6 @@ class Mesh(Mapping[str, Communicator]):
             self._communicators[name] = self.world.split(color, self.coordinates[name], name)
         named = ", ".join(f"{name}={n}" for name, n in axes.items())
         self._key = remember(self, "mesh", named, self.world.link.world_ranks)
-
-    def __copy__(self) -> Mesh:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Mesh:
-        """Itself: the copy of a module that holds a mesh runs on the same ranks."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """Loading the pickle gives the open mesh of the same axes and ranks, or raises StateError."""
-        return reopened, tuple(self._key)
 
     @property
     def closed(self) -> bool:

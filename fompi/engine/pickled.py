@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 from fompi.base.errors import StateError
@@ -45,3 +45,21 @@ def reopened(kind: str, name: str, ranks: tuple[int, ...]) -> Any:
             "load a pickle with it. The pickle has only its name and its ranks"
         )
     return max(found, key=lambda pair: pair[0])[1]
+
+
+class Shared:
+    """A communicator or a mesh, of which a user's object holds one. A copy is the object itself: it has the same ranks.
+
+    Loading its pickle gives the open one of the same name and ranks, or raises StateError.
+    """
+
+    _key: Key
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        return reopened, tuple(self._key)

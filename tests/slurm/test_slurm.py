@@ -8,12 +8,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from slurm_cluster import ENVIRONMENTS, ROOT
+from slurm_cluster import ENVIRONMENTS, PLUGINS, ROOT
 
 from fompi.cli.slurm import Facts, Job, script
 
 MPIS = ["mpich", "openmpi"]
-PLUGIN_OF = {"mpich": "pmi2", "openmpi": "pmix"}
 EXAMPLE = Job(
     ("examples/tp_mlp.py",), nodes=2, ranks_per_node=4, cpus_per_rank=4, time="00:10:00"
 )  # what examples/slurm runs
@@ -88,7 +87,7 @@ def test_a_job_array(cluster):
 @pytest.mark.parametrize("mpi", MPIS)
 def test_scancel(cluster, mpi):
     output = cluster.folder / f"cancelled-{mpi}"
-    line = f"srun -K --mpi={PLUGIN_OF[mpi]} python {cluster.program} run 100000"
+    line = f"srun -K --mpi={PLUGINS[mpi]} python {cluster.program} run 100000"
     number = cluster.submit(mpi, f"#!/bin/bash\n{line}\n", output, "-N2", "--ntasks-per-node=2")
     cluster.wait_for(output, lambda text: text.count("hello") == 4)
     begun = time.monotonic()
