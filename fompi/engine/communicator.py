@@ -19,6 +19,7 @@ from fompi.engine.engine import FORKED, SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
 from fompi.engine.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
+from fompi.engine.tasks import Task
 from fompi.model.machine import Machine
 from fompi.mpi import environment, launcher
 from fompi.mpi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
@@ -249,14 +250,18 @@ class Communicator(Shared):
             return stamp, slots + instance % slots
         return stamp, 2 * slots + instance % self._marked_slots * self._marks + mark % self._marks
 
+    def _in_flight(self) -> Task | None:
+        """Some call in flight. The lock is needed: when an agreement ends, the run of its call takes its place."""
+        with self.engine.lock:
+            return next(iter(self.channel.active.values()), None)
+
     def close(self) -> None:
         """Finish the calls in flight, and free the duplicate of the MPI communicator. Collective.
 
         A call that waits for `ready()` is given up.
         """
         if not self.closed:
-            while self.channel.active:  # an agreement is followed by the run of its call
-                task = next(iter(self.channel.active.values()))
+            while (task := self._in_flight()) is not None:
                 if not task.can_finish():
                     self.channel.fail(task, StateError(f"{self!r} was closed before all parts of a call were ready"))
                 self.engine.wait(task, self.channel, patient=True)
