@@ -176,7 +176,10 @@ def test_an_agreed_stop_and_a_second_run(cluster):
     text = cluster.wait_for(output, lambda text: text.count("stops") == 4)
     assert len(set(re.findall(r"stops in step (\d+)", text))) == 1
 
-    def again(text: str) -> bool:  # Slurm holds a requeued job back for two minutes
+    # Slurm holds a requeued job back for two minutes, and refuses a start in the second of the first run's end.
+    time.sleep(3)
+
+    def again(text: str) -> bool:
         cluster.run("mpich", "scontrol", "update", f"JobId={number}", "StartTime=now")
         return text.count("run 1") == 4
 
