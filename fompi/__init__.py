@@ -38,7 +38,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fompi.backends.cuda import Device
 from fompi.base.errors import (
+    DeviceError,
     DriftWarning,
     DtypeError,
     FompiError,
@@ -48,6 +50,7 @@ from fompi.base.errors import (
     OverlapWarning,
     PeerError,
     PlanError,
+    RaceError,
     ShapeError,
     StateError,
     TensorError,
@@ -83,10 +86,12 @@ from fompi.ops.pending import Pending
 from fompi.ops.replicated import sum_replicated
 from fompi.planner.explain import Explanation
 from fompi.plans.plan import Plan
+from fompi.plans.staged import staged
 from fompi.plans.verify import verify
 from fompi.runtime.alignment import gather_traces
 from fompi.runtime.executor import Executor
 from fompi.schedules.registry import schedule
+from fompi.tensors.device_array import DeviceArray
 from fompi.traces.proof import Proof
 from fompi.traces.timeline import timeline
 from fompi.traces.trace import Trace
@@ -119,11 +124,14 @@ __all__ = [
     "verify",
     "simulate",
     "schedule",
+    "staged",
     # running: communicators, bound operations, measurements
     "Communicator",
     "Mesh",
     "Pending",
     "Stop",
+    "Device",
+    "DeviceArray",
     "bind",
     "Executor",
     "Adaptive",
@@ -146,6 +154,8 @@ __all__ = [
     "LayoutError",
     "DtypeError",
     "TensorError",
+    "DeviceError",
+    "RaceError",
     "PlanError",
     "MismatchError",
     "PeerError",

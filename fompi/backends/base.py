@@ -16,14 +16,16 @@ that must run before it.
 class Token(Protocol):
     """A kernel that a device has enqueued.
 
-    `begun` and `due` are when it starts and when it will be done, in seconds of perf_counter, as the backend estimates.
+    `begun` and `due` are when it starts and when it will be done, in seconds of perf_counter, as the backend estimates
+    (infinity: it does not know yet). Tokens with the same `queue` are done in the order in which they were enqueued.
     """
 
     begun: float
     due: float
+    queue: Any
 
     def done(self) -> bool:
-        """True once the kernel has run."""
+        """True once the kernel has run. Raises the error of the kernel, or of its device."""
         ...
 
 
@@ -40,6 +42,13 @@ class Backend(Protocol):
 
     def poisoned(self, shape: Sequence[int], dtype: str) -> Any:
         """A new array full of NaN, or of the largest integer. A value that is read by mistake becomes visible."""
+        ...
+
+    def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Any:
+        """A new array for elements of the logical dtype `dtype`.
+
+        Host memory comes from `arena` (`fompi.tensors.arena`). `place` is that of the `plan.Buffer`.
+        """
         ...
 
     def bind(

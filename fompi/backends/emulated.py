@@ -45,12 +45,12 @@ class Stream:
 
 
 class Enqueued:
-    """The Token of a kernel that runs on a stream from `begun` to `due`."""
+    """The Token of a kernel that runs on the stream `queue` from `begun` to `due`."""
 
-    __slots__ = ("begun", "due")
+    __slots__ = ("begun", "due", "queue")
 
-    def __init__(self, begun: float, due: float):
-        self.begun, self.due = begun, due
+    def __init__(self, queue: Stream, begun: float, due: float):
+        self.queue, self.begun, self.due = queue, begun, due
 
     def done(self) -> bool:
         return perf_counter() >= self.due
@@ -73,6 +73,9 @@ class Emulated:
     def poisoned(self, shape: Sequence[int], dtype: str) -> Array:
         return self._host.poisoned(shape, dtype)
 
+    def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
+        return self._host.empty(arena, shape, dtype, place, aligned)
+
     def bind(
         self,
         kernel: str,
@@ -93,6 +96,6 @@ class Emulated:
             begun = max([perf_counter(), stream.free, *(token.due for token in after)])
             stream.free = begun + seconds
             compute()
-            return Enqueued(begun, stream.free)
+            return Enqueued(stream, begun, stream.free)
 
         return enqueue

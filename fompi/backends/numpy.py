@@ -18,7 +18,7 @@ import numpy as np
 
 from fompi.backends.base import Kernel
 from fompi.base.layout import CARRIERS, HALF
-from fompi.plans.kernels import find
+from fompi.plans.kernels import MOVES, find
 
 Array = np.ndarray[Any, Any]
 
@@ -66,6 +66,10 @@ class Numpy:
         filler: Any = np.nan if kind.kind in "fc" else True if kind.kind == "b" else np.iinfo(kind).max
         return np.full(shape, filler, kind)
 
+    def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
+        array: Array = arena.take(tuple(shape), storage(dtype), aligned)
+        return array
+
     def bind(
         self,
         kernel: str,
@@ -75,7 +79,7 @@ class Numpy:
         write_dtypes: Sequence[str],
     ) -> Kernel:
         dtypes = {*read_dtypes, *write_dtypes}
-        moves = kernel in ("copy", "pack") and len(dtypes) == 1
+        moves = kernel in MOVES and len(dtypes) == 1
         plain = moves or dtypes.isdisjoint(HALF)
         if plain and len(writes) == 1:  # the most frequent kernels, bound directly to NumPy's functions
             if kernel == "add":
@@ -168,8 +172,7 @@ def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
 
 
 _KERNELS: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
-    "copy": _copy,
-    "pack": _copy,
+    **dict.fromkeys(MOVES, _copy),
     "add": _add,
     "matmul": _matmul,
     "matmul_bias": _matmul,

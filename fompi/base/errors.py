@@ -67,6 +67,14 @@ class PeerError(FompiError, RuntimeError):
         self.origin = origin
 
 
+class DeviceError(FompiError, RuntimeError):
+    """A device refused a call, a kernel on it failed, or the program used its memory in a way that is not allowed."""
+
+
+class RaceError(DeviceError):
+    """Two operations of a device use the same memory, one of them writes, and nothing orders them."""
+
+
 class OverlapWarning(UserWarning):
     """A requested overlap did not happen: the call took about as long as without overlap."""
 

@@ -23,7 +23,9 @@ from fompi.engine.tasks import Task
 from fompi.model.machine import Machine
 from fompi.mpi import environment, launcher
 from fompi.mpi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
-from fompi.mpi.transport import library, message_limit_nbytes, thread_levels, world
+from fompi.mpi.paths import Paths
+from fompi.mpi.paths import choose as choose_path
+from fompi.mpi.transport import library, message_limit_nbytes, thread_levels, unlink_segments, world
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.tensors.arena import Arena
 from fompi.traces.trace import Trace
@@ -44,6 +46,7 @@ def _make_engine() -> Engine:
         mpi = library()
         lonely = launcher.warning(launcher.detect(), world()[1], mpi.name, mpi.mpirun)
         if lonely and world()[1] == 1:
+            unlink_segments()
             raise LaunchError(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
     if world()[0] == 0:
         environment.warn_of_unknown()
@@ -131,6 +134,7 @@ class Communicator(Shared):
         self.network = False  # True: these ranks are on several hosts
         self.crowded = False  # True: these ranks are on one host, and it has no spare core
         self.closed = False
+        self._paths: dict[int, Paths] = {}  # by the identity of the device
         self._slots = _tag_slots(self.link)
         self._marks = min(1 << MARK_BITS, self._slots)
         self._marked_slots = 2 * self._slots // self._marks
@@ -143,7 +147,9 @@ class Communicator(Shared):
             if machine is not None:
                 text += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
             host = digest(socket.gethostname()) % (1 << VALUE_BITS)
-            hosts = digest(str(list(agree(self, text, refusal, value=host))))
+            values = list(agree(self, text, refusal, value=host))
+            hosts = digest(str(values))
+            self.engine.hosts.update(zip(self.link.world_ranks, values, strict=True))
         self.hosts = hosts  # a digest of the host names in rank order; after a split, the digest of the original
         if self.size > 1:
             try:
@@ -205,6 +211,16 @@ class Communicator(Shared):
         """A Communicator of the ranks with the same `color`, in the order of `key`. Collective."""
         agree(self, "a split")
         return Communicator(self.link.split(color, key), name or f"{self.name}/{color}", self.hosts)
+
+    def paths(self, device: Any) -> Paths:
+        """How messages between the memories of such devices move (`fompi.mpi.paths`)."""
+        known = self._paths.get(id(device))
+        if known is None:
+            wanted, aware = environment.value("FOMPI_PATH"), device.is_known_to_mpi()
+            hosts = [self.engine.hosts.get(rank) for rank in self.link.world_ranks]
+            known = Paths(device, self.link, lambda a, b: choose_path(wanted, hosts[a] == hosts[b], aware))
+            self._paths[id(device)] = known
+        return known
 
     def next_call(self) -> tuple[int, int]:
         """The stamp and the tag slot of the next unbound call. They are equal on ranks that call in the same order."""
@@ -270,6 +286,7 @@ class Communicator(Shared):
             self.closed = True
             self.channel.close()
             self.plans.clear()
+            self._paths.clear()
             if self.channel.broken is None:  # else late messages might meet the next communicator that MPI makes
                 self.link.close()
 

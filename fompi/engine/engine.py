@@ -66,6 +66,7 @@ class Engine(InFlight):
         self.timeout, self.spins, self.progress_mode = timeout, spins, progress_mode
         self.forked = False  # True in a forked child of a rank
         self.arena: Any = None  # the memory of results and scratch (`fompi.tensors.arena`)
+        self.hosts: dict[int, int] = {}  # the host of each rank of MPI_COMM_WORLD, as a digest of its name
         self.report: Any = None  # notes finished calls, if FOMPI_REPORT is set (`fompi.runtime.report`)
         self.machine: Any = None  # the machine of all ranks, if FOMPI_MACHINE is set
         self.last_began: tuple[str, Any, int] | None = None  # the last call: its name, its communicator, its stamp
@@ -227,7 +228,7 @@ class Engine(InFlight):
             return
         pause = min(times - YIELDS, 10) * 30e-6
         if self._launched:
-            pause = min(pause, min(token.due for token, _, _ in self._launched) - perf_counter())
+            pause = min(pause, min(queue[0][0].due for queue in self._launched.values()) - perf_counter())
         if pause > 0:
             sleep(pause)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
@@ -30,7 +31,9 @@ class InFlight:
         self._requests: list[Any] = []
         self._owners: list[tuple[Task, int]] = []  # for each request: its task and its key
         self._ready: list[Task] = []  # tasks with kernels that can run
-        self._launched: list[tuple[Token, Task, int]] = []  # kernels that a device has not finished
+        self._launched: dict[
+            Any, deque[tuple[Token, Task, int]]
+        ] = {}  # kernels that a device has not finished, by queue
 
     def post(self, request: Any, task: Task, key: int) -> None:
         """Call `task.completed(key)` once `request` is done."""
@@ -59,8 +62,11 @@ class InFlight:
         return own
 
     def launched(self, token: Token, task: Task, key: int) -> None:
-        """Call `task.completed(key)` once a device has run the kernel of `token`."""
-        self._launched.append((token, task, key))
+        """Call `task.completed(key)` once a device has run the kernel of `token`, or `task.ran` with its error."""
+        queue = self._launched.get(token.queue)
+        if queue is None:
+            queue = self._launched[token.queue] = deque()
+        queue.append((token, task, key))
 
     def kernels_ready(self, task: Task) -> None:
         """`task` has kernels that can run: `task.take` hands them out."""
@@ -104,11 +110,27 @@ class InFlight:
         return True
 
     def _finish_launched(self) -> bool:
-        done = [(task, key) for token, task, key in self._launched if token.done()]
-        if done:
-            self._launched = [launch for launch in self._launched if (launch[1], launch[2]) not in done]
-            self._complete(done)
-        return bool(done)
+        """Poll the oldest kernel of each queue: a queue runs in order."""
+        done, failed = [], []
+        for name, queue in list(self._launched.items()):
+            while queue:
+                token, task, key = queue[0]
+                try:
+                    if not token.done():
+                        break
+                    done.append((task, key))
+                except Exception as error:
+                    failed.append((task, key, token.begun, error))
+                queue.popleft()
+            if not queue:
+                del self._launched[name]
+        self._complete(done)
+        for task, key, begun, reason in failed:
+            try:
+                task.ran(key, begun, reason)
+            except Exception as raised:
+                task.broke(raised)
+        return bool(done or failed)
 
     @staticmethod
     def _complete(owners: Sequence[tuple[Task, int]]) -> None:

@@ -12,7 +12,7 @@ from fompi.base.layout import Sizes
 from fompi.model.machine import Machine
 from fompi.model.rotation import rotated
 from fompi.model.walk import Walk, check_sizes
-from fompi.plans.dependencies import Constraints, constraints, lane
+from fompi.plans.dependencies import KERNEL_LANES, Constraints, constraints, lane
 from fompi.plans.plan import Plan
 from fompi.traces.trace import Trace
 
@@ -113,7 +113,7 @@ def _same_programs(plan: Plan, rank: int, other: int, known: dict[int, Constrain
         and known[rank] == known[other]
         and all(
             type(a) is type(b)
-            and (lane(a)[0] in ("compute", "merge", "collective") or (lane(a)[1] + shift) % plan.size == lane(b)[1])
+            and (lane(a)[0] in (*KERNEL_LANES, "collective") or (lane(a)[1] + shift) % plan.size == lane(b)[1])
             and getattr(a, "kernel", "") == getattr(b, "kernel", "")
             for a, b in zip(first.ops, second.ops, strict=True)
         )

@@ -20,7 +20,7 @@ from fompi.base.layout import Sizes
 from fompi.model.machine import Machine
 from fompi.model.network import EventQueue, Message, Network
 from fompi.plans import kernels
-from fompi.plans.dependencies import Constraints, Frontier, constraints, lane, message_numbers, track
+from fompi.plans.dependencies import KERNEL_LANES, Constraints, Frontier, constraints, lane, message_numbers, track
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
 from fompi.traces.trace import Event
 
@@ -69,7 +69,7 @@ class Walk:
         self.start: dict[Call, float] = {}  # -1 after the end
         self.moving: dict[Call, float] = {}  # since when a message moves
         self.posted: dict[tuple[int, int, int], Call] = {}  # one end of a message: (source, dest, number)
-        self.ready: list[dict[str, list[int]]] = [{"compute": [], "merge": []} for _ in self.programs]
+        self.ready: list[dict[str, list[int]]] = [{name: [] for name in KERNEL_LANES} for _ in self.programs]
         self.running: list[set[str]] = [set() for _ in self.programs]
         self.owed = [0.0] * step  # seconds that messages and sums have taken from the product that runs
         self.computes_since = [0.0] * step
@@ -131,10 +131,11 @@ class Walk:
     def next_kernels(self, rank: int) -> None:
         """Start the next sum or copy, and the next product. On one core, a sum takes its time from the product."""
         ready, running, one_core = self.ready[rank], self.running[rank], self.machine.lanes == 1
-        if ready["merge"] and "merge" not in running:
-            seconds = self.run_kernel(rank, "merge")
-            if one_core and "compute" in running:
-                self.owed[rank] += seconds
+        for name in KERNEL_LANES[1:]:
+            if ready[name] and name not in running:
+                seconds = self.run_kernel(rank, name)
+                if one_core and "compute" in running:
+                    self.owed[rank] += seconds
         if ready["compute"] and "compute" not in running and not (one_core and "merge" in running):
             self.run_kernel(rank, "compute")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import LaunchError, PeerError, StateError, WaitTimeout
-from fompi.mpi.transport import start_mpi
+from fompi.mpi.transport import start_mpi, unlink_segments
 
 Array = np.ndarray[Any, Any]
 
@@ -121,6 +121,8 @@ def connect(
 
     While this rank waits for the others it calls `progress()`. It also calls `find_departed(world ranks)`, which
     returns an error if one of these ranks has ended. Raises that error, or WaitTimeout after `timeout` seconds.
+
+    The first Link of all ranks removes the names of MPI's shared memory.
     """
     duplicate, request = _made(comm.Idup)
     members = world_ranks(comm)
@@ -138,6 +140,8 @@ def connect(
                 f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks "
                 "to create a communicator"
             )
+    if sorted(members) == list(range(start_mpi().COMM_WORLD.Get_size())):  # all ranks have arrived here
+        unlink_segments()
     return _with_blocking(duplicate)
 
 

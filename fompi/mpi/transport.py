@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
 from types import ModuleType
@@ -76,6 +78,8 @@ def start_mpi() -> ModuleType:
         finally:
             for name in added:
                 del os.environ[name]
+        if MPI.COMM_WORLD.Get_size() == 1:
+            unlink_segments()
     return MPI
 
 
@@ -93,6 +97,27 @@ def world() -> tuple[int, int]:
     """(rank, size) of this process in MPI_COMM_WORLD."""
     comm = start_mpi().COMM_WORLD
     return comm.Get_rank(), comm.Get_size()
+
+
+_SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
+"""How the names of the shared memory of MPICH and of Open MPI begin."""
+
+
+@cache
+def unlink_segments() -> None:
+    """Remove the names of the shared memory that MPI has mapped here. It runs once per process.
+
+    The kernel then frees the memory when the last rank of the host has ended, in whatever way. With a name it would
+    stay in /dev/shm after a rank is killed or the job is aborted. Open MPI also leaves it after a job of one process.
+    The caller knows that all ranks of MPI_COMM_WORLD have started MPI: nobody opens these names any more. Processes
+    that MPI_Comm_spawn starts have names of their own.
+    """
+    with suppress(OSError):  # there is no /proc
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            *_, inode, path = line.split(maxsplit=5) if "/" in line else ("", "")
+            with suppress(OSError):  # another rank has removed it
+                if path.startswith(_SEGMENTS) and os.stat(path).st_ino == int(inode):
+                    os.unlink(path)
 
 
 def all_ranks_arrive(seconds: float) -> bool:
@@ -231,6 +256,9 @@ def _requested_thread_level() -> str:
 def _refuse_foreign_launcher(MPI: ModuleType) -> None:
     """Raise LaunchError if MPI_Init would end the process. MPI's own message names no fix."""
     loaded = _library(MPI)
+    reason = launcher.torchrun_refusal(os.environ, loaded.name, loaded.mpirun)
+    if reason:
+        raise LaunchError(reason)
     reason = launcher.refusal(os.environ, loaded.name, loaded.mpirun)
     if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # an MPICH with PMIx would start
         raise LaunchError(reason)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fompi.backends.cuda import Device, backend_of
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import as_integer, integer, split
 from fompi.engine.handshake import VALUE_BITS
+from fompi.mpi import environment, transport
 from fompi.plans import problems
 from fompi.plans.problems import Form, Problem
 from fompi.tensors import dlpack
@@ -82,28 +85,31 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
     """
-    x = dlpack.borrow(arguments.x, "x")
+    borrow = _borrow if default_device() is None else _upload
+    x = borrow(arguments.x, "x")
     weights: Sequence[Tensor] = ()
     biases: Sequence[Tensor | None] = ()
     operands: Sequence[Tensor] = ()
     if arguments.weights or arguments.operands:
-        weights = [dlpack.borrow(w, "w") for w in arguments.weights]
-        biases = [None if b is None else dlpack.borrow(b, "bias") for b in arguments.biases]
-        operands = [dlpack.borrow(h, "operand") for h in arguments.operands]
-    out = None if arguments.out is None else dlpack.borrow(arguments.out, "out")
+        weights = [borrow(w, "w") for w in arguments.weights]
+        biases = [None if b is None else borrow(b, "bias") for b in arguments.biases]
+        operands = [borrow(h, "operand") for h in arguments.operands]
+    out = None if arguments.out is None else borrow(arguments.out, "out")
+    if x.device is not None or weights or operands or out is not None:
+        _check_one_device(operation, (x, *weights, *biases, *operands, out))
     flat = not weights and problems.MEANING[operation].moves in ("all_reduce", "broadcast")
     shape, packing, dim = x.array.shape, None, 0
     if flat:
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
-            x.array = np.ascontiguousarray(x.array)
+            x.array = np.ascontiguousarray(x.array) if x.device is None else backend_of(x.device).packed(x.array)
             packing = (begun, perf_counter())
         x.array = x.array.reshape(-1)
     else:
         dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
         if dim:
             for tensor in (x, *operands):
-                tensor.array = np.moveaxis(tensor.array, dim, 0)
+                tensor.array = dlpack.rows_first(tensor.array, dim)
     problem = problems.problem(
         operation,
         size,
@@ -128,15 +134,40 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     expects = len(operands[0].array) if operands else -1
     in_place = False
     if out is not None:
-        in_place = flat and _same_memory(x.array, out.array)
-        if not in_place and any(np.may_share_memory(out.array, array) for array in arrays.values()):
+        in_place = flat and out.array.flags.c_contiguous and dlpack.same_memory(x.array, out.array)
+        if not in_place and any(dlpack.overlap(out.array, array) for array in arrays.values()):
             raise TensorError(f"{operation}: out= shares memory with another operand")
         expects = _check_out(problem, out, shape, dim, rank, rows, expects)
     return LocalCall(problem, packed, arrays, x, shape, dim, rows, expects, out, in_place, packing)
 
 
-def _same_memory(x: Array, out: Array) -> bool:
-    return x.ctypes.data == out.ctypes.data and x.nbytes == out.nbytes and out.flags.c_contiguous
+@cache
+def default_device() -> Any:
+    """The device of FOMPI_DEVICE, on which operations on host tensors run. None: the host."""
+    kind = environment.value("FOMPI_DEVICE")
+    return None if kind == "auto" else Device(kind, seed=transport.world()[0])
+
+
+def _borrow(x: Any, name: str) -> Tensor:
+    return dlpack.borrow(x, name)
+
+
+def _upload(x: Any, name: str) -> Tensor:
+    """`x`, or a copy of it on the device of FOMPI_DEVICE."""
+    tensor = dlpack.borrow(x, name)
+    if tensor.device is not None:
+        return tensor
+    return replace(tensor, array=default_device().array(tensor.array), host=tensor.array)
+
+
+def _check_one_device(operation: str, tensors: Sequence[Tensor | None]) -> None:
+    x, *others = (tensor for tensor in tensors if tensor is not None)
+    for other in others:
+        if other.device is not x.device:
+            where = [f"the {t.device.name}" if t.device is not None else "the host" for t in (x, other)]
+            if where[0] == where[1]:
+                where[1] = f"another {other.device.name}"
+            raise TensorError(f"{operation}: x is on {where[0]}, but another operand is on {where[1]}")
 
 
 def _form(tensor: Tensor) -> Form:
@@ -207,7 +238,7 @@ def _check_out(
         raise DtypeError(f"{problem.operation}: out= is {out.dtype}, the result is {problem.dtype}")
     if dim and any(n != 1 for n in out.array.shape[:dim]):
         raise TensorError(f"{problem.operation}: out= cannot be used with dim={dim}: its rows are not contiguous")
-    array = np.moveaxis(out.array, dim, 0) if dim else out.array
+    array = dlpack.rows_first(out.array, dim) if dim else out.array
     if problem.flat:
         if array.shape != shape:
             raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {shape}")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.cuda import backend_of
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError, ShapeError, StateError, WaitTimeout
 from fompi.base.layout import Extents, Sizes, Slices
@@ -30,6 +31,7 @@ from fompi.ops.arguments import Arguments, LocalCall
 from fompi.planner.choose import choose_schedule, decode_rows, encode_rows, window_of_call
 from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
+from fompi.plans.staged import staged
 from fompi.plans.verify import verify
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
@@ -55,7 +57,9 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
     Raises PlanError if the schedule cannot carry out this call.
     """
     # The generator is part of the key, because a user may register another schedule under the same name.
-    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed)
+    device = local.like.device
+    where = "" if device is None else f"{device.key} {comm.paths(device).names()}"
+    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, where)
     program: Compiled | None = comm.plans.get(key)
     if program is None:
         if messages_per_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before a long program is written
@@ -65,7 +69,7 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
             verify(plan)
         if len(comm.plans) >= MOST_PLANS:
             del comm.plans[min(comm.plans, key=lambda known: comm.plans[known].used)]
-        program = comm.plans[key] = Compiled(plan, comm.rank)
+        program = comm.plans[key] = Compiled(plan, comm.rank, "" if device is None else device.name)
     program.used = comm.calls
     return program
 
@@ -73,7 +77,8 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
 def _plan_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Plan:
     problem = replace(local.problem, packed=local.packed)
     window = window_of_call(problem, schedule, slices or 1, comm.network, comm.machine is not None)
-    return write(problem, schedule, slices or 1, window=window)
+    plan, device = write(problem, schedule, slices or 1, window=window), local.like.device
+    return plan if device is None else staged(plan, comm.paths(device).is_staged)
 
 
 class Pending:
@@ -88,6 +93,8 @@ class Pending:
     would see its error.
     """
 
+    _backend: Any = Numpy()
+    _entry: Any = None  # on a device: the token of what the program had enqueued before the call
     _is_unread = False  # True for a Started, until the program asks for the result or whether it is there
 
     def __init__(
@@ -110,6 +117,9 @@ class Pending:
         self._task: Task  # the agreement, then the run; this drops the agreement, which refers to this Pending
         self.extents: Extents | None = None
         engine = comm.engine
+        if local is not None and local.like.device is not None:
+            self._backend = backend_of(local.like.device)
+            self._entry = self._backend.enter()
         with engine.lock:
             self._stamp, self._slot = comm.next_call()
             comm.note_start(name, self._stamp)
@@ -138,12 +148,20 @@ class Pending:
         """A digest of everything that must be the same on all ranks."""
         # A dimension counts from the front: dim=-1 and dim=1 of a matrix are the same.
         number = _digest((local.problem.common, local.dim, self._schedule, self._slices))
+        if local.like.device is not None:
+            number ^= digest(self._where())
         if self._arguments.gradient:  # not cached: the words of a backward differ between calls
             number ^= digest(self._arguments.gradient)
         if local.problem.moves in ("all_gather", "all_to_all"):
             return number
         # Not part of the cached digest: these may change at every call.
         return number ^ digest(str(local.shape if local.problem.flat else local.rows))
+
+    def _where(self) -> str:
+        """On which device, and over which paths."""
+        assert self._local is not None
+        device = self._local.like.device
+        return "" if device is None else f" on the {device.name} by {self._comm.paths(device).names()} messages"
 
     def _describe(self) -> str:
         """The call as text, for error messages."""
@@ -158,7 +176,8 @@ class Pending:
         options = ""
         if (self._schedule, self._slices) != ("auto", None):
             options = f" by {self._schedule}, slices {self._slices}"
-        return f"{local.problem}{rows}{options}{' ' if self._arguments.gradient else ''}{self._arguments.gradient}"
+        backward = f" {self._arguments.gradient}" if self._arguments.gradient else ""
+        return f"{local.problem}{rows}{options}{self._where()}{backward}"
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
@@ -196,22 +215,26 @@ class Pending:
         sized = program.sized(extents)
         try:
             memory = self._memory(program, sized.shapes)
-            actions = program.resolve(memory, sized.starts, _BACKEND, comm.link.collective)
+            actions = program.resolve(memory, sized.starts, self._backend, comm.link.collective)
         except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
-            refusal, actions = refusal or error, program.drain(sized, _BACKEND, comm.link.collective)
+            refusal, actions = refusal or error, program.drain(sized, self._backend, comm.link.collective)
         self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
         if local.out is not None:
             dlpack.mark_written(local.out.owner)
         run.takes_turns = comm.size > 1
+        if local.like.device is not None:
+            run.paths = comm.paths(local.like.device)
         if comm.recording is not None or comm.engine.report is not None:
             run.on_finish = functools.partial(self._note, comm.recording, run)
-        run.start(actions, None, program.is_long(sized), program.is_small(sized), refusal)
+        is_long = not program.asynchronous and program.is_long(sized)
+        run.start(actions, None, is_long, program.is_small(sized), refusal, self._entry)
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
         if recording is not None:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
-            self._comm.engine.report.note(run, self._traced(run), self.extents, _BACKEND, returned_at=self._returned_at)
+            report, trace = self._comm.engine.report, self._traced(run)
+            report.note(run, trace, self.extents, self._backend, returned_at=self._returned_at)
 
     def _program(
         self, problem: Problem, total: int | None, same_problem: bool, even: bool
@@ -235,11 +258,12 @@ class Pending:
         try:
             return program_of(self._comm, self._local, schedule, slices), None
         except Exception as error:
-            return Compiled(_plan_of(self._comm, self._local, schedule, slices), self._comm.rank), error
+            name = "" if self._local.like.device is None else self._local.like.device.name
+            return Compiled(_plan_of(self._comm, self._local, schedule, slices), self._comm.rank, name), error
 
     def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
         """Every buffer of the program as an array: the caller's memory, or memory of the arena."""
-        local, take = self._local, self._comm.engine.arena.take
+        local, arena = self._local, self._comm.engine.arena
         assert local is not None
         out = None if local.in_place else local.out
         arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # JAX copies memory that is not aligned
@@ -251,7 +275,7 @@ class Pending:
             if given is not None and given.shape != shape:
                 raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} rows arrive here")
             if given is None:
-                given = take(shape, _BACKEND.storage(buffer.dtype), aligned)
+                given = self._backend.empty(arena, shape, buffer.dtype, buffer.place, aligned)
             arrays[buffer.name] = given
             if buffer.role == "output":
                 self._outputs[buffer.name] = given
@@ -294,7 +318,10 @@ class Pending:
         dim = local.dim
         if local.out is not None:
             if local.in_place and "y" in self._outputs:
-                np.copyto(local.out.array.reshape(-1), self._outputs.pop("y"))
+                target, y = local.out.array.reshape(-1), self._outputs.pop("y")
+                np.copyto(target, y) if local.out.device is None else self._backend.copy_now(target, y)
+            if local.out.host is not None:
+                np.copyto(local.out.host, local.out.array.get())
             return self._arguments.out
         outputs = {}
         for buffer in run.compiled.outputs:
@@ -302,7 +329,7 @@ class Pending:
             if local.problem.flat:
                 array = array.reshape(local.shape)
             elif dim and buffer.axis != "whole":
-                array = np.moveaxis(array, 0, dim)
+                array = dlpack.rows_at(array, dim)
             outputs[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
         return self._arguments.result(outputs)
 
@@ -357,6 +384,3 @@ def _signature_of(problem: Problem) -> int:
 
 def _size(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64))
-
-
-_BACKEND = Numpy()

@@ -97,6 +97,10 @@ MERGES = frozenset(("add", "copy", "pack"))
 """Kernels that are limited by memory bandwidth. They have their own lane, beside the products."""
 
 
+KERNEL_LANES = ("compute", "merge", "download", "upload")
+"""The lanes of kernels: products, sums and copies, and the two directions of copies from and to a device."""
+
+
 def lane(op: Op) -> tuple[str, int]:
     """The lane of an op, as (kind, peer).
 
@@ -109,7 +113,12 @@ def lane(op: Op) -> tuple[str, int]:
         return ("recv", op.source)
     if isinstance(op, Collective):
         return ("collective", 0)
-    return ("merge" if op.kernel in MERGES else "compute", 0)
+    return (lane_of(op.kernel), 0)
+
+
+def lane_of(kernel: str) -> str:
+    """The name of the lane of a kernel."""
+    return kernel if kernel in KERNEL_LANES else "merge" if kernel in MERGES else "compute"
 
 
 def track(op: Op) -> str:
@@ -127,7 +136,7 @@ def constraints(ops: Sequence[Op], pace: Pace) -> Constraints:
         shares_window = window is not None and isinstance(op, Send) and not pace.by_peer
         lanes[("send", -1) if shares_window else lane(op)].append(i)
     for key, members in lanes.items():
-        if key[0] in ("compute", "merge") or (key[0] == "send" and window is None):
+        if key[0] in KERNEL_LANES or (key[0] == "send" and window is None):
             continue
         for earlier, later in pairwise(members):
             behind[later] = earlier

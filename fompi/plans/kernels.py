@@ -4,6 +4,8 @@
 |------------------------------|----------------------------------------------------------------------|
 | `copy(a) -> c`               | c = a, in the dtype of c                                             |
 | `pack(a) -> c`               | c = a, where a is strided and c is contiguous                        |
+| `download(a) -> c`           | c = a, where a is on a device and c is in host memory                |
+| `upload(a) -> c`             | c = a, where a is in host memory and c is on a device                |
 | `add(a, b) -> c`             | c = a + b                                                            |
 | `matmul(x, w) -> y`          | y = x @ w, over the last dimension of x                              |
 | `matmul_bias(x, w, b) -> y`  | y = x @ w + b                                                        |
@@ -73,12 +75,18 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {
     "copy": Kernel(1, 0, False, lambda a: a),
     "pack": Kernel(1, 0, False, lambda a: a),
+    "download": Kernel(1, 0, False, lambda a: a),
+    "upload": Kernel(1, 0, False, lambda a: a),
     "add": Kernel(2, 0, False, total),
     "matmul": Kernel(1, 1, False, lambda x, w: product("matmul", x, w)),
     "matmul_bias": Kernel(1, 2, False, lambda x, w, b: total(product("matmul", x, w), b)),
     "gradient": Kernel(2, 0, True, lambda a, h: product("gradient", a, h)),
     "gradient_add": Kernel(2, 1, True, lambda a, h: product("gradient", a, h)),
 }
+
+
+MOVES = ("copy", "pack", "download", "upload")
+"""Kernels that only move elements."""
 
 
 def find(name: str) -> Kernel:

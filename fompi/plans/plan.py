@@ -139,7 +139,8 @@ class Buffer:
     """Named memory of one rank, in blocks of rows (`layout.AXES`).
 
     `role` is input (never written), output or scratch. `row` is the shape of one row; for the axis `whole` it is the
-    shape of the buffer. `first` is the number of the first block, `count` the number of blocks.
+    shape of the buffer. `first` is the number of the first block, `count` the number of blocks. `place` is "host" for
+    page-locked host memory, where the other buffers are on a device.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Buffer:
     dtype: str
     first: int
     count: int
+    place: str = ""
 
     def __getitem__(self, key: int | slice) -> Chunk:
         """The chunk of these block numbers: `x[3]`, `x[2:5]`, `x[:]`."""

@@ -26,7 +26,7 @@ from fompi.base import layout
 from fompi.base.errors import PlanError
 from fompi.base.layout import AXES, COLLECTIVES, HALF, NATIVE_SUMS, Symbol
 from fompi.plans.dependencies import Frontier, constraints
-from fompi.plans.kernels import KERNELS, Value, aligned, evaluate, find, fits, in_place, is_result, total
+from fompi.plans.kernels import KERNELS, MOVES, Value, aligned, evaluate, find, fits, in_place, is_result, total
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
 from fompi.plans.problems import after, before
 
@@ -338,7 +338,7 @@ class _Execution:
         if self.plan.problem.half:
             program = self.plan.programs[rank]
             source, into = program.buffer(chunk.buffer).dtype, program.buffer(op.writes[0].buffer).dtype
-            moves = op.kernel in ("copy", "pack") and source == into
+            moves = op.kernel in MOVES and source == into
             if source in HALF and not moves and any(map(is_result, values)):
                 raise _error(rank, i, op, chunk, f"{chunk} has been rounded to {source}; this op would round it again")
         return values

@@ -41,6 +41,7 @@ class _Done:
     """The token of a kernel that was left out: it is done at once."""
 
     begun = due = 0.0
+    queue = None
 
     def done(self) -> bool:
         return True
@@ -53,14 +54,18 @@ def _skip_kernel(after: Sequence[object] = ()) -> _Done:
     return _DONE
 
 
-def _memory(compiled: Compiled, extents: Extents, backend: Backend, take: Callable[..., Any]) -> dict[str, Any]:
+def _memory(compiled: Compiled, extents: Extents, backend: Backend, arena: Any) -> dict[str, Any]:
     """Fresh arrays for every buffer of the program, full of ones."""
     shapes = compiled.sized(extents).shapes
     arrays = {}
     for buffer in compiled.program.buffers:
-        array = take(shapes[buffer.name], backend.storage(buffer.dtype))
-        array[...] = STORED_ONES.get(buffer.dtype, 1)
-        arrays[buffer.name] = array
+        one, shape = STORED_ONES.get(buffer.dtype, 1), shapes[buffer.name]
+        filled = getattr(backend, "filled", None)  # only a device can write its memory
+        if filled is None:
+            arrays[buffer.name] = backend.empty(arena, shape, buffer.dtype)
+            arrays[buffer.name][...] = one
+        else:
+            arrays[buffer.name] = filled(shape, buffer.dtype, one, buffer.place)
     return arrays
 
 
@@ -68,15 +73,15 @@ def compute_alone(
     compiled: Compiled,
     extents: Extents,
     backend: Backend,
-    take: Callable[..., Any],
+    arena: Any,
     kernels: Mapping[str, Callable[..., object]] | None = None,
     rounds: int = ROUNDS,
 ) -> ComputeTime:
     """Measure the kernels of a program in program order, without any message.
 
-    `take(shape, dtype)` makes an array. `kernels` replaces kernels by name, as in `fompi.bind`.
+    `arena` gives host memory. `kernels` replaces kernels by name, as in `fompi.bind`.
     """
-    arrays = _memory(compiled, extents, backend, take)
+    arrays = _memory(compiled, extents, backend, arena)
     actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, lambda *collective: None, kernels)
     ops = [i for i, kind in enumerate(compiled.kinds) if kind == COMPUTE]
     totals, by_op = [], []
@@ -117,7 +122,7 @@ def messages_alone(
     """
     title, refusal = f"the messages of {compiled.title} alone", None
     try:
-        arrays = _memory(compiled, extents, backend, comm.engine.arena.take)
+        arrays = _memory(compiled, extents, backend, comm.engine.arena)
     except Exception as error:
         refusal = error
     agree(comm, title, refusal)
@@ -130,6 +135,8 @@ def messages_alone(
         begun = perf_counter()
         with comm.engine.lock:
             run = Run(compiled, comm, *comm.bound_call(instance, call + 1))
+            if (device := getattr(backend, "device", None)) is not None:
+                run.paths = comm.paths(device)
             run.start(actions)
         comm.engine.wait(run, comm.channel)
         seconds.append(perf_counter() - begun)

@@ -7,8 +7,6 @@ from dataclasses import replace
 from operator import gt, index
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fompi.backends.base import Backend
 from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError
 from fompi.base.layout import Sizes
@@ -42,8 +40,12 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
     borrowed, shapes = {}, {}
+    device = getattr(backend, "device", None)
     for name, value in given.items():
         buffer, tensor = named[name], dlpack.borrow(value, name)
+        if tensor.device is not device:
+            where, wanted = (f"the {d.name}" if d is not None else "the host" for d in (tensor.device, device))
+            raise TensorError(f"{name} is on {where}, but the kernels run on {wanted}")
         shape = buffer.shape(extents)
         flat = plan.problem.flat and name in ("x", "y")
         if tensor.dtype != buffer.dtype:
@@ -64,16 +66,13 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
         borrowed[name] = tensor
     for name, tensor in borrowed.items():
         for other in borrowed:
-            if (
-                named[name].role == "output"
-                and other != name
-                and np.may_share_memory(tensor.array, borrowed[other].array)
-            ):
+            if named[name].role == "output" and other != name and dlpack.overlap(tensor.array, borrowed[other].array):
                 raise TensorError(f"{name} shares memory with {other}")
     arrays = {name: tensor.array for name, tensor in borrowed.items()}
     for buffer in program.buffers:
         if buffer.name not in arrays:
-            arrays[buffer.name] = comm.engine.arena.take(buffer.shape(extents), backend.storage(buffer.dtype))
+            shape = buffer.shape(extents)
+            arrays[buffer.name] = backend.empty(comm.engine.arena, shape, buffer.dtype, buffer.place)
     return Memory(borrowed, shapes, arrays)
 
 
@@ -127,7 +126,7 @@ class BoundPlan:
         """
         lent = []
         for array, dtype, like in self._outputs:
-            if like.framework == "jax":
+            if like.framework == "jax" and like.device is None:
                 own = self.comm.engine.arena.take(array.shape, array.dtype)
                 own[...] = array
                 array = own

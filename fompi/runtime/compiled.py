@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from fompi.backends.base import Backend
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, offsets
 from fompi.plans import kernels
-from fompi.plans.dependencies import constraints, device_constraints, lane, message_numbers, release
+from fompi.plans.dependencies import KERNEL_LANES, constraints, device_constraints, lane, message_numbers, release
 from fompi.plans.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, parts_in_words
+from fompi.plans.staged import is_mirror
 
 Array = np.ndarray[Any, Any]
 
@@ -59,6 +60,15 @@ class Sized(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
 
+class Native:
+    """The start of a collective of the library, and the arrays that it reads and writes. It returns the request."""
+
+    __slots__ = ("reads", "start", "writes")
+
+    def __init__(self, start: Callable[[], Any], reads: Sequence[Array], writes: Sequence[Array]):
+        self.start, self.reads, self.writes = start, reads, writes
+
+
 class Compiled:
     """The program of `rank` in `plan`, for any rows.
 
@@ -82,7 +92,7 @@ class Compiled:
             limits = device_constraints(ops, limits)
         self.follows = limits.follows
         self.multiplies = ("compute", 0) in self.lanes
-        self.merges = [name == "merge" for name, _ in self.lanes]
+        self.merges = [name in KERNEL_LANES[1:] for name, _ in self.lanes]
         self.forwards = any(
             self.kinds[j] == RECV or self.merges[j]
             for i, needs in enumerate(limits.needs)
@@ -98,7 +108,8 @@ class Compiled:
         self._x_row_nbytes = self.buffers["x"].row_nbytes
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
         cut = f", {parts_in_words(plan)}" if plan.parts > 1 else ""
-        self.title = f"{plan.problem.operation} by {plan.schedule}{cut}" + (f" on an {device}" if device else "")
+        where = f" on {_with_article(device)}" if device else ""
+        self.title = f"{plan.problem.operation} by {plan.schedule}{cut}{where}"
         self._reads = [[self._place(c) for c in op.reads] for op in ops]
         self._writes = [[self._place(c) for c in op.writes] for op in ops]
         self._dtypes = [
@@ -106,7 +117,7 @@ class Compiled:
             for op in ops
         ]
         self.moves = [
-            isinstance(op, Compute) and op.kernel in ("copy", "pack") and len({*reads, *writes}) == 1
+            isinstance(op, Compute) and op.kernel in kernels.MOVES and len({*reads, *writes}) == 1
             for op, (reads, writes) in zip(ops, self._dtypes, strict=True)
         ]  # True for kernels without arithmetic
         self._moved = [
@@ -124,6 +135,11 @@ class Compiled:
     def places(self, i: int) -> list[Place]:
         """The chunks that op `i` moves or works on: those it writes for a receive, else those it reads."""
         return self._writes[i] if self.kinds[i] == RECV else self._reads[i]
+
+    def moves_device_memory(self, i: int) -> bool:
+        """True if op `i` is a message that does not go through a mirror in host memory."""
+        moved = self._moved[i]
+        return moved is not None and not is_mirror(self.buffers[moved.buffer])
 
     def sized(self, extents: Extents) -> Sized:
         """The `Sized` for these rows. The result of the last call is cached."""
@@ -217,10 +233,13 @@ class Compiled:
                     for name, start, stop, _ in self._reads[i]
                     for block in range(start, stop)
                 ]
-                actions.append(native(op.name, reads, writes, self.plan.problem.root, rows))
+                start = native(op.name, reads, writes, self.plan.problem.root, rows)
+                actions.append(Native(start, reads, writes))
             elif isinstance(op, Compute):
                 if kernels and op.kernel in kernels:
-                    actions.append(partial(kernels[op.kernel], reads, writes))
+                    bind_user = getattr(backend, "bind_user", None)
+                    call = partial(kernels[op.kernel], reads, writes)
+                    actions.append(bind_user(kernels[op.kernel], op.kernel, reads, writes) if bind_user else call)
                 else:
                     actions.append(backend.bind(op.kernel, reads, writes, *self._dtypes[i]))
         return actions
@@ -237,6 +256,10 @@ class Compiled:
         sizes = [0 if moved is None else _nbytes(sized, moved) for moved in self._moved]
         sent, received = np.zeros(max(sizes, default=0), np.uint8), np.empty(max(sizes, default=0), np.uint8)
         return [(sent if self.kinds[i] == SEND else received)[:n] if n else None for i, n in enumerate(sizes)]
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _nbytes(sized: Sized, place: Place) -> int:

@@ -5,7 +5,7 @@ The loop is the one of the design: start the next op of each lane, wait only for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any
@@ -14,8 +14,13 @@ from fompi.backends.base import Token
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import QUIET, Task
+from fompi.mpi.paths import Paths
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import COMPUTE, NATIVE, SEND, Compiled
+from fompi.tensors.device_array import DeviceArray
+
+ENTRY = -2
+"""The key of the event that a device reaches once it has done what the program had enqueued before the call."""
 
 
 def _skip_kernel() -> None:
@@ -40,6 +45,8 @@ class Dispatch(Task):
     tokens: dict[int, Token] = {}  # noqa: RUF012
     unready: dict[tuple[str, int], list[int]] = {}  # noqa: RUF012  # (input, block) not ready yet -> the ops that read it
     is_small = False
+    paths: Paths | None = None  # how messages move that a device reads or writes
+    notes: dict[int, list[Callable[[], None]]] = {}  # noqa: RUF012  # for such messages in flight: call them at the end
     on_finish: Callable[[], None] | None = None
 
     def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int):
@@ -54,7 +61,7 @@ class Dispatch(Task):
         self.actions: list[Any] = []
         self.natives_left, self.forwards = compiled.natives, compiled.forwards
         if compiled.asynchronous:
-            self.tokens = {}
+            self.tokens, self.notes = {}, {}
 
     # -- what the call decides (`fompi.runtime.program.Run`)
     def has_turn(self, i: int) -> bool:
@@ -63,6 +70,10 @@ class Dispatch(Task):
 
     def token_arrived(self) -> None:
         """The previous rank has started this call with the same label and counts."""
+        raise NotImplementedError
+
+    def entered(self) -> None:
+        """The device has done what the program had enqueued before this call."""
         raise NotImplementedError
 
     def native_started(self) -> None:
@@ -109,10 +120,14 @@ class Dispatch(Task):
                 continue
             self.begun[i] = perf_counter()
             if kind == NATIVE:
-                engine.post(action(), self, i)
+                if self.paths is not None:
+                    self._note(i, action.reads, action.writes)
+                engine.post(action.start(), self, i)
                 self.native_started()
             elif action is None:  # no rows, so no message: both ranks know this
                 queue.extend(self._complete(i))
+            elif self.paths is not None:
+                self._move(i)
             elif kind == SEND:
                 send = link.issend if compiled.is_paced and action.nbytes > EAGER_NBYTES else link.isend
                 if action.nbytes > self.comm.most_nbytes:
@@ -128,15 +143,47 @@ class Dispatch(Task):
                 if blockers[j] == 0:
                     queue.append(j)
 
-    def _post_parts(self, call: Callable[[Any, int, int], Any], i: int) -> None:
+    def _post_parts(self, call: Callable[[Any, int, int], Any], i: int, data: Any = None) -> None:
         """Send or receive data that is too large for one message, in several messages.
 
         Both ranks cut the data at the same places. MPI keeps the order of messages that have the same tag.
         """
-        data, most, peer = self.actions[i], self.comm.most_nbytes, self.compiled.peers[i]
+        data, most, peer = data if data is not None else self.actions[i], self.comm.most_nbytes, self.compiled.peers[i]
         tag = self.tag + self.compiled.numbers[i]
         parts = [data[at : at + most] for at in range(0, data.nbytes, most)]
         self.comm.engine.post_all([call(part, peer, tag) for part in parts], self, i)
+
+    def _move(self, i: int) -> None:
+        """Send or receive memory that a device uses."""
+        paths, link, engine = self.paths, self.comm.link, self.comm.engine
+        assert paths is not None
+        data, peer, is_send = self.actions[i], self.compiled.peers[i], self.compiled.kinds[i] == SEND
+        tag, is_pulled = self.tag + self.compiled.numbers[i], paths.moves_by_ipc(peer)
+        if is_send or not is_pulled:  # a pull is a copy of the device, which notes it
+            self._note(i, [data] if is_send else (), () if is_send else [data])
+        if is_pulled:
+            offered = data if isinstance(data, DeviceArray) and self.error is None else None
+            if is_send:
+                engine.launched(paths.ipc.send(offered, peer, tag), self, i)
+            else:
+                engine.launched(paths.ipc.recv(offered, peer, tag, str(self.compiled.ops[i])), self, i)
+            return
+        call = link.irecv if not is_send else link.issend if self.compiled.is_paced else link.isend
+        if isinstance(data, DeviceArray):
+            data = paths.device.memory(data)
+        if data.nbytes > self.comm.most_nbytes:
+            self._post_parts(call, i, data)
+        else:
+            engine.post(call(data, peer, tag), self, i)
+
+    def _note(self, i: int, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+        """Tell the device that a message begins to read and write these arrays. A race is an error of this call."""
+        if self.error is None and self.paths is not None:
+            message, what = self.paths.device.message, str(self.compiled.ops[i])
+            try:
+                self.notes[i] = [*(message(what, a, False) for a in reads), *(message(what, a, True) for a in writes)]
+            except Exception as error:
+                self.kernel_failed(i, error)
 
     def _merge(self, i: int) -> list[int]:
         """Run a small sum or copy in this thread. Returns the ops that become free."""
@@ -174,6 +221,9 @@ class Dispatch(Task):
         """Op `i` is done. Returns the ops that become free."""
         self.ended[i] = self.moved_at = perf_counter()
         self.unfinished -= 1
+        if i in self.notes:
+            for end in self.notes.pop(i):
+                end()
         blockers, free = self.blockers, []
         for j in self.compiled.on_done[i]:
             blockers[j] -= 1
@@ -185,7 +235,7 @@ class Dispatch(Task):
         if self.finished:  # the call was abandoned
             return
         if key < 0:
-            self.token_arrived()
+            self.entered() if key == ENTRY else self.token_arrived()
             return
         free = self._complete(key)
         if key in self.tokens:
@@ -209,8 +259,9 @@ class Dispatch(Task):
         return i, self.actions[i] if self.error is None else _skip_kernel
 
     def ran(self, key: int, begun: float, error: BaseException | None) -> None:
-        self.begun[key] = begun
-        if error is not None and not self.finished:
+        if key >= 0:
+            self.begun[key] = begun
+        if error is not None and not self.finished and self.error is None:
             self.kernel_failed(key, error)
         self.completed(key)
 

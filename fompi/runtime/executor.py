@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from fompi.backends.base import Backend
+from fompi.backends.cuda import backend_of
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError, StateError, WaitTimeout
 from fompi.base.layout import integer
@@ -15,11 +16,13 @@ from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import agree, digest
 from fompi.plans.kernels import find
 from fompi.plans.plan import Plan, parts_in_words
+from fompi.plans.staged import is_mirror, staged
 from fompi.runtime import baselines
 from fompi.runtime.binding import BoundPlan, Memory, check_tensors
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
 from fompi.tensors import dlpack
+from fompi.tensors.device_array import DeviceArray
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof, RankDependencies, prove
 from fompi.traces.trace import Trace
@@ -55,6 +58,8 @@ class Executor(BoundPlan):
         self.closed = False
         self._instance, self._calls = comm.next_bound(), 0
         super().__init__(compiled, comm, memory, backend, kernels)
+        device = getattr(backend, "device", None)
+        self._paths = None if device is None else comm.paths(device)
         self.seconds: float | None = None  # the time of the last call on this rank
         self.drift: Drift | None = None  # compares calls with their prediction
         self._run: Run | None = None
@@ -94,6 +99,7 @@ class Executor(BoundPlan):
         mark = None if label is None and whole else self._mark(label, whole)
         stamp, slot = self.comm.bound_call(self._instance, self._calls, mark)
         engine = self.comm.engine
+        entry = None if self._paths is None else self.backend.enter()  # type: ignore[attr-defined]
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
@@ -102,6 +108,7 @@ class Executor(BoundPlan):
                 marks[stamp] = label, None if whole else self._sizes
                 if len(marks) > MOST_MARKS:
                     self.comm.channel.forget_marks()
+            run.paths = self._paths
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
@@ -111,7 +118,7 @@ class Executor(BoundPlan):
             for tensor in self._written:
                 dlpack.mark_written(tensor)
             self.comm.note_start(self.compiled.title, stamp)
-            run.start(self._actions, unready, self._is_long, self._is_small)
+            run.start(self._actions, unready, self._is_long, self._is_small, None, entry)
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on."""
@@ -211,9 +218,9 @@ class Executor(BoundPlan):
 
     def compute_seconds(self, rounds: int = baselines.ROUNDS) -> float:
         """Measure this rank's kernels without messages, on fresh memory: the median of `rounds`, in seconds."""
-        take = self.comm.engine.arena.take
+        arena = self.comm.engine.arena
         seconds = baselines.compute_alone(
-            self.compiled, self._extents, self.backend, take, self.kernels, rounds
+            self.compiled, self._extents, self.backend, arena, self.kernels, rounds
         ).seconds
         self._compute_alone = self._extents, seconds
         if self.comm.engine.report is not None:
@@ -282,6 +289,13 @@ class Executor(BoundPlan):
         return f"Executor({self.name} on {self.comm!r})"
 
 
+def _backend_for(tensors: Mapping[str, Any]) -> Backend:
+    """The backend of the device on which the tensors are."""
+    devices = [x.device for x in tensors.values() if isinstance(x, DeviceArray)]
+    backend: Backend = backend_of(devices[0]) if devices else Numpy()
+    return backend
+
+
 def bind(
     plan: Plan,
     *,
@@ -300,17 +314,23 @@ def bind(
     communicator = Communicator.of(comm)
     if out is not None:
         tensors["y"] = out
-    backend = backend or Numpy()
     refusal: Exception | None = None
+    backend, where = backend or _backend_for(tensors), ""
     try:  # every check comes before the handshake, so that a refusal reaches all ranks
+        device = getattr(backend, "device", None)
+        if device is not None:
+            paths = communicator.paths(device)
+            where = f" on the {device.name} by {paths.names()} messages"
+            if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
+                plan = staged(plan, paths.is_staged)
         for name in kernels or ():
             find(name)
-        if kernels and backend.asynchronous:
+        if kernels and backend.asynchronous and device is None:
             raise PlanError(f"kernels= run on the host, but the {backend.name} has its own kernels")
         memory = check_tensors(plan, communicator, tensors, backend)
         compiled = Compiled(plan, communicator.rank, backend.name if backend.asynchronous else "")
     except Exception as error:
         refusal = error
-    text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes})"
+    text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes}){where}"
     agree(communicator, text, refusal)
     return Executor(compiled, communicator, memory, backend, kernels)

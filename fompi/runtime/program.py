@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+from fompi.backends.base import Token
 from fompi.base.errors import PeerError, StateError, in_words
 from fompi.base.layout import Extents, nbytes
 from fompi.engine.control import FAILED
@@ -13,7 +14,7 @@ from fompi.engine.tasks import ANYONE, Sent
 from fompi.plans.dependencies import track
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import NATIVE, RECV, SEND
-from fompi.runtime.dispatch import Dispatch
+from fompi.runtime.dispatch import ENTRY, Dispatch
 from fompi.traces.trace import Event, Interval, Trace
 
 COMPARE_SECONDS = 1.0
@@ -26,6 +27,7 @@ class Run(Dispatch):
     # As in Dispatch: rebound, never mutated.
     takes_turns = False  # True for unbound calls
     held_natives: Sequence[int] = ()  # collectives of the library that wait for the turn of this call
+    held_entry: Sequence[int] = ()  # messages of device memory that the program may still write
     held_ops: Sequence[int] = ()  # ops that would give other ranks worthless data before they know of the error
     notified: frozenset[int] = frozenset()  # the ranks to which this rank has sent its error
     informed: frozenset[int] = frozenset()  # the ranks that are known to know of an error
@@ -46,6 +48,7 @@ class Run(Dispatch):
         is_long: bool = False,
         is_small: bool = False,
         refusal: Exception | None = None,
+        entry: Token | None = None,
     ) -> None:
         """Start all ops that can start. `actions` is what each op does (`Compiled.resolve`).
 
@@ -53,6 +56,7 @@ class Run(Dispatch):
         `is_long`: messages must progress while the kernels of this call run.
         `is_small`: sums and copies run at once, in the thread that releases them.
         `refusal`: this rank cannot do the call, although all ranks have agreed to it. Its messages still move.
+        `entry`: messages of device memory wait for it. Kernels do not: their streams wait.
         """
         channel = self.comm.channel
         self.actions, self.is_small = actions, is_small
@@ -67,7 +71,7 @@ class Run(Dispatch):
         if refusal is not None and self.error is None:
             self._fail(refusal, "before its first op")
         try:
-            self._start_first(unready)
+            self._start_first(unready, entry)
         except Exception as error:  # MPI has failed
             channel.fail(self, error)
             raise
@@ -75,13 +79,19 @@ class Run(Dispatch):
         if self.is_long:
             self.comm.engine.wake_helper()  # after the first ops have started: without work the helper goes to sleep
 
-    def _start_first(self, unready: Mapping[tuple[str, int], list[int]] | None) -> None:
+    def _start_first(self, unready: Mapping[tuple[str, int], list[int]] | None, entry: Token | None) -> None:
         first = self.compiled.first
+        if entry is not None:
+            self.held_entry = [i for i in first if self.compiled.moves_device_memory(i)]
+            for i in self.held_entry:
+                self.blockers[i] += 1
+            self.comm.engine.launched(entry, self, ENTRY)
         if unready:
             self.unready = dict(unready)
             for ops in unready.values():
                 for i in ops:
                     self.blockers[i] += 1
+        if unready or entry is not None:
             first = [i for i in first if self.blockers[i] == 0]
         if self.takes_turns and not self.natives_left:
             self.comm.end_turn(self.stamp)
@@ -107,6 +117,12 @@ class Run(Dispatch):
         held, self.held_natives = self.held_natives, ()
         self.start_ops(list(held))
 
+    def entered(self) -> None:
+        held, self.held_entry = self.held_entry, ()
+        for i in held:
+            self.blockers[i] -= 1
+        self.start_ops([i for i in held if self.blockers[i] == 0])
+
     # -- marks: the collectives of the library have no tags. So a marked call sends a token round the ring before them
     def _exchange_tokens(self) -> None:
         rank, size, link, engine = self.comm.rank, self.comm.size, self.comm.link, self.comm.engine
@@ -128,7 +144,7 @@ class Run(Dispatch):
 
     # -- errors
     def kernel_failed(self, i: int, error: BaseException) -> None:
-        self._fail(error, f"op {i}, {self.compiled.ops[i]}")
+        self._fail(error, "before its first op" if i < 0 else f"op {i}, {self.compiled.ops[i]}")
 
     def _fail(self, error: BaseException, where: str) -> None:
         """Send the error of this rank to all other ranks, then go on without kernels."""

@@ -89,8 +89,8 @@ class Calls:
         """Measure the baselines. Collective. Kernels of the user are not run alone: they may do more than compute."""
         if self.extents is not None:
             if self.kernels is None and self.compute_alone is None:
-                take = self.comm.engine.arena.take
-                self.compute_alone = compute_alone(self.compiled, self.extents, self.backend, take).seconds
+                arena = self.comm.engine.arena
+                self.compute_alone = compute_alone(self.compiled, self.extents, self.backend, arena).seconds
             self.messages_alone = messages_alone(self.compiled, self.comm, self.extents, self.backend)
 
     def proof(self) -> Proof:

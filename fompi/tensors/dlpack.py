@@ -24,6 +24,7 @@ import numpy as np
 
 from fompi.base.errors import DtypeError, TensorError
 from fompi.base.layout import CARRIERS, FLOAT8
+from fompi.tensors.device_array import DeviceArray
 
 # ── dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -63,11 +64,17 @@ def _torch_name(dtype: Any) -> str | None:
 class Tensor:
     """A framework's tensor, borrowed as a NumPy array on the same memory."""
 
-    array: np.ndarray  # has the shape and strides of the tensor, and the dtype STORAGE[dtype]
+    array: Any  # has the shape and strides of the tensor, and the dtype STORAGE[dtype]; a DeviceArray on a device
     dtype: str  # the logical dtype: "float32", "bfloat16", ...
-    framework: str  # "numpy", "torch", "jax", or "dlpack" for any other
+    framework: str  # "numpy", "torch", "jax", "device" for a DeviceArray, or "dlpack" for any other
     readonly: bool
     owner: object  # the tensor itself
+    host: np.ndarray | None = None  # the memory of the tensor, if `array` is a copy of it on a device
+
+    @property
+    def device(self) -> Any:
+        """The device whose memory `array` has. None: the host."""
+        return self.array.device if isinstance(self.array, DeviceArray) else None
 
 
 def borrow(x: Any, name: str = "x") -> Tensor:
@@ -89,6 +96,11 @@ def borrow(x: Any, name: str = "x") -> Tensor:
         return Tensor(array, dtype, "numpy", not array.flags.writeable, x)
     if family == "torch":
         return _borrow_torch(x, name)
+    if family == "device":
+        dtype = _numpy_name(x.dtype)
+        if dtype is None:
+            raise _unknown_dtype(name, x.dtype)
+        return Tensor(x if x.dtype == STORAGE[dtype] else x.view(STORAGE[dtype]), dtype, "device", False, x)
     if family == "tracer":
         raise TensorError(
             f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad. "
@@ -102,6 +114,30 @@ def borrow(x: Any, name: str = "x") -> Tensor:
         if _numpy_name(x.dtype) is None:
             raise _unknown_dtype(name, x.dtype)
     return _borrow_capsule(x, name, family)
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """True if two arrays, on the host or on a device, may share memory."""
+    if isinstance(a, DeviceArray) or isinstance(b, DeviceArray):
+        return isinstance(a, DeviceArray) and a.overlaps(b)
+    return bool(np.may_share_memory(a, b))
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """True if two arrays have the same elements in the same order."""
+    if isinstance(a, DeviceArray):
+        return a.same_memory(b)
+    return bool(not isinstance(b, DeviceArray) and a.ctypes.data == b.ctypes.data and a.nbytes == b.nbytes)
+
+
+def rows_first(array: Any, dim: int) -> Any:
+    """A view of `array` whose first dimension is `dim`."""
+    return array.rows_first(dim) if isinstance(array, DeviceArray) else np.moveaxis(array, dim, 0)
+
+
+def rows_at(array: Any, dim: int) -> Any:
+    """A view of `array` whose first dimension becomes dimension `dim`: undoes `rows_first`."""
+    return array.rows_at(dim) if isinstance(array, DeviceArray) else np.moveaxis(array, 0, dim)
 
 
 def is_tracer(x: Any) -> bool:
@@ -138,6 +174,7 @@ _FAMILIES = {  # (package, class) -> family
     ("jax", "ArrayImpl"): "jax",
     ("jaxlib", "ArrayImpl"): "jax",
     ("cupy", "ndarray"): "cupy",
+    ("fompi", "DeviceArray"): "device",
 }
 
 
@@ -365,16 +402,21 @@ def _on_device(name: str, device_type: int, device_id: int) -> TensorError:
 # ── lend ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lend(array: np.ndarray, dtype: str, like: Tensor | str) -> Any:
+def lend(array: Any, dtype: str, like: Tensor | str) -> Any:
     """`array` as a tensor of the framework of `like`, on the same memory. The tensor keeps the memory alive.
 
     `dtype` is the logical dtype; `array` has the dtype `STORAGE[dtype]`. An array is copied if the framework cannot
     represent it. For torch this is read-only memory, or a negative stride. For JAX it is every array that is not
-    writable, C-contiguous and aligned to 64 bytes.
+    writable, C-contiguous and aligned to 64 bytes. A DeviceArray is copied for a framework whose
+    tensor was on the host.
     """
     if array.dtype != STORAGE[dtype]:
         raise DtypeError(f"{dtype} needs an array of dtype {STORAGE[dtype]}, not {array.dtype}")
     framework = like if isinstance(like, str) else like.framework
+    if isinstance(array, DeviceArray):
+        if framework == "device":
+            return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
+        array = array.get()
     if framework == "numpy":
         return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
     if framework == "torch":

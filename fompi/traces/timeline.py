@@ -18,7 +18,7 @@ _LABELS = {"compute": "compute", "add": "adds and copies", "message": "messages"
 def _kind(event: Event) -> str:
     if not event.is_compute:
         return "message" if event.is_message else "nothing"
-    return "add" if event.lane == "merge" else "compute"
+    return "compute" if event.lane == "compute" else "add"
 
 
 def _rows(trace: Trace, rank: int) -> dict[str, list[Interval]]:

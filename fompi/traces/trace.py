@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-KERNEL_LANES = ("compute", "merge")
-"""The lane of products, and the lane of sums and copies. All other lanes but AGREEMENT are lanes of messages."""
+from fompi.plans.dependencies import KERNEL_LANES
 
 AGREEMENT = "agreement"
 """The lane in which an unbound call waits until all ranks have called it."""

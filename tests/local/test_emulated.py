@@ -17,6 +17,8 @@ ROWS, BATCH, K, N = 5, 2, 6, 7
 SHAPES = {
     "copy": ([(ROWS, K)], [(ROWS, K)]),
     "pack": ([(ROWS, K)], [(ROWS, K)]),
+    "download": ([(ROWS, K)], [(ROWS, K)]),
+    "upload": ([(ROWS, K)], [(ROWS, K)]),
     "add": ([(ROWS, K), (ROWS, K)], [(ROWS, K)]),
     "matmul": ([(ROWS, BATCH, K), (2, BATCH, K), (K, N)], [(ROWS, BATCH, N), (2, BATCH, N)]),
     "matmul_bias": ([(ROWS, K), (K, N), (N,)], [(ROWS, N)]),
@@ -28,7 +30,7 @@ SHAPES = {
 
 def meaning(kernel, reads):
     """The kernel in NumPy, on operands of any width."""
-    if kernel in ("copy", "pack"):
+    if kernel in ("copy", "pack", "download", "upload"):
         return [reads[0]]
     if kernel == "add":
         return [reads[0] + reads[1]]

@@ -23,6 +23,8 @@ BAD = {
     "FOMPI_REPORT": ("maybe", "2", "yes", "/nowhere/report.json", "report.txt"),
     "FOMPI_CACHE": (str(Path(__file__)),),
     "FOMPI_GPU_AWARE": ("maybe", "2"),
+    "FOMPI_PATH": ("rdma", "IPC"),
+    "FOMPI_DEVICE": ("cuda:x", "1"),
     "FOMPI_SINGLETONS": ("yes",),
 }
 GOOD = {
@@ -32,6 +34,8 @@ GOOD = {
     "FOMPI_MACHINE": ("gigabit", "/any/file.json"),
     "FOMPI_CACHE": ("0", "/any/folder", str(ROOT)),
     "FOMPI_GPU_AWARE": ("auto", "0", "1"),
+    "FOMPI_PATH": ("auto", "staged", "direct", "ipc"),
+    "FOMPI_DEVICE": ("auto", "software"),
     "FOMPI_SINGLETONS": ("0", "1"),
     "FOMPI_AGAIN": (str(ROOT / "again"),),
 }

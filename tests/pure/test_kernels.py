@@ -14,8 +14,7 @@ from fompi.base.errors import PlanError
 from fompi.plans.kernels import KERNELS, cost, demand, find
 
 MEANING = {
-    "copy": lambda a: a,
-    "pack": lambda a: a,
+    **dict.fromkeys(("copy", "pack", "download", "upload"), lambda a: a),
     "add": lambda a, b: a + b,
     "matmul": lambda x, w: x @ w,
     "matmul_bias": lambda x, w, b: x @ w + b,
@@ -23,7 +22,7 @@ MEANING = {
     "gradient_add": lambda a, h, g: g + np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
 }
 SHAPES = {
-    "copy": ["rk"], "pack": ["rk"], "add": ["rk", "rk"], "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
+    "copy": ["rk"], "pack": ["rk"], "download": ["rk"], "upload": ["rk"], "add": ["rk", "rk"], "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
     "gradient": ["rk", "rn"], "gradient_add": ["rk", "rn", "kn"],
 }  # fmt: skip
 BACKEND = Numpy()
@@ -129,7 +128,7 @@ def test_cost():
 
 def test_every_kernel_is_tested():
     assert set(KERNELS) == set(MEANING)
-    with pytest.raises(PlanError, match="unknown kernel 'softmax'; known: copy, pack, add"):
+    with pytest.raises(PlanError, match="unknown kernel 'softmax'; known: copy, pack, download, upload, add"):
         find("softmax")
 
 
@@ -138,7 +137,7 @@ def test_copies_keep_all_bits(dtype):
     """The bits of a NaN are kept too: a copied block must equal a block that is sent."""
     bits = np.array([0x7FC1, 0x7E01, 0xFFFF, 0x0001, 0x8000], np.uint16)
     a = bits.view(storage(dtype))
-    for kernel in ("copy", "pack"):
+    for kernel in ("copy", "pack", "download", "upload"):
         c = np.zeros_like(a)
         Numpy().bind(kernel, [a], [c], [dtype], [dtype])()
         assert np.array_equal(c.view(np.uint16), bits)

@@ -1,0 +1,130 @@
+"""The Backend on a device: products, sums, and both directions of copies have a stream each. Events order them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.cuda.device import AnyArray, Device
+from fompi.backends.numpy import Numpy
+from fompi.plans.dependencies import lane_of
+from fompi.tensors.device_array import DeviceArray
+
+STREAMS = {"compute": 0, "merge": -1, "download": -1, "upload": -1}
+"""The streams by lane, and their priorities: other ranks wait for all but products."""
+
+
+class Queue:
+    """A stream with what the engine must know of it: `ended` is when its last kernel was seen to be done."""
+
+    __slots__ = ("ended", "stream")
+
+    def __init__(self, stream: Any):
+        self.stream, self.ended = stream, 0.0
+
+
+class Enqueued:
+    """The Token of a kernel on a stream. `due` is when it was seen to be done; infinity before that."""
+
+    __slots__ = ("begun", "due", "event", "queue")
+
+    def __init__(self, queue: Queue, event: Any):
+        self.queue, self.event, self.begun, self.due = queue, event, perf_counter(), float("inf")
+
+    def done(self) -> bool:
+        if not self.event.done():
+            return False
+        now = perf_counter()
+        self.begun, self.due = max(self.begun, self.queue.ended), now  # a stream runs one kernel after the other
+        self.queue.ended = now
+        return True
+
+
+class OnDevice:
+    """The Backend. Everything that costs time is done in `bind`: a call only enqueues."""
+
+    asynchronous = True
+
+    def __init__(self, device: Device):
+        self.device, self.name = device, device.name
+        self._host = Numpy()
+        self.queues = {name: Queue(device.stream(name, priority)) for name, priority in STREAMS.items()}
+
+    def storage(self, dtype: str) -> np.dtype[Any]:
+        return self._host.storage(dtype)
+
+    def poisoned(self, shape: Sequence[int], dtype: str) -> Any:
+        return self.device.array(self._host.poisoned(shape, dtype))
+
+    def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Any:
+        make = self.device.pinned if place == "host" else self.device.empty
+        return make(tuple(shape), self.storage(dtype))
+
+    def enter(self) -> Enqueued | None:
+        """Let all streams wait for what the caller's current stream has enqueued. Returns its token, or None."""
+        entry = self.device.entry()
+        if entry is None:
+            return None
+        for queue in self.queues.values():
+            queue.stream.wait(entry)
+        return Enqueued(Queue(None), entry)
+
+    def copy_now(self, to: AnyArray, source: AnyArray) -> None:
+        """Copy, and wait until it is done."""
+        stream = self.queues["merge"].stream
+        self.device.copy(to, source)(stream)
+        event = stream.record(self.device.event())
+        while not event.done():
+            sleep(1e-5)
+
+    def packed(self, array: DeviceArray) -> DeviceArray:
+        """A contiguous copy of a strided array. It is done when this returns."""
+        packed = self.device.empty(array.shape, array.dtype)
+        self.enter()
+        self.copy_now(packed, array)
+        return packed
+
+    def filled(self, shape: Sequence[int], dtype: str, value: int, place: str = "") -> Any:
+        """A new array full of `value`."""
+        values = np.full(shape, value, self.storage(dtype))
+        if place != "host":
+            return self.device.array(values)
+        array = self.device.pinned(tuple(shape), values.dtype)
+        self.device.touch("fill", array, True)
+        array[...] = values
+        return array
+
+    def bind(
+        self,
+        kernel: str,
+        reads: Sequence[AnyArray],
+        writes: Sequence[AnyArray],
+        read_dtypes: Sequence[str],
+        write_dtypes: Sequence[str],
+    ) -> Callable[..., Enqueued]:
+        if kernel in ("download", "upload"):
+            return self._enqueuer(kernel, self.device.copy(writes[0], reads[0]))
+        work = self.device.kernel(kernel, reads, writes, read_dtypes, write_dtypes)  # type: ignore[arg-type]
+        return self._enqueuer(kernel, work)
+
+    def bind_user(
+        self, function: Callable[..., object], kernel: str, reads: Sequence[Any], writes: Sequence[Any]
+    ) -> Callable[..., Enqueued]:
+        """As `bind`, for a kernel of the user: `function(reads, writes)`."""
+        return self._enqueuer(kernel, self.device.call(function, kernel, reads, writes))
+
+    def _enqueuer(self, kernel: str, enqueue: Callable[[Any], None]) -> Callable[..., Enqueued]:
+        queue, event = self.queues[lane_of(kernel)], self.device.event()
+        stream = queue.stream
+
+        def launch(after: Sequence[Enqueued]) -> Enqueued:
+            for token in after:
+                if token.queue is not queue:
+                    stream.wait(token.event)
+            enqueue(stream)
+            return Enqueued(queue, stream.record(event))
+
+        return launch

@@ -1,0 +1,131 @@
+"""What fompi needs from a device: streams, events, memory that only the device reads, and kernels on it.
+
+    event = stream.record(device.event())      the mark is reached once the stream has done all that came before
+    stream.wait(event)                          what comes later in this stream waits for the mark
+    enqueue = device.kernel("matmul", ...)      made once; `enqueue(stream)` gives the kernel to a stream
+
+Any thread may enqueue and poll. Nothing here depends on the current stream of a thread, except `Device.entry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from fompi.tensors.device_array import DeviceArray
+
+Array = np.ndarray[Any, Any]
+AnyArray = Array | DeviceArray
+
+Enqueue = Callable[[Any], None]
+"""`enqueue(stream)`: give a kernel or a copy to a stream. It raises the errors of the device."""
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    def done(self) -> bool:
+        """True once the stream has reached it. Raises DeviceError if the device has failed: it never waits for ever."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of a device. What is enqueued runs in order."""
+
+    name: str
+
+    def record(self, event: Event) -> Event:
+        """Put the mark `event` behind all that is enqueued. Returns it."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What is enqueued from now on runs after `event`, which another stream has recorded."""
+        ...
+
+
+class Device(Protocol):
+    """A device. Its arrays are DeviceArrays; page-locked host memory is a NumPy array."""
+
+    name: str
+    key: str
+    """The same text on all ranks that have this kind of device: part of the key of a plan."""
+    backend: Any
+    """The Backend on this device, once it was asked for (`fompi.backends.cuda.backend_of`)."""
+
+    def is_known_to_mpi(self) -> bool:
+        """True if the MPI library takes addresses of this device. The same on all ranks."""
+        ...
+
+    def stream(self, name: str, priority: int = 0) -> Any:
+        """A new stream. A lower number is a higher priority."""
+        ...
+
+    def event(self) -> Any:
+        """A new event, which no stream has recorded yet."""
+        ...
+
+    def entry(self) -> Any:
+        """An event in the caller's current stream, behind what writes its tensors. None: all of that is done."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        """New memory of the device."""
+        ...
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
+        """New page-locked host memory: only such memory is copied beside kernels."""
+        ...
+
+    def kernel(
+        self,
+        name: str,
+        reads: Sequence[DeviceArray],
+        writes: Sequence[DeviceArray],
+        read_dtypes: Sequence[str],
+        write_dtypes: Sequence[str],
+    ) -> Enqueue:
+        """The kernel `name` of `fompi.plans.kernels` on these arrays."""
+        ...
+
+    def call(
+        self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]
+    ) -> Enqueue:
+        """A kernel of the user: `function(reads, writes)`, on arrays as the user's framework takes them."""
+        ...
+
+    def copy(self, to: AnyArray, source: AnyArray) -> Enqueue:
+        """A copy between arrays of equally many bytes in C order: of this device, or page-locked."""
+        ...
+
+    def array(self, x: Any) -> DeviceArray:
+        """A copy of host memory on the device. Waits for it."""
+        ...
+
+    def get(self, array: DeviceArray) -> Array:
+        """A copy of `array` in host memory. Waits for it."""
+        ...
+
+    def memory(self, array: DeviceArray) -> Any:
+        """What a GPU-aware MPI is given for a contiguous array of bytes."""
+        ...
+
+    def message(self, what: str, array: AnyArray, writes: bool) -> Callable[[], None]:
+        """Note that a message begins to read or write `array`. The result is called when the message is done.
+
+        Raises RaceError if a kernel or copy may still use it.
+        """
+        ...
+
+    def touch(self, what: str, array: AnyArray, writes: bool) -> None:
+        """Note that the host reads or writes `array`, or allows others to. Raises RaceError as `message` does."""
+        ...
+
+    def export(self, array: DeviceArray) -> bytes:
+        """A handle with which another process of this host opens the memory of `array`."""
+        ...
+
+    def open(self, handle: bytes, nbytes: int) -> DeviceArray:
+        """The `nbytes` bytes that another process has exported. Its memory may be kept open for the next handle."""
+        ...

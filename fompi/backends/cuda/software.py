@@ -1,0 +1,535 @@
+"""A device without hardware. It is strict where a real device is silent.
+
+* Streams are threads. Every kernel and copy starts after a random delay with a fixed seed.
+* Device memory is mapped twice: at `ptr`, where a host access ends in SIGSEGV as on a GPU, and at a shadow address that
+  only kernels and copies use. New memory is full of NaN.
+* A checker with vector clocks (Fidge and Mattern, 1988) knows what happens before what: launches, `record`, `wait`,
+  `done`, and messages. Two accesses to the same bytes, one of them a write, that nothing orders are a RaceError. It
+  names both operations. It does not depend on how the threads happen to run.
+* Other errors: memory that is used after it was freed, or freed while a stream uses it; an event that was never
+  recorded; memory that is read before it is written; a copy from pageable memory. After a kernel has failed, the device
+  refuses everything, as a GPU does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from itertools import count
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.cuda.device import AnyArray, Array, Enqueue
+from fompi.backends.numpy import Numpy
+from fompi.base.errors import DeviceError, RaceError, in_words
+from fompi.tensors.device_array import DeviceArray, byte_bounds
+
+HOST = "the host"
+
+DELAY_SECONDS = 1e-4
+"""The longest delay before a kernel or copy. The third power of a random number makes most delays short."""
+
+CAPACITY = 8 << 30
+
+MOST_OPENED = 64
+"""So much memory of other processes stays open. What was unused for longest is closed first."""
+
+_PROT_NONE = 0  # `mmap` has no name for it
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+# ------------------------------------------------------------------------------------------------------ the checker
+
+
+class Access:
+    """`what` touched the bytes from `start` to `stop`, as act number `tick` of `actor`."""
+
+    __slots__ = ("actor", "start", "stop", "tick", "what", "writes")
+
+    def __init__(self, actor: str, tick: int, what: str, start: int, stop: int, writes: bool):
+        self.actor, self.tick, self.what, self.start, self.stop, self.writes = actor, tick, what, start, stop, writes
+
+    @property
+    def verb(self) -> str:
+        return "writes" if self.writes else "reads"
+
+
+class Clocks:
+    """A vector clock for each actor: the host, a stream, or a message in flight. It knows acts of the others."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.of: dict[str, dict[str, int]] = {HOST: {HOST: 0}}
+
+    def join(self, actor: str, other: dict[str, int]) -> None:
+        """`actor` knows from now on what `other` knew."""
+        mine = self.of.setdefault(actor, {})
+        for who, n in other.items():
+            if n > mine.get(who, 0):
+                mine[who] = n
+
+    def tick(self, actor: str) -> int:
+        """The number of the next act of `actor`."""
+        mine = self.of.setdefault(actor, {})
+        mine[actor] = mine.get(actor, 0) + 1
+        return mine[actor]
+
+    def note(self, actor: str, what: str, places: Sequence[Place]) -> list[Access]:
+        """`actor` does `what`, which touches these places. All are checked before any is kept."""
+        tick = self.tick(actor)
+        accesses = [Access(actor, tick, what, start, stop, writes) for _, start, stop, writes in places]
+        for (span, *_), access in zip(places, accesses, strict=True):
+            span.check(self, access)
+        for (span, *_), access in zip(places, accesses, strict=True):
+            span.keep(self, access)
+        return accesses
+
+    def knows(self, actor: str, access: Access) -> bool:
+        """True if `access` happens before what `actor` does next."""
+        return access.actor == actor or self.of[actor].get(access.actor, 0) >= access.tick
+
+
+class Span:
+    """An allocation, and which operations have touched its bytes: those that later ones can still conflict with."""
+
+    def __init__(self, device: SoftwareDevice, nbytes: int, kind: str, written: bool = False):
+        self.device, self.nbytes, self.kind = device, nbytes, kind
+        self.ptr = self.shadow = 0
+        self.freed = False
+        self.accesses: list[Access] = []
+        self._written = written
+        self.number = next(device.numbers)
+
+    def __str__(self) -> str:
+        return f"{self.kind} memory {self.number} ({self.nbytes} bytes)"
+
+    def check(self, clocks: Clocks, access: Access) -> None:
+        """Raise the error of an access that is not allowed."""
+        if self.freed:
+            raise DeviceError(f"{access.what} uses {self}, which was freed")
+        for old in self.accesses:
+            overlap = old.start < access.stop and access.start < old.stop
+            if overlap and (old.writes or access.writes) and not clocks.knows(access.actor, old):
+                raise RaceError(
+                    f"{access.what} {access.verb} bytes {access.start} to {access.stop} of {self}, and {old.what} "
+                    f"{old.verb} {old.start} to {old.stop}: nothing orders them. Wait for the event of the earlier one"
+                )
+        if not (self._written or access.writes or access.start == access.stop):
+            raise DeviceError(f"{access.what} reads {self}, which nothing has written")
+
+    def keep(self, clocks: Clocks, access: Access) -> None:
+        """Note an access. It replaces those that can conflict with nothing that does not conflict with it."""
+        if access.start < access.stop:
+
+            def is_replaced(old: Access) -> bool:
+                inside = access.start <= old.start and old.stop <= access.stop
+                as_strong = access.writes or (old.actor == access.actor and not old.writes)
+                return inside and as_strong and clocks.knows(access.actor, old)
+
+            self.accesses = [*(old for old in self.accesses if not is_replaced(old)), access]
+            self._written = self._written or access.writes
+
+    def in_use(self, clocks: Clocks) -> Access | None:
+        """An access of which the host does not know whether it is done."""
+        return next((a for a in self.accesses if not clocks.knows(HOST, a)), None)
+
+
+def _freed_in_use(span: Span, user: Access) -> DeviceError:
+    return DeviceError(f"{span} is freed, but the host does not know whether {user.what} is done")
+
+
+Place = tuple[Span, int, int, bool]
+"""A span, the first and the end of the bytes that are used, and whether they are written."""
+
+
+# ---------------------------------------------------------------------------------------------------- device memory
+
+
+def _mapped(nbytes: int, protection: int, descriptor: int) -> int:
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise DeviceError(f"{nbytes} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    return int(address)
+
+
+class DeviceMemory(Span):
+    """Memory of the device: a file in memory, mapped twice. Freed when its last array has died."""
+
+    def __init__(self, device: SoftwareDevice, nbytes: int, path: str = ""):
+        super().__init__(device, nbytes, "opened" if path else "device", written=bool(path))
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not path and nbytes > device.capacity - device.used:
+            free = f"{device.capacity - device.used} of {device.capacity} are free"
+            raise DeviceError(f"the {device.name} is out of memory: {nbytes} bytes were asked for, {free}")
+        try:
+            self.descriptor = os.open(path, os.O_RDWR) if path else os.memfd_create("fompi device")
+        except OSError as error:
+            raise DeviceError(f"the memory of another process cannot be opened: {error}") from error
+        if not path:
+            os.ftruncate(self.descriptor, size)
+        self.ptr = _mapped(size, _PROT_NONE, self.descriptor)
+        self.shadow = _mapped(size, mmap.PROT_READ | mmap.PROT_WRITE, self.descriptor)
+        if not path:
+            ctypes.memset(self.shadow, 0xFF, nbytes)  # NaN in every float type
+            device.used += nbytes
+        self.size, self.is_own = size, not path
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def free(self) -> None:
+        """Give the memory back. What uses it afterwards is an error, and so is a free while a stream may use it."""
+        if self.freed:
+            raise DeviceError(f"{self} is freed twice")
+        clocks = self.device.clocks
+        with clocks.lock:
+            user = self.in_use(clocks) if self.device.checks else None
+        if user is not None:
+            raise _freed_in_use(self, user)
+        self._unmap()
+
+    def _unmap(self) -> None:
+        self.freed = True
+        if self.is_own:
+            self.device.used -= self.nbytes
+        _libc.munmap(self.ptr, self.size)
+        _libc.munmap(self.shadow, self.size)
+        os.close(self.descriptor)
+
+    def __del__(self) -> None:
+        if self.freed or not self.shadow:
+            return
+        try:
+            self.free()
+        except DeviceError as error:  # the memory stays mapped, because a stream may use it
+            self.device.reports.append(error)
+
+
+class _Shadow:
+    """Lets NumPy make an array, which then keeps the memory alive."""
+
+    __slots__ = ("__array_interface__", "memory")
+
+    def __init__(self, interface: dict[str, Any], memory: DeviceMemory):
+        self.__array_interface__, self.memory = interface, memory
+
+
+def seen(array: AnyArray) -> Array:
+    """The array as kernels see it. An MPI library that knows the device would see the same."""
+    if not isinstance(array, DeviceArray):
+        return array
+    memory: Any = array.memory
+    data = array.ptr - memory.ptr + memory.shadow, False
+    shadow = np.asarray(_Shadow({**array.interface, "data": data}, memory))
+    return shadow if shadow.dtype == array.dtype else shadow.view(array.dtype)  # dtypes of ml_dtypes
+
+
+class Event:
+    """A mark in a stream. Once `done()` is True, the host knows all that the stream knew at the mark."""
+
+    __slots__ = ("clock", "device", "reached")
+
+    def __init__(self, device: SoftwareDevice):
+        self.device = device
+        self.reached: threading.Event | None = None
+        self.clock: dict[str, int] = {}
+
+    def done(self) -> bool:
+        if self.reached is None:
+            raise DeviceError("an event was polled that no stream has recorded")  # CUDA says that it is done
+        self.device.check()
+        if not self.reached.is_set():
+            return False
+        with self.device.clocks.lock:
+            self.device.clocks.join(HOST, self.clock)
+        return True
+
+    def wait(self) -> None:
+        """Wait until the stream has reached it, or the device has failed."""
+        while not self.done():
+            time.sleep(2e-5)
+
+
+class Stream:
+    """A thread that runs what is enqueued, in order."""
+
+    def __init__(self, device: SoftwareDevice, name: str):
+        self.device, self.name = device, name
+        self.actor = f"stream {name} {next(device.numbers)}"
+        self._random = random.Random(f"{device.seed} {name}")
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        arguments = self._queue, weakref.ref(device), self._random, device.delay
+        threading.Thread(target=_run, args=arguments, name=f"fompi {self.actor}", daemon=True).start()
+
+    def submit(self, what: str, places: Sequence[Place], work: Callable[[], object]) -> None:
+        """Enqueue `work`, which touches these places."""
+        device, clocks = self.device, self.device.clocks
+        device.check()
+        with clocks.lock:
+            clocks.join(self.actor, clocks.of[HOST])  # what the host knows happened before the launch
+            if device.checks:
+                clocks.note(self.actor, f"{what} on stream {self.name}", places)
+        self._queue.put(lambda: device.run(work))
+
+    def record(self, event: Event) -> Event:
+        with self.device.clocks.lock:
+            clocks = self.device.clocks
+            clocks.tick(self.actor)
+            event.clock = dict(clocks.of[self.actor])
+        event.reached = threading.Event()
+        self._queue.put(event.reached.set)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if event.reached is None:
+            raise DeviceError(f"stream {self.name} waits for an event that no stream has recorded")  # CUDA: no error
+        with self.device.clocks.lock:
+            self.device.clocks.join(self.actor, event.clock)
+        self._queue.put(event.reached.wait)  # type: ignore[arg-type]
+
+    def __del__(self) -> None:
+        self._queue.put(None)
+
+
+def _run(todo: Any, device: Any, chance: random.Random, delay: float) -> None:
+    """The thread of a stream. It ends with the stream, and does not keep the device alive."""
+    with np.errstate(all="ignore"):
+        while (work := todo.get()) is not None:
+            if delay:
+                time.sleep(chance.random() ** 3 * delay)
+            work()
+            del work
+
+
+# -------------------------------------------------------------------------------------------------------- the device
+
+
+class SoftwareDevice:
+    """A device without hardware. With `check=True` every race is an error at the launch; without, it just happens.
+
+        device = fompi.Device("software")
+        x = device.array(np.ones((8, 4)))          # a copy on the device
+        y = fompi.all_gather(x, comm=tp)           # a DeviceArray, too
+        y.get()                                    # a copy on the host
+
+    `seed` and `delay` (seconds) decide the delays. It has `capacity` bytes of memory. Other processes of the host can
+    open its memory.
+    """
+
+    name = "software device"
+    key = "software"
+
+    def __init__(self, seed: int = 0, delay: float = DELAY_SECONDS, check: bool = True, capacity: int = CAPACITY):
+        self.capacity, self.used = capacity, 0
+        self.seed, self.delay, self.checks = seed, delay, check
+        self.clocks, self.numbers = Clocks(), count()
+        self.fault: BaseException | None = None
+        self.reports: list[DeviceError] = []
+        """What the checker found where it could raise no error: memory that was dropped while a stream used it."""
+        self._host = Numpy()
+        self._pinned: dict[int, Span] = {}
+        self._addresses: list[int] = []  # of page-locked memory, sorted
+        self._dropped: deque[Span] = deque()
+        self._opened: OrderedDict[bytes, DeviceMemory] = OrderedDict()
+        self._own = Stream(self, "own")  # for `array` and `get`
+        self._current = threading.local()
+        self.backend: Any = None
+
+    def __repr__(self) -> str:
+        return f"Device('software', seed={self.seed}, check={self.checks})"
+
+    def is_known_to_mpi(self) -> bool:
+        return False  # FOMPI_PATH=direct gives the MPI library the memory as kernels see it
+
+    # -- errors
+    def check(self) -> None:
+        """Raise the error of the kernel that has failed on this device."""
+        if self.fault is not None:
+            raise DeviceError(f"a kernel on the {self.name} has failed: {in_words(self.fault)}") from self.fault
+
+    def run(self, work: Callable[[], object]) -> None:
+        if self.fault is None:
+            try:
+                work()
+            except BaseException as error:
+                self.fault = error
+
+    # -- streams
+    def stream(self, name: str, priority: int = 0) -> Stream:
+        return Stream(self, name)
+
+    def event(self) -> Event:
+        return Event(self)
+
+    @contextmanager
+    def using(self, stream: Stream) -> Any:
+        """Make `stream` the current one of this thread: operations start after what is enqueued in it."""
+        before, self._current.stream = getattr(self._current, "stream", None), stream
+        try:
+            yield stream
+        finally:
+            self._current.stream = before
+
+    def entry(self) -> Event | None:
+        stream = getattr(self._current, "stream", None)
+        return None if stream is None else stream.record(Event(self))
+
+    # -- memory
+    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        return DeviceArray.of(DeviceMemory(self, prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
+        dtype, nbytes = np.dtype(dtype), prod(shape) * np.dtype(dtype).itemsize
+        base = np.full(max(nbytes, 1), 0xFF, np.uint8)
+        span = Span(self, nbytes, "page-locked")
+        span.ptr = span.shadow = base.ctypes.data
+        with self.clocks.lock:
+            self._settle()
+            self._pinned[span.ptr] = span
+            insort(self._addresses, span.ptr)
+        weakref.finalize(base, self._dropped.append, span).atexit = False
+        return np.ndarray(tuple(shape), dtype, base)
+
+    def _settle(self) -> None:
+        """Forget page-locked memory whose arrays have died. Not in a finalizer: it may run at any point of a thread."""
+        while self._dropped:
+            span = self._dropped.popleft()
+            user = span.in_use(self.clocks) if self.checks else None
+            if user is not None:
+                self.reports.append(_freed_in_use(span, user))
+            del self._pinned[span.ptr]
+            self._addresses.remove(span.ptr)
+
+    def place(self, array: AnyArray, writes: bool) -> Place:
+        """What the checker is told of an array of the device, or of page-locked memory."""
+        if isinstance(array, DeviceArray):
+            if array.device is not self:
+                raise DeviceError(f"{array!r} belongs to another device")
+            memory: Any = array.memory
+            return memory, *array.extent, writes
+        low, high = byte_bounds(array)
+        with self.clocks.lock:
+            at = bisect_right(self._addresses, low) - 1
+            span = self._pinned[self._addresses[at]] if at >= 0 else None
+        if span is None or high > span.ptr + max(span.nbytes, 1):
+            raise DeviceError("a copy from or to pageable memory would wait for the device: use memory of pinned()")
+        return span, low - span.ptr, high - span.ptr, writes
+
+    def array(self, x: Any) -> DeviceArray:
+        source = np.asarray(x, order="C")
+        staging, made = self.pinned(source.shape, source.dtype), self.empty(source.shape, source.dtype)
+        self.touch("array()", staging, True)
+        staging[...] = source
+        self._copied(made, staging)
+        return made
+
+    def get(self, array: DeviceArray) -> Array:
+        staging = self.pinned(array.shape, array.dtype)
+        self._copied(staging, array)
+        self.touch("get()", staging, False)
+        return staging.copy()
+
+    def _copied(self, to: AnyArray, source: AnyArray) -> None:
+        entry = self.entry()
+        if entry is not None:
+            self._own.wait(entry)
+        self.copy(to, source)(self._own)
+        self._own.record(Event(self)).wait()
+
+    # -- kernels
+    def kernel(
+        self,
+        name: str,
+        reads: Sequence[DeviceArray],
+        writes: Sequence[DeviceArray],
+        read_dtypes: Sequence[str],
+        write_dtypes: Sequence[str],
+    ) -> Enqueue:
+        work = self._host.bind(name, [*map(seen, reads)], [*map(seen, writes)], read_dtypes, write_dtypes)
+        return self._enqueue(name, work, reads, writes)
+
+    def call(
+        self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]
+    ) -> Enqueue:
+        inside, outside = [*map(seen, reads)], [*map(seen, writes)]
+        return self._enqueue(name, lambda: function(inside, outside), reads, writes)
+
+    def copy(self, to: AnyArray, source: AnyArray) -> Enqueue:
+        target, origin = seen(to), seen(source)
+
+        def work() -> None:
+            np.copyto(target, origin if origin.shape == target.shape else origin.reshape(target.shape))
+
+        return self._enqueue("copy", work, [source], [to])
+
+    def _enqueue(
+        self, name: str, work: Callable[[], object], reads: Sequence[AnyArray], writes: Sequence[AnyArray]
+    ) -> Enqueue:
+        places = [*(self.place(a, False) for a in reads), *(self.place(a, True) for a in writes)]
+        return lambda stream: stream.submit(name, places, work)
+
+    # -- messages
+    def memory(self, array: DeviceArray) -> Array:
+        return seen(array)
+
+    def message(self, what: str, array: AnyArray, writes: bool) -> Callable[[], None]:
+        if not self.checks:
+            return _nothing
+        self.check()
+        place, actor, clocks = self.place(array, writes), f"message {next(self.numbers)}", self.clocks
+        with clocks.lock:
+            clocks.join(actor, clocks.of[HOST])
+            try:
+                (access,) = clocks.note(actor, f"the message {what}", [place])
+            except DeviceError:
+                del clocks.of[actor]
+                raise
+
+        def done() -> None:
+            with clocks.lock:  # the host knows of it from now on, as of an act of its own
+                access.actor, access.tick = HOST, clocks.tick(HOST)
+                del clocks.of[actor]
+
+        return done
+
+    def touch(self, what: str, array: AnyArray, writes: bool) -> None:
+        if self.checks:
+            with self.clocks.lock:
+                self.clocks.note(HOST, what, [self.place(array, writes)])
+
+    # -- between processes
+    def export(self, array: DeviceArray) -> bytes:
+        memory: Any = array.memory
+        offset = array.ptr - memory.ptr
+        return f"{memory.path} {memory.number} {memory.nbytes} {offset}".encode()
+
+    def open(self, handle: bytes, nbytes: int) -> DeviceArray:
+        path, number, whole, offset = handle.split()
+        key = path + b" " + number  # the number: another file may get the same descriptor
+        memory = self._opened.get(key)
+        if memory is None:
+            memory = self._opened[key] = DeviceMemory(self, int(whole), path.decode())
+            if len(self._opened) > MOST_OPENED:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(key)
+        return DeviceArray.of(memory, (nbytes,), np.uint8, int(offset))
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,83 @@
+"""Plans for buffers on a device whose messages go through host memory.
+
+    plan = staged(plan)                             # all messages
+    plan = staged(plan, lambda rank, peer: ...)     # those between ranks for which this is True
+
+Each buffer that such a message reads or writes gets a mirror in host memory. A `download` comes before a send, an
+`upload` after a receive. Data that is received and sent on (a ring) leaves from the mirror, without a download.
+Collectives of the MPI library always work on mirrors. Downloads and uploads are kernels as others, so a staged plan is
+verified, simulated and run as any other plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from fompi.plans.plan import Buffer, Chunk, Collective, Compute, Op, Plan, Program, Programs, Recv, Send
+
+Pairs = Callable[[int, int], bool]
+
+_SUFFIX = "_host"
+
+
+def _all_pairs(rank: int, peer: int) -> bool:
+    return True
+
+
+def staged(plan: Plan, pairs: Pairs = _all_pairs) -> Plan:
+    """The same plan with the messages between `pairs`, and all collectives, through host memory."""
+    return replace(plan, programs=Programs(plan.size, lambda rank: _Stager(plan.programs[rank], pairs).program()))
+
+
+def is_mirror(buffer: Buffer) -> bool:
+    return buffer.place == "host"
+
+
+class _Stager:
+    """Rewrites the program of one rank."""
+
+    def __init__(self, program: Program, pairs: Pairs):
+        self._program, self._pairs = program, pairs
+        self._current: set[tuple[str, int]] = set()  # blocks whose mirror has the same content
+
+    def program(self) -> Program:
+        ops = tuple(self._ops())
+        used = {chunk.buffer for op in ops for chunk in (*op.reads, *op.writes)}
+        mirrors = [_mirror(b) for b in self._program.buffers if b.name + _SUFFIX in used]
+        return replace(self._program, buffers=(*self._program.buffers, *mirrors), ops=ops)
+
+    def _ops(self) -> Iterator[Op]:
+        for op in self._program.ops:
+            if not isinstance(op, Compute) and self._is_staged(op):
+                for chunk in op.reads:
+                    yield from self._down(chunk)
+                reads, writes = _mirrored(op.reads), _mirrored(op.writes)
+                if isinstance(op, Send | Recv):
+                    yield replace(op, chunk=(*reads, *writes)[0])
+                else:
+                    yield Collective(op.name, reads, writes)
+                for chunk, mirror in zip(op.writes, writes, strict=True):
+                    yield Compute("upload", (mirror,), (chunk,))
+                    self._current.update(chunk.blocks)
+            else:
+                yield op
+                self._current.difference_update(block for chunk in op.writes for block in chunk.blocks)
+
+    def _is_staged(self, op: Send | Recv | Collective) -> bool:
+        if isinstance(op, Collective):
+            return True
+        return self._pairs(self._program.rank, op.dest if isinstance(op, Send) else op.source)
+
+    def _down(self, chunk: Chunk) -> Iterator[Op]:
+        if not self._current.issuperset(chunk.blocks):
+            yield Compute("download", (chunk,), _mirrored((chunk,)))
+            self._current.update(chunk.blocks)
+
+
+def _mirror(buffer: Buffer) -> Buffer:
+    return replace(buffer, name=buffer.name + _SUFFIX, role="scratch", place="host")
+
+
+def _mirrored(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    return tuple(chunk._replace(buffer=chunk.buffer + _SUFFIX) for chunk in chunks)

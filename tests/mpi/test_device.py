@@ -1,0 +1,282 @@
+"""Operations on the memory of a device: every operation, schedule and path gives the bits that it gives on the host.
+
+The device is the software device with its checker on. A missing wait, a message that leaves early, or memory that is
+freed early is an error, whatever the threads happened to do.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import calls
+import catalogue
+import numpy as np
+import pytest
+
+import fompi
+from fompi.backends.cuda.software import SoftwareDevice
+from fompi.mpi.paths import DIRECT, IPC, STAGED
+from fompi.ops import pending
+from fompi.plans.plan import Compute
+from fompi.schedules import registry
+
+PATHS = [STAGED, DIRECT, IPC]
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    monkeypatch.setenv("FOMPI_PATH", request.param)
+    return request.param
+
+
+@pytest.fixture
+def device(world):
+    """A device without delays: the checker does not need them."""
+    made = SoftwareDevice(seed=world.rank, delay=0)
+    yield made
+    made.check()
+    assert not made.reports
+
+
+@pytest.fixture
+def without_verification(monkeypatch):
+    monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
+
+
+def uploaded(device, x):
+    """`x` on the device, with gaps where it has some. What is no array stays as it is."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(uploaded(device, each) for each in x)
+    if not isinstance(x, np.ndarray):
+        return x
+    return device.array(x) if x.flags.c_contiguous or x.base is None else device.array(x.base)[..., 0]
+
+
+def call_on(device, problem, given, sizes, comm, **options):
+    """As `calls.call`, on the device."""
+    positional, named = calls.arguments(problem, given, sizes, comm.rank)
+    named = {key: value if key == "counts" else uploaded(device, value) for key, value in named.items()}
+    result = getattr(fompi, problem.operation)(*uploaded(device, positional), comm=comm, **named, **options)
+    if problem.operation == "all_gather_matmul_many":
+        result = result[0].get(), [y.get() for y in result[1]]
+    else:
+        result = tuple(y.get() for y in result) if isinstance(result, tuple) else result.get()
+    return calls.by_name(problem, result)
+
+
+def variants(problem, most):
+    every = [("auto", None), *product(registry.available(problem), (1, (1, 2)))]
+    return every[:: -(-len(every) // most)]
+
+
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_every_schedule(world, device, path, name, without_verification):
+    problem = catalogue.problems(world.size, "float32")[name]
+    for number, (schedule, slices) in enumerate(variants(problem, 20 if world.size < 4 else 7)):
+        sizes = calls.row_sizes(problem, ("uneven", "even")[number % 2], seed=number)
+        mine = catalogue.inputs(problem, sizes, number)[world.rank]
+        wanted = calls.call(problem, mine, sizes, world, schedule=schedule, slices=slices)
+        got = call_on(device, problem, mine, sizes, world, schedule=schedule, slices=slices)
+        assert got.keys() == wanted.keys()
+        for key, array in wanted.items():
+            assert got[key].tobytes() == array.tobytes(), (schedule, slices, key)
+
+
+@pytest.mark.parametrize(
+    "name", ["all_gather_matmul", "matmul_reduce_scatter", "all_to_all", "all_reduce", "broadcast"]
+)
+def test_bound_plans(world, device, path, name):
+    """Bound to device memory, a plan is staged where its messages need it. The bits are those of the host."""
+    problem = catalogue.problems(world.size, "float32")[name]
+    for number, schedule in enumerate(registry.available(problem)):
+        sizes = calls.row_sizes(problem, "uneven", seed=number)
+        plan = registry.write(problem, schedule, (1, (1, 2))[number % 2], sizes)
+        mine = catalogue.inputs(problem, sizes, number)[world.rank]
+        with fompi.bind(plan, comm=world, **mine) as step:
+            wanted = step()
+        with fompi.bind(plan, comm=world, **{key: device.array(x) for key, x in mine.items()}) as step:
+            for _ in range(3):
+                got = step()
+            assert got.get().tobytes() == wanted.tobytes(), schedule
+            fompi.verify(step.plan)
+            moves = any(not isinstance(op, Compute) for op in step.plan.programs[world.rank].ops)
+            is_native = schedule in ("unfused", "sliced")
+            assert ("_host" in str(step.plan.programs[world.rank].ops)) == (moves and (path == STAGED or is_native))
+
+
+def test_fewer_rows_and_parts(world, device, path):
+    plan = fompi.plan(fompi.all_gather, fompi.Spec((4 * world.size, 3), "float32", fompi.Shard(0)), ranks=world.size)
+    x = np.arange(12, dtype="f4").reshape(4, 3) + 100 * world.rank
+    with fompi.bind(plan, comm=world, x=device.array(x)) as step:
+        step.start("x").ready("x", 0)
+        assert step.wait().get().tolist() == [
+            [*row + 100 * r] for r in range(world.size) for row in x - 100 * world.rank
+        ]
+        counts = [1 + rank % 3 for rank in range(world.size)]
+        assert step(counts).shape == (sum(counts), 3)
+
+
+def test_in_place_and_out(world, device, path):
+    x = np.random.default_rng(world.rank).standard_normal(50).astype("f4")
+    wanted = fompi.all_reduce(x, comm=world)
+    own = device.array(x)
+    assert fompi.all_reduce(own, comm=world, out=own) is own and own.get().tobytes() == wanted.tobytes()
+    out = device.empty((50,), "float32")
+    assert fompi.all_reduce(device.array(x), comm=world, out=out) is out and out.get().tobytes() == wanted.tobytes()
+    strided = device.array(np.stack([x, x], 1))[:, 1]
+    assert fompi.all_reduce(strided, comm=world).get().tobytes() == wanted.tobytes()
+    with pytest.raises(fompi.TensorError, match="shares memory"):
+        fompi.all_gather(own[:5], comm=world, out=own[: 5 * world.size])
+
+
+def test_half_types(world, device, path):
+    for dtype in ("bfloat16", "float16"):
+        for name in ("all_gather", "matmul_reduce_scatter", "all_reduce"):
+            problem = catalogue.problems(world.size, dtype)[name]
+            sizes = calls.row_sizes(problem, "uneven")
+            mine = catalogue.inputs(problem, sizes)[world.rank]
+            wanted = calls.call(problem, mine, sizes, world, schedule="direct")
+            got = call_on(device, problem, mine, sizes, world, schedule="direct")
+            assert {key: a.tobytes() for key, a in got.items()} == {key: a.tobytes() for key, a in wanted.items()}
+
+
+def test_work_that_was_enqueued_before(world, device, path):
+    """A call follows what the current stream of the program still does."""
+    mine, size = device.stream("mine"), world.size
+    x = device.array(np.zeros((2, 1000), "f4"))
+    plan = fompi.plan(fompi.all_gather, fompi.Spec((2 * size, 1000), "float32", fompi.Shard(0)), ranks=size)
+
+    def fill(number):
+        def kernel(reads, writes):
+            writes[0][...] = number
+
+        device.call(kernel, "fill", [], [x])(mine)
+
+    with device.using(mine), fompi.bind(plan, comm=world, x=x) as step:
+        for number in range(3):
+            fill(number)
+            assert (fompi.all_gather(x, comm=world).get() == number).all()
+            fill(number + 10)
+            assert (step().get() == number + 10).all()
+    fill(5)
+    if size > 1:
+        with pytest.raises((fompi.RaceError, fompi.PeerError), match="nothing orders them"):
+            fompi.all_gather(x, comm=world)
+    mine.record(device.event()).wait()
+
+
+def test_kernels_of_the_user(world, device, path):
+    def matmul(reads, writes):
+        np.matmul(reads[0], reads[1], out=writes[0])
+        writes[0] += 1
+
+    x, w = np.ones((2, 3), "f4"), np.ones((3, 4), "f4")
+    spec = (
+        fompi.Spec((2 * world.size, 3), "float32", fompi.Shard(0)),
+        fompi.Spec((3, 4 * world.size), "float32", fompi.Shard(1)),
+    )
+    plan = fompi.plan(fompi.all_gather_matmul, *spec, ranks=world.size, schedule="direct")
+    tensors = {"x": device.array(x), "w": device.array(w)}
+    with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, **tensors) as step:
+        assert (step().get() == 4).all()
+
+
+def test_a_kernel_that_fails(world, path):
+    """All ranks get an error that names the op, and nothing hangs. The device refuses everything afterwards."""
+
+    def matmul(reads, writes):
+        if world.rank == world.size - 1:
+            raise ZeroDivisionError("boom")
+        np.matmul(reads[0], reads[1], out=writes[0])
+
+    device, own = SoftwareDevice(delay=0), fompi.Communicator(name="own")
+    x, w = (
+        fompi.Spec((8, 3 * world.size), "float32", fompi.Shard(1)),
+        fompi.Spec((3 * world.size, 4), "float32", fompi.Shard(0)),
+    )
+    plan = fompi.plan(fompi.matmul_all_reduce, x, w, ranks=world.size, schedule="direct")
+    tensors = {"x": device.array(np.ones((8, 3), "f4")), "w": device.array(np.ones((3, 4), "f4"))}
+    step = fompi.bind(plan, comm=own, kernels={"matmul": matmul}, **tensors)
+    with pytest.raises((fompi.DeviceError, fompi.PeerError), match="ZeroDivisionError: boom"):
+        step()
+    if world.rank == world.size - 1:
+        with pytest.raises(fompi.DeviceError, match="boom"):
+            device.check()
+    assert fompi.all_reduce(np.ones(3), comm=own).tolist() == [world.size] * 3
+
+
+def test_memory_that_is_used_up(world, path):
+    """The rank that has no memory gets the error, the others hear of it, and the next call works."""
+    device = SoftwareDevice(delay=0, capacity=8_000 if world.rank == 0 else 1 << 30)
+    with pytest.raises((fompi.DeviceError, fompi.PeerError), match="out of memory"):
+        fompi.all_gather(device.array(np.ones((1, 900))), comm=world)
+    y = fompi.all_gather(device.array(np.ones((1, 20))), comm=world)
+    assert (y.get() == 1).all()
+
+
+def test_tensors_of_different_devices(world, device):
+    x, w = np.ones((2, 3)), np.ones((3, 4))
+    other = SoftwareDevice(delay=0)
+    for left, right, where in (
+        (device.array(x), w, "on the software device, but another operand is on the host"),
+        (x, device.array(w), "on the host, but another operand is on the software device"),
+        (device.array(x), other.array(w), "another software device"),
+    ):
+        with pytest.raises(fompi.TensorError, match=where):
+            fompi.all_gather_matmul(left, right, comm=world)
+    if world.size > 1:
+        with pytest.raises(fompi.MismatchError, match="software device"):
+            fompi.all_gather(x if world.rank else device.array(x), comm=world)
+        with pytest.raises((fompi.TensorError, fompi.PeerError), match="kernels run on"):
+            plan = fompi.plan(
+                fompi.all_gather, fompi.Spec((2 * world.size, 3), "float64", fompi.Shard(0)), ranks=world.size
+            )
+            from fompi.backends.cuda import backend_of
+
+            fompi.bind(plan, comm=world, x=x, backend=backend_of(device))
+
+
+def test_the_trace_and_the_proof(world, device, path):
+    spec = (
+        fompi.Spec((8 * world.size, 3), "float32", fompi.Shard(0)),
+        fompi.Spec((3, 4 * world.size), "float32", fompi.Shard(1)),
+    )
+    plan = fompi.plan(fompi.all_gather_matmul, *spec, ranks=world.size, schedule="direct")
+    tensors = {"x": device.array(np.ones((8, 3), "f4")), "w": device.array(np.ones((3, 4), "f4"))}
+    with fompi.bind(plan, comm=world, **tensors) as step:
+        step()
+        lanes = {event.lane for event in step.trace.events}
+        assert ("upload" in lanes) == (path == STAGED and world.size > 1) and "compute" in lanes
+        assert step.compute_seconds() > 0
+        assert step.messages_seconds() >= 0
+        assert step.proof.wall > 0
+
+
+def test_many_calls_in_flight(world, device, path):
+    xs = [device.array(np.full((3, 50), number + world.rank, "f4")) for number in range(12)]
+    pending = [fompi.all_reduce.start(x, comm=world) for x in xs]
+    total = sum(range(world.size))
+    for number, each in enumerate(pending):
+        assert (each.wait().get() == number * world.size + total).all()
+
+
+def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
+    """FOMPI_DEVICE=software: a program with tensors on the host runs on the device, unchanged."""
+    from fompi.ops import arguments
+
+    torch = pytest.importorskip("torch")
+    device = SoftwareDevice(seed=world.rank, delay=0)
+    x, w = np.random.default_rng(3).standard_normal((4, 6)), np.random.default_rng(4).standard_normal((6, 5))
+    wanted = fompi.all_gather_matmul(x, w, comm=world, schedule="direct")
+    total = fompi.all_reduce(x, comm=world, schedule="direct")
+    monkeypatch.setattr(arguments, "default_device", lambda: device)
+    got = fompi.all_gather_matmul(x, w, comm=world, schedule="direct")
+    assert type(got) is np.ndarray and got.tobytes() == wanted.tobytes()
+    got = fompi.all_gather_matmul(torch.from_numpy(x), torch.from_numpy(w), comm=world, schedule="direct")
+    assert got.numpy().tobytes() == wanted.tobytes()
+    out = x.copy()
+    assert fompi.all_reduce(out, comm=world, out=out, schedule="direct") is out and out.tobytes() == total.tobytes()
+    weight = torch.from_numpy(w).requires_grad_()
+    fompi.all_gather_matmul(torch.from_numpy(x), weight, comm=world).sum().backward()
+    assert weight.grad is not None and torch.isfinite(weight.grad).all()
+    assert device.clocks.of["the host"]["the host"] > 10 and not device.reports
