@@ -2,6 +2,7 @@
 # `make lab`   sets up .venv and trains a wide model on four hosts with slow links: pictures with and without overlap.
 # `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
 # `make docs`  builds the documentation as HTML in build/site.
+# `make wheelhouse`  collects in build/wheelhouse all that an installation without a network needs. WITH names extras.
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
 # An environment is made once, and again when pyproject.toml changes: a stamp file has the date. PYTHON chooses the
@@ -15,10 +16,11 @@
 PYTHON ?= python3
 ARGS ?=
 LAB ?= --hosts 4 --rate 500mbit
+WITH ?=
 TORCH_INDEX ?=
 FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
-.PHONY: run lab test soak docs environments test-mpich test-openmpi lint format clean
+.PHONY: run lab test soak docs wheelhouse environments test-mpich test-openmpi lint format clean
 
 run: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -40,6 +42,15 @@ soak: environments
 docs: .venv/.ready-test
 	.venv/bin/python -m sphinx -q -W --keep-going -b html docs build/site
 	@echo "The documentation is in build/site/index.html"
+
+# The wheels are for the Python that PYTHON names, and for this kind of machine.
+wheelhouse:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fompi needs Python >= 3.11: make PYTHON=...")'
+	@rm -rf build/lib build/wheelhouse/fompi-*
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %) \
+		--wheel-dir build/wheelhouse '.$(WITH:%=[%])'
+	@echo "build/wheelhouse holds `ls build/wheelhouse | wc -l` wheels. Copy it, and install from it:"
+	@echo "  pip install --no-index --find-links wheelhouse 'fompi$(WITH:%=[%])'"
 
 environments: .venv/.ready-test .venv-openmpi/.ready-test
 

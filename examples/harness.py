@@ -43,6 +43,7 @@ class Model:
     """
 
     framework: str = "numpy"
+    device: str = "host"
     width: int = 0
     hidden: int = 256
     batch: int = 120
@@ -72,6 +73,7 @@ def parse(description):
     """The command line as a Model. Wrong options end the program with a message."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--framework", choices=("jax", "numpy", "torch"), default=Model.framework)
+    parser.add_argument("--device", choices=("host", "software"), default=Model.device, help="software: with a checker")
     parser.add_argument("--width", type=int, default=Model.width, help="of x and y (0: 64 pixels, 10 digits)")
     parser.add_argument("--hidden", type=int, default=Model.hidden, help=f"width of h ({Model.hidden})")
     parser.add_argument("--batch", type=int, default=Model.batch, help=f"rows of a step ({Model.batch})")
@@ -85,6 +87,8 @@ def parse(description):
         parser.error("--width is 0 or more, --hidden and --epochs 1 or more")
     if not 1 <= model.batch <= TRAINED:
         parser.error(f"--batch is 1 to {TRAINED}: there are no more images")
+    if model.device == "software":
+        os.environ["FOMPI_DEVICE"] = "software"  # operations on host tensors run there
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if model.framework != "numpy" and find_spec(model.framework) is None:
         parser.error(f"--framework {model.framework} is not installed here: pip install {model.framework}")

@@ -13,14 +13,16 @@ import platform
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import fompi
 from fompi.base.errors import LaunchError, LayoutError
-from fompi.cli.output import Table, show, show_json
+from fompi.cli.output import Table, UsageError, show, show_json
 from fompi.mpi import environment, launcher
 
 EXAMPLE = "mpirun -n 4 {} info"
@@ -36,38 +38,62 @@ _PACKAGES = {
 """The distributions that may install a package, by the package's name."""
 
 _REMARKS = {
-    "note": "note",
+    "note": "notes",
     "threads": "threads",
     "environment": "environment",
     "warning": "warning",
     "MPI": "mpi_error",
 }
-"""What is printed below the table: its heading, and its name among the facts."""
+"""What is printed below the table: its heading, and its name among the facts, which is a text or a list of texts."""
+
+UUID_TAIL = 8
+"""This many digits of a GPU's UUID are shown."""
+
+MOST_HOSTS = 4
+"""With more hosts than this, they are counted instead of named."""
 
 _YES_NO = {True: "yes", False: "no", None: "unknown"}
 
 
 @dataclass(frozen=True)
 class Process:
-    """What each rank sends to the others. `cores` are the logical cores that it may run on."""
+    """What each rank sends to the others. `cores` are the logical cores that it may run on, of `host_cores`.
+
+    `share` is how many cores it has by the variables of the launcher. `uuid` is that of its GPU, as 32 digits, and
+    `gpus` how many GPUs it sees.
+    """
 
     pid: int
     host: str
     device: str
     cores: frozenset[int]
+    uuid: str = ""
+    gpus: int = 0
+    host_cores: int = 0
+    share: float = inf
 
-    _record = struct.Struct("<I256s256s512s")  # the same length on all ranks; the cores are a mask of 4,096 bits
+    # The same length on all ranks; the cores are a mask of 4,096 bits.
+    _record = struct.Struct("<I256s256s512s32sIId")
 
     def pack(self) -> bytes:
         mask = sum(1 << core for core in self.cores if core < 4096).to_bytes(512, "little")
-        return self._record.pack(self.pid, self.host.encode(), self.device.encode(), mask)
+        texts = self.host.encode(), self.device.encode(), mask, self.uuid.encode()
+        return self._record.pack(self.pid, *texts, self.gpus, self.host_cores, self.share)
 
     @classmethod
     def unpack(cls, record: bytes) -> Process:
-        pid, host, device, mask = cls._record.unpack(record)
+        pid, host, device, mask, uuid, *numbers = cls._record.unpack(record)
         bits = int.from_bytes(mask, "little")
         cores = frozenset(core for core in range(bits.bit_length()) if bits >> core & 1)
-        return cls(pid, _until_null(host), _until_null(device), cores)
+        return cls(pid, _until_null(host), _until_null(device), cores, _until_null(uuid), *numbers)
+
+
+class Gpu(NamedTuple):
+    """The GPU of a local rank, and how many the process sees. "cpu" and 0 without any."""
+
+    device: str = "cpu"
+    uuid: str = ""
+    gpus: int = 0
 
 
 def collect() -> dict[str, Any]:
@@ -90,14 +116,19 @@ def collect() -> dict[str, Any]:
     except LaunchError as error:
         mpi_error = str(error)
     versions = {name: _version(distributions) for name, distributions in _PACKAGES.items()}
+    kill = launcher.kill_note(launched, mpi["library"]) if mpi is not None and len(processes) > 1 else None
+    notes = [launcher.batch_note(), kill, *crowding_notes(processes), *gpu_notes(processes)]
     return {
         "versions": {"fompi": fompi.__version__, "python": platform.python_version(), **versions},
         "mpi": mpi,
         "mpi_error": mpi_error,
-        "launcher": asdict(launched),
+        "launcher": {**asdict(launched), "plugin": launcher.plugin()},
         "rank": rank,
         "ranks": rank_rows(processes),
-        **crowding(processes),
+        "cores_per_rank": cores_per_rank(processes),
+        "binding": binding(processes),
+        "gpus_per_rank": sorted({process.gpus for process in processes}),
+        "notes": [note for note in notes if note is not None],
         "threads": launcher.thread_note(),
         "progress": progress,
         "warning": warning,
@@ -111,10 +142,23 @@ def blocks(facts: dict[str, Any]) -> list[Table | str]:
     processes = "" if launcher["size"] is None else f" ({launcher['size']} processes)"
     lines = [(name, version or "not installed") for name, version in facts["versions"].items()]
     lines += [("", ""), *_mpi_lines(facts["mpi"])]
-    lines += [("launcher", launcher["launcher"] + processes)]
-    lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank"), *_progress_lines(facts["progress"])]
-    remarks = [f"{heading}: {facts[name]}" for heading, name in _REMARKS.items() if facts.get(name)]
-    return [_keys_and_values(lines), _rank_table(facts["ranks"]), *remarks]
+    plugin = f", --mpi={launcher['plugin']}" if launcher.get("plugin") else ""
+    lines += [("launcher", launcher["launcher"] + processes + plugin)]
+    lines += [("ranks", _ranks_of_hosts([row["host"] for row in facts["ranks"]]))]
+    lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank, {_of_hosts(facts['binding'])}")]
+    if any(facts["gpus_per_rank"]):
+        lines += [("GPUs", f"each rank sees {' or '.join(map(str, facts['gpus_per_rank']))}")]
+    lines += _progress_lines(facts["progress"])
+    return [_keys_and_values(lines), _rank_table(facts["ranks"]), *remarks(facts)]
+
+
+def remarks(facts: dict[str, Any]) -> list[str]:
+    """What to correct, one sentence each, with its heading: "threads: BLAS may start ..."."""
+    lines = []
+    for heading, name in _REMARKS.items():
+        found = facts.get(name) or []
+        lines += [f"{heading}: {each}" for each in ([found] if isinstance(found, str) else found)]
+    return lines
 
 
 def text(facts: dict[str, Any]) -> str:
@@ -142,18 +186,19 @@ def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
         ("device", devices),
         ("progress", progress),
     ]
-    remarks = [f"{heading}: {facts[name]}" for heading, name in _REMARKS.items() if facts.get(name)]
     if facts["mpi"] is None:
         command, what = "plan all_gather_matmul 512x64 64x256 --ranks 4 --schedule ring", "a plan needs no MPI"
     else:
         count = 4 if facts["cores_per_rank"] * len(ranks) >= 4 else 2
         command, what = f"try 1024,1024,1024 --ranks {count}", "what overlap gains here for a shape of your own"
-    return [_keys_and_values(lines), *remarks, f"next: {program} {command}    # {what}"]
+    return [_keys_and_values(lines), *remarks(facts), f"next: {program} {command}    # {what}"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--expect", type=int, metavar="N", help="exit with status 1 unless this is one job of N ranks")
+    parser.add_argument("--doctor", action="store_true", help="measure the job, and list what is wrong, with remedies")
+    parser.add_argument("--seconds", type=float, metavar="S", help="the time for the measurements of --doctor (60)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -161,8 +206,16 @@ def run(options: argparse.Namespace) -> int:
 
     The others exit with 0, so that a launcher does not end the one that prints.
     """
+    if options.seconds is not None and not (options.doctor and options.seconds > 0):
+        raise UsageError(f"info: --seconds {options.seconds:g}: give a number above 0, with --doctor")
+    if options.doctor:
+        if options.expect is not None:
+            raise UsageError("info: give --expect or --doctor")
+        from fompi.cli import doctor
+
+        return doctor.run(doctor.SECONDS if options.seconds is None else options.seconds, options.json)
     facts = collect()
-    if not _prints(facts):
+    if not prints(facts):
         return 0
     if options.json:
         show_json(facts)
@@ -179,12 +232,12 @@ def run(options: argparse.Namespace) -> int:
 def brief(program: str) -> int:
     """Print the facts in short, once. `program` is how the command line was called."""
     facts = collect()
-    if _prints(facts):
+    if prints(facts):
         show(*brief_blocks(facts, program))
     return 0
 
 
-def _prints(facts: dict[str, Any]) -> bool:
+def prints(facts: dict[str, Any]) -> bool:
     """True on rank 0. If the launcher started N jobs of one rank each: true for the process that it calls rank 0."""
     is_single = len(facts["ranks"]) == 1
     return facts["rank"] == 0 and not (is_single and facts["launcher"]["rank"])
@@ -195,8 +248,9 @@ def _counted(count: int, noun: str) -> str:
 
 
 def rank_rows(processes: Sequence[Process]) -> list[dict[str, Any]]:
-    """One row per rank. The local rank numbers the ranks of one host."""
+    """One row per rank. The local rank numbers the ranks of one host. `gpu` is the end of the UUID, if any has one."""
     local_ranks = {process.host: itertools.count() for process in processes}
+    has_gpus = any(process.uuid for process in processes)
     return [
         {
             "rank": rank,
@@ -205,24 +259,114 @@ def rank_rows(processes: Sequence[Process]) -> list[dict[str, Any]]:
             "pid": process.pid,
             "cores": _ranges(process.cores),
             "device": process.device,
+            **({"gpu": process.uuid[-UUID_TAIL:]} if has_gpus else {}),
         }
         for rank, process in enumerate(processes)
     ]
 
 
-def crowding(processes: Sequence[Process]) -> dict[str, Any]:
-    """The cores per rank of the most crowded host. With fewer than one core per rank there is a note."""
-    hosts: dict[str, list[frozenset[int]]] = {}
-    for process in processes:
-        hosts.setdefault(process.host, []).append(process.cores)
-    counts = {host: (len(frozenset().union(*masks)), len(masks)) for host, masks in hosts.items()}
-    host, (cores, ranks) = min(counts.items(), key=lambda item: item[1][0] / item[1][1])
-    share = f"{ranks} ranks share {cores} {'core' if cores == 1 else 'cores'} on {host}"
-    note = f"{share}: a rank that waits takes time from one that computes"
-    return {
-        "cores_per_rank": min(cores / ranks, launcher.cores_beside_other_hosts()),
-        "note": note if cores < ranks else None,
-    }
+def by_host(processes: Sequence[Process]) -> dict[str, dict[int, Process]]:
+    """The ranks of each host, with their processes."""
+    hosts: dict[str, dict[int, Process]] = {}
+    for rank, process in enumerate(processes):
+        hosts.setdefault(process.host, {})[rank] = process
+    return hosts
+
+
+def _union(ranks: Mapping[int, Process]) -> frozenset[int]:
+    return frozenset().union(*(process.cores for process in ranks.values()))
+
+
+def cores_per_rank(processes: Sequence[Process]) -> float:
+    """The cores per rank of the most crowded host.
+
+    Without binding the ranks may run on more cores than the job has. Then the variables of the launcher count. They
+    also count where each process is a job of one rank, so that it does not know the others of its host.
+    """
+    shared = (len(_union(ranks)) / len(ranks) for ranks in by_host(processes).values())
+    return min(*shared, *(process.share for process in processes), launcher.cores_beside_other_hosts())
+
+
+def binding(processes: Sequence[Process]) -> dict[str, str]:
+    """For each host: "own cores", "unbound" (any core of the job), or "shared cores" (bound, but to the same cores)."""
+    return {host: _binding(ranks) for host, ranks in by_host(processes).items()}
+
+
+def _binding(ranks: Mapping[int, Process]) -> str:
+    masks = [process.cores for process in ranks.values()]
+    union, host_cores = _union(ranks), next(iter(ranks.values())).host_cores
+    if len(set(masks)) == 1 and len(union) >= (host_cores or len(masks)):
+        return "unbound"
+    if sum(map(len, masks)) == len(union):
+        return "own cores"
+    return "unbound" if len(set(masks)) == 1 and len(union) >= len(masks) else "shared cores"
+
+
+def crowding_notes(processes: Sequence[Process]) -> Iterator[str]:
+    """A note on the host with the fewest cores per rank, if it is fewer than one. Notes on ranks on the same cores."""
+    hosts = by_host(processes)
+    counts = {host: (len(_union(ranks)), len(ranks)) for host, ranks in hosts.items()}
+    host, (cores, count) = min(counts.items(), key=lambda item: item[1][0] / item[1][1])
+    slow = "a rank that waits takes time from one that computes"
+    least = min(processes, key=lambda process: process.share)
+    if cores < count:
+        spare = next(iter(hosts[host].values())).host_cores - cores
+        more = (
+            f". {host} has {spare} more: ask for more cores per rank, or bind no ranks"
+            if spare > 0
+            else ". Start fewer ranks"
+        )
+        yield f"{count} ranks share {_counted(cores, 'core')} on {host}: {slow}{more}"
+    elif least.share < 1:
+        yield f"a rank has {least.share:.2g} cores on {least.host}, as the launcher says: {slow}"
+    for host, ranks in hosts.items():
+        if _binding(ranks) == "shared cores" and counts[host][0] >= counts[host][1]:
+            first, second = next((a, b) for a, b in itertools.combinations(ranks, 2) if ranks[a].cores & ranks[b].cores)
+            yield (
+                f"ranks {first} and {second} are bound to the same cores on {host}: give each rank its own "
+                "(`srun --cpu-bind=cores`, `mpirun --bind-to core`)"
+            )
+
+
+def gpu_notes(processes: Sequence[Process]) -> Iterator[str]:
+    """Notes on GPUs that several ranks share, and on GPUs that ranks hide from each other."""
+    for host, ranks in by_host(processes).items():
+        of_gpu: dict[str, list[Process]] = {}
+        for process in ranks.values():
+            if process.uuid:
+                of_gpu.setdefault(process.uuid, []).append(process)
+        for uuid, sharing in of_gpu.items():
+            if len(sharing) > 1:
+                device = sharing[0].device.split()[0]
+                yield f"{len(sharing)} ranks share {device} ({uuid[-UUID_TAIL:]}) on {host}: start one rank per GPU"
+        if len(of_gpu) > 1 and all(process.gpus == 1 for process in ranks.values() if process.uuid):
+            yield (
+                f"each rank on {host} sees only its own GPU: --gpus-per-task hides the GPUs of the neighbours, "
+                "and CUDA IPC between them fails. Use --gpus-per-node"
+            )
+
+
+def _ranks_of_hosts(hosts: Sequence[str]) -> str:
+    """How many ranks each host has: "4 on n1, 3 on n2", "8 on each of 100 hosts"."""
+    counts = Counter(hosts)
+    if len(counts) > MOST_HOSTS:
+        of_count = Counter(counts.values())
+        return ", ".join(f"{count} on each of {_counted(many, 'host')}" for count, many in of_count.items())
+    return ", ".join(f"{count} on {host}" for host, count in counts.items())
+
+
+def _of_hosts(words: Mapping[str, str]) -> str:
+    """One word if it is the same on all hosts, else the hosts of each word."""
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    hosts_of: dict[str, list[str]] = {}
+    for host, word in words.items():
+        hosts_of.setdefault(word, []).append(host)
+    return "; ".join(f"{word} on {_several(hosts)}" for word, hosts in hosts_of.items())
+
+
+def _several(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{', '.join(hosts[:MOST_HOSTS])}, ..."
 
 
 def _mpi_facts() -> dict[str, Any]:
@@ -312,23 +456,43 @@ def _version(distributions: Sequence[str]) -> str | None:
 
 
 def _this_process(local_rank: int) -> Process:
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Process(os.getpid(), socket.gethostname(), _device(local_rank), frozenset(cores))
+    count = os.cpu_count() or 1
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(count)
+    gpu = gpu_of(local_rank, _driver())
+    return Process(
+        os.getpid(),
+        socket.gethostname(),
+        gpu.device,
+        frozenset(cores),
+        gpu.uuid,
+        gpu.gpus,
+        count,
+        launcher.cores_per_rank(),
+    )
 
 
-def _device(local_rank: int) -> str:
-    """The GPU that belongs to this local rank. "cpu" if there is none."""
+def _driver() -> Any:
+    """The driver of NVIDIA's GPUs. None if there is none."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "cpu"
+        return None
+
+
+def gpu_of(local_rank: int, cuda: Any) -> Gpu:
+    """The GPU that belongs to this local rank, by the driver `cuda` (None: there is no driver)."""
     count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(128)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
-        return "cpu"
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
+        return Gpu()
     ordinal = local_rank % count.value
-    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetName(name, len(name), device):
-        return f"cuda:{ordinal}"
-    return f"cuda:{ordinal} {_until_null(name.value)}"
+    if cuda.cuDeviceGet(ctypes.byref(device), ordinal):
+        return Gpu(f"cuda:{ordinal}", "", count.value)
+    named = "" if cuda.cuDeviceGetName(name, len(name), device) else f" {_until_null(name.value)}"
+    uuid = ctypes.create_string_buffer(16)
+    # The second version tells the slices of a GPU (MIG) apart. Old drivers lack it.
+    ask = getattr(cuda, "cuDeviceGetUuid_v2", None) or getattr(cuda, "cuDeviceGetUuid", None)
+    known = ask is not None and not ask(uuid, device)
+    return Gpu(f"cuda:{ordinal}{named}", uuid.raw.hex() if known else "", count.value)
 
 
 def _until_null(padded: bytes) -> str:

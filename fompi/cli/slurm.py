@@ -70,17 +70,17 @@ def script(facts: Facts, job: Job, command: str = "fompi slurm") -> str:
     if job.program[0].endswith(".py"):
         program = f"python {program}"
     parts = [
-        _head(facts, job, command),
+        _head(facts, job, command, start),
         _environment(facts, job),
         _variables(facts, job),
         f"# This must be one job of {job.ranks} ranks. A wrong --mpi would make it {job.ranks} jobs of one rank.\n"
         f"{start} {python} -m fompi info --expect {job.ranks}",
-        _run(job, f"{start} {_inside(job)}{program}"),
+        _run(job, start, f"{start} {_inside(job)}{program}"),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _head(facts: Facts, job: Job, command: str) -> str:
+def _head(facts: Facts, job: Job, command: str, start: str) -> str:
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -104,8 +104,8 @@ def _head(facts: Facts, job: Job, command: str) -> str:
         lines += [f"#SBATCH --array={job.array}"]
     if job.resume:
         lines += [
-            "# Two minutes before the time limit the ranks get SIGUSR1, for fompi.Stop. The next run appends",
-            "#SBATCH --signal=USR1@120",
+            "# Two minutes before the time limit the ranks get SIGUSR1, for fompi.Stop. The next run appends.",
+            f"#SBATCH --signal={'B:' * _is_mpirun(start)}USR1@120",
             "#SBATCH --requeue",
             "#SBATCH --open-mode=append",
         ]
@@ -114,11 +114,17 @@ def _head(facts: Facts, job: Job, command: str) -> str:
 
 def _environment(facts: Facts, job: Job) -> str:
     lines = [f"module load {shlex.quote(name)}" for name in job.modules]
+    if job.container:
+        lines = [
+            "# The packages are in the image. Its MPI library must be of the same family as that of the site.",
+            *lines,
+        ]
+        return "\n".join(lines)
     if job.venv:
         lines += [f"source {shlex.quote(job.venv.rstrip('/') + '/bin/activate')}"]
     if job.conda:
         lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(job.conda)}"]
-    if lines or job.container:
+    if lines:
         return "\n".join(["# The MPI library and the packages.", *lines])
     module = "openmpi" if facts.library == "Open MPI" else "mpich"
     return (
@@ -161,20 +167,38 @@ def _start(facts: Facts, job: Job) -> str:
     return f"srun --mpi={plugin}"
 
 
+def _is_mpirun(start: str) -> bool:
+    return start.startswith("mpirun ")
+
+
 def _inside(job: Job) -> str:
-    return f"apptainer exec {shlex.quote(job.container)} " if job.container else ""
+    gpus = "--nv " if job.gpus_per_node else ""  # the driver of the host
+    return f"apptainer exec {gpus}{shlex.quote(job.container)} " if job.container else ""
 
 
-def _run(job: Job, command: str) -> str:
+def _run(job: Job, start: str, command: str) -> str:
     if not job.resume:
         return command
+    if _is_mpirun(start):  # the signal of Slurm would end its daemons
+        running = [
+            "# mpirun passes the signal on to the ranks. `wait` ends when a signal arrives.",
+            f"{command} &",
+            "trap 'kill -USR1 $!' USR1",
+            "status=0",
+            "wait $! || status=$?",
+            "while kill -0 $! 2>/dev/null; do",
+            "    status=0",
+            "    wait $! || status=$?",
+            "done",
+        ]
+    else:
+        running = ["status=0", f"{command} || status=$?"]
     return "\n".join(
         [
             "# fompi.Stop makes this file after all ranks have agreed to stop. Then Slurm starts the job again.",
             'export FOMPI_AGAIN="$PWD/.again-$SLURM_JOB_ID"',
             'rm -f "$FOMPI_AGAIN"',
-            "status=0",
-            f"{command} || status=$?",
+            *running,
             'if [ -e "$FOMPI_AGAIN" ]; then',
             '    rm -f "$FOMPI_AGAIN"',
             '    exec scontrol requeue "$SLURM_JOB_ID"',
@@ -216,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--cpus-per-rank", type=_positive, default=2, metavar="C", help="with two or more, messages move beside kernels"
     )
-    add("--gpus-per-node", type=int, default=0, metavar="G")
+    add("--gpus-per-node", type=_positive, default=0, metavar="G")
     add("--time", default="01:00:00", metavar="T", help="the time limit, as Slurm writes it")
     add("--mpi", choices=["auto", "pmi2", "pmix", "cray_shasta"], default="auto", help="the plug-in of srun")
     add("--array", default="", metavar="A", help="the indices of a job array: 0-9%%2")

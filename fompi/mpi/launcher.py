@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from fompi.mpi import environment
@@ -87,10 +88,10 @@ MARKS = (
     Mark("intel", ("PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"), *_HYDRA),
     Mark("hydra", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_HYDRA),
     Mark("mvapich", ("MV2_COMM_WORLD_SIZE",), *_MV2),
-    Mark("pals", ("PALS_RANKID",), *_PALS),
     Mark("jsrun", ("JSM_NAMESPACE_SIZE",), *_JSM),
     Mark("flux", ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
     Mark("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    Mark("pals", ("PALS_RANKID",), *_PALS),
     Mark("pmi", ("PMI_SIZE",), "PMI_SIZE", "PMI_RANK"),
     Mark("openmpi", ("PMIX_RANK",), "", "PMIX_RANK"),  # prterun: only PMIx knows the size
     Mark("sbatch", ("SLURM_JOB_ID", "SLURM_NTASKS"), "SLURM_NTASKS"),
@@ -100,6 +101,7 @@ MARKS = (
 
 The order matters. Hydra and Open MPI start their daemons with srun, so their ranks also have the variables of the
 daemons' job step. `srun --mpi=pmi2` sets PMI_SIZE, but not Hydra's MPI_LOCALNRANKS. PALS sets PMI_SIZE, too.
+`srun --mpi=cray_shasta` and Flux set the variables of PALS.
 """
 
 
@@ -112,8 +114,85 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             if mark.launcher == "srun":
                 tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
                 launch = replace(launch, local_size=_tasks_on_node(tasks, _number(environ.get("SLURM_NODEID"))))
+            elif mark.launcher == "flux" and launch.size:
+                nodes = _number(environ.get("FLUX_JOB_NNODES"))
+                launch = replace(
+                    launch, local_size=launch.size // nodes if nodes and launch.size % nodes == 0 else None
+                )
             return launch
     return Launch("none")
+
+
+def plugin(environ: Mapping[str, str] | None = None) -> str | None:
+    """The plug-in of Slurm that started this process: pmi2, pmix, cray_shasta or none. None: srun did not start it."""
+    environ = os.environ if environ is None else environ
+    if detect(environ).launcher != "srun":
+        return None
+    if "PALS_APID" in environ:
+        return "cray_shasta"
+    if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix"):
+        return "pmix"
+    return "pmi2" if "PMI_FD" in environ else "none"
+
+
+class Batch(NamedTuple):
+    """A batch system with its article, the variables that its jobs have, and what says how many processes it allotted.
+
+    `slots` is a variable with a number, or with the name of a file that has a line per slot. `start` starts {n} ranks.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    slots: str
+    start: str = "mpirun -n {n}"
+
+
+BATCHES = (
+    Batch("a Flux", ("FLUX_ENCLOSING_ID",), "", "flux run -n {n}"),
+    Batch("a Slurm", ("SLURM_JOB_ID",), "SLURM_JOB_NUM_NODES", "srun -n {n}"),
+    Batch("a PBS", ("PBS_NODEFILE",), "PBS_NODEFILE"),
+    Batch("an LSF", ("LSB_DJOB_NUMPROC",), "LSB_DJOB_NUMPROC"),
+    Batch("a Grid Engine", ("NSLOTS", "PE_HOSTFILE"), "NSLOTS"),
+)
+"""The batch systems, innermost first: Flux runs inside jobs of the others."""
+
+
+def batch_note(environ: Mapping[str, str] | None = None) -> str | None:
+    """What to write if this process is inside a job of several slots, but no launcher started it, else None."""
+    environ = os.environ if environ is None else environ
+    if detect(environ).launcher != "none":
+        return None
+    for batch in BATCHES:
+        if all(name in environ for name in batch.needs):
+            slots = _slots(environ.get(batch.slots, ""))
+            if slots == 1:
+                return None
+            start = batch.start.format(n=slots or "N")
+            return (
+                f"you are inside {batch.name} job, but python was not started by {start.split(' -n')[0]}, so it is "
+                f"one rank: `{start} python ...` starts {slots or 'N'} ranks"
+            )
+    return None
+
+
+def _slots(text: str) -> int | None:
+    if text.startswith("/"):
+        with suppress(OSError):
+            return len(Path(text).read_text().split())
+    return _number(text)
+
+
+def kill_note(launch: Launch, library_name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """What to set if a rank that is killed would leave the others waiting, else None. It does with MPICH under srun."""
+    environ = os.environ if environ is None else environ
+    if launch.launcher != "srun" or library_name == "Open MPI" or launch.size in (None, 1):
+        return None
+    if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
+        return None
+    return (
+        "a rank that is killed leaves the others waiting until FOMPI_TIMEOUT: "
+        "set SLURM_KILL_BAD_EXIT=1 before srun (nothing to do if srun has -K, which a rank cannot see)"
+    )
 
 
 def warning(launch: Launch, mpi_size: int, library_name: str, mpirun: str | None = None) -> str | None:
@@ -153,6 +232,19 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     return f"{name} cannot start {library_name} this way: {_fix(launch, library_name, mpirun)}"
 
 
+def torchrun_refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = None) -> str | None:
+    """One line with cause and fix if this process is one of several that torchrun started inside a rank, else None.
+
+    They have the variables of that rank. With Open MPI several processes would be the same rank. MPICH would end them.
+    """
+    launch = detect(environ)
+    if launch.launcher != "torchrun" or launch.local_size == 1:
+        return None
+    if "PMIX_NAMESPACE" not in environ and "PMI_FD" not in environ:
+        return None
+    return f"torchrun, inside a rank of another launcher, starts no MPI: {_fix(launch, library_name, mpirun)}"
+
+
 def _why(launch: Launch, library_name: str) -> str:
     if launch.launcher == "torchrun":
         return "torchrun starts no MPI"
@@ -169,7 +261,9 @@ def _fix(launch: Launch, library_name: str, mpirun: str | None) -> str:
     if launch.launcher == "sbatch":
         return f"put {own_srun} before python"
     if launch.launcher == "torchrun":
-        return f"use {own_srun}, or {own_mpirun}"
+        count = launch.size or "N"
+        own_srun = own_srun.replace("`srun", f"`srun -n {count}")
+        return f"write `{mpirun or 'mpirun'} -n {count} python ...`, or {own_srun} before python"
     return f"use {own_mpirun}"
 
 
@@ -214,7 +308,7 @@ def cores(environ: Mapping[str, str] | None = None) -> int:
     if launch.launcher == "srun":
         on_node, per_task = (_number(environ.get(name)) for name in ("SLURM_CPUS_ON_NODE", "SLURM_CPUS_PER_TASK"))
         asked = (launch.local_size or 1) * per_task if per_task else on_node or count
-        return min(asked, on_node or asked)
+        return min(asked, on_node or asked, os.cpu_count() or asked)
     with suppress(OSError):  # the parent has ended, or belongs to another user
         count = max(count, len(os.sched_getaffinity(os.getppid())))
     return count
@@ -225,18 +319,31 @@ def cores_per_rank() -> float:
     return min(len(os.sched_getaffinity(0)), cores() / (detect().local_size or 1))
 
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
 def thread_note(environ: Mapping[str, str] | None = None) -> str | None:
-    """What to set if BLAS would start a thread per core in every rank although ranks share the cores, else None."""
-    environ, threads, share = os.environ if environ is None else environ, len(os.sched_getaffinity(0)), cores_per_rank()
-    if threads <= max(1.0, share) or any(name in environ for name in _THREADS):
+    """What to set if BLAS may start more threads in each rank than the rank has cores, else None."""
+    environ, share = os.environ if environ is None else environ, cores_per_rank()
+    variable, threads = _blas_threads(environ)
+    if threads <= max(1.0, share):
         return None
+    why = f"{variable}={threads} is set" if variable else "no variable limits it"
     return (
-        f"BLAS may start {threads} threads in each rank, but a rank has {share:.3g} cores: "
-        f"set OMP_NUM_THREADS={max(1, int(share))}"
+        f"BLAS may start {threads} threads in each rank ({why}), but a rank has {share:.3g} "
+        f"core{'s' * (share != 1)}: set {variable or 'OMP_NUM_THREADS'}={max(1, int(share))}"
     )
+
+
+def _blas_threads(environ: Mapping[str, str]) -> tuple[str, int]:
+    """The variable that says how many threads BLAS starts, and how many. ("", cores) if none does.
+
+    OpenBLAS and MKL read OMP_NUM_THREADS only if their own variable is not set. A list is for nested threads.
+    """
+    said = {
+        name: number
+        for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+        if (number := _number(environ.get(name, "").partition(",")[0].strip()))
+    }
+    own = {name: number for name, number in said.items() if name != "OMP_NUM_THREADS"} or said
+    return max(own.items(), key=lambda item: item[1]) if own else ("", len(os.sched_getaffinity(0)))
 
 
 def timeout() -> float:

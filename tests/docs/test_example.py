@@ -92,6 +92,7 @@ WIDE = "--width 128 --learning-rate 0.2 --slices 2 --timelines"
         (8, ""),  # as `make run` does
         (3, "--epochs 5 --batch 119"),
         (1, f"--epochs 5 {WIDE}"),
+        (2, "--epochs 5 --device software"),
         (2, f"--epochs 5 --framework jax {WIDE}"),
         (2, f"--epochs 5 --batch 119 --hidden 255 --framework torch {WIDE}"),  # shards of different sizes
     ],

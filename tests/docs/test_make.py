@@ -51,6 +51,14 @@ def test_the_index_of_torch_is_a_choice(dry):
         assert f"--extra-index-url {INDEX} -e" in dry(target, f"TORCH_INDEX={INDEX}", "ARGS=--framework torch")
 
 
+def test_the_wheelhouse_holds_fompi_and_what_it_needs(dry):
+    """With the extras that are named. The line that it prints installs the same, without an index."""
+    for words, extras in (((), ""), (("WITH=numba,example",), "[numba,example]")):
+        commands = dry("wheelhouse", *words)
+        assert re.search(rf"pip wheel .*\s--wheel-dir build/wheelhouse '\.{re.escape(extras)}'", commands), commands
+        assert f"pip install --no-index --find-links wheelhouse 'fompi{extras}'" in commands
+
+
 def test_advice_names_commands_that_work_in_a_checkout():
     """fompi is on no index, so an extra of it is installed from the checkout: every named extra exists."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -6,16 +6,41 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fompi.cli.info import Process, crowding, rank_rows, text
+from fompi.cli.info import (
+    Gpu,
+    Process,
+    binding,
+    cores_per_rank,
+    crowding_notes,
+    gpu_notes,
+    gpu_of,
+    rank_rows,
+    text,
+)
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).with_name("mpirun")
 RUN = [sys.executable, "-c", "import sys; from fompi.cli.main import main; sys.exit(main(['info', *sys.argv[1:]]))"]
-OF_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "MPI_LOCAL", "OMPI_COMM_", "HYD", "TORCHELASTIC_", "LOCAL_RANK")
+OF_LAUNCHERS = (
+    "SLURM_",
+    "PALS_",
+    "PBS_",
+    "LSB_",
+    "FLUX_",
+    "NSLOTS",
+    "PMI_",
+    "PMIX_",
+    "MPI_LOCAL",
+    "OMPI_COMM_",
+    "HYD",
+    "TORCHELASTIC_",
+    "LOCAL_RANK",
+)
 OPENMPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -48,6 +73,8 @@ FACTS = {
         {"rank": 2, "host": "node-2", "local_rank": 0, "pid": 12345, "cores": "0,64-127", "device": "cpu"},
     ],
     "cores_per_rank": 2 / 3,
+    "binding": {"a": "shared cores", "node-2": "own cores"},
+    "gpus_per_rank": [0, 2],
     "progress": {
         "mode": "poll",
         "source": "FOMPI_PROGRESS=auto",
@@ -55,7 +82,7 @@ FACTS = {
         "worker": False,
         "native": {"nbytes": 4 << 20, "seconds": 0.0341, "share": 0.034, "skipped": None},
     },
-    "note": "3 ranks share 2 cores on a: a rank that waits takes time from one that computes",
+    "notes": ["3 ranks share 2 cores on a: a rank that waits takes time from one that computes", "one more"],
     "warning": "cause: fix",
 }
 
@@ -74,7 +101,9 @@ threads    serialized (multiple requested)
 GPU-aware  yes (FOMPI_GPU_AWARE=1)
 tags       up to 536870911
 launcher   hydra (3 processes)
-cores      0.6667 per rank
+ranks      2 on a, 1 on node-2
+cores      0.6667 per rank, shared cores on a; own cores on node-2
+GPUs       each rank sees 0 or 2
 progress   poll (FOMPI_PROGRESS=auto)
 native     3% of 4096 KiB (34.1 ms) move while all ranks stay out of MPI
 
@@ -85,6 +114,8 @@ rank  host    local rank    pid  cores     device
 
 note: 3 ranks share 2 cores on a: a rank that waits takes time from one that computes
 
+note: one more
+
 warning: cause: fix"""
 
 WITHOUT_MPI = """\
@@ -93,7 +124,8 @@ python     3.11.7
 
 MPI        none
 launcher   none
-cores      2 per rank
+ranks      1 on a
+cores      2 per rank, unbound
 
 rank  host  local rank  pid  cores  device
    0  a              0    9  0-1    cpu
@@ -114,8 +146,10 @@ def test_text_without_mpi():
         "rank": 0,
         "ranks": [{"rank": 0, "host": "a", "local_rank": 0, "pid": 9, "cores": "0-1", "device": "cpu"}],
         "cores_per_rank": 2.0,
+        "binding": {"a": "unbound"},
+        "gpus_per_rank": [0],
         "progress": None,
-        "note": None,
+        "notes": [],
         "warning": None,
     }
     assert text(facts) == WITHOUT_MPI
@@ -158,7 +192,7 @@ def test_text_of_progress(progress, lines):
     "process",
     [
         Process(1, "host", "cpu", frozenset({0})),
-        Process(2**22, "h" * 255, "cuda:7 Gerät", frozenset({0, 1, 7, 8, 9, 4095})),
+        Process(2**22, "h" * 255, "cuda:7 Gerät", frozenset({0, 1, 7, 8, 9, 4095}), "ab" * 16, 8, 4096, 0.5),
         Process(1, "", "", frozenset()),
     ],
 )
@@ -184,16 +218,113 @@ def test_local_ranks_count_per_host_and_cores_print_as_runs():
     assert [row["cores"] for row in rows] == ["0-2,9", "5", "1,3", "", "0-127"]
 
 
+SLOW = "a rank that waits takes time from one that computes"
+
+
 def test_cores_per_rank_of_the_most_crowded_host():
     pinned = processes(("a", [0]), ("a", [1]), ("a", [2]))
-    assert crowding(pinned) == {"cores_per_rank": 1.0, "note": None}
+    assert cores_per_rank(pinned) == 1.0 and not [*crowding_notes(pinned)]
     free = processes(("a", range(4)), ("b", range(8)), ("b", range(8)))
-    assert crowding(free) == {"cores_per_rank": 4.0, "note": None}
+    assert cores_per_rank(free) == 4.0 and not [*crowding_notes(free)]
     crowded = processes(("a", range(4)), ("b", [6]), ("b", [6]))
-    assert crowding(crowded) == {
-        "cores_per_rank": 0.5,
-        "note": "2 ranks share 1 core on b: a rank that waits takes time from one that computes",
-    }
+    assert cores_per_rank(crowded) == 0.5
+    assert [*crowding_notes(crowded)] == [f"2 ranks share 1 core on b: {SLOW}. Start fewer ranks"]
+
+
+def test_cores_of_the_job_where_ranks_are_not_bound():
+    """A process that is alone in its MPI job, and one whose site binds nothing, only know them from the launcher."""
+    alone = [replace(process, share=0.25) for process in processes(("a", range(2)))]
+    assert cores_per_rank(alone) == 0.25
+    assert [*crowding_notes(alone)] == [f"a rank has 0.25 cores on a, as the launcher says: {SLOW}"]
+    unbound = [replace(process, share=1.0) for process in processes(("a", range(64)), ("a", range(64)))]
+    assert cores_per_rank(unbound) == 1.0 and not [*crowding_notes(unbound)]
+
+
+@pytest.mark.parametrize(
+    ("masks", "host_cores", "word", "note"),
+    [
+        ([[0], [1]], 4, "own cores", None),
+        ([[0, 1], [2, 3]], 4, "own cores", None),
+        ([[0]], 4, "own cores", None),
+        ([range(4)], 4, "unbound", None),
+        ([range(4), range(4)], 4, "unbound", None),
+        ([range(4), range(4)], 64, "unbound", None),  # the job has four cores of the host, and binds no rank
+        ([range(2)] * 4, 2, "unbound", f"4 ranks share 2 cores on a: {SLOW}. Start fewer ranks"),
+        (
+            [[0], [0]],
+            8,
+            "shared cores",
+            f"2 ranks share 1 core on a: {SLOW}. a has 7 more: ask for more cores per rank, or bind no ranks",
+        ),
+        (
+            [[0, 1], [2, 3], [1, 2]],
+            8,
+            "shared cores",
+            "ranks 0 and 2 are bound to the same cores on a: give each rank its own "
+            "(`srun --cpu-bind=cores`, `mpirun --bind-to core`)",
+        ),
+    ],
+)
+def test_binding(masks, host_cores, word, note):
+    ranks = [replace(process, host_cores=host_cores) for process in processes(*(("a", mask) for mask in masks))]
+    assert binding(ranks) == {"a": word}
+    assert [*crowding_notes(ranks)] == ([] if note is None else [note])
+
+
+def with_gpus(*hosts_and_gpus):
+    """Processes on hosts, each with the number of its GPU on the host and how many it sees."""
+    return [
+        Process(10, host, f"cuda:{gpu % seen} X", frozenset({rank}), f"{host}{gpu}".encode().hex().zfill(32), seen)
+        for rank, (host, gpu, seen) in enumerate(hosts_and_gpus)
+    ]
+
+
+def test_gpus_that_ranks_share_or_hide():
+    assert not [*gpu_notes(with_gpus(("a", 0, 2), ("a", 1, 2), ("b", 0, 2)))]
+    (shared,) = gpu_notes(with_gpus(("a", 0, 2), ("a", 0, 2), ("a", 1, 2), ("b", 0, 1)))
+    assert shared == "2 ranks share cuda:0 (00006130) on a: start one rank per GPU"
+    (hidden,) = gpu_notes(with_gpus(*(("a", gpu, 1) for gpu in range(4))))
+    assert hidden.startswith("each rank on a sees only its own GPU: --gpus-per-task hides the GPUs of the neighbours")
+    (one_for_all,) = gpu_notes(with_gpus(*[("a", 0, 1)] * 4))
+    assert one_for_all.startswith("4 ranks share cuda:0")
+    assert not [*gpu_notes(processes(("a", [0]), ("a", [1])))]
+    assert [row["gpu"] for row in rank_rows(with_gpus(("a", 0, 1), ("a", 1, 1)))] == ["00006130", "00006131"]
+
+
+class Driver:
+    """A driver with some GPUs, in place of libcuda. Every call returns 0, or an error."""
+
+    def __init__(self, gpus, error=0, second_version=True):
+        self.gpus, self.error = gpus, error
+        if second_version:
+            self.cuDeviceGetUuid_v2 = self.cuDeviceGetUuid
+
+    def cuInit(self, flags):
+        return self.error
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = self.gpus
+        return 0
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetName(self, name, length, device):
+        name.value = b"Fake"
+        return 0
+
+    def cuDeviceGetUuid(self, uuid, device):
+        uuid.raw = bytes([0] * 14 + [0xAB, device.value])
+        return 0
+
+
+def test_the_gpu_of_a_local_rank():
+    for driver in (Driver(2), Driver(2, second_version=False)):
+        assert [gpu_of(rank, driver) for rank in range(3)] == [
+            Gpu(f"cuda:{rank % 2} Fake", f"{'0' * 28}ab0{rank % 2}", 2) for rank in range(3)
+        ]
+    assert gpu_of(0, None) == gpu_of(0, Driver(0)) == gpu_of(0, Driver(2, error=100)) == Gpu("cpu", "", 0)
 
 
 def run(command, status=0, **environ):
@@ -324,6 +455,24 @@ def test_three_processes_without_mpi_print_once(stub):
     folder = stub(at_import_of_mpi="raise RuntimeError('cannot load MPI library')")
     facts = json.loads(run([str(MPIRUN), "-n", "3", *RUN, "--json"], 1, stub=folder))
     assert facts["mpi"] is None and facts["launcher"]["size"] == 3
+
+
+def test_a_batch_job_in_which_nothing_was_started(tmp_path):
+    """It is a note, not an error: perhaps one rank is what the user wants."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn1\nn2\nn2\n")
+    output = run(RUN, PBS_NODEFILE=str(nodes))
+    assert output.splitlines()[-1] == (
+        "note: you are inside a PBS job, but python was not started by mpirun, so it is one rank: "
+        "`mpirun -n 4 python ...` starts 4 ranks"
+    )
+
+
+def test_processes_that_are_jobs_of_one_rank_share_the_cores():
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "64"}
+    facts = json.loads(run([*RUN, "--json"], 1, **torchrun, RANK="0", OMP_NUM_THREADS="128", OPENBLAS_NUM_THREADS=""))
+    assert facts["cores_per_rank"] == len(os.sched_getaffinity(0)) / 64
+    assert "(OMP_NUM_THREADS=128 is set)" in facts["threads"]
 
 
 def test_the_expected_number_of_ranks():

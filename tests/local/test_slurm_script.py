@@ -44,9 +44,47 @@ def test_options():
     for line in (
         "#SBATCH --gpus-per-node=4", "#SBATCH --array=0-3", "#SBATCH --signal=USR1@120", "#SBATCH --requeue",
         "#SBATCH --output=%x-%A_%a.out", "module load 'a b'", "export MPIR_CVAR_CH4_NETMOD=ofi",
-        "srun --mpi=pmi2 apptainer exec 'an image.sif' './run me' --x 1 || status=$?",
+        "srun --mpi=pmi2 apptainer exec --nv 'an image.sif' './run me' --x 1 || status=$?",
     ):  # fmt: skip
         assert line in text.splitlines(), line
+
+
+def test_resume_with_mpirun():
+    """Slurm signals the daemons of mpirun, which would end. So only the script gets the signal, and passes it on."""
+    text = script(Facts("Open MPI", plugins=("pmi2",)), replace(EXAMPLE, resume=True))
+    assert "#SBATCH --signal=B:USR1@120" in text and "trap 'kill -USR1 $!' USR1" in text
+    assert "mpirun -n 8 --bind-to none python examples/tp_mlp.py &" in text.splitlines()
+    assert "#SBATCH --signal=USR1@120" in script(Facts("Open MPI"), replace(EXAMPLE, resume=True))
+
+
+ENDS = {"again": 'touch "$FOMPI_AGAIN"', "fails": "exit 3", "ends": "true"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("plugins", [("pmix",), ("pmi2",)], ids=["srun", "mpirun"])
+def test_what_a_script_does_with_the_end_of_the_program(plugins, end, tmp_path):
+    """Run with programs in place of Slurm and MPI. The signal reaches mpirun once, and the script goes on waiting."""
+    job = Job(("true",), nodes=1, ranks_per_node=1, resume=True)
+    (tmp_path / "script").write_text(script(Facts("Open MPI", plugins=plugins), job))
+    signalled = plugins == ("pmi2",)
+    program = (
+        "#!/bin/bash\n"
+        "[[ $* == *info* ]] && exit\n"
+        + ("trap 'echo signalled' USR1; kill -USR1 $PPID; sleep 0.5\n" if signalled else "")
+        + ENDS[end]
+    )
+    for name, text in (("srun", program), ("mpirun", program), ("scontrol", '#!/bin/bash\necho "$@"')):
+        (tmp_path / name).write_text(f"{text}\n")
+        (tmp_path / name).chmod(0o755)
+    # `set -u`: nothing that Slurm may leave unset is read, like SLURM_CPUS_PER_TASK.
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", tmp_path / "script"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == (3 if end == "fails" else 0), done.stderr
+    assert done.stdout.count("signalled") == signalled
+    assert ("requeue 7" in done.stdout) == (end == "again")
+    assert not (tmp_path / ".again-7").exists() and done.stderr == ""
 
 
 def test_the_command():

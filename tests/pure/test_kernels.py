@@ -22,7 +22,8 @@ MEANING = {
     "gradient_add": lambda a, h, g: g + np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
 }
 SHAPES = {
-    "copy": ["rk"], "pack": ["rk"], "download": ["rk"], "upload": ["rk"], "add": ["rk", "rk"], "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
+    "copy": ["rk"], "pack": ["rk"], "download": ["rk"], "upload": ["rk"],
+    "add": ["rk", "rk"], "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
     "gradient": ["rk", "rn"], "gradient_add": ["rk", "rn", "kn"],
 }  # fmt: skip
 BACKEND = Numpy()

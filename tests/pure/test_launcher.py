@@ -6,7 +6,19 @@ import os
 
 import pytest
 
-from fompi.mpi.launcher import Launch, cores_per_rank, crowded, detect, refusal, thread_note, warning
+from fompi.mpi.launcher import (
+    Launch,
+    batch_note,
+    cores_per_rank,
+    crowded,
+    detect,
+    kill_note,
+    plugin,
+    refusal,
+    thread_note,
+    torchrun_refusal,
+    warning,
+)
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = {
@@ -39,6 +51,14 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "4",
     "TORCHELASTIC_RUN_ID": "none",
 }
+PALS = {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4", "PALS_APID": "x", "PMI_SIZE": "8"}
+JSRUN = {
+    f"JSM_NAMESPACE_{name}": n for name, n in zip(("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"), "8514", strict=True)
+}
+MVAPICH = {
+    f"MV2_COMM_WORLD_{name}": n for name, n in zip(("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"), "8514", strict=True)
+}
+FLUX = {"FLUX_JOB_SIZE": "8", "FLUX_TASK_RANK": "5", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
 LIKE_TORCHRUN = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}  # set by deepspeed and accelerate
 
 
@@ -61,6 +81,13 @@ LIKE_TORCHRUN = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}  # set by de
         (OPENMPI, Launch("openmpi", 8, 5, 1, 4)),
         ({"PMIX_RANK": "5", "PMIX_NAMESPACE": "prterun-host-1@1"}, Launch("openmpi", None, 5)),
         (PMI, Launch("pmi", 8, 5)),
+        (PALS, Launch("pals", 8, 5, 1, 4)),
+        (STEP | PALS, Launch("srun", 8, 7, 1, 2)),  # srun --mpi=cray_shasta
+        (JSRUN, Launch("jsrun", 8, 5, 1, 4)),
+        (MVAPICH, Launch("mvapich", 8, 5, 1, 4)),
+        (FLUX | PMI, Launch("flux", 8, 5, 1, 4)),
+        (FLUX | {"FLUX_JOB_NNODES": "3"}, Launch("flux", 8, 5, 1)),  # some nodes have more ranks than others
+        (STEP | FLUX, Launch("flux", 8, 5, 1, 4)),  # Flux inside a job of Slurm
         (TORCHRUN, Launch("torchrun", 8, 5, 1, 4)),
         (STEP | TORCHRUN, Launch("torchrun", 8, 5, 1, 4)),  # srun starts one torchrun per node
         (LIKE_TORCHRUN, Launch("torchrun", 8, 5, 1)),
@@ -91,6 +118,61 @@ def test_a_variable_that_is_not_a_number_is_ignored(text):
 def test_tasks_of_a_slurm_node(tasks, node, expected):
     environ = STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
     assert detect(environ).local_size == expected
+
+
+PMIX = {"PMIX_RANK": "7", "PMIX_NAMESPACE": "slurm.pmix.7.0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (STEP, "none"),
+        (STEP | PMI, "pmi2"),
+        (STEP | PMIX, "pmix"),
+        (STEP | PALS, "cray_shasta"),
+        (STEP | HYDRA, None),  # mpirun started it
+        (BATCH, None),
+        (OPENMPI, None),
+        ({}, None),
+    ],
+)
+def test_the_plugin_of_slurm(environ, expected):
+    assert plugin(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"PBS_NODEFILE": "nodes"}, ["a PBS job", "by mpirun", "`mpirun -n 3 python ...` starts 3 ranks"]),
+        ({"PBS_NODEFILE": "/no/such/file"}, ["`mpirun -n N python ...` starts N ranks"]),
+        ({"LSB_DJOB_NUMPROC": "16"}, ["an LSF job", "`mpirun -n 16 python ...`"]),
+        ({"NSLOTS": "8", "PE_HOSTFILE": "/x"}, ["a Grid Engine job", "`mpirun -n 8 python ...`"]),
+        ({"FLUX_ENCLOSING_ID": "f1", "SLURM_JOB_ID": "7"}, ["a Flux job", "`flux run -n N python ...`"]),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ["a Slurm job", "by srun", "`srun -n 2 python ...`"]),
+        ({"LSB_DJOB_NUMPROC": "1"}, None),  # one slot, one rank
+        ({"NSLOTS": "8"}, None),
+        ({"PBS_NODEFILE": "nodes"} | HYDRA, None),
+        ({}, None),
+    ],
+)
+def test_a_batch_job_in_which_nothing_was_started(environ, words, tmp_path):
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\n")
+    if environ.get("PBS_NODEFILE") == "nodes":
+        environ = environ | {"PBS_NODEFILE": str(tmp_path / "nodes")}
+    note = batch_note(environ)
+    assert (note is None) == (words is None)
+    for word in words or ():
+        assert word in note
+
+
+def test_a_killed_rank_under_srun():
+    note = kill_note(detect(STEP), "MPICH", STEP)
+    assert "set SLURM_KILL_BAD_EXIT=1 before srun" in note
+    assert kill_note(detect(STEP), "MPICH", STEP | {"SLURM_KILL_BAD_EXIT": "0"}) == note
+    assert kill_note(detect(STEP), "MPICH", STEP | {"SLURM_KILL_BAD_EXIT": "1"}) is None
+    assert kill_note(detect(STEP), "Open MPI", STEP) is None
+    assert kill_note(detect(HYDRA), "MPICH", HYDRA) is None
+    assert kill_note(Launch("srun", 1, 0, 0, 1), "MPICH", STEP) is None
 
 
 STARTED = "started 8 processes, but MPI has 1 rank, because"
@@ -132,7 +214,7 @@ STARTED = "started 8 processes, but MPI has 1 rank, because"
             TORCHRUN,
             "Open MPI",
             f"torchrun {STARTED} torchrun starts no MPI:"
-            " use `srun --mpi=pmix`, or the mpirun of Open MPI, /env/bin/mpirun",
+            " write `/env/bin/mpirun -n 8 python ...`, or `srun -n 8 --mpi=pmix` before python",
         ),
         (
             HYDRA,
@@ -156,7 +238,9 @@ def test_a_job_of_one_rank_gets_cause_and_fix_in_one_line(environ, library, expe
     assert warning(detect(environ), 1, library, "/env/bin/mpirun") == expected
 
 
-@pytest.mark.parametrize("environ", [STEP, BATCH, HYDRA, HYDRA_PORT, PMI, INTEL, OPENMPI, TORCHRUN])
+@pytest.mark.parametrize(
+    "environ", [STEP, BATCH, HYDRA, HYDRA_PORT, PMI, INTEL, OPENMPI, TORCHRUN, PALS, JSRUN, MVAPICH, FLUX]
+)
 @pytest.mark.parametrize("library", ["MPICH", "MVAPICH", "Cray MPICH", "Intel MPI", "Open MPI", "Some MPI"])
 def test_every_launcher_and_library(environ, library):
     launched = detect(environ)
@@ -196,6 +280,15 @@ def test_mpich_is_refused_if_it_would_end_the_process(environ, expected):
     assert refusal(environ, "Open MPI") is None
 
 
+@pytest.mark.parametrize("outer", [{"PMIX_NAMESPACE": "slurm.pmix.7.0"}, {"PMI_FD": "9"}])
+def test_torchrun_inside_a_rank_is_refused(outer):
+    """It has started several processes there. A single one takes the place of the rank."""
+    expected = "torchrun, inside a rank of another launcher, starts no MPI: write `mpirun -n 8 python ...`, or "
+    assert torchrun_refusal(STEP | TORCHRUN | outer, "MPICH").startswith(expected)
+    assert torchrun_refusal(STEP | TORCHRUN | outer | {"LOCAL_WORLD_SIZE": "1"}, "MPICH") is None
+    assert torchrun_refusal(STEP | TORCHRUN, "MPICH") is None and torchrun_refusal(STEP | outer, "MPICH") is None
+
+
 @pytest.mark.parametrize("environ", [{}, STEP, STEP | PMI, BATCH, HYDRA, INTEL, TORCHRUN])
 def test_mpich_may_start_without_pmix(environ):
     assert refusal(environ, "MPICH") is None
@@ -231,6 +324,23 @@ def test_cores_per_rank(monkeypatch, own, parent, ranks, cores):
     assert cores_per_rank() == cores
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SLURM_CPUS_ON_NODE": "8"}, 4.0),
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "2"}, 2.0),
+        ({"SLURM_CPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "2"}, 1.0),  # --overcommit
+        ({"SLURM_CPUS_ON_NODE": "128", "SLURM_CPUS_PER_TASK": "64"}, 8.0),  # Slurm counts more cores than there are
+    ],
+)
+def test_cores_per_rank_under_srun(monkeypatch, variables, expected):
+    """Two ranks on a machine of 16 cores that binds no rank. slurmstepd may use all cores, too."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(os, "environ", STEP | variables)
+    assert cores_per_rank() == expected
+
+
 @pytest.mark.parametrize(("cores", "local", "expected"), [(2, 2, True), (2, 8, True), (4, 2, False)])
 def test_a_host_without_a_spare_core(monkeypatch, cores, local, expected):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -247,8 +357,14 @@ def test_a_host_without_a_spare_core(monkeypatch, cores, local, expected):
         (16, 4, {}, "OMP_NUM_THREADS=4"),
         (16, 1, {}, None),
         (1, 4, {}, None),  # each rank is bound to one core, and BLAS starts one thread
-        (2, 4, {"OMP_NUM_THREADS": "2"}, None),  # the user has chosen
+        (2, 4, {"OMP_NUM_THREADS": "1"}, None),
+        (2, 4, {"OMP_NUM_THREADS": "2"}, "(OMP_NUM_THREADS=2 is set), but a rank has 0.5 cores: set OMP_NUM_THREADS=1"),
+        (16, 4, {"OMP_NUM_THREADS": "4"}, None),
+        (16, 4, {"OMP_NUM_THREADS": "8,2"}, "set OMP_NUM_THREADS=4"),
         (2, 4, {"OPENBLAS_NUM_THREADS": "1"}, None),
+        (2, 4, {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "8"}, None),  # OpenBLAS reads its own variable first
+        (2, 4, {"MKL_NUM_THREADS": "8", "OMP_NUM_THREADS": "1"}, "set MKL_NUM_THREADS=1"),
+        (4, 4, {"OMP_NUM_THREADS": "many"}, "set OMP_NUM_THREADS=1"),  # not a number, so no limit
     ],
 )
 def test_more_blas_threads_than_cores_per_rank(monkeypatch, cores, ranks, environ, expected):

@@ -1,0 +1,334 @@
+"""Bugs that are planted in the code for devices, one by one: mpirun -n 2 python device_mutants.py NAME ...
+
+A mutant replaces a piece of the source of one function. It runs with the operations below, over each path that it
+concerns, until some rank finds it: by the checker, or as wrong data. A line for each says what was found. "none" plants
+nothing.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import os
+import sys
+import textwrap
+from importlib import import_module
+
+import numpy as np
+from mpi4py import MPI
+
+import fompi
+from fompi import Partial, Shard, Spec
+from fompi.backends.cuda.software import SoftwareDevice
+from fompi.mpi.paths import DIRECT, IPC, STAGED
+
+BACKEND, SOFTWARE = "fompi.backends.cuda.backend", "fompi.backends.cuda.software"
+DISPATCH, PROGRAM, COMPILED = "fompi.runtime.dispatch", "fompi.runtime.program", "fompi.runtime.compiled"
+PLANS, PATHS, ENGINE = "fompi.plans", "fompi.mpi.paths", "fompi.engine.in_flight"
+ANY = (STAGED, DIRECT, IPC)
+UNSTAGED = (DIRECT, IPC)
+
+ADDS = "if block in writer:\n                    before.add(writer[block])\n                "
+
+MUTANTS = {
+    # the backend
+    "kernels wait for no event": (ANY, f"{BACKEND}:OnDevice._enqueuer", "if token.queue is not queue:", "if False:"),
+    "kernels do not wait for the first event": (ANY, f"{BACKEND}:OnDevice._enqueuer", "in after:", "in after[1:]:"),
+    "the event comes before the kernel": (
+        ANY,
+        f"{BACKEND}:OnDevice._enqueuer",
+        "enqueue(stream)\n        return Enqueued(queue, stream.record(event))",
+        "stream.record(event)\n        enqueue(stream)\n        return Enqueued(queue, event)",
+    ),
+    "a token names another stream": (
+        ANY,
+        f"{BACKEND}:OnDevice._enqueuer",
+        "return Enqueued(queue,",
+        "return Enqueued(self.queues['compute'],",
+    ),
+    "a kernel is done at once": (ANY, f"{BACKEND}:Enqueued.done", "if not self.event.done():", "if False:"),
+    "the caller's stream is not awaited": (ANY, f"{BACKEND}:OnDevice.enter", "queue.stream.wait(entry)", "pass"),
+    "the caller's stream is forgotten": (ANY, f"{BACKEND}:OnDevice.enter", "if entry is None:", "if True:"),
+    "a copy is not awaited": (ANY, f"{BACKEND}:OnDevice.copy_now", "while not event.done():", "while False:"),
+    "all scratch is one array": (
+        ANY,
+        f"{BACKEND}:OnDevice.empty",
+        "return make(tuple(shape), self.storage(dtype))",
+        "self.kept = getattr(self, 'kept', {})\n"
+        "    return self.kept.setdefault((tuple(shape), dtype, place), make(tuple(shape), self.storage(dtype)))",
+    ),
+    # the engine, and a call
+    "the host takes any kernel for done": (
+        ANY,
+        f"{ENGINE}:InFlight._finish_launched",
+        "if not token.done():\n                    break",
+        "token.done()",
+    ),
+    "kernels follow nothing": (
+        ANY,
+        f"{DISPATCH}:Dispatch._enqueue",
+        "for j in self.compiled.follows[i]",
+        "for j in ()",
+    ),
+    "a kernel is done when it is enqueued": (
+        ANY,
+        f"{DISPATCH}:Dispatch._enqueue",
+        "self.comm.engine.launched(token, self, i)",
+        "queue.extend(self._complete(i))",
+    ),
+    "messages never end": (ANY, f"{DISPATCH}:Dispatch._complete", "if i in self.notes:", "if False:"),
+    "messages do not wait for the caller's stream": (
+        UNSTAGED,
+        f"{PROGRAM}:Run._start_first",
+        "if entry is not None:",
+        "if False:",
+    ),
+    "no message counts as one of device memory": (
+        UNSTAGED,
+        f"{COMPILED}:Compiled.moves_device_memory",
+        "return moved is not None and",
+        "return False and",
+    ),
+    "the next call starts early": (
+        ANY,
+        f"{DISPATCH}:Dispatch.completed",
+        "if self.unfinished == 0:",
+        "if self.unfinished <= 1:",
+    ),
+    # what an op waits for
+    "sends follow kernels": (
+        ANY,
+        f"{COMPILED}:device_constraints",
+        "if j in kernels] if i in kernels else []",
+        "if j in kernels]",
+    ),
+    "kernels do not wait for messages": (
+        ANY,
+        f"{COMPILED}:device_constraints",
+        "needs = [[j for j in needs if j not in follows[i]] for i, needs in enumerate(found.needs)]",
+        "needs = [[] if i in kernels else list(needs) for i, needs in enumerate(found.needs)]",
+    ),
+    "a read does not wait for a write": (
+        ANY,
+        f"{PLANS}.dependencies:dependencies",
+        f"{ADDS}readers",
+        "readers",
+    ),
+    # staged plans
+    "nothing is downloaded": (
+        (STAGED,),
+        f"{PLANS}.staged:_Stager._down",
+        "if not self._current.issuperset(chunk.blocks):",
+        "if False:",
+    ),
+    "nothing is uploaded": (
+        (STAGED,),
+        f"{PLANS}.staged:_Stager._ops",
+        'yield Compute("upload", (mirror,), (chunk,))',
+        "pass",
+    ),
+    "the upload goes to the mirror of another chunk": (
+        (STAGED,),
+        f"{PLANS}.staged:_Stager._ops",
+        'yield Compute("upload", (mirror,), (chunk,))',
+        'yield Compute("upload", (_mirrored(op.writes)[0],), (chunk,))',
+    ),
+    "a download takes the mirror of another chunk": (
+        (STAGED,),
+        f"{PLANS}.staged:_Stager._down",
+        "(chunk,), _mirrored((chunk,))",
+        "_mirrored((chunk,)), (chunk,)",
+    ),
+    # messages by ipc
+    "a send is done without an answer": (
+        (IPC,),
+        f"{PATHS}:Offer.done",
+        "return not self._requests",
+        "Offer.kept = [*getattr(Offer, 'kept', []), self]\n    return len(self._requests) < 2",
+    ),
+    "the answer comes before the copy": (
+        (IPC,),
+        f"{PATHS}:Pull._copied",
+        "return bool(self._event.done())",
+        "return True",
+    ),
+    "the event comes before the copy": (
+        (IPC,),
+        f"{PATHS}:Pull._copied",
+        "device.copy(self._data, self._source)(self._path.stream)\n"
+        "        self._event = self._path.stream.record(device.event())",
+        "self._event = self._path.stream.record(device.event())\n"
+        "        device.copy(self._data, self._source)(self._path.stream)",
+    ),
+    "nothing is copied": (
+        (IPC,),
+        f"{PATHS}:Pull._copied",
+        "device.copy(self._data, self._source)(self._path.stream)",
+        "pass",
+    ),
+    "an offer is taken before it has come": (
+        (IPC,),
+        f"{PATHS}:Pull._copied",
+        "if not self._offered.Test():",
+        "Pull.kept = [*getattr(Pull, 'kept', []), self]\n        if self._offered.Test() is None:",
+    ),
+    "no answer": (
+        (IPC,),
+        f"{PATHS}:Pull.done",
+        "self._answered = self._path.link.blocking.Isend(np.zeros(1, np.uint8), self._peer, self._tag)",
+        "return True",
+    ),
+    "a handle without an offset": (
+        (IPC,),
+        f"{SOFTWARE}:SoftwareDevice.export",
+        "offset = array.ptr - memory.ptr",
+        "offset = 0",
+    ),
+    "new memory behind an old handle": (
+        (IPC,),
+        f"{SOFTWARE}:SoftwareDevice.open",
+        'key = path + b" " + number',
+        "key = path",
+    ),
+    # the device
+    "array() does not wait": (
+        ANY,
+        f"{SOFTWARE}:SoftwareDevice._copied",
+        "record(Event(self)).wait()",
+        "record(Event(self))",
+    ),
+    "array() does not wait for the caller's stream": (
+        ANY,
+        f"{SOFTWARE}:SoftwareDevice._copied",
+        "if entry is not None:",
+        "if False:",
+    ),
+    "a wait of a stream is lost": (ANY, f"{SOFTWARE}:Stream.wait", "join(self.actor, event.clock)", "lock"),
+}
+
+
+def plant(where, old, new):
+    """Replace `old` by `new` in the source of a function. Returns a function that undoes it."""
+    module, _, path = where.partition(":")
+    owner = import_module(module)
+    *outer, name = path.split(".")
+    for each in outer:
+        owner = getattr(owner, each)
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{where} has no single {old!r}"
+    made = {}
+    code = compile(source.replace(old, new), where, "exec", __future__.annotations.compiler_flag)
+    exec(code, function.__globals__, made)
+    setattr(owner, name, made[name])
+    return lambda: setattr(owner, name, function)
+
+
+def cases(comm, device):
+    """Functions that compare results on the device with those on the host. Each takes some milliseconds."""
+    rank, size = comm.rank, comm.size
+    random = np.random.default_rng(rank)
+    x, w = random.standard_normal((6, 12)).astype("f4"), np.ones((12, 4), "f4")
+    up = device.array
+
+    def unbound(operation, *tensors, **options):
+        def run():
+            wanted = operation(*tensors, comm=comm, **options)
+            for _ in range(2):
+                got = operation(*map(up, tensors), comm=comm, **options)
+                assert got.get().tobytes() == wanted.tobytes()
+
+        return run
+
+    def bound(operation, *specs, **tensors):
+        def run():
+            plan = fompi.plan(operation, *specs, ranks=size, schedule="ring", slices=2)
+            with fompi.bind(plan, comm=comm, **tensors) as step:
+                wanted = step()
+            own = {name: up(a) for name, a in tensors.items()}
+            step = fompi.bind(plan, comm=comm, **own)
+            for _ in range(2):
+                got = step()
+            assert got.get().tobytes() == wanted.tobytes()
+
+        return run
+
+    def after_a_kernel():
+        stream, own = device.stream("mine"), up(x)
+
+        def kernel(reads, writes):
+            writes[0][...] = 3
+
+        with device.using(stream):
+            device.call(kernel, "fill", [], [own])(stream)
+            assert (fompi.all_gather(own, comm=comm, schedule="ring").get() == 3).all()
+            device.call(kernel, "fill", [], [own])(stream)
+            assert (fompi.all_gather_matmul(own, up(w), comm=comm, schedule="direct").get() == 36).all()
+
+    def read_after_a_kernel():
+        stream, own = device.stream("mine"), up(x)
+        with device.using(stream):
+            device.call(lambda reads, writes: np.copyto(writes[0], 5), "fill", [], [own])(stream)
+            assert (own.get() == 5).all()
+
+    def in_place():
+        own = up(x[0])
+        wanted = fompi.all_reduce(x[0], comm=comm, schedule="ring")
+        fompi.all_reduce(own, comm=comm, out=own, schedule="ring")
+        assert own.get().tobytes() == wanted.tobytes()
+
+    gathered = Spec((6 * size, 12), "float32", Shard(0)), Spec((12, 4 * size), "float32", Shard(1))
+    summed = Spec((8 * size, 12 * size), "float32", Shard(1)), Spec((12 * size, 4), "float32", Shard(0))
+    rows = np.arange(8 * size * 12, dtype="f4").reshape(8 * size, 12)
+    return [
+        bound(fompi.all_gather_matmul, *gathered, x=x, w=w),
+        bound(fompi.matmul_reduce_scatter, *summed, x=rows, w=w),
+        bound(fompi.all_reduce, Spec((8 * size, 12), "float32", Partial()), x=rows),
+        unbound(fompi.all_gather, x, schedule="ring"),
+        unbound(fompi.reduce_scatter, rows, schedule="ring"),
+        unbound(fompi.all_reduce, rows, schedule="unfused"),
+        unbound(fompi.matmul_all_reduce, rows, w, schedule="direct", slices=2),
+        unbound(fompi.all_to_all, rows, schedule="direct"),
+        unbound(fompi.all_reduce, np.asfortranarray(x), schedule="ring"),
+        unbound(fompi.all_gather, x, schedule="unfused"),
+        after_a_kernel,
+        in_place,
+        read_after_a_kernel,
+    ]
+
+
+def found_by(path):
+    """What finds the planted bug over this path: the first error of this rank, or of another one. Empty: nothing."""
+    os.environ["FOMPI_PATH"] = path
+    comm = MPI.COMM_WORLD
+    own = fompi.Communicator(comm, f"mutant on {path}")
+    device = SoftwareDevice(seed=own.rank, delay=0)
+    for case in cases(own, device):
+        error = ""
+        try:
+            case()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        gathered = comm.allgather(error or "".join(map(str, device.reports[:1])))
+        if any(gathered):
+            return next(filter(None, gathered))
+    own.close()
+    return ""
+
+
+def main(names):
+    for name in names:
+        paths, undo = ANY, lambda: None
+        if name != "none":
+            paths, *mutation = MUTANTS[name]
+            undo = plant(*mutation)
+        found = next(filter(None, map(found_by, paths)), "")
+        undo()
+        if MPI.COMM_WORLD.rank == 0:
+            print(f"{name}: {'found: ' + found if found else 'not found'}", flush=True)
+    MPI.COMM_WORLD.Barrier()
+    MPI.COMM_WORLD.Abort(0)  # messages of broken calls may be in flight
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
