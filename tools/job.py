@@ -36,6 +36,7 @@ class Finished:
     seconds: float
     timed_out: bool
     left_behind: tuple[str, ...]  # command lines of processes that still ran GRACE_SECONDS after the job
+    memory_left: tuple[str, ...]  # new files in /dev/shm that no process had mapped. A job beside it may have left them
 
     @property
     def output(self) -> str:
@@ -77,8 +78,8 @@ def run(
             elapsed = time.monotonic() - start
         finally:  # also after an interrupt
             _end(process, mark)
-            _unlink(set(_shared_memory()) - shared_memory)
-        return Finished(process.returncode, _text(out), _text(err), elapsed, timed_out, left_behind)
+            memory_left = _unlink(set(_shared_memory()) - shared_memory)
+        return Finished(process.returncode, _text(out), _text(err), elapsed, timed_out, left_behind, memory_left)
 
 
 def _text(file: IO[bytes]) -> str:
@@ -147,11 +148,11 @@ def _shared_memory() -> Iterator[Path]:
         yield from Path("/dev/shm").glob(pattern)
 
 
-def _unlink(segments: set[Path]) -> None:
-    """Remove the files that no process has mapped. Another job may have made some of them."""
+def _unlink(segments: set[Path]) -> tuple[str, ...]:
+    """Remove the files that no process has mapped, and return their names. Another job may have made some of them."""
     for folder in Path("/proc").glob("[0-9]*"):
         if not segments:
-            return
+            break
         try:
             maps = (folder / "maps").read_text()
         except OSError:
@@ -160,3 +161,4 @@ def _unlink(segments: set[Path]) -> None:
     for segment in segments:
         with contextlib.suppress(OSError):  # it is removed already, or it belongs to another user
             segment.unlink()
+    return tuple(sorted(map(str, segments)))

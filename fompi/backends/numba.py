@@ -1,17 +1,22 @@
 """bfloat16 kernels compiled by Numba. NumPy has no bfloat16: it needs eight passes for what these do in one.
 
 The NumPy backend loads this file for large arrays if Numba is installed. The results have the same bits: sums are in
-float32, rounded to the nearest even. Compiled code is cached on disk, so only the first run on a machine compiles.
+float32, rounded to the nearest even. Compiled code is cached on disk, so only the first run on a machine compiles. One
+rank of each host writes there. If a file cannot be read or written, only the time of the first call changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numba import njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, overload
+
+from fompi.backends import numpy as backend
 
 Array = np.ndarray[Any, Any]
 
@@ -65,11 +70,25 @@ def _put_in(c, i, value):
     return rounded
 
 
+class _Cache(FunctionCache):
+    """Numba's cache on disk. A full disk or a damaged file is no error."""
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        with suppress(Exception):
+            return super().load_overload(signature, context)
+        return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        if backend.writes_compiled_code:
+            with suppress(OSError):
+                super().save_overload(signature, compiled)
+
+
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    try:
-        return njit(cache=True, error_model="numpy", nogil=True)(function)
-    except RuntimeError:  # there is no writable folder for compiled code
-        return njit(error_model="numpy", nogil=True)(function)
+    compiled = njit(error_model="numpy", nogil=True)(function)
+    with suppress(RuntimeError):  # there is no writable folder for compiled code
+        compiled._cache = _Cache(function)
+    return compiled
 
 
 def _add(a: Any, b: Any, c: Any) -> None:

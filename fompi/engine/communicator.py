@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
+from fompi.backends import numpy
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words
 from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.version import __version__
@@ -50,6 +51,7 @@ def _make_engine() -> Engine:
             raise LaunchError(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
     if world()[0] == 0:
         environment.warn_of_unknown()
+    numpy.writes_compiled_code = launcher.detect().local_rank in (None, 0)
     timeout = launcher.timeout()
     mode, cores = progress_mode(), launcher.cores_per_rank()
     pause = pause_between_polls(mode, cores)

@@ -57,7 +57,7 @@ def _is_report(text: str) -> bool:
 
 
 def _is_folder(text: str) -> bool:
-    return text == "0" or not Path(text).exists() or Path(text).is_dir()
+    return text == "0" or not os.path.exists(text) or os.path.isdir(text)  # unlike Path's, they never raise
 
 
 VARIABLES = {

@@ -5,10 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 SUM = "import numpy as np, fompi; print(fompi.all_reduce(np.ones(1), comm=fompi.Communicator()))"
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+INSIDE = "torchrun, inside a rank of another launcher, starts no MPI: write `"
+FOREIGN = {
+    "torchrun in srun --mpi=pmi2": ({**TORCHRUN, "PMI_FD": "97", "PMI_SIZE": "1", "PMI_RANK": "0"}, INSIDE),
+    "torchrun in srun --mpi=pmix": ({**TORCHRUN, "PMIX_NAMESPACE": "slurm.pmix.1.0", "PMIX_RANK": "0"}, INSIDE),
+    "the mpirun of Open MPI": (
+        {"PMIX_NAMESPACE": "prterun-1@1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
+        "the mpirun of Open MPI cannot start MPICH this way: use the mpirun of MPICH, ",
+    ),
+}
+"""Launchers with which MPI_Init would end the process. All variables are those of rank 0."""
 
 LAUNCHERS = {
     "sbatch": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "Slurm allotted 4 processes, but nothing started them"),
@@ -17,8 +30,8 @@ LAUNCHERS = {
         "srun started 4 processes, but MPI has 1 rank",
     ),
     "torchrun": (
-        {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"},
-        "torchrun starts no MPI",
+        TORCHRUN,
+        "because torchrun starts no MPI: write `",
     ),
 }
 
@@ -37,6 +50,18 @@ def test_lonely_processes_are_refused(launcher):
     assert "FOMPI_SINGLETONS=1" in done.stderr and not done.stdout
     allowed = run(SUM, {**variables, "FOMPI_SINGLETONS": "1"})
     assert allowed.returncode == 0 and allowed.stdout.strip() == "[1.]", allowed.stderr
+
+
+@pytest.mark.parametrize("launcher", FOREIGN)
+def test_a_launcher_with_which_mpi_would_not_start(launcher):
+    """One sentence, on the last line, before MPI starts."""
+    variables, words = FOREIGN[launcher]
+    begun = time.monotonic()
+    done = run(SUM, variables)
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert done.returncode and last.startswith(f"fompi.base.errors.LaunchError: {words}"), done.stderr
+    assert "bin/mpirun" in last and time.monotonic() - begun < 5
+    assert ("mpirun -n 4 python" in last and "srun -n 4 --mpi=pmi2" in last) == ("torchrun" in launcher)
 
 
 def test_one_process_needs_no_launcher():

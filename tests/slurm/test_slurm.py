@@ -8,11 +8,10 @@ import time
 from dataclasses import replace
 
 import pytest
-from slurm_cluster import ENVIRONMENTS, PLUGINS, ROOT
+from slurm_cluster import ENVIRONMENTS, MPIS, ROOT
 
 from fompi.cli.slurm import Facts, Job, script
 
-MPIS = ["mpich", "openmpi"]
 EXAMPLE = Job(
     ("examples/tp_mlp.py",), nodes=2, ranks_per_node=4, cpus_per_rank=4, time="00:10:00"
 )  # what examples/slurm runs
@@ -28,7 +27,9 @@ def test_info_tells_that_it_is_one_job(cluster, mpi):
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("options", [("-N2", "--ntasks-per-node=2"), ("-N2", "-n3"), ("-N1", "-n1")], ids=str)
 def test_a_program(cluster, mpi, options):
-    done = cluster.srun(mpi, "python", cluster.program, "run", 5, options=options)
+    """It needs neither a home folder nor one for temporary files."""
+    places = "HOME=/dev/null/home", "TMPDIR=/dev/null/temporary"  # below a file: root cannot write there, either
+    done = cluster.srun(mpi, "env", *places, "python", cluster.program, "run", 5, options=options)
     assert done.returncode == 0, done.output
     size = 4 if "--ntasks-per-node=2" in options else int(options[1][2:])
     assert done.stdout.count("hello") == done.stdout.count(f"of {size} on") == done.stdout.count("bye") == size
@@ -47,6 +48,15 @@ def test_a_wrong_plugin_is_refused(cluster, mpi, plugin, fix):
     assert time.monotonic() - begun < 15
     done = cluster.srun(mpi, "python", "-m", "fompi", "info", plugin=plugin)
     assert done.returncode and fix in done.output, done.output
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_torchrun_is_refused(cluster, mpi):
+    """It starts two processes in each rank. With Open MPI both would be that rank."""
+    torchrun, options = ("torchrun", "--nproc-per-node=2"), ("-N2", "-n2")
+    done = cluster.srun(mpi, *torchrun, cluster.program, "run", 5, options=options)
+    assert done.returncode not in (0, None) and not done.timed_out and "hello" not in done.stdout, done.output
+    assert f"starts no MPI: write `{ENVIRONMENTS[mpi]}/bin/mpirun -n 2 python ...`, or `srun -n 2 --mpi=" in done.stderr
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -82,18 +92,6 @@ def test_a_job_array(cluster):
     cluster.until_idle(40)
     for index in range(2):
         assert (cluster.folder / f"array-{index}").read_text().count("of 2 on") == 2
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-def test_scancel(cluster, mpi):
-    output = cluster.folder / f"cancelled-{mpi}"
-    line = f"srun -K --mpi={PLUGINS[mpi]} python {cluster.program} run 100000"
-    number = cluster.submit(mpi, f"#!/bin/bash\n{line}\n", output, "-N2", "--ntasks-per-node=2")
-    cluster.wait_for(output, lambda text: text.count("hello") == 4)
-    begun = time.monotonic()
-    cluster.run(mpi, "scancel", number)
-    cluster.until_idle()
-    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.timeout(150)

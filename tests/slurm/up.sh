@@ -5,8 +5,9 @@
 #   srun -N 2 hostname
 #   tests/slurm/down.sh /tmp/slurm/a
 #
-# Everything is in PREFIX, which must not exist. Ports are free ones. Root gives every node a host name and a /dev/shm of
-# its own (n1, n2, ...); without root the nodes share both. No munge, no database, no cgroups, no /etc/slurm. Needs
+# Everything is in PREFIX, which must not exist. SIGINT and SIGTERM take down what is up. Ports are free ones. Root gives
+# every node a host name and a /dev/shm of its own (n1, n2, ...); without root the nodes share both. No munge, no
+# database, no cgroups, no /etc/slurm. Needs
 #   apt-get install --no-install-recommends slurmctld slurmd slurm-client libpmix2
 set -euo pipefail
 prefix=${1:?up.sh PREFIX [NODES [CPUS]]} nodes=${2:-2} cpus=${3:-16}
@@ -22,6 +23,8 @@ if [[ $(id -u) == 0 ]] && ! unshare --uts --mount true 2>/dev/null; then
 fi
 mkdir -p "$(dirname "$prefix")"
 mkdir "$prefix" 2>/dev/null || die "$prefix exists: down.sh $prefix, or another prefix"
+: >"$prefix/pids"
+trap 'trap "" INT TERM HUP; "$here/down.sh" "$prefix" >&2 || true; exit 130' INT TERM HUP
 mkdir "$prefix"/{state,spool,log,pid,tmp}
 
 # Slurm's plug-in opens the name libpmix.so, which only the package for developers has.
