@@ -32,6 +32,9 @@ LEAST_SHARE is the least of `rates`. LEAST_POLL is the least `poll` that is not 
 NO_PACKING = 1e300
 """The `pack_rate` of a BLAS whose packing takes no measurable time: so many bytes per second that it costs nothing."""
 
+NO_BUS = 1e300
+"""The `copy_rate` of a machine whose kernels run on the host."""
+
 
 def interpolate(points: Points, x: float) -> float:
     """The value of a curve at x: linear between points and beyond the last one, level below the first one."""
@@ -105,7 +108,8 @@ class Machine:
 
     **Kernels.** A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`. A product takes
     `packed / pack_rate` more. `packed` are the bytes of both operands: a BLAS packs both in every call, also the whole
-    weight. So many small calls cost more than one large call.
+    weight. So many small calls cost more than one large call. A copy from or to a device takes at least
+    `nbytes / copy_rate`; both directions run at the same time.
 
     **Messages beside kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes
     `cpu_message + nbytes * cpu_byte` from the kernel that runs. A collective of the library counts as two messages per
@@ -143,6 +147,7 @@ class Machine:
     ports: int = 1
     natives_ranks: int = 0
     burst: float = 0.0
+    copy_rate: float = NO_BUS
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -186,6 +191,10 @@ class Machine:
     def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
         """Seconds of a kernel: its operations, the bytes that it reads and writes, and the bytes that it packs."""
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
+
+    def copy(self, nbytes: float) -> float:
+        """Seconds of a copy of `nbytes` from or to a device."""
+        return max(self.kernel(0, 2 * nbytes), self.overhead + nbytes / self.copy_rate)
 
     def sampled(self, name: str, ranks: int, behind: bool = False) -> Points:
         """The curve of a collective of the library on `ranks` ranks, or (). `behind`: while kernels run."""
@@ -231,6 +240,8 @@ class Machine:
         packing = f", operands packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < NO_PACKING else ""
         kernels = f"{_rate(self.flops_rate, 'FLOP/s')}, {_rate(self.memory_rate, 'B/s')}"
         lines.append(f"kernels: {1e6 * self.overhead:.3g} us per call, {kernels}{packing}")
+        if self.copy_rate < NO_BUS:
+            lines.append(f"copies from and to the device: {_rate(self.copy_rate, 'B/s')} each way")
         if self.lanes == 1:
             cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns per byte"
             poll = f"a poll every {1e3 * self.poll:g} ms"
@@ -427,34 +438,34 @@ PRESETS = {
         Machine(
             "h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6,
             "NVIDIA H100 SXM data sheet: NVLink 450 GB/s each way, 989 TFLOP/s bf16, 3.35 TB/s; assumed: 90 % of links "
-            "and memory, 60 % of operations, 3 us per message, 4 us per launch",
-            lanes=2,
+            "and memory, 60 % of operations, 3 us per message, 4 us per launch, 50 GB/s to the host",
+            lanes=2, copy_rate=50e9,
         ),
         Machine(
             "h100-ndr", 3e-6, 400e9, 6e14, 3e12, 4e-6,
             "nodes of 8 H100 SXM as in h100-nvlink, InfiniBand NDR: 400 Gbit/s per GPU; assumed: 6 us per message "
             "between nodes",
             levels=(Level(8, 6e-6, 48e9),),
-            lanes=2,
+            lanes=2, copy_rate=50e9,
         ),
         Machine(
             "a800-nvlink", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
             "NVIDIA A800 SXM data sheet: NVLink 200 GB/s each way, 312 TFLOP/s bf16, 2 TB/s; assumed: 85 % of links, "
-            "80 % of memory, 70 % of operations, 3 us per message, 4 us per launch",
-            lanes=2,
+            "80 % of memory, 70 % of operations, 3 us per message, 4 us per launch, 24 GB/s to the host",
+            lanes=2, copy_rate=24e9,
         ),
         Machine(
             "a800-hdr", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
             "nodes of 8 A800 SXM as in a800-nvlink, InfiniBand HDR: 200 Gbit/s per GPU; assumed: 6 us per message "
             "between nodes",
             levels=(Level(8, 6e-6, 24e9),),
-            lanes=2,
+            lanes=2, copy_rate=24e9,
         ),
         Machine(
             "rtx4090-pcie", 10e-6, 12e9, 1.4e14, 0.8e12, 4e-6,
             "NVIDIA RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 1 TB/s; assumed: "
             "12 GB/s through host memory, 85 % of operations, 80 % of memory, 10 us per message, 4 us per launch",
-            lanes=2,
+            lanes=2, copy_rate=24e9,
         ),
     )
 }  # fmt: skip

@@ -83,6 +83,8 @@ def _is_apart(plan: Plan, machine: Machine) -> bool:
     """True if each rank sends to one peer only, on a link of its own, and messages take no time from kernels."""
     lanes = {lane(op) for op in plan.programs[0].ops}
     names = Counter(name for name, _ in lanes)
+    if names["download"] or names["upload"]:  # they have lanes of their own
+        return False
     if names["collective"] or names["send"] != 1 or names["recv"] != 1 or any(lv.shared for lv in machine.levels):
         return False
     costs = machine.cpu_message or machine.cpu_byte or machine.poll

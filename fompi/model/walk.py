@@ -162,8 +162,10 @@ class Walk:
             self.next_kernels(rank)
 
         operands = ([(self.shape(rank, c), self.nbytes(rank, c)) for c in chunks] for chunks in (op.reads, op.writes))
-        demand = kernels.demand(op.kernel, *operands)
-        seconds = self.machine.kernel(*demand) * self.jitter()
+        if name in ("download", "upload"):
+            seconds = self.machine.copy(self.nbytes(rank, op.reads[0])) * self.jitter()
+        else:
+            seconds = self.machine.kernel(*kernels.demand(op.kernel, *operands)) * self.jitter()
         self.at(self.queue.now + seconds, finish)
         return seconds
 

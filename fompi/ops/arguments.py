@@ -8,19 +8,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi.backends.cuda import Device, backend_of
+from fompi.backends.cuda import backend_of
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import as_integer, integer, split
 from fompi.engine.handshake import VALUE_BITS
-from fompi.mpi import environment, transport
 from fompi.plans import problems
 from fompi.plans.problems import Form, Problem
+from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -85,7 +84,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
     """
-    borrow = _borrow if default_device() is None else _upload
+    borrow = dlpack.borrow if default_device() is None else upload
     x = borrow(arguments.x, "x")
     weights: Sequence[Tensor] = ()
     biases: Sequence[Tensor | None] = ()
@@ -134,30 +133,22 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     expects = len(operands[0].array) if operands else -1
     in_place = False
     if out is not None:
-        in_place = flat and out.array.flags.c_contiguous and dlpack.same_memory(x.array, out.array)
-        if not in_place and any(dlpack.overlap(out.array, array) for array in arrays.values()):
+        in_place = flat and out.array.flags.c_contiguous and _same_memory(x, out)
+        if not in_place and any(_overlap(out, tensor) for tensor in (x, *weights, *biases, *operands)):
             raise TensorError(f"{operation}: out= shares memory with another operand")
         expects = _check_out(problem, out, shape, dim, rank, rows, expects)
     return LocalCall(problem, packed, arrays, x, shape, dim, rows, expects, out, in_place, packing)
 
 
-@cache
-def default_device() -> Any:
-    """The device of FOMPI_DEVICE, on which operations on host tensors run. None: the host."""
-    kind = environment.value("FOMPI_DEVICE")
-    return None if kind == "auto" else Device(kind, seed=transport.world()[0])
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return dlpack.same_memory(*(tensor.array if tensor.host is None else tensor.host for tensor in (a, b)))
 
 
-def _borrow(x: Any, name: str) -> Tensor:
-    return dlpack.borrow(x, name)
-
-
-def _upload(x: Any, name: str) -> Tensor:
-    """`x`, or a copy of it on the device of FOMPI_DEVICE."""
-    tensor = dlpack.borrow(x, name)
-    if tensor.device is not None:
-        return tensor
-    return replace(tensor, array=default_device().array(tensor.array), host=tensor.array)
+def _overlap(a: Tensor, b: Tensor | None) -> bool:
+    """True if two tensors of the caller may share memory."""
+    if b is None:
+        return False
+    return dlpack.overlap(*(tensor.array if tensor.host is None else tensor.host for tensor in (a, b)))
 
 
 def _check_one_device(operation: str, tensors: Sequence[Tensor | None]) -> None:

@@ -51,6 +51,12 @@ Plans for more ranks are only verified by the tests, except those of schedules t
 """
 
 
+def place_of(comm: Communicator, local: LocalCall) -> str:
+    """On which device a call runs, and over which paths. Empty: on the host. The same text on all ranks."""
+    device = local.like.device
+    return "" if device is None else f" on the {device.name} by {comm.paths(device).names()} messages"
+
+
 def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Compiled:
     """This rank's program, from the cache of the communicator. At first use it is written and the plan is verified.
 
@@ -58,8 +64,7 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
     """
     # The generator is part of the key, because a user may register another schedule under the same name.
     device = local.like.device
-    where = "" if device is None else f"{device.key} {comm.paths(device).names()}"
-    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, where)
+    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, place_of(comm, local))
     program: Compiled | None = comm.plans.get(key)
     if program is None:
         if messages_per_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before a long program is written
@@ -149,19 +154,13 @@ class Pending:
         # A dimension counts from the front: dim=-1 and dim=1 of a matrix are the same.
         number = _digest((local.problem.common, local.dim, self._schedule, self._slices))
         if local.like.device is not None:
-            number ^= digest(self._where())
+            number ^= digest(place_of(self._comm, local))
         if self._arguments.gradient:  # not cached: the words of a backward differ between calls
             number ^= digest(self._arguments.gradient)
         if local.problem.moves in ("all_gather", "all_to_all"):
             return number
         # Not part of the cached digest: these may change at every call.
         return number ^ digest(str(local.shape if local.problem.flat else local.rows))
-
-    def _where(self) -> str:
-        """On which device, and over which paths."""
-        assert self._local is not None
-        device = self._local.like.device
-        return "" if device is None else f" on the {device.name} by {self._comm.paths(device).names()} messages"
 
     def _describe(self) -> str:
         """The call as text, for error messages."""
@@ -177,7 +176,7 @@ class Pending:
         if (self._schedule, self._slices) != ("auto", None):
             options = f" by {self._schedule}, slices {self._slices}"
         backward = f" {self._arguments.gradient}" if self._arguments.gradient else ""
-        return f"{local.problem}{rows}{options}{self._where()}{backward}"
+        return f"{local.problem}{rows}{options}{place_of(self._comm, local)}{backward}"
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:

@@ -13,7 +13,9 @@ from fompi.base.layout import Sizes
 from fompi.engine.communicator import Communicator
 from fompi.plans.plan import Collective, Plan, Send
 from fompi.runtime.compiled import Compiled
+from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
+from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import Tensor
 
 
@@ -41,8 +43,9 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
     borrowed, shapes = {}, {}
     device = getattr(backend, "device", None)
+    borrow = dlpack.borrow if device is None or device is not default_device() else upload
     for name, value in given.items():
-        buffer, tensor = named[name], dlpack.borrow(value, name)
+        buffer, tensor = named[name], borrow(value, name)
         if tensor.device is not device:
             where, wanted = (f"the {d.name}" if d is not None else "the host" for d in (tensor.device, device))
             raise TensorError(f"{name} is on {where}, but the kernels run on {wanted}")
@@ -115,9 +118,14 @@ class BoundPlan:
                 if buffer.name in self._shapes and sizes == self.plan.sizes:
                     array = array.reshape(self._shapes[buffer.name])
             self._outputs.append((array, buffer.dtype, self._tensors.get(buffer.name, self._tensors["x"])))
-        self._results = self._lent()
+        self._results = () if self._is_copied_back else self._lent()
         given = [self._tensors[b.name].owner for b in self.compiled.outputs if b.name in self._tensors]
         self._written = [x for x in (*self._results, *given) if dlpack.framework_of(x) == "torch"]
+
+    @property
+    def _is_copied_back(self) -> bool:
+        """True if results are copied from a device to the host, once they are there."""
+        return any(isinstance(array, DeviceArray) and like.host is not None for array, _, like in self._outputs)
 
     def _lent(self) -> tuple[Any, ...]:
         """The outputs as tensors of the caller's framework.
@@ -130,8 +138,28 @@ class BoundPlan:
                 own = self.comm.engine.arena.take(array.shape, array.dtype)
                 own[...] = array
                 array = own
+            elif like.framework == "jax" and like.host is None:
+                array = self.backend.packed(array)  # type: ignore[attr-defined]
             lent.append(dlpack.lend(array, dtype, like))
         return tuple(lent)
+
+    def _upload(self, name: str, block: int | None = None) -> None:
+        """Copy an input, or one block of it, to the device, if the caller's tensor is on the host."""
+        tensor = self._tensors.get(name)
+        if tensor is not None and tensor.host is not None:
+            array, host = self._arrays[name], tensor.host.reshape(self._arrays[name].shape)
+            if block is not None:
+                starts = self.compiled.buffers[name].offsets(self._extents)
+                first = block - self.compiled.buffers[name].first
+                array, host = (a[starts[first] : starts[first + 1]] for a in (array, host))
+            array.device.put(array, host)
+
+    def _download(self) -> None:
+        """Copy outputs back to the caller's tensors on the host."""
+        for buffer in self.compiled.outputs:
+            tensor = self._tensors.get(buffer.name)
+            if tensor is not None and tensor.host is not None:
+                tensor.host[...] = tensor.array.get().reshape(tensor.host.shape)
 
     def _resize(self, counts: Any) -> None:
         """Use these rows from now on. Raises ShapeError on all ranks: every rank checks the counts of all."""

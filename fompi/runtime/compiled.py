@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.base import Backend
+from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, offsets
 from fompi.plans import kernels
@@ -252,7 +253,7 @@ class Compiled:
         """
         if self.natives:
             arrays = {name: np.zeros(s, backend.storage(self.buffers[name].dtype)) for name, s in sized.shapes.items()}
-            return self.resolve(arrays, sized.starts, backend, native)
+            return self.resolve(arrays, sized.starts, Numpy(), native)  # no kernel runs: the arrays are on the host
         sizes = [0 if moved is None else _nbytes(sized, moved) for moved in self._moved]
         sent, received = np.zeros(max(sizes, default=0), np.uint8), np.empty(max(sizes, default=0), np.uint8)
         return [(sent if self.kinds[i] == SEND else received)[:n] if n else None for i, n in enumerate(sizes)]

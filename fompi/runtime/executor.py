@@ -20,9 +20,9 @@ from fompi.plans.staged import is_mirror, staged
 from fompi.runtime import baselines
 from fompi.runtime.binding import BoundPlan, Memory, check_tensors
 from fompi.runtime.compiled import Compiled
+from fompi.runtime.default_device import default_device
 from fompi.runtime.program import Run
 from fompi.tensors import dlpack
-from fompi.tensors.device_array import DeviceArray
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof, RankDependencies, prove
 from fompi.traces.trace import Trace
@@ -60,6 +60,8 @@ class Executor(BoundPlan):
         super().__init__(compiled, comm, memory, backend, kernels)
         device = getattr(backend, "device", None)
         self._paths = None if device is None else comm.paths(device)
+        self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.role == "input"]
+        self._is_uploaded = any(tensor.host is not None for tensor in memory.tensors.values())
         self.seconds: float | None = None  # the time of the last call on this rank
         self.drift: Drift | None = None  # compares calls with their prediction
         self._run: Run | None = None
@@ -99,6 +101,10 @@ class Executor(BoundPlan):
         mark = None if label is None and whole else self._mark(label, whole)
         stamp, slot = self.comm.bound_call(self._instance, self._calls, mark)
         engine = self.comm.engine
+        if self._is_uploaded:
+            for name in self._inputs:
+                if name not in partial:
+                    self._upload(name)
         entry = None if self._paths is None else self.backend.enter()  # type: ignore[attr-defined]
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
@@ -123,6 +129,8 @@ class Executor(BoundPlan):
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on."""
         run, block = self._current(), self._block(name, part)
+        if self._is_uploaded:
+            self._upload(name, block)
         with self.comm.engine.lock:
             run.ready_part(name, block)
         if not run.finished:
@@ -172,7 +180,9 @@ class Executor(BoundPlan):
         self.seconds = run.moved_at - run.started
         if self.drift is not None and self.is_whole:
             self.drift.note(self.seconds)
-        if any(like.framework == "jax" for _, _, like in self._outputs):
+        if self._is_uploaded:
+            self._download()
+        if self._is_uploaded or any(like.framework == "jax" for _, _, like in self._outputs):
             self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results
 
@@ -289,10 +299,11 @@ class Executor(BoundPlan):
         return f"Executor({self.name} on {self.comm!r})"
 
 
-def _backend_for(tensors: Mapping[str, Any]) -> Backend:
+def backend_for(tensors: Mapping[str, Any]) -> Backend:
     """The backend of the device on which the tensors are."""
-    devices = [x.device for x in tensors.values() if isinstance(x, DeviceArray)]
-    backend: Backend = backend_of(devices[0]) if devices else Numpy()
+    found = (device for device in map(dlpack.device_of, tensors.values()) if device is not None)
+    device = next(found, default_device())
+    backend: Backend = Numpy() if device is None else backend_of(device)
     return backend
 
 
@@ -315,7 +326,7 @@ def bind(
     if out is not None:
         tensors["y"] = out
     refusal: Exception | None = None
-    backend, where = backend or _backend_for(tensors), ""
+    backend, where = backend or backend_for(tensors), ""
     try:  # every check comes before the handshake, so that a refusal reaches all ranks
         device = getattr(backend, "device", None)
         if device is not None:

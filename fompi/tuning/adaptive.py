@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from fompi.backends.base import Backend
-from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, digest
@@ -31,7 +30,7 @@ from fompi.plans.plan import Plan, Programs
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
 from fompi.runtime import executor
-from fompi.runtime.executor import Executor
+from fompi.runtime.executor import Executor, backend_for
 from fompi.schedules.registry import IN_RING_ORDER
 from fompi.traces.drift import WARN_DRIFT, Drift, differ
 from fompi.traces.trace import Trace
@@ -143,7 +142,7 @@ class _Binding:
     @property
     def backend_id(self) -> int:
         """A number that identifies the kernels. 0 if nothing does: kernels of the user, or of a device."""
-        backend = self.given["backend"] or Numpy()
+        backend = self.given["backend"] or backend_for(self.given)
         return 0 if self.given["kernels"] or backend.asynchronous else 1 + digest(backend.name) % (1 << 32)
 
     def executor(self, candidate: Candidate) -> Executor:

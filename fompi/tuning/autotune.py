@@ -37,6 +37,7 @@ from fompi.mpi.transport import library
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.operation import HOOKS, CallOptions, Operation
+from fompi.ops.pending import place_of
 from fompi.planner.candidates import UNFUSED, Candidate, candidates_without_machine
 from fompi.planner.choose import decode_rows, encode_rows
 from fompi.planner.explain import Explanation, explain
@@ -68,6 +69,7 @@ def measured_schedule(
     rows, even = decode_rows([value % (1 << HINT_BITS) for value in values])
     problems = digest(str([value >> HINT_BITS for value in values]))
     key = f"{problem.common} on {comm.size}, {problems:014x}, {rows.bit_length()} bits of rows"
+    key += place_of(comm, local)
     if problem.moves == "all_to_all":
         key += ", even" * even
 

@@ -263,13 +263,16 @@ def test_many_calls_in_flight(world, device, path):
 def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
     """FOMPI_DEVICE=software: a program with tensors on the host runs on the device, unchanged."""
     from fompi.ops import arguments
+    from fompi.runtime import binding, default_device, executor
 
     torch = pytest.importorskip("torch")
     device = SoftwareDevice(seed=world.rank, delay=0)
     x, w = np.random.default_rng(3).standard_normal((4, 6)), np.random.default_rng(4).standard_normal((6, 5))
     wanted = fompi.all_gather_matmul(x, w, comm=world, schedule="direct")
     total = fompi.all_reduce(x, comm=world, schedule="direct")
-    monkeypatch.setattr(arguments, "default_device", lambda: device)
+    plan = fompi.plan(fompi.all_gather, fompi.Spec((4 * world.size, 6), "float64", fompi.Shard(0)), ranks=world.size)
+    for module in (arguments, binding, executor, default_device):
+        monkeypatch.setattr(module, "default_device", lambda: device)
     got = fompi.all_gather_matmul(x, w, comm=world, schedule="direct")
     assert type(got) is np.ndarray and got.tobytes() == wanted.tobytes()
     got = fompi.all_gather_matmul(torch.from_numpy(x), torch.from_numpy(w), comm=world, schedule="direct")
@@ -279,4 +282,13 @@ def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
     weight = torch.from_numpy(w).requires_grad_()
     fompi.all_gather_matmul(torch.from_numpy(x), weight, comm=world).sum().backward()
     assert weight.grad is not None and torch.isfinite(weight.grad).all()
+    given, out = np.zeros((4, 6)), np.zeros((4 * world.size, 6))
+    with fompi.bind(plan, comm=world, x=given, out=out) as step:
+        for number in range(3):
+            given[...] = number
+            assert step() is not None and (out == number).all()
+        step.start("x")
+        given[...] = 7
+        step.ready("x", 0)
+        assert (step.wait() == 7).all() and (out == 7).all()
     assert device.clocks.of["the host"]["the host"] > 10 and not device.reports

@@ -103,6 +103,10 @@ class Device(Protocol):
         """A copy of host memory on the device. Waits for it."""
         ...
 
+    def put(self, array: DeviceArray, x: Any) -> None:
+        """Copy host memory over `array`. Waits for it."""
+        ...
+
     def get(self, array: DeviceArray) -> Array:
         """A copy of `array` in host memory. Waits for it."""
         ...

@@ -110,7 +110,7 @@ class Span:
     def __init__(self, device: SoftwareDevice, nbytes: int, kind: str, written: bool = False):
         self.device, self.nbytes, self.kind = device, nbytes, kind
         self.ptr = self.shadow = 0
-        self.freed = False
+        self.freed = self.is_lent = False
         self.accesses: list[Access] = []
         self._written = written
         self.number = next(device.numbers)
@@ -432,12 +432,16 @@ class SoftwareDevice:
         return span, low - span.ptr, high - span.ptr, writes
 
     def array(self, x: Any) -> DeviceArray:
-        source = np.asarray(x, order="C")
-        staging, made = self.pinned(source.shape, source.dtype), self.empty(source.shape, source.dtype)
-        self.touch("array()", staging, True)
-        staging[...] = source
-        self._copied(made, staging)
+        source = np.asarray(x)
+        made = self.empty(source.shape, source.dtype)
+        self.put(made, source)
         return made
+
+    def put(self, array: DeviceArray, x: Any) -> None:
+        staging = self.pinned(array.shape, array.dtype)
+        self.touch("put()", staging, True)
+        staging[...] = x
+        self._copied(array, staging)
 
     def get(self, array: DeviceArray) -> Array:
         staging = self.pinned(array.shape, array.dtype)
@@ -503,7 +507,10 @@ class SoftwareDevice:
 
         def done() -> None:
             with clocks.lock:  # the host knows of it from now on, as of an act of its own
+                if access in place[0].accesses:  # not if it has no bytes
+                    place[0].accesses.remove(access)
                 access.actor, access.tick = HOST, clocks.tick(HOST)
+                place[0].keep(clocks, access)
                 del clocks.of[actor]
 
         return done
