@@ -1,6 +1,6 @@
 """Tensor parallelism with sequence parallelism, trained on real data: handwritten digits.
 
-    mpirun -n 8 python examples/tp_mlp.py [--framework numpy|torch|jax]
+    mpirun -n 8 python examples/tp_mlp.py [--framework numpy|torch|jax|cupy] [--device host|cuda|software]
 
 Each rank holds some rows of the batch, some columns of w1 and the rows of w2 that belong to them:
 
@@ -49,12 +49,12 @@ def forward(params, x, options):
 
 
 def numpy_gradients(params, x, labels, codes, batch, options):
-    """The loss of this rank's rows and the gradients of its shards, with the backward pass written out."""
+    """The loss of this rank's rows and the gradients of its shards. The backward pass is written out. Also for CuPy."""
     a, y = forward(params, x, options)
     logits = y @ codes
     logits -= logits.max(1, keepdims=True)
-    log_sum, chosen = np.log(np.exp(logits).sum(1)), (np.arange(len(labels)), labels)
-    loss = (log_sum - logits[chosen]).sum() / batch
+    log_sum, chosen = np.log(np.exp(logits).sum(1)), (np.arange(len(labels), like=labels), labels)
+    loss = float((log_sum - logits[chosen]).sum()) / batch
     d = np.exp(logits - log_sum[:, None])
     d[chosen] -= 1
     d = d @ codes.T / batch
@@ -71,7 +71,7 @@ def torch_gradients(params, x, labels, codes, batch, options):
     w1, b1, w2, b2 = params = [p.detach().requires_grad_() for p in params]
     a = torch.relu(fompi.all_gather_matmul(x, w1, bias=b1, **options))
     logits = fompi.matmul_reduce_scatter(a, w2, bias=b2, **options) @ codes
-    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), reduction="sum") / batch
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / batch
     loss.backward()
     *sharded, db2 = [p.grad for p in params]
     return loss.item(), [*sharded, fompi.all_reduce(db2, comm=options["comm"])]
@@ -85,13 +85,13 @@ def jax_gradients(params, x, labels, codes, batch, options):
         w1, b1, w2, b2 = params
         a = jax.numpy.maximum(fompi.jax.all_gather_matmul(x, w1, bias=b1, **options), 0)
         y = fompi.jax.matmul_reduce_scatter(a, w2, bias=b2, **options)
-        return -jax.nn.log_softmax(y @ codes)[np.arange(len(labels)), labels].sum() / batch
+        return -jax.nn.log_softmax(y @ codes)[jax.numpy.arange(len(labels)), labels].sum() / batch
 
     loss, (*sharded, db2) = jax.value_and_grad(loss_of)(params)
     return float(loss), [*sharded, fompi.all_reduce(db2, comm=options["comm"])]
 
 
-GRADIENTS = {"numpy": numpy_gradients, "torch": torch_gradients, "jax": jax_gradients}
+GRADIENTS = {"torch": torch_gradients, "jax": jax_gradients}  # of the other frameworks: numpy_gradients
 
 
 class Training:
@@ -99,14 +99,15 @@ class Training:
 
     def __init__(self, job):
         self.job, self.batches = job, job.batches()
-        self.gradients, self.tensor = GRADIENTS[job.model.framework], harness.converter(job.model.framework)
+        self.gradients = GRADIENTS.get(job.model.framework, numpy_gradients)
+        self.tensor = harness.converter(job.model.framework, job.model.device)
         self.params = [self.tensor(p) for p in shards(initial(job.model), job.comm)]
         self.momentum, self.codes = [p * 0 for p in self.params], self.tensor(job.codes)
 
     def step(self, options):
         """One step on the next batch: the loss of this rank's rows and its gradients."""
         model, rows = self.job.model, own(next(self.batches), options["comm"])
-        x, labels = self.tensor(self.job.images[rows]), self.job.labels[rows]
+        x, labels = self.tensor(self.job.images[rows]), self.tensor(self.job.labels[rows])
         loss, gradients = self.gradients(self.params, x, labels, self.codes, model.batch, options)
         self.momentum = [model.momentum * m + g for m, g in zip(self.momentum, gradients, strict=True)]
         self.params = [p - model.rate * m for p, m in zip(self.params, self.momentum, strict=True)]
@@ -114,7 +115,7 @@ class Training:
 
     def accuracy(self, images, labels):
         """The share of images that are read right."""
-        _, y = forward([np.asarray(p) for p in self.params], own(images, self.job.comm), {"comm": self.job.comm})
+        _, y = forward([harness.on_host(p) for p in self.params], own(images, self.job.comm), {"comm": self.job.comm})
         right = (y @ self.job.codes).argmax(1) == own(labels, self.job.comm)
         return self.job.total(right.sum()) / len(labels)
 

@@ -1,7 +1,6 @@
 """Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR] [--soak]
 
-The legs run one after the other. A leg that cannot run fails. No test is skipped because something is missing. The leg
-`slurm` needs a Slurm, and runs only if it is named.
+The legs run one after the other. A leg that cannot run fails. No test is skipped because something is missing.
 Each leg has a time-out, enforced on every process that it started. Outputs and reports stay in build/test/<leg>/.
 After each leg come its slowest tests.
 
@@ -77,7 +76,6 @@ class Leg:
     command: tuple[str, ...]  # of a test leg: the arguments of pytest
     ranks: int = 0  # of mpirun; 0: no mpirun
     is_pytest: bool = True
-    on_request: bool = False  # it runs only if it is named
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def legs() -> list[Leg]:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("tests/lab",)))  # one process: these tests measure links
-    found.append(Leg("slurm", "mpich", 300, ("tests/slurm",), on_request=True))  # both MPIs; it needs Slurm
+    found.append(Leg("slurm", "mpich", 300, ("tests/slurm",)))  # both MPIs; it needs Slurm
     if (ROOT / "tests/docs").exists():
         found.append(Leg("docs", "mpich", 600, ("-n", "2", "tests/docs")))
     return found
@@ -254,7 +252,7 @@ def show(result: Result) -> None:
 
 def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Leg]:
     def wanted(leg: Leg) -> bool:
-        names = options.leg or [leg.name] * (not leg.on_request)
+        names = options.leg or [leg.name]
         return (
             any(leg.name == name or leg.name.startswith(f"{name}-") for name in names)
             and options.mpi in (None, leg.mpi)

@@ -97,11 +97,14 @@ def test_a_job_array(cluster):
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_example(cluster, mpi):
-    """The job scripts, unchanged. They train the main example on eight ranks of two nodes."""
+    """The job scripts, unchanged. They train the main example on eight ranks of two nodes, as mpirun does on one."""
     script = ROOT / "examples" / "slurm" / f"{mpi}.sbatch"
     text = cluster.batch(mpi, script, f"--chdir={ROOT}", seconds=140)
     assert float(re.search(r"^test accuracy ([\d.]+)%$", text, re.MULTILINE)[1]) > 96, text
     assert text.count(" n2 ") >= 4
+    here = cluster.run(mpi, "mpirun", "-n", 8, "python", ROOT / "examples" / "tp_mlp.py", seconds=60)
+    epochs = re.findall(r"^epoch.*$", text, re.MULTILINE)
+    assert len(epochs) == 15 and epochs == re.findall(r"^epoch.*$", here.stdout, re.MULTILINE), here.output
 
 
 def test_slurm_accepts_every_script(cluster):
