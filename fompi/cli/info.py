@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import fompi
 from fompi.base.errors import LaunchError, LayoutError
 from fompi.cli.output import Table, UsageError, show, show_json
-from fompi.mpi import environment, launcher
+from fompi.mpi import environment, launcher, paths
 
 EXAMPLE = "mpirun -n 4 {} info"
 
@@ -131,9 +131,20 @@ def collect() -> dict[str, Any]:
         "notes": [note for note in notes if note is not None],
         "threads": launcher.thread_note(),
         "progress": progress,
+        "paths": _paths(processes, mpi),
         "warning": warning,
         "environment": "; ".join(environment.sentences()) or None,
     }
+
+
+def _paths(processes: Sequence[Process], mpi: dict[str, Any] | None) -> str | None:
+    """How messages between devices move. None if no rank has a device, and no variable asks for one."""
+    asked = environment.value("FOMPI_DEVICE") != "auto" or environment.value("FOMPI_PATH") != "auto"
+    if mpi is None or not (asked or any(process.device != "cpu" for process in processes)):
+        return None
+    wanted, aware = environment.value("FOMPI_PATH"), bool(mpi["gpu_aware"])
+    within, between = (paths.choose(wanted, same_host, aware) for same_host in (True, False))
+    return f"between devices of a host by {within}, of two hosts by {between} (FOMPI_PATH={wanted})"
 
 
 def blocks(facts: dict[str, Any]) -> list[Table | str]:
@@ -146,6 +157,8 @@ def blocks(facts: dict[str, Any]) -> list[Table | str]:
     lines += [("launcher", launcher["launcher"] + processes + plugin)]
     lines += [("ranks", _ranks_of_hosts([row["host"] for row in facts["ranks"]]))]
     lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank, {_of_hosts(facts['binding'])}")]
+    if facts["paths"]:
+        lines += [("messages", facts["paths"])]
     if any(facts["gpus_per_rank"]):
         lines += [("GPUs", f"each rank sees {' or '.join(map(str, facts['gpus_per_rank']))}")]
     lines += _progress_lines(facts["progress"])

@@ -47,10 +47,11 @@ def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str
 
 
 def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
-    """--schedule, --slices, --window and --verify."""
+    """--schedule, --slices, --window, --staged and --verify."""
     parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}, hierarchical(RANKS)")
     parser.add_argument("--slices", metavar="N | A,B,...", help="equal slices, or their sizes in proportion: 1,2,4")
     parser.add_argument("--window", type=int, help="sends of a rank that are in flight (the schedule's own number)")
+    parser.add_argument("--staged", action="store_true", help="for a device: all messages through host memory")
     parser.add_argument("--verify", action="store_true", help="verify the plan first")
 
 
@@ -88,6 +89,8 @@ def plan_of(options: argparse.Namespace, machine: fompi.Machine | None) -> fompi
         window=options.window,
         machine=machine,
     )
+    if options.staged:
+        plan = fompi.staged(plan)
     if options.verify:
         fompi.verify(plan)
         print(f"verified: {plan.size} ranks, {sum(len(p.ops) for p in plan.programs)} ops", file=sys.stderr)

@@ -15,6 +15,7 @@ All ranks choose alike: the choice depends only on hosts, and on variables that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -136,7 +137,9 @@ class Paths:
     def moves_by_ipc(self, peer: int) -> bool:
         return self.path_of(self.ipc.link.rank, peer) == IPC
 
-    def names(self) -> str:
-        """The paths in use, as a text that is equal on all ranks."""
+    @cached_property
+    def title(self) -> str:
+        """The device and the paths in use, as a text that is equal on all ranks."""
         size = self.ipc.link.size
-        return "+".join(sorted({self.path_of(a, b) for a in range(size) for b in range(size) if a != b})) or STAGED
+        used = {self.path_of(a, b) for a in range(size) for b in range(size) if a != b}
+        return f"{self.device.name} with {' and '.join(sorted(used)) or 'no'} messages"

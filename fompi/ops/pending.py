@@ -54,7 +54,7 @@ Plans for more ranks are only verified by the tests, except those of schedules t
 def place_of(comm: Communicator, local: LocalCall) -> str:
     """On which device a call runs, and over which paths. Empty: on the host. The same text on all ranks."""
     device = local.like.device
-    return "" if device is None else f" on the {device.name} by {comm.paths(device).names()} messages"
+    return "" if device is None else f" on a {comm.paths(device).title}"
 
 
 def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Compiled:
@@ -74,7 +74,7 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
             verify(plan)
         if len(comm.plans) >= MOST_PLANS:
             del comm.plans[min(comm.plans, key=lambda known: comm.plans[known].used)]
-        program = comm.plans[key] = Compiled(plan, comm.rank, "" if device is None else device.name)
+        program = comm.plans[key] = Compiled(plan, comm.rank, "" if device is None else comm.paths(device).title)
     program.used = comm.calls
     return program
 
@@ -257,7 +257,8 @@ class Pending:
         try:
             return program_of(self._comm, self._local, schedule, slices), None
         except Exception as error:
-            name = "" if self._local.like.device is None else self._local.like.device.name
+            device = self._local.like.device
+            name = "" if device is None else self._comm.paths(device).title
             return Compiled(_plan_of(self._comm, self._local, schedule, slices), self._comm.rank, name), error
 
     def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:

@@ -331,7 +331,7 @@ def bind(
         device = getattr(backend, "device", None)
         if device is not None:
             paths = communicator.paths(device)
-            where = f" on the {device.name} by {paths.names()} messages"
+            where = f" on a {paths.title}"
             if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
                 plan = staged(plan, paths.is_staged)
         for name in kernels or ():
@@ -339,7 +339,8 @@ def bind(
         if kernels and backend.asynchronous and device is None:
             raise PlanError(f"kernels= run on the host, but the {backend.name} has its own kernels")
         memory = check_tensors(plan, communicator, tensors, backend)
-        compiled = Compiled(plan, communicator.rank, backend.name if backend.asynchronous else "")
+        name = backend.name if device is None else paths.title
+        compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "")
     except Exception as error:
         refusal = error
     text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes}){where}"
