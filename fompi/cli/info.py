@@ -157,7 +157,7 @@ def blocks(facts: dict[str, Any]) -> list[Table | str]:
     lines += [("launcher", launcher["launcher"] + processes + plugin)]
     lines += [("ranks", _ranks_of_hosts([row["host"] for row in facts["ranks"]]))]
     lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank, {_of_hosts(facts['binding'])}")]
-    if facts["paths"]:
+    if facts.get("paths"):
         lines += [("messages", facts["paths"])]
     if any(facts["gpus_per_rank"]):
         lines += [("GPUs", f"each rank sees {' or '.join(map(str, facts['gpus_per_rank']))}")]

@@ -14,6 +14,7 @@ import pytest
 from fompi.cli.info import (
     Gpu,
     Process,
+    _paths,
     binding,
     cores_per_rank,
     crowding_notes,
@@ -479,3 +480,14 @@ def test_the_expected_number_of_ranks():
     """A job script ends here instead of computing N wrong results."""
     assert "fompi" in run([*RUN, "--expect", "1"])
     assert "fompi" in run([*RUN, "--expect", "8"], 1)
+
+
+def test_the_paths_of_messages_between_devices(monkeypatch):
+    mpi, cpu = {"gpu_aware": True}, Process(1, "here", "cpu", frozenset({0}))
+    for name in ("FOMPI_DEVICE", "FOMPI_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert _paths([cpu], mpi) is None and _paths([cpu], None) is None
+    monkeypatch.setenv("FOMPI_DEVICE", "software")
+    assert _paths([cpu], mpi) == "between devices of a host by ipc, of two hosts by direct (FOMPI_PATH=auto)"
+    monkeypatch.setenv("FOMPI_PATH", "staged")
+    assert _paths([cpu], mpi) == "between devices of a host by staged, of two hosts by staged (FOMPI_PATH=staged)"
