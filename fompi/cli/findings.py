@@ -373,7 +373,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             "ask for GPUs on every node (--gpus-per-node)",
         )
     if not given["versions"].get("cupy"):
-        yield Finding("note", "there are GPUs, but CuPy is not installed", 'pip install ".[cupy]"')
+        yield Finding("note", "there are GPUs, but CuPy is not installed", 'pip install ".[cuda13]"')
     if given["mpi"]["gpu_aware"] is False:
         yield Finding(
             "note",

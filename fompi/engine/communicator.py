@@ -6,7 +6,7 @@ import atexit
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from fompi.base.errors import LaunchError, LayoutError, StateError, in_words
 from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.version import __version__
 from fompi.engine import faults
-from fompi.engine.control import Channel
+from fompi.engine.control import LEFT, Channel
 from fompi.engine.engine import FORKED, SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
@@ -295,9 +295,15 @@ class Communicator(Shared):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:  # after an error the channel must stay open: this rank reports its end on it
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+        """Close it. If an error leaves the `with` block, tell the other ranks: somebody may catch the error here."""
+        if kind is None:
             self.close()
+        elif not self.closed:  # the channel stays open: this rank reports its end on it
+            self.closed = True
+            words = f"rank {self.rank} left {self!r} by an error: {in_words(error or kind())}"
+            with suppress(Exception):
+                self.channel.send_all(LEFT, 0, words)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"

@@ -71,7 +71,7 @@ VARIABLES = {
         Variable("FOMPI_CACHE", "~/.cache/fompi", "a folder, or 0", _is_folder),
         _one_of("FOMPI_GPU_AWARE", "auto", "auto", "0", "1"),
         _one_of("FOMPI_PATH", "auto", "auto", "staged", "direct", "ipc"),
-        _one_of("FOMPI_DEVICE", "auto", "auto", "software"),
+        _one_of("FOMPI_DEVICE", "auto", "auto", "software", "cuda"),
         _one_of("FOMPI_SINGLETONS", "0", "0", "1"),
         Variable("FOMPI_AGAIN", "", "a file in a folder that can be written", _is_writable),
     )

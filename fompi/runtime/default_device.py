@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from fompi.backends import cuda
 from fompi.backends.cuda import Device
-from fompi.mpi import environment, launcher, transport
+from fompi.mpi import environment, launcher, self_test, transport
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -17,7 +18,9 @@ from fompi.tensors.dlpack import Tensor
 def default_device() -> Any:
     """The device of FOMPI_DEVICE. None: the host."""
     kind = environment.value("FOMPI_DEVICE")
-    return None if kind == "auto" else Device(kind, seed=transport.world()[0])
+    if kind == "auto":
+        return None
+    return Device(kind, seed=transport.world()[0]) if kind == "software" else Device(kind)
 
 
 def upload(x: Any, name: str) -> Tensor:
@@ -35,7 +38,16 @@ def _local_rank() -> int:
 
 
 def _is_gpu_aware() -> bool:
-    return transport.gpu_awareness(environment.value("FOMPI_GPU_AWARE")).aware
+    """True if the MPI library takes memory of GPUs: FOMPI_GPU_AWARE says so, or it claims so and a child did it."""
+    choice = environment.value("FOMPI_GPU_AWARE")
+    claim = transport.gpu_awareness(choice)
+    if not claim.aware or choice == "1":
+        return claim.aware
+    reason = self_test.failure_once("cuda")
+    if reason:
+        claimed = f"the MPI library claims to take memory of GPUs ({claim.source})"
+        warnings.warn(f"{claimed}, but {reason}: messages go through the host", UserWarning, stacklevel=2)
+    return not reason
 
 
 cuda.local_rank, cuda.is_gpu_aware = _local_rank, _is_gpu_aware

@@ -16,6 +16,19 @@ class Memory(Protocol):
     device: Any
     ptr: int
     nbytes: int
+    is_lent: bool
+    """True once another library knows the address."""
+
+
+class ForeignMemory:
+    """Memory of another library, which `owner` keeps alive. `mirror` is a copy of it, where a device needs one."""
+
+    __slots__ = ("__weakref__", "device", "is_lent", "mirror", "nbytes", "owner", "ptr")
+
+    def __init__(self, device: Any, ptr: int, nbytes: int, owner: object):
+        self.device, self.ptr, self.nbytes, self.owner = device, ptr, nbytes, owner
+        self.mirror: Any = None
+        self.is_lent = True
 
 
 def _of(name: str) -> Any:
@@ -57,6 +70,12 @@ class DeviceArray:
         _of, ("shape", "dtype", "ndim", "size", "nbytes", "strides", "flags")
     )
 
+    @classmethod
+    def foreign(cls, device: Any, at: np.ndarray[Any, Any], owner: object) -> DeviceArray:
+        """An array on memory of another library. `at` has its address and shape."""
+        low, high = byte_bounds(at)
+        return cls(ForeignMemory(device, low, high - low, owner), at)
+
     @property
     def device(self) -> Any:
         return self.memory.device
@@ -96,6 +115,10 @@ class DeviceArray:
         """The first dimension becomes dimension `dim`: undoes `rows_first`."""
         return DeviceArray(self.memory, np.moveaxis(self._at, 0, dim))
 
+    def broadcast_to(self, shape: Sequence[int]) -> DeviceArray:
+        """The same elements for each row of `shape`, without a copy."""
+        return DeviceArray(self.memory, np.broadcast_to(self._at, tuple(shape)))
+
     def overlaps(self, other: Any) -> bool:
         """True if both may share memory."""
         return isinstance(other, DeviceArray) and np.may_share_memory(self._at, other._at)
@@ -116,6 +139,7 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        self.memory.is_lent = True
         return {**self.interface, "version": 3, "stream": None}
 
     def __array__(self, *args: Any, **keywords: Any) -> Any:

@@ -7,6 +7,9 @@ Tensors of NumPy are read directly. NumPy reads the capsules of PyTorch. All oth
 DLPack's capsules. NumPy has no bfloat16 and no 8-bit floats. An array here holds their bits in unsigned integers of the
 same size, and the logical dtype is kept as a string beside the array. A framework is imported only when a tensor of it
 comes in or is requested.
+
+A tensor on a GPU becomes a DeviceArray on the same memory. Its producer must order what it still writes before a stream
+that fompi gives it; a consumer gives fompi its stream. `DEVICES` says which device has the memory.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
@@ -22,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import DtypeError, TensorError
+from fompi.base.errors import DtypeError, FompiError, TensorError
 from fompi.base.layout import CARRIERS, FLOAT8
 from fompi.tensors.device_array import DeviceArray
 
@@ -57,6 +60,9 @@ def _torch_name(dtype: Any) -> str | None:
     return name if name in STORAGE else None
 
 
+DEVICES: dict[str, Callable[[], Any]] = {}
+"""The device of this process by kind ("cuda"), for tensors of other libraries. `fompi.backends.cuda` fills it."""
+
 # ── borrow ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -66,7 +72,7 @@ class Tensor:
 
     array: Any  # has the shape and strides of the tensor, and the dtype STORAGE[dtype]; a DeviceArray on a device
     dtype: str  # the logical dtype: "float32", "bfloat16", ...
-    framework: str  # "numpy", "torch", "jax", "device" for a DeviceArray, or "dlpack" for any other
+    framework: str  # "numpy", "torch", "jax", "cupy", "numba", "device" for a DeviceArray, or "dlpack" for any other
     readonly: bool
     owner: object  # the tensor itself
     host: np.ndarray | None = None  # the memory of the tensor, if `array` is a copy of it on a device
@@ -78,11 +84,13 @@ class Tensor:
 
 
 def borrow(x: Any, name: str = "x") -> Tensor:
-    """The memory of `x` as a NumPy array, never a copy. The result, and every view of its array, keep `x` alive.
+    """The memory of `x` as an array, never a copy. The result, and every view of its array, keep `x` alive.
 
-    `x` is a tensor on the host: of NumPy, PyTorch or JAX, or any object with `__dlpack__`. Error messages call it
-    `name`. Raises TensorError for objects without such memory, for torch tensors that require grad, and for JAX
-    tracers. Raises DtypeError for dtypes that fompi does not support.
+    `x` is a tensor of NumPy, PyTorch, JAX, CuPy or Numba, or any object with `__dlpack__` or
+    `__cuda_array_interface__`. On the host the array is one of NumPy, on a GPU a DeviceArray. Error messages call it
+    `name`. Raises TensorError for objects without such memory, for torch tensors that require grad, for JAX tracers,
+    and for memory of a GPU that is not the one of this process. Raises DtypeError for dtypes that fompi does not
+    support.
     """
     family = _family(type(x))
     if family == "numpy":
@@ -101,12 +109,16 @@ def borrow(x: Any, name: str = "x") -> Tensor:
         if dtype is None:
             raise _unknown_dtype(name, x.dtype)
         return Tensor(x if x.dtype == STORAGE[dtype] else x.view(STORAGE[dtype]), dtype, "device", False, x)
+    if family == "cupy":
+        return _borrow_cupy(x, name)
     if family == "tracer":
         raise TensorError(
             f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad. "
             "Use fompi.jax.<operation> in jax.grad. It works outside jit and vmap."
         )
     if not _exports(x):
+        if hasattr(x, "__cuda_array_interface__"):
+            return _borrow_cuda_interface(x, name, family)
         raise _not_a_tensor(x, name)
     if family == "jax":
         if x.is_deleted():
@@ -140,6 +152,20 @@ def rows_at(array: Any, dim: int) -> Any:
     return array.rows_at(dim) if isinstance(array, DeviceArray) else np.moveaxis(array, 0, dim)
 
 
+def device_of(x: Any) -> Any:
+    """The device whose memory `x` has. None: the host, or not a tensor."""
+    if isinstance(x, DeviceArray):
+        return x.device
+    family = _family(type(x))
+    if family == "torch":
+        is_on_gpu = bool(x.is_cuda)
+    elif family in ("jax", "dlpack") and hasattr(x, "__dlpack_device__") and not isinstance(x, np.ndarray):
+        is_on_gpu = x.__dlpack_device__()[0] in _CUDA
+    else:
+        is_on_gpu = family in ("cupy", "numba") or (family == "dlpack" and hasattr(x, "__cuda_array_interface__"))
+    return DEVICES["cuda"]() if is_on_gpu and "cuda" in DEVICES else None
+
+
 def is_tracer(x: Any) -> bool:
     """True if `x` represents a JAX array inside jit, grad or vmap. It has a shape but no memory."""
     return _family(type(x)) == "tracer"
@@ -157,11 +183,11 @@ def mark_written(x: Any) -> None:
 
 
 def framework_of(x: Any) -> str:
-    """The framework of `x`: "numpy", "torch", "jax", "cupy", or "dlpack" for any other object with `__dlpack__`."""
+    """The framework of `x`: "numpy", "torch", "jax", "cupy", "numba", or "dlpack" for any other tensor."""
     family = _family(type(x))
     if family == "tracer":
         return "jax"
-    if family == "dlpack" and not _exports(x):
+    if family == "dlpack" and not _exports(x) and not hasattr(x, "__cuda_array_interface__"):
         raise _not_a_tensor(x, "this object")
     return family
 
@@ -174,6 +200,7 @@ _FAMILIES = {  # (package, class) -> family
     ("jax", "ArrayImpl"): "jax",
     ("jaxlib", "ArrayImpl"): "jax",
     ("cupy", "ndarray"): "cupy",
+    ("numba", "DeviceNDArray"): "numba",
     ("fompi", "DeviceArray"): "device",
 }
 
@@ -204,14 +231,82 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
         raise TensorError(f"{name} requires grad, but its memory carries no gradient: pass {name}.detach()")
     if in_forward_mode(x):
         raise TensorError(f"{name} has a forward-mode tangent, but its memory carries none")
+    if x.is_cuda:
+        return replace(_borrow_capsule(x.detach() if x.requires_grad else x, name, "torch"), owner=x)
     try:
         carrier = CARRIERS.get(dtype)
         array = _array_of_torch(torch, x.view(getattr(torch, carrier)) if carrier else x)
-    except (BufferError, RuntimeError, TypeError) as error:  # a tensor on a GPU, or a sparse, conjugate or traced one
+    except (BufferError, RuntimeError, TypeError) as error:  # a tensor of an accelerator, or a sparse or traced one
         if x.device.type != "cpu":
-            raise TensorError(f"{name} is on {x.device}, but fompi works on host memory") from None
+            raise TensorError(f"{name} is on {x.device}, but fompi works on host memory and CUDA devices") from None
         raise TensorError(f"{name} has no plain memory that can be borrowed: {error}") from error
     return Tensor(array, dtype, "torch", False, x)
+
+
+def _borrow_cupy(x: Any, name: str) -> Tensor:
+    """An array of CuPy. What still writes it is in CuPy's current stream, which the device follows at each call."""
+    dtype = _numpy_name(x.dtype)
+    if dtype is None:
+        raise _unknown_dtype(name, x.dtype)
+    device, storage = _device(name, x.data.device_id), STORAGE[dtype]
+    interface = {
+        "version": 3,
+        "data": (x.data.ptr, False),
+        "typestr": storage.str,
+        "shape": x.shape,
+        "strides": x.strides,
+    }
+    return Tensor(DeviceArray.foreign(device, np.asarray(_Address(interface)), x), dtype, "cupy", False, x)
+
+
+def _borrow_cuda_interface(x: Any, name: str, framework: str) -> Tensor:
+    """Any object with `__cuda_array_interface__`: an array of Numba, for example."""
+    interface = dict(x.__cuda_array_interface__)
+    dtype = _numpy_name(np.dtype(interface["typestr"]))
+    if dtype is None:
+        raise _unknown_dtype(name, interface["typestr"])
+    if interface.get("mask") is not None:
+        raise TensorError(f"{name} has a mask, which its memory does not contain")
+    device, (ptr, readonly) = _device(name), interface["data"]
+    if ptr:
+        _check_number(name, device, device.number_of(ptr))
+    stream = interface.pop("stream", None)
+    if stream == 0:
+        raise TensorError(f"{name} gives the stream 0 in __cuda_array_interface__, which may be two streams: 1 or 2")
+    if stream is not None:
+        device.arrived(stream)
+    at = np.asarray(_Address({**interface, "version": 3}))
+    return Tensor(DeviceArray.foreign(device, at, x), dtype, framework, readonly, x)
+
+
+class _Address:
+    """An address and a shape, for NumPy to make an array of it. Nobody may read its elements."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, interface: dict[str, Any]):
+        self.__array_interface__ = interface
+
+
+def _device(name: str, number: int | None = None) -> Any:
+    """The CUDA device of this process. Raises TensorError if `number`, that of a tensor, is another one."""
+    if "cuda" not in DEVICES:
+        raise _on_device(name, 2, number or 0)
+    try:
+        device = DEVICES["cuda"]()
+    except FompiError as error:
+        raise TensorError(f"{name} is on cuda:{number or 0}, but {error}") from error
+    if number is not None:
+        _check_number(name, device, number)
+    return device
+
+
+def _check_number(name: str, device: Any, number: int) -> None:
+    if number != device.number:
+        raise TensorError(
+            f"{name} is on cuda:{number}, but this rank uses cuda:{device.number}: make that one the current device "
+            "before tensors are made (torch.cuda.set_device, cupy.cuda.Device(n).use)"
+        )
 
 
 def in_forward_mode(x: Any) -> bool:
@@ -312,6 +407,9 @@ _FORMS = (
 """For each kind of capsule: its name, its name once it is consumed, and the struct that it contains."""
 
 _DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda (managed)", 14: "oneapi"}
+_CUDA = (2, 13)
+"""DLPack's device types of memory that CUDA's kernels use: of a GPU, or managed."""
+
 _HOST = (1, 3, 11)
 """DLPack's device types of host memory: ordinary, page-locked for CUDA, page-locked for ROCm."""
 
@@ -348,8 +446,12 @@ def _borrow_capsule(x: Any, name: str, framework: str) -> Tensor:
     managed, used_name = _open(capsule, name)
     if managed.major > 1:
         raise TensorError(f"{name} was exported in the format of DLPack {managed.major}; fompi reads versions up to 1")
-    tensor = managed.tensor
-    if tensor.device_type not in _HOST:
+    tensor, device = managed.tensor, None
+    if tensor.device_type in _CUDA:
+        device = _device(name, tensor.device_id)
+        if capsule is x:
+            device.arrived(1)  # nobody has told its producer of a stream: it is the default one
+    elif tensor.device_type not in _HOST:
         raise _on_device(name, tensor.device_type, tensor.device_id)
     dtype = _NAMES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
@@ -365,7 +467,8 @@ def _borrow_capsule(x: Any, name: str, framework: str) -> Tensor:
         "strides": tuple(stride * storage.itemsize for stride in strides) if strides else None,
     }
     _capsule_rename(capsule, used_name)  # consumed: from now on _Export must call the deleter
-    return Tensor(np.asarray(_Export(interface, managed)), dtype, framework, readonly, x)
+    array: Any = np.asarray(_Export(interface, managed))
+    return Tensor(array if device is None else DeviceArray.foreign(device, array, x), dtype, framework, readonly, x)
 
 
 def _capsule_of(x: Any, name: str) -> Any:
@@ -373,6 +476,10 @@ def _capsule_of(x: Any, name: str) -> Any:
         device_type, device_id = x.__dlpack_device__()
         if device_type in _HOST:
             return _export(x, max_version=(1, 0))
+        if device_type in _CUDA:  # on this thread: torch orders the work of the thread's current stream
+            return _export_from(x, _device(name, device_id).arriving())
+    except FompiError:
+        raise
     except Exception as error:
         raise TensorError(f"{name} cannot be exported by its framework: {error}") from error
     raise _on_device(name, int(device_type), device_id)
@@ -386,6 +493,14 @@ def _export(x: Any, **keywords: Any) -> Any:
         return x.__dlpack__()
 
 
+def _export_from(x: Any, stream: int) -> Any:
+    """A capsule of a tensor on a GPU. Its producer lets `stream` wait for what still writes it."""
+    try:
+        return x.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:  # older than DLPack 1.0
+        return x.__dlpack__(stream=stream)
+
+
 def _open(capsule: Any, name: str) -> tuple[Any, bytes]:
     """The struct in a capsule, and the name that the capsule gets once it is consumed."""
     for fresh_name, used_name, form in _FORMS:
@@ -396,7 +511,7 @@ def _open(capsule: Any, name: str) -> tuple[Any, bytes]:
 
 def _on_device(name: str, device_type: int, device_id: int) -> TensorError:
     device = _DEVICES.get(device_type, f"DLPack device {device_type}")
-    return TensorError(f"{name} is on {device}:{device_id}, but fompi works on host memory")
+    return TensorError(f"{name} is on {device}:{device_id}, but fompi works on host memory and CUDA devices")
 
 
 # ── lend ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,8 +522,7 @@ def lend(array: Any, dtype: str, like: Tensor | str) -> Any:
 
     `dtype` is the logical dtype; `array` has the dtype `STORAGE[dtype]`. An array is copied if the framework cannot
     represent it. For torch this is read-only memory, or a negative stride. For JAX it is every array that is not
-    writable, C-contiguous and aligned to 64 bytes. A DeviceArray is copied for a framework whose
-    tensor was on the host.
+    writable, C-contiguous and aligned to 64 bytes. A DeviceArray is copied if the tensor `like` was on the host.
     """
     if array.dtype != STORAGE[dtype]:
         raise DtypeError(f"{dtype} needs an array of dtype {STORAGE[dtype]}, not {array.dtype}")
@@ -416,6 +530,8 @@ def lend(array: Any, dtype: str, like: Tensor | str) -> Any:
     if isinstance(array, DeviceArray):
         if framework == "device":
             return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
+        if isinstance(like, Tensor) and like.host is None:
+            return _lend_on_device(array, dtype, framework)
         array = array.get()
     if framework == "numpy":
         return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
@@ -432,6 +548,20 @@ def lend(array: Any, dtype: str, like: Tensor | str) -> Any:
     if framework == "dlpack":
         return Lent(array, dtype)
     raise TensorError(f"host memory cannot become a tensor of {framework}")
+
+
+def _lend_on_device(array: DeviceArray, dtype: str, framework: str) -> Any:
+    """`array` as a tensor of `framework` on the same memory of the GPU."""
+    if framework == "cupy":
+        array.memory.is_lent = True
+        return array.device.as_cupy(array, getattr(_module("ml_dtypes"), dtype) if dtype in CARRIERS else None)
+    if framework == "torch":
+        return _module("torch").from_dlpack(LentOnDevice(array, dtype))
+    if framework == "jax":
+        return _module("jax.dlpack").from_dlpack(LentOnDevice(array, dtype))
+    if framework == "numba":
+        return _module("numba.cuda").as_cuda_array(array)
+    return LentOnDevice(array, dtype)
 
 
 class Lent:
@@ -470,6 +600,63 @@ class Lent:
 
     def __repr__(self) -> str:
         return f"Lent({self.dtype}{list(self.array.shape)})"
+
+
+class LentOnDevice:
+    """An array of fompi on a GPU, for any consumer of DLPack.
+
+    A consumer gives its stream. The stream then waits for what fompi has enqueued. NumPy makes the capsule, as for
+    `Lent`. The device and the dtype are corrected here.
+    """
+
+    __slots__ = ("__weakref__", "array", "dtype")
+
+    def __init__(self, array: DeviceArray, dtype: str):
+        self.array, self.dtype = array, dtype
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.array.device.number
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule of the array. `stream`: the consumer's; None or 1 is the default stream, -1 asks for no order."""
+        if dl_device not in (None, self.__dlpack_device__()) or copy:
+            raise BufferError(f"this tensor is on device {self.__dlpack_device__()}, and is lent only as it is")
+        if stream == 0:
+            raise BufferError("stream=0 may be two streams of CUDA: pass 1 or 2")
+        if stream != -1:
+            self.array.device.lend_to(1 if stream is None else int(stream))
+        memory: Any = self.array.memory
+        memory.is_lent = True
+        array = np.asarray(_Held(self.array))
+        capsule = _export(array, max_version=max_version) if max_version else array.__dlpack__()
+        tensor = _open(capsule, "a lent array")[0].tensor
+        tensor.device_type, tensor.device_id = self.__dlpack_device__()
+        tensor.code, tensor.bits = _CODES[self.dtype]
+        return capsule
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.array.__cuda_array_interface__
+
+    def __repr__(self) -> str:
+        return f"LentOnDevice({self.dtype}{list(self.array.shape)})"
+
+
+class _Held(_Address):
+    """The address of a DeviceArray. The array that NumPy makes of it keeps the memory alive."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, array: DeviceArray):
+        super().__init__(array.interface)
+        self.memory = array.memory
 
 
 def _module(name: str) -> ModuleType:

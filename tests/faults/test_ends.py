@@ -185,6 +185,35 @@ except ValueError:
     ended.assert_failed("PeerError: rank 2 failed in all_reduce by ring", "ValueError: the original error")
 
 
+def test_an_error_that_leaves_a_with_block_and_is_caught(launch):
+    """A notebook or a job server catches it. The other ranks do not wait for their deadline."""
+    ended = launch(
+        3,
+        """
+try:
+    with fompi.Communicator(name="own") as own:
+        fompi.all_reduce(np.ones(5), comm=own)
+        if rank == 1:
+            raise RuntimeError("the original error")
+        begun = time.monotonic()
+        try:
+            fompi.all_reduce(np.ones(5), comm=own)
+        except fompi.PeerError as error:
+            print(f"rank {rank}: {error} after {'less' if time.monotonic() - begun < 5 else 'more'}", flush=True)
+except RuntimeError:
+    try:
+        fompi.all_reduce(np.ones(5), comm=own)
+    except fompi.StateError as error:
+        print(f"rank {rank}: {error}", flush=True)
+time.sleep(1)
+""",
+    )
+    assert (
+        ended.output.count("rank 1 left Communicator('own', rank 1 of 3) by an error: RuntimeError: the original") == 2
+    )
+    assert ended.output.count("after less") == 2 and "rank 1: the communicator 'own' is closed" in ended.output
+
+
 def test_in_a_thread(launch):
     ended = launch(
         3,

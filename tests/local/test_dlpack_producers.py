@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fompi.base.errors import DtypeError, TensorError
+from fompi.tensors import dlpack
 from fompi.tensors.dlpack import borrow, framework_of
 
 
@@ -194,7 +195,8 @@ def test_flags():
         ({"code": 3}, DtypeError, "3:32x1"),
     ],
 )
-def test_a_refused_capsule_is_not_consumed(fields, error, message):
+def test_a_refused_capsule_is_not_consumed(fields, error, message, monkeypatch):
+    monkeypatch.setattr(dlpack, "DEVICES", {})
     producer = Producer(**fields)
     with pytest.raises(error, match=message):
         borrow(producer)

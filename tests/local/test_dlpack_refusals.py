@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from fompi.base.errors import DtypeError, FompiError, TensorError
+from fompi.tensors import dlpack
 from fompi.tensors.dlpack import borrow, framework_of, is_tracer, requires_grad
 
 
@@ -23,7 +26,9 @@ from fompi.tensors.dlpack import borrow, framework_of, is_tracer, requires_grad
         ((99, 2), "DLPack device 99:2"),
     ],
 )
-def test_tensors_on_a_device(device, name):
+def test_tensors_on_a_device(device, name, monkeypatch):
+    monkeypatch.setattr(dlpack, "DEVICES", {})
+
     class OnDevice:
         def __dlpack_device__(self):
             return device
@@ -36,8 +41,10 @@ def test_tensors_on_a_device(device, name):
     assert framework_of(OnDevice()) == "dlpack"
 
 
-def test_a_cupy_array_is_recognised_by_the_name_of_its_class():
-    cupy = type("ndarray", (), {"__module__": "cupy", "__dlpack__": None, "__dlpack_device__": lambda self: (2, 0)})
+def test_a_cupy_array_is_recognised_by_the_name_of_its_class(monkeypatch):
+    monkeypatch.setattr(dlpack, "DEVICES", {})
+    data = SimpleNamespace(device_id=0)
+    cupy = type("ndarray", (), {"__module__": "cupy", "dtype": np.dtype("f4"), "data": data})
     assert framework_of(cupy()) == "cupy"
     with pytest.raises(TensorError, match="cuda:0"):
         borrow(cupy())

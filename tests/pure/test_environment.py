@@ -35,7 +35,7 @@ GOOD = {
     "FOMPI_CACHE": ("0", "/any/folder", str(ROOT)),
     "FOMPI_GPU_AWARE": ("auto", "0", "1"),
     "FOMPI_PATH": ("auto", "staged", "direct", "ipc"),
-    "FOMPI_DEVICE": ("auto", "software"),
+    "FOMPI_DEVICE": ("auto", "software", "cuda"),
     "FOMPI_SINGLETONS": ("0", "1"),
     "FOMPI_AGAIN": (str(ROOT / "again"),),
 }

@@ -1,0 +1,604 @@
+"""A GPU of NVIDIA, by CuPy.
+
+* Streams and events are raw: `cupy.cuda.runtime` gets their addresses. Any thread may enqueue and poll. The current
+  stream of CuPy is used only to follow what the caller has enqueued (`CudaDevice.entry`), and around calls of cuBLAS,
+  which CuPy sends to that stream.
+* Memory comes from cudaMalloc, not from CuPy's pool, so that another process can open it. It is kept and used again
+  (`Pool`).
+* An event that is polled gives 0 (done), 600 (not yet), or an error. The error of a kernel stays: the device refuses
+  everything after it, because CUDA does.
+* Products are computed by cuBLAS, on one handle. All other kernels are those of `fompi.backends.cuda.kernels`.
+
+CUDA says what it means of several GPUs by the current device of a thread: `use` sets it where a call needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.cuda.device import AnyArray, Array, Enqueue
+from fompi.backends.cuda.library import Library, wheel
+from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
+from fompi.backends.cuda.products import product
+from fompi.backends.numpy import storage
+from fompi.base.errors import DeviceError, FompiError, LaunchError, in_words
+from fompi.tensors.device_array import DeviceArray
+
+SUCCESS, NOT_READY = 0, 600
+NO_DEVICE, INSUFFICIENT_DRIVER = 100, 35
+
+HARMLESS = {1, OUT_OF_MEMORY, 9, 98, 101, 201, 400, 701, 801}
+"""CUDA errors of a call that was refused. After any other error the context is of no more use."""
+
+DISABLE_TIMING, NON_BLOCKING, PORTABLE = 2, 1, 1
+TO_DEVICE, TO_HOST, WITHIN_DEVICE = 1, 2, 3
+
+MOST_OPENED = 64
+"""So much memory of other processes stays open. What was unused for longest is closed first."""
+
+WAIT_SECONDS = 300.0
+"""The deadline of `array`, `get` and `export`, which wait for a copy."""
+
+POLL_SECONDS = 1e-5
+
+LEGACY = 1
+"""The address of CUDA's legacy default stream, also in DLPack. CuPy writes 0."""
+
+
+# ---------------------------------------------------------------------------------------------- streams and events
+
+
+class Event:
+    """A mark in a stream. CUDA events are used again, because to make one takes some microseconds."""
+
+    __slots__ = ("device", "ptr")
+
+    def __init__(self, device: CudaDevice):
+        self.device = device
+        try:
+            self.ptr = device.free_events.pop()
+        except IndexError:
+            device.use()
+            self.ptr = device.ask(device.runtime.eventCreateWithFlags, DISABLE_TIMING)
+
+    def done(self) -> bool:
+        device = self.device
+        if device.fault is not None:
+            device.check()
+        status = device.query(self.ptr)
+        if status == SUCCESS:
+            return True
+        if status != NOT_READY:
+            raise device.broken(status)
+        return False
+
+    def wait(self) -> None:
+        """Wait until the stream has reached it. Raises DeviceError if the device fails, or after WAIT_SECONDS."""
+        end = time.monotonic() + WAIT_SECONDS
+        while not self.done():
+            if time.monotonic() > end:
+                raise DeviceError(f"{self.device!r} has not finished a copy after {WAIT_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def __del__(self) -> None:
+        if hasattr(self, "ptr"):
+            self.device.free_events.append(self.ptr)
+
+
+class Stream:
+    """A queue of the device. It never waits for CUDA's default stream."""
+
+    __slots__ = ("_record", "_wait", "device", "name", "of_cupy", "ptr")
+
+    def __init__(self, device: CudaDevice, name: str, priority: int):
+        self.device, self.name = device, name
+        self.of_cupy: Any = None  # the same stream as CuPy has it, once it was needed
+        device.use()
+        self.ptr = device.ask(device.runtime.streamCreateWithPriority, NON_BLOCKING, priority)
+        device.streams.add(self.ptr)
+        self._record, self._wait = device.runtime.eventRecord, device.runtime.streamWaitEvent
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+    def record(self, event: Event) -> Event:
+        try:
+            self._record(event.ptr, self.ptr)
+        except Exception as error:
+            raise self.device.failure(error, f"record on stream {self.name}") from error
+        return event
+
+    def wait(self, event: Event) -> None:
+        try:
+            self._wait(self.ptr, event.ptr)
+        except Exception as error:
+            raise self.device.failure(error, f"wait on stream {self.name}") from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "ptr"):
+            self.device.dropped_streams.append(self.ptr)
+
+
+# ------------------------------------------------------------------------------------------------------- the device
+
+
+class CudaDevice:
+    """The GPU `number` of this process.
+
+        device = fompi.Device("cuda", number=0)
+        x = device.array(np.ones((8, 4)))     # a copy on the device
+        fompi.all_gather(cupy.ones((8, 4)))   # arrays of CuPy, torch, JAX and Numba are taken as they are
+
+    `tf32=True` lets products of float32 round their operands to 10 bits. Memory of results is used again after the
+    program has dropped it. The next call of fompi waits for what is enqueued in the current stream until then. So a
+    program that uses a result in another stream must wait for that stream before it drops the result.
+
+    Raises LaunchError if there is no CuPy, driver or GPU, and DeviceError if there is no GPU `number`.
+    """
+
+    name = "CUDA device"  # without the number: ranks compare it
+    key = "cuda"
+
+    def __init__(
+        self,
+        number: int = 0,
+        runtime: Any = None,
+        cupy: Any = None,
+        library: Callable[[CudaDevice], Library] = Library,
+        tf32: bool = False,
+        known_to_mpi: bool = False,
+    ):
+        self.cupy = _cupy() if cupy is None else cupy
+        self.runtime = self.cupy.cuda.runtime if runtime is None else runtime
+        self.number, self.tf32, self._known_to_mpi = number, tf32, known_to_mpi
+        self.count = _device_count(self.runtime)
+        if not 0 <= number < self.count:
+            raise DeviceError(f"there is no CUDA device {number}: this process sees {self.count}, numbered from 0")
+        self.fault: str | None = None  # the error of a kernel, in words
+        self.backend: Any = None
+        self.query = self.runtime.eventQuery
+        self.free_events: deque[int] = deque()
+        self.streams: set[int] = set()
+        self.dropped_streams: deque[int] = deque()
+        self.dropped_opened: deque[int] = deque()
+        self._thread = threading.local()  # `seen`: how many arrivals the entries of the thread have followed
+        self._arrived = 0
+        self.use()
+        runtime = self.runtime
+        self.pool = Pool(self, self._malloc, runtime.free)
+        self.pages = Pool(self, lambda nbytes: int(runtime.hostAlloc(nbytes, PORTABLE)), runtime.freeHost)
+        self.library = library(self)
+        self._own = Stream(self, "own", 0)  # for `array`, `get` and `export`
+        self._arrivals = Stream(self, "arrivals", -1)  # waits for the producers of tensors
+        self._exported: dict[bytes, Slab] = {}
+        self._opened: OrderedDict[bytes, Opened] = OrderedDict()
+        self._opening = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Device('cuda:{self.number}')"
+
+    def is_known_to_mpi(self) -> bool:
+        return self._known_to_mpi
+
+    def use(self) -> None:
+        """Make this the current device of the calling thread, with a context: launches by the driver need one."""
+        thread, runtime = self._thread, self.runtime
+        if not hasattr(thread, "seen"):
+            self.ask(runtime.setDevice, self.number)
+            self.ask(runtime.free, 0)  # before CUDA 12 setDevice makes no context
+            thread.seen = 0
+        elif runtime.getDevice() != self.number:  # the program has changed it
+            self.ask(runtime.setDevice, self.number)
+
+    def close(self) -> None:
+        """Give everything back to CUDA. No tensor of fompi may be in use."""
+        self.use()
+        self._opened.clear()
+        self._close_dropped()
+        self.pool.release(exported=True)
+        self.pages.release()
+        self.library.close()
+        self.backend = None
+        for ptr in self.streams:
+            self.runtime.streamDestroy(ptr)
+        self.streams.clear()
+        while self.free_events:
+            self.runtime.eventDestroy(self.free_events.popleft())
+
+    # -- errors
+    def check(self) -> None:
+        """Raise the error after which this device is of no more use."""
+        if self.fault is not None:
+            raise DeviceError(self.fault)
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of CUDA. Its error becomes a DeviceError."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise self.failure(error, getattr(function, "__name__", "a call")) from error
+
+    def broken(self, status: int) -> DeviceError:
+        """Note that CUDA has given the error `status` for what ran on the device. Returns the error to raise."""
+        if self.fault is None:
+            self.fault = (
+                f"a kernel on {self!r} has failed: {self.in_words(status)}. The process cannot use the GPU any more. "
+                "Run the program with compute-sanitizer to find the kernel"
+            )
+        return DeviceError(self.fault)
+
+    def failure(self, error: BaseException, what: str) -> BaseException:
+        """The DeviceError for what a call of CUDA has raised."""
+        if isinstance(error, FompiError):
+            return error
+        status = getattr(error, "status", None)
+        is_cuda = type(error).__name__ in ("CUDARuntimeError", "CUDADriverError")
+        if is_cuda and status == OUT_OF_MEMORY:
+            return self.out_of_memory(0, None)
+        if is_cuda and status not in HARMLESS:
+            return self.broken(int(status))  # type: ignore[arg-type]
+        remedy = ". Another thread may have changed its current CUDA device" if is_cuda and status == 400 else ""
+        return DeviceError(f"{what} on {self!r} was refused: {in_words(error)}{remedy}")
+
+    def in_words(self, status: int) -> str:
+        return str(self.runtime.CUDARuntimeError(status))
+
+    def out_of_memory(self, nbytes: int, pool: Pool | None) -> DeviceError:
+        if pool is not None and pool is self.pages:
+            return DeviceError(f"the host has no more page-locked memory: {nbytes} bytes were asked for")
+        try:
+            free, total = self.runtime.memGetInfo()
+        except Exception as error:
+            return DeviceError(f"{self!r} is out of memory, and does not say how much is free: {in_words(error)}")
+        asked = f"{nbytes} bytes were asked for, " if nbytes else ""
+        return DeviceError(
+            f"{self!r} is out of memory: {asked}{free} of {total} are free, and fompi has {self.pool.nbytes}. Use "
+            "smaller tensors or more ranks; fewer calls in flight need fewer buffers; CuPy and torch keep memory that "
+            "`free_all_blocks()` and `empty_cache()` give back"
+        )
+
+    # -- streams
+    def stream(self, name: str, priority: int = 0) -> Stream:
+        while self.dropped_streams:
+            ptr = self.dropped_streams.popleft()
+            if ptr in self.streams:
+                self.streams.remove(ptr)
+                self.ask(self.runtime.streamDestroy, ptr)
+        return Stream(self, name, priority)
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def entry(self) -> Event | None:
+        """An event behind what the caller's current streams have to do. None: nothing.
+
+        Blocks of memory that the program has dropped are free once it is done.
+        """
+        self.check()
+        blocks = self.pool.lent()  # before the event
+        event = self._entry()
+        if blocks:
+            self.pool.await_lent(blocks, event)
+        return event
+
+    def _entry(self) -> Event | None:
+        self.use()
+        thread, arrived = self._thread, self._arrived
+        busy = [ptr for ptr in dict.fromkeys(self.library.current()) if self._is_busy(ptr)]
+        if thread.seen == arrived and len(busy) < 2:
+            return self._mark(busy[0]) if busy else None
+        for ptr in busy:
+            self._arrivals.wait(self._mark(ptr))
+        thread.seen = arrived
+        return self._arrivals.record(Event(self))
+
+    def _is_busy(self, ptr: int) -> bool:
+        """False if the stream has nothing to do. The default stream follows others, so it always counts as busy."""
+        if ptr in (0, LEGACY):
+            return True
+        status = self.runtime.streamQuery(ptr)
+        if status not in (SUCCESS, NOT_READY):
+            raise self.broken(status)
+        return bool(status == NOT_READY)
+
+    def _mark(self, ptr: int) -> Event:
+        """A new event in a stream that is not fompi's."""
+        self.use()  # for the default stream, whose address is the same on all devices
+        event = Event(self)
+        self.ask(self.runtime.eventRecord, event.ptr, ptr)
+        return event
+
+    def arriving(self) -> int:
+        """The address of a stream in which a producer of a tensor waits. The next `entry` of each thread follows it."""
+        self._arrived += 1
+        return int(self._arrivals.ptr)
+
+    def arrived(self, ptr: int) -> None:
+        """A tensor is written by what the stream at `ptr` has to do. The next `entry` of each thread follows it."""
+        self.check()
+        self._arrivals.wait(self._mark(ptr))
+        self._arrived += 1
+
+    def lend_to(self, ptr: int) -> None:
+        """Let the stream at `ptr`, of a consumer, wait for what fompi has enqueued."""
+        self.check()
+        queues = () if self.backend is None else self.backend.queues.values()
+        for queue in queues:
+            if self._is_busy(queue.stream.ptr):
+                event = queue.stream.record(Event(self))
+                self.use()
+                self.ask(self.runtime.streamWaitEvent, ptr, event.ptr)
+
+    def number_of(self, ptr: int) -> int:
+        """The number of the device whose memory is at `ptr`."""
+        return int(self.ask(self.runtime.pointerGetAttributes, ptr).device)
+
+    # -- memory
+    def _malloc(self, nbytes: int) -> int:
+        self.check()
+        self.use()
+        return int(self.runtime.malloc(nbytes))
+
+    def storage(self, dtype: str) -> np.dtype[Any]:
+        """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
+        return storage(dtype)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        return DeviceArray.of(self.pool.take(prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
+        dtype = np.dtype(dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        self.use()
+        page = self.pages.take(nbytes)
+        page.__array_interface__ = {"version": 3, "data": (page.ptr, False), "typestr": "|u1", "shape": (nbytes,)}
+        return np.ndarray(tuple(shape), dtype, np.asarray(page))
+
+    def release(self) -> None:
+        """Give the memory that nothing uses back to CUDA, for other libraries."""
+        self.use()
+        self.pool.release()
+        self.pages.release()
+
+    def array(self, x: Any) -> DeviceArray:
+        source = np.asarray(x)
+        made = self.empty(source.shape, source.dtype)
+        self.put(made, source)
+        return made
+
+    def put(self, array: DeviceArray, x: Any) -> None:
+        staging = self.pinned(array.shape, array.dtype)
+        staging[...] = x
+        self._copied(array, staging)
+
+    def get(self, array: DeviceArray) -> Array:
+        staging = self.pinned(array.shape, array.dtype)
+        self._copied(staging, array)
+        return staging.copy()
+
+    def _copied(self, to: AnyArray, source: AnyArray) -> None:
+        """Copy what the caller's current stream has written, and wait."""
+        entry = self.entry()
+        if entry is not None:
+            self._own.wait(entry)
+        self._copy_on_own(to, source)
+
+    def _copy_on_own(self, to: AnyArray, source: AnyArray) -> None:
+        self.copy(to, source)(self._own)
+        self._own.record(Event(self)).wait()
+
+    # -- kernels
+    def kernel(
+        self,
+        name: str,
+        reads: Sequence[DeviceArray],
+        writes: Sequence[DeviceArray],
+        read_dtypes: Sequence[str],
+        write_dtypes: Sequence[str],
+    ) -> Enqueue:
+        self._check_place(*reads, *writes)
+        if name.startswith(("matmul", "gradient")):
+            made = product(self, name, reads, writes, read_dtypes, write_dtypes)
+            return self._in_order(name, made.steps, (reads, writes, made.keep))
+        steps = self.library.elementwise(name, reads, writes, read_dtypes, write_dtypes)
+        return self._in_order(name, steps, (reads, writes))
+
+    def call(
+        self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]
+    ) -> Enqueue:
+        """As in the protocol. The function gets arrays of CuPy, and the stream is CuPy's current one."""
+        self._check_place(*reads, *writes)
+        inside, outside = [*map(self.as_cupy, reads)], [*map(self.as_cupy, writes)]
+        using = self.library.using
+
+        def enqueue(stream: Stream) -> None:
+            with using(stream):
+                function(inside, outside)
+
+        return self._in_order(name, [enqueue], (reads, writes))
+
+    def as_cupy(self, array: DeviceArray, dtype: Any = None) -> Any:
+        """The array as one of CuPy, on the same memory."""
+        cupy, memory = self.cupy, array.memory
+        owner = cupy.cuda.UnownedMemory(memory.ptr, memory.nbytes, memory, self.number)
+        pointer = cupy.cuda.MemoryPointer(owner, array.ptr - memory.ptr)
+        return cupy.ndarray(array.shape, array.dtype if dtype is None else dtype, pointer, array.strides)
+
+    def copy(self, to: AnyArray, source: AnyArray) -> Enqueue:
+        self._check_place(*(a for a in (to, source) if isinstance(a, DeviceArray)))
+        return self._in_order("copy", self._copy(to, source), (to, source))
+
+    def _copy(self, to: AnyArray, source: AnyArray) -> list[Enqueue]:
+        if not source.flags.c_contiguous:
+            packed = self._scratch(source)
+            return [*self._strided(packed, source), *self._copy(to, packed)]
+        if not to.flags.c_contiguous:
+            packed = self._scratch(to)
+            return [*self._copy(packed, source), *self._strided(to, packed)]
+        kind = {(True, False): TO_DEVICE, (False, True): TO_HOST, (True, True): WITHIN_DEVICE}.get(
+            (isinstance(to, DeviceArray), isinstance(source, DeviceArray))
+        )
+        if kind is None:
+            raise DeviceError("a copy within host memory is no work for a device")
+        target, origin, nbytes, copy = address(to), address(source), to.nbytes, self.runtime.memcpyAsync
+
+        def enqueue(stream: Stream, keep: Any = (to, source)) -> None:
+            copy(target, origin, nbytes, kind, stream.ptr)
+
+        return [enqueue] if nbytes else []
+
+    def _scratch(self, like: AnyArray) -> DeviceArray:
+        if not isinstance(like, DeviceArray):
+            raise DeviceError("a copy from or to strided host memory would wait for the device: pack it first")
+        return self.empty(like.shape, like.dtype)
+
+    def _strided(self, to: AnyArray, source: AnyArray) -> list[Enqueue]:
+        return self.library.elementwise("copy", [source], [to], [source.dtype.name], [to.dtype.name])  # type: ignore[list-item]
+
+    def _in_order(self, name: str, steps: Sequence[Enqueue], keep: Any) -> Enqueue:
+        """One Enqueue of all steps. `keep` must live as long as it."""
+        only = steps[0] if len(steps) == 1 else None
+
+        def enqueue(stream: Stream) -> None:
+            if self.fault is not None:
+                self.check()
+            self.use()
+            try:
+                if only is not None:
+                    only(stream)
+                else:
+                    for step in steps:
+                        step(stream)
+            except Exception as error:
+                if isinstance(error, FompiError) or not hasattr(error, "status"):
+                    raise  # of a kernel of the user
+                raise self.failure(error, f"{name} on stream {stream.name}") from (keep and error)
+
+        return enqueue
+
+    def _check_place(self, *arrays: DeviceArray) -> None:
+        for array in arrays:
+            if array.device is not self:
+                raise DeviceError(f"{array!r} belongs to another device than {self!r}")
+
+    # -- messages
+    def memory(self, array: DeviceArray) -> DeviceArray:
+        return array  # mpi4py takes what has `__cuda_array_interface__`; its `stream` is None, so it waits for nothing
+
+    def message(self, what: str, array: AnyArray, writes: bool) -> Callable[[], None]:
+        return _nothing
+
+    def touch(self, what: str, array: AnyArray, writes: bool) -> None:
+        pass
+
+    # -- between processes
+    def export(self, array: DeviceArray) -> bytes:
+        """Memory of another library is copied first: its allocation may have no handle, or may go away."""
+        memory: Any = array.memory
+        if not isinstance(memory, Lease):
+            copied = self._mirrored(array)
+            array, memory = copied, copied.memory
+        slab = memory.slab
+        if slab.handle is None:
+            self.use()
+            slab.handle = self.ask(self.runtime.ipcGetMemHandle, slab.ptr)
+            self._exported[slab.handle] = slab
+        # Text, because a message has a fixed length and is padded.
+        return f"{slab.handle.hex()} {array.ptr - slab.ptr} {slab.nbytes}".encode()
+
+    def _mirrored(self, array: DeviceArray) -> DeviceArray:
+        """A copy of memory that is not fompi's. It lives as long as that memory."""
+        memory: Any = array.memory
+        if memory.mirror is None:
+            memory.mirror = self.empty((memory.nbytes,), np.uint8)
+        low, high = array.extent
+        mirror: DeviceArray = memory.mirror[low:high]
+        self._copy_on_own(mirror, DeviceArray.of(memory, (high - low,), np.uint8, low))
+        return mirror
+
+    def open(self, handle: bytes, nbytes: int) -> DeviceArray:
+        name, offset, whole = handle.split()
+        key = bytes.fromhex(name.decode())
+        with self._opening:
+            self._close_dropped()
+            slab = self._exported.get(key)  # CUDA does not open what the same process has exported
+            if slab is not None:
+                return DeviceArray.of(Opened(self, slab.ptr, slab.nbytes, None), (nbytes,), np.uint8, int(offset))
+            memory = self._opened.get(key)
+            if memory is None:
+                self.use()
+                ptr = self.ask(self.runtime.ipcOpenMemHandle, key)
+                memory = self._opened[key] = Opened(self, ptr, int(whole), self.dropped_opened)
+                if len(self._opened) > MOST_OPENED:
+                    self._opened.popitem(last=False)
+            self._opened.move_to_end(key)
+        return DeviceArray.of(memory, (nbytes,), np.uint8, int(offset))
+
+    def _close_dropped(self) -> None:
+        while self.dropped_opened:
+            self.ask(self.runtime.ipcCloseMemHandle, self.dropped_opened.popleft())
+
+
+def _nothing() -> None:
+    pass
+
+
+def address(array: AnyArray) -> int:
+    """The address of the first element."""
+    return array.ptr if isinstance(array, DeviceArray) else int(array.__array_interface__["data"][0])
+
+
+def _cupy() -> Any:
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise LaunchError(
+            f"a CUDA device needs CuPy ({error}): pip install '.[cuda13]', or '.[cuda12]' for an older driver"
+        ) from error
+
+
+def visible_devices() -> int:
+    """How many GPUs this process sees. Raises LaunchError as CudaDevice does."""
+    return _device_count(_cupy().cuda.runtime)
+
+
+def _device_count(runtime: Any) -> int:
+    """The number of GPUs. Raises LaunchError if there is no driver or GPU, or CuPy is for a newer CUDA."""
+    try:
+        count = int(runtime.getDeviceCount())
+    except Exception as error:
+        raise LaunchError(_refusal(runtime, error)) from error
+    if not count:
+        raise LaunchError(NO_GPU)
+    return count
+
+
+NO_GPU = "there is no CUDA device: CUDA_VISIBLE_DEVICES or the job's allocation (--gpus) hides it, or the host has none"
+
+
+def _refusal(runtime: Any, error: Exception) -> str:
+    """Why CUDA does not start, and what helps."""
+    status = getattr(error, "status", None)
+    if status == NO_DEVICE:
+        return NO_GPU
+    if status != INSUFFICIENT_DRIVER:
+        return f"CUDA does not start: {in_words(error)}. Try nvidia-smi on this host"
+    built, driver = int(runtime.runtimeGetVersion()), 0
+    with suppress(Exception):
+        driver = int(runtime.driverGetVersion())
+    if not driver:
+        return "there is no CUDA driver on this host: run on a host with a GPU (nvidia-smi must work)"
+    have, want = (f"{version // 1000}.{version % 1000 // 10}" for version in (driver, built))
+    return (
+        f"the driver of this host is for CUDA {have}, but CuPy is for CUDA {want}: update the driver, or install the "
+        f"CuPy for it: pip uninstall {wheel()} && pip install 'cupy-cuda{driver // 1000}x'"
+    )

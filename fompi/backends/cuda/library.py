@@ -1,0 +1,179 @@
+"""What needs more of CuPy than its runtime: cuBLAS, compiled kernels, and the current streams of the caller."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from importlib import import_module, metadata
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.cuda.device import Array, Enqueue
+from fompi.backends.cuda.products import TYPES, Matrix
+from fompi.base.errors import DeviceError, in_words
+from fompi.tensors.device_array import DeviceArray
+
+COMPUTE_32F, COMPUTE_32F_TF32, COMPUTE_64F = 68, 77, 70
+SCALES = {"float64": "f8", "complex64": "c8", "complex128": "c16"}
+"""The types of the two factors of a product. All others have float32."""
+
+NO_REDUCED_PRECISION = 16
+"""CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: half types are summed up in float32 everywhere."""
+
+MOST_COUNT = (1 << 31) - 1
+
+
+class Library:
+    """The libraries of one device. Tests give another one, which computes on the host."""
+
+    def __init__(self, device: Any, cublas: Any = None, driver: Any = None):
+        self.device, self._cublas, self._driver = device, cublas, driver
+        self._lock = threading.Lock()  # a handle of cuBLAS belongs to one thread at a time
+        self._factors: dict[tuple[str, int], Array] = {}
+        self._functions: dict[str, int] = {}
+        self._handle = 0
+
+    def current(self) -> list[int]:
+        """The current streams of the calling thread, by address: that of CuPy, and that of torch if it uses CUDA."""
+        found = [self.device.cupy.cuda.get_current_stream().ptr]
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            found.append(torch.cuda.current_stream(self.device.number).cuda_stream)
+        return found
+
+    def using(self, stream: Any) -> Any:
+        """A context in which `stream` is the current stream of CuPy on this thread."""
+        if stream.of_cupy is None:
+            cuda = self.device.cupy.cuda
+            make = getattr(cuda.Stream, "from_external", None)  # since CuPy 14
+            stream.of_cupy = cuda.ExternalStream(stream.ptr) if make is None else make(_Address(stream.ptr))
+        return stream.of_cupy
+
+    # -- products
+    @property
+    def handle(self) -> int:
+        with self._lock:
+            if not self._handle:
+                self._handle = self._created()
+            return self._handle
+
+    def _created(self) -> int:
+        if self._cublas is None:
+            try:
+                self._cublas = import_module("cupy_backends.cuda.libs.cublas")
+            except Exception as error:
+                raise DeviceError(
+                    f"cuBLAS is missing: load the CUDA module of the site, or pip install '{wheel()}[ctk]' ({error})"
+                ) from error
+        self.device.use()
+        handle = self.device.ask(self._cublas.create)
+        self.device.ask(self._cublas.setMathMode, handle, NO_REDUCED_PRECISION)
+        return int(handle)
+
+    def gemm(self, a: Matrix, b: Matrix, c: Matrix, dtype: str, result: str, adds: bool) -> Enqueue:
+        """c = a @ b, or c += a @ b if it `adds`. a and b have `dtype`, c has `result`."""
+        if c.is_transposed:
+            a, b, c = b.T, a.T, c.T
+        for n in (c.rows, c.columns, a.columns, a.stride, b.stride, c.stride):
+            if n > MOST_COUNT:
+                raise DeviceError(f"cuBLAS takes sizes up to {MOST_COUNT}, not {n}: use more slices, or more ranks")
+        one, factor = self._factor(dtype, 1), self._factor(dtype, int(adds))
+        compute = COMPUTE_64F if dtype in ("float64", "complex128") else COMPUTE_32F
+        if self.device.tf32 and dtype == "float32":
+            compute = COMPUTE_32F_TF32
+        # cuBLAS has columns where NumPy has rows: it computes c.T = b.T @ a.T.
+        arguments = (
+            self.handle, int(b.is_transposed), int(a.is_transposed), c.columns, c.rows, a.columns,
+            one.ctypes.data, b.ptr, TYPES[dtype], b.stride, a.ptr, TYPES[dtype], a.stride,
+            factor.ctypes.data, c.ptr, TYPES[result], c.stride, compute, -1,
+        )  # fmt: skip
+        multiply, lock, using = self._cublas.gemmEx, self._lock, self.using
+
+        def enqueue(stream: Any) -> None:
+            with lock, using(stream):  # each call of CuPy sends the handle to its current stream
+                multiply(*arguments)
+
+        return enqueue
+
+    def _factor(self, dtype: str, value: int) -> Array:
+        """0 or 1 in host memory, where cuBLAS reads it. It lives as long as the handle."""
+        key = SCALES.get(dtype, "f4"), value
+        return self._factors.setdefault(key, np.full(1, value, key[0]))
+
+    # -- other kernels
+    @cached_property
+    def _module(self) -> Any:
+        kernels = import_module("fompi.backends.cuda.kernels")
+        return self.device.cupy.RawModule(code=kernels.source(), options=("-std=c++17",), backend="nvrtc")
+
+    def _function(self, name: str) -> int:
+        known = self._functions.get(name)
+        if known is not None:
+            return known
+        self.device.use()
+        try:
+            return self._functions.setdefault(name, int(self._module.get_function(name).kernel.ptr))
+        except Exception as error:
+            raise DeviceError(
+                f"the kernel {name!r} does not compile: {in_words(error)}. NVRTC comes with the CUDA module of the "
+                f"site, or with pip install '{wheel()}[ctk]'"
+            ) from error
+
+    def elementwise(
+        self,
+        name: str,
+        reads: Sequence[DeviceArray],
+        writes: Sequence[DeviceArray],
+        read_dtypes: Sequence[str],
+        write_dtypes: Sequence[str],
+    ) -> list[Enqueue]:
+        """The kernel `name` of `fompi.backends.cuda.kernels` on these arrays."""
+        kernels = import_module("fompi.backends.cuda.kernels")
+        return [self.launch(each) for each in kernels.launches(name, reads, writes, read_dtypes, write_dtypes)]
+
+    def launch(self, launch: Any) -> Enqueue:
+        """A Launch of `fompi.backends.cuda.kernels`. Its arguments are laid out once."""
+        driver = self._driver if self._driver is not None else self.device.cupy.cuda.driver
+        values = [*map(_argument, launch.args)]
+        addresses = np.array([value.ctypes.data for value in values], np.uint64)
+        grid, block = ((*map(int, size), 1, 1)[:3] for size in (launch.grid, launch.block))
+        call, function, shared = driver.launchKernel, self._function(launch.function), int(launch.shared)
+        at = addresses.ctypes.data
+
+        def enqueue(stream: Any, keep: Any = (values, addresses)) -> None:
+            call(function, *grid, *block, shared, stream.ptr, at, 0)
+
+        return enqueue
+
+    def close(self) -> None:
+        if self._handle:
+            self._cublas.destroy(self._handle)
+            self._handle = 0
+
+
+class _Address:
+    """A stream as CuPy's `Stream.from_external` takes it. It does not keep the Stream alive."""
+
+    def __init__(self, ptr: int):
+        self.ptr = ptr
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
+def _argument(value: Any) -> Array:
+    """An argument of a kernel in memory, where CUDA reads it. An integer is a pointer."""
+    return np.array(value, np.uint64) if isinstance(value, int) else np.array(value)
+
+
+def wheel() -> str:
+    """The name of the wheel of CuPy that is installed."""
+    for name in ("cupy-cuda13x", "cupy-cuda12x"):
+        with suppress(Exception):
+            metadata.version(name)
+            return name
+    return "cupy-cuda13x"

@@ -1,0 +1,156 @@
+"""Products on a device, as calls of `gemm`: which operands cuBLAS can address, and in which dtype it adds up.
+
+    y = x @ w            one call for each run of rows
+    y = x @ w + b        y = b in every row, then y += x @ w
+    g = (g +) a.T @ h    one call for each run of rows; each adds to g
+
+Operands of different dtypes are converted to float32. A result of a half type is rounded once: sums of several calls
+are kept in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from fompi.backends.cuda.device import Enqueue
+from fompi.base.errors import DtypeError
+from fompi.base.layout import HALF
+from fompi.plans.kernels import find
+from fompi.tensors.device_array import DeviceArray
+
+TYPES = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
+"""cudaDataType_t by logical dtype."""
+
+
+class Matrix(NamedTuple):
+    """A matrix in device memory. Its rows are `stride` elements apart; if `is_transposed`, its columns are."""
+
+    ptr: int
+    rows: int
+    columns: int
+    stride: int
+    is_transposed: bool
+
+    @property
+    def T(self) -> Matrix:
+        return Matrix(self.ptr, self.columns, self.rows, self.stride, not self.is_transposed)
+
+
+def matrix(array: DeviceArray) -> Matrix | None:
+    """`array` as a matrix: all dimensions but the last become one. None if cuBLAS cannot address it."""
+    *shape, columns = array.shape
+    *strides, column_stride = array.strides
+    item, rows, row_stride = array.dtype.itemsize, 1, 0
+    if not array.size:
+        return Matrix(array.ptr, prod(shape), columns, max(columns, 1), False)
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n == 1:
+            continue
+        if rows == 1:
+            row_stride = stride
+        elif stride != rows * row_stride:
+            return None
+        rows *= n
+    if rows == 1:
+        row_stride = columns * item
+    if columns == 1:
+        column_stride = item
+    if column_stride == item and row_stride >= columns * item and row_stride % item == 0:
+        return Matrix(array.ptr, rows, columns, row_stride // item, False)
+    if (row_stride == item or rows == 1) and column_stride >= rows * item and column_stride % item == 0:
+        return Matrix(array.ptr, rows, columns, column_stride // item, True)
+    return None
+
+
+class Product:
+    """The kernels of one product, in order. `keep` is memory that they use."""
+
+    def __init__(self, device: Any, name: str, dtype: str):
+        self.device, self.name, self.dtype = device, name, dtype
+        self.steps: list[Enqueue] = []
+        self.keep: list[DeviceArray] = []
+
+    def matrix(self, array: DeviceArray, dtype: str) -> Matrix:
+        """An operand as a matrix. It is copied first if cuBLAS cannot address it, or if it has another dtype."""
+        found = matrix(array) if dtype == self.dtype else None
+        if found is None:
+            packed = self.scratch(array.shape, self.dtype)
+            self.copy(array, packed, dtype, self.dtype)
+            found = matrix(packed)
+        assert found is not None
+        return found
+
+    def scratch(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        self.keep.append(self.device.empty(shape, self.device.storage(dtype)))
+        return self.keep[-1]
+
+    def copy(self, source: DeviceArray, to: DeviceArray, source_dtype: str, dtype: str) -> None:
+        self.steps += self.device.library.elementwise("copy", [source], [to], [source_dtype], [dtype])
+
+    def multiply(self, a: Matrix, b: Matrix, to: DeviceArray, dtype: str, adds: bool) -> None:
+        if to.size:
+            c = matrix(to)
+            assert c is not None
+            self.steps.append(self.device.library.gemm(a, b, c, self.dtype, dtype, adds))
+
+    def target(self, result: DeviceArray, dtype: str, calls: int = 1) -> tuple[DeviceArray, str]:
+        """Where the product is computed, and in which dtype: `result`, or memory that is copied to it at the end."""
+        is_possible = dtype == self.dtype or (self.dtype in HALF and dtype == "float32")
+        if is_possible and matrix(result) is not None and not (calls > 1 and dtype in HALF):
+            return result, dtype
+        wide = "float32" if self.dtype in HALF else self.dtype
+        return self.scratch(result.shape, wide), wide
+
+
+def product(
+    device: Any,
+    name: str,
+    reads: Sequence[DeviceArray],
+    writes: Sequence[DeviceArray],
+    read_dtypes: Sequence[str],
+    write_dtypes: Sequence[str],
+) -> Product:
+    """The product `name` of `fompi.plans.kernels` on these arrays."""
+    kernel = find(name)
+    count = len(reads) - kernel.whole + (not kernel.reduces)  # the weight is the first whole operand
+    factors = dict.fromkeys(read_dtypes[:count])
+    dtype = next(iter(factors)) if len(factors) == 1 else "float32"
+    if dtype not in TYPES or (len(factors) > 1 and not {*factors} <= {*HALF, "float32"}):
+        raise DtypeError(f"cuBLAS has no product of {' and '.join(factors)}: it has {', '.join(TYPES)}")
+    made, groups, wholes = Product(device, name, dtype), kernel.rows(reads), kernel.wholes(reads)
+    of_rows, of_wholes = kernel.rows(read_dtypes), kernel.wholes(read_dtypes)
+    if kernel.reduces:
+        _gradient(made, groups, of_rows, wholes, writes[0], read_dtypes[-1], write_dtypes[0])
+        return made
+    weight, biases = made.matrix(wholes[0], of_wholes[0]), wholes[1:]
+    for x, of_x, y, dtype in zip(groups[0], of_rows[0], writes, write_dtypes, strict=True):
+        target, wide = made.target(y, dtype)
+        for bias in biases:
+            made.copy(bias.broadcast_to(target.shape), target, read_dtypes[-1], wide)
+        made.multiply(made.matrix(x, of_x), weight, target, wide, bool(biases))
+        if target is not y:
+            made.copy(target, y, wide, dtype)
+    return made
+
+
+def _gradient(
+    made: Product,
+    groups: Sequence[Sequence[DeviceArray]],
+    dtypes: Sequence[Sequence[str]],
+    wholes: Sequence[DeviceArray],
+    g: DeviceArray,
+    whole_dtype: str,
+    dtype: str,
+) -> None:
+    target, wide = made.target(g, dtype, len(groups[0]))
+    adds = bool(wholes)
+    for whole in wholes:
+        if target is not g or not whole.same_memory(g):
+            made.copy(whole, target, whole_dtype, wide)
+    for a, h, of_a, of_h in zip(*groups, *dtypes, strict=True):
+        made.multiply(made.matrix(a, of_a).T, made.matrix(h, of_h), target, wide, adds)
+        adds = True
+    if target is not g:
+        made.copy(target, g, wide, dtype)

@@ -1,0 +1,414 @@
+"""CUDA on host memory: a runtime, a cuBLAS and a driver that check every call, for tests of the CUDA device.
+
+Every call is compared with the signature that CuPy documents. Kernels run at once. Addresses must lie in memory that
+was allocated and is not freed, of the right kind. `runtime.fails("malloc", 3, 2)` makes a later call fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import mmap
+import os
+import re
+import threading
+from bisect import bisect_right, insort
+from contextlib import nullcontext
+from itertools import count
+
+import cupy
+import numpy as np
+
+from fompi.backends.cuda.cupy import NOT_READY, CudaDevice, Stream
+from fompi.backends.cuda.library import Library
+from fompi.backends.numpy import Numpy, narrow, widen
+
+REAL = cupy.cuda.runtime
+INTEGERS = ("intptr_t", "size_t", "int", "unsigned", "MemoryKind")
+DEVICE, HOST = "device", "page-locked"
+
+
+class Error(REAL.CUDARuntimeError):
+    """The error that the runtime of CuPy raises. Its class name is the same."""
+
+
+Error.__name__ = "CUDARuntimeError"
+
+
+class Runtime:
+    """`cupy.cuda.runtime` without a GPU. `checked=False` leaves the checks out, for measurements."""
+
+    CUDARuntimeError = Error
+
+    def __init__(self, devices=1, total=1 << 33, checked=True):
+        self.devices, self.total, self.checked = devices, total, checked
+        self.log, self.memory, self.addresses, self.failures = [], {}, [], {}
+        self.numbers, self.thread = count(0x1000), threading.local()
+        self.busy = set()  # streams that still have to do something
+        self.files, self.opened, self.lives, self.sticky = {}, {}, {"event": set(), "stream": set()}, 0
+
+    def fails(self, name, number, status):
+        """The `number`-th call of `name` from now on fails with this status of CUDA."""
+        self.failures[name] = [number, status]
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        real = getattr(REAL, name)  # AttributeError: CuPy has no such function
+        work = getattr(type(self), "_" + name).__get__(self)
+        if not self.checked:
+            self.__dict__[name] = work
+            return work
+        signature = re.match(rf"{name}\((.*?)\)", real.__doc__)
+        parameters = [p for p in signature.group(1).split(", ") if p]
+        least = sum("=" not in p for p in parameters)
+        is_query = name.endswith("Query")
+
+        def call(*arguments):
+            assert least <= len(arguments) <= len(parameters), f"{name}{arguments}: CuPy has {real.__doc__}"
+            for parameter, value in zip(parameters, arguments, strict=False):
+                kind = parameter.split()[0]
+                if kind in INTEGERS:
+                    assert type(value) is int, f"{name}: {parameter} is {value!r}"
+                if kind == "bytes":
+                    assert type(value) is bytes, f"{name}: {parameter} is {value!r}"
+            self.log.append((name, *arguments))
+            status = self.sticky or self._failure(name)
+            if status and name not in ("getDevice", "CUDARuntimeError"):
+                if is_query:
+                    return status
+                raise Error(status)
+            return work(*arguments)
+
+        call.__name__ = name
+        self.__dict__[name] = call
+        return call
+
+    def _failure(self, name):
+        failure = self.failures.get(name)
+        if failure is None:
+            return 0
+        failure[0] -= 1
+        if failure[0]:
+            return 0
+        del self.failures[name]
+        return failure[1]
+
+    def calls(self, name):
+        return [arguments for called, *arguments in self.log if called == name]
+
+    # -- devices
+    def _getDeviceCount(self):
+        return self.devices
+
+    def _getDevice(self):
+        return getattr(self.thread, "device", 0)
+
+    def _setDevice(self, device):
+        if not 0 <= device < self.devices:
+            raise Error(101)
+        self.thread.device = device
+
+    def _deviceSynchronize(self):
+        self.busy.clear()
+
+    def _runtimeGetVersion(self):
+        return 13000
+
+    def _driverGetVersion(self):
+        return 13000
+
+    # -- memory
+    @property
+    def used(self):
+        return sum(n for ptr, (_, n, kind, _) in self.memory.items() if kind == DEVICE and ptr not in self.opened)
+
+    def _allocate(self, nbytes, kind):
+        """A file in memory, so that another process can open it."""
+        if kind == DEVICE and self.used + nbytes > self.total:
+            raise Error(2)
+        file = os.memfd_create("fakecuda")
+        os.ftruncate(file, nbytes)
+        return self._map(file, nbytes, kind, fill=True)
+
+    def _map(self, file, nbytes, kind, fill=False):
+        block = (ctypes.c_uint8 * nbytes).from_buffer(mmap.mmap(file, nbytes))
+        ptr = ctypes.addressof(block)
+        if fill:
+            ctypes.memset(ptr, 0xFF, nbytes)  # NaN
+        self.memory[ptr] = block, nbytes, kind, self._getDevice()
+        self.files[ptr] = file
+        insort(self.addresses, ptr)
+        return ptr
+
+    def _forget(self, ptr, kind):
+        assert self.memory[ptr][2] == kind
+        del self.memory[ptr]
+        os.close(self.files.pop(ptr))
+        self.addresses.remove(ptr)
+
+    def span(self, ptr, nbytes):
+        """The kind of memory from `ptr` on. AssertionError if so many bytes were not allocated there."""
+        at = bisect_right(self.addresses, ptr) - 1
+        assert at >= 0, f"{ptr:#x} is no memory of CUDA"
+        base = self.addresses[at]
+        _, size, kind, _ = self.memory[base]
+        assert base <= ptr and ptr + nbytes <= base + size, f"{nbytes} bytes at {ptr:#x} leave an allocation of {size}"
+        return kind
+
+    def _malloc(self, size):
+        return self._allocate(size, DEVICE)
+
+    def _free(self, ptr):
+        self.thread.has_context = True
+        if ptr:
+            self._forget(ptr, DEVICE)
+
+    def _hostAlloc(self, size, flags):
+        return self._allocate(size, HOST)
+
+    def _freeHost(self, ptr):
+        self._forget(ptr, HOST)
+
+    def _memGetInfo(self):
+        return self.total - self.used, self.total
+
+    def _memcpyAsync(self, to, source, nbytes, kind, stream):
+        if self.checked:
+            kinds = {1: (DEVICE, HOST), 2: (HOST, DEVICE), 3: (DEVICE, DEVICE)}[kind]
+            assert (self.span(to, nbytes), self.span(source, nbytes)) == kinds
+            assert stream in self.lives["stream"]
+        ctypes.memmove(to, source, nbytes)
+
+    def _pointerGetAttributes(self, ptr):
+        self.span(ptr, 1)
+        base = self.addresses[bisect_right(self.addresses, ptr) - 1]
+        return REAL.PointerAttributes(self.memory[base][3], ptr, 0, 2)
+
+    def _ipcGetMemHandle(self, ptr):
+        numbers = (os.getpid(), self.files[ptr], self.memory[ptr][1])
+        return b"".join(n.to_bytes(8, "little") for n in numbers).ljust(64, b"\x20")  # a real one may end in spaces
+
+    def _ipcOpenMemHandle(self, handle, flags=1):
+        assert handle not in self.opened.values(), "CUDA opens a handle once in a process"
+        process, file, nbytes = (int.from_bytes(handle[at : at + 8], "little") for at in (0, 8, 16))
+        ptr = self._map(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR), nbytes, DEVICE)
+        self.opened[ptr] = handle
+        return ptr
+
+    def _ipcCloseMemHandle(self, ptr):
+        del self.opened[ptr]
+        self._forget(ptr, DEVICE)
+
+    # -- streams and events
+    def _made(self, kind):
+        number = next(self.numbers)
+        self.lives[kind].add(number)
+        return number
+
+    def _eventCreateWithFlags(self, flags):
+        assert flags == 2
+        return self._made("event")
+
+    def _eventDestroy(self, event):
+        self.lives["event"].remove(event)
+
+    def _eventRecord(self, event, stream):
+        if self.checked:
+            assert event in self.lives["event"] and (stream < 3 or stream in self.lives["stream"])
+
+    def _eventQuery(self, event):
+        return 0
+
+    def _streamCreateWithPriority(self, flags, priority):
+        assert flags == 1 and priority in (0, -1)
+        return self._made("stream")
+
+    def _streamDestroy(self, stream):
+        self.lives["stream"].remove(stream)
+
+    def _streamQuery(self, stream):
+        return 600 if stream in self.busy else 0
+
+    def _streamWaitEvent(self, stream, event, flags=0):
+        if self.checked:
+            assert event in self.lives["event"]
+
+
+GEMM = (
+    "intptr_t handle, int transa, int transb, int m, int n, int k, size_t alpha, size_t A, int Atype, int lda, "
+    "size_t B, int Btype, int ldb, size_t beta, size_t C, int Ctype, int ldc, int computeType, int algo"
+)
+"""The parameters of gemmEx in CuPy. Its module of cuBLAS cannot be imported without a library: see the tests."""
+
+DTYPES = {0: "float32", 1: "float64", 2: "float16", 4: "complex64", 5: "complex128", 14: "bfloat16"}
+
+
+class Cublas:
+    """cuBLAS on host memory, with the operands in the order in which NumPy would have them."""
+
+    def __init__(self, runtime):
+        self.runtime, self.calls, self.handles, self.fault = runtime, [], set(), None
+
+    def create(self):
+        self.handles.add(7)
+        return 7
+
+    def destroy(self, handle):
+        self.handles.remove(handle)
+
+    def setMathMode(self, handle, mode):
+        assert handle in self.handles and mode == 16
+
+    def gemmEx(self, *arguments):
+        assert len(arguments) == len(GEMM.split(", ")) and all(type(value) is int for value in arguments)
+        assert self.runtime.thread.has_context, "the thread has no context of CUDA"
+        self.calls.append(arguments)
+        handle, ta, tb, m, n, k, alpha, a, of_a, lda, b, of_b, ldb, beta, c, of_c, ldc, compute, algo = arguments
+        assert handle in self.handles and algo == -1 and min(m, n) > 0 and k >= 0
+        assert compute in ((70,) if of_a in (1, 5) else (68, 77))
+        assert lda >= max(1, k if ta else m) and ldb >= max(1, n if tb else k) and ldc >= m
+        scale = {1: "f8", 4: "c8", 5: "c16"}.get(of_a, "f4")
+        one, factor = (np.ndarray(1, scale, (ctypes.c_uint8 * 16).from_address(p))[0] for p in (alpha, beta))
+        assert one == 1 and factor in (0, 1)
+        right, left = self._view(a, of_a, k, m, lda, ta), self._view(b, of_b, n, k, ldb, tb)
+        product = np.matmul(widen(left, DTYPES[of_b]), widen(right, DTYPES[of_a]))
+        target = self._view(c, of_c, n, m, ldc, 0)
+        if factor:
+            product = widen(target, DTYPES[of_c]) + product
+        target[...] = narrow(product, DTYPES[of_c])
+
+    def _view(self, ptr, code, rows, columns, stride, is_transposed):
+        if is_transposed:
+            return self._view(ptr, code, columns, rows, stride, 0).T
+        dtype = Numpy().storage(DTYPES[code])
+        if not rows * columns:
+            return np.zeros((rows, columns), dtype)
+        nbytes = ((rows - 1) * stride + columns) * dtype.itemsize
+        assert self.runtime.span(ptr, nbytes) == DEVICE
+        memory = (ctypes.c_uint8 * nbytes).from_address(ptr)
+        return np.ndarray((rows, columns), dtype, memory, strides=(stride * dtype.itemsize, dtype.itemsize))
+
+
+class _At:
+    def __init__(self, interface):
+        self.__array_interface__ = interface
+
+
+def view(array):
+    """A DeviceArray as one of NumPy: its memory is that of the host."""
+    return np.asarray(_At(array.interface))
+
+
+class FakeLibrary(Library):
+    """Elementwise kernels by NumPy, at the time of the launch. Products by `Cublas`."""
+
+    def __init__(self, device):
+        super().__init__(device, Cublas(device.runtime))
+        self.streams, self.used = [0], []
+
+    def current(self):
+        return self.streams
+
+    def using(self, stream):
+        self.used.append(stream.ptr)
+        return nullcontext()
+
+    def elementwise(self, name, reads, writes, read_dtypes, write_dtypes):
+        runtime = self.device.runtime
+        for array in (*reads, *writes):
+            low, high = array.extent
+            assert not array.size or runtime.span(array.memory.ptr + low, high - low) == DEVICE
+        work = Numpy().bind(name, [*map(view, reads)], [*map(view, writes)], read_dtypes, write_dtypes)
+
+        def launch(stream):
+            assert runtime.thread.has_context, "the thread has no context of CUDA"
+            work()
+
+        return [launch]
+
+
+def device(number=0, **options):
+    """A CudaDevice on a new fake runtime, with the real `cupy.ndarray`."""
+    runtime = Runtime(**{k: options.pop(k) for k in [*options] if k in inspect.signature(Runtime).parameters})
+    return CudaDevice(number, runtime, cupy, FakeLibrary, **options)
+
+
+def as_cupy(made, x):
+    """A copy of `x` in memory that is not fompi's, as an array of CuPy."""
+    runtime = made.runtime
+    ptr = runtime.malloc(max(x.nbytes, 1))
+    ctypes.memmove(ptr, np.ascontiguousarray(x).ctypes.data, x.nbytes)
+    owner = cupy.cuda.UnownedMemory(ptr, x.nbytes, Owner(runtime, ptr), made.number)
+    return cupy.ndarray(x.shape, x.dtype, cupy.cuda.MemoryPointer(owner, 0))
+
+
+class Owner:
+    """Frees memory with the last array on it."""
+
+    def __init__(self, runtime, ptr):
+        self.runtime, self.ptr = runtime, ptr
+
+    def __del__(self):
+        self.runtime.free(self.ptr)
+
+
+def of_cupy(x):
+    """The elements of an array of CuPy, as an array of NumPy."""
+    interface = {
+        "version": 3,
+        "data": (x.data.ptr, False),
+        "typestr": x.dtype.str,
+        "shape": x.shape,
+        "strides": x.strides,
+    }
+    return np.asarray(_At(interface)).copy()
+
+
+def overhead(rounds=2000):
+    """The Python time of one call, in seconds: ({kernel: launch}, {tokens in flight: poll}). It checks nothing.
+
+    A launch waits for a kernel of another stream. The runtime does nothing, so what CUDA takes is not counted.
+    """
+    import time
+
+    from fompi.backends.cuda import backend_of
+    from fompi.engine.in_flight import InFlight as Flights
+
+    class Nothing:
+        def __getattr__(self, name):
+            return lambda *arguments: 1
+
+    made = device(checked=False)
+    made.library = Library(made, Nothing(), Nothing())
+    made.library._function = made.library.using = lambda argument: nullcontext() if type(argument) is Stream else 1
+    backend = backend_of(made)
+    x, y, page = made.empty((8, 8), "f4"), made.empty((8, 8), "f4"), made.pinned((8, 8), "f4")
+    add = backend.bind("add", [x, x], [y], ["float32"] * 2, ["float32"])
+    pairs = {
+        "add": (add, backend.bind("matmul", [x, x], [y], ["float32"] * 2, ["float32"])),
+        "matmul": (backend.bind("matmul", [x, x], [y], ["float32"] * 2, ["float32"]), add),
+        "download": (backend.bind("download", [y], [page], ["float32"], ["float32"]), add),
+    }
+    launches = {}
+    for name, (launch, other) in pairs.items():
+        token, times = other([]), []
+        for _ in range(5):
+            begun = time.perf_counter()
+            for _ in range(rounds):
+                launch([token])
+            times.append((time.perf_counter() - begun) / rounds)
+        launches[name] = min(times)
+    made.query = lambda event: NOT_READY
+    polls = {}
+    for number in (1, 10, 100, 1000):
+        flying = Flights.__new__(Flights)
+        flying._launched = {}
+        for key in range(number):
+            flying.launched(add([]), None, key)
+        poll = flying._finish_launched
+        begun = time.perf_counter()
+        for _ in range(rounds):
+            poll()
+        polls[number] = (time.perf_counter() - begun) / rounds
+    return launches, polls

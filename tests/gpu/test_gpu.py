@@ -1,0 +1,82 @@
+"""Operations on a GPU: arrays of CuPy go in and come out, and have the values that the host computes.
+
+`make test-gpu` runs this with several ranks on one GPU, over staged and ipc messages. Inputs are small integers: every
+order of a sum gives the same value.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import calls
+import catalogue
+import numpy as np
+import pytest
+from device_calls import result_of
+
+import fompi
+from fompi.ops import pending
+from fompi.schedules import registry
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="session")
+def cupy(world):
+    cupy = import_module("cupy")
+    cupy.cuda.Device(fompi.Device("cuda").number).use()
+    return cupy
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_operations_have_the_values_of_the_host(world, cupy, name, dtype, monkeypatch):
+    monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
+    problem = catalogue.problems(world.size, dtype)[name]
+    for number, schedule in enumerate(registry.available(problem)):
+        sizes = calls.row_sizes(problem, ("uneven", "even")[number % 2], seed=number)
+        mine = catalogue.inputs(problem, sizes, number, catalogue.integers)[world.rank]
+        options = {"schedule": schedule, "slices": (1, (1, 2))[number % 2]}
+        wanted = calls.call(problem, mine, sizes, world, **options)
+        got = result_of(cupy.asarray, lambda y: y.get(), problem, mine, sizes, world, **options)
+        assert got.keys() == wanted.keys()
+        for key, array in wanted.items():
+            np.testing.assert_array_equal(got[key], array, err_msg=f"{schedule} {key}")
+
+
+def test_a_call_follows_the_stream_of_the_program(world, cupy):
+    """The program writes x in a stream of its own right before each call, and reads y right after it."""
+    plan = fompi.plan(
+        fompi.all_gather, fompi.Spec((64 * world.size, 4096), "float32", fompi.Shard(0)), ranks=world.size
+    )
+    stream, x = cupy.cuda.Stream(non_blocking=True), cupy.zeros((64, 4096), "f4")
+    cupy.cuda.Device().synchronize()
+    with stream, fompi.bind(plan, comm=world, x=x) as step:
+        for number in range(50):
+            x.fill(number)
+            assert (fompi.all_gather(x, comm=world) == number).all()
+            x.fill(number + 100)
+            assert (step() == number + 100).all()
+
+
+def test_kernels_of_the_user(world, cupy):
+    def matmul(reads, writes):
+        cupy.matmul(reads[0], reads[1], out=writes[0])
+
+    plan = fompi.plan(
+        fompi.all_gather_matmul,
+        fompi.Spec((16 * world.size, 32), "float32", fompi.Shard(0)),
+        fompi.Spec((32, 8 * world.size), "float32", fompi.Shard(1)),
+        ranks=world.size,
+    )
+    x, w = cupy.ones((16, 32), "f4"), cupy.ones((32, 8), "f4")
+    with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, x=x, w=w) as step:
+        assert (step() == 32).all()
+
+
+def test_memory_of_other_libraries(world, cupy):
+    """A block that CuPy has cut out of a larger one goes to another process, too."""
+    blocks = [cupy.full((100, 10), world.rank * 10 + i, "f4") for i in range(5)]
+    for number, block in enumerate(blocks):
+        y = fompi.all_gather(block[20:40], comm=world)
+        assert y[::20, 0].get().tolist() == [rank * 10 + number for rank in range(world.size)]
