@@ -40,7 +40,7 @@ def narrow(a: Array, dtype: str) -> Array:
     """`a` in the storage dtype of `dtype`, rounded to the nearest even."""
     if dtype != "bfloat16":
         return a.astype(storage(dtype), copy=False)
-    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
+    bits = np.asarray(a, np.float32, order="C").view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)  # a NaN must not round to infinity
 

@@ -292,3 +292,21 @@ def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
         step.ready("x", 0)
         assert (step.wait() == 7).all() and (out == 7).all()
     assert device.clocks.of["the host"]["the host"] > 10 and not device.reports
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(10))
+def test_random_delays_without_the_checker(world, path, seed, without_verification):
+    """What the checker finds in order must also be right in time: every stream is late by chance."""
+    device = SoftwareDevice(seed=seed * world.size + world.rank, delay=2e-3, check=False)
+    for name in calls.NAMES:
+        problem = catalogue.problems(world.size, "float32")[name]
+        for number, (schedule, slices) in enumerate(variants(problem, 5)):
+            sizes = calls.row_sizes(problem, "uneven", seed=seed)
+            mine = catalogue.inputs(problem, sizes, seed)[world.rank]
+            wanted = calls.call(problem, mine, sizes, world, schedule=schedule, slices=slices)
+            got = call_on(device, problem, mine, sizes, world, schedule=schedule, slices=slices)
+            assert {key: a.tobytes() for key, a in got.items()} == {key: a.tobytes() for key, a in wanted.items()}, (
+                number
+            )

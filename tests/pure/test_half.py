@@ -123,3 +123,11 @@ def test_ties_go_to_the_even_neighbour():
     ties = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 2**-133 * 0.5], np.float32)
     assert [hex(n) for n in narrow(ties, "bfloat16")] == ["0x3f80", "0x3f82", "0xbf80", "0x0"]
     assert narrow(np.array([3.4e38, np.inf, -np.inf], np.float32), "bfloat16").tolist() == [0x7F80, 0x7F80, 0xFF80]
+
+
+def test_a_number_without_dimensions():
+    for dtype in HALF:
+        a, b, c = (narrow(np.array(x), dtype) for x in (1.5, 2.0, 0.0))
+        assert a.shape == ()
+        Numpy().bind("add", [a, b], [c], [dtype] * 2, [dtype])()
+        assert widen(c, dtype) == 3.5

@@ -9,6 +9,8 @@
 | `library` | what needs CuPy beyond its runtime: cuBLAS and compiled kernels |
 | `products` | products as calls of cuBLAS |
 | `kernels` | all other kernels, in CUDA C |
+| `signal` | products whose groups of tiles are announced while the kernel runs: groups, orders, counters |
+| `triton` | such a product as a kernel of Triton |
 | `backend` | the Backend on any device: a stream for each lane, ordered by events |
 """
 
