@@ -24,6 +24,15 @@ def test_info_tells_that_it_is_one_job(cluster, mpi):
     assert re.search(r"^ +3  n2 ", done.stdout, re.MULTILINE) and "launcher   srun (4 processes)" in done.stdout
 
 
+def test_the_doctor_on_two_nodes(cluster):
+    """It measures links between the nodes, and ends in findings with remedies. A busy machine may be one."""
+    done = cluster.srun("mpich", "python", "-m", "fompi", "info", "--doctor", "--seconds", "8")
+    assert done.returncode in (0, 1) and "between hosts" in done.stdout, done.output
+    assert re.search(r"^(error|warning|note): .*\n    \S", done.stdout, re.MULTILINE) or "nothing" in done.stdout, (
+        done.output
+    )
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("options", [("-N2", "--ntasks-per-node=2"), ("-N2", "-n3"), ("-N1", "-n1")], ids=str)
 def test_a_program(cluster, mpi, options):
