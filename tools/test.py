@@ -98,7 +98,7 @@ def legs() -> list[Leg]:
         Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
         Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
         Leg("pure", "mpich", 240, ("-n", "2", "tests/pure")),
-        Leg("local", "mpich", 240, ("-n", "2", "tests/local")),
+        Leg("local", "mpich", 300, ("-n", "2", "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
         for size, names in SIZES.items():

@@ -162,11 +162,16 @@ def test_the_time_in_which_the_program_does_other_work():
 
 
 def test_a_program_that_polls_all_the_time_does_no_other_work():
-    engine, begin = Engine(lambda requests: None, 1.0, 0), perf_counter()
-    while perf_counter() < begin + 0.02:
+    """In one of ten tries: another process may take the core for so long that it looks like other work."""
+
+    def is_told_apart():
+        engine, begin = Engine(lambda requests: None, 1.0, 0), perf_counter()
+        while perf_counter() < begin + 0.02:
+            engine.progress_while_waiting()
         engine.progress_while_waiting()
-    engine.progress_while_waiting()
-    polled_until = perf_counter()
-    sleep(0.02)
-    away = engine.elsewhere(begin + 0.001, polled_until + 0.02, own=())
-    assert length(intersection(away, [(begin + 0.001, polled_until)])) < 0.01 and length(away) > 0.01
+        polled_until = perf_counter()
+        sleep(0.02)
+        away = engine.elsewhere(begin + 0.001, polled_until + 0.02, own=())
+        return length(intersection(away, [(begin + 0.001, polled_until)])) < 0.01 and length(away) > 0.01
+
+    assert any(is_told_apart() for _ in range(10))
