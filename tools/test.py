@@ -26,10 +26,13 @@ import job
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
 OPERATIONS = ("communicator", "operations", "torch")
-SUBSET = (*OPERATIONS, "counts", "labels", "local_errors", "refusals", "tensors", "values")
+SUBSET = (*OPERATIONS, "counts", "device", "labels", "local_errors", "refusals", "tensors", "values")
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
 
-SIZES = {1: SUBSET, 2: (), 3: SUBSET, 4: (), 8: OPERATIONS}
+SIZES = {
+    "mpich": {1: SUBSET, 2: (), 3: SUBSET, 4: (), 8: OPERATIONS},
+    "openmpi": {1: SUBSET, 2: (), 3: SUBSET, 4: (*SUBSET, "lifetime"), 8: OPERATIONS},
+}
 """Which files of tests/mpi run on which number of ranks; (): all."""
 
 SLOWEST = 10
@@ -101,7 +104,7 @@ def legs() -> list[Leg]:
         Leg("local", "mpich", 300, ("-n", "2", "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
-        for size, names in SIZES.items():
+        for size, names in SIZES[mpi].items():
             tests = ("--with-mpi", *([f"tests/mpi/test_{name}.py" for name in names] or ["tests/mpi"]))
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
     for mpi in ENVIRONMENTS:

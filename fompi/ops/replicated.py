@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.cuda import backend_of
 from fompi.base.errors import TensorError
 from fompi.engine.handshake import digest
 from fompi.ops.operation import CallOptions
@@ -39,6 +40,8 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
     """
     try:
         given = [dlpack.borrow(grad, f"gradient {i}") for i, grad in enumerate(grads)]
+        if any(tensor.device is not given[0].device for tensor in given):
+            raise TensorError("sum_replicated: the gradients are on different devices")
         targets = None if out is None else list(out)
         written = None if targets is None else _targets(targets, given)
     except Exception as error:
@@ -56,18 +59,26 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
         return [dlpack.lend(array, tensor.dtype, tensor) for array, tensor in zip(sums, given, strict=True)]
     for target, array in zip(written, sums, strict=True):
         dlpack.mark_written(target.owner)
-        target.array[...] = array
+        if target.device is None:
+            target.array[...] = array
+        else:
+            backend_of(target.device).copy_now(target.array, array)
     return targets
 
 
 def _total(tensors: Sequence[Tensor], dtype: str, comm: Any) -> Any:
     """The sums of the tensors, one behind the other. The ranks compare the shapes, not only their total."""
-    flat = np.concatenate([tensor.array.reshape(-1) for tensor in tensors])
+    device = tensors[0].device
+    if device is None:
+        flat = np.concatenate([tensor.array.reshape(-1) for tensor in tensors])
+    else:
+        flat = backend_of(device).joined([tensor.array for tensor in tensors])
     shapes = [tensor.array.shape for tensor in tensors]
     more = f", ... (all: {digest(str(shapes)):x})" if len(shapes) > MOST_NAMED else ""
     words = f"of gradients with the shapes {', '.join(map(str, shapes[:MOST_NAMED]))}{more}"
-    arguments, _, _ = all_reduce.read((dlpack.lend(flat, dtype, "dlpack"),), {})
-    return all_reduce.run(replace(arguments, gradient=words), comm, CallOptions()).array
+    arguments, _, _ = all_reduce.read((dlpack.lend(flat, dtype, "dlpack" if device is None else "device"),), {})
+    total = all_reduce.run(replace(arguments, gradient=words), comm, CallOptions())
+    return total.array if device is None else dlpack.borrow(total).array
 
 
 def _targets(out: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -78,6 +89,8 @@ def _targets(out: Sequence[Any], grads: Sequence[Tensor]) -> list[Tensor]:
     for i, (target, grad) in enumerate(zip(targets, grads, strict=True)):
         if target.readonly:
             raise TensorError(f"sum_replicated: out {i} is read-only")
+        if target.device is not grad.device:
+            raise TensorError(f"sum_replicated: out {i} is on another device than its gradient")
         if (target.dtype, target.array.shape) != (grad.dtype, grad.array.shape):
             raise TensorError(
                 f"sum_replicated: out {i} is {target.dtype} {target.array.shape}, but its gradient is "

@@ -252,6 +252,19 @@ def test_the_trace_and_the_proof(world, device, path):
         assert step.proof.wall > 0
 
 
+def test_gradients_of_replicated_parameters(world, device):
+    mine = [np.random.default_rng([n, world.rank]).standard_normal((n, 2)).astype("f4") for n in (3, 0, 5)]
+    mine.append(np.arange(3.0) + world.rank)
+    wanted = fompi.sum_replicated(mine, comm=world)
+    own = [device.array(x) for x in mine]
+    for got, want in zip(fompi.sum_replicated(own, comm=world), wanted, strict=True):
+        assert got.get().tobytes() == want.tobytes() and got.shape == want.shape
+    fompi.sum_replicated(own, comm=world, out=own)
+    assert all(got.get().tobytes() == want.tobytes() for got, want in zip(own, wanted, strict=True))
+    with pytest.raises((fompi.TensorError, fompi.MismatchError), match="device"):
+        fompi.sum_replicated([own[0], mine[0]], comm=world)
+
+
 def test_many_calls_in_flight(world, device, path):
     xs = [device.array(np.full((3, 50), number + world.rank, "f4")) for number in range(12)]
     pending = [fompi.all_reduce.start(x, comm=world) for x in xs]

@@ -87,6 +87,15 @@ class OnDevice:
         self.copy_now(packed, array)
         return packed
 
+    def joined(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
+        """The elements of all arrays, one array behind the other, in C order. It is done when this returns."""
+        joined = self.device.empty((sum(array.size for array in arrays),), arrays[0].dtype)
+        self.enter()
+        begin = 0
+        for array in arrays:
+            self.copy_now(joined[begin : (begin := begin + array.size)].reshape(array.shape), array)
+        return joined
+
     def filled(self, shape: Sequence[int], dtype: str, value: int, place: str = "") -> Any:
         """A new array full of `value`."""
         values = np.full(shape, value, self.storage(dtype))
