@@ -3,6 +3,7 @@
     h = fompi.jax.all_gather_matmul(x, w, comm=tp)
 
 - `custom_vjp`: the operations.
+- `strategies`: a strategy of `fompi.parallel`, which calls it by itself.
 
 This room may import the package jax, and all rooms from `base` to `tuning`. Only this room and `bench` import jax.
 """

@@ -1,0 +1,130 @@
+"""What the strategies have in common: their tensors as arrays, and the agreement of the ranks before each of them.
+
+A strategy computes with NumPy arrays of the host. Half types are widened to float32 for that, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import narrow
+from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
+from fompi.base.layout import CARRIERS, HALF
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree
+from fompi.ops.operation import Operation, communicator_of
+from fompi.ops.pending import Pending
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Lent, Tensor
+
+Array = np.ndarray[Any, Any]
+
+FLOATS = ("float64", "float32", *HALF)
+
+
+def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, Any]]) -> tuple[Any, Any, list[int]]:
+    """All ranks begin the strategy `name`, or all raise. Returns (the Communicator, the result, the values).
+
+    `check(comm)` looks at the arguments of this rank, and raises if they do not fit. It returns a text that must be the
+    same on all ranks, a number that each rank tells all others, and its result. Collective.
+    """
+    communicator, refusal = communicator_of(comm)
+    text, value, result = "", 0, None
+    if refusal is None:
+        try:
+            text, value, result = check(communicator)
+        except Exception as error:
+            refusal = error
+    values = agree(communicator, f"{name}({text})", refusal, value)
+    return communicator, result, list(values)
+
+
+def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = None) -> Tensor:
+    """The tensor `x`: floating-point numbers on the host, of the dtype of `like`, with `ndim` dimensions."""
+    tensor = dlpack.borrow(x, name)
+    if tensor.device is not None:
+        raise TensorError(f"{name} is on {tensor.device.name}, but this strategy computes on the host: copy it there")
+    if tensor.dtype not in FLOATS:
+        raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be one of {', '.join(FLOATS)}")
+    if like is not None and tensor.dtype != like.dtype:
+        raise DtypeError(f"{name} has dtype {tensor.dtype}, but the first tensor has {like.dtype}: convert one of them")
+    if ndim is not None and tensor.array.ndim != ndim:
+        raise ShapeError(f"{name} has the shape {tensor.array.shape}: it must have {ndim} dimensions")
+    return tensor
+
+
+def borrow_integers(x: Any, name: str) -> Array:
+    """The tensor `x` of integers on the host as an array."""
+    tensor = dlpack.borrow(x, name)
+    if tensor.device is not None:
+        raise TensorError(f"{name} is on {tensor.device.name}, but this strategy computes on the host: copy it there")
+    if tensor.array.dtype.kind not in "iu" or tensor.dtype in CARRIERS:
+        raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be an integer dtype")
+    array: Array = tensor.array
+    return array
+
+
+def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int]) -> Array:
+    """The gradient of a result with this dtype and shape, as an array of that dtype."""
+    tensor = borrow(dy, "dy")
+    if tensor.dtype != dtype:
+        raise DtypeError(f"dy has dtype {tensor.dtype}, but the result has {dtype}")
+    if tensor.array.shape != tuple(shape):
+        raise ShapeError(f"dy has the shape {tensor.array.shape}, but the result has {tuple(shape)}")
+    array: Array = tensor.array
+    return array
+
+
+def give(array: Array, like: Tensor) -> Any:
+    """The numbers as a tensor with the framework and the dtype of `like`."""
+    return dlpack.lend(narrow(array, like.dtype), like.dtype, like)
+
+
+def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Any:
+    """The result of an operation on arrays that hold the logical dtype `dtype`, as such arrays."""
+    return _arrays(operation(*_tensors(arrays, options, dtype), **options))
+
+
+def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Pending:
+    """The operation on arrays that hold the logical dtype `dtype`, in flight."""
+    return operation.start(*_tensors(arrays, options, dtype), **options)
+
+
+def arrived(pending: Pending) -> Any:
+    """The result of an operation in flight, as an array or a tuple of arrays."""
+    return _arrays(pending.wait())
+
+
+def _tensors(arrays: Sequence[Any], options: dict[str, Any], dtype: str) -> list[Any]:
+    for name in ("bias", "out"):
+        if options.get(name) is not None:
+            options[name] = _tensor(options[name], dtype)
+    return [_tensor(array, dtype) for array in arrays]
+
+
+def _tensor(array: Any, dtype: str) -> Any:
+    if dtype not in CARRIERS:
+        return array
+    if isinstance(array, list):
+        return [_tensor(a, dtype) for a in array]
+    return Lent(array if array.flags.writeable else array.copy(), dtype)
+
+
+def _arrays(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(map(_arrays, result))
+    return result.array if isinstance(result, Lent) else result
+
+
+def check_counts(counts: Any, total: int, size: int) -> list[int]:
+    """`counts` as a list of the rows of each rank. Raises LayoutError if they are not `size` numbers with that sum."""
+    try:
+        rows = [int(n) for n in counts]
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"counts={counts!r}: {error}") from None
+    if len(rows) != size or min(rows) < 0 or sum(rows) != total:
+        raise LayoutError(f"counts={rows} must be {size} numbers >= 0 that add up to {total}, the rows")
+    return rows

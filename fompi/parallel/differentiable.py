@@ -1,0 +1,103 @@
+"""A strategy is a function with a forward that keeps what its backward needs.
+
+    y = f(x, w, comm=tp)                      # torch tensors that require grad join the graph of autograd
+    y, saved = f.forward(x, w, comm=tp)       # without a framework
+    dx, dw = f.backward(saved, dy)
+
+One adapter makes every strategy differentiable in a framework: `fompi.torch.strategies`, `fompi.jax.strategies`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from fompi.tensors import dlpack
+
+Gradients = tuple[Any, ...]
+
+
+class Differentiable:
+    """y, saved = f.forward(...); gradients = f.backward(saved, dy); y = f(...)
+
+    `tensors` are the names of the arguments that have gradients, in the order of the gradients. The first `inputs` of
+    them are inputs, the others are weights. An argument may be None, or a tuple of tensors; its gradient has the same
+    form. Integer tensors, such as tokens, have no gradient.
+
+        dxs, rest = f.backward_input(saved, dy)      # the gradients of the inputs; a pipeline waits for these
+        dws = f.backward_weight(rest)                # the gradients of the weights, when there is time for them
+
+    Both together give what `backward` gives. All ranks must call them in the same order. `saved` may be used several
+    times. It holds the tensors themselves, and `rest` holds dy: do not change these before they are used. y may be
+    changed.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., tuple[Any, Any]],
+        backward: Callable[[Any, Any], Gradients],
+        *,
+        tensors: Sequence[str],
+        inputs: int,
+        backward_input: Callable[[Any, Any], tuple[Gradients, Any]] | None = None,
+        backward_weight: Callable[[Any], Gradients] | None = None,
+        name: str = "",
+    ):
+        functools.update_wrapper(self, forward)
+        self.__name__ = self.__qualname__ = name or forward.__name__.strip("_")
+        self.forward, self.backward = forward, backward
+        self.tensors, self.inputs = tuple(tensors), inputs
+        self._backward_input, self._backward_weight = backward_input, backward_weight
+        self._signature = inspect.signature(forward)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        given = self.read(args, options)
+        leaves = flatten([given[name] for name in self.tensors])
+        if "torch" in sys.modules and any(map(dlpack.requires_grad, leaves)):
+            return import_module("fompi.torch.strategies").differentiable(self, given)  # late: torch is optional
+        if any(map(dlpack.is_tracer, leaves)):
+            return import_module("fompi.jax.strategies").differentiable(self, given)
+        return self.forward(**given)[0]
+
+    def read(self, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, with the defaults."""
+        bound = self._signature.bind(*args, **options)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def backward_input(self, saved: Any, dy: Any) -> tuple[Gradients, Any]:
+        """(the gradients of the inputs, what `backward_weight` needs)."""
+        if self._backward_input is not None:
+            return self._backward_input(saved, dy)
+        gradients = self.backward(saved, dy)
+        return gradients[: self.inputs], gradients[self.inputs :]
+
+    def backward_weight(self, rest: Any) -> Gradients:
+        """The gradients of the weights."""
+        gradients: Gradients = rest if self._backward_weight is None else self._backward_weight(rest)
+        return gradients
+
+    def __repr__(self) -> str:
+        return f"<{self.__module__}.{self.__name__}>"
+
+
+def flatten(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors of arguments or gradients as a list, in order. None counts as a tensor."""
+    found: list[Any] = []
+    for tensor in tensors:
+        found += flatten(tensor) if isinstance(tensor, (tuple, list)) else [tensor]
+    return found
+
+
+def unflatten(like: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """The inverse of `flatten`: `leaves` nested as in `like`."""
+    rest = iter(leaves)
+
+    def nested(part: Any) -> Any:
+        return tuple(map(nested, part)) if isinstance(part, (tuple, list)) else next(rest)
+
+    return [nested(part) for part in like]
