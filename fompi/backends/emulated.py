@@ -90,8 +90,13 @@ class Emulated:
         compute = self._host.bind(kernel, read_corners, write_corners, read_dtypes, write_dtypes)
         sizes = ([(a.shape, a.nbytes) for a in arrays] for arrays in (reads, writes))
         seconds = self.machine.kernel(*kernels.demand(kernel, *sizes))
-        stream = self._merges if kernel in MERGES else self._products
+        return self._on(self._merges if kernel in MERGES else self._products, compute, seconds)
 
+    def bind_timed(self, compute: Callable[[], object], seconds: float) -> Callable[..., Enqueued]:
+        """A kernel of the user, which takes these seconds. It runs on the host when it is enqueued."""
+        return self._on(self._products, compute, seconds)
+
+    def _on(self, stream: Stream, compute: Callable[[], object], seconds: float) -> Callable[..., Enqueued]:
         def enqueue(after: Sequence[Enqueued]) -> Enqueued:
             begun = max([perf_counter(), stream.free, *(token.due for token in after)])
             stream.free = begun + seconds

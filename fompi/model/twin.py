@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fompi.base.layout import Sizes
@@ -16,21 +17,37 @@ from fompi.plans.plan import Chunk, Compute, Plan
 
 
 def twin(
-    plan: Plan, inputs: Sequence[dict[str, Any]], backend: Any, *, sizes: Sizes | None = None, seed: int = 0
+    plan: Plan,
+    inputs: Sequence[dict[str, Any]],
+    backend: Any,
+    *,
+    sizes: Sizes | None = None,
+    seed: int = 0,
+    kernels: Mapping[str, Callable[..., object]] | None = None,
 ) -> list[dict[str, Any]]:
     """The outputs of all ranks, by name, after a run of the plan in the interleaving number `seed`.
 
     `inputs` are the input arrays of each rank, by name. Scratch and outputs start as NaN, or as the largest integer. A
     message is read from its source either when it begins or when it ends, at random. A correct plan gives the same
-    result in both cases.
+    result in both cases. `kernels` are those of the user, by name. They are called as in `fompi.bind`.
     """
-    return _Twin(plan, sizes or plan.sizes, inputs, backend, seed).outputs()
+    return _Twin(plan, sizes or plan.sizes, inputs, backend, seed, kernels or {}).outputs()
 
 
 class _Twin(Walk):
-    def __init__(self, plan: Plan, sizes: Sizes, inputs: Sequence[dict[str, Any]], backend: Any, seed: int):
+    def __init__(
+        self,
+        plan: Plan,
+        sizes: Sizes,
+        inputs: Sequence[dict[str, Any]],
+        backend: Any,
+        seed: int,
+        kernels: Mapping[str, Callable[..., object]],
+    ):
+        seconds = (1.0,)  # durations are random: those that a kernel of the user declares do not matter
+        plan = replace(plan, kernels=tuple(replace(kernel, seconds=seconds) for kernel in plan.kernels))
         super().__init__(plan, sizes, Machine("chance", 0.0, 1.0, 1.0, 1.0, 1.0, lanes=2), plan.size)
-        self.random, self.backend = random.Random(seed), backend
+        self.random, self.backend, self.kernels = random.Random(seed), backend, kernels
         self.memory = []
         for program, extents, arrays in zip(self.programs, self.extents, inputs, strict=True):
             made = {b.name: backend.poisoned(b.shape(extents), b.dtype) for b in program.buffers if b.role != "input"}
@@ -67,6 +84,9 @@ class _Twin(Walk):
         program = self.programs[rank]
         dtypes = [program.buffer(c.buffer).dtype for c in (*op.reads, *op.writes)]
         reads, writes = [self.view(rank, c) for c in op.reads], [self.view(rank, c) for c in op.writes]
+        if self.plan.kernel(op.kernel) is not None:
+            self.kernels[op.kernel](op.args, reads, writes)
+            return
         self.backend.bind(op.kernel, reads, writes, dtypes[: len(reads)], dtypes[len(reads) :])()
 
     def collective_ends(self, calls: list[Call]) -> None:

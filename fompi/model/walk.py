@@ -164,6 +164,8 @@ class Walk:
         operands = ([(self.shape(rank, c), self.nbytes(rank, c)) for c in chunks] for chunks in (op.reads, op.writes))
         if name in ("download", "upload"):
             seconds = self.machine.copy(self.nbytes(rank, op.reads[0])) * self.jitter()
+        elif (own := self.plan.kernel(op.kernel)) is not None:
+            seconds = own.seconds_of(op) * self.jitter()
         else:
             seconds = self.machine.kernel(*kernels.demand(op.kernel, *operands)) * self.jitter()
         self.at(self.queue.now + seconds, finish)

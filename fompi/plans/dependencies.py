@@ -104,8 +104,8 @@ KERNEL_LANES = ("compute", "merge", "download", "upload")
 def lane(op: Op) -> tuple[str, int]:
     """The lane of an op, as (kind, peer).
 
-    Kernels start as soon as they are ready, and so do sends without a window. In all other lanes the ops start in
-    program order.
+    Kernels start as soon as they are ready, unless the pace is `in_order`, and so do sends without a window. In all
+    other lanes the ops start in program order.
     """
     if isinstance(op, Send):
         return ("send", op.dest)
@@ -147,6 +147,9 @@ def constraints(ops: Sequence[Op], pace: Pace) -> Constraints:
         sends, recvs = ([i for i, op in enumerate(ops) if isinstance(op, kind)] for kind in (Send, Recv))
         for send, recv in zip(sends[window:], recvs, strict=False):
             needs[send] = sorted({*needs[send], recv})
+    if pace.in_order:
+        for earlier, later in pairwise(lanes["compute", 0]):
+            needs[later] = sorted({*needs[later], earlier})
     return Constraints(needs, behind)
 
 

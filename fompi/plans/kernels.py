@@ -12,6 +12,9 @@
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
 | `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
 
+A plan may declare other kernels (`plan.UserKernel`). Their results are opaque: each is one term (kernel, arguments,
+operands, number of the output).
+
 Rows may be in several chunks: `matmul(x[0], x[4], w[0]) -> y[0], y[4]` is one call on two runs of rows. Half types are
 computed in float32 and rounded when the result is written.
 """
@@ -20,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import total_ordering
+from hashlib import blake2b
 from math import prod
 from typing import Any, TypeVar
 
@@ -41,6 +46,41 @@ def total(*values: Value) -> Value:
 def product(name: str, a: Value, b: Value) -> Value:
     """The product of a and b. It is linear in both operands, so it distributes over their terms."""
     return tuple(sorted((name, s, t) for s in a for t in b))
+
+
+@total_ordering
+class Operands:
+    """The values that an opaque kernel has read. They are hashed once, because they contain the terms of all before.
+
+    Two are equal if their hashes of 128 bits are equal.
+    """
+
+    __slots__ = ("digest", "values")
+
+    def __init__(self, values: Sequence[Value]):
+        self.digest = blake2b(repr(values).encode(), digest_size=16).hexdigest()
+        self.values = tuple(values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Operands) and self.digest == other.digest
+
+    def __lt__(self, other: Operands) -> bool:
+        return self.digest < other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return self.digest
+
+
+def opaque(kernel: str, args: tuple[int, ...], operands: Sequence[Value], output: int) -> Term:
+    """What an opaque kernel writes as its output number `output`."""
+    return (kernel, args, Operands(operands), output)
+
+
+def is_opaque(term: Term) -> bool:
+    return len(term) == 4 and isinstance(term[2], Operands)
 
 
 def is_result(value: Value) -> bool:
@@ -128,6 +168,19 @@ def in_place(op: Compute, read: int, write: int) -> bool:
     if op.kernel == "add":
         return read % len(op.writes) == write
     return op.kernel == "gradient_add" and read == len(op.reads) - 1
+
+
+def evaluate_opaque(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
+    """The same for a kernel of the user. A chunk that it reads and writes is a sum, which gets one more term."""
+    values = {chunk: read(chunk) for chunk in op.reads}
+    operands = [value for chunk in op.reads if chunk not in op.writes for value in values[chunk]]
+    read_before = Operands(operands)
+    results, output = [], 0
+    for chunk in op.writes:
+        for before in values.get(chunk) or [()] * (chunk.stop - chunk.start):
+            results.append(total(before, ((op.kernel, op.args, read_before, output),)))
+            output += 1
+    return results
 
 
 def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:

@@ -7,6 +7,8 @@ There are four ops. Schedules write them; the verifier, the simulator and the ex
     matmul(x[3], w[0]) -> y[3]             Compute               run a kernel; copies and sums are kernels too
     all_gather{x[3] -> y[0:8]}             Collective            call a collective of the MPI library
 
+A kernel may be one of the user (`UserKernel`). Then the op has arguments too: `forward<2, 0>(a[0]) -> b[0]`.
+
 There is no op that waits. `dependencies.constraints` derives from the reads and writes of the ops when each op may
 start. The k-th Send of a rank to a peer matches the k-th Recv of that peer from this rank.
 """
@@ -85,14 +87,19 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A kernel by name, on chunks. `fompi.plans.kernels` defines the names."""
+    """A kernel by name, on chunks. `fompi.plans.kernels` defines the names, or `Plan.kernels` declares them.
+
+    `args` are numbers for a kernel of the user. They tell it which of its calls this is.
+    """
 
     kernel: str
     reads: tuple[Chunk, ...]
     writes: tuple[Chunk, ...]
+    args: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.kernel}({', '.join(map(str, self.reads))}) -> {', '.join(map(str, self.writes))}"
+        args = f"<{', '.join(map(str, self.args))}>" if self.args else ""
+        return f"{self.kernel}{args}({', '.join(map(str, self.reads))}) -> {', '.join(map(str, self.writes))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +134,39 @@ def parse(text: str) -> Op:
     if message := re.fullmatch(r"(\w+\[[\d:]+\])([<>])(\d+)", text):
         (chunk,) = _chunks(message[1])
         return (Send if message[2] == ">" else Recv)(int(message[3]), chunk)
-    if kernel := re.fullmatch(r"(\w+)\((.*)\) -> (.*)", text):
-        return Compute(kernel[1], _chunks(kernel[2]), _chunks(kernel[3]))
+    if kernel := re.fullmatch(r"(\w+)(?:<(\d+(?:, \d+)*)>)?\((.*)\) -> (.*)", text):
+        args = tuple(map(int, kernel[2].split(", "))) if kernel[2] else ()
+        return Compute(kernel[1], _chunks(kernel[3]), _chunks(kernel[4]), args)
     if collective := re.fullmatch(r"(\w+)\{(.*) -> (.*)\}", text):
         return Collective(collective[1], _chunks(collective[2]), _chunks(collective[3]))
     raise PlanError(f"not an op: {text!r}")
+
+
+@dataclass(frozen=True)
+class UserKernel:
+    """A kernel that the user's program provides when the plan is bound: `kernels={name: function}`.
+
+    It is called as `function(args, reads, writes)` with the arguments of the op and lists of arrays. To the verifier
+    its results are opaque. They depend on the name, the arguments and the operands, and on nothing else. A chunk that
+    it reads and writes is a sum, to which it adds a term.
+
+    `seconds[i]` is the time of a call with i as its first argument. One entry: the time of every call. Empty: the time
+    is not known, and the plan cannot be simulated.
+    """
+
+    name: str
+    seconds: tuple[float, ...] = ()
+
+    def seconds_of(self, op: Compute) -> float:
+        if not self.seconds:
+            raise PlanError(f"the seconds of the kernel {self.name!r} are not known: declare them to simulate the plan")
+        if len(self.seconds) == 1:
+            return self.seconds[0]
+        if not op.args or op.args[0] >= len(self.seconds):
+            raise PlanError(
+                f"the kernel {self.name!r} has seconds for {len(self.seconds)} first arguments, not for {op}"
+            )
+        return self.seconds[op.args[0]]
 
 
 @dataclass(frozen=True)
@@ -267,15 +302,17 @@ def group_size(schedule: str) -> int:
 
 
 class Pace(NamedTuple):
-    """Limits on sends, in addition to the data that they need.
+    """Limits on sends and kernels, in addition to the data that they need.
 
     `window` is the greatest number of sends in flight (None: no limit). With `by_peer` the limit holds for each peer
-    separately. With `in_step` a send stays in flight until the receive of the same number is done.
+    separately. With `in_step` a send stays in flight until the receive of the same number is done. With `in_order` the
+    kernels of a rank run in program order, also if a later one could start earlier.
     """
 
     window: int | None = None
     by_peer: bool = False
     in_step: bool = False
+    in_order: bool = False
 
 
 PAIRWISE = "pairwise"
@@ -289,7 +326,8 @@ class Plan:
     `shares` are the relative sizes of the parts of a shard. `window` limits how many sends, or collectives of the MPI
     library, a rank has in flight (None: no limit); a schedule with groups has this limit for each peer. `sizes` are
     the rows that the plan was made for; the plan runs with any other rows too. `order[rank]` lists the other ranks in
-    the order in which `rank` sends to them; it is empty if the schedule decides the order.
+    the order in which `rank` sends to them; it is empty if the schedule decides the order. `kernels` declares the
+    kernels of the user. With `in_order` the kernels of a rank run in program order.
     """
 
     problem: Any
@@ -299,6 +337,8 @@ class Plan:
     programs: Sequence[Program] = field(hash=False)
     window: int | None = None
     order: tuple[tuple[int, ...], ...] = ()
+    kernels: tuple[UserKernel, ...] = ()
+    in_order: bool = False
 
     @property
     def parts(self) -> int:
@@ -316,7 +356,12 @@ class Plan:
     @property
     def pace(self) -> Pace:
         """The limits on sends. With groups they hold by peer, so that slow links do not delay fast ones."""
-        return Pace(self.window, by_peer=self.group_size > 1, in_step=self.schedule == PAIRWISE)
+        by_peer, in_step = self.group_size > 1, self.schedule == PAIRWISE
+        return Pace(self.window, by_peer, in_step, self.in_order)
+
+    def kernel(self, name: str) -> UserKernel | None:
+        """The kernel of the user with this name, or None."""
+        return next((kernel for kernel in self.kernels if kernel.name == name), None)
 
     @property
     def is_paced(self) -> bool:
@@ -346,13 +391,15 @@ class Plan:
         programs = [
             {"buffers": [asdict(b) for b in p.buffers], "ops": [str(op) for op in p.ops]} for p in self.programs
         ]
-        head = {
+        head: dict[str, Any] = {
             "schedule": self.schedule,
             "shares": self.shares,
             "window": self.window,
             "order": self.order,
             "sizes": self.sizes._asdict(),
         }
+        if self.kernels or self.in_order:
+            head |= {"kernels": [asdict(kernel) for kernel in self.kernels], "in_order": self.in_order}
         return json.dumps({"problem": asdict(self.problem), **head, "programs": programs}, indent=1)
 
 
@@ -368,7 +415,9 @@ def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
         sizes = Sizes(tuple(data["sizes"]["rows"]), tuple(tuple(row) for row in data["sizes"]["pairs"]))
         order = tuple(tuple(map(int, dests)) for dests in data["order"])
         fields = {"schedule": data["schedule"], "shares": shares, "sizes": sizes, "window": data["window"]}
-        return data["problem"], {**fields, "programs": programs, "order": order}
+        kernels = tuple(UserKernel(each["name"], tuple(each["seconds"])) for each in data.get("kernels", ()))
+        fields |= {"order": order, "kernels": kernels, "in_order": bool(data.get("in_order"))}
+        return data["problem"], {**fields, "programs": programs}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"not the JSON of a plan: {type(error).__name__}: {error}") from error
 
@@ -472,7 +521,9 @@ def _relative(program: Program) -> list[object]:
     steps: list[object] = []
     for op in program.ops:
         peer = op.dest if isinstance(op, Send) else op.source if isinstance(op, Recv) else None
-        what = getattr(op, "kernel", None) or getattr(op, "name", None) if peer is None else (peer - rank) % size
+        what: object = getattr(op, "name", None) if peer is None else (peer - rank) % size
+        if isinstance(op, Compute):
+            what = op.kernel, op.args
         chunks = [[*map(relative, op.reads)], [*map(relative, op.writes)]]
         if isinstance(op, Collective):  # its chunks are listed by rank
             chunks = [sorted(listed, key=str) for listed in chunks]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fompi.base import layout
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
@@ -157,6 +157,50 @@ class Problem:
         parts += [f"h[:, {', '.join(map(str, g.row))}]{' flipped' if g.flipped else ''}" for g in self.gradients]
         parts += ["keep"] * self.keep + [f"root {self.root}"] * (self.moves == "broadcast")
         return f"{self.operation}({', '.join(parts)}{', packed' if self.packed else ''})"
+
+
+@dataclass(frozen=True)
+class OwnProblem:
+    """A problem that states its own buffers and results: what is computed is no collective.
+
+    A subclass says which buffers each rank must have, what the inputs are, and what the outputs must hold at the end.
+    """
+
+    operation: str
+    size: int
+    dtype: str
+
+    row: ClassVar[tuple[int, ...]] = ()
+    weights: ClassVar[tuple[Weight, ...]] = ()
+    gradients: ClassVar[tuple[Gradient, ...]] = ()
+    multiplies_first: ClassVar[bool] = False
+    flat: ClassVar[bool] = False
+    root: ClassVar[int] = 0
+
+    @property
+    def moves(self) -> str:
+        return self.operation
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in HALF
+
+    @property
+    def accumulator(self) -> str:
+        return accumulator(self.dtype)
+
+    def workspace(self, rank: int, parts: int) -> Workspace:
+        """The input and output buffers of one rank."""
+        raise NotImplementedError
+
+    def before(self, program: Program) -> dict[tuple[str, int], Value]:
+        """The values of the inputs of a rank. Each block is a term of its own."""
+        inputs = [b for b in program.buffers if b.role == "input"]
+        return {(b.name, i): ((b.name, program.rank, i),) for b in inputs for i in range(b.first, b.first + b.count)}
+
+    def after(self, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+        """The values that the outputs of a rank must have at the end."""
+        raise NotImplementedError
 
 
 class Meaning(NamedTuple):
@@ -340,16 +384,20 @@ def _local_form(spec: Spec, rank: int, ranks: int) -> Form:
 # ------------------------------------------------------------------------------------------- before and after
 
 
-def before(problem: Problem, program: Program) -> dict[tuple[str, int], Value]:
+def before(problem: Problem | OwnProblem, program: Program) -> dict[tuple[str, int], Value]:
     """The values of the inputs of a rank. Each block is a term of its own. In a broadcast only the root has inputs."""
+    if isinstance(problem, OwnProblem):
+        return problem.before(program)
     if problem.moves == "broadcast" and program.rank != problem.root:
         return {}
     inputs = [b for b in program.buffers if b.role == "input"]
     return {(b.name, i): ((b.name, program.rank, i),) for b in inputs for i in range(b.first, b.first + b.count)}
 
 
-def after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
     """The values that the outputs of a rank must have at the end."""
+    if isinstance(problem, OwnProblem):
+        return problem.after(rank, parts)
     size = problem.size
 
     def weighted(x: Value, i: int, at: int, bias: bool = True) -> Value:

@@ -5,6 +5,7 @@ It verifies these properties for every number of rows and for every interleaving
 * Each send has its receive, with the same rows, shape and dtype. All ranks call collectives in the same order.
 * No op reads a block before it is written. No op writes an input. No op writes a block that it reads, except a sum in
   place.
+* No kernel of the user is called twice with the same arguments.
 * The plan ends, even if every send waits for its receive and every collective waits for all ranks.
 * At the end every output block holds the sum of exactly the terms that the operation defines. Results of half type
   were rounded once.
@@ -26,7 +27,21 @@ from fompi.base import layout
 from fompi.base.errors import PlanError
 from fompi.base.layout import AXES, COLLECTIVES, HALF, NATIVE_SUMS, Symbol
 from fompi.plans.dependencies import Frontier, constraints
-from fompi.plans.kernels import KERNELS, MOVES, Value, aligned, evaluate, find, fits, in_place, is_result, total
+from fompi.plans.kernels import (
+    KERNELS,
+    MOVES,
+    Term,
+    Value,
+    aligned,
+    evaluate,
+    evaluate_opaque,
+    find,
+    fits,
+    in_place,
+    is_opaque,
+    is_result,
+    total,
+)
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
 from fompi.plans.problems import after, before
 
@@ -41,7 +56,8 @@ def verify(plan: Plan) -> None:
     for rank, program in enumerate(plan.programs):
         _check_program(plan, rank, program)
         for i, op in enumerate(program.ops):
-            _check_op(program, i, op)
+            _check_op(plan, program, i, op)
+        _check_calls(plan, program)
     partners = _match(plan)
     _check_collectives(plan)
     values = _Execution(plan, partners).run()
@@ -78,6 +94,9 @@ def _check_program(plan: Plan, rank: int, program: Program) -> None:
         there = f"rank {program.rank} of {program.size} with {program.parts} parts"
         why = f"the problem has {plan.problem.size} ranks" if here == there else f"its program is for {there}"
         raise PlanError(f"{here}: {why}", rank)
+    for kernel in plan.kernels:
+        if kernel.name in KERNELS:
+            raise PlanError(f"the plan declares a kernel {kernel.name!r}, but fompi has one of this name", rank)
     buffers = {b.name: b for b in program.buffers}
     for wanted in plan.problem.workspace(rank, plan.parts).program(()).buffers:
         found = buffers.get(wanted.name)
@@ -95,7 +114,7 @@ def _check_program(plan: Plan, rank: int, program: Program) -> None:
             raise PlanError(f"rank {rank}: {why}", rank, chunk=str(b[:]))
 
 
-def _check_op(program: Program, i: int, op: Op) -> None:
+def _check_op(plan: Plan, program: Program, i: int, op: Op) -> None:
     rank, names = program.rank, {b.name: b for b in program.buffers}
     if not op.reads and not op.writes:
         raise _error(rank, i, op, "", "it reads nothing and writes nothing")
@@ -108,13 +127,14 @@ def _check_op(program: Program, i: int, op: Op) -> None:
     for chunk in op.writes:
         if names[chunk.buffer].role == "input":
             raise _error(rank, i, op, chunk, f"{chunk} is an input; inputs must not be written")
-    _check_overlaps(rank, i, op)
+    _check_overlaps(plan, rank, i, op)
     if isinstance(op, (Send, Recv)):
         peer = op.dest if isinstance(op, Send) else op.source
         if not 0 <= peer < program.size or peer == rank:
             raise _error(rank, i, op, op.chunk, f"{peer} is not another rank of {program.size}")
     elif isinstance(op, Compute):
-        _check_kernel(program, i, op)
+        if plan.kernel(op.kernel) is None:
+            _check_kernel(program, i, op)
     elif op.name not in COLLECTIVES:
         raise _error(rank, i, op, _first(op), f"unknown collective {op.name!r}")
     elif op.name in ("reduce_scatter", "all_reduce") and any(
@@ -123,7 +143,17 @@ def _check_op(program: Program, i: int, op: Op) -> None:
         raise _error(rank, i, op, _first(op), f"MPI libraries do not sum {names[op.reads[0].buffer].dtype} correctly")
 
 
-def _check_overlaps(rank: int, i: int, op: Op) -> None:
+def _check_calls(plan: Plan, program: Program) -> None:
+    """Check that no kernel of the user is called twice with the same arguments: it may change what the user holds."""
+    seen: dict[tuple[str, tuple[int, ...]], int] = {}
+    for i, op in enumerate(program.ops):
+        if isinstance(op, Compute) and op.args and plan.kernel(op.kernel) is not None:
+            other = seen.setdefault((op.kernel, op.args), i)
+            if other != i:
+                raise _error(program.rank, i, op, _first(op), f"op {other} is the same call; a call must be made once")
+
+
+def _check_overlaps(plan: Plan, rank: int, i: int, op: Op) -> None:
     """Check that the op writes no block twice and no block that it reads, except for sums in place."""
     for w, written in enumerate(op.writes):
         for other in op.writes[:w]:
@@ -131,8 +161,9 @@ def _check_overlaps(rank: int, i: int, op: Op) -> None:
                 raise _error(rank, i, op, written, f"{written} is written twice")
         for r, read in enumerate(op.reads):
             if _overlap(written, read):
-                same = written == read and isinstance(op, Compute) and op.kernel in KERNELS
-                if not (same and in_place(op, r, w)):  # type: ignore[arg-type]
+                same = written == read and isinstance(op, Compute)
+                own = same and plan.kernel(op.kernel) is not None  # type: ignore[union-attr]
+                if not own and not (same and op.kernel in KERNELS and in_place(op, r, w)):  # type: ignore[arg-type,union-attr]
                     raise _error(rank, i, op, written, f"{written} is written while the op reads {read}")
 
 
@@ -305,7 +336,10 @@ class _Execution:
         """The ops that are done now that this op has started."""
         op = self.plan.programs[rank].ops[i]
         if isinstance(op, Compute):
-            results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk))
+            if self.plan.kernel(op.kernel) is not None:
+                results = evaluate_opaque(op, lambda chunk: self._read(rank, i, chunk))
+            else:
+                results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk))
             self._write(rank, op.writes, results)
             return [(rank, i)]
         if isinstance(op, Collective):
@@ -411,21 +445,41 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
             at = f"rank {program.rank}, after its last op, {last}" if program.ops else f"rank {program.rank} has no ops"
             raise PlanError(f"{at}: {chunk} is never written", program.rank, last, str(chunk))
         missing, extra = _difference(wanted, got), _difference(got, wanted)
-        why = "; ".join([f"lacks {t}" for t in missing[:2]] + [f"contains {t} too often" for t in extra[:2]])
+        words = [f"lacks {_spell(t)}" for t in missing[:2]] + [f"contains {_spell(t)} too often" for t in extra[:2]]
+        why = _first_mistake(missing, extra) or "; ".join(words)
         raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, f"at the end {chunk} {why}")
 
 
-def _difference(a: Value, b: Value) -> list[str]:
-    """The terms of a that b lacks, as text."""
+def _difference(a: Value, b: Value) -> list[Term]:
+    """The terms of a that b lacks."""
     remaining = list(a)
     for term in b:
         if term in remaining:
             remaining.remove(term)
-    return [_spell(term) for term in remaining]
+    return remaining
+
+
+def _first_mistake(missing: Sequence[Term], extra: Sequence[Term]) -> str:
+    """Where the difference begins, if it is an opaque kernel that has read something else. Else empty."""
+    for wanted in missing:
+        for got in extra:
+            if not (is_opaque(wanted) and is_opaque(got)) or wanted[:2] + wanted[3:] != got[:2] + got[3:]:
+                continue
+            for right, wrong in zip(wanted[2].values, got[2].values, strict=False):
+                if right != wrong:
+                    lacks, holds = _difference(right, wrong), _difference(wrong, right)
+                    read, instead = (" + ".join(map(_spell, terms)) or "nothing" for terms in (wrong, right))
+                    here = (
+                        f"depends on a {_spell(wanted).partition(' of ')[2]} that has read {read} instead of {instead}"
+                    )
+                    return _first_mistake(lacks, holds) or here
+    return ""
 
 
 def _spell(term: object) -> str:
     """The text of a term: 'x[5] of rank 2' for ('x', 2, 5)."""
+    if isinstance(term, tuple) and is_opaque(term):
+        return f"output {term[3]} of {term[0]}<{', '.join(map(str, term[1]))}>"
     if isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], int):
         return f"{term[0]}[{term[2]}] of rank {term[1]}"
     if isinstance(term, tuple) and len(term) == 3:

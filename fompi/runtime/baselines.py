@@ -127,7 +127,8 @@ def messages_alone(
         refusal = error
     agree(comm, title, refusal)
     link = comm.link.duplicate() if NATIVE in compiled.kinds else comm.link
-    actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, link.collective)
+    skipped = {kernel.name: _skip_kernel for kernel in compiled.plan.kernels}
+    actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, link.collective, skipped)
     actions = [_skip_kernel if kind == COMPUTE else a for kind, a in zip(compiled.kinds, actions, strict=True)]
     instance, seconds = comm.next_bound(), []
     for call in range(rounds + 1):

@@ -7,6 +7,8 @@ from dataclasses import replace
 from operator import gt, index
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fompi.backends.base import Backend
 from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError
 from fompi.base.layout import Sizes
@@ -117,7 +119,8 @@ class BoundPlan:
                 array = array[: sum(self._extents.counts(buffer.axis))]
                 if buffer.name in self._shapes and sizes == self.plan.sizes:
                     array = array.reshape(self._shapes[buffer.name])
-            self._outputs.append((array, buffer.dtype, self._tensors.get(buffer.name, self._tensors["x"])))
+            like = self._tensors.get(buffer.name) or self._tensors.get("x") or dlpack.borrow(np.empty(0))
+            self._outputs.append((array, buffer.dtype, like))
         self._results = () if self._is_copied_back else self._lent()
         given = [self._tensors[b.name].owner for b in self.compiled.outputs if b.name in self._tensors]
         self._written = [x for x in (*self._results, *given) if dlpack.framework_of(x) == "torch"]

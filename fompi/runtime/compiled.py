@@ -18,7 +18,7 @@ from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, offsets
 from fompi.plans import kernels
 from fompi.plans.dependencies import KERNEL_LANES, constraints, device_constraints, lane, message_numbers, release
-from fompi.plans.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, parts_in_words
+from fompi.plans.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, UserKernel, parts_in_words
 from fompi.plans.staged import is_mirror
 
 Array = np.ndarray[Any, Any]
@@ -106,7 +106,8 @@ class Compiled:
         self.buffers = {b.name: b for b in self.program.buffers}
         self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole"]
         self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
-        self._x_row_nbytes = self.buffers["x"].row_nbytes
+        self.is_opaque = bool(plan.kernels)  # it has kernels of the user, which may take any time
+        self._x_row_nbytes = self.buffers["x"].row_nbytes if "x" in self.buffers else 0
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
         cut = f", {parts_in_words(plan)}" if plan.parts > 1 else ""
         where = f" on {_with_article(device)}" if device else ""
@@ -158,6 +159,8 @@ class Compiled:
 
     def is_long(self, sized: Sized) -> bool:
         """True if some kernel is so long that messages must progress while it runs."""
+        if self.is_opaque:
+            return True
         if not self.multiplies and 2 * self._x_row_nbytes * sized.starts["x"][-1] <= LONG_NBYTES:
             return False  # a sum reads at most twice the bytes of x: a fast answer where rows change at every call
         if self._long is None or self._long[0] is not sized:
@@ -166,7 +169,7 @@ class Compiled:
 
     def is_small(self, sized: Sized) -> bool:
         """True if sums and copies are so short that they should run at once, in the thread that releases them."""
-        return not self.multiplies and self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
+        return not self.multiplies and not self.is_opaque and self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
 
     def _is_long(self, sized: Sized, i: int) -> bool:
         op = self.ops[i]
@@ -207,15 +210,18 @@ class Compiled:
 
         A send or receive has the bytes that it moves, or None if it has no rows. A kernel or a collective of the
         library has a call. `native` makes the call of a collective (`Link.collective`). `kernels` replaces kernels
-        by name: each is called with the lists of arrays that it reads and writes.
+        by name: each is called with the lists of arrays that it reads and writes. A kernel that the plan declares
+        gets the arguments of its op first.
         """
         flat: dict[str, Array] = {}
         actions: list[Any] = []
         for i, moved in enumerate(self._moved):
             if moved is not None:
                 name, start, stop, width = moved
-                begins = starts[name]
-                first, last = begins[start] * width, begins[stop] * width
+                if name in starts:
+                    first, last = starts[name][start] * width, starts[name][stop] * width
+                else:  # a buffer without blocks is sent whole
+                    first, last = 0, arrays[name].nbytes
                 if first == last:
                     actions.append(None)
                     continue
@@ -237,7 +243,10 @@ class Compiled:
                 start = native(op.name, reads, writes, self.plan.problem.root, rows)
                 actions.append(Native(start, reads, writes))
             elif isinstance(op, Compute):
-                if kernels and op.kernel in kernels:
+                own = self.plan.kernel(op.kernel) if self.is_opaque else None
+                if own is not None and kernels:
+                    actions.append(_bind_own(own, op, kernels[own.name], reads, writes, backend))
+                elif kernels and op.kernel in kernels:
                     bind_user = getattr(backend, "bind_user", None)
                     call = partial(kernels[op.kernel], reads, writes)
                     actions.append(bind_user(kernels[op.kernel], op.kernel, reads, writes) if bind_user else call)
@@ -259,13 +268,31 @@ class Compiled:
         return [(sent if self.kinds[i] == SEND else received)[:n] if n else None for i, n in enumerate(sizes)]
 
 
+def _bind_own(
+    kernel: UserKernel,
+    op: Compute,
+    function: Callable[..., object],
+    reads: Sequence[Array],
+    writes: Sequence[Array],
+    backend: Backend,
+) -> Callable[..., Any]:
+    """The call of a kernel that the plan declares, on the host, on a device, or on one that is emulated."""
+    function = partial(function, op.args)
+    if (bind_timed := getattr(backend, "bind_timed", None)) is not None:
+        return bind_timed(partial(function, reads, writes), kernel.seconds_of(op))
+    if (bind_user := getattr(backend, "bind_user", None)) is not None:
+        return bind_user(function, op.kernel, reads, writes)
+    return partial(function, reads, writes)
+
+
 def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _nbytes(sized: Sized, place: Place) -> int:
     name, start, stop, width = place
-    return (sized.starts[name][stop] - sized.starts[name][start]) * width
+    starts = sized.starts.get(name)
+    return width if starts is None else (starts[stop] - starts[start]) * width
 
 
 def _shape(sized: Sized, place: Place) -> tuple[int, ...]:

@@ -227,7 +227,12 @@ class Executor(BoundPlan):
         return self._current().trace(self._extents)
 
     def compute_seconds(self, rounds: int = baselines.ROUNDS) -> float:
-        """Measure this rank's kernels without messages, on fresh memory: the median of `rounds`, in seconds."""
+        """Measure this rank's kernels without messages, on fresh memory: the median of `rounds`, in seconds.
+
+        Raises StateError for a plan with kernels of the user: they may change what the user's program holds.
+        """
+        if self.compiled.is_opaque:
+            raise StateError(f"{self.compiled.title} has kernels of the user, which cannot be run alone")
         arena = self.comm.engine.arena
         seconds = baselines.compute_alone(
             self.compiled, self._extents, self.backend, arena, self.kernels, rounds
@@ -320,7 +325,7 @@ def bind(
 
     Collective: the ranks agree here, once, and later calls need no handshake. `out` is the output `y`. Outputs that
     are not given get fresh memory. Every call writes its outputs to the same memory. `kernels={"matmul": f}` replaces
-    a kernel by `f(reads, writes)` on lists of arrays.
+    a kernel by `f(reads, writes)` on lists of arrays. A kernel that the plan declares is `f(args, reads, writes)`.
     """
     communicator = Communicator.of(comm)
     if out is not None:
@@ -335,8 +340,15 @@ def bind(
             if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
                 plan = staged(plan, paths.is_staged)
         for name in kernels or ():
-            find(name)
-        if kernels and backend.asynchronous and device is None:
+            if plan.kernel(name) is None:
+                find(name)
+        for kernel in plan.kernels:
+            if not callable((kernels or {}).get(kernel.name)):
+                raise PlanError(
+                    f"the plan declares the kernel {kernel.name!r}: bind it with kernels={{{kernel.name!r}: function}}"
+                )
+        replaced = [name for name in kernels or () if plan.kernel(name) is None]
+        if replaced and backend.asynchronous and device is None:
             raise PlanError(f"kernels= run on the host, but the {backend.name} has its own kernels")
         memory = check_tensors(plan, communicator, tensors, backend)
         name = backend.name if device is None else paths.title

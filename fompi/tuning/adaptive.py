@@ -70,7 +70,8 @@ def bind(
 
     Collective: the ranks agree here, once, and later calls need no handshake. `out` is the output `y`. Outputs that are
     not given get fresh memory. Every call writes its outputs to the same memory. `kernels={"matmul": f}` replaces a
-    kernel by `f(reads, writes)` on lists of arrays. A plan that was changed after it was written is verified first. If
+    kernel by `f(reads, writes)` on lists of arrays. A kernel that the plan declares (`Plan.kernels`) must be given, as
+    `f(args, reads, writes)`. A plan that was changed after it was written is verified first. If
     it is wrong, all ranks raise PlanError.
 
     If `plan` is an Explanation (`fompi.explain`), its winner is bound.

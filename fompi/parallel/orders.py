@@ -1,0 +1,336 @@
+"""Orders of a pipeline: which micro-batch a rank works on when. Pure Python, no arrays and no MPI.
+
+    order("1f1b", ranks=2, microbatches=2)[0]      # [0F0, 0F1, 0B0, 0B1]
+
+An action is a stage, a kind and a micro-batch. The kinds are those of PyTorch:
+
+| kind | what it does                                                         |
+|------|----------------------------------------------------------------------|
+| F    | forward                                                              |
+| B    | backward: the gradients of the input and of the parameters           |
+| I    | the first part of a backward: the gradient of the input              |
+| W    | the second part of a backward: the gradients of the parameters       |
+
+Rank r has the stages r, r + ranks, r + 2 ranks, ... (`chunks` of them).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fompi.base.errors import PlanError
+from fompi.base.layout import integer
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2")
+"""The names of the orders. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241."""
+
+KINDS = "FBIW"
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_LEFT_OUT = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+"""What PyTorch's files list beside the actions: messages, which follow from the actions, and the shards of FSDP."""
+
+
+class Action(NamedTuple):
+    """What a rank does at one step: a kind of work for one stage and one micro-batch."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Orders = list[list[Action]]
+"""For each rank its actions, in their order."""
+
+
+def order(schedule: str | Sequence[Sequence[Action | str]], ranks: int, microbatches: int, chunks: int = 1) -> Orders:
+    """For each rank its actions: order("1f1b", 2, 1) == [[0F0, 0B0], [1F0, 1B0]]
+
+    `schedule` is one of `SCHEDULES`, or an order of your own: actions or their texts for each rank, the text of a CSV
+    file of PyTorch (one line per rank), or the path of one that ends with .csv. Raises PlanError, with the rank and
+    the action, for an order that deadlocks or in which an action is missing.
+    """
+    for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if (integer(value) or 0) < 1:
+            raise PlanError(f"{name}={value!r} must be an integer >= 1")
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        if chunks > 1 and schedule != "interleaved":
+            raise PlanError(f"{schedule} has one stage per rank; for {chunks} stages per rank take 'interleaved'")
+        listed = [_ACTIONS[schedule](rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    else:
+        listed = _own(schedule)
+    check(listed, ranks, microbatches, chunks)
+    return listed
+
+
+# ------------------------------------------------------------------------------------------------ the known orders
+
+
+def _gpipe(r: int, p: int, m: int, v: int) -> list[Action]:
+    return [Action(r, "F", i) for i in range(m)] + [Action(r, "B", i) for i in range(m)]
+
+
+def _one_forward_one_backward(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]:
+    """Each rank does `ahead` times the forwards that the stages behind it need, then one backward after each one."""
+    first = min(m, ahead * (p - 1 - r))
+    actions = [Action(r, "F", i) for i in range(first)]
+    for i in range(m):
+        if first + i < m:
+            actions.append(Action(r, "F", first + i))
+        actions.append(Action(r, "B", i))
+    return actions
+
+
+def _eager(r: int, p: int, m: int, v: int) -> list[Action]:
+    return _one_forward_one_backward(r, p, m, v, ahead=2)
+
+
+def _zero_bubble(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]:
+    """As 1F1B, but the gradients of parameters come `ahead * r` micro-batches later, and fill the bubble at the end."""
+    first, late = min(m, ahead * (p - 1 - r)), ahead * r
+    actions = [Action(r, "F", i) for i in range(first)]
+    for i in range(m):
+        if first + i < m:
+            actions.append(Action(r, "F", first + i))
+        actions.append(Action(r, "I", i))
+        if i >= late:
+            actions.append(Action(r, "W", i - late))
+    return actions + [Action(r, "W", i) for i in range(max(0, m - late), m)]
+
+
+def _zero_bubble_2(r: int, p: int, m: int, v: int) -> list[Action]:
+    return _zero_bubble(r, p, m, v, ahead=2)
+
+
+def _interleaved(r: int, p: int, m: int, v: int) -> list[Action]:
+    """The micro-batches in groups of p. A rank does a group at its first stage, then at its second stage, and so on.
+
+    The backwards visit the stages in the opposite order. The last group may be smaller: its missing micro-batches are
+    left out of the order with full groups, which cannot make it deadlock.
+    """
+    groups = [range(start, start + p) for start in range(0, m, p)]
+    forwards = [Action(c * p + r, "F", i) for group in groups for c in range(v) for i in group]
+    backwards = [Action(c * p + r, "B", i) for group in groups for c in reversed(range(v)) for i in group]
+    first = min(len(forwards), 2 * (p - 1 - r) + (v - 1) * p)
+    actions = forwards[:first]
+    for i, backward in enumerate(backwards):
+        actions += [*forwards[first + i : first + i + 1], backward]
+    return [action for action in actions if action.microbatch < m]
+
+
+_ACTIONS = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "eager-1f1b": _eager,
+    "interleaved": _interleaved,
+    "zb-h1": _zero_bubble,
+    "zb-h2": _zero_bubble_2,
+}
+
+
+# ------------------------------------------------------------------------------------------------ orders of users
+
+
+def _own(schedule: object) -> Orders:
+    """The order that a user gives."""
+    if isinstance(schedule, str):
+        if schedule.endswith(".csv") and "\n" not in schedule:
+            try:
+                schedule = Path(schedule).read_text()
+            except OSError as error:
+                raise PlanError(f"the order {schedule!r} cannot be read: {error}") from error
+        elif not _ACTION.search(schedule):
+            raise PlanError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}, or an order of your own")
+        schedule = [line.split(",") for line in schedule.strip().splitlines()]
+    listed: list[Any] = [*schedule] if isinstance(schedule, Iterable) else [None]
+    if any(isinstance(actions, str) or not isinstance(actions, Iterable) for actions in listed):
+        raise PlanError(f"an order is a list of actions for each rank, such as [['0F0', '0B0']], not {schedule!r}")
+    return [[*_parsed(rank, actions)] for rank, actions in enumerate(listed)]
+
+
+def _parsed(rank: int, actions: Iterable[object]) -> Iterable[Action]:
+    for number, given in enumerate(actions):
+        if isinstance(given, Action):
+            yield given
+            continue
+        text = "" if given is None else str(given).strip().strip('"')
+        if not text or _LEFT_OUT.fullmatch(text):  # PyTorch writes an empty cell for a step without an action
+            continue
+        found = _ACTION.fullmatch(text)
+        if found is None:
+            raise PlanError(f"rank {rank}: {text!r} is not an action, such as 2F0", rank, number, text)
+        yield Action(int(found[1]), found[2], int(found[3]))
+
+
+# --------------------------------------------------------------------------------------------- is an order right
+
+
+def check(orders: Sequence[Sequence[Action]], ranks: int, microbatches: int, chunks: int = 1) -> None:
+    """Raise PlanError if the order deadlocks, or if it is not exactly the work of these micro-batches."""
+    if len(orders) != ranks:
+        raise PlanError(f"the order has actions for {len(orders)} ranks, but there are {ranks}")
+    stages = ranks * chunks
+    for rank, actions in enumerate(orders):
+        seen: set[Action] = set()
+        for number, action in enumerate(actions):
+            stage, kind, i = action
+            why = ""
+            if kind not in KINDS or not (0 <= stage < stages and 0 <= i < microbatches):
+                why = f"there are {stages} stages, {microbatches} micro-batches, and the kinds F, B, I and W"
+            elif stage % ranks != rank:
+                why = f"stage {stage} belongs to rank {stage % ranks}"
+            elif action in seen:
+                why = "it is there twice"
+            elif (kind == "B" and seen & {Action(stage, "I", i), Action(stage, "W", i)}) or (
+                kind in "IW" and Action(stage, "B", i) in seen
+            ):
+                why = "B is I and W together: a micro-batch has B, or I and W"
+            if why:
+                raise PlanError(f"rank {rank}, action {number}, {action}: {why}", rank, number, str(action))
+            seen.add(action)
+        for stage in range(rank, stages, ranks):
+            for i in range(microbatches):
+                split = Action(stage, "I", i) in seen or Action(stage, "W", i) in seen
+                for kind in "FIW" if split else "FB":
+                    if Action(stage, kind, i) not in seen:
+                        missing = Action(stage, kind, i)
+                        raise PlanError(f"rank {rank}: {missing} is missing", rank, None, str(missing))
+    times(orders)
+
+
+def needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
+    """What must be there before the action: the output "y" of a stage, the gradient "d" of its input, or "i" for W."""
+    stage, kind, i = action
+    if kind == "F":
+        return [(stage - 1, "y", i)] if stage else []
+    if kind == "W":
+        return [(stage, "i", i)]
+    return [(stage, "y", i), *([(stage + 1, "d", i)] if stage + 1 < stages else [])]
+
+
+def gives(action: Action) -> list[tuple[int, str, int]]:
+    """What the action makes, by the names of `needs`."""
+    stage, kind, i = action
+    return {"F": [(stage, "y", i)], "B": [(stage, "d", i)], "I": [(stage, "d", i), (stage, "i", i)], "W": []}[kind]
+
+
+# ------------------------------------------------------------------------------------------------ the time it takes
+
+
+class Times(NamedTuple):
+    """When each action begins and ends, in seconds.
+
+    `begins` and `ends` start at 0, when the first action of the pipeline begins.
+    """
+
+    begins: dict[Action, float]
+    ends: dict[Action, float]
+
+    def span(self, actions: Sequence[Action]) -> float:
+        """The seconds from the begin of the first to the end of the last of these actions: those of one rank."""
+        return self.ends[actions[-1]] - self.begins[actions[0]] if actions else 0.0
+
+
+def times(
+    orders: Sequence[Sequence[Action]], seconds: Mapping[str, float] | None = None, message: float = 0.0
+) -> Times:
+    """The event walk: every rank does its actions in order, each as soon as what it needs is there.
+
+    `seconds` are those of F, B, I and W (by default 1, 2, 1 and 1). A message to another rank takes `message` seconds,
+    beside the actions. Any number of messages may move at once. Raises PlanError for an order that deadlocks.
+    """
+    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
+    ranks, stages = len(orders), 1 + max((a.stage for actions in orders for a in actions), default=0)
+    made: dict[tuple[int, str, int], float] = {}
+    found = Times({}, {})
+    at, now, waiting, moved = [0] * ranks, [0.0] * ranks, set(range(ranks)), True
+    while moved:
+        moved = False
+        for rank in sorted(waiting):
+            while at[rank] < len(orders[rank]):
+                action = orders[rank][at[rank]]
+                wanted = needs(action, stages)
+                if not all(each in made for each in wanted):
+                    break
+                arrivals = (made[n] + (message if n[0] % ranks != rank else 0.0) for n in wanted)
+                begun = found.begins[action] = max([now[rank], *arrivals])
+                found.ends[action] = now[rank] = begun + seconds[action.kind]
+                made.update((each, now[rank]) for each in gives(action))
+                at[rank] += 1
+                moved = True
+            else:
+                waiting.discard(rank)
+    if waiting:
+        rank = min(waiting)
+        raise _deadlock(orders, at, made, rank, stages)
+    return found
+
+
+def _deadlock(
+    orders: Sequence[Sequence[Action]],
+    at: Sequence[int],
+    made: Mapping[tuple[int, str, int], float],
+    rank: int,
+    stages: int,
+) -> PlanError:
+    """The error of an order in which `rank` waits for ever: whom it waits for, until a rank comes twice."""
+    first, words, seen = rank, [], set()
+    while rank not in seen and at[rank] < len(orders[rank]):
+        seen.add(rank)
+        action = orders[rank][at[rank]]
+        missing = next(each for each in needs(action, stages) if each not in made)
+        what = {"y": "the forward", "d": "the backward", "i": "the I"}[missing[1]]
+        other = missing[0] % len(orders)
+        words.append(f"{action} of rank {rank} waits for {what} of micro-batch {missing[2]} at stage {missing[0]}")
+        if other == rank:
+            words[-1] += ", which comes later on the same rank"
+            break
+        rank = other
+    stuck = orders[first][at[first]]
+    return PlanError(f"the order deadlocks: {'; '.join(words)}", first, at[first], str(stuck))
+
+
+def alive(actions: Sequence[Action]) -> tuple[int, int]:
+    """The most micro-batches of a rank that are between F and its B or I, and the most between I and W."""
+    activations = pending = most = most_pending = 0
+    for _, kind, _ in actions:
+        activations += (kind == "F") - (kind in "BI")
+        most = max(most, activations + (kind in "BI"))  # they are in use until the action is over
+        pending += kind == "I"
+        most_pending = max(most_pending, pending)
+        pending -= kind == "W"
+    return most, most_pending
+
+
+def predicted(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    seconds: Mapping[str, float] | None = None,
+    message: float = 0.0,
+) -> float:
+    """The formula for the time of an order with equal stages, in seconds. `times` is exact, this is what to expect.
+
+    `seconds` are those of one stage. So with interleaving a rank has `chunks` times as much work. The formulas need
+    enough micro-batches: a multiple of `ranks` for interleaving, `ranks` for zb-h1, 2 ranks - 1 for zb-h2.
+    """
+    p, m, v, c = ranks, microbatches, chunks, message
+    s = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
+    if schedule not in SCHEDULES:
+        raise PlanError(f"there is no formula for {schedule!r}; known: {', '.join(SCHEDULES)}")
+    if p == 1:
+        c = 0.0
+    if schedule in ("zb-h1", "zb-h2"):
+        work, missing = s["F"] + s["I"] + s["W"], 1 if schedule == "zb-h1" else 2
+        bubble = (p - 1) * (s["F"] + s["I"] - missing * s["W"])
+        return m * work + bubble + (4 if schedule == "zb-h1" else 2) * (p - 1) * c
+    work = s["F"] + s["B"]
+    added = {"1f1b": 2 * (p - 1) * m / p + 2 * (p - 2), "interleaved": 2 * (p * v - 1)}.get(schedule, 2 * (p - 1))
+    return v * m * work + (p - 1) * work + added * c

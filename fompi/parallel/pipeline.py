@@ -1,0 +1,300 @@
+"""Pipeline parallelism: the stages of a model on different ranks, micro-batches that go through them, and overlap.
+
+    pipe = Pipeline([stage], comm=comm, microbatches=8, schedule="1f1b", activations=(16, 64), loss=loss)
+    losses = pipe.step(inputs, targets)           # of each micro-batch on the last stage, None on other ranks
+    pipe.input_gradients                          # of each micro-batch on the first stage
+
+The order of the work is one of `orders.SCHEDULES`, or your own. A pipeline is a plan (`pipeline_plan`): its kernels are
+the methods of the stages. So it is verified, simulated and traced as every other plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.base import Backend
+from fompi.backends.numpy import Numpy
+from fompi.base.errors import DtypeError, FompiError, PeerError, PlanError, ShapeError, StateError, TensorError
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree
+from fompi.parallel.orders import SCHEDULES, Action, order
+from fompi.parallel.pipeline_plan import PipelineProblem, plan
+from fompi.plans.plan import Plan
+from fompi.runtime import executor
+from fompi.tensors import dlpack
+from fompi.traces.trace import Trace
+
+__all__ = ["SCHEDULES", "Action", "Pipeline", "order", "plan"]
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+
+Key = tuple[int, int]
+"""(stage, micro-batch)"""
+
+
+class Pipeline:
+    """losses = [loss(stages[-1](... stages[0](x)), t) for x, t in zip(inputs, targets)], and their gradients
+
+    `stages` are those of this rank: stage rank, then stage rank + ranks, and so on. All ranks have equally many; more
+    than one need the schedule "interleaved". A stage is any object with these methods. The gradients of its parameters
+    are its own business: it adds up those of all micro-batches.
+
+    - `forward(x) -> (y, saved)`
+    - `backward(saved, dy) -> dx`, or its two parts: `backward_input(saved, dy) -> (dx, rest)` and then
+      `backward_weight(rest)`. The zero-bubble schedules need the parts.
+
+    `activations[s]` is the shape of what stage s hands on, for all stages but the last. One shape is that of all
+    stages. `dtype` is that of all of them. `loss(y, target) -> (value, dy)` is called on the last stage. `schedule` is
+    a name of `orders.SCHEDULES`, or an order of your own (`order`).
+
+    A stage gets tensors of `framework` ("numpy", "torch" or "jax") in memory that other micro-batches use later. They
+    are valid until the backward of the same micro-batch returns; with two parts, until `backward_weight` returns. The
+    first stage gets `inputs[i]` itself.
+
+    A step ends when all ranks have ended it, so that an error on one rank is an error on all. With `checked=False` it
+    ends when this rank has done its part. Only then can zero bubble fill the end of a step with the begin of the next.
+
+    `seconds` are those of F, B, I and W, so that `plan` can be simulated. With `backend` an emulated accelerator
+    (`fompi.backends.emulated`) every call takes them, whatever it takes on the host.
+
+    Collective. Raises PlanError, ShapeError, DtypeError or MismatchError on all ranks if the arguments do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        *,
+        comm: Any = None,
+        microbatches: int,
+        schedule: str | Sequence[Sequence[Action | str]] = "1f1b",
+        activations: Sequence[Any],
+        loss: Callable[[Any, Any], tuple[Any, Any]],
+        dtype: str = "float32",
+        framework: str = "numpy",
+        checked: bool = True,
+        backend: Backend | None = None,
+        seconds: Mapping[str, float | Sequence[float]] | None = None,
+    ):
+        self.comm = Communicator.of(comm)
+        self.loss, self.dtype, self.framework, self.microbatches = loss, dtype, framework, microbatches
+        self.closed, self.checked, self._steps = False, checked, 0
+        refusal, text = None, "a pipeline"
+        try:
+            self.stages = [*stages]
+            size, rank = self.comm.size, self.comm.rank
+            self.plan: Plan = plan(
+                schedule,
+                ranks=size,
+                microbatches=microbatches,
+                chunks=len(self.stages),
+                activations=activations,
+                dtype=dtype,
+                seconds=seconds,
+            )
+            self.problem: PipelineProblem = self.plan.problem
+            self._by_number = dict(zip(range(rank, size * len(self.stages), size), self.stages, strict=True))
+            if getattr(backend, "device", None) is not None:
+                raise PlanError("a pipeline passes on tensors in host memory: its backend cannot be a device")
+            if backend is not None and backend.asynchronous:
+                for kernel in self.plan.kernels:
+                    if not kernel.seconds:
+                        raise PlanError(f"seconds= lacks the seconds of {kernel.name}, which the {backend.name} needs")
+            self._check_methods()
+            order_of_all = (
+                schedule if self.plan.schedule in SCHEDULES else order(schedule, size, microbatches, len(self.stages))
+            )
+            text = f"{self.problem} with {self.problem.activations} by {order_of_all}, checked {checked}"
+        except FompiError as error:
+            refusal = error
+        except TypeError as error:
+            refusal = PlanError(f"stages must be a list of stages: {error}")
+        agree(self.comm, text, refusal)
+        self.input_gradients: list[Any] | None = None
+        self._inputs: Sequence[Any] = ()
+        self._targets: Sequence[Any] = ()
+        self._refusal: Exception | None = None
+        self._forget()
+        kernels = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "backward_input": self._backward_input,
+            "backward_weight": self._backward_weight,
+        }
+        used = {kernel.name: kernels[kernel.name] for kernel in self.plan.kernels}
+        self.executor = executor.bind(self.plan, comm=self.comm, kernels=used, backend=backend or Numpy())
+
+    def _check_methods(self) -> None:
+        """Raise PlanError if a stage of this rank lacks a method that the order calls."""
+        kinds = {kernel.name for kernel in self.plan.kernels}
+        if self.framework not in FRAMEWORKS:
+            raise PlanError(f"framework={self.framework!r} must be one of {', '.join(FRAMEWORKS)}")
+        if not callable(self.loss):
+            raise PlanError(f"loss={self.loss!r} must be a function of y and a target")
+        for number, stage in self._by_number.items():
+            parts = [callable(getattr(stage, name, None)) for name in ("backward_input", "backward_weight")]
+            wanted = ["forward"]
+            if "backward_input" in kinds:
+                wanted += ["backward_input", "backward_weight"]
+            if "backward" in kinds and not all(parts):
+                wanted.append("backward")
+            for name in wanted:
+                if not callable(getattr(stage, name, None)):
+                    raise PlanError(f"stage {number}, {type(stage).__name__}, has no method {name}()", self.comm.rank)
+
+    # -- one step
+    def step(self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None) -> list[Any] | None:
+        """Run all micro-batches forward and backward. Collective.
+
+        `inputs` are those of the micro-batches, on the rank of the first stage, and `targets` on that of the last
+        stage. Other ranks pass None. Returns the losses of the micro-batches on the rank of the last stage, else None.
+
+        If a stage raises an error, it is raised on this rank, and PeerError on all others. The gradients of parameters
+        then have the terms of some micro-batches.
+        """
+        if self.closed:
+            raise StateError("the pipeline is closed")
+        self._forget()
+        self._steps += 1
+        self._refusal = self._accept(inputs, targets)
+        self.input_gradients = [None] * self.microbatches if self._is_here(0) else None
+        try:
+            self.executor()
+        except Exception as error:
+            if self.checked:
+                with suppress(FompiError):  # the error of the step says more
+                    self._confirm(error.origin if isinstance(error, PeerError) else self.comm.rank)
+            raise
+        else:
+            if self.checked:
+                self._confirm(None)
+            return self._losses if self._is_here(self.problem.stages - 1) else None
+        finally:
+            self._forget()
+
+    def _confirm(self, failed: int | None) -> None:
+        """Wait until all ranks have ended the step. `failed` is the rank that is known to have failed, or None.
+
+        Raises PeerError if this rank does not know yet that another one has failed.
+        """
+        number = 0 if failed is None else failed + 1
+        known = agree(self.comm, f"the end of step {self._steps} of {self.problem}", value=number)
+        if failed is None and any(known):
+            origin = max(known) - 1
+            text = f"rank {origin} failed in step {self._steps} of {self.problem}, after this rank had done its part"
+            raise PeerError(f"{text}. The error there says why", origin)
+
+    def _is_here(self, stage: int) -> bool:
+        return stage in self._by_number
+
+    def _accept(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> Exception | None:
+        """Take what this rank needs. Returns the error of wrong arguments: the first kernel raises it for all ranks."""
+        for name, given, stage in (("inputs", inputs, 0), ("targets", targets, self.problem.stages - 1)):
+            if not self._is_here(stage):
+                continue
+            try:
+                listed = [] if given is None else [*given]
+            except TypeError:
+                return ShapeError(f"{name} must list {self.microbatches} micro-batches on the rank of stage {stage}")
+            if len(listed) != self.microbatches:
+                return ShapeError(f"{name} has {len(listed)} micro-batches, the pipeline has {self.microbatches}")
+            if name == "inputs":
+                self._inputs = listed
+            else:
+                self._targets = listed
+        return None
+
+    def _forget(self) -> None:
+        """Drop what belongs to the last step."""
+        self._saved: dict[Key, Any] = {}
+        self._rests: dict[Key, Any] = {}
+        self._loss_gradients: dict[int, Any] = {}
+        self._losses: list[Any] = [None] * self.microbatches
+        self._inputs, self._targets, self._refusal = (), (), None
+
+    # -- the kernels of the plan
+    def _forward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        stage, i = args
+        result = self._by_number[stage].forward(self._lent(reads[0]) if stage else self._inputs[i])
+        y, self._saved[args] = _pair(result, f"forward() of stage {stage}", "(y, saved)")
+        if stage == self.problem.stages - 1:
+            result = self.loss(y, self._targets[i])
+            self._losses[i], self._loss_gradients[i] = _pair(result, "the loss", "(value, dy)")
+        else:
+            self._put(y, writes[0], f"y of stage {stage}, micro-batch {i},")
+
+    def _backward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        stage, saved, dy = self._by_number[args[0]], self._saved.pop(args), self._gradient(args, reads)
+        if hasattr(stage, "backward"):
+            dx = stage.backward(saved, dy)
+        else:
+            dx, rest = _pair(stage.backward_input(saved, dy), f"backward_input() of stage {args[0]}", "(dx, rest)")
+            stage.backward_weight(rest)
+        self._keep_gradient(args, dx, writes)
+
+    def _backward_input(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        result = self._by_number[args[0]].backward_input(self._saved.pop(args), self._gradient(args, reads))
+        dx, self._rests[args] = _pair(result, f"backward_input() of stage {args[0]}", "(dx, rest)")
+        self._keep_gradient(args, dx, writes)
+
+    def _backward_weight(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        self._by_number[args[0]].backward_weight(self._rests.pop(args))
+
+    def _gradient(self, args: Key, reads: Sequence[np.ndarray]) -> Any:
+        """The gradient of the output of this stage."""
+        stage, i = args
+        return self._loss_gradients.pop(i) if stage == self.problem.stages - 1 else self._lent(reads[0])
+
+    def _keep_gradient(self, args: Key, dx: Any, writes: Sequence[np.ndarray]) -> None:
+        """Hand the gradient of the input to the stage before, or to the caller."""
+        stage, i = args
+        if stage:
+            self._put(dx, writes[0], f"dx of stage {stage}, micro-batch {i},")
+        else:
+            assert self.input_gradients is not None
+            self.input_gradients[i] = dx
+
+    def _lent(self, array: np.ndarray) -> Any:
+        """A slot as a tensor of the framework of the stages. JAX arrays must never change, so they are copies."""
+        return dlpack.lend(array.copy() if self.framework == "jax" else array, self.dtype, self.framework)
+
+    def _put(self, tensor: Any, slot: np.ndarray, name: str) -> None:
+        """Copy what a stage has returned to the slot from which it is sent."""
+        given = dlpack.borrow(tensor, name)
+        if given.device is not None:
+            raise TensorError(f"{name} is on the {given.device.name}: a pipeline passes on tensors in host memory")
+        if given.dtype != self.dtype:
+            raise DtypeError(f"{name} is {given.dtype}, the pipeline was made for {self.dtype}")
+        if given.array.shape != slot.shape:
+            raise ShapeError(f"{name} has the shape {given.array.shape}, but {slot.shape} was declared in activations")
+        np.copyto(slot, given.array)
+
+    # -- after a step
+    @property
+    def trace(self) -> Trace:
+        """The Trace of the last step on this rank: forwards, backwards and messages."""
+        return self.executor.trace
+
+    def close(self) -> None:
+        """Give the memory of the slots back."""
+        if not self.closed:
+            self.closed = True
+            self.executor.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.close()
+
+
+def _pair(result: Any, who: str, form: str) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TensorError(f"{who} must return {form}, not {type(result).__name__}")
+    return result

@@ -1,0 +1,305 @@
+"""A pipeline as a plan: `plan(schedule, ...)` returns a `fompi.Plan`, without MPI and without data.
+
+The kernels are those of the user (`fompi.plans.plan.UserKernel`): forward, backward, backward_input, backward_weight,
+each with the arguments <stage, micro-batch>. What travels has slots of its declared shape:
+
+| buffer  | what it holds                                              | in use until                                 |
+|---------|------------------------------------------------------------|----------------------------------------------|
+| `aS_k`  | the input of stage S, for one of the micro-batches         | the backward of its weights is done          |
+| `oS_k`  | the output of stage S, on its way to another rank          | it is sent                                   |
+| `dS_k`  | the gradient of the output of stage S                      | the backward of its weights is done          |
+| `eS_k`  | the gradient of the input of stage S, on its way           | it is sent                                   |
+| `sS_k`  | nothing: it stands for what the forward has saved          | its backward, or backward_input, is done     |
+| `rS_k`  | nothing: it stands for what backward_input leaves          | its backward_weight is done                  |
+| `gS`    | nothing: it stands for the gradients of the parameters     | the end, where it has a term per micro-batch |
+
+A receive is posted as soon as its slot is free. `SPARE` slots beyond those that the order needs make it early.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fompi.base.errors import PlanError, ShapeError
+from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes
+from fompi.parallel.orders import SCHEDULES, Action, Orders, order
+from fompi.plans.kernels import Value, opaque, total
+from fompi.plans.plan import Buffer, Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
+from fompi.plans.problems import OwnProblem
+
+SPARE = 2
+"""Slots for messages beyond those that the order needs: one may arrive, and one may leave, while others are in use."""
+
+KERNELS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+"""The name of the kernel for each kind of action."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PipelineProblem(OwnProblem):
+    """Every micro-batch goes forward and backward through all stages, and adds to the gradients of each one once.
+
+    `activations[s]` is the shape of what stage s hands on. `split` are the (stage, micro-batch) whose backward has two
+    parts.
+    """
+
+    microbatches: int
+    activations: tuple[Shape, ...]
+    split: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return len(self.activations) + 1
+
+    def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
+        work = Workspace(rank, self.size, parts, order)
+        for stage in range(rank, self.stages, self.size):
+            work.add(f"g{stage}", "output", "whole", (0,), self.dtype)
+        return work
+
+    def after(self, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+        return {(f"g{stage}", 0): self._gradients[stage] for stage in range(rank, self.stages, self.size)}
+
+    @cached_property
+    def _gradients(self) -> dict[int, Value]:
+        """The terms of the gradients of each stage: one for each micro-batch, as one process would make it."""
+        found: defaultdict[int, list[Value]] = defaultdict(list)
+        split, last = set(self.split), self.stages - 1
+        for i in range(self.microbatches):
+            inputs: list[Value] = [()]  # of each stage
+            saved: list[Value] = []
+            for s in range(self.stages):
+                operands = [inputs[s]] if s else []
+                results = [(opaque("forward", (s, i), operands, k),) for k in range(1 if s == last else 2)]
+                saved.append(results[-1])
+                inputs.append(results[0])
+            gradient: Value = ()  # of the output of the stage
+            for s in reversed(range(self.stages)):
+                travelled = [gradient] * (s < last) + [inputs[s]] * (s > 0)
+                name = "backward_input" if (s, i) in split else "backward"
+                both = [(opaque(name, (s, i), [*travelled, saved[s]], k),) for k in range(2 if s else 1)]
+                weights: Value = both[-1]
+                if (s, i) in split:
+                    weights = (opaque("backward_weight", (s, i), [*travelled, both[-1]], 0),)
+                found[s].append(weights)
+                gradient = both[0]
+        return {stage: total(*values) for stage, values in found.items()}
+
+    def __str__(self) -> str:
+        shapes = {*self.activations}
+        passed = f" of {[*shapes][0]}" if len(shapes) == 1 else ""  # noqa: RUF015
+        return f"pipeline({self.dtype}, {self.stages} stages, {self.microbatches} micro-batches{passed})"
+
+
+def plan(
+    schedule: str | Sequence[Sequence[Action | str]],
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    activations: Sequence[Any],
+    dtype: str = "float32",
+    seconds: Mapping[str, float | Sequence[float]] | None = None,
+) -> Plan:
+    """plan("1f1b", ranks=4, microbatches=8, activations=(16, 64)): who computes, sends and receives what.
+
+    `schedule` is as for `order`. `activations[s]` is the shape of what stage s hands on, for all stages but the last;
+    one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all stages or for each one.
+    They are needed to simulate the plan. B is I + W, if these two are given. Raises PlanError for an order that is
+    wrong, and ShapeError or DtypeError for what is passed on.
+    """
+    listed = order(schedule, ranks, microbatches, chunks)
+    stages = ranks * chunks
+    shapes = _shapes(activations, stages)
+    itemsize(dtype)  # raises DtypeError for an unknown one
+    if max((nbytes(shape, dtype) for shape in shapes), default=0) >= MOST_NBYTES:
+        raise ShapeError(f"activations of the shapes {shapes} in {dtype} are too large for any memory")
+    split = tuple(sorted((a.stage, a.microbatch) for actions in listed for a in actions if a.kind == "I"))
+    problem = PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split)
+    messages = _messages(listed, ranks, stages)
+    used = {action.kind for actions in listed for action in actions}
+    kernels = tuple(
+        UserKernel(name, _seconds(kind, seconds or {}, stages)) for kind, name in KERNELS.items() if kind in used
+    )
+
+    def write(rank: int) -> Program:
+        needed = _Writer(problem, listed[rank], rank, messages, {})
+        needed.program()
+        return _Writer(problem, listed[rank], rank, messages, needed.most).program()
+
+    programs, name = Programs(ranks, write), schedule if isinstance(schedule, str) else ""
+    if name not in SCHEDULES:
+        name = "own order"
+    return Plan(problem, name, (1,), Sizes(rows=(0,) * ranks), programs, kernels=kernels, in_order=True)
+
+
+def _shapes(activations: Sequence[Any], stages: int) -> tuple[Shape, ...]:
+    """The shapes of what stages hand on, one for each stage but the last."""
+    try:
+        listed = [*activations]
+        if all(integer(n) is not None for n in listed) and listed:
+            listed = [listed] * (stages - 1)
+        if len(listed) == stages:  # the last one hands nothing on
+            del listed[-1]
+        shapes = tuple(tuple(integer(n) for n in shape) for shape in listed)
+    except TypeError as error:
+        raise ShapeError(f"activations must be shapes, one for each stage but the last, not {activations!r}") from error
+    if len(shapes) != stages - 1:
+        raise ShapeError(f"activations has {len(shapes)} shapes, but {stages} stages hand on {stages - 1}")
+    for stage, shape in enumerate(shapes):
+        if any(n is None or n < 0 for n in shape):
+            raise ShapeError(f"activations[{stage}]={listed[stage]!r} must be a shape of integers >= 0")
+    return shapes  # type: ignore[return-value]
+
+
+def _seconds(kind: str, seconds: Mapping[str, float | Sequence[float]], stages: int) -> tuple[float, ...]:
+    """The seconds of a kind of action, for all stages (one entry) or for each stage. Empty: they are not known."""
+    if unknown := {*seconds} - {*KERNELS}:
+        raise PlanError(f"seconds has {sorted(unknown)}, but the actions are F, B, I and W")
+    given = seconds.get(kind)
+    if given is None:
+        if kind == "B" and {"I", "W"} <= {*seconds}:
+            both = [_seconds(part, seconds, stages) for part in "IW"]
+            count = max(map(len, both))
+            return tuple(sum(part[k % len(part)] for part in both) for k in range(count))
+        return ()
+    found = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),)
+    if len(found) not in (1, stages) or not all(0 <= s < float("inf") for s in found):
+        raise PlanError(f"seconds[{kind!r}]={given!r} must be a number >= 0, or one for each of the {stages} stages")
+    return found
+
+
+Passed = tuple[str, int, int]
+"""What actions hand to others: ("a", stage, micro-batch) is the input of a stage, "d" the gradient of its output."""
+
+
+def _passes(action: Action, stages: int) -> Passed | None:
+    """What the action hands on to another stage."""
+    stage, kind, i = action
+    if kind == "F" and stage + 1 < stages:
+        return ("a", stage + 1, i)
+    return ("d", stage - 1, i) if kind in "BI" and stage else None
+
+
+def _messages(orders: Orders, ranks: int, stages: int) -> dict[tuple[int, int], list[Passed]]:
+    """What travels from a rank to another one, in the order in which it is made."""
+    found: defaultdict[tuple[int, int], list[Passed]] = defaultdict(list)
+    for rank, actions in enumerate(orders):
+        for action in actions:
+            passed = _passes(action, stages)
+            if passed is not None and passed[1] % ranks != rank:
+                found[rank, passed[1] % ranks].append(passed)
+    return found
+
+
+class _Writer:
+    """Writes the program of one rank.
+
+    A message is received in the order in which its source sends, and before the action that needs it. `slots` is the
+    number of slots of each kind; without an entry there are as many as are needed. `most` counts those in use.
+    """
+
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        actions: Sequence[Action],
+        rank: int,
+        messages: Mapping[tuple[int, int], Sequence[Passed]],
+        slots: Mapping[tuple[str, int], int],
+    ):
+        self.problem, self.actions, self.rank = problem, actions, rank
+        self.arriving = {source: deque(sent) for (source, dest), sent in messages.items() if dest == rank}
+        self.work = problem.workspace(rank, 1)
+        self.most: dict[tuple[str, int], int] = {}
+        self.free: dict[tuple[str, int], deque[int]] = {}
+        for key, count in slots.items():
+            self.free[key] = deque(range(count + SPARE * (key[0] not in "sr")))
+        self.held: dict[Passed, tuple[int, Buffer]] = {}
+        self.begun: set[int] = set()  # the stages whose gradients have their first term
+        self.ops: list[Op] = []
+
+    def program(self) -> Program:
+        for action in self.actions:
+            self._write(action)
+        return self.work.program(self.ops)
+
+    def _shape(self, kind: str, stage: int) -> Shape:
+        if kind in "sr":
+            return (0,)
+        return self.problem.activations[stage - (kind in "ae")]
+
+    def _take(self, kind: str, stage: int, i: int) -> Chunk:
+        """A free slot for this value: the one that has been free for the longest time."""
+        key = kind, stage
+        free = self.free.setdefault(key, deque())
+        used = self.most.get(key, 0)
+        if free:
+            number = free.popleft()
+        else:
+            number, self.most[key] = used, used + 1
+        buffer = self.work.scratch(f"{kind}{stage}_{number}", "whole", self._shape(kind, stage), self.problem.dtype)
+        self.held[kind, stage, i] = number, buffer
+        return buffer[:]
+
+    def _drop(self, kind: str, stage: int, i: int) -> None:
+        number, _ = self.held.pop((kind, stage, i))
+        self.free[kind, stage].append(number)
+
+    def _arrive(self, wanted: Passed) -> Chunk:
+        """The slot of a value that another action has made. It is received first, if it comes from another rank."""
+        kind, stage, _ = wanted
+        source = (stage + (1 if kind == "d" else -1)) % self.problem.size
+        while wanted not in self.held:
+            arrived = self.arriving[source].popleft()
+            self.ops.append(Recv(source, self._take(*arrived)))
+        return self.held[wanted][1][:]
+
+    def _hand_on(self, action: Action) -> tuple[Chunk, int | None]:
+        """The slot for what the action hands on, and the rank to which it is sent (None: this one)."""
+        passed = _passes(action, self.problem.stages)
+        assert passed is not None
+        dest = passed[1] % self.problem.size
+        if dest == self.rank:
+            return self._take(*passed), None
+        return self._take("o" if action.kind == "F" else "e", action.stage, action.microbatch), dest
+
+    def _write(self, action: Action) -> None:
+        stage, kind, i = action
+        first, last = stage == 0, stage == self.problem.stages - 1
+        reads: list[Chunk] = []
+        if kind != "F" and not last:
+            reads.append(self._arrive(("d", stage, i)))
+        if not first:
+            reads.append(self._arrive(("a", stage, i)))
+        if kind in "BI":
+            reads.append(self.held["s", stage, i][1][:])
+        writes, dest = [], None
+        if _passes(action, self.problem.stages) is not None:
+            passed, dest = self._hand_on(action)
+            writes.append(passed)
+        if kind == "F":
+            writes.append(self._take("s", stage, i))
+        elif kind == "I":
+            writes.append(self._take("r", stage, i))
+        else:
+            if kind == "W":
+                reads.append(self.held["r", stage, i][1][:])
+            sum_so_far = self.work[f"g{stage}"][:]
+            if stage in self.begun:
+                reads.append(sum_so_far)
+            self.begun.add(stage)
+            writes.append(sum_so_far)
+        self.ops.append(Compute(KERNELS[kind], tuple(reads), tuple(writes), (stage, i)))
+        if dest is not None:
+            self.ops.append(Send(dest, writes[0]))
+            self._drop("o" if kind == "F" else "e", stage, i)
+        if kind in "BI":
+            self._drop("s", stage, i)
+        if kind in "BW":
+            for name in ["d"] * (not last) + ["a"] * (not first) + ["r"] * (kind == "W"):
+                self._drop(name, stage, i)

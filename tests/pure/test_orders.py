@@ -1,0 +1,204 @@
+"""Orders of pipelines: complete, without deadlock, as fast as their formulas, and with as much alive as promised."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from fompi.base.errors import PlanError
+from fompi.parallel.orders import SCHEDULES, Action, alive, check, order, predicted, times
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 12, 16, 24, 40)]
+CHUNKS = (2, 3, 4)
+SECONDS = [{}, {"F": 1.0, "B": 1.5, "I": 0.9, "W": 0.6}, {"F": 2.0, "B": 3.0, "I": 2.0, "W": 1.0}]
+
+LEAST = {"zb-h1": lambda p: p, "zb-h2": lambda p: 2 * p - 1}
+"""The least number of micro-batches for which a formula holds."""
+
+
+def texts(listed):
+    return [" ".join(map(str, actions)) for actions in listed]
+
+
+def slowest(listed, seconds, message=0.0):
+    found = times(listed, seconds, message)
+    return max(found.span(actions) for actions in listed)
+
+
+def test_an_action_is_written_as_in_pytorch():
+    assert str(Action(2, "F", 0)) == "2F0" and Action(2, "F", 0) == (2, "F", 0)
+
+
+def test_known_orders():
+    assert texts(order("gpipe", 2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert texts(order("1f1b", 2, 3)) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    assert texts(order("eager-1f1b", 2, 3))[0] == "0F0 0F1 0F2 0B0 0B1 0B2"
+    assert texts(order("zb-h1", 2, 2)) == ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
+    assert texts(order("interleaved", 2, 2, 2)) == [
+        "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_order_is_complete_and_ends(schedule):
+    """Also with fewer micro-batches than stages, and with micro-batches that do not divide by the ranks."""
+    for p in range(1, 8):
+        for m in range(1, 15):
+            for chunks in CHUNKS if schedule == "interleaved" else (1,):
+                listed = order(schedule, p, m, chunks)
+                assert len(listed) == p
+                check(listed, p, m, chunks)
+                kinds = 3 if schedule.startswith("zb") else 2
+                assert sum(map(len, listed)) == kinds * p * m * chunks
+
+
+@pytest.mark.parametrize("seconds", SECONDS, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_formulas_without_messages(schedule, seconds):
+    """Zero bubble: with equal parts. Else W cannot fill exactly what F and I leave, and the time is at least that."""
+    for p, m in SIZES:
+        for chunks in CHUNKS if schedule == "interleaved" else (1,):
+            if m < LEAST.get(schedule, lambda p: 1)(p) or (schedule == "interleaved" and m % p):
+                continue
+            got = slowest(order(schedule, p, m, chunks), seconds)
+            wanted = predicted(schedule, p, m, chunks, seconds)
+            if schedule.startswith("zb") and seconds:
+                assert got >= wanted * (1 - 1e-9)
+            else:
+                assert got == pytest.approx(wanted, rel=0.03)
+
+
+@pytest.mark.parametrize("message", [0.02, 0.1])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_formulas_with_messages(schedule, message):
+    for p, m in SIZES:
+        for chunks in CHUNKS if schedule == "interleaved" else (1,):
+            if m < LEAST.get(schedule, lambda p: 1)(p) or (schedule == "interleaved" and m % p):
+                continue
+            got = slowest(order(schedule, p, m, chunks), {}, message)
+            assert got == pytest.approx(predicted(schedule, p, m, chunks, {}, message), rel=0.03), (p, m, chunks)
+
+
+def test_what_is_alive():
+    for p, m in SIZES:
+        for r in range(p):
+            found = {name: alive(order(name, p, m)[r]) for name in SCHEDULES if name != "interleaved"}
+            assert found["gpipe"] == (m, 0)
+            assert found["1f1b"] == (min(m, p - r), 0)
+            assert found["eager-1f1b"] == (min(m, 2 * (p - r) - 1), 0)
+            assert found["zb-h1"] == (min(m, p - r), min(m, r + 1))
+            assert found["zb-h2"] == (min(m, 2 * (p - r) - 1), min(m, 2 * r + 1))
+            for v in CHUNKS:
+                if m % p == 0:
+                    wanted = min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1)
+                    assert alive(order("interleaved", p, m, v)[r])[0] == wanted
+
+
+def test_zero_bubble_has_less_bubble():
+    """Figures of the paper: 8 stages, 24 micro-batches of equal parts."""
+    spans = {name: slowest(order(name, 8, 24), {}) for name in ("1f1b", "zb-h1", "zb-h2")}
+    assert spans == {"1f1b": 93, "zb-h1": 79, "zb-h2": 72}
+
+
+# ------------------------------------------------------------------------------------------------ orders of users
+
+
+def test_texts_and_actions_and_a_file(tmp_path):
+    wanted = order("1f1b", 2, 2)
+    listed = [[str(a) for a in actions] for actions in wanted]
+    assert order(listed, 2, 2) == order(wanted, 2, 2) == wanted
+    table = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"  # a time step without an action is an empty cell
+    assert texts(order(table, 2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    path = tmp_path / "order.csv"
+    path.write_text(table)
+    assert order(str(path), 2, 2) == order(table, 2, 2)
+
+
+def test_messages_and_shards_in_a_file_of_pytorch_are_left_out():
+    table = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD\n"
+    assert texts(order(table, 2, 1)) == ["0F0 0B0", "1F0 1B0"]
+
+
+REFUSED = [
+    (["0F0"], ["1F0 1B0"], "rank 0: 0B0 is missing", 0, "0B0"),
+    (["0F0 0B0"], ["1B0"], "rank 1: 1F0 is missing", 1, "1F0"),
+    (["0F0 0I0"], ["1F0 1B0"], "rank 0: 0W0 is missing", 0, "0W0"),
+    (["0F0 0F0 0B0"], ["1F0 1B0"], "action 1, 0F0: it is there twice", 0, "0F0"),
+    (["0F0 0B0 0W0"], ["1F0 1B0"], "B is I and W together", 0, "0W0"),
+    (["0F0 0I0 0W0 0B0"], ["1F0 1B0"], "B is I and W together", 0, "0B0"),
+    (["0F0 0B0 1F0"], ["1F0 1B0"], "stage 1 belongs to rank 1", 0, "1F0"),
+    (["0F0 0B0 0F1"], ["1F0 1B0"], "1 micro-batches", 0, "0F1"),
+    (["0F0 0B0"], ["3F0 1B0"], "there are 2 stages", 1, "3F0"),
+    (["0B0 0F0"], ["1F0 1B0"], "0B0 of rank 0 waits for the forward of micro-batch 0 at stage 0", 0, "0B0"),
+    (["0F0 0W0 0I0"], ["1F0 1B0"], "which comes later on the same rank", 0, "0W0"),
+    (["0F0 Q"], ["1F0 1B0"], "'Q' is not an action", 0, "Q"),
+    (["0F0 (0F1;1B0)OVERLAP_F_B"], ["1F0 1B0"], "is not an action", 0, "(0F1;1B0)OVERLAP_F_B"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "text", "rank", "action"), REFUSED)
+def test_wrong_orders(first, second, text, rank, action):
+    with pytest.raises(PlanError) as caught:
+        order([first[0].split(), second[0].split()], 2, 1)
+    assert text in str(caught.value)
+    assert (caught.value.rank, caught.value.chunk) == (rank, action)
+
+
+def test_a_deadlock_of_two_ranks_names_both():
+    """Rank 0 wants the gradient of 1 first, rank 1 the one of 0."""
+    with pytest.raises(PlanError, match="deadlocks") as caught:
+        order([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], 2, 2)
+    assert "0B0 of rank 0 waits for the backward of micro-batch 0 at stage 1" in str(caught.value)
+    assert "1F1 of rank 1 waits for the forward of micro-batch 1 at stage 0" in str(caught.value)
+    assert (caught.value.rank, caught.value.op, caught.value.chunk) == (0, 1, "0B0")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("2f2b", 2, 2), "unknown schedule '2f2b'; known: gpipe"),
+        (("1f1b", 0, 2), "ranks=0 must be"),
+        (("1f1b", 2, 0.5), "microbatches=0.5 must be"),
+        (("1f1b", 2, 2, 0), "chunks=0 must be"),
+        (("1f1b", 2, 2, 2), "take 'interleaved'"),
+        ((["0F0"], 1, 1), "an order is a list of actions for each rank"),
+        ((7, 1, 1), "an order is a list of actions for each rank"),
+        (([["0F0", "0B0"]], 2, 1), "actions for 1 ranks, but there are 2"),
+        (("/nowhere/order.csv", 2, 1), "cannot be read"),
+    ],
+)
+def test_wrong_arguments(given, text):
+    with pytest.raises(PlanError, match=text.replace("(", r"\(")):
+        order(*given)
+    with pytest.raises(PlanError, match="no formula"):
+        predicted("2f2b", 2, 2)
+
+
+def test_random_orders():
+    """What the walk finishes is right; exchanging two actions gives an order that is refused or ends all the same."""
+    random, refused = Random(1), 0
+    for _ in range(300):
+        p, m = random.randint(1, 5), random.randint(1, 6)
+        schedule = random.choice([s for s in SCHEDULES if s != "interleaved"])
+        listed = order(schedule, p, m)
+        actions = random.choice(listed)
+        i, j = random.randrange(len(actions)), random.randrange(len(actions))
+        actions[i], actions[j] = actions[j], actions[i]
+        try:
+            found = times(listed)
+        except PlanError as error:
+            refused += 1
+            rank = error.rank
+            assert str(listed[rank][error.op]) == error.chunk
+            continue
+        assert len(found.ends) == sum(map(len, listed))
+        for action, begun in found.begins.items():
+            stage, kind, k = action
+            before = {"F": [(stage - 1, "F", k)] if stage else [], "W": [(stage, "I", k)]}.get(kind, [(stage, "F", k)])
+            assert all(found.ends[Action(*b)] <= begun for b in before)
+        for mine in listed:
+            assert all(found.ends[a] <= found.begins[b] for a, b in pairwise(mine))
+    assert 30 < refused < 270
