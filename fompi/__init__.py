@@ -186,7 +186,7 @@ HOOKS.differentiable, HOOKS.hide = _differentiable, _hide
 OBSERVERS.append(_report)
 
 
-_PACKAGES = ("torch", "jax", "plans", "model", "traces")
+_PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
 """Packages with names that the documents use, beside the names of this module."""
 
 
@@ -196,9 +196,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what few programs use at the first use of its name: `calibrate`, and the doors of torch and jax."""
+    """Import what few programs use at the first use of its name: `calibrate`, and some packages."""
     if name == "calibrate":
         return import_module("fompi.tuning.calibrate").calibrate
-    if name in ("torch", "jax"):
+    if name in ("torch", "jax", "parallel"):
         return import_module(f"fompi.{name}")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

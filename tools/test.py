@@ -100,13 +100,13 @@ def legs() -> list[Leg]:
     found = [
         Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
         Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
-        Leg("pure", "mpich", 240, ("-n", "2", "tests/pure")),
+        Leg("pure", "mpich", 300, ("-n", "2", "tests/pure")),
         Leg("local", "mpich", 300, ("-n", "2", "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
         for size, names in SIZES[mpi].items():
             tests = ("--with-mpi", *([f"tests/mpi/test_{name}.py" for name in names] or ["tests/mpi"]))
-            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 240, tests, ranks=size))
+            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 300, tests, ranks=size))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3", "tests/faults")))
     for mpi in ENVIRONMENTS:

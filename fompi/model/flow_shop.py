@@ -58,10 +58,15 @@ def announced(done: Sequence[float], send: Callable[[int], float]) -> Groups:
 
     This is exact, in O(units^2). There are 2^(units - 1) partitions (the recurrence is that of arXiv 2504.19519).
     """
+    return announced_units(done, lambda i, j: send(j - i))
+
+
+def announced_units(done: Sequence[float], send: Callable[[int, int], float]) -> Groups:
+    """The same for units that differ: sending units i to j - 1 takes `send(i, j)` seconds."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for j in range(1, len(done) + 1):
         ready = done[j - 1]
-        best.append(min((max(ready, best[i][0]) + send(j - i), i) for i in range(j)))
+        best.append(min((max(ready, best[i][0]) + send(i, j), i) for i in range(j)))
     return Groups(_cuts(lambda j: best[j][1], len(done)), best[-1][0])
 
 

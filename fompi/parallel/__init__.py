@@ -7,6 +7,20 @@
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
 | `sequence` | long sequences: shardings, Ulysses, ring attention, and both together |
 | `expert` | experts: routing, dispatch and combine |
+| `differentiable` | what they have in common: a forward, a backward, and the adapters of torch and JAX |
+| `attention` | attention of some queries over some keys, in tiles, on one rank |
+| `activations` | activations and their derivatives |
+| `arrays` | tensors as arrays, and the agreement of the ranks before a strategy |
 
 Every function has `f(...)`, `f.forward(...) -> (y, saved)` and `f.backward(saved, dy) -> gradients`.
 """
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Import a strategy at the first use of its name: `fompi.parallel.data`."""
+    if name in ("data", "pipeline", "tensor", "sequence", "expert"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

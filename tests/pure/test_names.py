@@ -14,7 +14,7 @@ import fompi
 from fompi.engine.communicator import OBSERVERS
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "jax", "plans", "model", "traces")
+PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
 
 
 def test_dir_shows_public_names_only():

@@ -1,0 +1,209 @@
+"""Buckets of parameters: how they are cut, what lies where, and what a rank keeps of them.
+
+`buckets` finds the best cut from the bytes and the seconds of the parameters, without MPI.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import widen
+from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
+from fompi.base.layout import accumulator, integer, offsets, split
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import digest
+from fompi.model.flow_shop import Job, announced_units, makespan
+from fompi.model.machine import Machine
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+MOST_NAMED = 8
+"""An error names at most this many parameters."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A cut of parameters into buckets, in the order of first use: `counts[k]` parameters are in bucket k.
+
+    `backward[k]` are the seconds of the backward of bucket k, `sums[k]` those of its reduce-scatter. The backward
+    begins with the last bucket.
+    """
+
+    counts: tuple[int, ...]
+    nbytes: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+    sums: tuple[float, ...] = ()
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the backward with all sums."""
+        return makespan([Job(b, g) for b, g in zip(reversed(self.backward), reversed(self.sums), strict=True)])
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the sums that no backward hides: max over k of sums[:k + 1] - backward[:k]."""
+        return self.seconds - sum(self.backward)
+
+    def __str__(self) -> str:
+        sums = sum(self.sums)
+        share = f", {1 - self.exposed / sums:.1%} hidden" if sums else ""
+        lines = [
+            f"{len(self.counts)} buckets of {sum(self.counts)} parameters: backward {1e3 * sum(self.backward):.3f} ms, "
+            f"sums {1e3 * sums:.3f} ms, exposed {1e3 * self.exposed:.3f} ms{share}",
+            "bucket  parameters          bytes     ready    leaves      done   (ms, the backward begins at 0)",
+        ]
+        ready = done = 0.0
+        for k in reversed(range(len(self.counts))):
+            ready += self.backward[k]
+            leaves = max(ready, done)
+            done = leaves + self.sums[k]
+            times = "".join(f"{1e3 * t:10.3f}" for t in (ready, leaves, done))
+            lines.append(f"{k:6}{self.counts[k]:12}{self.nbytes[k]:15,.0f}{times}")
+        return "\n".join(lines)
+
+
+def buckets(sizes: Sequence[float], seconds: Sequence[float], machine: Machine | str, *, ranks: int = 2) -> Buckets:
+    """The cut with the least exposed time of the sums, among all cuts.
+
+    `sizes` are the bytes of the gradient of each parameter, `seconds` the time of its backward, both in the order of
+    first use. A bucket leaves when the backward of all its parameters is done and the previous bucket has left. A
+    larger bucket costs fewer latencies, but leaves later. The last bucket has no backward behind it, so it is small.
+    Exact, in O(parameters^2) (`fompi.model.flow_shop`). Nothing is measured or sent.
+
+        print(buckets([4e6] * 32, [1e-3] * 32, "gigabit", ranks=8))
+        DataParallel(params, ..., bucket_nbytes=buckets(sizes, seconds, machine, ranks=comm.size))
+    """
+    if len(sizes) != len(seconds) or not all(n >= 0 for n in (*sizes, *seconds)):
+        raise LayoutError(f"{len(sizes)} sizes and {len(seconds)} seconds must be as many, and at least 0")
+    model = Machine.of(machine)
+    behind = list(accumulate(reversed(sizes), initial=0.0))  # the backward runs from the last parameter to the first
+
+    def sum_seconds(nbytes: float) -> float:
+        return model.native("reduce_scatter", nbytes * (1 + 1 / ranks), ranks) if nbytes else 0.0
+
+    groups = announced_units(list(accumulate(reversed(seconds))), lambda i, j: sum_seconds(behind[j] - behind[i]))
+    counts = tuple(reversed(groups.sizes))
+    edges = list(accumulate(counts, initial=0))
+    nbytes, backward = (tuple(float(sum(of[a:b])) for a, b in pairwise(edges)) for of in (sizes, seconds))
+    return Buckets(counts, nbytes, backward, tuple(map(sum_seconds, nbytes)))
+
+
+LAST_SHARE = 16
+"""The last bucket of a backward is cut at 1/16 of the size of the others."""
+
+
+def cut_by_bytes(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """How many parameters each bucket has, in the order of first use, if nothing is known but their bytes.
+
+    A bucket has at most `most` bytes, or one parameter. Towards the end of the backward each bucket has half of what
+    is left, because the last bucket has no backward behind it.
+    """
+    counts: list[int] = []
+    left, begin = sum(sizes), len(sizes)
+    while begin:
+        cap, filled, end = min(most, max(left // 2, most // LAST_SHARE)), 0, begin
+        while begin and (begin == end or filled + sizes[begin - 1] <= cap):
+            begin -= 1
+            filled += sizes[begin]
+        counts.append(end - begin)
+        left -= filled
+    return tuple(reversed(counts))
+
+
+class Bucket:
+    """Parameters of one dtype, one behind the other. This rank owns the elements `begin` to `end`."""
+
+    def __init__(self, params: dict[str, Tensor], comm: Communicator, zero: int):
+        self.names, self.shapes = [*params], {name: t.array.shape for name, t in params.items()}
+        self.kinds = {name: t.framework for name, t in params.items()}
+        self.dtype = next(iter(params.values())).dtype
+        self.wide = accumulator(self.dtype)  # the dtype of gradients and of what the optimizer updates
+        edges = offsets(t.array.size for t in params.values())
+        self.spans = dict(zip(params, pairwise(edges), strict=True))
+        self.size = edges[-1]
+        own = offsets(split(self.size, comm.size))
+        self.begin, self.end = own[comm.rank : comm.rank + 2] if zero else (0, self.size)
+        full = np.concatenate([t.array.reshape(-1) for t in params.values()])
+        self.full: Array | None = full if zero < 3 else None
+        self.shard = full[self.begin : self.end] if zero < 3 else full[self.begin : self.end].copy()
+        self.master = self.shard if self.wide == self.dtype else widen(self.shard, self.dtype)
+        self.gradient = np.zeros(self.size, self.wide) if zero < 2 else None  # of this rank, all elements
+        self.sum_shard = np.zeros(self.end - self.begin, self.wide) if zero >= 2 else None
+        self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
+        self.missing = set(self.names)  # not announced since the last step
+        self.held: set[str] = set()  # not released since the bucket arrived
+        self.resident = zero < 3
+        self.position = -1  # of its last gather in the cycle
+        self.gather: Any = None
+        self.sum: Any = None
+
+    def own(self, name: str) -> slice:
+        """The part of a parameter that this rank owns: a slice of the shard."""
+        a, b = (min(max(i, self.begin), self.end) - self.begin for i in self.spans[name])
+        return slice(a, b)
+
+
+def detached(x: Any) -> Any:
+    return x.detach() if dlpack.requires_grad(x) else x
+
+
+def borrowed(params: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {name: dlpack.borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
+    if not tensors:
+        raise ShapeError("DataParallel needs at least one parameter")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise DtypeError(f"the parameter {name!r} is {tensor.dtype}; DataParallel takes {', '.join(DTYPES)}")
+        if tensor.device is not None:
+            raise TensorError(f"the parameter {name!r} is on a device: DataParallel works on the host")
+    return tensors
+
+
+def check_options(
+    zero: int, holders: Mapping[str, int], tensors: Mapping[str, Tensor], wire: str | None, ahead: int | None
+) -> None:
+    if zero not in (0, 1, 2, 3):
+        raise LayoutError(f"zero={zero!r} must be 0, 1, 2 or 3")
+    if unknown := [name for name in holders if name not in tensors]:
+        raise LayoutError(f"replicated= names {unknown[0]!r}, which is no parameter")
+    if wire is not None and any(accumulator(wire) != accumulator(t.dtype) for t in tensors.values()):
+        raise DtypeError(f"wire_dtype={wire!r} must be float32 or a half type, and no parameter float64")
+    if ahead is not None and (integer(ahead) is None or ahead < 0):
+        raise LayoutError(f"ahead_nbytes={ahead!r} must be an integer of at least 0")
+
+
+def cut(tensors: Mapping[str, Tensor], most: int | Buckets) -> list[int]:
+    """How many parameters each bucket has. The parameters of a bucket have the same dtype."""
+    listed = [*tensors.values()]
+    if isinstance(most, Buckets):
+        counts: Sequence[int] = most.counts
+        if sum(counts) != len(listed) or min(counts, default=0) < 1:
+            raise LayoutError(f"bucket_nbytes= cuts {sum(counts)} parameters, but there are {len(listed)}")
+    elif integer(most) is None or most < 1:
+        raise LayoutError(f"bucket_nbytes={most!r} must be an integer of at least 1, or Buckets")
+    else:
+        counts = cut_by_bytes([t.array.nbytes for t in listed], int(most))
+    changes = {i for i in range(1, len(listed)) if listed[i].dtype != listed[i - 1].dtype}
+    edges = sorted({0, *changes, *accumulate(counts)})
+    return [b - a for a, b in pairwise(edges)]
+
+
+def in_words(tensors: Mapping[str, Tensor]) -> str:
+    """The parameters in their order, and a checksum of their values: what must be the same on all ranks."""
+    listed = [f"{name} {t.dtype}{[*t.array.shape]}" for name, t in tensors.items()]
+    values = 0
+    for tensor in tensors.values():
+        values = zlib.crc32(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data, values)
+    more = ", ..." if len(listed) > MOST_NAMED else ""
+    named = f"{', '.join(listed[:MOST_NAMED])}{more} (all: {digest(str(listed)):x})"
+    return f"{len(listed)} parameters: {named}, values {values:x}"

@@ -1,0 +1,486 @@
+"""Data parallelism with ZeRO 1 to 3: gradients leave in buckets during the backward, parameters arrive ahead.
+
+    backward   | b3 | b2 | b1 |b0|             forward   | f0 | f1 | f2 | f3 |
+    sums            | g3 | g2 |g1|g0|          gathers | a0 | a1 | a2 | a3 |
+
+Rank r owns the r-th run of the elements of a bucket, across parameters. Sums and gathers have a communicator each, and
+the calls on it have a fixed order, whatever a rank uses. So ranks that use different parameters never wait in vain:
+
+- Sums leave from the last bucket to the first. A bucket whose gradients are not all there waits for `step`.
+- Gathers follow a cycle: the forward (0 to the last bucket) and, for zero=3, the backward (last but one to 0). The exit
+  of `no_sync` and `step` finish the cycle on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
+from time import perf_counter
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fompi.backends.numpy import narrow, storage, widen
+from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
+from fompi.base.layout import accumulator, offsets
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree
+from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
+from fompi.parallel.buckets import (
+    DTYPES,
+    MOST_NAMED,
+    Bucket,
+    Buckets,
+    borrowed,
+    buckets,
+    check_options,
+    cut,
+    detached,
+    in_words,
+)
+from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
+
+__all__ = ["SGD", "AdamW", "Buckets", "DataParallel", "buckets"]
+
+Array = np.ndarray[Any, Any]
+
+
+class DataParallel:
+    """p -= optimizer(mean of the gradients of all ranks), for each p of `params`; a mean, or a sum if not `average`
+
+        with DataParallel(params, optimizer=AdamW(1e-3), comm=comm, zero=1) as dp:
+            for x, target in batches:
+                y = forward(dp, x)                     # reads dp["w1"], then dp["w2"], ...
+                for name, gradient in backward(dp, y, target):
+                    dp.ready(name, gradient)           # its bucket leaves while the backward goes on
+                dp.step(clip=1.0)
+
+    `params`: name -> tensor, in the order of first use, the same on all ranks. They are copied, and never written.
+    float64, float32, bfloat16 or float16. Half types have a float32 copy in the optimizer.
+    `zero`: 0 keeps everything on every rank; 1 shards the state of the optimizer, 2 the gradients too, 3 the parameters
+    too. `replicas`: a second axis, whose ranks hold the same shards.
+    `replicated`: name -> comm whose ranks hold the parameter alike, so that norms count it once (tensor parallelism).
+    `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `wire_dtype`: what gradients travel
+    in; None is float32, or float64 for float64. `ahead_nbytes`: how much is gathered ahead; None is one bucket.
+    `check_for_nan`: look at every gradient; a NaN is a TensorError that names parameter and rank.
+
+    Creating one, `step` and `close` are collective. If one rank refuses a call, it raises the error once the other
+    ranks are at the end of their step, and `step` raises MismatchError there. Gradients are forgotten then, nothing
+    else is lost, and the next step may begin.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        *,
+        optimizer: Optimizer,
+        comm: Any,
+        zero: int = 1,
+        replicas: Any = None,
+        bucket_nbytes: int | Buckets = 25 << 20,
+        average: bool = True,
+        replicated: Mapping[str, Any] | None = None,
+        wire_dtype: str | None = None,
+        ahead_nbytes: int | None = None,
+        check_for_nan: bool = False,
+    ):
+        self.comm = Communicator.of(comm)
+        self.replicas = None if replicas is None else Communicator.of(replicas)
+        self.zero, self.optimizer, self.check_for_nan = zero, optimizer, check_for_nan
+        self.waited = 0.0  # seconds for which this rank has waited for messages and for other ranks: what was exposed
+        tensors: dict[str, Tensor] = {}
+        counts: Sequence[int] = ()
+        error: Exception | None = None
+        try:
+            self._holders = {name: Communicator.of(c).size for name, c in (replicated or {}).items()}
+            tensors = borrowed(params)
+            counts = cut(tensors, bucket_nbytes)
+            check_options(zero, self._holders, tensors, wire_dtype, ahead_nbytes)
+        except Exception as refusal:
+            error = refusal
+        how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
+        options = f"zero={zero}, average={average}, wire_dtype={wire_dtype}, ahead_nbytes={ahead_nbytes}"
+        text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)})"
+        _agree_everywhere([self.comm, *([self.replicas] if self.replicas else [])], text, error)
+
+        self._sums, self._gathers = (
+            self.comm.split(0, self.comm.rank, f"{self.comm.name}/{k}") for k in ("sum", "gather")
+        )
+        names, edges = [*tensors], offsets(counts)
+        self.buckets = [
+            Bucket({name: tensors[name] for name in names[a:b]}, self.comm, zero) for a, b in itertools.pairwise(edges)
+        ]
+        self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+        self._states: dict[str, State] = {}
+        for bucket in self.buckets:
+            self._states |= {name: optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
+        self._scale = 1 / (self.comm.size * (self.replicas.size if self.replicas else 1)) if average else 1.0
+        self._wire, self._ahead = wire_dtype, ahead_nbytes
+        last = len(self.buckets) - 1
+        self._cycle = [*range(last + 1), *(range(last - 1, -1, -1) if zero == 3 else ())] if zero else []
+        self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]
+        self._gathered = 0  # gathers started
+        self._next = last  # the next bucket that leaves
+        self._is_syncing, self._used, self._steps = True, set[str](), 0
+        self._over: tuple[Communicator, ...] = ()  # the axes of the last step
+        self.closed = False
+
+    # ---------------------------------------------------------------------------------------------- parameters
+    def __getitem__(self, name: str) -> Any:
+        """The parameter, as a tensor of the kind that was given. Waits if it must; the next bucket is gathered ahead.
+
+        Ask for it in every forward. With zero < 3 it shares the memory of the DataParallel: do not write it.
+        """
+        self._check_open()
+        bucket = self._bucket_of(name)
+        try:
+            if not bucket.resident and bucket.gather is None:
+                i = self._index[name]
+                if i not in self._cycle[self._at :]:
+                    self._finish_cycle()
+                self._gather_until(self._cycle.index(i, self._at))
+            self._arrive(bucket)
+            self._gather_ahead(bucket.position)
+        except MismatchError as error:  # a rank has refused: this is the first gather of a cycle
+            self._fail(error, begun=False)
+        assert bucket.full is not None
+        a, b = bucket.spans[name]
+        array = bucket.full[a:b].reshape(bucket.shapes[name])
+        kind = bucket.kinds[name]
+        return dlpack.lend(array.copy() if kind == "jax" else array, bucket.dtype, kind)  # JAX arrays never change
+
+    def release(self, name: str) -> None:
+        """The parameter is not needed until its next use. zero=3 forgets a bucket once all its names are released."""
+        self._check_open()
+        bucket = self._bucket_of(name)
+        bucket.held.discard(name)
+        if self.zero == 3 and not bucket.held and bucket is not self.buckets[-1]:
+            bucket.full, bucket.resident = None, False
+
+    def _gather_until(self, position: int) -> None:
+        """Start the gathers of the cycle up to `position`."""
+        while self._at <= min(position, len(self._cycle) - 1):
+            if self.zero == 3 and self._at == 1:
+                self._arrive(self.buckets[self._cycle[0]])  # now all ranks have begun this cycle
+            bucket = self.buckets[self._cycle[self._at]]
+            self._arrive(bucket)
+            x = bucket.shard if self.zero == 3 else bucket.shard.copy()
+            out = None if bucket.full is None or self.zero == 3 else dlpack.lend(bucket.full, bucket.dtype, "dlpack")
+            bucket.gather = all_gather.start(dlpack.lend(x, bucket.dtype, "dlpack"), out=out, comm=self._gathers)
+            bucket.position, self._at, self._gathered = self._at, self._at + 1, self._gathered + 1
+
+    def _gather_ahead(self, position: int) -> None:
+        """Start what follows the bucket in use: one bucket, or `ahead_nbytes`."""
+        window, following = self._ahead or 0, position + 1
+        while 0 < following < len(self._cycle):
+            bucket = self.buckets[self._cycle[following]]
+            self._gather_until(following)
+            window -= bucket.size * storage(bucket.dtype).itemsize
+            following += 1
+            if window <= 0:
+                break
+
+    def _arrive(self, bucket: Bucket) -> None:
+        if bucket.gather is not None:
+            gather, bucket.gather = bucket.gather, None
+            bucket.full = self._wait(gather)
+            bucket.resident, bucket.held = True, set(bucket.names)
+
+    def _finish_cycle(self) -> None:
+        """Take part in the gathers that this rank has skipped. zero=3 forgets the parameters, and begins anew."""
+        self._gather_until(len(self._cycle) - 1)
+        if self.zero == 3:
+            self._at = 0
+        for bucket in self.buckets:
+            self._arrive(bucket)
+            bucket.position = -1
+            if self.zero == 3:
+                bucket.full, bucket.resident = None, False
+
+    def _end_cycle(self) -> None:
+        try:
+            self._finish_cycle()
+        except MismatchError as error:
+            self._fail(error, begun=False)
+
+    def _wait(self, pending: Any) -> Array:
+        begun = perf_counter()
+        array: Array = pending.wait().array
+        self.waited += perf_counter() - begun
+        return array
+
+    # ----------------------------------------------------------------------------------------------- gradients
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are only accumulated inside. With zero=3: one micro-batch in each `with` block."""
+        outer, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = outer
+        if self.zero == 3:
+            self._end_cycle()
+
+    def ready(self, name: str, gradient: Any) -> None:
+        """Add `gradient` to that of the parameter. Outside `no_sync` a bucket leaves when all of its are there.
+
+        A parameter is announced once outside `no_sync`. One that this rank does not announce has a zero gradient here.
+        """
+        self._check_open()
+        bucket = self._bucket_of(name)
+        try:
+            array = self._fitting(bucket, name, gradient)
+        except Exception as error:
+            self._fail(error)
+        if bucket.gradient is None:
+            bucket.gradient = np.zeros(bucket.size, bucket.wide)
+        a, b = bucket.spans[name]
+        into = bucket.gradient[a:b].reshape(array.shape)
+        np.add(into, array, out=into)
+        self._used.add(name)
+        if self._is_syncing:
+            bucket.missing.discard(name)
+            self._leave()
+
+    def _fitting(self, bucket: Bucket, name: str, gradient: Any) -> Array:
+        """The gradient as an array that can be added. Raises the error with which this rank refuses it."""
+        if bucket.sum is not None or bucket.total is not None or (self._is_syncing and name not in bucket.missing):
+            raise StateError(
+                f"the gradient of {name!r} was announced twice before step() on rank {self.comm.rank}: add the two "
+                "first, or announce all but the last inside no_sync()"
+            )
+        tensor = dlpack.borrow(detached(gradient), f"the gradient of {name!r}")
+        if tensor.array.shape != bucket.shapes[name]:
+            raise ShapeError(f"the gradient of {name!r} has shape {tensor.array.shape}, not {bucket.shapes[name]}")
+        if tensor.dtype not in DTYPES or accumulator(tensor.dtype) != bucket.wide:
+            raise DtypeError(f"the gradient of {name!r} is {tensor.dtype}, and is added in {bucket.wide}")
+        if tensor.device is not None:
+            raise TensorError(f"the gradient of {name!r} is on a device: DataParallel works on the host")
+        array: Array = widen(tensor.array, tensor.dtype)
+        if self.check_for_nan and np.isnan(array).any():
+            raise TensorError(f"the gradient of {name!r} has a NaN on rank {self.comm.rank}")
+        return array
+
+    def _leave(self, most: int | None = None) -> None:
+        """Start the sums of the buckets that are complete, in the order of the backward; or of `most` buckets."""
+        before = self._next
+        while self._next >= 0 and (before - self._next < most if most is not None else self._is_complete):
+            bucket = self.buckets[self._next]
+            gradient = np.zeros(bucket.size, bucket.wide) if bucket.gradient is None else bucket.gradient
+            wire = self._wire or bucket.wide
+            x = dlpack.lend(narrow(gradient, wire), wire, "dlpack")
+            if self.zero:
+                out = None
+                if bucket.sum_shard is not None and wire == bucket.wide:
+                    out = dlpack.lend(bucket.sum_shard, wire, "dlpack")
+                bucket.sum = reduce_scatter.start(x, out=out, comm=self._sums)
+            else:
+                bucket.sum = all_reduce.start(x, comm=self._sums, schedule=_same_bits(self._sums))
+            self._next -= 1
+            for later in self.buckets[self._next + 2 :]:
+                if later.sum is not None and later.sum.done():
+                    self._collect(later)
+                if self.zero == 3:  # the backward has left this bucket
+                    later.full, later.resident = None, False
+
+    @property
+    def _is_complete(self) -> bool:
+        return not self.buckets[self._next].missing
+
+    def _collect(self, bucket: Bucket) -> None:
+        """Wait for the sum of a bucket. zero >= 2 forgets the gradient of this rank."""
+        if bucket.sum is not None:
+            pending, bucket.sum = bucket.sum, None
+            bucket.total = widen(self._wait(pending), self._wire or bucket.wide)
+            if self.zero >= 2:
+                bucket.gradient = None
+
+    # ---------------------------------------------------------------------------------------------------- step
+    def step(self, clip: float | None = None, over: Any = ()) -> float:
+        """Update the parameters. Returns the norm of the whole gradient, before it is clipped to `clip`.
+
+        `over`: communicators of other axes that hold other parts of the model. The norm counts those too.
+        A parameter that no rank has announced is left alone.
+        """
+        self._check_open()
+        axes = over if isinstance(over, (tuple, list)) else (over,)
+        self._over = tuple(map(Communicator.of, axes))
+        self._leave(most=len(self.buckets))
+        self._end_cycle()
+        begun = perf_counter()
+        _agree_everywhere(self._axes, f"step {self._steps} of DataParallel, clip={clip}", None, self._reset)
+        self.waited += perf_counter() - begun
+        for bucket in reversed(self.buckets):
+            self._collect(bucket)
+        if self.replicas is not None:
+            self._sum_replicas(self.replicas)
+        norm, used = self._norm_and_used()
+        factor = self._scale * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6)))
+        for bucket in self.buckets:
+            assert bucket.total is not None
+            for name in bucket.names:
+                if name in used:
+                    own = bucket.own(name)
+                    gradient = bucket.total[own] * factor
+                    self.optimizer.update(bucket.master[own], gradient, self._states[name])
+            if bucket.master is not bucket.shard:
+                bucket.shard[...] = narrow(bucket.master, bucket.dtype)
+        self._reset()
+        if self.zero in (1, 2):
+            self._at = 0
+            for bucket in self.buckets:
+                bucket.resident = False
+            self._gather_until(0)
+            self._gather_ahead(0)
+        return norm
+
+    def _sum_replicas(self, replicas: Communicator) -> None:
+        sums = [all_reduce.start(b.total, comm=replicas, schedule=_same_bits(replicas)) for b in reversed(self.buckets)]
+        for bucket, pending in zip(reversed(self.buckets), sums, strict=True):
+            begun = perf_counter()
+            bucket.total = pending.wait()
+            self.waited += perf_counter() - begun
+
+    def _norm_and_used(self) -> tuple[float, set[str]]:
+        """The norm of the whole gradient, and the names that some rank has announced. The same bits on all ranks."""
+        squares = 0.0
+        for bucket in self.buckets:
+            assert bucket.total is not None
+            for name in bucket.names:
+                square = np.square(bucket.total[bucket.own(name)], dtype=np.float64).sum()
+                squares += float(square) / self._holders.get(name, 1)
+        names = [*self._index]
+        words = np.array([squares, *(name in self._used for name in names)], np.float64)
+        total = all_reduce(words, comm=self._sums, schedule=_same_bits(self._sums))
+        flags = total[1:]
+        if self.replicas is not None:
+            flags = all_reduce(flags, comm=self.replicas, schedule=_same_bits(self.replicas))
+        norm2 = total[:1].copy() if self.zero else words[:1]
+        for axis in self._over:
+            norm2 = all_reduce(norm2, comm=axis, schedule=_same_bits(axis))
+        return self._scale * float(np.sqrt(norm2[0])), {name for name, n in zip(names, flags, strict=True) if n}
+
+    def _reset(self) -> None:
+        """Forget the gradients, and what is left of this step."""
+        for bucket in self.buckets:
+            if bucket.sum is not None:
+                with suppress(FompiError):
+                    self._collect(bucket)
+            bucket.sum = bucket.total = None
+            bucket.missing = set(bucket.names)
+            if self.zero >= 2:
+                bucket.gradient = None
+            elif bucket.gradient is not None:
+                bucket.gradient.fill(0)
+        self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
+
+    # --------------------------------------------------------------------------------------------------- errors
+    @property
+    def _axes(self) -> list[Communicator]:
+        return [self._gathers, *([self.replicas] if self.replicas is not None else []), *self._over]
+
+    def _bucket_of(self, name: str) -> Bucket:
+        if name not in self._index:
+            known = ", ".join([*self._index][:MOST_NAMED])
+            self._fail(LayoutError(f"there is no parameter {name!r}; the first ones are {known}"))
+        return self.buckets[self._index[name]]
+
+    def _fail(self, error: Exception, begun: bool = True) -> NoReturn:
+        """Take part in the rest of the step, so that all ranks end it, with an error. Then raise `error`.
+
+        `begun` is False if the error came from the first gather of a cycle: then the other ranks have refused it.
+        """
+        with suppress(FompiError):
+            if begun:
+                try:
+                    self._finish_cycle()
+                except MismatchError:  # another rank has refused before
+                    begun = False
+            if not begun:
+                self._at, self._gathered = 0, self._gathered - 1
+            axes = self._axes if begun else self._axes[1:]
+            with suppress(FompiError):
+                _agree_everywhere(axes, "a refused step", error)
+            for _ in range(self._next + 1):
+                with suppress(type(error)):
+                    (reduce_scatter if self.zero else all_reduce).refuse(error, self._sums)
+        self._reset()
+        raise error
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StateError("this DataParallel is closed")
+
+    # --------------------------------------------------------------------------------------------- what is kept
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """The bytes that this rank keeps: of parameters, of gradients, and of the optimizer with its float32 copies.
+
+        Between steps, with n bytes in all on N ranks. With zero=3 parameters in use come on top.
+
+            zero         0    1    2    3
+            parameters   n    n    n    n/N
+            gradients    n    n    n/N  n/N
+            optimizer    s    s/N  s/N  s/N       s: n for SGD with momentum, 2n for AdamW
+        """
+        states = (value for state in self._states.values() for value in state.values())
+        masters = (b.master for b in self.buckets if b.master is not b.shard)
+        of: dict[str, Any] = {
+            "parameters": [a for b in self.buckets for a in (b.full, b.shard if self.zero == 3 else None)],
+            "gradients": [a for b in self.buckets for a in (b.gradient, b.sum_shard)],
+            "optimizer": [*states, *masters],
+        }
+        return {key: sum(getattr(a, "nbytes", 0) for a in arrays) for key, arrays in of.items()}
+
+    def close(self) -> None:
+        """Finish what is in flight on any rank, and free the communicators. Collective."""
+        if self.closed:
+            return
+        self.closed = True
+        left = len(self.buckets) - 1 - self._next
+        self._leave(most=max(agree(self.comm, "close of DataParallel: sums", value=left)) - left)
+        gathered = max(agree(self.comm, "close of DataParallel: gathers", value=self._gathered))
+        while self._gathered < gathered:
+            self._at %= len(self._cycle)
+            self._gather_until(self._at)
+        for bucket in self.buckets:
+            self._collect(bucket)
+            self._arrive(bucket)
+        self._sums.close()
+        self._gathers.close()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:  # after an error the other ranks may never come to close
+            self.close()
+
+
+# ------------------------------------------------------------------------------------------------------- helpers
+
+
+def _agree_everywhere(
+    axes: Sequence[Communicator], text: str, error: Exception | None, forget: Any = lambda: None
+) -> None:
+    """Raise on all ranks of all axes if one of them has an `error`. An error on one axis is refused on those after it.
+
+    `forget` is called before an error is raised.
+    """
+    for axis in axes:
+        try:
+            agree(axis, text, error)
+        except FompiError as refused:
+            error = error or refused
+    if error is not None:
+        forget()
+        raise error
+
+
+def _same_bits(comm: Communicator) -> str:
+    """A schedule in which fompi sums: all ranks get the same bits, so that what they hold alike stays alike."""
+    return "ring" if comm.network else "direct"

@@ -1,0 +1,78 @@
+"""Optimizers on runs of numbers, without MPI.
+
+An optimizer has `state(p) -> dict` and `update(p, g, state)`, which writes p and the state in place. p and g are arrays
+of one dimension, of float32 or float64: a part of a parameter, or nothing of it. An object of your own will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+State = dict[str, Any]
+
+
+class Optimizer(Protocol):
+    """What `DataParallel` needs from an optimizer."""
+
+    def state(self, p: Array) -> State:
+        """What the optimizer keeps for `p`, before the first update."""
+
+    def update(self, p: Array, g: Array, state: State) -> None:
+        """Write the new `p` and the new state."""
+
+
+@dataclass
+class SGD:
+    """m = momentum * m + (g + weight_decay * p); p -= lr * m
+
+    As torch.optim.SGD: the first m is the first gradient. `lr` may be changed between steps, on all ranks alike.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def state(self, p: Array) -> State:
+        return {"momentum": np.zeros_like(p)} if self.momentum else {}
+
+    def update(self, p: Array, g: Array, state: State) -> None:
+        if self.weight_decay:
+            g = g + self.weight_decay * p
+        if self.momentum:
+            m = state["momentum"]
+            m *= self.momentum
+            m += g
+            g = m
+        p -= self.lr * g
+
+
+@dataclass
+class AdamW:
+    """m = mean of g; v = mean of g**2; p -= lr * (m / (sqrt(v) + eps) + weight_decay * p)
+
+    As torch.optim.AdamW: the means are exponential, with `betas`, and corrected for their start at 0. `lr` may be
+    changed between steps, on all ranks alike.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def state(self, p: Array) -> State:
+        return {"mean": np.zeros_like(p), "square": np.zeros_like(p), "steps": 0}
+
+    def update(self, p: Array, g: Array, state: State) -> None:
+        first, second = self.betas
+        m, v = state["mean"], state["square"]
+        state["steps"] += 1
+        p *= 1 - self.lr * self.weight_decay
+        m += (g - m) * (1 - first)
+        v *= second
+        v += g * g * (1 - second)
+        root = np.sqrt(v) / float(np.sqrt(1 - second ** state["steps"]))
+        p -= self.lr / (1 - first ** state["steps"]) * (m / (root + self.eps))
