@@ -271,7 +271,7 @@ FAULTS = {
         with_info(versions={**VERSIONS, "cupy": None}, ranks=with_devices(*["cuda:0 X"] * 4)),
         "note",
         "CuPy is not installed",
-        "cupy",
+        "cuda13",
     ),
     "an MPI without CUDA": (
         replace(
