@@ -29,9 +29,11 @@ OPERATIONS = ("communicator", "operations", "torch")
 SUBSET = (*OPERATIONS, "counts", "device", "labels", "local_errors", "refusals", "tensors", "values")
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
 
+STRATEGIES = tuple(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor"))
+
 SIZES = {
-    "mpich": {1: SUBSET, 2: (), 3: SUBSET, 4: (), 8: OPERATIONS},
-    "openmpi": {1: SUBSET, 2: (), 3: SUBSET, 4: (*SUBSET, "lifetime"), 8: OPERATIONS},
+    "mpich": {1: SUBSET, 2: (), 3: SUBSET, 4: (*SUBSET, *STRATEGIES, "executor", "lifetime", "pending"), 8: OPERATIONS},
+    "openmpi": {1: SUBSET, 2: (), 3: (*SUBSET, *STRATEGIES), 4: (*SUBSET, "lifetime"), 8: OPERATIONS},
 }
 """Which files of tests/mpi run on which number of ranks; (): all."""
 
