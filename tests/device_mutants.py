@@ -140,12 +140,6 @@ MUTANTS = {
         "_mirrored((chunk,)), (chunk,)",
     ),
     # messages by ipc
-    "a send is done without an answer": (
-        (IPC,),
-        f"{PATHS}:Offer.done",
-        "return not self._requests",
-        "Offer.kept = [*getattr(Offer, 'kept', []), self]\n    return len(self._requests) < 2",
-    ),
     "the answer comes before the copy": (
         (IPC,),
         f"{PATHS}:Pull._copied",

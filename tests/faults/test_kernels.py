@@ -128,14 +128,14 @@ def test_an_unbound_operation(launch):
         3,
         """
 from fompi.ops import pending
-bind, failing = pending._BACKEND.bind, False
+bind, failing = pending.Pending._backend.bind, False
 
 def bad(kernel, *operands):
     if failing and rank == 1 and kernel == "add":
         return lambda: 1 / 0
     return bind(kernel, *operands)
 
-pending._BACKEND.bind = bad
+pending.Pending._backend.bind = bad
 for number in range(30):
     failing = number % 3 == 1
     try:
@@ -210,7 +210,7 @@ except (fompi.PeerError if rank == 0 else ValueError):
 
 SMALL = """
 from fompi.ops import pending
-bind, failing = pending._BACKEND.bind, False
+bind, failing = pending.Pending._backend.bind, False
 
 def add(*arguments):
     kernel = bind(*arguments)
@@ -220,7 +220,7 @@ def add(*arguments):
         kernel()
     return guarded
 
-pending._BACKEND.bind = add
+pending.Pending._backend.bind = add
 for i in range(40):
     failing = i % 2 == 1
     for schedule in ("direct", "ring"):  # every rank needs the sums of the others
