@@ -76,6 +76,7 @@ class LocalCall(NamedTuple):
     expects: int  # how many rows must arrive here, because an operand or out= has so many; -1: any number
     out: Tensor | None
     in_place: bool  # out is x: the result is written over it once the call is finished
+    device: Any  # whose memory the tensors have; None: the host
     packing: tuple[float, float] | None  # when x was packed before the call began, in seconds of perf_counter
 
 
@@ -94,14 +95,15 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         biases = [None if b is None else borrow(b, "bias") for b in arguments.biases]
         operands = [borrow(h, "operand") for h in arguments.operands]
     out = None if arguments.out is None else borrow(arguments.out, "out")
-    if x.device is not None or weights or operands or out is not None:
+    device = x.device
+    if weights or operands or out is not None:
         _check_one_device(operation, (x, *weights, *biases, *operands, out))
     flat = not weights and problems.MEANING[operation].moves in ("all_reduce", "broadcast")
     shape, packing, dim = x.array.shape, None, 0
     if flat:
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
-            x.array = np.ascontiguousarray(x.array) if x.device is None else backend_of(x.device).packed(x.array)
+            x.array = np.ascontiguousarray(x.array) if device is None else backend_of(device).packed(x.array)
             packing = (begun, perf_counter())
         x.array = x.array.reshape(-1)
     else:
@@ -137,7 +139,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         if not in_place and any(_overlap(out, tensor) for tensor in (x, *weights, *biases, *operands)):
             raise TensorError(f"{operation}: out= shares memory with another operand")
         expects = _check_out(problem, out, shape, dim, rank, rows, expects)
-    return LocalCall(problem, packed, arrays, x, shape, dim, rows, expects, out, in_place, packing)
+    return LocalCall(problem, packed, arrays, x, shape, dim, rows, expects, out, in_place, device, packing)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -53,7 +53,7 @@ Plans for more ranks are only verified by the tests, except those of schedules t
 
 def place_of(comm: Communicator, local: LocalCall) -> str:
     """On which device a call runs, and over which paths. Empty: on the host. The same text on all ranks."""
-    device = local.like.device
+    device = local.device
     return "" if device is None else f" on a {comm.paths(device).title}"
 
 
@@ -63,8 +63,9 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
     Raises PlanError if the schedule cannot carry out this call.
     """
     # The generator is part of the key, because a user may register another schedule under the same name.
-    device = local.like.device
-    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, place_of(comm, local))
+    device = local.device
+    where = "" if device is None else place_of(comm, local)
+    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, where)
     program: Compiled | None = comm.plans.get(key)
     if program is None:
         if messages_per_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before a long program is written
@@ -82,7 +83,7 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
 def _plan_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Plan:
     problem = replace(local.problem, packed=local.packed)
     window = window_of_call(problem, schedule, slices or 1, comm.network, comm.machine is not None)
-    plan, device = write(problem, schedule, slices or 1, window=window), local.like.device
+    plan, device = write(problem, schedule, slices or 1, window=window), local.device
     return plan if device is None else staged(plan, comm.paths(device).is_staged)
 
 
@@ -122,8 +123,8 @@ class Pending:
         self._task: Task  # the agreement, then the run; this drops the agreement, which refers to this Pending
         self.extents: Extents | None = None
         engine = comm.engine
-        if local is not None and local.like.device is not None:
-            self._backend = backend_of(local.like.device)
+        if local is not None and local.device is not None:
+            self._backend = backend_of(local.device)
             self._entry = self._backend.enter()
         with engine.lock:
             self._stamp, self._slot = comm.next_call()
@@ -153,7 +154,7 @@ class Pending:
         """A digest of everything that must be the same on all ranks."""
         # A dimension counts from the front: dim=-1 and dim=1 of a matrix are the same.
         number = _digest((local.problem.common, local.dim, self._schedule, self._slices))
-        if local.like.device is not None:
+        if local.device is not None:
             number ^= digest(place_of(self._comm, local))
         if self._arguments.gradient:  # not cached: the words of a backward differ between calls
             number ^= digest(self._arguments.gradient)
@@ -221,8 +222,8 @@ class Pending:
         if local.out is not None:
             dlpack.mark_written(local.out.owner)
         run.takes_turns = comm.size > 1
-        if local.like.device is not None:
-            run.paths = comm.paths(local.like.device)
+        if local.device is not None:
+            run.paths = comm.paths(local.device)
         if comm.recording is not None or comm.engine.report is not None:
             run.on_finish = functools.partial(self._note, comm.recording, run)
         is_long = not program.asynchronous and program.is_long(sized)
@@ -257,7 +258,7 @@ class Pending:
         try:
             return program_of(self._comm, self._local, schedule, slices), None
         except Exception as error:
-            device = self._local.like.device
+            device = self._local.device
             name = "" if device is None else self._comm.paths(device).title
             return Compiled(_plan_of(self._comm, self._local, schedule, slices), self._comm.rank, name), error
 

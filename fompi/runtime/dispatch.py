@@ -221,7 +221,7 @@ class Dispatch(Task):
         """Op `i` is done. Returns the ops that become free."""
         self.ended[i] = self.moved_at = perf_counter()
         self.unfinished -= 1
-        if i in self.notes:
+        if self.notes and i in self.notes:
             for end in self.notes.pop(i):
                 end()
         blockers, free = self.blockers, []
