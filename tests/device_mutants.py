@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 import textwrap
+import time
 from importlib import import_module
 
 import numpy as np
@@ -76,7 +77,7 @@ MUTANTS = {
         "self.comm.engine.launched(token, self, i)",
         "queue.extend(self._complete(i))",
     ),
-    "messages never end": (ANY, f"{DISPATCH}:Dispatch._complete", "if i in self.notes:", "if False:"),
+    "messages never end": (ANY, f"{DISPATCH}:Dispatch._complete", "if self.notes and i in self.notes:", "if False:"),
     "messages do not wait for the caller's stream": (
         UNSTAGED,
         f"{PROGRAM}:Run._start_first",
@@ -321,6 +322,7 @@ def main(names):
         if MPI.COMM_WORLD.rank == 0:
             print(f"{name}: {'found: ' + found if found else 'not found'}", flush=True)
     MPI.COMM_WORLD.Barrier()
+    time.sleep(0.5)  # the launcher reads the output
     MPI.COMM_WORLD.Abort(0)  # messages of broken calls may be in flight
 
 
