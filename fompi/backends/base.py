@@ -33,6 +33,8 @@ class Backend(Protocol):
     """Runs kernels on arrays of one kind of memory."""
 
     name: str
+    device: Any
+    """The device whose memory it works on (`fompi.backends.cuda.device`). None: the host."""
     asynchronous: bool
     """True if kernels are enqueued. They then run in the order of the queue, without a thread of the host."""
 

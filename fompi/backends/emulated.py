@@ -60,6 +60,7 @@ class Emulated:
     """The backend. `machine.kernel(...)` gives the duration of each kernel."""
 
     name = "emulated accelerator"
+    device = None
     asynchronous = True
 
     def __init__(self, machine: Machine):

@@ -54,6 +54,7 @@ class Numpy:
     """The backend. It is synchronous: `kernel()` returns when the kernel has run."""
 
     name = "numpy"
+    device = None
     asynchronous = False
 
     def storage(self, dtype: str) -> np.dtype[Any]:

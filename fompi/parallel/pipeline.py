@@ -97,7 +97,7 @@ class Pipeline:
             )
             self.problem: PipelineProblem = self.plan.problem
             self._by_number = dict(zip(range(rank, size * len(self.stages), size), self.stages, strict=True))
-            if getattr(backend, "device", None) is not None:
+            if backend is not None and backend.device is not None:
                 raise PlanError("a pipeline passes on tensors in host memory: its backend cannot be a device")
             if backend is not None and backend.asynchronous:
                 for kernel in self.plan.kernels:

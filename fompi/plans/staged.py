@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from fompi.base.errors import PlanError
 from fompi.plans.plan import Buffer, Chunk, Collective, Compute, Op, Plan, Program, Programs, Recv, Send
 
 Pairs = Callable[[int, int], bool]
@@ -26,7 +27,12 @@ def _all_pairs(rank: int, peer: int) -> bool:
 
 
 def staged(plan: Plan, pairs: Pairs = _all_pairs) -> Plan:
-    """The same plan with the messages between `pairs`, and all collectives, through host memory."""
+    """The same plan with the messages between `pairs`, and all collectives, through host memory.
+
+    What is staged already stays as it is.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"staged takes a fompi.Plan, not {plan!r}")
     return replace(plan, programs=Programs(plan.size, lambda rank: _Stager(plan.programs[rank], pairs).program()))
 
 
@@ -44,6 +50,7 @@ class _Stager:
     def program(self) -> Program:
         ops = tuple(self._ops())
         used = {chunk.buffer for op in ops for chunk in (*op.reads, *op.writes)}
+        used -= {buffer.name for buffer in self._program.buffers}
         mirrors = [_mirror(b) for b in self._program.buffers if b.name + _SUFFIX in used]
         return replace(self._program, buffers=(*self._program.buffers, *mirrors), ops=ops)
 
@@ -65,6 +72,8 @@ class _Stager:
                 self._current.difference_update(block for chunk in op.writes for block in chunk.blocks)
 
     def _is_staged(self, op: Send | Recv | Collective) -> bool:
+        if any(is_mirror(self._program.buffer(chunk.buffer)) for chunk in (*op.reads, *op.writes)):
+            return False
         if isinstance(op, Collective):
             return True
         return self._pairs(self._program.rank, op.dest if isinstance(op, Send) else op.source)

@@ -136,8 +136,8 @@ def messages_alone(
         begun = perf_counter()
         with comm.engine.lock:
             run = Run(compiled, comm, *comm.bound_call(instance, call + 1))
-            if (device := getattr(backend, "device", None)) is not None:
-                run.paths = comm.paths(device)
+            if backend.device is not None:
+                run.paths = comm.paths(backend.device)
             run.start(actions)
         comm.engine.wait(run, comm.channel)
         seconds.append(perf_counter() - begun)

@@ -44,7 +44,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
     borrowed, shapes = {}, {}
-    device = getattr(backend, "device", None)
+    device = backend.device
     borrow = dlpack.borrow if device is None or device is not default_device() else upload
     for name, value in given.items():
         buffer, tensor = named[name], borrow(value, name)

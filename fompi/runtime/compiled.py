@@ -247,9 +247,7 @@ class Compiled:
                 if own is not None and kernels:
                     actions.append(_bind_own(own, op, kernels[own.name], reads, writes, backend))
                 elif kernels and op.kernel in kernels:
-                    bind_user = getattr(backend, "bind_user", None)
-                    call = partial(kernels[op.kernel], reads, writes)
-                    actions.append(bind_user(kernels[op.kernel], op.kernel, reads, writes) if bind_user else call)
+                    actions.append(_bind_function(kernels[op.kernel], op, reads, writes, backend))
                 else:
                     actions.append(backend.bind(op.kernel, reads, writes, *self._dtypes[i]))
         return actions
@@ -280,8 +278,15 @@ def _bind_own(
     function = partial(function, op.args)
     if (bind_timed := getattr(backend, "bind_timed", None)) is not None:
         return bind_timed(partial(function, reads, writes), kernel.seconds_of(op))
-    if (bind_user := getattr(backend, "bind_user", None)) is not None:
-        return bind_user(function, op.kernel, reads, writes)
+    return _bind_function(function, op, reads, writes, backend)
+
+
+def _bind_function(
+    function: Callable[..., object], op: Compute, reads: Sequence[Array], writes: Sequence[Array], backend: Any
+) -> Callable[..., Any]:
+    """The call of a kernel of the user, on the host or on a device."""
+    if backend.device is not None:
+        return backend.bind_user(function, op.kernel, reads, writes)
     return partial(function, reads, writes)
 
 

@@ -58,8 +58,7 @@ class Executor(BoundPlan):
         self.closed = False
         self._instance, self._calls = comm.next_bound(), 0
         super().__init__(compiled, comm, memory, backend, kernels)
-        device = getattr(backend, "device", None)
-        self._paths = None if device is None else comm.paths(device)
+        self._paths = None if backend.device is None else comm.paths(backend.device)
         self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.role == "input"]
         self._is_uploaded = any(tensor.host is not None for tensor in memory.tensors.values())
         self.seconds: float | None = None  # the time of the last call on this rank
@@ -333,7 +332,7 @@ def bind(
     refusal: Exception | None = None
     backend, where = backend or backend_for(tensors), ""
     try:  # every check comes before the handshake, so that a refusal reaches all ranks
-        device = getattr(backend, "device", None)
+        device = backend.device
         if device is not None:
             paths = communicator.paths(device)
             where = f" on a {paths.title}"

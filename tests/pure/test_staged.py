@@ -115,3 +115,13 @@ def test_a_staged_plan_has_a_predicted_time():
         lanes = {event.lane for event in through.events}
         if any(isinstance(op, (Send, Recv, Collective)) for op in plan.programs[0].ops):
             assert {"download", "upload"} & lanes, name
+
+
+def test_a_staged_plan_can_be_staged_again():
+    for _, plan in plans(3):
+        assert staged(staged(plan)) == staged(plan)
+
+
+def test_what_is_no_plan():
+    with pytest.raises(PlanError, match=r"staged takes a fompi.Plan, not 3"):
+        staged(3)
