@@ -15,7 +15,7 @@ rest of a result is undefined. Every output that is based on this backend must s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,17 @@ def corner(a: Array, whole: bool = False) -> Array:
 
 
 class Stream:
-    """Runs kernels one after the other. `free` is when the last one is done, in seconds of perf_counter."""
+    """Runs kernels one after the other. `free` is when the last one is done, in seconds of perf_counter.
+
+    `busy` is how many seconds all kernels have taken.
+    """
 
     def __init__(self) -> None:
-        self.free = 0.0
+        self.free = self.busy = 0.0
+
+
+def _nothing() -> None:
+    pass
 
 
 class Enqueued:
@@ -67,6 +74,11 @@ class Emulated:
         self.machine = machine
         self._host = Numpy()
         self._products, self._merges = Stream(), Stream()
+
+    @property
+    def busy(self) -> float:
+        """How many seconds of products this device has had."""
+        return self._products.busy
 
     def storage(self, dtype: str) -> np.dtype[Any]:
         return self._host.storage(dtype)
@@ -97,10 +109,16 @@ class Emulated:
         """A kernel of the user, which takes these seconds. It runs on the host when it is enqueued."""
         return self._on(self._products, compute, seconds)
 
+    def spend(self, flops: float, nbytes: float) -> None:
+        """Run a kernel of this cost on the stream of products, and wait for its end."""
+        token = self._on(self._products, _nothing, self.machine.kernel(flops, nbytes))(())
+        sleep(max(0.0, token.due - perf_counter()))
+
     def _on(self, stream: Stream, compute: Callable[[], object], seconds: float) -> Callable[..., Enqueued]:
         def enqueue(after: Sequence[Enqueued]) -> Enqueued:
             begun = max([perf_counter(), stream.free, *(token.due for token in after)])
             stream.free = begun + seconds
+            stream.busy += seconds
             compute()
             return Enqueued(stream, begun, stream.free)
 

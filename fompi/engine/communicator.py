@@ -133,6 +133,7 @@ class Communicator(Shared):
         self.turns: deque[int] = deque()  # stamps of unbound calls that may start the MPI library's collectives
         self.recording: list[Any] | None = None  # the traces of finished calls, inside `record`
         self.clock_readings: dict[int, list[Any]] = {}  # on rank 0: samples of other ranks' clocks (`alignment`)
+        self.backend: Any = None  # computes unbound calls on tensors of the host; None: NumPy
         self.network = False  # True: these ranks are on several hosts
         self.crowded = False  # True: these ranks are on one host, and it has no spare core
         self.closed = False
@@ -212,7 +213,9 @@ class Communicator(Shared):
     def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
         """A Communicator of the ranks with the same `color`, in the order of `key`. Collective."""
         agree(self, "a split")
-        return Communicator(self.link.split(color, key), name or f"{self.name}/{color}", self.hosts)
+        part = Communicator(self.link.split(color, key), name or f"{self.name}/{color}", self.hosts)
+        part.backend = self.backend
+        return part
 
     def paths(self, device: Any) -> Paths:
         """How messages between the memories of such devices move (`fompi.mpi.paths`)."""

@@ -75,9 +75,16 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
             verify(plan)
         if len(comm.plans) >= MOST_PLANS:
             del comm.plans[min(comm.plans, key=lambda known: comm.plans[known].used)]
-        program = comm.plans[key] = Compiled(plan, comm.rank, "" if device is None else comm.paths(device).title)
+        program = comm.plans[key] = Compiled(plan, comm.rank, _device_name(comm, device))
     program.used = comm.calls
     return program
+
+
+def _device_name(comm: Communicator, device: Any) -> str:
+    """The name of the device on which the kernels of a call are enqueued. Empty: they run on the host."""
+    if device is not None:
+        return comm.paths(device).title
+    return comm.backend.name if comm.backend is not None and comm.backend.asynchronous else ""
 
 
 def _plan_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Plan:
@@ -126,6 +133,8 @@ class Pending:
         if local is not None and local.device is not None:
             self._backend = backend_of(local.device)
             self._entry = self._backend.enter()
+        elif comm.backend is not None:
+            self._backend = comm.backend
         with engine.lock:
             self._stamp, self._slot = comm.next_call()
             comm.note_start(name, self._stamp)

@@ -31,6 +31,7 @@ from fompi.ops.operations import all_reduce, all_to_all
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
 from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, call, enter, give, start
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.parallel.local import Work, local_kernel, product
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -95,6 +96,12 @@ def experts_of(rank: int, size: int, experts: int) -> range:
 # --------------------------------------------------------------------------------------------------- the experts
 
 
+def _grouped_work(rows: Array, counts: Sequence[int], w: Array) -> Work:
+    results = [((len(rows), w.shape[2]), rows.dtype)]
+    return Work(2.0 * rows.size * w.shape[2], rows.nbytes + w.nbytes + len(rows) * w.shape[2] * w.itemsize, results)
+
+
+@local_kernel(_grouped_work)
 def grouped(rows: Array, counts: Sequence[int], w: Array) -> Array:
     """rows @ w[e] for each run of rows: the first counts[0] rows for expert 0, and so on."""
     out = np.empty((len(rows), w.shape[2]), rows.dtype)
@@ -103,6 +110,9 @@ def grouped(rows: Array, counts: Sequence[int], w: Array) -> Array:
     return out
 
 
+@local_kernel(
+    lambda rows, counts, d, into: Work(2.0 * rows.size * d.shape[1], rows.nbytes + d.nbytes + into.nbytes, ())
+)
 def grouped_gradient(rows: Array, counts: Sequence[int], d: Array, into: Array) -> None:
     """into[e] += rows.T @ d for each run of rows."""
     for e, (a, b) in enumerate(pairwise(offsets(counts))):
@@ -116,22 +126,26 @@ class Batch:
     rows: Array
     counts: list[int]
     z: Array  # rows @ w1
+    comm: Communicator
 
     @classmethod
-    def forward(cls, rows: Array, counts: Any, w1: Array, w2: Array, activation: str) -> tuple[Batch, Array]:
+    def forward(
+        cls, rows: Array, counts: Any, w1: Array, w2: Array, activation: str, comm: Communicator
+    ) -> tuple[Batch, Array]:
         """The batch, and activation(rows @ w1) @ w2."""
         numbers = [int(n) for n in counts]
-        batch = cls(rows, numbers, grouped(rows, numbers, w1))
-        return batch, grouped(activate(batch.z, activation), numbers, w2)
+        batch = cls(rows, numbers, grouped.on(comm, rows, numbers, w1), comm)
+        return batch, grouped.on(comm, activate.on(comm, batch.z, activation), numbers, w2)
 
     def backward(self, d: Array, w1: Array, w2: Array, activation: str) -> tuple[Array, Array]:
         """The gradients of the rows and of z."""
-        dz = activate_backward(self.z, grouped(d, self.counts, w2.swapaxes(1, 2)), activation)
-        return grouped(dz, self.counts, w1.swapaxes(1, 2)), dz
+        dh = grouped.on(self.comm, d, self.counts, w2.swapaxes(1, 2))
+        dz = activate_backward.on(self.comm, self.z, dh, activation)
+        return grouped.on(self.comm, dz, self.counts, w1.swapaxes(1, 2)), dz
 
     def add_weight_gradients(self, d: Array, dz: Array, activation: str, dw1: Array, dw2: Array) -> None:
-        grouped_gradient(self.rows, self.counts, dz, dw1)
-        grouped_gradient(activate(self.z, activation), self.counts, d, dw2)
+        grouped_gradient.on(self.comm, self.rows, self.counts, dz, dw1)
+        grouped_gradient.on(self.comm, activate.on(self.comm, self.z, activation), self.counts, d, dw2)
 
 
 # -------------------------------------------------------------------------------------------------- the exchange
@@ -252,7 +266,7 @@ class Part:
         back = np.empty((len(exchange.token), w2.shape[2]), w2.dtype)
 
         def compute(rows: Array, counts: Any) -> Array:
-            batch, out = Batch.forward(widen(rows, dtype), counts, w1, w2, layer.activation)
+            batch, out = Batch.forward(widen(rows, dtype), counts, w1, w2, layer.activation, layer.comm)
             self.batches.append(batch)
             return out
 
@@ -348,8 +362,8 @@ def _moe(
 
     def meanwhile() -> Iterator[None]:  # while the first rows travel
         if both is not None:
-            layer.shared_z = layer.wide(tx) @ layer.wide(both[0])
-            y[...] = activate(layer.shared_z, activation) @ layer.wide(both[1])
+            layer.shared_z = product.on(group, layer.wide(tx), layer.wide(both[0]))
+            y[...] = product.on(group, activate.on(group, layer.shared_z, activation), layer.wide(both[1]))
         yield
 
     in_turns([*(part.forward(y) for part in layer.parts), meanwhile()])
@@ -371,8 +385,9 @@ def _backward_rows(layer: Moe, dy: Any, use: Callable[[list[Term]], None], meanw
         dz = None
         if layer.shared is not None and layer.shared_z is not None:
             s1, s2 = map(layer.wide, layer.shared)
-            dz = activate_backward(layer.shared_z, given @ s2.T, layer.activation)
-            dx[...] += dz @ s1.T
+            dh = product.on(layer.comm, given, s2.T)
+            dz = activate_backward.on(layer.comm, layer.shared_z, dh, layer.activation)
+            dx[...] += product.on(layer.comm, dz, s1.T)
         meanwhile((given, dlogits, dz))
         yield
 
@@ -395,9 +410,11 @@ class Gradient:
     def start_sums(self, local: tuple[Array, Array, Array | None]) -> None:
         """Start to sum the gradients of the replicated weights over the ranks."""
         (dy, dlogits, dz), layer = local, self.layer
-        gradients = [layer.wide(layer.x).T @ dlogits]
+        comm, x_t = layer.comm, layer.wide(layer.x).T
+        gradients = [product.on(comm, x_t, dlogits)]
         if dz is not None and layer.shared_z is not None:
-            gradients += [layer.wide(layer.x).T @ dz, activate(layer.shared_z, layer.activation).T @ dy]
+            h = activate.on(comm, layer.shared_z, layer.activation)
+            gradients += [product.on(comm, x_t, dz), product.on(comm, h.T, dy)]
         self.sums = [start(all_reduce, g, dtype=accumulator(layer.dtype), comm=layer.comm) for g in gradients]
 
     def result(self) -> Gradients:
@@ -610,7 +627,7 @@ def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu"
 
     tensors = enter("experts", route.comm, check)[1]
     rows, v1, v2 = (widen(t.array, t.dtype) for t in tensors)
-    batch, y = Batch.forward(rows, route.rows_per_expert, v1, v2, activation)
+    batch, y = Batch.forward(rows, route.rows_per_expert, v1, v2, activation, route.comm)
     return give(y, tensors[0]), Moved(route, tensors, y.shape, batch, activation=activation)
 
 

@@ -262,11 +262,11 @@ def _ring_run(
     """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
     mine, o, lse = widen(q, dtype), None, None
     for source, key, value in _circle(k, v, dtype, comm):
-        part = attend(mine, widen(key, dtype), widen(value, dtype), reads, at[comm.rank], at[source], rule)
+        part = attend.on(comm, mine, widen(key, dtype), widen(value, dtype), reads, at[comm.rank], at[source], rule)
         if o is None or lse is None:
             o, lse = part
         else:
-            merge(o, lse, *part)
+            merge.on(comm, o, lse, *part)
     assert o is not None and lse is not None
     o = narrow(o, dtype)
     return o, RingStep(q, k, v, o, lse, at, reads)
@@ -281,7 +281,7 @@ def _ring_run_backward(
     travels: Pending | None = None
     for source, key, value in _circle(step.k, step.v, dtype, comm):
         k, v, at = widen(key, dtype), widen(value, dtype), step.at
-        more, dk, dv = attend_backward(q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
+        more, dk, dv = attend_backward.on(comm, q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
         dq += more
         own = np.concatenate([dk, dv], 2)
         total = own if travels is None else arrived(travels) + own
@@ -461,7 +461,7 @@ def _ulysses(
     for cut, pending in zip(cuts, leave, strict=True):
         part = _by_heads(pending, _lengths(cut), queries[group.rank])
         part_at = np.concatenate([a[run] for a, run in zip(at, cut, strict=True)])
-        o, lse = attend(widen(part, dtype), wide_k, wide_v, deal.reads, part_at, all_at, saved.rule)
+        o, lse = attend.on(group, widen(part, dtype), wide_k, wide_v, deal.reads, part_at, all_at, saved.rule)
         o = narrow(o, dtype)
         back.append(_to_rows(o, _lengths(cut), dtype, group))  # leaves while the next slice is computed
         step.q.append(part)
@@ -487,7 +487,7 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
         part = widen(_by_heads(pending, _lengths(cut), queries[group.rank]), dtype)
         part_at = np.concatenate([a[run] for a, run in zip(step.at, cut, strict=True)])
         q, o = widen(step.q[i], dtype), widen(step.o[i], dtype)
-        dq, *more = attend_backward(q, k, v, o, step.lse[i], part, deal.reads, part_at, all_at, saved.rule)
+        dq, *more = attend_backward.on(group, q, k, v, o, step.lse[i], part, deal.reads, part_at, all_at, saved.rule)
         back.append(_to_rows(narrow(dq, dtype), _lengths(cut), dtype, group))
         dk += more[0]
         dv += more[1]

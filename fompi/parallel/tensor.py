@@ -48,6 +48,7 @@ from fompi.parallel.arrays import (
 )
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.parallel.local import product
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -110,13 +111,13 @@ def _column(
         added = None if tb is None else tb.array
         z = call(all_gather_matmul, tx.array, tw.array, bias=added, dtype=dtype, comm=group)
     else:
-        product = widen(tx.array, dtype) @ widen(tw.array, dtype)
-        z = narrow(product if tb is None else product + widen(tb.array, dtype), dtype)
+        z_wide = product.on(group, widen(tx.array, dtype), widen(tw.array, dtype))
+        z = narrow(z_wide if tb is None else z_wide + widen(tb.array, dtype), dtype)
     saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
     if activation == "none":
         return dlpack.lend(z, dtype, tx), saved
     saved.z = z
-    y = narrow(activate(widen(z, dtype), activation), dtype)
+    y = narrow(activate.on(group, widen(z, dtype), activation), dtype)
     saved.shape = y.shape
     return dlpack.lend(y, dtype, tx), saved
 
@@ -126,7 +127,7 @@ def _column_dz(saved: Linear, dy: Any) -> Array:
     given = _enter_backward("column_parallel_linear", saved, dy)
     if saved.z is None:
         return given
-    dz = activate_backward(widen(saved.z, saved.dtype), widen(given, saved.dtype), saved.activation)
+    dz = activate_backward.on(saved.comm, widen(saved.z, saved.dtype), widen(given, saved.dtype), saved.activation)
     return narrow(dz, saved.dtype)
 
 
@@ -157,12 +158,12 @@ def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
 
 
 def _local_dx(saved: Linear, dz: Array) -> Any:
-    return give(widen(dz, saved.dtype) @ widen(saved.w.array, saved.dtype).T, saved.x)
+    return give(product.on(saved.comm, widen(dz, saved.dtype), widen(saved.w.array, saved.dtype).T), saved.x)
 
 
 def _local_dw(saved: Linear, dz: Array) -> Gradients:
     x, d = (_rows(widen(a, saved.dtype)) for a in (saved.x.array, dz))
-    return give(x.T @ d, saved.w), _sum_rows(dz, saved.dtype, saved.bias)
+    return give(product.on(saved.comm, x.T, d), saved.w), _sum_rows(dz, saved.dtype, saved.bias)
 
 
 def _row(
@@ -410,12 +411,12 @@ def _attention(
     y = np.empty((counts[rank], *between, arrays[3].shape[1]), q.dtype)
     in_flight, begin = [], 0
     for rows, sizes in slices_of(counts, SLICES if query_split and size > 1 else 1):
-        part, lse[rows] = attend(widen(q[rows], dtype), wide_k, wide_v, reads, at[rows], at, rule)
+        part, lse[rows] = attend.on(group, widen(q[rows], dtype), wide_k, wide_v, reads, at[rows], at, rule)
         o[rows] = narrow(part, dtype)
-        product = o[rows].reshape(len(rows), *between, len(mine) * d)
+        heads_result = o[rows].reshape(len(rows), *between, len(mine) * d)
         out = y[begin : (begin := begin + sizes[rank])]
         options: dict[str, Any] = {"counts": sizes, "out": out, "dtype": dtype, "comm": group}
-        in_flight.append(start(matmul_reduce_scatter, product, arrays[3], **options))
+        in_flight.append(start(matmul_reduce_scatter, heads_result, arrays[3], **options))
     for pending in in_flight:
         pending.wait()
     shape = y.shape
@@ -437,8 +438,8 @@ def _attention_inner(saved: Heads, do: Array) -> Array:
     dtype, total = saved.dtype, len(saved.q)
     q, k, v, o = (widen(a, dtype) for a in (saved.q, saved.k, saved.v, saved.o))
     at = np.arange(total)
-    gradients = attend_backward(
-        q, k, v, o, saved.lse, widen(do.reshape(o.shape), dtype), saved.reads, at, at, saved.rule
+    gradients = attend_backward.on(
+        saved.comm, q, k, v, o, saved.lse, widen(do.reshape(o.shape), dtype), saved.reads, at, at, saved.rule
     )
     between = saved.x.array.shape[1:-1]
     widths = [w.array.shape[1] for w in saved.weights[:3]]
