@@ -1,0 +1,62 @@
+"""Attention over a sequence that is spread over the ranks: each rank computes some heads of all tokens (Ulysses).
+
+    mpirun -n 2 python examples/ulysses_attention.py
+
+An all-to-all turns tokens into heads, and another one turns the results back. One slice of the queries travels while
+the attention of another is computed. Any number of ranks works, also more than there are heads.
+"""
+
+from time import perf_counter
+
+import numpy as np
+
+import fompi
+
+comm = fompi.Communicator()
+Sharding, ulysses_attention = fompi.parallel.sequence.Sharding, fompi.parallel.sequence.ulysses_attention
+tokens, heads, kv_heads, d = 510, 6, 2, 32  # 2 key heads: with more ranks, several hold the same one
+documents = (0, 100, 510)  # two packed documents, which do not see each other
+sharding = Sharding(tokens, ulysses=comm.size, cu_seqlens=documents)
+whole = Sharding(tokens, cu_seqlens=documents)
+random = np.random.default_rng(0)  # every rank draws the same sequence
+q, k, v, do = (random.standard_normal((tokens, n, d), np.float32) for n in (heads, kv_heads, kv_heads, heads))
+own = [sharding.shard(t, comm.rank) for t in (q, k, v)]  # the tokens of this rank
+own_do = sharding.shard(do, comm.rank)
+
+
+def step(q, k, v, do, sharding, comm):
+    """The result, and the gradients of q, k and v."""
+    o, saved = ulysses_attention.forward(q, k, v, sharding, comm=comm, causal=True)
+    return o, *ulysses_attention.backward(saved, do)
+
+
+def milliseconds(act):
+    """The shortest time of five, on the slowest rank."""
+    times = []
+    for _ in range(5):
+        begun = perf_counter()
+        act()
+        times.append(1e3 * (perf_counter() - begun))
+    return float(fompi.all_gather(np.array([min(times)]), comm=comm).max())
+
+
+with comm.split(comm.rank, name="alone") as alone:  # one process, all heads
+    expected = step(*(whole.shard(t, 0) for t in (q, k, v, do)), whole, alone)
+    expected = [whole.unshard(t, comm=alone) for t in expected]
+    compute = milliseconds(lambda: step(q, k, v, do, whole, alone)) / comm.size
+results = [sharding.unshard(t, comm=comm) for t in step(*own, own_do, sharding, comm)]
+equal = all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(results, expected, strict=True))
+
+rows = [np.concatenate(t, 1).reshape(len(own_do), -1) for t in (own, [own_do])]  # q, k and v travel, and o comes back
+messages = milliseconds(lambda: [fompi.all_to_all(x, comm=comm) for x in (*rows, *rows)])  # and their gradients
+took = milliseconds(lambda: step(*own, own_do, sharding, comm))
+hidden = max(0.0, messages - max(0.0, took - compute))
+if comm.rank == 0:
+    print(f"{tokens} tokens in {len(documents) - 1} documents, {heads} heads on {comm.size} ranks")
+    print(f"o and the gradients of q, k and v are those of one process: {equal}")
+    print(f"step {took:.1f} ms, compute {compute:.1f}, messages {messages:.1f}, hidden {hidden:.1f}")
+
+# Output on 2 ranks; times differ from run to run:
+# 510 tokens in 2 documents, 6 heads on 2 ranks
+# o and the gradients of q, k and v are those of one process: True
+# step 36.0 ms, compute 42.0, messages 0.3, hidden 0.3
