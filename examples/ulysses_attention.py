@@ -16,12 +16,10 @@ comm = fompi.Communicator()
 Sharding, ulysses_attention = fompi.parallel.sequence.Sharding, fompi.parallel.sequence.ulysses_attention
 tokens, heads, kv_heads, d = 510, 6, 2, 32  # 2 key heads: with more ranks, several hold the same one
 documents = (0, 100, 510)  # two packed documents, which do not see each other
-sharding = Sharding(tokens, ulysses=comm.size, cu_seqlens=documents)
-whole = Sharding(tokens, cu_seqlens=documents)
+sharding, whole = (Sharding(tokens, ulysses=n, cu_seqlens=documents) for n in (comm.size, 1))
 random = np.random.default_rng(0)  # every rank draws the same sequence
 q, k, v, do = (random.standard_normal((tokens, n, d), np.float32) for n in (heads, kv_heads, kv_heads, heads))
-own = [sharding.shard(t, comm.rank) for t in (q, k, v)]  # the tokens of this rank
-own_do = sharding.shard(do, comm.rank)
+*own, own_do = (sharding.shard(t, comm.rank) for t in (q, k, v, do))  # the tokens of this rank
 
 
 def step(q, k, v, do, sharding, comm):
