@@ -17,7 +17,7 @@ from fompi.engine.handshake import agree
 
 EXAMPLE = "mpirun -n 2 {} bench overhead --quick"
 
-SUITES = ("collectives", "fused", "papers", "parallel", "peers", "planner", "adapt", "overhead")
+SUITES = ("collectives", "fused", "papers", "parallel", "step", "peers", "planner", "adapt", "overhead")
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
 
 PRINTED = "-"

@@ -49,6 +49,19 @@ def test_collectives(mpirun):
     assert all(set(row["errors"].values()) == {0.0} for row in read["rows"])
 
 
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(("suite", "ranks"), [("parallel", 4), ("step", 2)])
+def test_strategies(mpirun, suite, ranks):
+    """Each row has fompi, its rivals and the compute alone, all timed. Without a wire no figure is judged."""
+    done = mpirun(ranks, "-m", "fompi", "bench", suite, "--quick", "--rounds", "1", "--json", seconds=90)
+    assert done.returncode == 0 and not done.left_behind, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == {"parallel": 9, "step": 1}[suite]
+    for row in rows:
+        assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 4
+        assert row["figures"] and row["reached"] is None and "fompi" in row["progress"]
+
+
 @pytest.mark.timeout(200)
 def test_planner(mpirun):
     """The machine comes first, then the shapes. Every simulated candidate is measured, and its result is right."""
