@@ -65,8 +65,8 @@ class Accelerator(Emulated):
         self.flops += flops
         if self.serial:
             for comm in self.comms:
-                for task in [*comm.channel.active.values()]:
-                    comm.engine.wait(task, comm.channel)
+                while busy := [task for task in [*comm.channel.active.values()] if not task.finished]:
+                    comm.engine.wait(busy[0], comm.channel)
         super().spend(flops, nbytes)
 
     def bind(self, kernel: str, reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> Any:
