@@ -9,7 +9,8 @@ compares
 - kernels alone and messages alone.
 
 `exposed` is the time beyond the kernels alone. `bound` is what must be exposed: no order of these pieces does better on
-links that carry one message at a time. Both are shares of T_m. The bound of a row is in the docstring of its function.
+links that carry one message at a time. Both are shares of T_m. The bound of a row is in the docstring of its function,
+and in docs/concepts/strategies.md.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fompi.model.flow_shop import Job, makespan
 from fompi.model.machine import Machine
 from fompi.ops.operations import all_gather, reduce_scatter
 from fompi.parallel.data import SGD, DataParallel
-from fompi.parallel.expert import moe
+from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.local import product
 from fompi.parallel.pipeline import SCHEDULES, Pipeline
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
@@ -106,7 +107,7 @@ class Case:
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
-    measured_rows = []
+    measured_rows: list[Row] = []
     with Cluster(comm.link.comm) as cluster:
         accelerator = Accelerator([comm])
         with accelerator.on():
@@ -373,14 +374,14 @@ EXPERTS, HIDDEN, FFN, CHOSEN = 8, 512, 1024, 2
 
 
 def experts(comm: Communicator, accelerator: Accelerator) -> Case:
-    """A mixture of experts: half of the own rows first, half last, the other ranks' rows as they arrive.
+    """A mixture of experts, evenly used: half of the own rows first, half last, those of other ranks as they arrive.
 
     Bound: the flow of these pieces through the port in, the experts and the port out.
     """
-    generator, size = np.random.default_rng(comm.rank), comm.size
-    x = generator.standard_normal((ROWS, HIDDEN)).astype(np.float32)
-    router = np.random.default_rng(0).standard_normal((HIDDEN, EXPERTS)).astype(np.float32)
-    own = len(range(comm.rank, EXPERTS, size))
+    size, own = comm.size, len(experts_of(comm.rank, comm.size, EXPERTS))
+    router, at = np.eye(HIDDEN, EXPERTS, dtype=np.float32), np.arange(ROWS)
+    x = np.zeros((ROWS, HIDDEN), np.float32)
+    x[at, at % EXPERTS], x[at, (at + 1) % EXPERTS] = 2.0, 1.0  # the same work for all experts
     w1, w2 = np.zeros((own, HIDDEN, FFN), np.float32), np.zeros((own, FFN, HIDDEN), np.float32)
 
     def call() -> None:
@@ -434,7 +435,7 @@ class _Stage:
 
 
 def formula(schedule: str, p: int, m: int, c: float, chunks: int = 1) -> float:
-    """Seconds of a step on the busiest rank, with messages of c seconds (docs/howto/parallel.md, pipelines)."""
+    """Seconds of a step on the busiest rank, with messages of c seconds (docs/concepts/strategies.md)."""
     f, b, i, w = (STAGE_SECONDS[kind] for kind in "FBIW")
     if schedule == "interleaved":  # a chunk has 1 / chunks of the work
         return m * (f + b) + (p - 1) * (f + b) / chunks + 2 * (p * chunks - 1) * c
