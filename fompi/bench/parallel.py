@@ -260,7 +260,7 @@ HEADS, HEAD_DIM, TOKENS = 8, 64, 1024
 def query_split(comm: Communicator, accelerator: Accelerator) -> Case:
     """Attention with tensor parallelism: the reduce-scatter hides behind scores, values and output projection.
 
-    Bound: that of the gather with the projections, and max(0, M - (1 - 1/4) (A + O)), in four slices of the queries.
+    Bound: that of the gather with the projections, and max(0, M - (1 - 1/N) (A + O)).
     """
     size, n = comm.size, HEADS * HEAD_DIM
     own = n // size
@@ -284,7 +284,7 @@ def query_split(comm: Communicator, accelerator: Accelerator) -> Case:
 
     def bound(t_c: float, t_m: float) -> float:
         first = t_m / 2 - (1 - 1 / size) * t_c * projections / total
-        last = t_m / 2 - 0.75 * t_c * (scores + out) / total
+        last = t_m / 2 - (1 - 1 / size) * t_c * (scores + out) / total
         return max(0.0, first) + max(0.0, last)
 
     return Case("attention, query split", "T_m / T_c", (0.5,), call, bound, serial=serial)

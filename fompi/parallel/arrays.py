@@ -15,6 +15,7 @@ from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, HALF
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
+from fompi.ops.messages import MOST_TAG, sendrecv
 from fompi.ops.operation import Operation, communicator_of
 from fompi.ops.pending import Pending
 from fompi.tensors import dlpack
@@ -93,9 +94,20 @@ def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -
     return operation.start(*_tensors(arrays, options, dtype), **options)
 
 
+def transfer(array: Array, dest: int | None, source: int | None, dtype: str, comm: Communicator) -> Any:
+    """`array` travels to rank `dest`, and one of rank `source` comes: in flight. Its tag is that of all strategies."""
+    return start(sendrecv, array, dest=dest, source=source, tag=MOST_TAG, dtype=dtype, comm=comm)
+
+
 def arrived(pending: Pending) -> Any:
     """The result of an operation in flight, as an array or a tuple of arrays."""
     return _arrays(pending.wait())
+
+
+def arrived_from(pending: Pending, rank: int) -> Array:
+    """The rows of the result that come from `rank`, as an array, as soon as they are there."""
+    rows: Array = _arrays(pending.part(rank))
+    return rows
 
 
 def _tensors(arrays: Sequence[Any], options: dict[str, Any], dtype: str) -> list[Any]:

@@ -10,7 +10,8 @@ Rank r holds the r-th run of the experts, as even as possible. The router and th
 their gradients are summed over the ranks. Gradients are those of the sum of the losses of all ranks.
 
 The rows for experts of this rank do not travel. Half of them are computed while other rows arrive, and half while
-results go back. With `microbatches=2` the rows of one micro-batch travel while the experts compute the other.
+results go back. Those of another rank are computed once they are there, and their results leave at once. With
+`microbatches=2` the rows of one micro-batch travel while the experts compute the other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ from fompi.base.layout import accumulator, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce, all_to_all
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
-from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, call, enter, give, start
+from fompi.parallel.arrays import (
+    Array,
+    arrived,
+    arrived_from,
+    borrow,
+    borrow_gradient,
+    call,
+    enter,
+    give,
+    start,
+    transfer,
+)
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.local import Work, local_kernel, product
 from fompi.tensors import dlpack
@@ -172,17 +184,23 @@ class Exchange:
         self.send = [int(sent[a:b].sum()) for a, b in pairwise(offsets(shares))]
         self._table = start(all_to_all, sent[:, None], counts=list(shares), dtype=str(sent.dtype), comm=comm)
 
+    @property
+    def sources(self) -> list[int]:
+        """The other ranks, in the order in which their rows arrive."""
+        return [(self.comm.rank - d) % self.comm.size for d in range(1, self.comm.size)]
+
     def settle(self) -> None:
         """Wait for the counts of the rows that arrive."""
-        table = arrived(self._table).reshape(self.comm.size, len(self.own))
+        self.table = table = arrived(self._table).reshape(self.comm.size, len(self.own))
         self.receive = [int(n) for n in table.sum(1)]
         self.counts = [int(n) for n in table.sum(0)]
         expert = np.repeat(np.tile(np.arange(len(self.own)), self.comm.size), table.reshape(-1))
         self.order = np.argsort(expert, kind="stable")  # from the order of arrival to expert by expert
 
     def go(self, values: Array, dtype: str) -> Any:
-        """Send the values of the rows that travel to their experts."""
-        return start(all_to_all, values[self.away], counts=self.send, dtype=dtype, comm=self.comm)
+        """Send the values of the rows that travel to their experts: to one rank after the other."""
+        x = values[self.away]
+        return start(all_to_all, x, counts=self.send, dtype=dtype, comm=self.comm, schedule="pairwise")
 
     def came(self, pending: Any) -> Array:
         """The values that have arrived, expert by expert."""
@@ -194,6 +212,22 @@ class Exchange:
         home = np.empty_like(values)
         home[self.order] = values
         return start(all_to_all, home, counts=self.receive, dtype=dtype, comm=self.comm)
+
+    def answer(self, source: int, values: Array, dtype: str) -> Any:
+        """Send the values of the rows that came from `source` back, and receive those of the opposite rank.
+
+        `source` is d ranks before this one, and the opposite rank is d ranks behind it. Returns what `answered` takes.
+        """
+        behind = (2 * self.comm.rank - source) % self.comm.size
+        dest = source if self.receive[source] else None
+        return behind, transfer(values, dest, behind if self.send[behind] else None, dtype, self.comm)
+
+    def answered(self, answer: Any, into: Array) -> None:
+        """Wait for such values, and write them to the rows of `into` that they belong to."""
+        behind, pending = answer
+        values, first = arrived(pending), sum(self.send[:behind])
+        if self.send[behind]:
+            into[self.away[first : first + self.send[behind]]] = values
 
     def add(self, values: Array, y: Array) -> None:
         """Add the values of all rows to the rows of y that they belong to, slot by slot: in a fixed order."""
@@ -257,7 +291,7 @@ class Part:
     def __init__(self, layer: Moe, rows: range):
         self.layer, self.exchange = layer, Exchange(layer.choice, rows, layer.comm, apart=True)
         self.halves = [(self.exchange.here[at], counts) for at, counts in halves(self.exchange.own)]
-        self.batches: list[Batch] = []  # the first half of the own rows, the rows that arrived, the other half
+        self.batches: list[Batch] = []  # the first half of the own rows, the rows of each source, the other half
 
     def forward(self, y: Array) -> Iterator[None]:
         layer, exchange = self.layer, self.exchange
@@ -276,10 +310,15 @@ class Part:
         (first, first_counts), (last, last_counts) = self.halves
         back[first] = compute(rows[first], first_counts)
         exchange.settle()
-        pending = exchange.go_back(compute(exchange.came(pending), exchange.counts), travels)
+        answers = [
+            exchange.answer(source, compute(arrived_from(pending, source), exchange.table[source]), travels)
+            for source in exchange.sources
+        ]
         back[last] = compute(rows[last], last_counts)
         yield
-        back[exchange.away] = arrived(pending)
+        pending.wait()
+        for answer in answers:
+            exchange.answered(answer, back)
         self.back = back
         exchange.add(layer.choice.weights[exchange.token, exchange.slot][:, None] * back, y)
 
@@ -302,12 +341,18 @@ class Part:
         pending = exchange.go(given, travels)
         yield
         (first, _), (last, _) = self.halves
-        drows[first] = compute(self.batches[0], given[first])
-        pending = exchange.go_back(compute(self.batches[1], exchange.came(pending)), travels)
-        drows[last] = compute(self.batches[2], given[last])
+        own_first, *others, own_last = self.batches
+        drows[first] = compute(own_first, given[first])
+        answers = [
+            exchange.answer(source, compute(batch, arrived_from(pending, source)), travels)
+            for source, batch in zip(exchange.sources, others, strict=True)
+        ]
+        drows[last] = compute(own_last, given[last])
         use(terms)
         yield
-        drows[exchange.away] = arrived(pending)
+        pending.wait()
+        for answer in answers:
+            exchange.answered(answer, drows)
         exchange.add(drows, dx)
 
 

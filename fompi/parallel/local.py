@@ -61,3 +61,9 @@ def _product_work(a: Array, b: Array) -> Work:
 def product(a: Array, b: Array) -> Array:
     """a @ b, where b is a matrix."""
     return a @ b
+
+
+@local_kernel(lambda into, other: Work(0, 2 * into.nbytes + other.nbytes, ()))
+def add(into: Array, other: Array) -> None:
+    """into += other"""
+    into += other

@@ -28,7 +28,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather, all_to_all
 from fompi.ops.pending import Pending
-from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, call, enter, give, start
+from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, call, enter, give, start, transfer
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads, merge
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.tensors import dlpack
@@ -239,11 +239,9 @@ class RingStep:
     reads: list[int]
 
 
-def _shift(array: Array, dtype: str, comm: Communicator) -> Pending:
-    """The array travels to the next rank, and that of the rank before comes: an all-to-all with one rank each."""
-    counts = [0] * comm.size
-    counts[(comm.rank + 1) % comm.size] = len(array)
-    return start(all_to_all, array, counts=counts, dtype=dtype, comm=comm)
+def _shift(array: Array, dtype: str, comm: Communicator) -> Any:
+    """The array travels to the next rank, and that of the rank before comes."""
+    return transfer(array, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, dtype, comm)
 
 
 def _circle(k: Array, v: Array, dtype: str, comm: Communicator) -> Iterator[tuple[int, Array, Array]]:
@@ -278,7 +276,7 @@ def _ring_run_backward(
     """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own."""
     q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
     dq, width, wide = np.zeros_like(q), step.k.shape[2], accumulator(dtype)
-    travels: Pending | None = None
+    travels = None
     for source, key, value in _circle(step.k, step.v, dtype, comm):
         k, v, at = widen(key, dtype), widen(value, dtype), step.at
         more, dk, dv = attend_backward.on(comm, q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)

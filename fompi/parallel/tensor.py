@@ -45,10 +45,11 @@ from fompi.parallel.arrays import (
     enter,
     give,
     start,
+    transfer,
 )
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.local import product
+from fompi.parallel.local import add, product
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -303,9 +304,6 @@ row_parallel_linear = Differentiable(
 
 # ----------------------------------------------------------------------------------------------------- attention
 
-SLICES = 4
-"""The slices of the queries: one travels to its owners while the attention of the next is computed."""
-
 
 def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, range]:
     """(the query heads of a rank, the key/value heads that they read)
@@ -366,9 +364,10 @@ def _attention(
     rank * d), wk and wv: (n, key/value heads of this rank * d), wo: (heads of this rank * d, n). `heads_of` says which
     heads a rank has. y: (rows of this rank, ..., n), Shard(0).
 
-    `scale` is d ** -0.5 by default. `cu_seqlens`: where packed sequences begin, and the end. With `query_split` the
-    queries are cut in slices; one travels while the next is computed. The gradients of a key/value head that several
-    ranks hold are summed over them.
+    `scale` is d ** -0.5 by default. `cu_seqlens`: where packed sequences begin, and the end. With `query_split` scores,
+    softmax, values and output projection are computed for the queries of one rank after the other, those of this rank
+    last. A result leaves for its rank while the next one is computed (CommFuse, arXiv 2604.24013). The gradients of a
+    key/value head that several ranks hold are summed over them.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -408,29 +407,35 @@ def _attention(
     rule, at = Rule(causal, scale, documents), np.arange(total)
     wide_k, wide_v = widen(k, dtype), widen(v, dtype)
     o, lse = np.empty_like(q), np.empty(q.shape[:2], accumulator(dtype))
-    y = np.empty((counts[rank], *between, arrays[3].shape[1]), q.dtype)
-    in_flight, begin = [], 0
-    for rows, sizes in slices_of(counts, SLICES if query_split and size > 1 else 1):
+
+    def attend_to(begin: int, end: int) -> Array:
+        """The results of the heads of this rank for these queries: (queries, ..., heads of this rank * d)."""
+        rows = slice(begin, end)
         part, lse[rows] = attend.on(group, widen(q[rows], dtype), wide_k, wide_v, reads, at[rows], at, rule)
         o[rows] = narrow(part, dtype)
-        heads_result = o[rows].reshape(len(rows), *between, len(mine) * d)
-        out = y[begin : (begin := begin + sizes[rank])]
-        options: dict[str, Any] = {"counts": sizes, "out": out, "dtype": dtype, "comm": group}
-        in_flight.append(start(matmul_reduce_scatter, heads_result, arrays[3], **options))
-    for pending in in_flight:
-        pending.wait()
+        return o[rows].reshape(end - begin, *between, len(mine) * d)
+
+    if query_split:
+        wo_wide, first = widen(arrays[3], dtype), offsets(counts)
+        arrive: list[Any] = []
+        for distance in range(1, size + 1):  # the queries of the next rank first, those of this rank last
+            owner, source = (rank + distance) % size, (rank - distance) % size
+            term = product.on(group, widen(attend_to(first[owner], first[owner + 1]), dtype), wo_wide)
+            if owner != rank:
+                there, here = owner if counts[owner] else None, source if counts[rank] else None
+                arrive.append(transfer(term, there, here, accumulator(dtype), group))
+        for pending in arrive:
+            other = arrived(pending)
+            if counts[rank]:
+                add.on(group, term, other)
+        y = narrow(term, dtype)
+    else:
+        y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
     shape = y.shape
     saved = Heads(
         tx, weights, group, counts, heads, kv_heads, d, batch, rule, reads, q, k, v, o, lse, shape
     )  # fmt: skip
     return _lent(y, tx), saved
-
-
-def slices_of(counts: Sequence[int], number: int) -> list[tuple[Array, list[int]]]:
-    """The rows of all ranks in `number` slices: for each, its rows in order, and how many of them each rank owns."""
-    first, cuts = offsets(counts), [offsets(split(n, number)) for n in counts]
-    runs = [[(a + cut[i], a + cut[i + 1]) for a, cut in zip(first, cuts, strict=False)] for i in range(number)]
-    return [(np.concatenate([np.arange(a, b) for a, b in run]), [b - a for a, b in run]) for run in runs]
 
 
 def _attention_inner(saved: Heads, do: Array) -> Array:

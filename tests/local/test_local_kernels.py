@@ -14,7 +14,7 @@ from fompi.model.machine import Machine
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
 from fompi.parallel.expert import grouped, grouped_gradient
-from fompi.parallel.local import product
+from fompi.parallel.local import add, product
 
 
 def a(*shape, dtype=np.float32):
@@ -28,6 +28,7 @@ READS = [0, 0, 1, 1]
 CALLS = [
     (product, (a(2, 3, 4), a(4, 5))),
     (product, (a(3, 2).T, a(3, 5))),
+    (add, (a(3, 2), a(3, 2))),
     (activate, (a(3, 4), "gelu")),
     (activate, (a(3, 4), "swiglu")),
     (activate_backward, (a(3, 4), a(3, 2), "swiglu")),
