@@ -331,19 +331,22 @@ def ring_backward(comm: Communicator, accelerator: Accelerator) -> Case:
 
 
 def ulysses(comm: Communicator, accelerator: Accelerator) -> Case:
-    """Ulysses: keys and values come first, then the queries in four slices, whose results go back.
+    """Ulysses: the attention begins with the tokens that are there; the results of a rank leave once they are complete.
 
-    Bound: keys, values and the first slice come, and the last result goes, behind nothing.
+    Bound: the flow of the N x N pieces of queries and keys through the port in, the attention and the port out.
     """
     q, k, v = _qkv(comm, TOKENS)
-    sharding = Sharding(TOKENS, ulysses=comm.size)
+    sharding, size = Sharding(TOKENS, ulysses=comm.size), comm.size
 
     def call() -> None:
         ulysses_attention(q, k, v, sharding, comm=comm)
 
     def bound(t_c: float, t_m: float) -> float:
-        part, piece = t_m / 4, t_m / 16
-        return round_trip([part * 2 + piece, *[piece] * 3], [t_c / 4] * 4, [piece] * 4) - t_c
+        piece, arrive, leave = t_c / size**2, 0.75 * t_m / (size - 1), 0.25 * t_m / (size - 1)
+        receive = [0.0, *[arrive] * (size - 1), *[0.0] * (size - 1)]
+        compute = [(2 * i + 1) * piece for i in range(size - 1)] + [size * piece, *[piece] * (size - 1)]
+        send = [0.0] * (size - 1) + [leave] * (size - 1) + [0.0]
+        return round_trip(receive, compute, send) - t_c
 
     return Case("Ulysses attention", "T_m / T_c", (0.5, 1.0), call, bound)
 

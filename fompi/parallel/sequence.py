@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,18 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather, all_to_all
 from fompi.ops.pending import Pending
-from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, call, enter, give, start, transfer
+from fompi.parallel.arrays import (
+    Array,
+    arrived,
+    arrived_from,
+    borrow,
+    borrow_gradient,
+    call,
+    enter,
+    give,
+    start,
+    transfer,
+)
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads, merge
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.tensors import dlpack
@@ -330,9 +342,6 @@ def _ring_backward(saved: Saved, do: Any) -> Gradients:
 
 # -------------------------------------------------------------------------------------------------------- Ulysses
 
-SLICES = 4
-"""The slices of the queries: one travels while the attention of another is computed."""
-
 
 @dataclass(frozen=True)
 class Deal:
@@ -365,56 +374,86 @@ class Deal:
         return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
 
 
-def _to_heads(x: Array, heads: list[range], dtype: str, comm: Communicator) -> Pending:
-    """(tokens of this rank, all heads, d) leaves. What comes is (tokens of all ranks * heads of this rank, d)."""
-    packed = [np.ascontiguousarray(x[:, run.start : run.stop]).reshape(len(x) * len(run), x.shape[2]) for run in heads]
-    return start(
-        all_to_all, np.concatenate(packed), counts=[len(part) for part in packed], dtype=dtype, comm=comm
-    )  # fmt: skip
+def _to_heads(arrays: Sequence[tuple[Array, list[range]]], dtype: str, comm: Communicator) -> Pending:
+    """Each rank gets its heads of these arrays, (tokens of this rank, all heads, width). The next rank gets them first.
+
+    Each array comes with the heads of all ranks.
+    """
+    packed = [
+        np.concatenate([x[:, heads[rank].start : heads[rank].stop].reshape(-1) for x, heads in arrays])
+        for rank in range(comm.size)
+    ]
+    counts = [len(part) for part in packed]
+    return start(all_to_all, np.concatenate(packed), counts=counts, dtype=dtype, comm=comm, schedule="pairwise")
 
 
-def _by_heads(pending: Pending, rows: Sequence[int], heads: range) -> Array:
-    """What `_to_heads` sent, as (tokens of all ranks, heads of this rank, d)."""
-    array: Array = arrived(pending)
-    return array.reshape(sum(rows), len(heads), array.shape[1])
+def _of_heads(pending: Pending, source: int, forms: Sequence[tuple[int, ...]]) -> list[Array]:
+    """What `_to_heads` sent from `source`, as arrays of these shapes, as soon as it is there."""
+    flat, first = arrived_from(pending, source), 0
+    arrays = []
+    for shape in forms:
+        arrays.append(flat[first : first + prod(shape)].reshape(shape))
+        first += prod(shape)
+    return arrays
 
 
-def _to_rows(y: Array, rows: Sequence[int], dtype: str, comm: Communicator) -> Pending:
-    """(tokens of all ranks, heads of this rank, d) leaves: the tokens return to their ranks."""
-    flat = np.ascontiguousarray(y).reshape(len(y) * y.shape[1], y.shape[2])
-    return start(all_to_all, flat, counts=[n * y.shape[1] for n in rows], dtype=dtype, comm=comm)
+class Returns:
+    """Arrays that go back to the ranks of their tokens, one by one, and are added up there.
+
+    `rows`: the tokens of each rank. `heads`: the heads that each rank has computed. `into`: (tokens of this rank, all
+    heads, width), in the dtype of sums. Arrays travel in `dtype`.
+    """
+
+    def __init__(self, rows: Sequence[int], heads: list[range], into: Array, dtype: str, comm: Communicator):
+        self.rows, self.heads, self.into, self.dtype, self.comm = rows, heads, into, dtype, comm
+        self.arrays: dict[int, Any] = {}  # by the rank that has computed them: what is here, or in flight
+
+    def send(self, owner: int, array: Array) -> None:
+        """`array` leaves for rank `owner`, which is d ranks ahead. That of the rank d ranks behind comes."""
+        rank, size = self.comm.rank, self.comm.size
+        if owner == rank:
+            self.arrays[rank] = array
+            return
+        source = (2 * rank - owner) % size
+        there = owner if array.size else None
+        here = source if self.rows[rank] and len(self.heads[source]) else None
+        pending = transfer(narrow(array, self.dtype).reshape(-1), there, here, self.dtype, self.comm)
+        self.arrays[source] = pending, here is not None
+
+    def add(self) -> None:
+        """Wait for all of them, and add them up in the order of the ranks."""
+        for source, run in enumerate(self.heads):
+            if source == self.comm.rank:
+                self.into[:, run.start : run.stop] += self.arrays[source]
+                continue
+            pending, comes = self.arrays[source]
+            array = widen(arrived(pending), self.dtype)
+            if comes:
+                self.into[:, run.start : run.stop] += array.reshape(len(self.into), len(run), self.into.shape[2])
 
 
-def _by_rows(pending: Pending, into: Array, heads: list[range], dtype: str) -> None:
-    """Add what `_to_rows` sent to (tokens of this rank, all heads, d), in the order of the ranks."""
-    array: Array = widen(arrived(pending), dtype)
-    first = offsets(len(into) * len(run) for run in heads)
-    for begin, end, run in zip(first[:-1], first[1:], heads, strict=True):
-        into[:, run.start : run.stop] += array[begin:end].reshape(len(into), len(run), into.shape[2])
-
-
-def _cuts(rows: Sequence[int], number: int) -> list[list[slice]]:
-    """The rows of each rank in `number` slices: for each slice, the run of each rank among its own rows."""
-    first = [offsets(split(n, number)) for n in rows]
-    return [[slice(ends[i], ends[i + 1]) for ends in first] for i in range(number)]
-
-
-def _lengths(cut: Sequence[slice]) -> list[int]:
-    return [run.stop - run.start for run in cut]
+def _return_all(array: Array, returns: Returns) -> None:
+    """Send the tokens of all ranks, which are in order, to their ranks, and add up what comes."""
+    ends, rank, size = offsets(returns.rows), returns.comm.rank, returns.comm.size
+    for owner in ((rank + d) % size for d in range(size)):
+        returns.send(owner, array[ends[owner] : ends[owner + 1]])
+    returns.add()
 
 
 @dataclass
 class UlyssesStep:
-    """What Ulysses keeps, for each slice of the queries. Arrays have the storage of q's dtype."""
+    """What Ulysses keeps: the heads of this rank, in the order of `sources`. Arrays have the storage of q's dtype."""
 
     deal: Deal
     rows: list[int]
-    at: list[Array]  # the positions of the tokens of each rank
-    q: list[Array]
+    sources: list[int]  # this rank, and then the others in the order in which their tokens arrive
+    runs: list[slice]  # where the tokens of each of `sources` are
+    at: Array  # the positions of the tokens
+    q: Array
     k: Array
     v: Array
-    o: list[Array]
-    lse: list[Array]
+    o: Array
+    lse: Array
 
 
 def _ulysses(
@@ -434,7 +473,8 @@ def _ulysses(
     has. With `causal` a token sees the tokens up to itself. Packed documents of the sharding do not see each other.
     `scale` is d ** -0.5 by default.
 
-    An all-to-all gives each rank all tokens of some heads, as even as possible. Another one brings the results back.
+    An all-to-all gives each rank all tokens of some heads, as even as possible. The attention begins with the tokens
+    that are there. The results of a rank's queries leave as soon as they have seen all keys, those of this rank last.
     A key/value head is on every rank that has one of its query heads.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
@@ -445,58 +485,104 @@ def _ulysses(
 
     group, saved, _ = enter("ulysses_attention", comm, check)
     saved.comms = (group,)
-    dtype, (q, k, v) = saved.dtype, (tensor.array for tensor in saved.tensors)
-    deal, rows = Deal(q.shape[1], k.shape[1], group), sharding.rows
-    at = [sharding.indices(rank) for rank in range(group.size)]
-    queries, keys = deal.queries, deal.keys
-    come = _to_heads(np.concatenate([k, v], 2), keys, dtype, group)
-    cuts = _cuts(rows, SLICES)
-    leave = [_to_heads(q[cut[group.rank]], queries, dtype, group) for cut in cuts]
-    kv = _by_heads(come, rows, keys[group.rank])
-    full_k, full_v = kv[..., : k.shape[2]], kv[..., k.shape[2] :]
-    step = UlyssesStep(deal, rows, at, [], full_k, full_v, [], [])
-    wide_k, wide_v, all_at, back = widen(full_k, dtype), widen(full_v, dtype), np.concatenate(at), []
-    for cut, pending in zip(cuts, leave, strict=True):
-        part = _by_heads(pending, _lengths(cut), queries[group.rank])
-        part_at = np.concatenate([a[run] for a, run in zip(at, cut, strict=True)])
-        o, lse = attend.on(group, widen(part, dtype), wide_k, wide_v, deal.reads, part_at, all_at, saved.rule)
-        o = narrow(o, dtype)
-        back.append(_to_rows(o, _lengths(cut), dtype, group))  # leaves while the next slice is computed
-        step.q.append(part)
-        step.o.append(o)
-        step.lse.append(lse)
-    saved.steps = step
-    result = np.zeros(saved.shape, accumulator(dtype))
-    for cut, pending in zip(cuts, back, strict=True):
-        _by_rows(pending, result[cut[group.rank]], queries, dtype)
+    dtype, rank, (q, k, v) = saved.dtype, group.rank, (tensor.array for tensor in saved.tensors)
+    deal, rows, width = Deal(q.shape[1], k.shape[1], group), sharding.rows, k.shape[2]
+    queries, keys, reads = deal.queries, deal.keys, deal.reads
+    kv = np.concatenate([k, v], 2)
+    pending = _to_heads([(q, queries), (kv, keys)], dtype, group)
+
+    sources = [(rank - d) % group.size for d in range(group.size)]
+    ends = offsets(rows[source] for source in sources)
+    runs = [slice(a, b) for a, b in pairwise(ends)]
+    heads, kv_heads = len(queries[rank]), len(keys[rank])
+    at = np.concatenate([sharding.indices(source) for source in sources])
+    full_q = np.empty((ends[-1], heads, width), q.dtype)
+    full_kv = np.empty((ends[-1], kv_heads, kv.shape[2]), q.dtype)
+    o = np.empty((ends[-1], heads, v.shape[2]), accumulator(dtype))
+    lse = np.empty(o.shape[:2], o.dtype)
+    result = np.zeros(saved.shape, o.dtype)
+    returns = Returns(rows, queries, result, dtype, group)
+
+    def partial(of: slice, over: slice) -> tuple[Array, Array]:
+        block = widen(full_kv[over], dtype)
+        return attend.on(
+            group, widen(full_q[of], dtype), block[..., :width], block[..., width:], reads, at[of], at[over], saved.rule
+        )
+
+    def more(of: slice, over: slice) -> None:
+        merge.on(group, o[of], lse[of], *partial(of, over))
+
+    for number, (source, run) in enumerate(zip(sources, runs, strict=True)):
+        if source == rank:
+            mine = queries[rank], keys[rank]
+            full_q[run], full_kv[run] = (
+                x[:, own.start : own.stop] for x, own in zip((q, kv), mine, strict=True)
+            )  # fmt: skip
+        else:
+            forms = (rows[source], heads, width), (rows[source], kv_heads, kv.shape[2])
+            full_q[run], full_kv[run] = _of_heads(pending, source, forms)
+        o[run], lse[run] = partial(run, slice(0, run.stop))
+        if 0 < number < len(sources) - 1:
+            more(slice(0, run.start), run)
+    last = runs[-1]
+    for source, run in reversed([*zip(sources, runs, strict=True)]):  # the last source has seen all keys
+        if run is not last:
+            more(run, last)
+        returns.send(source, o[run])
+    pending.wait()
+    saved.steps = UlyssesStep(
+        deal, rows, sources, runs, at, full_q, full_kv[..., :width], full_kv[..., width:], narrow(o, dtype), lse
+    )
+    returns.add()
     return give(result, saved.tensors[0]), saved
 
 
 def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
+    """Keys of other ranks have their gradients first, and leave; then the queries of other ranks; the own ones last."""
     array = _enter_backward("ulysses_attention", saved, do)
-    step, dtype, group, (tq, tk, tv) = saved.steps, saved.dtype, saved.comms[0], saved.tensors
-    deal, rows, wide = step.deal, step.rows, accumulator(saved.dtype)
-    queries, keys, all_at = deal.queries, deal.keys, np.concatenate(step.at)
-    cuts = _cuts(rows, SLICES)
-    come = [_to_heads(array[cut[group.rank]], queries, dtype, group) for cut in cuts]
-    k, v, back = widen(step.k, dtype), widen(step.v, dtype), []
-    dk, dv = np.zeros_like(k), np.zeros_like(v)
-    for i, (cut, pending) in enumerate(zip(cuts, come, strict=True)):
-        part = widen(_by_heads(pending, _lengths(cut), queries[group.rank]), dtype)
-        part_at = np.concatenate([a[run] for a, run in zip(step.at, cut, strict=True)])
-        q, o = widen(step.q[i], dtype), widen(step.o[i], dtype)
-        dq, *more = attend_backward.on(group, q, k, v, o, step.lse[i], part, deal.reads, part_at, all_at, saved.rule)
-        back.append(_to_rows(narrow(dq, dtype), _lengths(cut), dtype, group))
-        dk += more[0]
-        dv += more[1]
+    step, dtype, group, (tq, tk, _) = saved.steps, saved.dtype, saved.comms[0], saved.tensors
+    deal, rows, wide, runs = step.deal, step.rows, accumulator(saved.dtype), step.runs
+    pending = _to_heads([(array, deal.queries)], dtype, group)
+    q, k, v, o = (widen(a, dtype) for a in (step.q, step.k, step.v, step.o))
+    given = np.empty_like(o)
+    dq, dkv = np.zeros_like(q), np.zeros((*k.shape[:2], k.shape[2] + v.shape[2]), q.dtype)
+    own = deal.queries[group.rank]
+    given[runs[0]] = widen(array[:, own.start : own.stop], dtype)
     sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
-    last = _to_rows(narrow(np.concatenate([dk, dv], 2), sent), rows, sent, group)
-    dq = np.zeros(tq.array.shape, wide)
-    for cut, pending in zip(cuts, back, strict=True):
-        _by_rows(pending, dq[cut[group.rank]], queries, dtype)
-    dkv = np.zeros((*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide)
-    _by_rows(last, dkv, keys, sent)
-    return _give((dq, dkv[..., : k.shape[2]], dkv[..., k.shape[2] :]), saved)
+    all_q = np.zeros(tq.array.shape, wide)
+    all_kv = np.zeros((*tk.array.shape[:2], dkv.shape[2]), wide)
+    queries = Returns(rows, deal.queries, all_q, dtype, group)
+    keys = Returns(rows, deal.keys, all_kv, sent, group)
+
+    def add(of: slice, over: slice) -> None:
+        gradients = attend_backward.on(
+            group, q[of], k[over], v[over], o[of], step.lse[of], given[of],
+            deal.reads, step.at[of], step.at[over], saved.rule,
+        )  # fmt: skip
+        dq[of] += gradients[0]
+        dkv[over] += np.concatenate(gradients[1:], 2)
+
+    here, others = runs[0], slice(runs[0].stop, len(q))
+    last = len(runs) - 1
+    for number, (source, run) in enumerate(zip(step.sources, runs, strict=True)):
+        if number:
+            given[run] = widen(_of_heads(pending, source, [given[run].shape])[0], dtype)
+        if number < last:
+            add(run, others)
+    for source, run in zip(step.sources[1:], runs[1:], strict=True):
+        add(runs[last], run)
+        keys.send(source, dkv[run])
+    for source, run in zip(step.sources[1:], runs[1:], strict=True):
+        add(run, here)
+        queries.send(source, dq[run])
+    add(here, here)
+    keys.send(group.rank, dkv[here])
+    queries.send(group.rank, dq[here])
+    pending.wait()
+    keys.add()
+    queries.add()
+    width = k.shape[2]
+    return _give((all_q, all_kv[..., :width], all_kv[..., width:]), saved)
 
 
 # ----------------------------------------------------------------------------------------------------------- both
@@ -547,14 +633,17 @@ def _usp(
     deal = Deal(q.shape[1], k.shape[1], across)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
     queries, keys = deal.queries, deal.keys
-    come = _to_heads(np.concatenate([k, v], 2), keys, dtype, across)
-    more = _to_heads(q, queries, dtype, across)
-    kv, full_q = _by_heads(come, rows, keys[across.rank]), _by_heads(more, rows, queries[across.rank])
+    kv, width = np.concatenate([k, v], 2), k.shape[2]
+    pending = _to_heads([(q, queries), (kv, keys)], dtype, across)
+    mine = len(queries[across.rank]), len(keys[across.rank])
+    forms = [((n, mine[0], width), (n, mine[1], kv.shape[2])) for n in rows]
+    parts = [_of_heads(pending, rank, forms[rank]) for rank in range(across.size)]
+    full_q, full_kv = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
+    pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    full_k, full_v = kv[..., : k.shape[2]], kv[..., k.shape[2] :]
-    o, step = _ring_run(full_q, full_k, full_v, at, deal.reads, saved.rule, dtype, around)
+    o, step = _ring_run(full_q, full_kv[..., :width], full_kv[..., width:], at, deal.reads, saved.rule, dtype, around)
     result = np.zeros(saved.shape, accumulator(dtype))
-    _by_rows(_to_rows(o, rows, dtype, across), result, queries, dtype)
+    _return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
     saved.steps = step, deal, rows
     return give(result, saved.tensors[0]), saved
 
@@ -564,15 +653,15 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     (step, deal, rows), dtype, (across, around), (tq, tk, tv) = saved.steps, saved.dtype, saved.comms, saved.tensors
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
-    full = _by_heads(_to_heads(array, queries, dtype, across), rows, queries[across.rank])
-    dq, dk, dv = _ring_run_backward(step, full, saved.rule, dtype, around)
-    back = _to_rows(narrow(dq, dtype), rows, dtype, across)
-    sent = wide if deal.shares else dtype
-    last = _to_rows(narrow(np.concatenate([dk, dv], 2), sent), rows, sent, across)
+    pending, own = _to_heads([(array, queries)], dtype, across), len(queries[across.rank])
+    parts = [_of_heads(pending, rank, [(n, own, array.shape[2])])[0] for rank, n in enumerate(rows)]
+    pending.wait()
+    full_dq, dk, dv = _ring_run_backward(step, np.concatenate(parts), saved.rule, dtype, around)
     dq = np.zeros(tq.array.shape, wide)
-    _by_rows(back, dq, queries, dtype)
     dkv = np.zeros((*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide)
-    _by_rows(last, dkv, keys, sent)
+    _return_all(full_dq, Returns(rows, queries, dq, dtype, across))
+    sent = wide if deal.shares else dtype
+    _return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across))
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 
 
