@@ -62,6 +62,7 @@ from fompi.engine.communicator import OBSERVERS, Communicator, Mesh
 from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
+from fompi.ops.messages import recv, send, sendrecv
 from fompi.ops.operation import HOOKS
 from fompi.ops.operations import (
     all_gather,
@@ -76,15 +77,19 @@ from fompi.ops.operations import (
     all_to_all_weight_gradient,
     broadcast,
     explain,
+    gather,
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
     plan,
+    reduce,
     reduce_scatter,
+    scatter,
 )
 from fompi.ops.pending import Pending
 from fompi.ops.replicated import sum_replicated
 from fompi.planner.explain import Explanation
+from fompi.planner.layout import layouts
 from fompi.plans.plan import Plan
 from fompi.plans.staged import staged
 from fompi.plans.verify import verify
@@ -107,6 +112,9 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "gather",
+    "scatter",
+    "reduce",
     "all_gather_matmul",
     "all_gather_matmul_many",
     "matmul_reduce_scatter",
@@ -118,9 +126,14 @@ __all__ = [
     "all_to_all_weight_gradient",
     "all_to_all_matmul_weight_gradient",
     "sum_replicated",
+    "send",
+    "recv",
+    "sendrecv",
+    "barrier",
     # planning: without MPI and data
     "plan",
     "explain",
+    "layouts",
     "verify",
     "simulate",
     "schedule",
@@ -165,6 +178,14 @@ __all__ = [
     "OverlapWarning",
     "DriftWarning",
 ]
+
+
+def barrier(comm: Any = None) -> None:
+    """Return when all ranks of `comm` have come here. Collective.
+
+    Raises PeerError if a rank has left, MismatchError if one calls something else, WaitTimeout after FOMPI_TIMEOUT.
+    """
+    Communicator.of(comm).barrier()
 
 
 def _differentiable(*call: Any) -> Any:

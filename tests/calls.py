@@ -8,7 +8,7 @@ import numpy as np
 
 import fompi
 from fompi.base.layout import Sizes, split
-from fompi.plans.problems import reference
+from fompi.plans.problems import ROOTED, reference
 from fompi.schedules import registry
 
 NAMES = [name for name in catalogue.problems(1) if "weight_gradient flipped" not in name]
@@ -59,12 +59,14 @@ def arguments(problem, given, sizes, rank):
         return [arrays["x"], weights], {"biases": biases}
     if any(b is not None for b in biases):
         options["bias"] = biases[0]
-    if problem.moves == "all_to_all":
-        options["counts"] = sizes.pairs[rank]
-    elif problem.moves == "reduce_scatter":
-        options["counts"] = sizes.rows
-    elif problem.moves == "broadcast":
+    if problem.operation in ROOTED:
         options["root"] = problem.root
+    if problem.op != "sum":
+        options["op"] = problem.op
+    if problem.moves == "all_to_all" and problem.operation != "gather":
+        options["counts"] = sizes.pairs[rank]
+    elif problem.operation in ("reduce_scatter", "matmul_reduce_scatter"):
+        options["counts"] = sizes.rows
     return [arrays["x"], *weights, *operands], options
 
 

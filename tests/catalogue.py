@@ -41,6 +41,9 @@ def problems(size, dtype="float64"):
         "all_to_all packed 3-d": problem("all_to_all", size, x3, packed=True),
         "broadcast": problem("broadcast", size, x),
         "broadcast from the last": problem("broadcast", size, x, root=size - 1),
+        "gather": problem("gather", size, x),
+        "scatter from the last": problem("scatter", size, x3, root=size - 1),
+        "reduce": problem("reduce", size, x),
         "all_gather_matmul": problem("all_gather_matmul", size, x, [w]),
         "all_gather_matmul bias packed": problem("all_gather_matmul", size, x, [w], [b], packed=True),
         "all_gather_matmul 3-d": problem("all_gather_matmul", size, x3, [w], [b]),
@@ -69,6 +72,9 @@ def problems(size, dtype="float64"):
         "matmul_all_to_all": problem("matmul_all_to_all", size, x, [w]),
         "matmul_all_to_all bias 3-d": problem("matmul_all_to_all", size, x3, [w], [b]),
     }
+    if dtype.startswith(("float", "bfloat")):
+        listed["reduce to the last mean"] = problem("reduce", size, x, root=size - 1, op="mean")
+        listed["all_reduce max"] = problem("all_reduce", size, x, op="max")
     return listed
 
 
@@ -97,6 +103,8 @@ def sizes(problem, distribution, seed=0):
             return tuple(int(i % 3 == 1) for i in range(count))
         return tuple(4 if distribution == "lonely" and i == count - 1 else 0 for i in range(count))
 
+    if problem.operation in ("gather", "scatter", "reduce"):
+        return problem.spread(counts(size))
     if problem.moves == "all_to_all":
         return Sizes(pairs=tuple(counts(size) for _ in range(size)))
     return Sizes(rows=counts(size))

@@ -50,7 +50,41 @@ MUTANTS = {
     "a kernel is done at once": (ANY, f"{BACKEND}:Enqueued.done", "if not self.event.done():", "if False:"),
     "the caller's stream is not awaited": (ANY, f"{BACKEND}:OnDevice.enter", "queue.stream.wait(entry)", "pass"),
     "the caller's stream is forgotten": (ANY, f"{BACKEND}:OnDevice.enter", "if entry is None:", "if True:"),
-    "a copy is not awaited": (ANY, f"{BACKEND}:OnDevice.copy_now", "while not event.done():", "while False:"),
+    "a copy is not awaited": (ANY, f"{BACKEND}:OnDevice.copy", "self.device.leave([event])", "pass"),
+    "a copy does not wait": (ANY, f"{BACKEND}:OnDevice.copy", "self.enter()", "pass"),
+    "the memory of a copy is not kept": (ANY, f"{BACKEND}:OnDevice.copy", "self._kept.append((event, pairs))", "pass"),
+    # the result of a call whose kernels still run
+    "the result does not wait for its kernels": (ANY, f"{BACKEND}:OnDevice.leave", "if last:", "if False:"),
+    "the result waits for the first kernel of a stream": (
+        ANY,
+        f"{BACKEND}:OnDevice.leave",
+        "for token in tokens}",
+        "for token in reversed(tokens)}",
+    ),
+    "the current stream of the program waits for nothing": (
+        ANY,
+        f"{SOFTWARE}:SoftwareDevice.leave",
+        "stream.wait(event)",
+        "pass",
+    ),
+    "messages do not wait for the kernels of the last call": (
+        (STAGED,),
+        "fompi.runtime.executor:Executor._start",
+        "holds_all = self._leave()",
+        "self._leave()",
+    ),
+    "the memory of kernels in flight is given back": (
+        ANY,
+        f"{DISPATCH}:Dispatch.end_for_program",
+        "self.is_enqueued = self.finished = True",
+        "self.is_enqueued = self.finished = True\n        self.actions = []",
+    ),
+    "a call returns before its last message": (
+        ANY,
+        f"{DISPATCH}:Dispatch.end_for_program",
+        "self.unfinished == len(self.tokens)",
+        "self.unfinished <= len(self.tokens) + 1",
+    ),
     "all scratch is one array": (
         ANY,
         f"{BACKEND}:OnDevice.empty",

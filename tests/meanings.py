@@ -34,10 +34,12 @@ class Case:
         """Call the operation of `namespace` (fompi or fompi.jax) on the inputs of `rank`. Returns a list of results."""
         x, weights, biases = self.operands(given)
         options = dict(self.options)
-        if self.operation not in ("all_reduce", "broadcast"):
+        if self.operation not in ("all_reduce", "broadcast", "reduce"):
             options["dim"] = self.dim
-        if self.operation == "broadcast":
+        if self.operation in ("broadcast", "gather", "scatter", "reduce"):
             options["root"] = self.root % ranks
+        if self.operation == "scatter" and rank == options["root"]:
+            options["counts"] = kept(ranks)
         if self.operation in ("reduce_scatter", "matmul_reduce_scatter"):
             options["counts"] = kept(ranks)
         if "all_to_all" in self.operation:
@@ -70,6 +72,17 @@ CASES = [
     Case("all_reduce", options=unfused),
     Case("broadcast"),
     Case("broadcast", root=1, options=ring),
+    Case("all_reduce", options={"op": "mean"}),
+    Case("all_reduce", options={"op": "max"}),
+    Case("reduce_scatter", options={"op": "min"}),
+    Case("reduce_scatter", dim=1, options={"op": "mean"}),
+    Case("reduce"),
+    Case("reduce", root=1, options={"op": "max"}),
+    Case("reduce", root=2, options={"op": "mean"}),
+    Case("gather"),
+    Case("gather", root=1, dim=1, options=unfused),
+    Case("scatter"),
+    Case("scatter", root=1, dim=1, options=unfused),
     Case("all_to_all"),
     Case("all_to_all", dim=1, options=unfused),
     Case("all_gather_matmul", (N,), (False,)),
@@ -116,8 +129,10 @@ def shape(case, ranks, rank):
     """The shape of x on this rank: (rows, K), or (2, rows, K) if the rows are the second dimension."""
     if "all_to_all" in case.operation:
         rows = sum(exchanged(ranks)[rank])
-    elif case.operation.startswith("all_gather"):
+    elif case.operation.startswith(("all_gather", "gather")):
         rows = own(ranks)[rank]
+    elif case.operation == "scatter" and rank != case.root % ranks:
+        rows = rank  # nobody reads them
     else:
         rows = sum(kept(ranks))
     return (2, rows, K) if case.dim else (rows, K)
@@ -148,6 +163,12 @@ def small_integers(random, shape):
     return random.integers(0, 3, shape)
 
 
+def reduced(case, xs):
+    """The reduction of the tensors of all ranks."""
+    op = {"max": torch.amax, "min": torch.amin, "mean": torch.mean}.get(case.options.get("op"), torch.sum)
+    return op(torch.stack(list(xs)), 0)
+
+
 def expected(case, given):
     """The results of all ranks, from the inputs of all ranks."""
     ranks, dim = len(given), case.dim
@@ -174,10 +195,19 @@ def expected(case, given):
         products = [[product(full, rank, i) for i in range(len(case.weights))] for rank in range(ranks)]
         keep = case.operation.endswith("_many") or not case.weights
         return [[*[full] * keep, *products[rank]] for rank in range(ranks)]
+    root = case.root % ranks
     if case.operation == "reduce_scatter":
-        results = sum(xs).split(kept(ranks), dim)
+        results = reduced(case, xs).split(kept(ranks), dim)
     elif case.operation == "all_reduce":
-        results = [sum(xs)] * ranks
+        results = [reduced(case, xs)] * ranks
+    elif case.operation == "reduce":
+        y = reduced(case, xs)
+        results = [y if rank == root else y[:0] for rank in range(ranks)]
+    elif case.operation == "gather":
+        y = torch.cat(xs, dim)
+        results = [y if rank == root else y.narrow(dim, 0, 0) for rank in range(ranks)]
+    elif case.operation == "scatter":
+        results = xs[root].split(kept(ranks), dim)
     elif case.operation == "broadcast":
         results = [xs[case.root % ranks]] * ranks
     elif case.operation == "all_to_all":

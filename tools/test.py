@@ -29,7 +29,11 @@ OPERATIONS = ("communicator", "operations", "torch")
 SUBSET = (*OPERATIONS, "counts", "device", "labels", "local_errors", "refusals", "tensors", "values")
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
 
-STRATEGIES = tuple(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor"))
+STRATEGIES = (
+    *(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor")),
+    "torch_data_parallel",
+    "torch_nn",
+)
 
 SIZES = {
     "mpich": {1: SUBSET, 2: (), 3: SUBSET, 4: (*SUBSET, *STRATEGIES, "executor", "lifetime", "pending"), 8: OPERATIONS},

@@ -23,7 +23,7 @@ import numpy as np
 from fompi.backends.numpy import Numpy
 from fompi.model.machine import Machine
 from fompi.plans import kernels
-from fompi.plans.dependencies import MERGES
+from fompi.plans.dependencies import lane_of
 
 Array = np.ndarray[Any, Any]
 CORNER = 4
@@ -103,7 +103,7 @@ class Emulated:
         compute = self._host.bind(kernel, read_corners, write_corners, read_dtypes, write_dtypes)
         sizes = ([(a.shape, a.nbytes) for a in arrays] for arrays in (reads, writes))
         seconds = self.machine.kernel(*kernels.demand(kernel, *sizes))
-        return self._on(self._merges if kernel in MERGES else self._products, compute, seconds)
+        return self._on(self._merges if lane_of(kernel) == "merge" else self._products, compute, seconds)
 
     def bind_timed(self, compute: Callable[[], object], seconds: float) -> Callable[..., Enqueued]:
         """A kernel of the user, which takes these seconds. It runs on the host when it is enqueued."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from fompi.backends.base import Kernel
 from fompi.base.layout import CARRIERS, HALF
+from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import MOVES, find
 
 Array = np.ndarray[Any, Any]
@@ -43,6 +44,10 @@ def narrow(a: Array, dtype: str) -> Array:
     bits = np.asarray(a, np.float32, order="C").view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)  # a NaN must not round to infinity
+
+
+COMBINES = {"add": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+"""The kernels that combine two terms of a reduction. Maximum and minimum are NaN where a term is NaN."""
 
 
 def rows(a: Array) -> Array:
@@ -83,8 +88,8 @@ class Numpy:
         moves = kernel in MOVES and len(dtypes) == 1
         plain = moves or dtypes.isdisjoint(HALF)
         if plain and len(writes) == 1:  # the most frequent kernels, bound directly to NumPy's functions
-            if kernel == "add":
-                return partial(np.add, reads[0], reads[1], writes[0])
+            if kernel in COMBINES:
+                return partial(COMBINES[kernel], reads[0], reads[1], out=writes[0])
             if moves and len(reads) == 1:
                 return partial(np.copyto, writes[0], reads[0])
             if kernel == "matmul" and len(reads) == 2 and (reads[0].ndim == 2 or reads[0].flags.c_contiguous):
@@ -93,7 +98,8 @@ class Numpy:
         compiled = None if plain else _compiled(kernel, reads, writes, (*read_dtypes, *write_dtypes))
         if compiled is not None:
             return compiled
-        compute = _KERNELS[kernel]
+        count = divisor(kernel)
+        compute = _KERNELS[kernel] if count is None else partial(_mean, count)
         if plain:
             return partial(compute, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
         return partial(_half, compute, kernel, reads, writes, read_dtypes, write_dtypes)
@@ -151,9 +157,16 @@ def _copy(groups: Groups, whole: Arrays, writes: Arrays) -> None:
         c[...] = a
 
 
-def _add(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+def _combine(function: np.ufunc, groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    for a, b, c in zip(*groups, writes, strict=True):
+        function(a, b, out=c)
+
+
+def _mean(count: int, groups: Groups, whole: Arrays, writes: Arrays) -> None:
     for a, b, c in zip(*groups, writes, strict=True):
         np.add(a, b, out=c)
+        for part in (c.real, c.imag) if c.dtype.kind == "c" else (c,):
+            np.divide(part, part.dtype.type(count), out=part)
 
 
 def _matmul(groups: Groups, whole: Arrays, writes: Arrays) -> None:
@@ -178,7 +191,7 @@ def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
 
 _KERNELS: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
     **dict.fromkeys(MOVES, _copy),
-    "add": _add,
+    **{name: partial(_combine, function) for name, function in COMBINES.items()},
     "matmul": _matmul,
     "matmul_bias": _matmul,
     "gradient": _gradient,

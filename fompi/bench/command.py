@@ -20,13 +20,17 @@ EXAMPLE = "mpirun -n 2 {} bench overhead --quick"
 SUITES = ("collectives", "fused", "papers", "parallel", "step", "peers", "planner", "adapt", "overhead")
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
 
+DEVICES = ("cuda", "software")
+"""What `--device` may be: the module `device` of this room measures it."""
+
 PRINTED = "-"
 """In place of a file's name: print it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="?", choices=SUITES)
-    parser.add_argument("--like", metavar="M,K,N", help="the same as `try M,K,N`")
+    parser.add_argument("--like", metavar="M,K,N", help="the same as `try M,K,N`; with --device: the shape")
+    parser.add_argument("--device", choices=DEVICES, help="overlapped operations on buffers of a device")
     parser.add_argument("--ranks", type=int, default=2, help="with --like, outside of mpirun: how many to start (2)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
@@ -41,17 +45,21 @@ def run(options: argparse.Namespace) -> int:
     """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
     if options.rounds < 1 or options.ranks < 1:
         raise UsageError("bench: --rounds and --ranks are 1 or more")
-    if options.like is not None:
+    if options.device is not None and options.suite is not None:
+        raise UsageError("bench: --device is a suite of its own: name no other")
+    if options.like is not None and options.device is None:
         return trial.run_shape(options.like, options.ranks, options.rounds, options.json)
-    if options.suite is None:
-        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), or a shape with --like M,K,N")
+    name = options.suite if options.device is None else "device"
+    if name is None:
+        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
     trial.note_threads()
     json, markdown, plot = options.json, options.markdown, options.plot
     with fompi.Communicator() as comm:
-        agree(comm, f"bench {options.suite}", refusal(comm.rank, json, markdown, plot))
-        with Progress.of_rank(comm.rank, f"bench {options.suite}") as progress:
+        agree(comm, f"bench {name}", refusal(comm.rank, json, markdown, plot))
+        with Progress.of_rank(comm.rank, f"bench {name}") as progress:
             measure = Options(options.rounds, options.quick, progress)
-            rows = import_module(f"fompi.bench.{options.suite}").rows(comm, measure)
+            more = () if options.device is None else (options.device, options.like)
+            rows = import_module(f"fompi.bench.{name}").rows(comm, measure, *more)
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
             text = table.markdown(rows, facts)

@@ -7,6 +7,7 @@
 | `plan.py`      | `plan`: the grid of a plan; also the arguments that describe a problem                     |
 | `simulate.py`  | `simulate`: the predicted trace of a plan, or a whole model step                           |
 | `explain.py`   | `explain`: every candidate schedule on a machine, and why the best one is the best         |
+| `layout.py`    | `layout`: the best sizes of all kinds of parallelism for a model                           |
 | `calibrate.py` | `calibrate`: measures the machine                                                          |
 | `output.py`    | tables, JSON and the progress line                                                         |
 | `picture.py`   | timelines as SVG and PNG files                                                             |

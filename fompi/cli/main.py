@@ -33,6 +33,7 @@ COMMANDS = {
         "the predicted trace of a plan; `simulate step`: a whole model, with and without overlap",
     ),
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
+    "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),
     "calibrate": Command("fompi.cli.calibrate", "measure the machine, for mpirun: writes JSON", on_ranks=True),
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),

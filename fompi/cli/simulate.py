@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_machine_argument(parser)
     parser.add_argument("--save", metavar="FILE", help="the trace as Chrome JSON, for Perfetto")
     parser.add_argument("--model", default="llama-7b", help=f"of a step: {', '.join(MODELS)}")
-    parser.add_argument("--parallel", default="tp", help=f"of a step: {', '.join(PARALLEL)}")
+    parser.add_argument(
+        "--parallel",
+        default="tp",
+        help=f"of a step: {', '.join(PARALLEL)} (all at once, pipelines and long sequences: fompi layout)",
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="of a step, on each rank (2048)")
     parser.add_argument(
         "--json", action="store_true", help="the times of each rank, or of the parts of a step, as JSON"

@@ -66,6 +66,8 @@ def _make_engine() -> Engine:
     faults.install(engine)
     for observer in observers:
         atexit.register(observer.settle_all)
+    if observers:
+        atexit.register(engine.settle)  # called first: the report needs the ends of kernels on devices
     return engine
 
 
@@ -134,6 +136,7 @@ class Communicator(Shared):
         self.recording: list[Any] | None = None  # the traces of finished calls, inside `record`
         self.clock_readings: dict[int, list[Any]] = {}  # on rank 0: samples of other ranks' clocks (`alignment`)
         self.backend: Any = None  # computes unbound calls on tensors of the host; None: NumPy
+        self.mail: Any = None  # messages between two ranks (`fompi.ops.messages`)
         self.network = False  # True: these ranks are on several hosts
         self.crowded = False  # True: these ranks are on one host, and it has no spare core
         self.closed = False
@@ -183,7 +186,9 @@ class Communicator(Shared):
 
     def __dir__(self) -> list[str]:
         """What a program uses. The other attributes are for fompi."""
-        return ["close", "closed", "machine", "name", "network", "rank", "record", "size", "split"]
+        return [
+            *("agree", "barrier", "close", "closed", "machine", "name", "network", "rank", "record", "size", "split")
+        ]
 
     def check(self) -> None:
         """Raise StateError if this communicator cannot be used any more."""
@@ -207,8 +212,21 @@ class Communicator(Shared):
         outer, self.recording = self.recording, []
         try:
             yield self.recording
+            self.engine.settle()  # a trace needs the ends of kernels
         finally:
             self.recording = outer
+
+    def agree(self, what: str, refusal: Exception | None = None, value: int = 0) -> list[int]:
+        """[value of rank 0, value of rank 1, ...], once all ranks call it with the same text `what`. Collective.
+
+        0 <= value < 2**34. A rank that cannot go on passes the error as `refusal`: it raises it, and the other ranks
+        raise a MismatchError. So no rank waits for one that has given up.
+        """
+        return list(agree(self, what, refusal, value))
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here. Raises an error if a rank fails, leaves, or calls something else."""
+        agree(self, "a barrier")
 
     def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
         """A Communicator of the ranks with the same `color`, in the order of `key`. Collective."""
@@ -223,6 +241,7 @@ class Communicator(Shared):
         if known is None:
             wanted, aware = environment.value("FOMPI_PATH"), device.is_known_to_mpi()
             hosts = [self.engine.hosts.get(rank) for rank in self.link.world_ranks]
+            device.on_fault = self.engine.blame
             known = Paths(device, self.link, lambda a, b: choose_path(wanted, hosts[a] == hosts[b], aware))
             self._paths[id(device)] = known
         return known
@@ -248,6 +267,8 @@ class Communicator(Shared):
 
     def call_name(self, stamp: int) -> str:
         """The call `stamp` in words."""
+        if stamp < 0:
+            return f"message {-stamp} of {self.name}"
         if stamp >> 62:
             return f"bound {stamp >> 24 & (1 << 38) - 1}, call {stamp & 0xFFFFFF}"
         return f"call {stamp} of {self.name}"
@@ -279,21 +300,25 @@ class Communicator(Shared):
     def close(self) -> None:
         """Finish the calls in flight, and free the duplicate of the MPI communicator. Collective.
 
-        A call that waits for `ready()` is given up.
+        A call that waits for `ready()` is given up. Raises DeviceError if a kernel has failed after its call returned.
         """
         if not self.closed:
             while (task := self._in_flight()) is not None:
                 if not task.can_finish():
                     self.channel.fail(task, StateError(f"{self!r} was closed before all parts of a call were ready"))
                 self.engine.wait(task, self.channel, patient=True)
+            self.engine.settle()
             if self.engine.report is not None:
                 self.engine.report.settle(self)
             self.closed = True
             self.channel.close()
             self.plans.clear()
+            devices = [paths.device for paths in self._paths.values()]
             self._paths.clear()
             if self.channel.broken is None:  # else late messages might meet the next communicator that MPI makes
                 self.link.close()
+            for device in devices:
+                device.tell()
 
     def __enter__(self) -> Communicator:
         return self
@@ -324,8 +349,9 @@ def _refuse_axes(axes: dict[str, int], size: int) -> LayoutError | None:
 class Mesh(Shared, Mapping[str, Communicator]):
     """A grid of all ranks with named axes. `Mesh(dp=2, tp=4)["tp"]` is the Communicator of the 4 ranks along axis tp.
 
-    The last axis is the innermost: its ranks have consecutive numbers, so they are on one host if hosts are filled in
-    order. Collective. Raises LayoutError if the product of the sizes is not the number of ranks.
+    `mesh["dp", "tp"]` is that of the ranks along both. The last axis is the innermost: its ranks have consecutive
+    numbers, so they are on one host if hosts are filled in order. Collective. Raises LayoutError if the product of the
+    sizes is not the number of ranks.
     """
 
     def __init__(self, comm: Any = None, /, **axes: int):
@@ -336,13 +362,7 @@ class Mesh(Shared, Mapping[str, Communicator]):
         remaining = self.world.rank
         for name in reversed(axes):
             remaining, self.coordinates[name] = divmod(remaining, axes[name])
-        self._communicators = {}
-        for name in axes:
-            color = 0
-            for other in axes:
-                if other != name:
-                    color = color * axes[other] + self.coordinates[other]
-            self._communicators[name] = self.world.split(color, self.coordinates[name], name)
+        self._communicators: dict[tuple[str, ...], Communicator] = {(name,): self._along(name) for name in axes}
         named = ", ".join(f"{name}={n}" for name, n in axes.items())
         self._key = remember(self, "mesh", named, self.world.link.world_ranks)
 
@@ -351,10 +371,31 @@ class Mesh(Shared, Mapping[str, Communicator]):
         """True if the Communicator of some axis is closed."""
         return any(communicator.closed for communicator in self._communicators.values())
 
-    def __getitem__(self, axis: str) -> Communicator:
-        if axis not in self._communicators:
-            raise LayoutError(f"this mesh has no axis {axis!r}; it has {', '.join(self.axes)}")
-        return self._communicators[axis]
+    def _along(self, *names: str) -> Communicator:
+        """The ranks that differ from this one only along these axes. Collective."""
+        color = key = 0
+        for name, size in self.axes.items():
+            if name in names:
+                key = key * size + self.coordinates[name]
+            else:
+                color = color * size + self.coordinates[name]
+        return self.world.split(color, key, "x".join(names))
+
+    def __getitem__(self, axis: str | tuple[str, ...]) -> Communicator:
+        """The ranks along an axis, or along several: mesh["dp", "tp"], in the order of the mesh.
+
+        The first use of several axes is collective over all ranks of the mesh.
+        """
+        wanted = axis if isinstance(axis, tuple) else (axis,)
+        for name in wanted:
+            if name not in self.axes:
+                raise LayoutError(f"this mesh has no axis {name!r}; it has {', '.join(self.axes)}")
+        names = tuple(name for name in self.axes if name in wanted)
+        if not names:
+            raise LayoutError(f"name one or more of the axes {', '.join(self.axes)}")
+        if names not in self._communicators:
+            self._communicators[names] = self._along(*names)
+        return self._communicators[names]
 
     def __iter__(self) -> Any:
         return iter(self.axes)

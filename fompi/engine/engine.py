@@ -186,8 +186,15 @@ class Engine(InFlight):
 
     # ----------------------------------------------------------------------------------------------------------- waits
 
-    def wait(self, task: Task, channel: ControlChannel, seconds: float | None = None, patient: bool = False) -> bool:
-        """Drive everything until `task` is finished. False: it is not finished after `seconds`.
+    def wait(
+        self,
+        task: Task,
+        channel: ControlChannel,
+        seconds: float | None = None,
+        patient: bool = False,
+        until: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Drive everything until `task` is finished, or `until()`. False: neither is so after `seconds`.
 
         `task` is ended with an error if a rank that it waits for has left, or after `timeout` seconds without progress
         of `task`. That error says which rank waits for which. If `task` has failed, other ranks may start the call
@@ -200,7 +207,7 @@ class Engine(InFlight):
             self._waiting_since = begun
         self.waiting.append((task, channel))
         try:
-            while not task.finished:
+            while not task.finished and (until is None or not until()):
                 rounds += 1
                 if self.progress():
                     idle = 0

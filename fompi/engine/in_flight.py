@@ -19,6 +19,9 @@ EAGER_NBYTES = 4096
 CONTROL_POLLS = 64
 """Control messages are rare, so they are received only at every 64th poll."""
 
+BLAME_SECONDS = 1.0
+"""So long a thread that finds a failed device waits for the engine, to learn which operation was the reason."""
+
 
 class InFlight:
     """Everything in flight, of all tasks. Its methods are called with `lock` held."""
@@ -67,6 +70,32 @@ class InFlight:
         if queue is None:
             queue = self._launched[token.queue] = deque()
         queue.append((token, task, key))
+
+    def blame(self) -> None:
+        """A device has failed: tell it which operations have launched the oldest kernels in flight."""
+        if self.lock.acquire(timeout=BLAME_SECONDS):  # the caller may hold other locks
+            try:
+                for queue in self._launched.values():
+                    _, task, key = queue[0]
+                    task.blame(key)
+            finally:
+                self.lock.release()
+
+    def poll_kernels(self) -> None:
+        """Call `completed` for the kernels that devices have run."""
+        if self._launched:
+            with self.lock:
+                self._finish_launched()
+
+    def settle(self) -> None:
+        """Wait for all kernels of calls that are finished for the program."""
+        while (task := self._enqueued_task()) is not None:
+            task.settle()
+
+    def _enqueued_task(self) -> Task | None:
+        with self.lock:
+            launched = (task for queue in self._launched.values() for _, task, _ in queue)
+            return next((task for task in launched if task.is_enqueued), None)
 
     def kernels_ready(self, task: Task) -> None:
         """`task` has kernels that can run: `task.take` hands them out."""

@@ -37,6 +37,7 @@ class Task:
     awaited = False  # True: the program is about to wait for it, and will run its kernels
     is_long = False  # True: messages must progress while its kernels run
     forwards = False  # True: it sends what it receives, or sums of it, so other ranks wait until this rank has polled
+    is_enqueued = False  # True: it is finished for the program, but a device still runs its kernels
 
     @property
     def belongs_to(self) -> Task:
@@ -80,6 +81,12 @@ class Task:
 
     def acknowledged(self, rank: int) -> None:
         """Rank `rank` has confirmed that it knows of the error of this call."""
+
+    def settle(self) -> None:
+        """Wait for the kernels that a device still runs for this finished call."""
+
+    def blame(self, key: int) -> None:
+        """A device has failed, and the kernel `key` was the oldest in its queue."""
 
     def abandon(self, error: BaseException) -> None:
         """End with `error` at once, even with messages still in flight."""

@@ -15,13 +15,12 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from fompi.base.errors import FompiError
-from fompi.ops import operations
-from fompi.ops.adjoints import ADJOINTS, Call, flatten
+from fompi.ops.adjoints import DIFFERENTIABLE, Call, flatten
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer
 
-__all__ = list(ADJOINTS)
+__all__ = list(DIFFERENTIABLE)
 
 
 def _differentiable(operation: Operation) -> Any:
@@ -76,4 +75,4 @@ def _run(operation: Operation, arguments: Arguments, comm: Any, call_options: Ca
     return operation.run(arguments, comm, call_options)
 
 
-globals().update({name: _differentiable(getattr(operations, name)) for name in __all__})
+globals().update({name: _differentiable(operation) for name, operation in DIFFERENTIABLE.items()})

@@ -35,6 +35,9 @@ NO_PACKING = 1e300
 NO_BUS = 1e300
 """The `copy_rate` of a machine whose kernels run on the host."""
 
+NO_LIMIT = 1e300
+"""The `memory` of a machine whose memory is not known."""
+
 
 def interpolate(points: Points, x: float) -> float:
     """The value of a curve at x: linear between points and beyond the last one, level below the first one."""
@@ -111,6 +114,8 @@ class Machine:
     weight. So many small calls cost more than one large call. A copy from or to a device takes at least
     `nbytes / copy_rate`; both directions run at the same time.
 
+    `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
+
     **Messages beside kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes
     `cpu_message + nbytes * cpu_byte` from the kernel that runs. A collective of the library counts as two messages per
     peer. A sum takes its own time from the kernel. The rank sees arrived messages every `poll` seconds. With `lanes`
@@ -148,6 +153,7 @@ class Machine:
     natives_ranks: int = 0
     burst: float = 0.0
     copy_rate: float = NO_BUS
+    memory: float = NO_LIMIT
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -242,6 +248,8 @@ class Machine:
         lines.append(f"kernels: {1e6 * self.overhead:.3g} us per call, {kernels}{packing}")
         if self.copy_rate < NO_BUS:
             lines.append(f"copies from and to the device: {_rate(self.copy_rate, 'B/s')} each way")
+        if self.memory < NO_LIMIT:
+            lines.append(f"memory: {_rate(self.memory, 'B')} per rank")
         if self.lanes == 1:
             cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns per byte"
             poll = f"a poll every {1e3 * self.poll:g} ms"
@@ -384,6 +392,8 @@ def _field(name: str, value: Any, fastest: float) -> Any:
         )
     if name in _INTEGERS:
         return file_checks.integer(name, value, *_INTEGERS[name])
+    if name == "memory":
+        return min(NO_LIMIT, file_checks.number(name, value, 1.0, inf))
     if name.endswith(("rate", "width")):
         return file_checks.speed(name, value, fastest)
     return file_checks.seconds(name, value)
@@ -437,35 +447,36 @@ PRESETS = {
         ),
         Machine(
             "h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6,
-            "NVIDIA H100 SXM data sheet: NVLink 450 GB/s each way, 989 TFLOP/s bf16, 3.35 TB/s; assumed: 90 % of links "
-            "and memory, 60 % of operations, 3 us per message, 4 us per launch, 50 GB/s to the host",
-            lanes=2, copy_rate=50e9,
+            "NVIDIA H100 SXM data sheet: NVLink 450 GB/s each way, 989 TFLOP/s bf16, 80 GB at 3.35 TB/s; assumed: 90 % "
+            "of links and memory, 60 % of operations, 3 us per message, 4 us per launch, 50 GB/s to the host",
+            lanes=2, copy_rate=50e9, memory=80e9,
         ),
         Machine(
             "h100-ndr", 3e-6, 400e9, 6e14, 3e12, 4e-6,
             "nodes of 8 H100 SXM as in h100-nvlink, InfiniBand NDR: 400 Gbit/s per GPU; assumed: 6 us per message "
             "between nodes",
             levels=(Level(8, 6e-6, 48e9),),
-            lanes=2, copy_rate=50e9,
+            lanes=2, copy_rate=50e9, memory=80e9,
         ),
         Machine(
             "a800-nvlink", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
-            "NVIDIA A800 SXM data sheet: NVLink 200 GB/s each way, 312 TFLOP/s bf16, 2 TB/s; assumed: 85 % of links, "
-            "80 % of memory, 70 % of operations, 3 us per message, 4 us per launch, 24 GB/s to the host",
-            lanes=2, copy_rate=24e9,
+            "NVIDIA A800 SXM data sheet: NVLink 200 GB/s each way, 312 TFLOP/s bf16, 80 GB at 2 TB/s; assumed: 85 % of "
+            "links, 80 % of memory, 70 % of operations, 3 us per message, 4 us per launch, 24 GB/s to the host",
+            lanes=2, copy_rate=24e9, memory=80e9,
         ),
         Machine(
             "a800-hdr", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
             "nodes of 8 A800 SXM as in a800-nvlink, InfiniBand HDR: 200 Gbit/s per GPU; assumed: 6 us per message "
             "between nodes",
             levels=(Level(8, 6e-6, 24e9),),
-            lanes=2, copy_rate=24e9,
+            lanes=2, copy_rate=24e9, memory=80e9,
         ),
         Machine(
             "rtx4090-pcie", 10e-6, 12e9, 1.4e14, 0.8e12, 4e-6,
-            "NVIDIA RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 1 TB/s; assumed: "
-            "12 GB/s through host memory, 85 % of operations, 80 % of memory, 10 us per message, 4 us per launch",
-            lanes=2, copy_rate=24e9,
+            "NVIDIA RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 24 GB at 1 TB/s; "
+            "assumed: 12 GB/s through host memory, 85 % of operations, 80 % of memory, 10 us per message, 4 us per "
+            "launch",
+            lanes=2, copy_rate=24e9, memory=24e9,
         ),
     )
 }  # fmt: skip

@@ -14,6 +14,7 @@ from fompi.model.rotation import rotated
 from fompi.model.walk import Walk, check_sizes
 from fompi.plans.dependencies import KERNEL_LANES, Constraints, constraints, lane
 from fompi.plans.plan import Plan
+from fompi.plans.problems import ROOTED
 from fompi.traces.trace import Trace
 
 FEW_RANKS, MOST_RANKS = 16, 64
@@ -81,7 +82,7 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     """
     check_sizes(plan, sizes)
     size = plan.size
-    if plan.order or plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation == "broadcast":
+    if plan.order or plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation in ROOTED:
         return size
     step = lcm(max((level.ranks for level in machine.levels if level.ranks < size), default=1), plan.group_size)
     counts = sizes.pairs or sizes.rows

@@ -11,13 +11,20 @@ its own rows, as in tensor parallelism with sequence parallelism, do not divide.
 | all_gather(x)                 | reduce_scatter(dy)                            |                                   |
 | reduce_scatter(x)             | all_gather(dy)                                |                                   |
 | all_reduce(x)                 | all_reduce(dy)                                |                                   |
-| broadcast(x)                  | all_reduce(dy) on the root, 0 on other ranks  |                                   |
+| broadcast(x)                  | reduce(dy) on the root, 0 on other ranks      |                                   |
+| reduce(x)                     | broadcast(dy)                                 |                                   |
+| gather(x)                     | scatter(dy) with the rows of x                |                                   |
+| scatter(x)                    | gather(dy) on the root, 0 on other ranks      |                                   |
+| sendrecv(x, dest, source)     | sendrecv(dy, source, dest)                    |                                   |
 | all_to_all(x)                 | all_to_all(dy) with the counts transposed     |                                   |
 | all_gather_matmul(x, w)       | matmul_reduce_scatter(dy, w.T)                | all_gather_weight_gradient(x, dy) |
 | matmul_reduce_scatter(x, w)   | both by all_gather_matmul_weight_gradient(dy, w.T, x): one gather                 |
 | matmul_all_reduce(x, w)       | the same, on reduce_scatter(dy)               |                                   |
 | matmul_all_to_all(x, w)       | both by all_to_all_matmul_weight_gradient(dy, w.T, x): one exchange               |
 | all_to_all_matmul(x, w)       | matmul_all_to_all(dy, w.T), counts transposed | all_to_all_weight_gradient(x, dy) |
+
+A mean has 1/size of the gradient of the sum. The gradient of a maximum or minimum goes to the terms that are equal to
+it, in equal parts. A product is refused.
 
 The weight gradients have gradients too, so gradients of gradients are right, of any order. With `dg` of g:
 
@@ -41,10 +48,11 @@ from fompi.base.errors import FompiError, TensorError
 from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
-from fompi.ops.arguments import Arguments
+from fompi.ops.arguments import Arguments, Peers
+from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation
 from fompi.ops.pending import Pending
-from fompi.plans.problems import MEANING
+from fompi.plans.problems import MEANING, is_flat
 from fompi.schedules.registry import can_move
 
 
@@ -67,8 +75,12 @@ class Call:
 
     _extents: Extents | None = None
     _number: int = -1
+    shape: tuple[int, ...] = ()
+    """That of x."""
 
     def __post_init__(self) -> None:
+        if self.arguments.x is not ...:
+            self.shape = tuple(getattr(self.arguments.x, "shape", ()))
         a = self.arguments = self.arguments.with_tensors([...] * len(self.arguments.tensors))
         if any(self.needs):
             biased = tuple(b is not None for b in a.biases)
@@ -76,12 +88,15 @@ class Call:
 
     @property
     def keeps(self) -> bool:
-        """True if the backward reads the tensors. Without weights it only moves or sums gradients."""
-        return bool(self.arguments.weights or self.arguments.operands)
+        """True if the backward reads the tensors. Without weights only that of a maximum or minimum does."""
+        a = self.arguments
+        return bool(a.weights or a.operands) or a.op in ("max", "min")
 
     def forward(self, tensors: Sequence[Any]) -> Any:
         if self.arguments.out is not None:
             self.refuse(": out= cannot be used in a call that is differentiated")
+        if self.arguments.op == "prod" and any(self.needs):
+            self.refuse(': op="prod" has no gradient: pass x.detach(), or sum logarithms')
         pending: Pending = self.operation.begin(self.arguments.with_tensors(tensors), self.comm, self.call_options)
         result = pending.wait()
         self._extents, self._number = pending.extents, pending.number
@@ -107,10 +122,7 @@ class Call:
     def refuse(self, reason: str) -> NoReturn:
         """Raise a TensorError. The other ranks of this call raise a MismatchError instead of waiting for this rank."""
         error = TensorError(f"fompi.{self.operation.name}{reason}")
-        comm = Communicator.of(self.comm)
-        Pending(
-            self.operation.name, self.arguments, None, error, comm, self.call_options.schedule, self.call_options.slices
-        )
+        self.operation.refuse(error, self.comm)
         raise error
 
     @property
@@ -124,11 +136,14 @@ class Call:
 
         Its words name the forward. So the backward of one layer never meets the backward of another one.
         """
-        if operation.name not in ("all_reduce", "broadcast"):
+        if operation is sendrecv:
+            return self.apply(operation, operation.read(tensors, options)[0], self.comm, self.call_options)
+        if not is_flat(operation.name):
             options["dim"] = self.arguments.dim
         schedule, slices, effort = self.call_options
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        if not can_move(schedule, MEANING[operation.name].moves, Communicator.of(self.comm).size, dtype):
+        moves, size = MEANING[operation.name].moves, Communicator.of(self.comm).size
+        if not can_move(schedule, moves, size, dtype, options.get("op", "sum")):
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
         words = f"in the backward of {self.operation.name} (call {self._number})"
         arguments = replace(operation.read(tensors, options)[0], gradient=words)
@@ -159,16 +174,57 @@ def _all_gather(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[
 
 
 def _reduce_scatter(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    return [call.run(operations.all_gather, grads[0])]
+    return [_of_term(call, a, call.run(operations.all_gather, grads[0]))]
 
 
 def _all_reduce(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    return [call.run(operations.all_reduce, grads[0])]
+    if a.op == "mean":
+        return [call.run(operations.all_reduce, grads[0], op="mean")]
+    return [_of_term(call, a, call.run(operations.all_reduce, grads[0]))]
+
+
+def _reduce(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    dy = grads[0] if call.extents.rank == a.root else _filled(call.shape, grads[0])
+    return [_of_term(call, a, call.run(operations.broadcast, dy, root=a.root))]
+
+
+def _of_term(call: Call, a: Arguments, dy: Any) -> Any:
+    """The gradient of this rank's term of a reduction, from the gradient of the reduction of all rows."""
+    if a.op == "mean":
+        return dy / call.extents.size
+    if a.op in ("max", "min"):
+        y = call.run(operations.all_reduce, a.x, op=a.op)
+        chosen = ((a.x == y) | (a.x != a.x)) + _zeros(dy)  # NaN is the result where it occurs
+        return dy * chosen / call.run(operations.all_reduce, chosen)
+    return dy
 
 
 def _broadcast(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    total = call.run(operations.all_reduce, grads[0])
-    return [total if call.extents.rank == a.root else _zeros(total)]
+    total = call.run(operations.reduce, grads[0], root=a.root)
+    return [total if call.extents.rank == a.root else _filled(call.shape, total)]
+
+
+def _gather(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    return [call.run(operations.scatter, grads[0], root=a.root, counts=call.extents.recv)]
+
+
+def _scatter(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    dx = call.run(operations.gather, grads[0], root=a.root)
+    return [dx if call.extents.rank == a.root else _filled(call.shape, dx)]
+
+
+def _sendrecv(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    dest, source, tag, _ = a.peers or Peers()
+    dx = call.run(sendrecv, grads[0], dest=source, source=dest, tag=tag)
+    return [_filled(call.shape, dx) if dest is None else dx]
+
+
+def _filled(shape: tuple[int, ...], empty: Any) -> Any:
+    """Zeros that depend on the tensor `empty`, whose sum is 0. All ranks then run the backward of `empty`."""
+    zero = empty.sum()
+    if hasattr(zero, "expand"):
+        return zero.expand(shape)
+    return zero.__array_namespace__().broadcast_to(zero, shape)
 
 
 def _zeros(like: Any) -> Any:
@@ -300,6 +356,10 @@ ADJOINTS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], l
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_to_all": _all_to_all,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce": _reduce,
+    "sendrecv": _sendrecv,
     "all_gather_matmul": _all_gather_matmul,
     "all_gather_matmul_many": _all_gather_matmul_many,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
@@ -312,6 +372,9 @@ ADJOINTS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], l
     "all_to_all_matmul_weight_gradient": _all_to_all_matmul_weight_gradient,
 }
 """(call, arguments, gradients of the results, which gradients are needed) -> the gradients of the tensors."""
+
+DIFFERENTIABLE: dict[str, Operation] = {**operations.OPERATIONS, "sendrecv": sendrecv}
+"""The operations that have a gradient, by name."""
 
 
 def flatten(result: Any) -> list[Any]:

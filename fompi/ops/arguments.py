@@ -29,6 +29,18 @@ MOST_ROWS = (1 << VALUE_BITS) - 1
 """The most rows that x may have on one rank. A number of rows has VALUE_BITS bits in the handshake."""
 
 
+class Peers(NamedTuple):
+    """Who takes part in a message: the ranks that this rank sends to and receives from (None: no rank), and its tag.
+
+    The result is a tensor of the framework of `like`.
+    """
+
+    dest: Any = None
+    source: Any = None
+    tag: Any = 0
+    like: Any = None
+
+
 @dataclass
 class Arguments:
     """The arguments of an operation, with the names of `fompi.plans.problems`. Nothing is checked yet."""
@@ -40,6 +52,8 @@ class Arguments:
     dim: int = 0
     counts: Sequence[int] | None = None
     root: int = 0
+    op: str = "sum"
+    peers: Peers | None = None
     out: Any = None
     flipped: bool = False  # the weight gradient is h.T @ rows, not rows.T @ h
     keep: bool = False  # the rows that arrive are a result too
@@ -98,7 +112,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     device = x.device
     if weights or operands or out is not None:
         _check_one_device(operation, (x, *weights, *biases, *operands, out))
-    flat = not weights and problems.MEANING[operation].moves in ("all_reduce", "broadcast")
+    flat = not weights and problems.is_flat(operation)
     shape, packing, dim = x.array.shape, None, 0
     if flat:
         if not x.array.flags.c_contiguous:
@@ -121,8 +135,11 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         flipped=arguments.flipped,
         keep=arguments.keep,
         root=arguments.root if type(arguments.root) is int else as_integer(arguments.root, f"{operation}: root"),
+        op=arguments.op,
     )
-    rows = _rows(problem, len(x.array), arguments.counts)
+    if operation == "scatter" and rank != problem.root:
+        x.array = x.array[:0]
+    rows = _rows(problem, len(x.array), arguments.counts, rank)
     packed = not problem.multiplies_first and not x.array.flags.c_contiguous
     arrays = {"x": x.array}
     for i, w in enumerate(weights):
@@ -179,12 +196,12 @@ def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
     return dim
 
 
-def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[int, ...]:
+def _rows(problem: Problem, total: int, counts: Sequence[int] | None, rank: int) -> tuple[int, ...]:
     """A number of rows for each rank.
 
     | operation                  | rows[r]                                          |
     |----------------------------|--------------------------------------------------|
-    | all_to_all                 | the rows that this rank sends to rank r          |
+    | all_to_all, gather, scatter | the rows that this rank sends to rank r         |
     | all_gather                 | the rows of this rank, the same number for all r |
     | all others                 | the rows that rank r owns                        |
     """
@@ -196,7 +213,9 @@ def _rows(problem: Problem, total: int, counts: Sequence[int] | None) -> tuple[i
         if counts is not None:
             raise LayoutError(f"{problem.operation} takes no counts: it gathers all rows of each rank")
         return (total,) * problem.size
-    if counts is None:
+    if problem.operation in ("gather", "reduce"):
+        return tuple(total if r == problem.root else 0 for r in range(problem.size))
+    if counts is None or (problem.operation == "scatter" and rank != problem.root):
         return split(total, problem.size)
     try:
         rows = tuple(map(operator.index, counts))
@@ -233,11 +252,12 @@ def _check_out(
         raise TensorError(f"{problem.operation}: out= cannot be used with dim={dim}: its rows are not contiguous")
     array = dlpack.rows_first(out.array, dim) if dim else out.array
     if problem.flat:
-        if array.shape != shape:
-            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {shape}")
+        wanted = problem.result_shape(shape, rank)
+        if array.shape != wanted:
+            raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {wanted}")
         return expects
     if problem.gradients:
-        wanted: tuple[int, ...] = problem.gradient_shape(0)
+        wanted = problem.gradient_shape(0)
         if array.shape != wanted:
             raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {wanted}")
         return expects

@@ -90,13 +90,13 @@ class Operation(Generic[P]):
             HOOKS.hide()
             return type(self).__call__(self, *args, **options)  # the hidden one
         arguments, comm, call_options = self.read(args, options)
-        if _wants_gradient(arguments):
+        if self.is_differentiable(arguments):
             return HOOKS.differentiable(self, arguments, comm, call_options)
         return self._begin(arguments, comm, call_options).wait()
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
-        if _wants_gradient(arguments):
+        if self.is_differentiable(arguments):
             return HOOKS.differentiable(self, arguments, comm, call_options)
         return self._begin(arguments, comm, call_options).wait()
 
@@ -178,6 +178,10 @@ class Operation(Generic[P]):
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = HOOKS.measure(self, arguments, local, communicator)
         return kind(self.name, arguments, local, refusal, communicator, schedule, slices)
+
+    def is_differentiable(self, arguments: Arguments) -> bool:
+        """True if this call must be a node of autograd."""
+        return _wants_gradient(arguments)
 
     def __repr__(self) -> str:
         return f"fompi.{self.name}"

@@ -50,32 +50,90 @@ def all_gather(x: Any, *, dim: int = 0, out: Any = None, **how: Unpack[CallKeywo
 
 @Operation
 def reduce_scatter(
-    x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None, **how: Unpack[CallKeywords]
+    x: Any,
+    *,
+    op: str = "sum",
+    dim: int = 0,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
 ) -> Arguments:
     """y = sum(x of all ranks)[rows of this rank]
 
     x has all rows on every rank, Partial. y has the rows of this rank, Shard(dim). Any dtype but bool.
 
-    `counts` is the number of rows that each rank keeps, the same list on all ranks. By default it is as even as
-    possible. Half types are summed in float32 and rounded once.
+    `op` is "sum", "max", "min", "prod" or "mean", as in `all_reduce`. `counts` is the number of rows that each rank
+    keeps, the same list on all ranks. By default it is as even as possible. Half types are summed in float32 and
+    rounded once.
     Raises LayoutError for `counts` that do not add up to the rows of x, and DtypeError for bool.
     """
-    return Arguments(x, dim=dim, counts=counts, out=out)
+    return Arguments(x, op=op, dim=dim, counts=counts, out=out)
 
 
 @Operation
-def all_reduce(x: Any, *, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
+def all_reduce(x: Any, *, op: str = "sum", out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
     """y = sum(x of all ranks)
 
     x has any shape, the same on all ranks, Partial. y has the shape of x, Replicate. Any dtype but bool.
+
+    `op` is "sum", "max", "min", "prod" or "mean". A mean is the sum divided by the number of ranks; integers have none.
+    Maximum and minimum are NaN where a rank has NaN. For bool they are any and all. Complex numbers have neither. Their
+    gradient goes to the elements that are equal to the result, in equal parts. A product has no gradient.
 
     Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike, from y, counts once
     per rank: divide it by `comm.size`. For gradients of replicated parameters: `fompi.sum_replicated`.
     All ranks get the same bits in every run, unless the MPI library sums (schedules "unfused" and "sliced"). Half
     types are summed in float32 and rounded once.
-    Raises DtypeError for bool.
+    Raises DtypeError for a dtype that has no such reduction, and LayoutError for another `op`.
     """
-    return Arguments(x, out=out)
+    return Arguments(x, op=op, out=out)
+
+
+@Operation
+def reduce(x: Any, *, root: int = 0, op: str = "sum", out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
+    """y = sum(x of all ranks) if comm.rank == root else empty
+
+    x has any shape, the same on all ranks, Partial. On the root y has the shape of x. On the other ranks y has no rows:
+    its shape is (0, *x.shape[1:]). dtypes and `op` are those of `all_reduce`.
+
+    `out` must have the shape of y, so on the root only it may be x.
+    Raises DtypeError for a dtype that has no such reduction, and LayoutError for another `op` or `root`.
+    """
+    return Arguments(x, op=op, root=root, out=out)
+
+
+@Operation
+def gather(x: Any, *, root: int = 0, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
+    """y = concatenate([x of rank 0, x of rank 1, ...], dim) if comm.rank == root else empty
+
+    x has the rows of this rank, Shard(dim). On the root y has the rows of all ranks, on the other ranks none. Any
+    dtype.
+
+    Ranks may have different numbers of rows, or none, and other numbers at every call.
+    Raises ShapeError if x has no dimension `dim`, and LayoutError if `root` is not a rank.
+    """
+    return Arguments(x, root=root, dim=dim, out=out)
+
+
+@Operation
+def scatter(
+    x: Any,
+    *,
+    root: int = 0,
+    dim: int = 0,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
+) -> Arguments:
+    """y = (x of rank `root`)[rows of this rank]
+
+    x has the rows for rank 0, then those for rank 1, and so on, on the root. On the other ranks x gives only the dtype
+    and the shape of a row: it may be empty. y has the rows of this rank, Shard(dim). Any dtype.
+
+    `counts` is the number of rows for each rank. By default it is as even as possible. Only that of the root is read.
+    Raises LayoutError for `counts` that do not add up to the rows of x, and if `root` is not a rank.
+    """
+    return Arguments(x, root=root, dim=dim, counts=counts, out=out)
 
 
 @Operation
@@ -326,11 +384,12 @@ def plan(
         print(plan)  # one column per rank
 
     `specs` are the global tensors: x, then the weights, then h of a weight gradient. Rows and columns are distributed
-    as evenly as possible over `ranks` ranks. `schedule` and `slices` are those of a call.
+    as evenly as possible over `ranks` ranks. `schedule` and `slices` are those of a call. The layout of x says how an
+    operation reduces: `Partial("max")`.
 
     - `window` limits how many sends, or collectives of the MPI library, a rank has in flight.
     - `bias=True` gives each weight a bias.
-    - `root` is the root of a broadcast.
+    - `root` is the root of a broadcast, gather, scatter or reduce.
     - `packed=True` is for an x that will be strided when the plan runs.
     - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
 

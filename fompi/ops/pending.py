@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -21,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.cuda import backend_of
+from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import PlanError, ShapeError, StateError, WaitTimeout
-from fompi.base.layout import Extents, Sizes, Slices
+from fompi.base.errors import DeviceError, LayoutError, PlanError, ShapeError, StateError, WaitTimeout
+from fompi.base.layout import Extents, Sizes, Slices, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import SIGNATURE_BITS, Agreement, digest
 from fompi.engine.tasks import Task
@@ -33,10 +35,12 @@ from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
 from fompi.plans.staged import staged
 from fompi.plans.verify import verify
+from fompi.runtime import needs
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.program import Run
-from fompi.schedules.registry import REGISTERED, SCHEDULES, messages_per_peer, write
+from fompi.runtime.program import Run, enter
+from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
 from fompi.tensors import dlpack
+from fompi.tensors.device_array import DeviceArray
 from fompi.traces.trace import AGREEMENT, Event, Trace
 
 Array = np.ndarray[Any, Any]
@@ -94,6 +98,17 @@ def _plan_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices
     return plan if device is None else staged(plan, comm.paths(device).is_staged)
 
 
+def _other_plans(problem: Problem) -> Iterator[tuple[str, int, Plan]]:
+    for schedule in available(problem):
+        for slices in (1, 2, 4, 8, 16):
+            with suppress(PlanError):  # a schedule that refuses these slices
+                if messages_per_peer(problem, schedule, slices) <= MOST_MESSAGES:
+                    yield schedule, slices, write(problem, schedule, slices)
+
+
+needs.other_plans = _other_plans
+
+
 class Pending:
     """An operation in flight, made by `operation.start(...)`.
 
@@ -101,6 +116,9 @@ class Pending:
         pending.done()      # True once it is finished; progresses everything in flight
         pending.result      # the result of a finished operation
         pending.counts      # how many rows came from each rank
+
+    On a device it is finished once its messages are done and its kernels are enqueued. The current stream of the thread
+    that takes the result waits for them.
 
     Any thread may wait for it. The operation goes on if the program drops the Pending, with a ResourceWarning: nobody
     would see its error.
@@ -132,7 +150,8 @@ class Pending:
         engine = comm.engine
         if local is not None and local.device is not None:
             self._backend = backend_of(local.device)
-            self._entry = self._backend.enter()
+            self._entry, failure = enter(engine, self._backend)
+            refusal = refusal or failure
         elif comm.backend is not None:
             self._backend = comm.backend
         with engine.lock:
@@ -285,11 +304,27 @@ class Pending:
             if given is not None and given.shape != shape:
                 raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} rows arrive here")
             if given is None:
-                given = self._backend.empty(arena, shape, buffer.dtype, buffer.place, aligned)
+                try:
+                    given = self._backend.empty(arena, shape, buffer.dtype, buffer.place, aligned)
+                except OutOfMemory as error:
+                    raise self._out_of_memory(error, program, arrays) from error
             arrays[buffer.name] = given
             if buffer.role == "output":
                 self._outputs[buffer.name] = given
         return arrays
+
+    def _out_of_memory(self, error: OutOfMemory, program: Compiled, arrays: dict[str, Any]) -> DeviceError:
+        """The error, with what this call needs and which plan would fit. `arrays` exist already."""
+        local, paths = self._local, self._comm.paths(self._backend.device)
+        assert local is not None and self.extents is not None
+        given = {*local.arrays, *("y", "g")} if local.out is not None and not local.in_place else {*local.arrays}
+        taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
+        problem = replace(local.problem, packed=local.packed)
+        stage = functools.partial(staged, pairs=paths.is_staged)
+        words = needs.remedy(program.plan, problem, self.extents, given, error.free + taken, stage)
+        arrays.clear()  # the traceback of the error keeps them
+        self._outputs.clear()
+        return DeviceError(f"{error}. {words}")
 
     @property
     def number(self) -> int:
@@ -315,6 +350,45 @@ class Pending:
                 raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
         return self.result
 
+    def part(self, rank: int, timeout: float | None = None) -> Any:
+        """The rows of the result that come from `rank`, as soon as they are there: a view of the result.
+
+        For operations whose result is the rows of all ranks: all-gathers and all-to-alls, also of a product. The parts
+        may be taken in any order; those of ranks before this one arrive first: rank - 1, rank - 2, ... On a device this
+        waits for the whole result. Raises StateError for other operations, and what `wait` raises.
+        """
+        local, comm = self._local, self._comm
+        if local is None or local.problem.moves not in ("all_gather", "all_to_all") or local.problem.flat:
+            raise StateError(f"the result of fompi.{self._name} has no rows of single ranks: call wait()")
+        if integer(rank) is None or not 0 <= rank < comm.size:
+            raise LayoutError(f"fompi.{self._name}: {rank!r} is not one of the {comm.size} ranks")
+        engine, channel = comm.engine, comm.channel
+        self._is_unread = False
+        end = None if timeout is None else perf_counter() + timeout
+        for _ in ("agreement", "run"):
+            seconds = None if end is None else max(0.0, end - perf_counter())
+            if not engine.wait(self._task, channel, seconds, until=self._has_come(rank)):
+                raise WaitTimeout(f"the rows of rank {rank} in fompi.{self._name} are not here after {timeout:g} s")
+        run = self._run
+        if run is None or run.finished or run.error is not None:
+            array = dlpack.borrow(self.result, "the result").array
+        else:
+            array = dlpack.rows_at(self._outputs["y"], local.dim) if local.dim else self._outputs["y"]
+        assert run is not None
+        rows = self.extents.recv or self.extents.rows  # type: ignore[union-attr]
+        first = sum(rows[:rank])
+        where = (slice(None),) * local.dim + (slice(first, first + rows[rank]),)
+        return dlpack.lend(array[where], run.compiled.buffers["y"].dtype, local.like)
+
+    def _has_come(self, rank: int) -> Callable[[], bool] | None:
+        """Whether the rows of `rank` are in the result. None: only the end of the call tells."""
+        run, local = self._run, self._local
+        if run is None or local is None or local.device is not None or len(run.compiled.outputs) != 1:
+            return None
+        parts, last = run.compiled.plan.parts, run.compiled.last_writers("y")
+        ended, writers = run.ended, {last[block] for block in range(rank * parts, (rank + 1) * parts) if block in last}
+        return lambda: all(ended[i] for i in writers)
+
     @property
     def result(self) -> Any:
         """The result of a finished operation. Raises its error, and StateError while it is in flight."""
@@ -326,10 +400,12 @@ class Pending:
         local, run = self._local, self._run
         assert local is not None and run is not None
         dim = local.dim
+        if run.is_enqueued:
+            self._backend.leave(run.in_flight())
         if local.out is not None:
             if local.in_place and "y" in self._outputs:
                 target, y = local.out.array.reshape(-1), self._outputs.pop("y")
-                np.copyto(target, y) if local.out.device is None else self._backend.copy_now(target, y)
+                np.copyto(target, y) if local.out.device is None else self._backend.copy((target, y))
             if local.out.host is not None:
                 np.copyto(local.out.host, local.out.array.get())
             return self._arguments.out
@@ -337,7 +413,7 @@ class Pending:
         for buffer in run.compiled.outputs:
             array = self._outputs[buffer.name]
             if local.problem.flat:
-                array = array.reshape(local.shape)
+                array = array.reshape(local.problem.result_shape(local.shape, self._comm.rank))
             elif dim and buffer.axis != "whole":
                 array = dlpack.rows_at(array, dim)
             outputs[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
@@ -352,9 +428,10 @@ class Pending:
 
     @property
     def trace(self) -> Trace:
-        """The Trace of a finished operation on this rank."""
+        """The Trace of a finished operation on this rank. On a device it waits for the kernels."""
         if self._run is None or not self._run.finished:
             raise StateError(f"fompi.{self._name} is not finished: there is no trace yet")
+        self._run.settle()
         return self._traced(self._run)
 
     def _traced(self, run: Run) -> Trace:

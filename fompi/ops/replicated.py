@@ -62,7 +62,7 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
         if target.device is None:
             target.array[...] = array
         else:
-            backend_of(target.device).copy_now(target.array, array)
+            backend_of(target.device).copy((target.array, array))
     return targets
 
 

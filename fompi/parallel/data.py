@@ -105,7 +105,7 @@ class DataParallel:
         how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
         options = f"zero={zero}, average={average}, wire_dtype={wire_dtype}, ahead_nbytes={ahead_nbytes}"
         text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)})"
-        _agree_everywhere([self.comm, *([self.replicas] if self.replicas else [])], text, error)
+        agree_everywhere([self.comm, *([self.replicas] if self.replicas else [])], text, error)
 
         self._sums, self._gathers = (
             self.comm.split(0, self.comm.rank, f"{self.comm.name}/{k}") for k in ("sum", "gather")
@@ -279,7 +279,7 @@ class DataParallel:
                     out = dlpack.lend(bucket.sum_shard, wire, "dlpack")
                 bucket.sum = reduce_scatter.start(x, out=out, comm=self._sums)
             else:
-                bucket.sum = all_reduce.start(x, comm=self._sums, schedule=_same_bits(self._sums))
+                bucket.sum = all_reduce.start(x, comm=self._sums, schedule=same_bits(self._sums))
             self._next -= 1
             for later in self.buckets[self._next + 2 :]:
                 if later.sum is not None and later.sum.done():
@@ -312,7 +312,7 @@ class DataParallel:
         self._leave(most=len(self.buckets))
         self._end_cycle()
         begun = perf_counter()
-        _agree_everywhere(self._axes, f"step {self._steps} of DataParallel, clip={clip}", None, self._reset)
+        agree_everywhere(self._axes, f"step {self._steps} of DataParallel, clip={clip}", None, self._reset)
         self.waited += perf_counter() - begun
         for bucket in reversed(self.buckets):
             self._collect(bucket)
@@ -339,7 +339,7 @@ class DataParallel:
         return norm
 
     def _sum_replicas(self, replicas: Communicator) -> None:
-        sums = [all_reduce.start(b.total, comm=replicas, schedule=_same_bits(replicas)) for b in reversed(self.buckets)]
+        sums = [all_reduce.start(b.total, comm=replicas, schedule=same_bits(replicas)) for b in reversed(self.buckets)]
         for bucket, pending in zip(reversed(self.buckets), sums, strict=True):
             begun = perf_counter()
             bucket.total = pending.wait()
@@ -355,13 +355,13 @@ class DataParallel:
                 squares += float(square) / self._holders.get(name, 1)
         names = [*self._index]
         words = np.array([squares, *(name in self._used for name in names)], np.float64)
-        total = all_reduce(words, comm=self._sums, schedule=_same_bits(self._sums))
+        total = all_reduce(words, comm=self._sums, schedule=same_bits(self._sums))
         flags = total[1:]
         if self.replicas is not None:
-            flags = all_reduce(flags, comm=self.replicas, schedule=_same_bits(self.replicas))
+            flags = all_reduce(flags, comm=self.replicas, schedule=same_bits(self.replicas))
         norm2 = total[:1].copy() if self.zero else words[:1]
         for axis in self._over:
-            norm2 = all_reduce(norm2, comm=axis, schedule=_same_bits(axis))
+            norm2 = all_reduce(norm2, comm=axis, schedule=same_bits(axis))
         return self._scale * float(np.sqrt(norm2[0])), {name for name, n in zip(names, flags, strict=True) if n}
 
     def _reset(self) -> None:
@@ -404,7 +404,7 @@ class DataParallel:
                 self._at, self._gathered = 0, self._gathered - 1
             axes = self._axes if begun else self._axes[1:]
             with suppress(FompiError):
-                _agree_everywhere(axes, "a refused step", error)
+                agree_everywhere(axes, "a refused step", error)
             for _ in range(self._next + 1):
                 with suppress(type(error)):
                     (reduce_scatter if self.zero else all_reduce).refuse(error, self._sums)
@@ -464,7 +464,7 @@ class DataParallel:
 # ------------------------------------------------------------------------------------------------------- helpers
 
 
-def _agree_everywhere(
+def agree_everywhere(
     axes: Sequence[Communicator], text: str, error: Exception | None, forget: Any = lambda: None
 ) -> None:
     """Raise on all ranks of all axes if one of them has an `error`. An error on one axis is refused on those after it.
@@ -481,6 +481,6 @@ def _agree_everywhere(
         raise error
 
 
-def _same_bits(comm: Communicator) -> str:
+def same_bits(comm: Communicator) -> str:
     """A schedule in which fompi sums: all ranks get the same bits, so that what they hold alike stays alike."""
     return "ring" if comm.network else "direct"

@@ -23,9 +23,7 @@ from typing import Any, NamedTuple
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import integer
-
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2")
-"""The names of the orders. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241."""
+from fompi.model.pipeline import SCHEDULES as SCHEDULES
 
 KINDS = "FBIW"
 
@@ -306,31 +304,3 @@ def alive(actions: Sequence[Action]) -> tuple[int, int]:
         most_pending = max(most_pending, pending)
         pending -= kind == "W"
     return most, most_pending
-
-
-def predicted(
-    schedule: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int = 1,
-    seconds: Mapping[str, float] | None = None,
-    message: float = 0.0,
-) -> float:
-    """The formula for the time of an order with equal stages, in seconds. `times` is exact, this is what to expect.
-
-    `seconds` are those of one stage. So with interleaving a rank has `chunks` times as much work. The formulas need
-    enough micro-batches: a multiple of `ranks` for interleaving, `ranks` for zb-h1, 2 ranks - 1 for zb-h2.
-    """
-    p, m, v, c = ranks, microbatches, chunks, message
-    s = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
-    if schedule not in SCHEDULES:
-        raise PlanError(f"there is no formula for {schedule!r}; known: {', '.join(SCHEDULES)}")
-    if p == 1:
-        c = 0.0
-    if schedule in ("zb-h1", "zb-h2"):
-        work, missing = s["F"] + s["I"] + s["W"], 1 if schedule == "zb-h1" else 2
-        bubble = (p - 1) * (s["F"] + s["I"] - missing * s["W"])
-        return m * work + bubble + (4 if schedule == "zb-h1" else 2) * (p - 1) * c
-    work = s["F"] + s["B"]
-    added = {"1f1b": 2 * (p - 1) * m / p + 2 * (p - 2), "interleaved": 2 * (p * v - 1)}.get(schedule, 2 * (p - 1))
-    return v * m * work + (p - 1) * work + added * c

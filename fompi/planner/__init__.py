@@ -5,6 +5,7 @@
 - `explain`: `Explanation`: all candidates, the best first, and what the best one hides.
 - `choose`: the schedule of a call: by the model of a machine, or by a simple rule.
 - `layers`: predicted times of whole layers and training steps of known models.
+- `layout`: which sizes of all kinds of parallelism are best for a model, by formulas.
 
 This room may import `base`, `plans`, `schedules`, `traces` and `model`, and Python's standard library.
 """

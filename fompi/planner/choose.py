@@ -18,7 +18,7 @@ from fompi.model.simulate import FEW_RANKS
 from fompi.planner.candidates import FEW_OPS, direct_window
 from fompi.planner.explain import MOST_EVENTS, explain
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Plan
-from fompi.plans.problems import Problem
+from fompi.plans.problems import ROOTED, Problem
 from fompi.schedules.registry import (
     DIRECT_FAMILY,
     ON_REGISTER,
@@ -94,7 +94,9 @@ def decode_rows(hints: Sequence[int]) -> tuple[int, bool]:
 @lru_cache(maxsize=4096)
 def _by_model(problem: Problem, rows: int, machine: Machine, even: bool = True) -> tuple[str, Slices]:
     size = problem.size  # all ranks get equal rows, so that a few ranks represent all in the simulation
-    if problem.moves == "all_to_all":
+    if problem.operation in ROOTED:
+        sizes = problem.spread((max(1, rows // size),) * size)
+    elif problem.moves == "all_to_all":
         sizes = Sizes(pairs=((max(1, rows // size**2),) * size,) * size)
     else:
         sizes = Sizes((max(1, rows // size),) * size)

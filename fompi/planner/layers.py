@@ -2,6 +2,8 @@
 
     python -m fompi simulate step --model llama-7b --parallel tp --ranks 16 --machine h100-ndr
 
+Pipelines, long sequences and several kinds of parallelism at once: `fompi.planner.layout`.
+
 A layer is a list of fompi's operations and of kernels between them. Each operation is predicted alone
 (`fompi.explain`): no operation hides behind another one. The time without overlap is the kernel in one call, and the
 best plan of the collective before or after it. A step is the forward and the backward of all layers. It leaves out
@@ -40,10 +42,13 @@ MOST_COUNT = 1 << 30
 
 
 class Model(NamedTuple):
-    """The sizes of a transformer. `hidden` is its width.
+    """The sizes of a transformer with causal attention. `hidden` is its width.
 
     Its MLP has `matrices` matrices of the shape (hidden, ffn): two, or three if it is gated. A sequence has `sequence`
-    tokens. `source` is the paper that gives the sizes.
+    tokens. Attention has `heads` heads, and `kv_heads` for keys and values. `source` is the paper that gives the sizes.
+
+    With `experts`, `ffn` is the width of one expert. A token goes to `top_k` of them, and to all of the `shared` ones.
+    `tied`: the embedding is also the output layer.
     """
 
     layers: int
@@ -52,12 +57,76 @@ class Model(NamedTuple):
     matrices: int
     sequence: int
     source: str
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    experts: int = 0
+    top_k: int = 0
+    shared: int = 0
+    tied: bool = False
 
+    @property
+    def kv_width(self) -> int:
+        """The columns of all keys. The values have as many."""
+        return self.hidden // self.heads * self.kv_heads
+
+    @property
+    def attention_weights(self) -> int:
+        """The parameters of the four projections of a layer."""
+        return 2 * self.hidden * (self.hidden + self.kv_width)
+
+    @property
+    def ffn_weights(self) -> int:
+        """The parameters of an MLP, or of one expert."""
+        return self.matrices * self.hidden * self.ffn
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, without biases."""
+        mlps = self.experts + self.shared or 1
+        layer = self.attention_weights + mlps * self.ffn_weights + self.hidden * (2 + self.experts)
+        return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def active(self) -> int:
+        """The parameters that multiply a token."""
+        mlps = self.top_k + self.shared or 1
+        layer = self.attention_weights + mlps * self.ffn_weights + self.hidden * self.experts
+        return self.layers * layer + self.vocabulary * self.hidden
+
+    def attention(self, tokens: float) -> float:
+        """The operations of the forward of attention in one layer, beside the projections.
+
+        A causal token attends to half of its sequence. The backward has two and a half times as many.
+        """
+        return 2.0 * tokens * self.sequence * self.hidden
+
+    def step_flops(self, tokens: float) -> float:
+        """The operations of forward and backward, without what is computed again: three times those of the forward.
+
+        The backward of attention counts twice its forward here, as in published figures.
+        """
+        return 3 * (2.0 * tokens * self.active + self.layers * self.attention(tokens))
+
+
+_LLAMA_3 = "Grattafiori et al. 2024 (Llama 3), table 3"
 
 MODELS = {
-    "gpt2-1.5b": Model(48, 1600, 6400, 2, 1024, "Radford et al. 2019: 48 layers, width 1600"),
-    "llama-7b": Model(32, 4096, 11008, 3, 2048, "Touvron et al. 2023: 32 layers, width 4096, gated 11008"),
-    "ul2-20b": Model(64, 4096, 16384, 3, 512, "Tay et al. 2022: 32 encoder and 32 decoder layers, width 4096, 16384"),
+    "gpt2-1.5b": Model(48, 1600, 6400, 2, 1024, "Radford et al. 2019: 48 layers, width 1600", 25, 25, 50257, tied=True),
+    "gpt3-175b": Model(96, 12288, 49152, 2, 2048, "Brown et al. 2020, table 2.1", 96, 96, 51200, tied=True),
+    "llama-7b": Model(
+        32, 4096, 11008, 3, 2048, "Touvron et al. 2023: 32 layers, width 4096, gated 11008", 32, 32, 32000
+    ),
+    "llama-8b": Model(32, 4096, 14336, 3, 8192, _LLAMA_3, 32, 8, 128256),
+    "llama-70b": Model(80, 8192, 28672, 3, 8192, _LLAMA_3, 64, 8, 128256),
+    "llama-405b": Model(126, 16384, 53248, 3, 8192, _LLAMA_3, 128, 8, 128256),
+    "mixtral-8x7b": Model(32, 4096, 14336, 3, 8192, "Jiang et al. 2024, table 1", 32, 8, 32000, 8, 2),
+    "deepseek-moe-16b": Model(
+        28, 2048, 1408, 3, 4096, "Dai et al. 2024 (first layer dense there)", 16, 16, 102400, 64, 6, 2
+    ),
+    "ul2-20b": Model(
+        64, 4096, 16384, 3, 512, "Tay et al. 2022: 32 encoder and 32 decoder layers, width 4096, 16384", 16, 16, 32128
+    ),
 }
 
 
@@ -109,6 +178,8 @@ def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -
     if not (1 <= ranks <= MOST_COUNT and 1 <= tokens <= MOST_COUNT):
         raise LayoutError(f"ranks={ranks}, tokens={tokens}: both must be from 1 to {MOST_COUNT}")
     sizes = MODELS[model]
+    if sizes.experts:
+        raise LayoutError(f"{model} has {sizes.experts} experts: see `fompi layout`, which predicts whole steps of it")
     title = f"{model}, {parallel} over {ranks} ranks, {tokens} tokens per rank, on {machine.name}, two-byte elements"
     return Step(title, sizes.layers, tuple(PARALLEL[parallel](sizes, ranks, machine, tokens)))
 
@@ -152,7 +223,7 @@ def _attention(model: Model, machine: Machine, tokens: float, share: int) -> Ite
 
     The backward has two and a half times as many operations as the forward. `share` ranks share the work.
     """
-    flops, nbytes = 2.0 * tokens * model.sequence * model.hidden / share, 8.0 * tokens * model.hidden / share
+    flops, nbytes = model.attention(tokens) / share, 8.0 * tokens * model.hidden / share
     yield _kernel("attention, forward", machine, flops, nbytes)
     yield _kernel("attention, backward", machine, 2.5 * flops, 2 * nbytes)
 
@@ -160,7 +231,7 @@ def _attention(model: Model, machine: Machine, tokens: float, share: int) -> Ite
 def _tensor(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
     """Tensor parallelism with sequence parallelism: weights are sharded by columns or rows, tokens between them."""
     rows, h, f = tokens * ranks, model.hidden, model.ffn
-    wide = {"qkv": 3 * h, "up": (model.matrices - 1) * f}
+    wide = {"qkv": h + 2 * model.kv_width, "up": (model.matrices - 1) * f}
     back = {"out": h, "down": f}
     for name, n in wide.items():  # x[rows, h] @ w[h, n]
         x, w, y = _spec(rows, h, Shard(0)), _spec(h, n, Shard(1)), _spec(rows, n, Shard(1))
@@ -177,7 +248,7 @@ def _tensor(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator
 
 def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
     """Data parallelism: the sum of a layer's gradients is hidden behind the backward of the layer before it."""
-    weights = 4 * model.hidden**2 + model.matrices * model.hidden * model.ffn
+    weights = model.attention_weights + model.ffn_weights
     products = 2.0 * tokens * weights
     yield _kernel("products, forward", machine, products, 2.0 * weights)
     yield from _attention(model, machine, tokens, 1)
@@ -186,7 +257,7 @@ def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[P
     if ranks == 1:
         return
     unfused, messages, schedule = _predicted("all_reduce", (_spec(weights, 1, Partial()),), ranks, machine)
-    behind = backward.fused + 2.5 * 2.0 * tokens * model.sequence * model.hidden / machine.flops_rate
+    behind = backward.fused + 2.5 * model.attention(tokens) / machine.flops_rate
     sums = 0.0
     if machine.lanes == 1:  # sums run on the core of the kernels, so they cannot be hidden
         sums = 6.0 * weights * (ranks - 1) / ranks / machine.memory_rate
@@ -208,9 +279,10 @@ def _experts(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterato
     yield _operation("dispatch, dw", "all_to_all_weight_gradient", (x, hidden), ranks, machine)
     operands = (x, _spec(h, f, Replicate()), y)
     yield _operation("combine, dx and dw", "all_to_all_matmul_weight_gradient", operands, ranks, machine)
-    attention = 2.0 * tokens * 4 * h * h
-    yield _kernel("attention projections", machine, attention, 8.0 * h * h)
-    yield _kernel("attention projections, backward", machine, 2 * attention, 16.0 * h * h)
+    weights = model.attention_weights
+    attention = 2.0 * tokens * weights
+    yield _kernel("attention projections", machine, attention, 2.0 * weights)
+    yield _kernel("attention projections, backward", machine, 2 * attention, 4.0 * weights)
     yield from _attention(model, machine, tokens, 1)
 
 

@@ -93,7 +93,7 @@ def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[
     return waits_for, on_start, on_done
 
 
-MERGES = frozenset(("add", "copy", "pack"))
+MERGES = frozenset(("add", "max", "min", "prod", "copy", "pack"))
 """Kernels that are limited by memory bandwidth. They have their own lane, beside the products."""
 
 
@@ -118,7 +118,15 @@ def lane(op: Op) -> tuple[str, int]:
 
 def lane_of(kernel: str) -> str:
     """The name of the lane of a kernel."""
-    return kernel if kernel in KERNEL_LANES else "merge" if kernel in MERGES else "compute"
+    if kernel in KERNEL_LANES:
+        return kernel
+    return "merge" if kernel in MERGES or divisor(kernel) is not None else "compute"
+
+
+def divisor(kernel: str) -> int | None:
+    """The number by which the kernel divides a sum: 4 for `mean4`. None for all other kernels."""
+    number = kernel[4:]
+    return int(number) if kernel.startswith("mean") and number.isdecimal() and number[0] != "0" else None
 
 
 def track(op: Op) -> str:

@@ -7,6 +7,10 @@
 | `download(a) -> c`           | c = a, where a is on a device and c is in host memory                |
 | `upload(a) -> c`             | c = a, where a is in host memory and c is on a device                |
 | `add(a, b) -> c`             | c = a + b                                                            |
+| `max(a, b) -> c`             | c = maximum of a and b in each element; NaN if one of them is        |
+| `min(a, b) -> c`             | c = minimum of a and b in each element; NaN if one of them is        |
+| `prod(a, b) -> c`            | c = a * b in each element                                            |
+| `mean4(a, b) -> c`           | c = (a + b) / 4, and the same with other numbers                     |
 | `matmul(x, w) -> y`          | y = x @ w, over the last dimension of x                              |
 | `matmul_bias(x, w, b) -> y`  | y = x @ w + b                                                        |
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
@@ -21,6 +25,7 @@ computed in float32 and rounded when the result is written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import total_ordering
@@ -29,6 +34,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from fompi.base.errors import PlanError
+from fompi.plans.dependencies import divisor
 from fompi.plans.plan import Chunk, Compute
 
 Term = tuple[Any, ...]
@@ -79,6 +85,25 @@ def opaque(kernel: str, args: tuple[int, ...], operands: Sequence[Value], output
     return (kernel, args, Operands(operands), output)
 
 
+def reduced(op: str, values: Sequence[Value]) -> Value:
+    """The reduction of all `values` by `op` of `REDUCTIONS`. The reduction of one value is that value."""
+    if op == "sum" or len(values) == 1:
+        return total(*values)
+    if op == "mean":
+        return _mean(len(values), total(*values))
+    return functools.reduce(lambda a, b: _combined(op, a, b), values)
+
+
+def _combined(op: str, a: Value, b: Value) -> Value:
+    """a op b as one term: the op and the sorted multiset of the values that it combines."""
+    parts = [v[0][1] if len(v) == 1 and v[0][0] == op and len(v[0]) == 2 else (v,) for v in (a, b)]
+    return ((op, tuple(sorted((*parts[0], *parts[1])))),)
+
+
+def _mean(count: int, value: Value) -> Value:
+    return ((f"mean{count}", (value,)),)
+
+
 def is_opaque(term: Term) -> bool:
     return len(term) == 4 and isinstance(term[2], Operands)
 
@@ -118,6 +143,7 @@ KERNELS: dict[str, Kernel] = {
     "download": Kernel(1, 0, False, lambda a: a),
     "upload": Kernel(1, 0, False, lambda a: a),
     "add": Kernel(2, 0, False, total),
+    **{name: Kernel(2, 0, False, functools.partial(_combined, name)) for name in ("max", "min", "prod")},
     "matmul": Kernel(1, 1, False, lambda x, w: product("matmul", x, w)),
     "matmul_bias": Kernel(1, 2, False, lambda x, w, b: total(product("matmul", x, w), b)),
     "gradient": Kernel(2, 0, True, lambda a, h: product("gradient", a, h)),
@@ -128,11 +154,27 @@ KERNELS: dict[str, Kernel] = {
 MOVES = ("copy", "pack", "download", "upload")
 """Kernels that only move elements."""
 
+REDUCTIONS = {"sum": "add", "max": "max", "min": "min", "prod": "prod", "mean": "add"}
+"""The reductions over the ranks, and the kernel that combines two terms. The last kernel of a mean divides too."""
+
+
+def last_kernel(op: str, count: int) -> str:
+    """The kernel that combines the last two of `count` terms of a reduction."""
+    return f"mean{count}" if op == "mean" else REDUCTIONS[op]
+
+
+def is_known(name: str) -> bool:
+    """True if fompi has a kernel of this name."""
+    return name in KERNELS or divisor(name) is not None
+
 
 def find(name: str) -> Kernel:
-    if name not in KERNELS:
-        raise PlanError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}")
-    return KERNELS[name]
+    if name in KERNELS:
+        return KERNELS[name]
+    count = divisor(name)
+    if count is None:
+        raise PlanError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}, mean2, mean3, ...")
+    return Kernel(2, 0, False, lambda a, b: _mean(count, total(a, b)))
 
 
 def aligned(op: Compute) -> list[Sequence[Chunk]]:
@@ -164,8 +206,8 @@ def fits(op: Compute, row: Callable[[Chunk], tuple[int, ...]]) -> bool:
 
 
 def in_place(op: Compute, read: int, write: int) -> bool:
-    """True if the kernel may write its chunk number `write` over chunk number `read`. Only sums allow this."""
-    if op.kernel == "add":
+    """True if the kernel may write its chunk number `write` over chunk number `read`. Only reductions allow this."""
+    if op.kernel in REDUCTIONS.values() or divisor(op.kernel) is not None:
         return read % len(op.writes) == write
     return op.kernel == "gradient_add" and read == len(op.reads) - 1
 
@@ -220,4 +262,4 @@ def cost(name: str, reads: Sequence[tuple[int, ...]], writes: Sequence[tuple[int
         return 2 * sum(rows[0]) * writes[0][-1]
     if name.startswith("gradient"):
         return 2 * sum(rows[0]) * reads[len(rows[0])][-1]
-    return sum(rows[0]) if name == "add" else 0
+    return 0 if name in MOVES else sum(rows[0])

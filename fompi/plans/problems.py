@@ -6,10 +6,15 @@ Every operation belongs to one of two families:
   multiplied by weights, or used for a weight gradient.
 * *scatter*: the rows are given or are a product. Then they are summed over the ranks (reduce-scatter, all-reduce) or
   distributed to the ranks (all-to-all).
+
+Three operations are others with rows on one rank only, the root. A `gather` is an all-to-all in which only the root
+receives, a `scatter` one in which only the root sends, and a `reduce` is a reduce-scatter of which the root keeps all.
+`Problem.is_empty` says which blocks have no rows then. Their plans leave such blocks out.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -18,8 +23,20 @@ from typing import Any, ClassVar, NamedTuple
 
 from fompi.base import layout
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
-from fompi.base.layout import HALF, MOVED_ONLY, Partial, Replicate, Shard, Sizes, Spec, accumulator, as_integer, split
-from fompi.plans.kernels import Value, product, total
+from fompi.base.layout import (
+    HALF,
+    MOVED_ONLY,
+    Partial,
+    Replicate,
+    Shard,
+    Sizes,
+    Spec,
+    Symbol,
+    accumulator,
+    as_integer,
+    split,
+)
+from fompi.plans.kernels import REDUCTIONS, Value, product, reduced, total
 from fompi.plans.plan import Program, Workspace
 
 MOST_RANKS = 1 << 16
@@ -55,7 +72,8 @@ class Problem:
 
     `row` is the shape of one row of x. `keep` is true if the gathered rows are a result. `packed` is true if x is
     strided and must be packed first. `moves` is the collective that moves the rows. A single weight is called w;
-    several are called w0, w1, ... The names of biases, products and gradients follow the same rule.
+    several are called w0, w1, ... The names of biases, products and gradients follow the same rule. `op` is the
+    reduction over the ranks (`kernels.REDUCTIONS`).
     """
 
     operation: str
@@ -67,6 +85,7 @@ class Problem:
     keep: bool = False
     root: int = 0
     packed: bool = False
+    op: str = "sum"
 
     @cached_property
     def moves(self) -> str:
@@ -79,7 +98,31 @@ class Problem:
     @cached_property
     def flat(self) -> bool:
         """True if the shape of x does not matter. Then each element of x is a row."""
-        return self.moves in ("all_reduce", "broadcast") and not self.weights
+        return is_flat(self.operation) and not self.weights
+
+    def is_empty(self, symbol: Symbol) -> bool:
+        """True for blocks that never have rows, because only the root sends or receives them."""
+        if self.operation == "reduce":
+            return symbol[0] == "rows" and symbol[1] != self.root
+        at = {"scatter": 1, "gather": 2}.get(self.operation)  # a pair is (source, dest)
+        return at is not None and symbol[0] == "pair" and symbol[at] != self.root
+
+    def spread(self, rows: Sequence[int]) -> Sizes:
+        """The sizes of a call in which rank r has `rows[r]` rows of x, or owns so many of its result."""
+        size, root = self.size, self.root
+        if self.operation == "reduce":
+            return Sizes(_at(root, size, sum(rows)))
+        if self.operation == "gather":
+            return Sizes(pairs=tuple(_at(root, size, n) for n in rows))
+        if self.operation == "scatter":
+            return Sizes(pairs=tuple(tuple(rows) if r == root else (0,) * size for r in range(size)))
+        if self.moves == "all_to_all":
+            return Sizes(pairs=tuple(split(n, size) for n in rows))
+        return Sizes(rows=tuple(rows))
+
+    def result_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The shape of the result of a flat problem, for x of this shape. Of a reduce only the root has rows."""
+        return shape if self.operation != "reduce" or rank == self.root else (0, *shape[1:])
 
     @property
     def half(self) -> bool:
@@ -139,7 +182,7 @@ class Problem:
     def common(self) -> str:
         """What must be equal on all ranks: everything about the data that is sent."""
         if not self.multiplies_first:
-            return f"{self.operation} {self.dtype} {self.row} {self.root}"
+            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op}"
         return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias}"
 
     @cached_property
@@ -155,7 +198,8 @@ class Problem:
         parts = [f"{self.dtype}[:, {', '.join(map(str, self.row))}]" if self.row else f"{self.dtype}[:]"]
         parts += [f"w[{self.row[-1]}, {w.columns}]{' + b' if w.bias else ''}" for w in self.weights]
         parts += [f"h[:, {', '.join(map(str, g.row))}]{' flipped' if g.flipped else ''}" for g in self.gradients]
-        parts += ["keep"] * self.keep + [f"root {self.root}"] * (self.moves == "broadcast")
+        parts += ["keep"] * self.keep + [f"root {self.root}"] * (self.operation in ROOTED)
+        parts += [self.op] * (self.op != "sum")
         return f"{self.operation}({', '.join(parts)}{', packed' if self.packed else ''})"
 
 
@@ -176,10 +220,17 @@ class OwnProblem:
     multiplies_first: ClassVar[bool] = False
     flat: ClassVar[bool] = False
     root: ClassVar[int] = 0
+    op: ClassVar[str] = "sum"
 
     @property
     def moves(self) -> str:
         return self.operation
+
+    def is_empty(self, symbol: Symbol) -> bool:
+        return False
+
+    def result_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        return shape
 
     @property
     def half(self) -> bool:
@@ -231,6 +282,9 @@ MEANING: dict[str, Meaning] = {
     "reduce_scatter": Meaning("scatter", "reduce_scatter", _TERM, _ROWS),
     "all_reduce": Meaning("scatter", "all_reduce", _TERM, _ALL),
     "all_to_all": Meaning("gather", "all_to_all", _ROWS, _ROWS),
+    "gather": Meaning("gather", "all_to_all", _ROWS, _ALL),
+    "scatter": Meaning("gather", "all_to_all", _ALL, _ROWS),
+    "reduce": Meaning("scatter", "reduce_scatter", _TERM, _ALL),
     "all_gather_matmul": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS),
     "all_gather_matmul_many": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, None, True),
     "all_gather_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, None, _COLUMNS),
@@ -242,6 +296,20 @@ MEANING: dict[str, Meaning] = {
     "matmul_all_reduce": Meaning("scatter", "all_reduce", _COLUMNS, _ALL, _ROWS),
     "matmul_all_to_all": Meaning("scatter", "all_to_all", _ROWS, _ROWS, _ALL),
 }
+
+
+ROOTED = ("broadcast", "gather", "scatter", "reduce")
+"""The operations with a root."""
+
+
+def is_flat(operation: str) -> bool:
+    """True if the shape of x does not matter to the operation, if it has no weights."""
+    return MEANING[operation].moves in ("all_reduce", "broadcast") or operation == "reduce"
+
+
+def _at(root: int, size: int, count: int) -> tuple[int, ...]:
+    """`count` rows for the root, and none for the others."""
+    return tuple(count if rank == root else 0 for rank in range(size))
 
 
 def problem(
@@ -256,11 +324,14 @@ def problem(
     keep: bool = False,
     root: int = 0,
     packed: bool = False,
+    op: str = "sum",
 ) -> Problem:
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError."""
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
-    if not weights and MEANING[operation].moves in ("all_reduce", "broadcast"):
+    if op != "sum" and op not in tuple(REDUCTIONS):
+        raise LayoutError(f"{operation}: op={op!r} must be one of {', '.join(REDUCTIONS)}")
+    if not weights and is_flat(operation):
         row: tuple[int, ...] = ()  # each element is a row
     elif x.shape:
         row = x.shape[1:]
@@ -268,7 +339,7 @@ def problem(
         raise ShapeError(f"{operation}: x has no dimensions, so it has no rows to distribute")
     operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
     others = tuple(weights), tuple(biases), tuple(operand_rows)
-    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed)
+    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed, op)
 
 
 @lru_cache(maxsize=4096)
@@ -284,14 +355,15 @@ def _problem(
     keep: bool,
     root: int,
     packed: bool,
+    op: str,
 ) -> Problem:
     """The same from the shapes of rows. Calls that differ only in the number of rows share one object."""
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
         raise ShapeError(f"{operation} does not take {len(weights)} weights and {len(biases)} biases")
+    if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all":
+        _check_reduction(operation, op, dtype)
     if dtype in MOVED_ONLY:
         wider = "an integer dtype" if dtype == "bool" else "a half type"
-        if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all":
-            raise DtypeError(f"{operation}: {dtype} cannot be summed; convert x to {wider}")
         if weights or operands:
             raise DtypeError(f"{operation}: {dtype} cannot be multiplied; convert x to {wider}")
     if not 0 <= root < size:
@@ -315,7 +387,21 @@ def _problem(
         if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
             raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} may differ only in the last dimension")
     gradients = tuple(Gradient(h.shape, flipped) for h in operands)
-    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed)
+    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op)
+
+
+def _check_reduction(operation: str, op: str, dtype: str) -> None:
+    """Raise DtypeError if `dtype` has no reduction `op`."""
+    if dtype == "bool" and op in ("max", "min"):
+        return
+    if dtype in MOVED_ONLY:
+        wider = 'an integer dtype, or use op="max" (any) or "min" (all)' if dtype == "bool" else "a half type"
+        verb = {"sum": "summed", "mean": "averaged", "prod": "multiplied"}.get(op, "compared")
+        raise DtypeError(f"{operation}: {dtype} cannot be {verb}; convert x to {wider}")
+    if dtype.startswith("complex") and op in ("max", "min"):
+        raise DtypeError(f"{operation}: {dtype} has no order, so op={op!r} has no meaning: reduce its parts or abs(x)")
+    if "int" in dtype and op == "mean":
+        raise DtypeError(f'{operation}: the mean of {dtype} is not an integer: use op="sum", or convert x to a float')
 
 
 def layouts(operation: str, count: int) -> list[layout.Layout]:
@@ -346,6 +432,9 @@ def from_specs(
     for spec in specs:
         if not isinstance(spec, Spec):
             raise LayoutError(f"{operation} is planned from one fompi.Spec for each tensor, not from {spec!r}")
+    op = "sum"
+    if isinstance(expected[0], Partial) and isinstance(specs[0].layout, Partial):
+        expected[0], op = specs[0].layout, specs[0].layout.op
     required = [spec.resolved(wanted) for spec, wanted in zip(specs, expected, strict=True)]
     for spec, wanted in zip(specs, required, strict=True):
         if spec.layout != wanted:
@@ -357,7 +446,7 @@ def from_specs(
         weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
         biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
         options = {"flipped": flipped, "keep": meaning.keeps, "packed": packed}
-        return problem(operation, ranks, x, weights, biases, operands, root=root, **options)
+        return problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
 
     @cache
     def at(rank: int) -> Problem:
@@ -368,9 +457,7 @@ def from_specs(
     if has_operand and specs[-1].shape[0] != x.shape[0]:
         raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but h has {specs[-1].shape[0]}")
     rows = split(prod(x.shape) if first.flat else x.shape[0], ranks)
-    if first.moves == "all_to_all":
-        return at, Sizes(pairs=tuple(split(n, ranks) for n in rows))
-    return at, Sizes(rows=rows)
+    return at, first.spread(rows)
 
 
 def _local_form(spec: Spec, rank: int, ranks: int) -> Form:
@@ -385,7 +472,10 @@ def _local_form(spec: Spec, rank: int, ranks: int) -> Form:
 
 
 def before(problem: Problem | OwnProblem, program: Program) -> dict[tuple[str, int], Value]:
-    """The values of the inputs of a rank. Each block is a term of its own. In a broadcast only the root has inputs."""
+    """The values of the inputs of a rank. Each block is a term of its own. In a broadcast only the root has inputs.
+
+    Blocks without rows hold a term too: a collective of the MPI library reads them.
+    """
     if isinstance(problem, OwnProblem):
         return problem.before(program)
     if problem.moves == "broadcast" and program.rank != problem.root:
@@ -399,6 +489,16 @@ def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[st
     if isinstance(problem, OwnProblem):
         return problem.after(rank, parts)
     size = problem.size
+    if problem.operation in ("gather", "scatter", "reduce"):
+        whole = _after(problem, rank, parts)
+        y = problem.workspace(rank, parts)["y"]
+        return {at: value for at, value in whole.items() if not problem.is_empty(y.symbol(rank, size, parts, at[1]))}
+    return _after(problem, rank, parts)
+
+
+def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+    """The same, with the blocks that never have rows."""
+    size = problem.size
 
     def weighted(x: Value, i: int, at: int, bias: bool = True) -> Value:
         y = product("matmul", x, ((problem.name("w", i), at, 0),))
@@ -407,7 +507,7 @@ def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[st
     def scattered(b: int) -> Value:
         terms = [((("x", r, b),)) for r in range(size)]
         if not problem.multiplies_first:
-            return total(*terms)
+            return reduced(problem.op, terms)
         owner = rank if problem.moves == "reduce_scatter" else b % size  # the owner of the rows adds the bias
         return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
 
@@ -445,6 +545,12 @@ def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[st
 # ------------------------------------------------------------------------------------------------- the reference
 
 
+def _reduced(problem: Problem, xs: Sequence[Any], xp: Any) -> Any:
+    combine = {"max": xp.maximum, "min": xp.minimum, "prod": xp.multiply}.get(problem.op, xp.add)
+    y = functools.reduce(combine, xs)
+    return y / problem.size if problem.op == "mean" else y
+
+
 def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any) -> list[dict[str, Any]]:
     """The outputs of all ranks, computed unfused from the inputs of all ranks in the array namespace `xp`."""
     size = problem.size
@@ -467,7 +573,7 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
             if problem.weights[0].bias and problem.moves == "reduce_scatter":
                 owners = [y + data["bias"] for y, data in zip(owners, inputs, strict=True)]
         else:
-            summed = sum(xs[1:], xs[0])
+            summed = _reduced(problem, xs, xp)
             owners = [summed[rows(sizes.rows, r)] for r in range(size)]
         if problem.moves == "reduce_scatter":
             return [{"y": y} for y in owners]

@@ -28,7 +28,6 @@ from fompi.base.errors import PlanError
 from fompi.base.layout import AXES, COLLECTIVES, HALF, NATIVE_SUMS, Symbol
 from fompi.plans.dependencies import Frontier, constraints
 from fompi.plans.kernels import (
-    KERNELS,
     MOVES,
     Term,
     Value,
@@ -38,6 +37,7 @@ from fompi.plans.kernels import (
     find,
     fits,
     in_place,
+    is_known,
     is_opaque,
     is_result,
     total,
@@ -95,7 +95,7 @@ def _check_program(plan: Plan, rank: int, program: Program) -> None:
         why = f"the problem has {plan.problem.size} ranks" if here == there else f"its program is for {there}"
         raise PlanError(f"{here}: {why}", rank)
     for kernel in plan.kernels:
-        if kernel.name in KERNELS:
+        if is_known(kernel.name):
             raise PlanError(f"the plan declares a kernel {kernel.name!r}, but fompi has one of this name", rank)
     buffers = {b.name: b for b in program.buffers}
     for wanted in plan.problem.workspace(rank, plan.parts).program(()).buffers:
@@ -163,7 +163,7 @@ def _check_overlaps(plan: Plan, rank: int, i: int, op: Op) -> None:
             if _overlap(written, read):
                 same = written == read and isinstance(op, Compute)
                 own = same and plan.kernel(op.kernel) is not None  # type: ignore[union-attr]
-                if not own and not (same and op.kernel in KERNELS and in_place(op, r, w)):  # type: ignore[arg-type,union-attr]
+                if not own and not (same and is_known(op.kernel) and in_place(op, r, w)):  # type: ignore[arg-type,union-attr]
                     raise _error(rank, i, op, written, f"{written} is written while the op reads {read}")
 
 
@@ -173,7 +173,7 @@ def _overlap(a: Chunk, b: Chunk) -> bool:
 
 def _check_kernel(program: Program, i: int, op: Compute) -> None:
     rank = program.rank
-    if op.kernel not in KERNELS:
+    if not is_known(op.kernel):
         raise _error(rank, i, op, _first(op), f"unknown kernel {op.kernel!r}")
     kernel, groups = find(op.kernel), aligned(op)
     if not groups or (kernel.reduces and len(op.writes) != 1):
@@ -482,6 +482,8 @@ def _spell(term: object) -> str:
         return f"output {term[3]} of {term[0]}<{', '.join(map(str, term[1]))}>"
     if isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], int):
         return f"{term[0]}[{term[2]}] of rank {term[1]}"
+    if isinstance(term, tuple) and len(term) == 2:
+        return f"{term[0]}({', '.join(' + '.join(map(_spell, value)) for value in term[1])})"
     if isinstance(term, tuple) and len(term) == 3:
         return f"{term[0]}({_spell(term[1])}, {_spell(term[2])})"
     return str(term)

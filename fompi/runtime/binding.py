@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from operator import gt, index
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fompi.backends.base import Backend
-from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError
+from fompi.backends.cuda.failures import OutOfMemory
+from fompi.base.errors import DeviceError, DtypeError, PlanError, ShapeError, TensorError
 from fompi.base.layout import Sizes
 from fompi.engine.communicator import Communicator
 from fompi.plans.plan import Collective, Plan, Send
+from fompi.plans.staged import staged
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device, upload
+from fompi.runtime.needs import remedy
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import Tensor
@@ -66,7 +70,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
             )
         if flat:
             if name == "y" or "y" not in given:
-                shapes["y"] = tensor.array.shape
+                shapes["y"] = plan.problem.result_shape(tensor.array.shape, comm.rank)
             tensor = replace(tensor, array=tensor.array.reshape(shape))
         borrowed[name] = tensor
     for name, tensor in borrowed.items():
@@ -77,7 +81,14 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     for buffer in program.buffers:
         if buffer.name not in arrays:
             shape = buffer.shape(extents)
-            arrays[buffer.name] = backend.empty(comm.engine.arena, shape, buffer.dtype, buffer.place)
+            try:
+                arrays[buffer.name] = backend.empty(comm.engine.arena, shape, buffer.dtype, buffer.place)
+            except OutOfMemory as error:
+                taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
+                stage = partial(staged, pairs=comm.paths(device).is_staged)
+                words = remedy(plan, plan.problem, extents, given, error.free + taken, stage)
+                arrays.clear()  # the traceback of the error keeps them
+                raise DeviceError(f"{error}. {words}") from error
     return Memory(borrowed, shapes, arrays)
 
 

@@ -138,6 +138,10 @@ class Compiled:
         """The chunks that op `i` moves or works on: those it writes for a receive, else those it reads."""
         return self._writes[i] if self.kinds[i] == RECV else self._reads[i]
 
+    def is_message(self, i: int) -> bool:
+        """True if op `i` sends or receives, or is a collective of the MPI library."""
+        return self.kinds[i] != COMPUTE
+
     def moves_device_memory(self, i: int) -> bool:
         """True if op `i` is a message that does not go through a mirror in host memory."""
         moved = self._moved[i]

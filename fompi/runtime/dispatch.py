@@ -39,6 +39,9 @@ class Dispatch(Task):
     | kernel on a device                | the backend enqueues it at once                                           |
 
     After an error no kernel runs any more, but every message is still sent and received. So no message is left behind.
+
+    On a device the call is finished for the program once its messages are done and its kernels are enqueued. It settles
+    later, when the kernels are done: then its trace is complete.
     """
 
     # Rarely used attributes live on the class and are rebound, never mutated. This keeps creating a call cheap.
@@ -48,6 +51,8 @@ class Dispatch(Task):
     paths: Paths | None = None  # how messages move that a device reads or writes
     notes: dict[int, list[Callable[[], None]]] = {}  # noqa: RUF012  # for such messages in flight: call them at the end
     on_finish: Callable[[], None] | None = None
+    then: Callable[[], None] | None = None  # called once the kernels of a call that has returned are done
+    end: Task | None = None  # what a thread waits for that needs these kernels
 
     def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int):
         self.compiled, self.comm, self.stamp = compiled, comm, stamp
@@ -86,6 +91,10 @@ class Dispatch(Task):
 
     def kernel_failed(self, i: int, error: BaseException) -> None:
         """The kernel of op `i` has raised `error`."""
+        raise NotImplementedError
+
+    def kernel_failed_late(self, i: int, error: BaseException) -> None:
+        """The same, after the call has returned to the program."""
         raise NotImplementedError
 
     # -- starting ops
@@ -232,7 +241,7 @@ class Dispatch(Task):
         return free
 
     def completed(self, key: int) -> None:
-        if self.finished:  # the call was abandoned
+        if self.finished and not self.is_enqueued:  # the call was abandoned
             return
         if key < 0:
             self.entered() if key == ENTRY else self.token_arrived()
@@ -245,6 +254,33 @@ class Dispatch(Task):
             self.start_ops(free)
         if self.unfinished == 0:
             self.finish()
+        elif self.paths is not None:
+            self.end_for_program()
+
+    def end_for_program(self) -> None:
+        """On a device: the call is finished once all messages are done and all kernels are enqueued.
+
+        The kernels keep the memory that they use until they are done. `settle` waits for them.
+        """
+        if self.end is not None:
+            self.end.moved_at = self.moved_at
+        if self.unfinished == len(self.tokens) and self.error is None and not self.finished:
+            self.comm.channel.active.pop(self.stamp, None)
+            self.is_enqueued = self.finished = True
+
+    def in_flight(self) -> list[Token]:
+        """The tokens of kernels that are enqueued and not known to be done, in the order of their launches."""
+        with self.comm.engine.lock:
+            return list(self.tokens.values())
+
+    def settle(self) -> None:
+        with self.comm.engine.lock:
+            if not self.is_enqueued:
+                return
+            end = self.end = self.end or Task()
+        self.comm.engine.wait(end, self.comm.channel, patient=True)
+        if end.error is not None:
+            raise end.error
 
     def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
         """The next kernel. Sums and copies come first, since other ranks wait for them; then program order."""
@@ -261,8 +297,11 @@ class Dispatch(Task):
     def ran(self, key: int, begun: float, error: BaseException | None) -> None:
         if key >= 0:
             self.begun[key] = begun
-        if error is not None and not self.finished and self.error is None:
-            self.kernel_failed(key, error)
+        if error is not None and self.error is None:
+            if not self.finished:
+                self.kernel_failed(key, error)
+            elif self.is_enqueued:
+                self.kernel_failed_late(key, error)
         self.completed(key)
 
     def ready_part(self, name: str, block: int) -> None:
@@ -275,6 +314,8 @@ class Dispatch(Task):
         self.start_ops(free)
         if self.unfinished == 0 and not self.finished:
             self.finish()
+        elif self.paths is not None:
+            self.end_for_program()
 
     def finish(self) -> None:
         self.comm.channel.active.pop(self.stamp, None)
@@ -284,3 +325,15 @@ class Dispatch(Task):
                 on_finish()
         finally:
             self.finished = True  # last: a thread that waits for this call reads what `on_finish` has noted
+            if self.is_enqueued:
+                self._settled()
+
+    def _settled(self) -> None:
+        """The kernels of a call that has returned are done."""
+        self.is_enqueued, then, self.then = False, self.then, None
+        try:
+            if then is not None:
+                then()
+        finally:
+            if self.end is not None:
+                self.end.finished = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from fompi.runtime import baselines
 from fompi.runtime.binding import BoundPlan, Memory, check_tensors
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device
-from fompi.runtime.program import Run
+from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof, RankDependencies, prove
@@ -61,7 +62,7 @@ class Executor(BoundPlan):
         self._paths = None if backend.device is None else comm.paths(backend.device)
         self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.role == "input"]
         self._is_uploaded = any(tensor.host is not None for tensor in memory.tensors.values())
-        self.seconds: float | None = None  # the time of the last call on this rank
+        self._seconds: float | None = None  # the time of the last call on this rank
         self.drift: Drift | None = None  # compares calls with their prediction
         self._run: Run | None = None
         self._returned_at: float | None = None  # when `start` returned to the program
@@ -104,7 +105,10 @@ class Executor(BoundPlan):
             for name in self._inputs:
                 if name not in partial:
                     self._upload(name)
-        entry = None if self._paths is None else self.backend.enter()  # type: ignore[attr-defined]
+        entry, failure, holds_all = None, None, False
+        if self._paths is not None:
+            holds_all = self._leave()
+            entry, failure = enter(engine, self.backend)
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
@@ -123,7 +127,7 @@ class Executor(BoundPlan):
             for tensor in self._written:
                 dlpack.mark_written(tensor)
             self.comm.note_start(self.compiled.title, stamp)
-            run.start(self._actions, unready, self._is_long, self._is_small, None, entry)
+            run.start(self._actions, unready, self._is_long, self._is_small, failure, entry, holds_all)
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on."""
@@ -153,6 +157,7 @@ class Executor(BoundPlan):
         """Progress everything in flight. Returns True once this call is finished."""
         run = self._current()
         self.comm.engine.progress_while_waiting()
+        self._leave()
         return run.finished
 
     done = progress
@@ -160,10 +165,24 @@ class Executor(BoundPlan):
     @property
     def finished(self) -> bool:
         """True once this call is finished. Progresses nothing."""
+        self._leave()
         return self._current().finished
+
+    def _leave(self) -> bool:
+        """On a device: let the caller's current stream wait for the kernels of a finished call.
+
+        True if some of them may still run.
+        """
+        run = self._run
+        if run is None or not run.is_enqueued:
+            return False
+        self.backend.leave(run.in_flight())  # type: ignore[attr-defined]
+        return run.is_enqueued
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result of this call: one tensor, or a tuple in the order of the plan's outputs.
+
+        On a device the kernels may still run. The caller's current stream waits for them.
 
         Raises the error that ended the call on this rank, PeerError if another rank failed first, and WaitTimeout
         after `timeout` seconds (the call goes on).
@@ -176,14 +195,37 @@ class Executor(BoundPlan):
             raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
         if run.error is not None:
             raise run.error
-        self.seconds = run.moved_at - run.started
-        if self.drift is not None and self.is_whole:
-            self.drift.note(self.seconds)
+        if self._paths is None:
+            self._note_time(run)
+        else:
+            with self.comm.engine.lock:
+                if run.is_enqueued:  # its time is known when its kernels are done
+                    run.then = partial(self._note_time, run, self.is_whole)
+                else:
+                    self._note_time(run)
+            self._leave()
         if self._is_uploaded:
             self._download()
         if self._is_uploaded or any(like.framework == "jax" for _, _, like in self._outputs):
             self._results = self._lent()
         return self._results[0] if len(self._results) == 1 else self._results
+
+    def _note_time(self, run: Run, is_whole: bool | None = None) -> None:
+        """Note the time of a call. `is_whole` is what it was when the call ended, if that was earlier."""
+        self._seconds = run.moved_at - run.started
+        if self.drift is not None and (self.is_whole if is_whole is None else is_whole):
+            self.drift.note(self._seconds)
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of the last call on this rank, until its kernels were done. Waits for them. None: no call."""
+        if self._run is not None:
+            self._run.settle()
+        return self._seconds
+
+    @seconds.setter
+    def seconds(self, value: float | None) -> None:
+        self._seconds = value
 
     def _mark(self, label: int | str | None, whole: bool) -> int:
         """A number for the label and the counts of a call, the same on ranks that pass the same.
@@ -222,8 +264,10 @@ class Executor(BoundPlan):
 
     @property
     def trace(self) -> Trace:
-        """The Trace of the last call on this rank."""
-        return self._current().trace(self._extents)
+        """The Trace of the last call on this rank. On a device it waits for the kernels."""
+        run = self._current()
+        run.settle()
+        return run.trace(self._extents)
 
     def compute_seconds(self, rounds: int = baselines.ROUNDS) -> float:
         """Measure this rank's kernels without messages, on fresh memory: the median of `rounds`, in seconds.
@@ -276,7 +320,7 @@ class Executor(BoundPlan):
         """Finish the call in flight and give scratch memory back.
 
         A call that waits for `ready()` is given up, on all ranks. Collective if the plan uses collectives of the MPI
-        library.
+        library. Raises DeviceError if a kernel on a device has failed after its call returned.
         """
         if not self.closed:
             self.closed = True
@@ -285,7 +329,11 @@ class Executor(BoundPlan):
                 if run.unready:
                     self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
                 self.comm.engine.wait(run, self.comm.channel, patient=True)
+            if run is not None:
+                run.settle()
             self._release()
+            if self.backend.device is not None:
+                self.backend.device.tell()
 
     def __enter__(self) -> Executor:
         return self

@@ -10,6 +10,7 @@ from fompi.backends.base import Token
 from fompi.base.errors import PeerError, StateError, in_words
 from fompi.base.layout import Extents, nbytes
 from fompi.engine.control import FAILED
+from fompi.engine.engine import Engine
 from fompi.engine.tasks import ANYONE, Sent
 from fompi.plans.dependencies import track
 from fompi.plans.plan import MESSAGE_BITS
@@ -19,6 +20,18 @@ from fompi.traces.trace import Event, Interval, Trace
 
 COMPARE_SECONDS = 1.0
 """How often a call that waits compares its label and its counts with the awaited rank, which may not have begun yet."""
+
+
+def enter(engine: Engine, backend: Any) -> tuple[Token | None, Exception | None]:
+    """The entry of a call on a device (`OnDevice.enter`), or the error of the device.
+
+    The error is that of the call: the other ranks must hear of it. Memory and events of kernels that are done go back.
+    """
+    engine.poll_kernels()
+    try:
+        return backend.enter(), None
+    except Exception as error:
+        return None, error
 
 
 class Run(Dispatch):
@@ -49,6 +62,7 @@ class Run(Dispatch):
         is_small: bool = False,
         refusal: Exception | None = None,
         entry: Token | None = None,
+        holds_all: bool = False,
     ) -> None:
         """Start all ops that can start. `actions` is what each op does (`Compiled.resolve`).
 
@@ -57,6 +71,7 @@ class Run(Dispatch):
         `is_small`: sums and copies run at once, in the thread that releases them.
         `refusal`: this rank cannot do the call, although all ranks have agreed to it. Its messages still move.
         `entry`: messages of device memory wait for it. Kernels do not: their streams wait.
+        `holds_all`: messages of mirrors wait for it, too, because kernels of the last call may still use them.
         """
         channel = self.comm.channel
         self.actions, self.is_small = actions, is_small
@@ -71,7 +86,7 @@ class Run(Dispatch):
         if refusal is not None and self.error is None:
             self._fail(refusal, "before its first op")
         try:
-            self._start_first(unready, entry)
+            self._start_first(unready, entry, holds_all)
         except Exception as error:  # MPI has failed
             channel.fail(self, error)
             raise
@@ -79,10 +94,13 @@ class Run(Dispatch):
         if self.is_long:
             self.comm.engine.wake_helper()  # after the first ops have started: without work the helper goes to sleep
 
-    def _start_first(self, unready: Mapping[tuple[str, int], list[int]] | None, entry: Token | None) -> None:
-        first = self.compiled.first
+    def _start_first(
+        self, unready: Mapping[tuple[str, int], list[int]] | None, entry: Token | None, holds_all: bool
+    ) -> None:
+        first, compiled = self.compiled.first, self.compiled
         if entry is not None:
-            self.held_entry = [i for i in first if self.compiled.moves_device_memory(i)]
+            held = compiled.is_message if holds_all else compiled.moves_device_memory
+            self.held_entry = [i for i in first if held(i)]
             for i in self.held_entry:
                 self.blockers[i] += 1
             self.comm.engine.launched(entry, self, ENTRY)
@@ -100,6 +118,8 @@ class Run(Dispatch):
         self.start_ops(list(first))
         if self.unfinished == 0:
             self.finish()
+        elif self.paths is not None:
+            self.end_for_program()
 
     # -- turns: all ranks must start the library's collectives in one order, so unbound calls start theirs in call order
     def has_turn(self, i: int) -> bool:
@@ -122,6 +142,10 @@ class Run(Dispatch):
         for i in held:
             self.blockers[i] -= 1
         self.start_ops([i for i in held if self.blockers[i] == 0])
+        if self.unfinished == 0 and not self.finished:  # messages without rows are done at once
+            self.finish()
+        else:
+            self.end_for_program()
 
     # -- marks: the collectives of the library have no tags. So a marked call sends a token round the ring before them
     def _exchange_tokens(self) -> None:
@@ -145,6 +169,19 @@ class Run(Dispatch):
     # -- errors
     def kernel_failed(self, i: int, error: BaseException) -> None:
         self._fail(error, "before its first op" if i < 0 else f"op {i}, {self.compiled.ops[i]}")
+        if self.paths is not None:
+            self.paths.device.told()
+
+    def kernel_failed_late(self, i: int, error: BaseException) -> None:
+        """The other ranks need not know: all messages of this call have moved. They hear of it in the next call."""
+        where = "what the program had enqueued" if i < 0 else f"op {i}, {self.compiled.ops[i]}"
+        error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}, after the call had returned")
+        self.error, self.failed_at = error, perf_counter()
+
+    def blame(self, i: int) -> None:
+        if self.paths is not None and i in self.tokens:
+            op = f"op {i}, {self.compiled.ops[i]}, of {self.title}"
+            self.paths.device.blame(self.compiled.lanes[i][0], op)
 
     def _fail(self, error: BaseException, where: str) -> None:
         """Send the error of this rank to all other ranks, then go on without kernels."""

@@ -115,12 +115,12 @@ class _Sums:
         """Sum the terms of all other ranks."""
         for d in range(2, self.local.size):
             before = self.arrived(1, part) if d == 2 else self._sum(part)
-            yield Compute("add", (before, self.arrived(d, part)), (self._sum(part),))
+            yield self.local.combine(before, self.arrived(d, part), self._sum(part))
 
     def finish(self, part: int, own: Chunk) -> Op:
         """Add this rank's own term and write the result."""
         before = self.arrived(1, part) if self.local.size == 2 else self._sum(part)
-        return Compute("add", (before, own), (self.local.target(part),))
+        return self.local.combine(before, own, self.local.target(part), is_last=True)
 
     def _sum(self, part: int) -> Chunk:
         return (
@@ -209,5 +209,5 @@ def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
     before = terms[0]
     for r in range(1, size):
         after = y[:] if r == size - 1 else sums[:]
-        yield Compute("add", (before, terms[r]), (after,))
+        yield local.combine(before, terms[r], after, is_last=r == size - 1)
         before = after

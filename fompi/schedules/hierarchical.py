@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from fompi.plans.plan import Buffer, Chunk, Compute, Op, Recv, Send, Workspace
+from fompi.plans.plan import Buffer, Chunk, Op, Recv, Send, Workspace
 from fompi.plans.problems import Problem
 from fompi.schedules.work import Gather, Scatter, skewed
 
@@ -102,7 +102,7 @@ class _Sums:
                 yield Recv(groups.mate(-1), arriving)
             term = yield from self.local.term(owner, part, self.dtype)
             if step:
-                yield Compute("add", (arriving, term), (arriving,))
+                yield self.local.combine(arriving, term, arriving)
             if step < groups.ranks - 1:
                 yield Send(groups.mate(1), arriving if step else term)
                 yield None
@@ -116,11 +116,11 @@ class _Sums:
         """Add the sums of all other groups. The result replaces the first of them."""
         for d in groups.others[1:]:
             first = self.from_group(1, part)
-            yield Compute("add", (first, self.from_group(d, part)), (first,))
+            yield self.local.combine(first, self.from_group(d, part), first)
 
     def finish(self, own: Chunk, part: int) -> Op:
         """Add the sum of this group and write the result."""
-        return Compute("add", (self.from_group(1, part), own), (self.local.target(part),))
+        return self.local.combine(self.from_group(1, part), own, self.local.target(part), is_last=True)
 
 
 def _reduce_scatter(local: Scatter, groups: _Groups) -> Iterator[Op]:

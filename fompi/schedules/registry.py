@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from operator import index
@@ -28,7 +29,7 @@ from typing import Any
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
-from fompi.plans.plan import PAIRWISE, Op, Plan, Program, Programs, Workspace, group_size
+from fompi.plans.plan import PAIRWISE, Collective, Op, Plan, Program, Programs, Workspace, group_size
 from fompi.plans.problems import MEANING, Problem
 from fompi.schedules import native
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
@@ -120,12 +121,30 @@ def write(
     def program(rank: int) -> Program:
         local_problem = problem if at is None else at(rank)
         work = local_problem.workspace(rank, len(shares), order[rank] if order else ())
-        return work.program(_generator(schedule)(local_problem, work))
+        return _without_empty(problem, work.program(_generator(schedule)(local_problem, work)))
 
-    empty = Sizes(pairs=((0,) * size,) * size) if problem.moves == "all_to_all" else Sizes(rows=(0,) * size)
+    empty = problem.spread((0,) * size)
     if window is None:
         window = default_window(problem, schedule, len(shares))
     return Plan(problem, schedule, shares, sizes or empty, Programs(size, program), window, order)
+
+
+def _without_empty(problem: Problem, program: Program) -> Program:
+    """The program without the ops all of whose blocks have no rows, except for those that a collective needs."""
+    if problem.operation not in ("gather", "scatter", "reduce"):
+        return program
+
+    collectives = [op for op in program.ops if isinstance(op, Collective)]
+    needed = {block for op in collectives for chunk in op.reads for block in chunk.blocks}
+
+    def has_rows(block: tuple[str, int]) -> bool:
+        symbol = program.buffer(block[0]).symbol(program.rank, program.size, program.parts, block[1])
+        return block in needed or not problem.is_empty(symbol)
+
+    def is_kept(op: Op) -> bool:
+        return any(has_rows(block) for chunk in (*op.reads, *op.writes) for block in chunk.blocks)
+
+    return replace(program, ops=tuple(op for op in program.ops if isinstance(op, Collective) or is_kept(op)))
 
 
 def _generator(schedule: str) -> Schedule:
@@ -148,10 +167,10 @@ HIERARCHICAL_MOVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 def available(problem: Problem) -> list[str]:
     """The schedules for this problem: the built-in ones, then those of users."""
-    return _available(problem.moves, problem.size, problem.dtype)
+    return _available(problem.moves, problem.size, problem.dtype, problem.op)
 
 
-def _available(moves: str, size: int, dtype: str) -> list[str]:
+def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
     names = [name for name in SCHEDULES if name not in REGISTERED]
     if moves == "all_to_all":  # only one rank needs each block; a ring would carry it through others
         names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", PAIRWISE]
@@ -159,7 +178,7 @@ def _available(moves: str, size: int, dtype: str) -> list[str]:
         names.remove(PAIRWISE)
     if moves != "all_reduce" and "exchange" in names:
         names.remove("exchange")
-    if dtype not in NATIVE_SUMS and moves in ("reduce_scatter", "all_reduce"):
+    if (dtype not in NATIVE_SUMS or op != "sum") and moves in ("reduce_scatter", "all_reduce"):
         names = [name for name in names if name not in ("unfused", "sliced")]
     ranks = next((g for g in range(size // 2, 1, -1) if size % g == 0), 0)
     groups = [f"hierarchical({ranks})"] if ranks and moves in HIERARCHICAL_MOVES else []
@@ -168,22 +187,24 @@ def _available(moves: str, size: int, dtype: str) -> list[str]:
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
-    return can_move(schedule, problem.moves, problem.size, problem.dtype)
+    return can_move(schedule, problem.moves, problem.size, problem.dtype, problem.op)
 
 
-def can_move(schedule: str, moves: str, size: int, dtype: str = "float32") -> bool:
-    """True if the schedule carries out the collective `moves` of tensors of `dtype` on `size` ranks."""
+def can_move(schedule: str, moves: str, size: int, dtype: str = "float32", op: str = "sum") -> bool:
+    """True if the schedule moves tensors of `dtype` by the collective `moves` on `size` ranks, reduced by `op`."""
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     ranks = group_size(schedule)
     grouped = moves in HIERARCHICAL_MOVES and 1 < ranks < size and size % ranks == 0
-    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, dtype)
+    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, dtype, op)
 
 
 def alternatives(problem: Problem, schedule: str) -> str:
     """The end of an error message: why the problem does not have this schedule, if known, and which ones it has."""
     why = ""
-    if schedule in ("unfused", "sliced") and problem.dtype not in NATIVE_SUMS:
+    if schedule in ("unfused", "sliced") and problem.op != "sum":
+        why = f": the MPI library only sums, because its {problem.op} may differ from NumPy's"
+    elif schedule in ("unfused", "sliced") and problem.dtype not in NATIVE_SUMS:
         rule = "in float32" if problem.half else "as NumPy does: some saturate"
         why = f": MPI libraries do not sum {problem.dtype} {rule}"
     elif group_size(schedule) > 1 and problem.size % group_size(schedule):

@@ -85,14 +85,14 @@ def _reduce_scatter(local: Scatter, directions: Directions) -> Iterator[Op]:
                     yield Recv((rank - sign) % size, arriving)
                 term = yield from local.term(owner, part, dtype)
                 if step:
-                    yield Compute("add", (arriving, term), (arriving,))
+                    yield local.combine(arriving, term, arriving)
                 yield Send((rank + sign) % size, arriving if step else term)
     for sign, parts in directions:
         for part in parts:
             yield Recv((rank - sign) % size, inbox[rank * local.parts + part])
     own = yield from local.own_terms(dtype)
     for part in range(local.parts):
-        yield Compute("add", (inbox[rank * local.parts + part], own[part]), (local.target(part),))
+        yield local.combine(inbox[rank * local.parts + part], own[part], local.target(part), is_last=True)
 
 
 def _all_reduce(local: Scatter, sign: int, part: int) -> Iterator[Op | None]:
@@ -107,9 +107,9 @@ def _all_reduce(local: Scatter, sign: int, part: int) -> Iterator[Op | None]:
             yield Recv(behind, arriving)
         term = yield from local.term(owner, part, dtype)
         if step == size - 1:
-            yield Compute("add", (arriving, term), (local.target(part),))
+            yield local.combine(arriving, term, local.target(part), is_last=True)
         elif step:
-            yield Compute("add", (arriving, term), (arriving,))
+            yield local.combine(arriving, term, arriving)
         if step < size - 1:
             yield Send(ahead, arriving if step else term)
             yield None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 
 from fompi.base.layout import accumulator
+from fompi.plans.kernels import REDUCTIONS, last_kernel
 from fompi.plans.plan import Buffer, Chunk, Compute, Op, Workspace
 from fompi.plans.problems import Problem
 
@@ -278,6 +279,11 @@ class Scatter(_LocalWork):
             yield self.multiply(0, [self.x[run]], [target], self.has_bias(run.start))
         else:
             yield Compute("copy", (self.x[run],), (target,))
+
+    def combine(self, a: Chunk, b: Chunk, to: Chunk, is_last: bool = False) -> Op:
+        """to = a and b, reduced. `is_last`: this is the whole reduction."""
+        op = self.problem.op
+        return Compute(last_kernel(op, self.size) if is_last else REDUCTIONS[op], (a, b), (to,))
 
     def target(self, part: int) -> Chunk:
         """The place of one of the rank's own blocks in the result."""

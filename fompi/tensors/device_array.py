@@ -140,7 +140,7 @@ class DeviceArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         self.memory.is_lent = True
-        return {**self.interface, "version": 3, "stream": None}
+        return {**self.interface, "version": 3, "stream": self.device.departing()}
 
     def __array__(self, *args: Any, **keywords: Any) -> Any:
         raise TypeError("the host cannot read the memory of a device: call get() for a copy")

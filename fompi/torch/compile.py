@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from fompi.engine.communicator import Communicator
+from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.runtime.executor import Executor
@@ -15,6 +17,8 @@ from fompi.tuning.adaptive import Adaptive
 HIDDEN = (
     (Operation, ("__call__", "start")),
     (Pending, ("done", "wait")),
+    (Transfer, ("done", "wait")),
+    (Communicator, ("agree", "barrier")),
     (Executor, ("__call__", "start", "wait")),
     (Adaptive, ("__call__", "start", "wait")),
 )

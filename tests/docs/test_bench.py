@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from fompi.bench import peers
+from fompi.bench import device, peers
 from fompi.bench.collectives import DEFAULT
 from fompi.bench.fused import KERNEL
 
@@ -47,6 +47,23 @@ def test_collectives(mpirun):
         f"{name} of 4 MiB" for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     ]
     assert all(set(row["errors"].values()) == {0.0} for row in read["rows"])
+
+
+@pytest.mark.timeout(60)
+def test_device(mpirun):
+    """Every line says that its times are of the software device. Without a GPU, cuda is one sentence."""
+    done = mpirun(2, "-m", "fompi", "bench", "--device", "software", "--rounds", "2", "--json", seconds=50)
+    assert done.returncode == 0 and not done.left_behind, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["what"] for row in rows] == [f"{name} 64,64,64 float32" for name in device.OPERATIONS]
+    for row in rows:
+        assert row["marks"] == [device.NOT_A_GPU] and device.NOT_A_GPU in row["setup"] and "messages" in row["setup"]
+        assert row["samples"].keys() == {*device.OVERLAPPED, device.UNFUSED, device.PRODUCT, device.MESSAGES}
+        assert max(row["errors"].values()) < 1e-5 and min(map(min, row["samples"].values())) > 0
+        assert row["figures"][0]["name"].endswith(f" / {device.LIMIT}")
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    done = mpirun(1, "-m", "fompi", "bench", "--device", "cuda", "--like", "64,64,64", env=hidden, seconds=50)
+    assert done.returncode == 2 and ("there is no CUDA" in done.output or "needs CuPy" in done.output)
 
 
 @pytest.mark.timeout(100)

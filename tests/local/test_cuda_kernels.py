@@ -169,6 +169,37 @@ def test_sums_have_the_bits_of_numpy(cpu, rng, dtypes):
             same_bits(run(cpu, "add", [x, y], [to], dtypes[:2], [dtype])[0], wanted)
 
 
+@pytest.mark.parametrize("kernel", ["max", "min", "prod", "mean3"])
+def test_reductions_have_the_bits_of_numpy(cpu, rng, kernel):
+    """Of all dtypes that have them, with NaN, and of the half types with results in float32. Else they are refused."""
+    listed = [(d, d, d) for d in (*kernels.TYPES, "bool")]
+    for half in ("float16", "bfloat16"):
+        listed += [("float32", half, half), ("float32", "float32", half)]
+        listed += [(half, half, "float32"), ("float32", half, "float32")]
+    for a_dtype, b_dtype, dtype in listed:
+        kind = "complex" if "complex" in dtype else "bool" if dtype == "bool" else "int" if "int" in dtype else "float"
+        refused = {"max": ["complex"], "min": ["complex"], "prod": ["bool"], "mean3": ["bool", "int"]}[kernel]
+        is_unfinished = kernel == "mean3" and dtype == "float32" != b_dtype  # a mean ends a reduction
+        for shape in ((7, 24), (5,)):
+            flags = [rng.integers(0, 2, shape) > 0 for _ in range(2)]
+            a, b = flags if dtype == "bool" else (random(rng, shape, d) for d in (a_dtype, b_dtype))
+            if a_dtype in ("float32", "float64"):
+                a[..., 0] = np.nan
+            to = np.zeros(shape, storage(dtype))
+            dtypes = [a_dtype, b_dtype]
+            if kind in refused or is_unfinished:
+                with pytest.raises(DtypeError, match=f"^{kernel}: no kernel for the dtypes"):
+                    kernels.launches(kernel, [on_device(a), on_device(b)], [on_device(to)], dtypes, [dtype])
+                continue
+            wanted = np.zeros_like(to)
+            Numpy().bind(kernel, [a, b], [wanted], dtypes, [dtype])()
+            (got,) = run(cpu, kernel, [guarded(a), guarded(b)], [guarded(to)], dtypes, [dtype])
+            if kind == "complex":
+                np.testing.assert_allclose(got, wanted, rtol=1e-5)
+            else:
+                np.testing.assert_array_equal(widen(got, dtype), widen(wanted, dtype), err_msg=f"{dtype} {dtypes}")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_sums_in_place(cpu, rng, dtype):
     for shape in SHAPES:

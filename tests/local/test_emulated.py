@@ -19,7 +19,7 @@ SHAPES = {
     "pack": ([(ROWS, K)], [(ROWS, K)]),
     "download": ([(ROWS, K)], [(ROWS, K)]),
     "upload": ([(ROWS, K)], [(ROWS, K)]),
-    "add": ([(ROWS, K), (ROWS, K)], [(ROWS, K)]),
+    **dict.fromkeys(("add", "max", "min", "prod"), ([(ROWS, K), (ROWS, K)], [(ROWS, K)])),
     "matmul": ([(ROWS, BATCH, K), (2, BATCH, K), (K, N)], [(ROWS, BATCH, N), (2, BATCH, N)]),
     "matmul_bias": ([(ROWS, K), (K, N), (N,)], [(ROWS, N)]),
     "gradient": ([(ROWS, K), (ROWS, N)], [(K, N)]),
@@ -32,8 +32,8 @@ def meaning(kernel, reads):
     """The kernel in NumPy, on operands of any width."""
     if kernel in ("copy", "pack", "download", "upload"):
         return [reads[0]]
-    if kernel == "add":
-        return [reads[0] + reads[1]]
+    if kernel in ("add", "max", "min", "prod"):
+        return [{"add": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}[kernel](*reads)]
     if kernel == "matmul":
         return [x @ reads[-1] for x in reads[:-1]]
     if kernel == "matmul_bias":

@@ -45,7 +45,9 @@ def random_tensor(*shape, dtype=torch.float64):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_finite_differences(tp, case, dtype):
-    """torch.autograd.gradcheck for every tensor, with real and with complex numbers."""
+    """torch.autograd.gradcheck for every tensor, with real and with complex numbers. Complex ones have no order."""
+    if dtype.is_complex and case.options.get("op") in ("max", "min"):
+        pytest.skip("no such reduction")
     shapes = [t.shape for t in meanings.tensors(case, 1, meanings.normal)[0]]
     leaves = [random_tensor(*shape, dtype=dtype).requires_grad_() for shape in shapes]
     assert torch.autograd.gradcheck(lambda *given: tuple(case.call(fompi, 1, 0, given, comm=tp)), leaves)
@@ -140,7 +142,7 @@ def test_fompi_jax_takes_arrays_of_other_frameworks(tp):
     y = fompi.jax.all_gather_matmul(np.ones((2, 3)), np.ones((3, 2)), comm=tp)
     assert (np.asarray(y) == 3).all()
     assert fompi.jax.all_reduce.__doc__ == fompi.all_reduce.__doc__
-    assert set(fompi.jax.custom_vjp.__all__) == set(OPERATIONS) > {case.operation for case in CASES}
+    assert set(fompi.jax.custom_vjp.__all__) == {*OPERATIONS, "sendrecv"} > {case.operation for case in CASES}
 
 
 # ------------------------------------------------------------------------------------ transforms without a gradient

@@ -124,6 +124,14 @@ def test_mesh_of_three_axes(world):
         for dim, name in enumerate("abc"):
             line = grid[tuple(slice(None) if d == dim else i for d, i in enumerate(here))]
             np.testing.assert_array_equal(fompi.all_gather(np.array([world.rank]), comm=mesh[name]), line)
+        plane = grid[:, here[1], :].reshape(-1)
+        both = mesh["c", "a"]  # in the order of the mesh
+        np.testing.assert_array_equal(fompi.all_gather(np.array([world.rank]), comm=both), plane)
+        assert mesh["a", "c"] is both and mesh["b",] is mesh["b"] and mesh["a", "b", "c"].size == n
+        with pytest.raises(fompi.LayoutError, match="no axis 'd'"):
+            _ = mesh["a", "d"]
+    with pytest.raises(fompi.StateError):
+        fompi.all_reduce(np.ones(1), comm=both)
 
 
 def test_a_mesh_of_some_ranks(world):

@@ -6,6 +6,8 @@ freed early is an error, whatever the threads happened to do.
 
 from __future__ import annotations
 
+import re
+import threading
 from itertools import product
 
 import calls
@@ -14,10 +16,12 @@ import numpy as np
 import pytest
 
 import fompi
+from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.mpi.paths import DIRECT, IPC, STAGED
 from fompi.ops import pending
 from fompi.plans.plan import Compute
+from fompi.runtime.needs import device_nbytes
 from fompi.schedules import registry
 
 PATHS = [STAGED, DIRECT, IPC]
@@ -198,10 +202,100 @@ def test_a_kernel_that_fails(world, path):
     tensors = {"x": device.array(np.ones((8, 3), "f4")), "w": device.array(np.ones((3, 4), "f4"))}
     step = fompi.bind(plan, comm=own, kernels={"matmul": matmul}, **tensors)
     with pytest.raises((fompi.DeviceError, fompi.PeerError), match="ZeroDivisionError: boom"):
-        step()
+        step().get()
     if world.rank == world.size - 1:
         with pytest.raises(fompi.DeviceError, match="boom"):
             device.check()
+    assert fompi.all_reduce(np.ones(3), comm=own).tolist() == [world.size] * 3
+
+
+@pytest.fixture
+def gate(device):
+    """Kernels of products do not begin before it is set."""
+    made, stream = threading.Event(), backend_of(device).queues["compute"].stream
+    device.call(lambda reads, writes: made.wait(20), "gate", [], [])(stream)
+    yield made
+    made.set()
+
+
+def test_a_call_returns_before_its_kernels_are_done(world, device, path, gate):
+    """The result is ordered: behind the kernels for the current stream, a race for any other stream."""
+    mine, other = device.stream("mine"), device.stream("other")
+    x, w = np.full((2, 3), world.rank + 1, "f4"), np.ones((3, 4), "f4")
+    wanted = fompi.all_gather_matmul(x, w, comm=world, schedule="direct")
+
+    def double(reads, writes):
+        writes[0][...] = 2 * reads[0]
+
+    with device.using(mine), world.record() as traces:
+        y = fompi.all_gather_matmul(device.array(x), device.array(w), comm=world, schedule="direct")
+        with pytest.raises(fompi.RaceError, match=r"double on stream other .* matmul on stream compute"):
+            device.call(double, "double", [y], [y])(other)
+        device.call(double, "double", [y], [y])(mine)
+        assert not traces and not gate.is_set()
+        gate.set()
+        assert y.get().tobytes() == (2 * wanted).tobytes()
+    assert [trace.kind for trace in traces] == ["measured"]
+    assert min(event.end for event in traces[0].events if event.op >= 0) > 0
+
+
+def test_a_step_returns_before_its_kernels_are_done(world, device, path, gate):
+    size = world.size
+    spec = (
+        fompi.Spec((2 * size, 3), "float32", fompi.Shard(0)),
+        fompi.Spec((3, 4 * size), "float32", fompi.Shard(1)),
+    )
+    plan = fompi.plan(fompi.all_gather_matmul, *spec, ranks=size, schedule="ring")
+    tensors = {"x": device.array(np.ones((2, 3), "f4")), "w": device.array(np.ones((3, 4), "f4"))}
+    with fompi.bind(plan, comm=world, **tensors) as step:
+        y = step()
+        assert step.finished and not gate.is_set()
+        timer = threading.Timer(0.05, gate.set)
+        timer.start()
+        assert step.seconds > 0.03, "the time of a call ends with its kernels"
+        assert min(event.end for event in step.trace.events) > 0
+        for _ in range(3):  # nobody reads the result in between
+            assert step() is y
+        assert (y.get() == 3).all()
+        timer.join()
+
+
+def test_a_kernel_that_fails_after_the_call_has_returned(world, path):
+    """The error names the operation. It comes when the result is read, at the next call, or at close()."""
+    fails, own = world.rank == world.size - 1, fompi.Communicator(name="own")
+    spec = (
+        fompi.Spec((2 * world.size, 3), "float32", fompi.Shard(0)),
+        fompi.Spec((3, 4 * world.size), "float32", fompi.Shard(1)),
+    )
+    plan = fompi.plan(fompi.all_gather_matmul, *spec, ranks=world.size, schedule="direct")
+    named = r"ZeroDivisionError: boom\. It was launched by op \d+, matmul\(.*all_gather_matmul by direct"
+
+    def begun(device):
+        gate = threading.Event()
+
+        def matmul(reads, writes):
+            if fails:
+                gate.wait(20)
+                raise ZeroDivisionError("boom")
+
+        tensors = {"x": device.array(np.ones((2, 3), "f4")), "w": device.array(np.ones((3, 4), "f4"))}
+        step = fompi.bind(plan, comm=own, kernels={"matmul": matmul}, **tensors)
+        y = step()
+        gate.set()
+        return step, y, tensors["x"]
+
+    step, y, x = begun(SoftwareDevice(delay=0))
+    if fails:
+        with pytest.raises(fompi.DeviceError, match=named):
+            y.get()
+    for again in (step, lambda: fompi.all_gather(x, comm=own)):
+        with pytest.raises((fompi.DeviceError, fompi.PeerError, fompi.MismatchError), match=named):
+            again()
+    step.close()  # the error is known
+    step, _, _ = begun(SoftwareDevice(delay=0))
+    if fails:
+        with pytest.raises(fompi.DeviceError, match=named):
+            step.close()
     assert fompi.all_reduce(np.ones(3), comm=own).tolist() == [world.size] * 3
 
 
@@ -212,6 +306,34 @@ def test_memory_that_is_used_up(world, path):
         fompi.all_gather(device.array(np.ones((1, 900))), comm=world)
     y = fompi.all_gather(device.array(np.ones((1, 20))), comm=world)
     assert (y.get() == 1).all()
+
+
+def test_memory_that_another_plan_would_not_need(world, path):
+    """The error says what was asked, what is free, and which schedule and slices would fit, on all ranks."""
+    problem = catalogue.problems(world.size, "float32")["matmul_reduce_scatter"]
+    sizes = calls.row_sizes(problem, "even")
+    mine = catalogue.inputs(problem, sizes)[world.rank]
+    needs = {}
+    for schedule in registry.available(problem):
+        plan = registry.write(problem, schedule, 1, sizes)
+        needs[schedule] = device_nbytes(plan, plan.extents(world.rank), mine)
+    most, least = max(needs, key=needs.get), min(needs.values())
+    assert needs[most] > least or world.size == 1
+    given = sum(x.nbytes for x in mine.values())
+    for free, answer in (
+        (least, r"schedule='\w+', slices=1 needs \d+ and would fit"),
+        (8, "No schedule and no number"),
+    ):
+        if world.size == 1 and free == least:
+            continue  # one rank has one schedule
+        tight = SoftwareDevice(delay=0, capacity=given + (free if world.rank == 0 else 1 << 20))
+        tensors = {name: tight.array(x) for name, x in mine.items()}
+        words = rf"out of memory: \d+ bytes were asked for, .*{re.escape(most)} needs \d+ bytes .*, {free} are free"
+        words += f" for it. {answer}"
+        with pytest.raises((fompi.DeviceError, fompi.MismatchError), match=words):
+            fompi.bind(registry.write(problem, most, 1, sizes), comm=world, **tensors)
+        with pytest.raises((fompi.DeviceError, fompi.PeerError), match=words):
+            fompi.matmul_reduce_scatter(tensors["x"], tensors["w"], comm=world, schedule=most, slices=1)
 
 
 def test_tensors_of_different_devices(world, device):
@@ -231,8 +353,6 @@ def test_tensors_of_different_devices(world, device):
             plan = fompi.plan(
                 fompi.all_gather, fompi.Spec((2 * world.size, 3), "float64", fompi.Shard(0)), ranks=world.size
             )
-            from fompi.backends.cuda import backend_of
-
             fompi.bind(plan, comm=world, x=x, backend=backend_of(device))
 
 
@@ -273,19 +393,24 @@ def test_many_calls_in_flight(world, device, path):
         assert (each.wait().get() == number * world.size + total).all()
 
 
-def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
-    """FOMPI_DEVICE=software: a program with tensors on the host runs on the device, unchanged."""
+def use_for_tensors_of_the_host(monkeypatch, device):
+    """As FOMPI_DEVICE does it."""
     from fompi.ops import arguments
     from fompi.runtime import binding, default_device, executor
 
+    for module in (arguments, binding, executor, default_device):
+        monkeypatch.setattr(module, "default_device", lambda: device)
+
+
+def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
+    """FOMPI_DEVICE=software: a program with tensors on the host runs on the device, unchanged."""
     torch = pytest.importorskip("torch")
     device = SoftwareDevice(seed=world.rank, delay=0)
     x, w = np.random.default_rng(3).standard_normal((4, 6)), np.random.default_rng(4).standard_normal((6, 5))
     wanted = fompi.all_gather_matmul(x, w, comm=world, schedule="direct")
     total = fompi.all_reduce(x, comm=world, schedule="direct")
     plan = fompi.plan(fompi.all_gather, fompi.Spec((4 * world.size, 6), "float64", fompi.Shard(0)), ranks=world.size)
-    for module in (arguments, binding, executor, default_device):
-        monkeypatch.setattr(module, "default_device", lambda: device)
+    use_for_tensors_of_the_host(monkeypatch, device)
     got = fompi.all_gather_matmul(x, w, comm=world, schedule="direct")
     assert type(got) is np.ndarray and got.tobytes() == wanted.tobytes()
     got = fompi.all_gather_matmul(torch.from_numpy(x), torch.from_numpy(w), comm=world, schedule="direct")
@@ -305,6 +430,51 @@ def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
         step.ready("x", 0)
         assert (step.wait() == 7).all() and (out == 7).all()
     assert device.clocks.of["the host"]["the host"] > 10 and not device.reports
+
+
+WITH_GRADIENTS = [name for name in calls.NAMES if "gradient" not in name]
+
+
+@pytest.mark.parametrize("number", range(len(WITH_GRADIENTS)), ids=WITH_GRADIENTS.__getitem__)
+def test_gradients(world, monkeypatch, number):
+    """Forward and backward of every operation on tensors of torch give the bits that they give on the host.
+
+    The paths take turns.
+    """
+    name = WITH_GRADIENTS[number]
+    monkeypatch.setenv("FOMPI_PATH", PATHS[number % len(PATHS)])
+    torch = pytest.importorskip("torch")
+    problem = catalogue.problems(world.size, "float32")[name]
+    sizes = calls.row_sizes(problem, "uneven")
+    mine = catalogue.inputs(problem, sizes)[world.rank]
+    if name.endswith("of one"):  # BLAS gives other last bits here: whole numbers are exact in any order
+        mine = {key: np.round(4 * x) if isinstance(x, np.ndarray) else x for key, x in mine.items()}
+    positional, named = calls.arguments(problem, mine, sizes, world.rank)
+    given = []
+
+    def leaves(x):
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(leaves, x))
+        if not isinstance(x, np.ndarray):
+            return x
+        given.append(torch.from_numpy(x.copy()).requires_grad_())
+        return given[-1]
+
+    def results():
+        """The outputs, and the gradients of a weighted sum of them."""
+        given.clear()
+        options = {key: value if key == "counts" else leaves(value) for key, value in named.items()}
+        outputs = getattr(fompi, problem.operation)(*leaves(positional), comm=world, schedule="direct", **options)
+        flat = [y for each in ([outputs] if torch.is_tensor(outputs) else outputs) for y in (
+            [each] if torch.is_tensor(each) else each)]  # fmt: skip
+        sum((y * torch.arange(y.numel()).reshape(y.shape)).sum() for y in flat).backward()
+        return [t.detach().numpy().tobytes() for t in (*flat, *(x.grad for x in given if x.grad is not None))]
+
+    wanted = results()
+    device = SoftwareDevice(seed=world.rank, delay=0)
+    use_for_tensors_of_the_host(monkeypatch, device)
+    assert results() == wanted and len(wanted) > 1
+    assert device.clocks.of["the host"]["the host"] > 3 and not device.reports
 
 
 @pytest.mark.soak

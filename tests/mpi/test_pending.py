@@ -228,3 +228,62 @@ def test_bind_and_split_with_a_collective_in_flight(world):
         with world.split(0) as again:
             assert again.size == world.size
         assert (pending.wait() == total).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_a_result(world, schedule, dim):
+    """The rows of each rank, in any order. All are views of the result, which is there in the end."""
+    n, rank = world.size, world.rank
+
+    def x(source):
+        shape = (source + 1, 3) if dim == 0 else (3, source + 1)
+        return np.arange(3 * source + 3, dtype=float).reshape(shape) + 10 * source
+
+    pending = fompi.all_gather.start(x(rank), dim=dim, comm=world, schedule="auto" if n == 1 else schedule)
+    order = [*range(n)]
+    Random(rank).shuffle(order)
+    parts = {source: pending.part(source) for source in order}
+    whole = pending.wait()
+    for source, part in parts.items():
+        np.testing.assert_array_equal(part, x(source), strict=True)
+        assert np.shares_memory(part, whole) or not part.size
+        np.testing.assert_array_equal(pending.part(source), part)
+
+
+def test_parts_of_an_exchange_and_of_a_product(world):
+    n, rank = world.size, world.rank
+    counts = [(rank + dest) % 3 for dest in range(n)]
+    x = np.repeat(np.arange(n) + 100.0 * rank, counts)[:, None]
+    pending = fompi.all_to_all.start(x, counts=counts, comm=world)
+    for source in range(n):
+        expected = np.full(((source + rank) % 3, 1), rank + 100.0 * source)
+        np.testing.assert_array_equal(pending.part(source), expected, strict=True)
+    pending.wait()
+    product = fompi.all_gather_matmul.start(np.full((2, 3), rank, np.float32), np.ones((3, 4), np.float32), comm=world)
+    for source in reversed(range(n)):
+        np.testing.assert_array_equal(product.part(source), np.full((2, 4), 3.0 * source, np.float32), strict=True)
+    product.wait()
+
+
+def test_parts_that_there_are_not(world):
+    pending = fompi.all_reduce.start(np.ones(3), comm=world)
+    with pytest.raises(fompi.StateError, match="no rows of single ranks"):
+        pending.part(0)
+    pending.wait()
+    pending = fompi.all_gather.start(np.ones((1, 1)), comm=world)
+    with pytest.raises(fompi.LayoutError, match="not one of the"):
+        pending.part(world.size)
+    pending.wait()
+
+
+def test_a_part_of_a_call_that_one_rank_refuses(world):
+    if world.size == 1:
+        return
+    x, counts = np.ones((world.size, 1)), [1] * (world.size + (world.rank == 0))
+    if world.rank == 0:
+        with pytest.raises(fompi.LayoutError):
+            fompi.all_to_all.start(x, counts=counts, comm=world)
+    else:
+        with pytest.raises(fompi.MismatchError):
+            fompi.all_to_all.start(x, counts=counts, comm=world).part(0)

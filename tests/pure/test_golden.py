@@ -81,6 +81,10 @@ def test_text_of_an_explanation(name):
     check(name, f"{fompi.explain(*arguments, **options)}\n")
 
 
+def test_text_of_layouts():
+    check("layouts-llama-8b-64", f"{fompi.layouts('llama-8b', 64, 'h100-ndr')}\n")
+
+
 def check(name, printed):
     """The text equals the golden file. With FOMPI_GOLDEN=write, write the file first."""
     path = GOLDEN / f"{name}.txt"

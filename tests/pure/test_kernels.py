@@ -16,6 +16,9 @@ from fompi.plans.kernels import KERNELS, cost, demand, find
 MEANING = {
     **dict.fromkeys(("copy", "pack", "download", "upload"), lambda a: a),
     "add": lambda a, b: a + b,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": lambda a, b: a * b,
     "matmul": lambda x, w: x @ w,
     "matmul_bias": lambda x, w, b: x @ w + b,
     "gradient": lambda a, h: np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
@@ -23,7 +26,8 @@ MEANING = {
 }
 SHAPES = {
     "copy": ["rk"], "pack": ["rk"], "download": ["rk"], "upload": ["rk"],
-    "add": ["rk", "rk"], "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
+    **{name: ["rk", "rk"] for name in ("add", "max", "min", "prod")},
+    "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
     "gradient": ["rk", "rn"], "gradient_add": ["rk", "rn", "kn"],
 }  # fmt: skip
 BACKEND = Numpy()
@@ -123,8 +127,28 @@ def test_cost():
     assert cost("matmul_bias", [(5, 2, 3), (3, 4), (4,)], [(5, 2, 4)]) == 2 * 10 * 3 * 4
     assert cost("gradient", [(5, 3), (5, 4)], [(3, 4)]) == 2 * 5 * 3 * 4
     assert cost("gradient_add", [(5, 3), (2, 3), (5, 4), (2, 4), (3, 4)], [(3, 4)]) == 2 * 7 * 3 * 4
-    assert cost("add", [(5, 3), (5, 3)], [(5, 3)]) == 15
+    assert cost("add", [(5, 3), (5, 3)], [(5, 3)]) == cost("mean4", [(5, 3), (5, 3)], [(5, 3)]) == 15
     assert cost("copy", [(5, 3)], [(5, 3)]) == cost("matmul", [(0, 3), (3, 4)], [(0, 4)]) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_a_mean_divides_the_sum_and_rounds_once(dtype):
+    """In place too, and with rows in two runs."""
+    a, b = (rounded(np.random.default_rng(i).integers(-120, 121, (7, 3)).astype(float), dtype) for i in (1, 2))
+    wanted = rounded((wide(a, dtype) + wide(b, dtype)) / 3, dtype)
+    runs = [x[cut] for x in (a, b) for cut in (slice(0, 4), slice(4, 7))]
+    BACKEND.bind("mean3", runs, runs[:2], [dtype] * 4, [dtype] * 2)()
+    np.testing.assert_array_equal(a, wanted)
+
+
+def test_the_largest_and_smallest_are_nan_where_one_is():
+    a, b = np.array([1, np.nan, 3, np.nan]), np.array([2, 1, np.nan, np.nan])
+    for kernel, wanted in (("max", 2), ("min", 1)):
+        got = run(kernel, [a, b], np.zeros(4), ["float64"] * 2, "float64")
+        np.testing.assert_array_equal(got, [wanted, *[np.nan] * 3])
+    flags = [np.array([True, True, False, False]), np.array([True, False, True, False])]
+    for kernel, wanted in (("max", [1, 1, 1, 0]), ("min", [1, 0, 0, 0])):
+        assert list(run(kernel, flags, np.zeros(4, bool), ["bool"] * 2, "bool")) == wanted
 
 
 def test_every_kernel_is_tested():

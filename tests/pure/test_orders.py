@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from fompi.base.errors import PlanError
-from fompi.parallel.orders import SCHEDULES, Action, alive, check, order, predicted, times
+from fompi.model.pipeline import predicted
+from fompi.parallel.orders import SCHEDULES, Action, alive, check, order, times
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 12, 16, 24, 40)]
 CHUNKS = (2, 3, 4)

@@ -12,8 +12,9 @@ import pytest
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, PlanError, ShapeError
+from fompi.model.pipeline import predicted
 from fompi.model.twin import twin
-from fompi.parallel.orders import SCHEDULES, alive, order, predicted, times
+from fompi.parallel.orders import SCHEDULES, alive, order, times
 from fompi.parallel.pipeline_plan import KERNELS, SPARE, plan
 from fompi.plans.plan import Chunk, Compute, UserKernel, parse, programs_from_json
 

@@ -99,7 +99,7 @@ def test_invalid_numbers_of_ranks(ranks):
 
 
 def test_unknown_operations():
-    assert_refused(LayoutError, "unknown operation 'gather'; known: all_gather, broadcast, reduce_scatter", "gather", X)
+    assert_refused(LayoutError, "unknown operation 'scan'; known: all_gather, broadcast, reduce_scatter", "scan", X)
 
 
 @pytest.mark.parametrize("operation", MEANING)

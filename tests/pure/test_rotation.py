@@ -15,12 +15,13 @@ from fompi.base.layout import Sizes
 from fompi.model.machine import Level
 from fompi.model.rotation import rotated
 from fompi.model.simulate import MOST_RANKS, predict, representatives, simulate
+from fompi.plans.problems import ROOTED
 from fompi.schedules import registry
 
 GIGABIT = Machine.load("gigabit")
 RINGS = [name for name, problem in catalogue.problems(3).items() if "ring" in registry.available(problem)]
-ROTATED = [name for name in RINGS if "broadcast" not in name]
-"""Rings in which all ranks do the same. A broadcast has a root."""
+ROTATED = [name for name in RINGS if catalogue.problems(3)[name].operation not in ROOTED]
+"""Rings in which all ranks do the same. A rank with another task than the others is a root."""
 
 seconds = st.floats(1e-6, 1e-3)
 

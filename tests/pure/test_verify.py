@@ -21,6 +21,7 @@ from fompi.schedules import registry
 
 X, W, V = Form((0, 3), "float64"), Form((3, 4), "float64"), Form((3, 2), "float64")
 GATHER = problem("all_gather", 2, X)
+MAXIMUM = problem("all_reduce", 2, Form((0,), "float64"), op="max")
 SCATTER = problem("reduce_scatter", 2, X)
 REDUCE = problem("all_reduce", 2, Form((0,), "float64"))
 HALVES = problem("all_reduce", 2, Form((0,), "bfloat16"))
@@ -356,3 +357,19 @@ def test_scratch_must_have_a_valid_axis_and_dtype():
 def test_plans_of_many_ranks():
     """A ring of 32 ranks with 2 parts per shard."""
     verify(registry.write(catalogue.problems(32)["matmul_reduce_scatter"], "ring", 2))
+
+
+@pytest.mark.parametrize("schedule", ["direct", "ring", "exchange"])
+def test_a_plan_must_reduce_by_the_op_of_its_problem(schedule):
+    """A plan that sums is no plan for a maximum, and the reverse. A mean must divide by the number of ranks."""
+    mean = replace(REDUCE, op="mean")
+    plans = [registry.write(each, schedule) for each in (REDUCE, MAXIMUM, mean)]
+    for made in plans:
+        verify(made)
+        for other in (REDUCE, MAXIMUM, mean):
+            if other is not made.problem:
+                with pytest.raises(PlanError, match=r"at the end y\[\d\] lacks"):
+                    verify(replace(made, problem=other))
+    four = [replace(p, ops=tuple(parse(str(op).replace("mean2", "mean4")) for op in p.ops)) for p in plans[2].programs]
+    with pytest.raises(PlanError, match=r"lacks mean2\(x\[0\] of rank 0 \+ x\[0\] of rank 1\)"):
+        verify(replace(plans[2], programs=tuple(four)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class OnDevice:
     def __init__(self, device: Device):
         self.device, self.name = device, device.name
         self._host = Numpy()
+        self._kept: deque[tuple[Any, Any]] = deque()  # events, and the arrays of copies that are in flight
         self.queues = {name: Queue(device.stream(name, priority)) for name, priority in STREAMS.items()}
 
     def storage(self, dtype: str) -> np.dtype[Any]:
@@ -65,6 +67,8 @@ class OnDevice:
 
     def enter(self) -> Enqueued | None:
         """Let all streams wait for what the caller's current stream has enqueued. Returns its token, or None."""
+        while self._kept and self._kept[0][0].done():
+            self._kept.popleft()
         entry = self.device.entry()
         if entry is None:
             return None
@@ -72,28 +76,35 @@ class OnDevice:
             queue.stream.wait(entry)
         return Enqueued(Queue(None), entry)
 
-    def copy_now(self, to: AnyArray, source: AnyArray) -> None:
-        """Copy, and wait until it is done."""
+    def leave(self, tokens: Sequence[Enqueued]) -> None:
+        """Let the caller's current stream wait for these kernels, in the order of their launches."""
+        last = {id(token.queue): token.event for token in tokens}  # a stream runs in order
+        if last:
+            self.device.leave([*last.values()])
+
+    def copy(self, *pairs: tuple[AnyArray, AnyArray]) -> None:
+        """Copy to each first array from the second one, in the order of the caller's current stream."""
+        self.enter()
         stream = self.queues["merge"].stream
-        self.device.copy(to, source)(stream)
+        for to, source in pairs:
+            self.device.copy(to, source)(stream)
         event = stream.record(self.device.event())
-        while not event.done():
-            sleep(1e-5)
+        self._kept.append((event, pairs))
+        self.device.leave([event])
 
     def packed(self, array: DeviceArray) -> DeviceArray:
-        """A contiguous copy of a strided array. It is done when this returns."""
+        """A contiguous copy of a strided array, in the order of the caller's current stream."""
         packed = self.device.empty(array.shape, array.dtype)
-        self.enter()
-        self.copy_now(packed, array)
+        self.copy((packed, array))
         return packed
 
     def joined(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        """The elements of all arrays, one array behind the other, in C order. It is done when this returns."""
+        """The elements of all arrays, one array behind the other, in C order. It is ordered as `packed`."""
         joined = self.device.empty((sum(array.size for array in arrays),), arrays[0].dtype)
-        self.enter()
-        begin = 0
+        begin, pairs = 0, []
         for array in arrays:
-            self.copy_now(joined[begin : (begin := begin + array.size)].reshape(array.shape), array)
+            pairs.append((joined[begin : (begin := begin + array.size)].reshape(array.shape), array))
+        self.copy(*pairs)
         return joined
 
     def filled(self, shape: Sequence[int], dtype: str, value: int, place: str = "") -> Any:
@@ -126,10 +137,12 @@ class OnDevice:
         return self._enqueuer(kernel, self.device.call(function, kernel, reads, writes))
 
     def _enqueuer(self, kernel: str, enqueue: Callable[[Any], None]) -> Callable[..., Enqueued]:
-        queue, event = self.queues[lane_of(kernel)], self.device.event()
+        queue, event, spare = self.queues[lane_of(kernel)], self.device.event(), self.device.event()
         stream = queue.stream
 
         def launch(after: Sequence[Enqueued]) -> Enqueued:
+            nonlocal event, spare
+            event, spare = spare, event  # the kernel of the last call may still be in flight
             for token in after:
                 if token.queue is not queue:
                     stream.wait(token.event)

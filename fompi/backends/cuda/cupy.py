@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.cuda.device import AnyArray, Array, Enqueue
+from fompi.backends.cuda.failures import Failing, OutOfMemory
 from fompi.backends.cuda.library import Library, wheel
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
@@ -131,7 +132,7 @@ class Stream:
 # ------------------------------------------------------------------------------------------------------- the device
 
 
-class CudaDevice:
+class CudaDevice(Failing):
     """The GPU `number` of this process.
 
         device = fompi.Device("cuda", number=0)
@@ -157,13 +158,13 @@ class CudaDevice:
         tf32: bool = False,
         known_to_mpi: bool = False,
     ):
+        super().__init__()
         self.cupy = _cupy() if cupy is None else cupy
         self.runtime = self.cupy.cuda.runtime if runtime is None else runtime
         self.number, self.tf32, self._known_to_mpi = number, tf32, known_to_mpi
         self.count = _device_count(self.runtime)
         if not 0 <= number < self.count:
             raise DeviceError(f"there is no CUDA device {number}: this process sees {self.count}, numbered from 0")
-        self.fault: str | None = None  # the error of a kernel, in words
         self.backend: Any = None
         self.query = self.runtime.eventQuery
         self.free_events: deque[int] = deque()
@@ -179,6 +180,7 @@ class CudaDevice:
         self.library = library(self)
         self._own = Stream(self, "own", 0)  # for `array`, `get` and `export`
         self._arrivals = Stream(self, "arrivals", -1)  # waits for the producers of tensors
+        self._departures: Stream | None = None  # waits for fompi, for consumers that wait for a stream
         self._exported: dict[bytes, Slab] = {}
         self._opened: OrderedDict[bytes, Opened] = OrderedDict()
         self._opening = threading.Lock()
@@ -202,12 +204,12 @@ class CudaDevice:
     def close(self) -> None:
         """Give everything back to CUDA. No tensor of fompi may be in use."""
         self.use()
+        self.backend = None  # it keeps the arrays of its last copies
         self._opened.clear()
         self._close_dropped()
         self.pool.release(exported=True)
         self.pages.release()
         self.library.close()
-        self.backend = None
         for ptr in self.streams:
             self.runtime.streamDestroy(ptr)
         self.streams.clear()
@@ -215,11 +217,6 @@ class CudaDevice:
             self.runtime.eventDestroy(self.free_events.popleft())
 
     # -- errors
-    def check(self) -> None:
-        """Raise the error after which this device is of no more use."""
-        if self.fault is not None:
-            raise DeviceError(self.fault)
-
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of CUDA. Its error becomes a DeviceError."""
         try:
@@ -234,7 +231,7 @@ class CudaDevice:
                 f"a kernel on {self!r} has failed: {self.in_words(status)}. The process cannot use the GPU any more. "
                 "Run the program with compute-sanitizer to find the kernel"
             )
-        return DeviceError(self.fault)
+        return self.failed()
 
     def failure(self, error: BaseException, what: str) -> BaseException:
         """The DeviceError for what a call of CUDA has raised."""
@@ -260,10 +257,11 @@ class CudaDevice:
         except Exception as error:
             return DeviceError(f"{self!r} is out of memory, and does not say how much is free: {in_words(error)}")
         asked = f"{nbytes} bytes were asked for, " if nbytes else ""
-        return DeviceError(
+        return OutOfMemory(
             f"{self!r} is out of memory: {asked}{free} of {total} are free, and fompi has {self.pool.nbytes}. Use "
             "smaller tensors or more ranks; fewer calls in flight need fewer buffers; CuPy and torch keep memory that "
-            "`free_all_blocks()` and `empty_cache()` give back"
+            "`free_all_blocks()` and `empty_cache()` give back",
+            free,
         )
 
     # -- streams
@@ -283,7 +281,7 @@ class CudaDevice:
 
         Blocks of memory that the program has dropped are free once it is done.
         """
-        self.check()
+        self.check_for_program()
         blocks = self.pool.lent()  # before the event
         event = self._entry()
         if blocks:
@@ -331,12 +329,31 @@ class CudaDevice:
     def lend_to(self, ptr: int) -> None:
         """Let the stream at `ptr`, of a consumer, wait for what fompi has enqueued."""
         self.check()
+        self._await(ptr, [stream.record(Event(self)) for stream in self._busy_streams()])
+
+    def leave(self, events: Sequence[Event]) -> None:
+        for ptr in dict.fromkeys(self.library.current()):
+            self._await(ptr, events)
+
+    def departing(self) -> int | None:
+        busy = self._busy_streams()
+        if not busy:
+            return None
+        if self._departures is None:
+            self._departures = Stream(self, "departures", -1)
+        for stream in busy:
+            self._departures.wait(stream.record(Event(self)))
+        return int(self._departures.ptr)
+
+    def _busy_streams(self) -> list[Stream]:
         queues = () if self.backend is None else self.backend.queues.values()
-        for queue in queues:
-            if self._is_busy(queue.stream.ptr):
-                event = queue.stream.record(Event(self))
-                self.use()
-                self.ask(self.runtime.streamWaitEvent, ptr, event.ptr)
+        return [queue.stream for queue in queues if self._is_busy(queue.stream.ptr)]
+
+    def _await(self, ptr: int, events: Sequence[Event]) -> None:
+        """Let the stream at `ptr` wait for these events."""
+        self.use()  # for the default stream, whose address is the same on all devices
+        for event in events:
+            self.ask(self.runtime.streamWaitEvent, ptr, event.ptr)
 
     def number_of(self, ptr: int) -> int:
         """The number of the device whose memory is at `ptr`."""
@@ -393,7 +410,12 @@ class CudaDevice:
         self._copy_on_own(to, source)
 
     def _copy_on_own(self, to: AnyArray, source: AnyArray) -> None:
-        self.copy(to, source)(self._own)
+        self.run_once(self.copy(to, source))
+
+    def run_once(self, enqueue: Enqueue) -> None:
+        """Run a kernel now, and wait for it."""
+        self.use()
+        enqueue(self._own)
         self._own.record(Event(self)).wait()
 
     # -- kernels
@@ -492,7 +514,7 @@ class CudaDevice:
 
     # -- messages
     def memory(self, array: DeviceArray) -> DeviceArray:
-        return array  # mpi4py takes what has `__cuda_array_interface__`; its `stream` is None, so it waits for nothing
+        return _ForMessages(array.memory, array._at)  # mpi4py takes what has `__cuda_array_interface__`
 
     def message(self, what: str, array: AnyArray, writes: bool) -> Callable[[], None]:
         return _nothing
@@ -546,6 +568,16 @@ class CudaDevice:
     def _close_dropped(self) -> None:
         while self.dropped_opened:
             self.ask(self.runtime.ipcCloseMemHandle, self.dropped_opened.popleft())
+
+
+class _ForMessages(DeviceArray):
+    """An array whose kernels are done: nobody needs to wait for a stream."""
+
+    __slots__ = ()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self.interface, "version": 3, "stream": None}
 
 
 def _nothing() -> None:

@@ -70,6 +70,14 @@ class Device(Protocol):
         """An event in the caller's current stream, behind what writes its tensors. None: all of that is done."""
         ...
 
+    def leave(self, events: Sequence[Any]) -> None:
+        """Let the caller's current stream wait for these events: behind them its results are there."""
+        ...
+
+    def departing(self) -> int | None:
+        """The address of a stream in which all that fompi has enqueued is done. None: that is done already."""
+        ...
+
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """New memory of the device."""
         ...

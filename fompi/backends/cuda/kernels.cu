@@ -10,6 +10,10 @@
 #endif
 
 typedef long long Long;
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
+typedef Long i64;
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -46,6 +50,10 @@ __device__ void put(bf16& to, float x) {
 
 __device__ c64 operator+(c64 a, c64 b) { return {a.re + b.re, a.im + b.im}; }
 __device__ c128 operator+(c128 a, c128 b) { return {a.re + b.re, a.im + b.im}; }
+__device__ c64 operator*(c64 a, c64 b) { return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re}; }
+__device__ c128 operator*(c128 a, c128 b) { return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re}; }
+__device__ c64 operator/(c64 a, float b) { return {a.re / b, a.im / b}; }
+__device__ c128 operator/(c128 a, double b) { return {a.re / b, a.im / b}; }
 
 // V elements that one thread reads or writes at once, at most 16 bytes an access.
 template <class T, int V> struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Few { T of[V]; };
@@ -112,6 +120,14 @@ __device__ void map(F f, const Layout& l, C* c, const A* a, const B* b) {
 
 struct Same { template <class T> __device__ T operator()(T x) const { return x; } };
 struct Sum { template <class T> __device__ T operator()(T x, T y) const { return T(x + y); } };
+// NaN if one of both is NaN.
+struct Most { template <class T> __device__ T operator()(T x, T y) const { return x >= y || x != x ? x : y; } };
+struct Least { template <class T> __device__ T operator()(T x, T y) const { return x <= y || x != x ? x : y; } };
+struct Product {
+  template <class T> __device__ T operator()(T x, T y) const { return T(x * y); }
+  __device__ u16 operator()(u16 x, u16 y) const { return u16(u32(x) * y); }  // as int it could overflow
+};
+template <class S> struct Mean { S n; template <class T> __device__ T operator()(T x, T y) const { return (x + y) / n; } };
 template <class T> struct Times { T factor; __device__ T operator()(T x) const { return x * factor; } };
 struct Silu { __device__ float operator()(float x) const { return x / (1 + expf(-x)); } };
 struct Swiglu { __device__ float operator()(float x, float y) const { return Silu()(x) * y; } };
@@ -131,12 +147,25 @@ struct GeluTanh {
 #define SCALE(T, S) \
   KERNEL(scale_##T, Layout l, T* c, const T* a, S s) { map<1>(Times<S>{s}, l, c, a); } \
   KERNEL(scale_##T##_v, Layout l, T* c, const T* a, S s) { map<vector<T>()>(Times<S>{s}, l, c, a); }
+#define MEAN(C, A, B, S) \
+  KERNEL(mean_##C##_##A##_##B, Layout l, C* c, const A* a, const B* b, S n) { map<1>(Mean<S>{n}, l, c, a, b); } \
+  KERNEL(mean_##C##_##A##_##B##_v, Layout l, C* c, const A* a, const B* b, S n) \
+  { map<vector<C, A, B>()>(Mean<S>{n}, l, c, a, b); }
 #define MOVE(T) \
   KERNEL(copy_##T, Layout l, T* c, const T* a) { map<1>(Same(), l, c, a); }
 #define CAST(C, A) UNARY(cast_##C##_##A, Same, C, A)
 #define ADD(C, A, B) BINARY(add_##C##_##A##_##B, Sum, C, A, B)
 #define ADD_HALF(H) \
   ADD(H, H, H) ADD(H, H, f32) ADD(H, f32, H) ADD(H, f32, f32) ADD(f32, H, H) ADD(f32, H, f32) ADD(f32, f32, H)
+#define COMBINE(name, F, T) BINARY(name##_##T##_##T##_##T, F, T, T, T)
+#define COMBINE_HALF(name, F, H) /* a term is a half type, a result so far is float32 */ \
+  COMBINE(name, F, H) BINARY(name##_##H##_f32_##H, F, H, f32, H) BINARY(name##_##H##_f32_f32, F, H, f32, f32) \
+  BINARY(name##_f32_##H##_##H, F, f32, H, H) BINARY(name##_f32_f32_##H, F, f32, f32, H)
+#define EXTREMES(T) COMBINE(max, Most, T) COMBINE(min, Least, T)
+#define PRODUCT(T) COMBINE(prod, Product, T)
+#define REDUCE_HALF(H) \
+  COMBINE_HALF(max, Most, H) COMBINE_HALF(min, Least, H) COMBINE_HALF(prod, Product, H) \
+  MEAN(H, H, H, f32) MEAN(H, f32, H, f32) MEAN(H, f32, f32, f32)
 #define ACTIVATE(T) \
   UNARY(silu_##T, Silu, T, T) UNARY(gelu_##T, Gelu, T, T) UNARY(gelu_tanh_##T, GeluTanh, T, T) \
   BINARY(swiglu_##T, Swiglu, T, T, T)
@@ -146,6 +175,11 @@ CAST(f32, f16) CAST(f32, bf16) CAST(f16, f32) CAST(bf16, f32) CAST(f16, bf16) CA
 ADD(u8, u8, u8) ADD(u16, u16, u16) ADD(u32, u32, u32) ADD(u64, u64, u64)
 ADD(f32, f32, f32) ADD(f64, f64, f64) ADD(c64, c64, c64) ADD(c128, c128, c128)
 ADD_HALF(f16) ADD_HALF(bf16)
+EXTREMES(i8) EXTREMES(i16) EXTREMES(i32) EXTREMES(i64) EXTREMES(u8) EXTREMES(u16) EXTREMES(u32) EXTREMES(u64)
+EXTREMES(f32) EXTREMES(f64)
+PRODUCT(u8) PRODUCT(u16) PRODUCT(u32) PRODUCT(u64) PRODUCT(f32) PRODUCT(f64) PRODUCT(c64) PRODUCT(c128)
+MEAN(f32, f32, f32, f32) MEAN(f64, f64, f64, f64) MEAN(c64, c64, c64, f32) MEAN(c128, c128, c128, f64)
+REDUCE_HALF(f16) REDUCE_HALF(bf16)
 SCALE(f32, f32) SCALE(f64, f64) SCALE(f16, f32) SCALE(bf16, f32)
 ACTIVATE(f32) ACTIVATE(f16) ACTIVATE(bf16)
 

@@ -4,6 +4,7 @@
 |----------------------------------------|---------------------------------------------------------------------------|
 | `copy(a) -> c`, `pack(a) -> c`         | c = a, in the dtype of c                                                  |
 | `add(a, b) -> c`                       | c = a + b                                                                 |
+| `max`, `min`, `prod`, `mean4(a, b) -> c` | those of `fompi.plans.kernels`, which combine two terms of a reduction  |
 | `scale(a) -> c`                        | c = a * factor                                                            |
 | `bias(x, b) -> y`                      | y = x + b, where b is one row                                             |
 | `gelu(x) -> y`, `gelu_tanh(x) -> y`    | y = x * normal distribution at x; the same by the approximation with tanh |
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.base.errors import DeviceError, DtypeError, ShapeError
+from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import find
 from fompi.tensors.device_array import DeviceArray
 
@@ -98,7 +100,7 @@ def launches(
     `factor` is that of `scale`, `eps` that of `rmsnorm`. Rows of `copy`, `pack` and `add` may be in several chunks.
     Raises DeviceError for another kernel, DtypeError or ShapeError for operands that it does not take.
     """
-    if name in ("copy", "pack", "add"):
+    if name in ("copy", "pack", *COMBINES) or divisor(name) is not None:
         kernel = find(name)
         columns = zip(*kernel.rows(reads), writes, strict=True)
         dtypes = zip(*kernel.rows(read_dtypes), write_dtypes, strict=True)
@@ -126,7 +128,7 @@ ELEMENTWISE = {"scale": 1, "bias": 2, "gelu": 1, "gelu_tanh": 1, "silu": 1, "swi
 def _elementwise(
     name: str, c: DeviceArray, operands: Sequence[DeviceArray], dtype: str, dtypes: Sequence[str], *scalars: Any
 ) -> list[Launch]:
-    all_of = (dtype, *dtypes)
+    all_of, count = (dtype, *dtypes), divisor(name)
     if name in ("copy", "pack") and set(all_of) == {dtype}:
         return _moved(c, operands[0])
     if name in ("copy", "pack"):
@@ -136,6 +138,13 @@ def _elementwise(
         one_half = not {"float16", "bfloat16"} <= {*all_of}
         _check(name, (set(all_of) <= {*FLOATS} and one_half) or (len({*all_of}) == 1 and dtype in TYPES), all_of)
         function = "_".join(("add", *(TYPES[each] for each in all_of)))
+    elif name in COMBINES or count is not None:
+        kind = "mean" if count is not None else name
+        types = [_type(kind, each) for each in all_of]
+        _check(name, all(types) and (len({*all_of}) == 1 or all_of[-2:] in _of_half(dtype, kind)), all_of)
+        function = "_".join((kind, *types))
+        if count is not None:
+            scalars = (np.dtype("f8" if dtype in ("float64", "complex128") else "f4").type(count),)
     else:
         _check(name, len({*all_of}) == 1 and dtype in (*FLOATS, *(["float64"] * (name == "scale"))), all_of)
         function = f"{name}_{TYPES[dtype]}"
@@ -152,6 +161,27 @@ def _elementwise(
         function, shape = f"{function}_v", (*shape[:-1], shape[-1] // many)
         strides = [(*s[:-1], many * s[-1]) for s in strides]
     return _launch(function, prod(shape), _layout(name, shape, strides), *pointers, *scalars)
+
+
+COMBINES = ("add", "max", "min", "prod")
+"""The kernels of two operands that combine two terms of a reduction, beside the mean."""
+
+
+def _type(kind: str, dtype: str) -> str:
+    """The type of `kernels.cu` with which a kernel combines terms of `dtype`. Empty: it does not."""
+    is_complex, is_integer = dtype.startswith("complex"), "int" in dtype
+    if kind in ("max", "min"):
+        signed = f"i{8 * np.dtype(dtype).itemsize}" if dtype.startswith("int") else TYPES.get(dtype, "")
+        return "" if is_complex else "u8" if dtype == "bool" else signed
+    return "" if kind == "mean" and is_integer else TYPES.get(dtype, "")
+
+
+def _of_half(dtype: str, kind: str) -> list[tuple[str, str]]:
+    """The dtypes of the operands of which one is a half type, or the result `dtype` is."""
+    wide, halves = "float32", ("float16", "bfloat16")
+    if dtype in halves:
+        return [(wide, dtype), (wide, wide)]
+    return [(first, half) for half in halves for first in (half, wide) if dtype == wide and kind != "mean"]
 
 
 def _moved(c: DeviceArray, a: DeviceArray) -> list[Launch]:
@@ -348,5 +378,5 @@ BY_ROWS: dict[str, Callable[..., list[Launch]]] = {
     "scatter_add": _scatter_add,
     "rmsnorm": _rmsnorm,
 }
-NAMES = ("copy", "pack", "add", *ELEMENTWISE, *BY_ROWS)
+NAMES = ("copy", "pack", *COMBINES, *ELEMENTWISE, *BY_ROWS)
 """The kernels that this file knows."""

@@ -26,6 +26,9 @@ NO_REDUCED_PRECISION = 16
 
 MOST_COUNT = (1 << 31) - 1
 
+LOADED_SIZE = 16
+"""The rows and columns of the product with which cuBLAS loads its kernels."""
+
 
 class Library:
     """The libraries of one device. Tests give another one, which computes on the host."""
@@ -36,6 +39,7 @@ class Library:
         self._factors: dict[tuple[str, int], Array] = {}
         self._functions: dict[str, int] = {}
         self._handle = 0
+        self._loaded: set[tuple[object, ...]] = set()  # the kinds of products that cuBLAS has loaded
 
     def current(self) -> list[int]:
         """The current streams of the calling thread, by address: that of CuPy, and that of torch if it uses CUDA."""
@@ -97,7 +101,22 @@ class Library:
             with lock, using(stream):  # each call of CuPy sends the handle to its current stream
                 multiply(*arguments)
 
+        self._load((dtype, result, a.is_transposed, b.is_transposed), dtype, result)
         return enqueue
+
+    def _load(self, kind: tuple[object, ...], dtype: str, result: str) -> None:
+        """Run a small product of this kind once: cuBLAS loads its kernels at their first launch.
+
+        A load takes the lock of the context, and would stop the copies of other streams in the middle of a step.
+        """
+        if kind in self._loaded:
+            return
+        self._loaded.add(kind)  # first: the small product is made by `gemm`, too
+        device, shape = self.device, (LOADED_SIZE, LOADED_SIZE)
+        a, b = (Matrix(0, *shape, LOADED_SIZE, bool(is_transposed)) for is_transposed in kind[2:])
+        operands = [device.empty(shape, device.storage(of)) for of in (dtype, dtype, result)]
+        a, b = a._replace(ptr=operands[0].ptr), b._replace(ptr=operands[1].ptr)
+        device.run_once(self.gemm(a, b, Matrix(operands[2].ptr, *shape, LOADED_SIZE, False), dtype, result, False))
 
     def _factor(self, dtype: str, value: int) -> Array:
         """0 or 1 in host memory, where cuBLAS reads it. It lives as long as the handle."""

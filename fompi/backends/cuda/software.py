@@ -27,11 +27,12 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from fompi.backends.cuda.device import AnyArray, Array, Enqueue
+from fompi.backends.cuda.failures import Failing, OutOfMemory
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, RaceError, in_words
 from fompi.tensors.device_array import DeviceArray, byte_bounds
@@ -174,8 +175,9 @@ class DeviceMemory(Span):
         super().__init__(device, nbytes, "opened" if path else "device", written=bool(path))
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         if not path and nbytes > device.capacity - device.used:
-            free = f"{device.capacity - device.used} of {device.capacity} are free"
-            raise DeviceError(f"the {device.name} is out of memory: {nbytes} bytes were asked for, {free}")
+            free = device.capacity - device.used
+            text = f"{nbytes} bytes were asked for, {free} of {device.capacity} are free"
+            raise OutOfMemory(f"the {device.name} is out of memory: {text}", free)
         try:
             self.descriptor = os.open(path, os.O_RDWR) if path else os.memfd_create("fompi device")
         except OSError as error:
@@ -285,7 +287,8 @@ class Stream:
             clocks.join(self.actor, clocks.of[HOST])  # what the host knows happened before the launch
             if device.checks:
                 clocks.note(self.actor, f"{what} on stream {self.name}", places)
-        self._queue.put(lambda: device.run(work))
+        name = self.name
+        self._queue.put(lambda: device.run(work, name))
 
     def record(self, event: Event) -> Event:
         with self.device.clocks.lock:
@@ -320,7 +323,7 @@ def _run(todo: Any, device: Any, chance: random.Random, delay: float) -> None:
 # -------------------------------------------------------------------------------------------------------- the device
 
 
-class SoftwareDevice:
+class SoftwareDevice(Failing):
     """A device without hardware. With `check=True` every race is an error at the launch; without, it just happens.
 
         device = fompi.Device("software")
@@ -336,10 +339,11 @@ class SoftwareDevice:
     key = "software"
 
     def __init__(self, seed: int = 0, delay: float = DELAY_SECONDS, check: bool = True, capacity: int = CAPACITY):
+        super().__init__()
         self.capacity, self.used = capacity, 0
         self.seed, self.delay, self.checks = seed, delay, check
         self.clocks, self.numbers = Clocks(), count()
-        self.fault: BaseException | None = None
+        self._failed_on = ""  # the stream of the kernel that has failed
         self.reports: list[DeviceError] = []
         """What the checker found where it could raise no error: memory that was dropped while a stream used it."""
         self._host = Numpy()
@@ -348,6 +352,8 @@ class SoftwareDevice:
         self._dropped: deque[Span] = deque()
         self._opened: OrderedDict[bytes, DeviceMemory] = OrderedDict()
         self._own = Stream(self, "own")  # for `array` and `get`
+        self._default = Stream(self, "default")  # the current stream of a program that has chosen none
+        self._left: Event | None = None  # the last mark in it
         self._current = threading.local()
         self.backend: Any = None
 
@@ -358,17 +364,18 @@ class SoftwareDevice:
         return False  # FOMPI_PATH=direct gives the MPI library the memory as kernels see it
 
     # -- errors
-    def check(self) -> None:
-        """Raise the error of the kernel that has failed on this device."""
-        if self.fault is not None:
-            raise DeviceError(f"a kernel on the {self.name} has failed: {in_words(self.fault)}") from self.fault
+    def in_words_of_fault(self) -> str:
+        return f"a kernel on the {self.name} has failed: {in_words(self.fault)}"
 
-    def run(self, work: Callable[[], object]) -> None:
+    def may_have_failed(self, lane: str) -> bool:
+        return lane == self._failed_on
+
+    def run(self, work: Callable[[], object], stream: str) -> None:
         if self.fault is None:
             try:
                 work()
             except BaseException as error:
-                self.fault = error
+                self._failed_on, self.fault = stream, error
 
     # -- streams
     def stream(self, name: str, priority: int = 0) -> Stream:
@@ -379,7 +386,10 @@ class SoftwareDevice:
 
     @contextmanager
     def using(self, stream: Stream) -> Any:
-        """Make `stream` the current one of this thread: operations start after what is enqueued in it."""
+        """Make `stream` the current one of this thread.
+
+        Operations start after what is enqueued in it, and what is enqueued in it later comes after them.
+        """
         before, self._current.stream = getattr(self._current, "stream", None), stream
         try:
             yield stream
@@ -387,8 +397,23 @@ class SoftwareDevice:
             self._current.stream = before
 
     def entry(self) -> Event | None:
+        self.check_for_program()
         stream = getattr(self._current, "stream", None)
-        return None if stream is None else stream.record(Event(self))
+        if stream is not None:
+            return cast(Event, stream.record(Event(self)))
+        left = self._left
+        return None if left is None or left.done() else left
+
+    def leave(self, events: Sequence[Event]) -> None:
+        chosen = getattr(self._current, "stream", None)
+        stream = chosen or self._default
+        for event in events:
+            stream.wait(event)
+        if chosen is None:
+            self._left = stream.record(Event(self))
+
+    def departing(self) -> int | None:
+        return None  # no library can read this memory
 
     # -- memory
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:

@@ -1,0 +1,100 @@
+"""`fompi layout`: the best sizes of data, tensor, pipeline, expert and context parallelism for a model, on paper."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import fompi
+from fompi.cli import plan
+from fompi.cli.output import Table, is_pretty, show, show_json
+from fompi.model.pipeline import SCHEDULES
+from fompi.planner.layers import MODELS, Model
+from fompi.planner.layout import AXES, BATCH_TOKENS, COLUMNS, FREE, RECOMPUTE, TOP, Layouts, Predicted
+
+EXAMPLE = "{} layout --model llama-8b --ranks 64 --machine h100-ndr"
+
+SIZES = {
+    "layers": "layers",
+    "hidden": "the width",
+    "ffn": "the width of the MLP, or of an expert",
+    "matrices": "of the MLP: 2, or 3 if it is gated",
+    "heads": "heads of attention",
+    "kv_heads": "heads of keys and values",
+    "vocabulary": "tokens of the vocabulary",
+    "experts": "experts of a layer",
+    "top_k": "experts of a token",
+    "shared": "experts of all tokens",
+    "sequence": "tokens of a sequence",
+}
+"""The sizes of a model that can be given, and what they are."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="llama-8b", help=f"{', '.join(MODELS)} (llama-8b)")
+    parser.add_argument("--ranks", type=int, required=True)
+    plan.add_machine_argument(parser)
+    tokens = f"{BATCH_TOKENS >> 20} Mi tokens"
+    parser.add_argument("--global-batch", type=int, metavar="N", help=f"sequences of a step, of all ranks ({tokens})")
+    parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
+    parser.add_argument("--json", action="store_true", help="the layouts as JSON, times in seconds")
+    own = parser.add_argument_group("a model of your own", "sizes that replace those of --model")
+    for name, what in SIZES.items():
+        own.add_argument(_option(name), type=int, metavar="N", help=what)
+    fixed = parser.add_argument_group("what is given", "parts of a layout that are not chosen")
+    for axis in AXES:
+        fixed.add_argument(_option(axis), type=int, metavar="N")
+    fixed.add_argument("--microbatch", type=int, metavar="N", help="sequences of a micro-batch")
+    fixed.add_argument("--schedule", help=f"of the pipeline: {', '.join(SCHEDULES)}")
+    fixed.add_argument("--chunks", type=int, metavar="N", help="stages of a rank, of interleaved")
+    fixed.add_argument("--zero", type=int, metavar="N", help="ZeRO stage: 0, 1, 2, 3")
+    fixed.add_argument("--recompute", help=f"in the backward: {', '.join(RECOMPUTE)}")
+
+
+def run(options: argparse.Namespace) -> int:
+    fixed = {name: value for name in FREE if (value := getattr(options, name)) is not None}
+    machine = plan.machine_of(options)
+    found = fompi.layouts(_model(options), options.ranks, machine, batch=options.global_batch, top=options.top, **fixed)
+    if options.json:
+        show_json(_values(found))
+    elif is_pretty():
+        show(found.title, Table(COLUMNS, [each.row for each in found.best], right=COLUMNS[:-1]), found.remark)
+    else:
+        print(found)
+    return 0
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _model(options: argparse.Namespace) -> str | Model:
+    """The name of a model, or its sizes with those that are given in their place."""
+    given = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
+    if not given or options.model not in MODELS:
+        return str(options.model)
+    return MODELS[options.model]._replace(**given)
+
+
+def _values(found: Layouts) -> dict[str, Any]:
+    return {
+        "title": found.title,
+        "tried": found.tried,
+        "left_out": found.left_out,
+        "layouts": [_layout_values(each) for each in found.best],
+    }
+
+
+def _layout_values(made: Predicted) -> dict[str, Any]:
+    """Times in seconds, memory in bytes, rates per second; `flops_rate` is that of a rank."""
+    return {
+        **made.layout._asdict(),
+        "seconds": made.seconds,
+        "compute": made.compute,
+        "bubble": made.bubble,
+        "exposed": made.exposed,
+        "memory": {**made.memory._asdict(), "total": made.memory.total},
+        "tokens_rate": made.tokens_rate,
+        "flops_rate": made.flops_rate,
+        "mfu": made.mfu,
+    }

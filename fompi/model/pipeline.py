@@ -1,0 +1,67 @@
+"""Pipelines as formulas: the time of an order, and the micro-batches that are alive. All stages are equal.
+
+`fompi.parallel.orders` writes the orders. Its event walk is exact, and the tests compare it with these formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fompi.base.errors import PlanError
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2")
+"""The names of the orders. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241."""
+
+
+def predicted(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    seconds: Mapping[str, float] | None = None,
+    message: float = 0.0,
+) -> float:
+    """The time of an order with equal stages, in seconds.
+
+    `seconds` are those of F, B, I and W of one stage. So with interleaving a rank has `chunks` times as much work.
+    The formulas hold if `has_formula`. Raises PlanError for an unknown schedule.
+    """
+    p, m, v, c = ranks, microbatches, chunks, message
+    s = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
+    if schedule not in SCHEDULES:
+        raise PlanError(f"there is no formula for {schedule!r}; known: {', '.join(SCHEDULES)}")
+    if p == 1:
+        c = 0.0
+    if schedule in ("zb-h1", "zb-h2"):
+        work, missing = s["F"] + s["I"] + s["W"], 1 if schedule == "zb-h1" else 2
+        bubble = (p - 1) * (s["F"] + s["I"] - missing * s["W"])
+        return m * work + bubble + (4 if schedule == "zb-h1" else 2) * (p - 1) * c
+    work = s["F"] + s["B"]
+    added = {"1f1b": 2 * (p - 1) * m / p + 2 * (p - 2), "interleaved": 2 * (p * v - 1)}.get(schedule, 2 * (p - 1))
+    return v * m * work + (p - 1) * work + added * c
+
+
+def has_formula(schedule: str, ranks: int, microbatches: int) -> bool:
+    """True if there are enough micro-batches for `predicted` and `alive`: a multiple of `ranks` for interleaving."""
+    if schedule == "interleaved":
+        return microbatches % ranks == 0
+    return microbatches >= {"zb-h1": ranks, "zb-h2": 2 * ranks - 1}.get(schedule, 1)
+
+
+class Alive(NamedTuple):
+    """The most micro-batches of a rank between F and its B or I, and between I and W. Of interleaving: chunks."""
+
+    activations: int
+    pending: int
+
+
+def alive(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> Alive:
+    """What is alive on a rank at most, if `has_formula`."""
+    p, m, r = ranks, microbatches, rank
+    if schedule == "interleaved":
+        return Alive(min(m * chunks, 2 * (p - r - 1) + (chunks - 1) * p + 1), 0)
+    if schedule == "gpipe":
+        return Alive(m, 0)
+    activations = min(m, p - r if schedule in ("1f1b", "zb-h1") else 2 * (p - r) - 1)
+    return Alive(activations, min(m, {"zb-h1": r + 1, "zb-h2": 2 * r + 1}.get(schedule, 0)))

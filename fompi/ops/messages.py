@@ -1,0 +1,392 @@
+"""Messages between two ranks: `fompi.send`, `fompi.recv` and `fompi.sendrecv`. No other rank takes part.
+
+A message is a header and the data. The header holds dtype and shape, so the receiver needs to know neither. A small
+message has its data in the header. MPI keeps the order of messages with one tag between two ranks. So a receiver reads
+the headers of one sender and tag one after the other.
+
+Each tag of the program has two tags of MPI, for headers and for data. They are below those of the payload of plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable
+from inspect import signature
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import storage
+from fompi.base.errors import (
+    DtypeError,
+    LayoutError,
+    MismatchError,
+    ShapeError,
+    StateError,
+    TensorError,
+    WaitTimeout,
+    in_words,
+)
+from fompi.base.layout import Extents, integer
+from fompi.engine.communicator import Communicator
+from fompi.engine.in_flight import EAGER_NBYTES
+from fompi.engine.tasks import Task
+from fompi.ops.arguments import Arguments, Peers
+from fompi.ops.operation import CallOptions, Operation, communicator_of
+from fompi.plans.plan import MESSAGE_BITS
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
+
+Array = np.ndarray[Any, Any]
+
+MOST_TAG = (1 << MESSAGE_BITS - 1) - 2
+"""The largest tag of a message: tag t has the tags 2 t + 2 and 2 t + 3 of MPI."""
+
+_HEADER = struct.Struct("<iiq16s")  # 1 if refused, dimensions, bytes of the data or of the refusal, dtype
+_SIZE = struct.Struct("<q")
+
+_NUMPY = dlpack.borrow(np.empty(0))
+
+
+class Mail:
+    """The messages of one communicator: how many there were, and the receives whose header has not arrived."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.expected: defaultdict[tuple[int, int], deque[Receiving]] = defaultdict(deque)
+
+
+class _Message(Task):
+    """One message in flight, at one of its two ends."""
+
+    verb = ""
+    awaits_start = True
+
+    def __init__(self, comm: Communicator, peer: int, tag: int):
+        self.comm, self.peer, self.tag = comm, peer, tag
+        self.missing = 0
+        comm.mail = comm.mail or Mail()
+        comm.mail.number += 1
+        self.stamp = -comm.mail.number  # a negative number: no call has it
+
+    def _begin(self, name: str) -> None:
+        self.moved_at = perf_counter()
+        self.comm.channel.active[self.stamp] = self
+        self.comm.note_start(name, self.stamp)
+
+    def _post(self, call: Callable[[Any, int, int], Any], data: Any, is_data: bool) -> None:
+        comm, tag = self.comm, 2 * self.tag + 2 + is_data
+        most = comm.most_nbytes if is_data else len(data)
+        view = memoryview(data)
+        requests = [call(view[at : at + most], self.peer, tag) for at in range(0, len(view), most)]
+        comm.engine.post_all(requests, self, is_data)
+
+    def _finish(self) -> None:
+        self.comm.channel.active.pop(self.stamp, None)
+        self.finished = True
+
+    def abandon(self, error: BaseException) -> None:
+        if not self.finished:
+            self.error = self.error or error
+            self.comm.link.given_up += self.comm.engine.give_up(self)
+            self._finish()
+
+    def broke(self, error: Exception) -> None:
+        self.comm.channel.fail(self, error)
+
+    def stalled(self) -> None:
+        if self.comm.channel.broken is not None:
+            self.abandon(self.comm.channel.broken)
+
+    def waits_for(self) -> tuple[int, str] | None:
+        return self.peer, f"rank {self.peer} to {self.verb} the message with tag {self.tag} of rank {self.comm.rank}"
+
+
+class Sending(_Message):
+    """Sends `tensor`, or why there is none."""
+
+    verb = "receive"
+
+    def __init__(self, comm: Communicator, dest: int, tag: int, tensor: Tensor | None, refusal: Exception | None):
+        super().__init__(comm, dest, tag)
+        if tensor is None or refusal is not None:
+            data = in_words(refusal or TensorError("no tensor")).encode()[: EAGER_NBYTES - _HEADER.size]
+            self.header, self.data = _HEADER.pack(1, 0, len(data), b"") + data, np.empty(0, np.uint8)
+            return
+        array = tensor.array if tensor.device is None else tensor.array.get()
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        sizes = b"".join(map(_SIZE.pack, array.shape))
+        self.header = _HEADER.pack(0, array.ndim, flat.nbytes, tensor.dtype.encode()) + sizes
+        self.data = flat
+        if len(self.header) + flat.nbytes <= EAGER_NBYTES:
+            self.header, self.data = self.header + flat.tobytes(), flat[:0]
+
+    def start(self) -> None:
+        self._begin("send")
+        isend, self.missing = self.comm.link.isend, 1 + bool(self.data.size)
+        self._post(isend, self.header, False)
+        if self.data.size:
+            self._post(isend, self.data, True)
+
+    def completed(self, key: int) -> None:
+        self.moved_at = perf_counter()
+        self.missing -= 1
+        if not self.missing and not self.finished:
+            self._finish()
+
+
+class Receiving(_Message):
+    """Receives an array into new memory, or into that of `out` if it fits."""
+
+    verb = "send"
+
+    def __init__(self, comm: Communicator, source: int, tag: int, out: Tensor | None):
+        super().__init__(comm, source, tag)
+        self.out, self.dtype, self.inbox = out, "", bytearray(EAGER_NBYTES)
+        self.array: Any = None
+
+    def start(self) -> None:
+        self._begin("recv")
+        queue = self.comm.mail.expected[self.peer, self.tag]
+        queue.append(self)
+        if len(queue) == 1:
+            self._post(self.comm.link.irecv, self.inbox, False)
+
+    def completed(self, key: int) -> None:
+        self.moved_at = perf_counter()
+        if self.finished:
+            return
+        if key:  # the data
+            self._finish()
+            return
+        data = self._open()
+        if data is not None:
+            self.awaits_start = False
+            self._post(self.comm.link.irecv, data, True)
+        queue = self.comm.mail.expected[self.peer, self.tag]
+        queue.popleft()
+        if queue:
+            queue[0]._post(self.comm.link.irecv, queue[0].inbox, False)
+        else:
+            del self.comm.mail.expected[self.peer, self.tag]
+        if data is None:
+            self._finish()
+
+    def _open(self) -> Any:
+        """Read the header. Returns the memory for the data, None if it has arrived with the header."""
+        refused, ndim, nbytes, dtype = _HEADER.unpack_from(self.inbox)
+        at = _HEADER.size + ndim * _SIZE.size
+        if refused:
+            words = bytes(self.inbox[at : at + nbytes]).decode(errors="replace")
+            self.error = MismatchError(f"{self._what()}: rank {self.peer} refuses to send it: {words}")
+            return None
+        shape = struct.unpack_from(f"<{ndim}q", self.inbox, _HEADER.size)
+        self.dtype = dtype.rstrip(b"\0").decode()
+        self.array = self._memory(shape)
+        flat = memoryview(self.array.reshape(-1).view(np.uint8))
+        if at + nbytes <= EAGER_NBYTES:
+            flat[:] = self.inbox[at : at + nbytes]
+            return None
+        return flat
+
+    def _memory(self, shape: tuple[int, ...]) -> Array:
+        out = self.out
+        if out is not None and (out.dtype, out.array.shape) != (self.dtype, shape):
+            kind = ShapeError if out.array.shape != shape else DtypeError
+            given = f"out= is {out.dtype} {out.array.shape}"
+            self.error = kind(f"{self._what()}: {given}, but rank {self.peer} sends {self.dtype} {shape}")
+        elif out is not None and out.device is None and out.array.flags.c_contiguous:
+            return out.array
+        array: Array = self.comm.engine.arena.take(shape, storage(self.dtype))
+        return array
+
+    def _what(self) -> str:
+        return f"recv on rank {self.comm.rank} of the message with tag {self.tag} from rank {self.peer}"
+
+    def result(self, like: Tensor) -> Any:
+        """The array as a tensor of the framework of `like`, or `out`."""
+        out = self.out
+        if out is None:
+            array = self.array if like.device is None else like.device.array(self.array)
+            return dlpack.lend(array, self.dtype, like)
+        dlpack.mark_written(out.owner)
+        if out.device is not None:
+            out.device.put(out.array, self.array)
+        elif self.array is not out.array:
+            out.array[...] = self.array
+        return out.owner
+
+
+class Transfer:
+    """A `send`, `recv` or `sendrecv` in flight, made by `.start(...)`. It is used as a `Pending`."""
+
+    def __init__(self, name: str, arguments: Arguments, comm: Any, refusal: Exception | None):
+        communicator, wrong = communicator_of(comm)
+        self._name, self._comm, self._peers = name, communicator, arguments.peers or Peers()
+        self._x: Tensor | None = None
+        self._out: Tensor | None = None
+        self._like = _NUMPY
+        self._sending: Sending | None = None
+        self._receiving: Receiving | None = None
+        dest, source, tag = _checked(name, self._peers, communicator)
+        refusal = wrong or refusal
+        try:
+            if refusal is None:
+                self._take(arguments, source)
+        except Exception as error:
+            refusal = error
+        self._refusal = refusal
+        if dest is not None:
+            self._sending = Sending(communicator, dest, tag, self._x, refusal)
+        if source is not None:
+            self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
+        with communicator.engine.lock:
+            for task in self._tasks:
+                task.start()
+        self.number = -communicator.mail.number if communicator.mail else 0
+        self.extents = Extents(communicator.rank, communicator.size, (1,))
+
+    def _take(self, arguments: Arguments, source: int | None) -> None:
+        """Borrow the tensors of the call."""
+        if self._name != "recv":
+            self._x = self._like = dlpack.borrow(arguments.x)
+        elif arguments.peers is not None and arguments.peers.like is not None:
+            self._like = dlpack.borrow(arguments.peers.like, "like")
+        if arguments.out is not None:
+            self._out = dlpack.borrow(arguments.out, "out")
+            if self._out.readonly:
+                raise TensorError(f"{self._name}: out= is read-only")
+            if self._x is not None and dlpack.overlap(self._x.array, self._out.array):
+                raise TensorError(f"{self._name}: out= shares memory with x")
+
+    @property
+    def _tasks(self) -> list[Sending | Receiving]:
+        return [task for task in (self._receiving, self._sending) if task is not None]
+
+    def leave(self) -> None:
+        """The program goes on with other work: the messages must progress by themselves."""
+        self._comm.engine.wake_helper()
+
+    def done(self) -> bool:
+        """True once the messages are through. Progresses everything in flight."""
+        if not all(task.finished for task in self._tasks):
+            self._comm.engine.progress_while_waiting()
+        return all(task.finished for task in self._tasks)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
+        end = None if timeout is None else perf_counter() + timeout
+        for task in self._tasks:
+            seconds = None if end is None else max(0.0, end - perf_counter())
+            if not self._comm.engine.wait(task, self._comm.channel, seconds):
+                raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
+        return self.result
+
+    @property
+    def result(self) -> Any:
+        """The result of a finished call. Raises its error, and StateError while it is in flight."""
+        tasks = self._tasks
+        if not all(task.finished for task in tasks):
+            raise StateError(f"fompi.{self._name} is in flight: call wait() or done() first")
+        for error in (self._refusal, *(task.error for task in tasks)):
+            if error is not None:
+                raise error
+        if self._receiving is not None:
+            return self._receiving.result(self._like)
+        return _zeros_like(self._x) if self._name == "sendrecv" and self._x is not None else None
+
+
+def _zeros_like(x: Tensor) -> Any:
+    array: Any = np.zeros(x.array.shape, storage(x.dtype))
+    return dlpack.lend(array if x.device is None else x.device.array(array), x.dtype, x)
+
+
+def _checked(name: str, peers: Peers, comm: Communicator) -> tuple[int | None, int | None, int]:
+    """The ranks and the tag as integers. Raises LayoutError on this rank only: no other rank is known to wait."""
+    comm.check()
+    ranks: list[int | None] = []
+    for word, rank in (("dest", peers.dest), ("source", peers.source)):
+        number = integer(rank)
+        if rank is not None and (number is None or not 0 <= number < comm.size):
+            raise LayoutError(f"{name}: {word}={rank!r} must be a rank from 0 to {comm.size - 1}")
+        ranks.append(number)
+    tag = integer(peers.tag)
+    if tag is None or not 0 <= tag <= MOST_TAG:
+        raise LayoutError(f"{name}: tag={peers.tag!r} must be an integer from 0 to {MOST_TAG}")
+    return ranks[0], ranks[1], tag
+
+
+class Messenger(Operation[Any]):
+    """A public operation of two ranks. It has neither a plan nor an agreement of all ranks."""
+
+    def __init__(self, arguments: Callable[..., Arguments]):
+        functools.update_wrapper(self, arguments)
+        self.name, self._arguments = arguments.__name__, arguments
+        self.__signature__ = signature(arguments)
+
+    def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
+        comm = options.pop("comm", None)
+        return self._arguments(*args, **options), comm, CallOptions()
+
+    def refuse(self, error: Exception, comm: Any) -> None:
+        raise error
+
+    def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
+        return self._begin(arguments, comm, call_options)
+
+    def _begin(self, arguments: Arguments, comm: Any, *how: Any) -> Any:
+        refusal = None
+        if dlpack.requires_grad(arguments.x):
+            instead = "call fompi.sendrecv(...)" if self.name == "sendrecv" else "use fompi.sendrecv"
+            refusal = TensorError(f"fompi.{self.name} has no gradient here: {instead}, or pass x.detach()")
+        return Transfer(self.name, arguments, comm, refusal)
+
+    def is_differentiable(self, arguments: Arguments) -> bool:
+        return self.name == "sendrecv" and super().is_differentiable(arguments)
+
+
+@Messenger
+def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> Arguments:
+    """comm.send(x, dest, tag)
+
+    x has any shape and dtype. It may be strided. Only this rank and `dest` take part: rank `dest` calls
+    `fompi.recv(source, tag=tag)`. Messages with one tag between two ranks arrive in the order in which they were sent.
+
+    Returns None once x may be written again. That may be after `dest` has received it: use `send.start` or `sendrecv`
+    where two ranks send to each other.
+    A tensor that is refused here is a MismatchError of `fompi.recv` on `dest`. It has no gradient: use `sendrecv`.
+    Raises LayoutError if `dest` is not a rank or `tag` is not from 0 to 2046, and WaitTimeout after FOMPI_TIMEOUT.
+    """
+    return Arguments(x, peers=Peers(dest, None, tag))
+
+
+@Messenger
+def recv(source: int, *, tag: int = 0, like: Any = None, out: Any = None, comm: Any = None) -> Arguments:
+    """y = comm.recv(source, tag)
+
+    y has the shape and the dtype of the tensor that rank `source` sends with `fompi.send(x, dest, tag=tag)`. It is a
+    tensor of the framework and the device of `like`, by default a NumPy array. With `out`, y is written there, and
+    `out` is returned.
+
+    Raises LayoutError if `source` is not a rank or `tag` is not from 0 to 2046, MismatchError if the sender refuses its
+    tensor, ShapeError or DtypeError if `out` is another one than was sent, and WaitTimeout after FOMPI_TIMEOUT.
+    """
+    return Arguments(None, out=out, peers=Peers(None, source, tag, like))
+
+
+@Messenger
+def sendrecv(
+    x: Any, dest: int | None, source: int | None, *, tag: int = 0, out: Any = None, comm: Any = None
+) -> Arguments:
+    """comm.send(x, dest, tag); y = zeros_like(x) if source is None else comm.recv(source, tag)
+
+    Both at once, so that a ring of ranks does not wait for itself. x has any shape and dtype. y has those of the tensor
+    that rank `source` sends, and the framework of x. None is no rank: the ends of a line have one neighbour only.
+
+    It has a gradient: the backward is `sendrecv(dy, source, dest)`. All ranks of a ring or line must run it.
+    Raises the errors of `send` and `recv`.
+    """
+    return Arguments(x, out=out, peers=Peers(dest, source, tag))

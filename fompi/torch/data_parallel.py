@@ -1,0 +1,293 @@
+"""Data parallelism for a training loop of PyTorch: gradients are averaged while the backward goes on.
+
+    model = fompi.torch.DistributedDataParallel(module, comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ...
+    loss(model(x)).backward()                        # p.grad is the mean over the ranks when this returns
+    optimizer.step()
+
+    backward   | b3 | b2 | b1 |b0|
+    sums            | g3 | g2 |g1|g0|
+
+The gradients of a bucket are views of one flat tensor, which is summed in place. Buckets leave in a fixed order, the
+last parameters first. Those whose gradients are not all there leave at the end of the backward. So ranks that use
+different parameters never wait in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from fompi.base.errors import FompiError, LayoutError, ShapeError, StateError, TensorError
+from fompi.base.layout import integer
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree, digest
+from fompi.ops.operations import all_reduce, broadcast
+from fompi.parallel.buckets import cut_by_bytes
+from fompi.parallel.data import DataParallel, same_bits
+
+
+class Bucket:
+    """Parameters of one dtype. `flat` has their gradients, and for each a number > 0 if some rank has used it."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        self.parameters = parameters
+        ends = list(accumulate((p.numel() for p in parameters), initial=0))
+        self.flat = torch.zeros(ends[-1] + len(parameters), dtype=parameters[0].dtype)
+        self.used = self.flat[ends[-1] :]
+        self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, pairwise(ends), strict=True)]
+        self.missing = set(range(len(parameters)))  # no gradient in this backward yet
+        self.sum: Any = None
+
+    def take(self, i: int) -> None:
+        """The gradient of parameter i becomes a view of the bucket."""
+        parameter, view = self.parameters[i], self.views[i]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self.used[i] = parameter.grad is not None
+
+    def settle(self) -> None:
+        """Wait for the sum. The gradients become the mean. A parameter that no rank has used keeps none."""
+        self.sum.wait()
+        used = self.used.ne(0).tolist()
+        for parameter, view, is_used in zip(self.parameters, self.views, used, strict=True):
+            if is_used:
+                parameter.grad = view
+
+    def reset(self) -> None:
+        self.missing, self.sum = set(range(len(self.parameters))), None
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """module, whose p.grad is the mean over the ranks of `comm` when loss.backward() returns
+
+    As `torch.nn.parallel.DistributedDataParallel`: an unedited training loop, any optimizer, `no_sync()`, and
+    `ddp.module` for the state dict without the prefix "module.". `comm`: a Communicator, an MPI.Comm, or None for all
+    ranks. Creating one is collective; it copies the parameters and buffers of rank 0 to all ranks.
+
+    bucket_nbytes: the most bytes of a bucket of gradients. broadcast_buffers: each forward in training mode copies the
+    buffers of rank 0, such as the statistics of a batch norm.
+
+    A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
+    `grad=None`. The same parameters need not be used in every step, and nothing must be announced. All ranks must run
+    the same number of backward passes outside `no_sync`.
+
+    Raises MismatchError on all ranks whose modules differ in names, shapes or dtypes, and TensorError for parameters
+    that are not on the CPU, and for sparse gradients.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        comm: Any = None,
+        *,
+        bucket_nbytes: int = 25 << 20,
+        broadcast_buffers: bool = True,
+    ):
+        super().__init__()
+        self.module, self.broadcast_buffers = module, broadcast_buffers
+        group = Communicator.of(comm)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        refusal = None
+        if integer(bucket_nbytes) is None or bucket_nbytes < 1:
+            refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")
+        _enter(module, group, f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}", refusal)
+        self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
+        _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+        counts = cut_by_bytes([p.numel() * p.element_size() for p in parameters], bucket_nbytes)
+        changes = {i for i in range(1, len(parameters)) if parameters[i].dtype != parameters[i - 1].dtype}
+        edges = sorted({0, *changes, *accumulate(counts)})
+        self._buckets = [Bucket(parameters[a:b]) for a, b in reversed([*pairwise(edges)])]  # in the order in which
+        self._left = 0  # they leave: this many have left
+        self._is_syncing, self._is_queued = True, False
+        for bucket in self._buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, i))
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if self._is_queued:  # the last backward was ended by an exception
+            self._forget()
+        if self.broadcast_buffers and self.training and self._is_syncing and torch.is_grad_enabled():
+            _copy_from_rank_0(self.module.buffers(), self.comm)
+        return self.module(*args, **options)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are only added up on this rank inside. The next backward outside averages the sums."""
+        outer, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = outer
+
+    def close(self) -> None:
+        """Free the communicator of the gradients. Collective. The module stays."""
+        self._is_syncing = False
+        self.comm.close()
+
+    # ------------------------------------------------------------------------------------------------- backward
+    def _hook(self, bucket: Bucket, i: int) -> Any:
+        @torch.no_grad()
+        def ready(parameter: torch.Tensor) -> None:
+            """Called by autograd when the gradient of the parameter is complete."""
+            if not self._is_syncing:
+                return
+            if not self._is_queued:
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+                self._is_queued = True
+            try:
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise TensorError(
+                        f"the gradient of {self._name(parameter)} is sparse: make its embedding with sparse=False"
+                    )
+                if bucket.sum is not None:
+                    raise StateError(
+                        f"the gradient of {self._name(parameter)} changed after its bucket had left: use "
+                        "torch.utils.checkpoint with use_reentrant=False, or no_sync()"
+                    )
+            except FompiError as error:
+                self._fail(error)
+            bucket.take(i)
+            bucket.missing.discard(i)
+            while self._left < len(self._buckets) and not self._buckets[self._left].missing:
+                self._leave()
+
+        return ready
+
+    def _leave(self) -> None:
+        """Start the sum of the next bucket."""
+        bucket = self._buckets[self._left]
+        for i in bucket.missing:  # not in this backward; it may have a gradient of an earlier one
+            bucket.take(i)
+        bucket.flat.div_(self.comm.size)  # before the sum, which may be too large for a half type
+        bucket.sum = all_reduce.start(bucket.flat, out=bucket.flat, comm=self.comm, schedule=same_bits(self.comm))
+        self._left += 1
+
+    def _finish(self) -> None:
+        """The end of a backward: the other buckets leave, and all sums arrive."""
+        try:
+            while self._left < len(self._buckets):
+                self._leave()
+            for bucket in self._buckets:
+                bucket.settle()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        for bucket in self._buckets:
+            if bucket.sum is not None:
+                with suppress(FompiError):
+                    bucket.sum.wait()
+            bucket.reset()
+        self._left, self._is_queued = 0, False
+
+    def _fail(self, error: FompiError) -> None:
+        """Refuse the sums that are left, so that all ranks end this backward with an error. Then raise `error`."""
+        for _ in self._buckets[self._left :]:
+            with suppress(type(error)):
+                all_reduce.refuse(error, self.comm)
+        self._forget()
+        raise error
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return repr(next(name for name, p in self.module.named_parameters() if p is parameter))
+
+
+class ZeroDataParallel(torch.nn.Module):
+    """module, trained by a `fompi.parallel.data.DataParallel`: each rank has a part of the state of the optimizer
+
+        model = fompi.torch.ZeroDataParallel(module, comm, optimizer=fompi.parallel.data.AdamW(1e-3), zero=1)
+        loss(model(x)).backward()                    # buckets of gradients leave meanwhile
+        norm = model.step(clip=1.0)                  # instead of optimizer.step() and zero_grad()
+
+    zero: 0, 1 or 2. The other options are those of `DataParallel` too. The parameters of the module are views of its
+    buckets. Hooks announce the gradients, so p.grad is None after a backward. A step ends when all parameters have
+    arrived, so nothing hides the gathers. To hide them, and for zero=3, use `DataParallel` itself.
+
+    Creating one, `step` and `close` are collective. The parameters and buffers of rank 0 are copied to all ranks. The
+    errors are those of `DataParallel` and of `DistributedDataParallel`.
+    """
+
+    def __init__(self, module: torch.nn.Module, comm: Any = None, *, optimizer: Any, zero: int = 1, **options: Any):
+        super().__init__()
+        self.module, self.comm = module, Communicator.of(comm)
+        self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        refusal = None
+        if zero not in (0, 1, 2):
+            refusal = LayoutError(f"zero={zero!r} must be 0, 1 or 2: for 3 use fompi.parallel.data.DataParallel")
+        _enter(module, self.comm, f"ZeroDataParallel({zero=}", refusal)
+        _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+        self.parallel = DataParallel(self._named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
+        for name, parameter in self._named.items():
+            parameter.data = self.parallel[name]
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.module(*args, **options)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients are only added up on this rank inside."""
+        return self.parallel.no_sync()
+
+    def step(self, clip: float | None = None, over: Any = ()) -> float:
+        """Update the parameters. Returns the norm of the gradient before it is clipped, as `DataParallel.step`."""
+        with torch.no_grad():
+            norm = self.parallel.step(clip, over)
+            for name in self._named:
+                self.parallel[name]  # wait until it has arrived
+        return norm
+
+    def close(self) -> None:
+        """Free the communicators. Collective. The module stays."""
+        self.parallel.close()
+
+    def _hook(self, name: str) -> Any:
+        @torch.no_grad()
+        def ready(parameter: torch.Tensor) -> None:
+            if not self.parallel.closed:
+                gradient, parameter.grad = parameter.grad, None
+                self.parallel.ready(name, gradient)
+
+        return ready
+
+
+# ------------------------------------------------------------------------------------------------------- helpers
+
+
+def _copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
+    """Copy the tensors of rank 0 to all ranks, those of one dtype together."""
+    of: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        of.setdefault(tensor.dtype, []).append(tensor.detach())
+    for listed in of.values():
+        flat = broadcast(torch.cat([t.reshape(-1) for t in listed]), comm=comm)
+        begin = 0
+        for tensor in listed:
+            tensor.copy_(flat[begin : (begin := begin + tensor.numel())].view_as(tensor))
+
+
+def _enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Exception | None) -> None:
+    """All ranks wrap the same module with the same options, or all raise."""
+    try:
+        _check(module)
+    except FompiError as error:
+        refusal = refusal or error
+    named = (*module.named_parameters(), *module.named_buffers())
+    listed = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in named]
+    agree(comm, f"{text}, {len(listed)} tensors ({digest(str(listed)):x}))", refusal)
+
+
+def _check(module: torch.nn.Module) -> None:
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ShapeError("data parallelism needs at least one parameter that requires grad")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise TensorError(f"{name!r} is on {tensor.device}: data parallelism works on the host")

@@ -1,0 +1,85 @@
+"""fompi.jax has the strategies: jax.grad gives the gradients of their own backward, which other tests compare."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from strategies import close, drawn
+
+import fompi
+import fompi.jax
+from fompi.base.layout import split
+from fompi.parallel.expert import experts_of
+from fompi.parallel.sequence import Sharding
+from fompi.parallel.tensor import heads_of
+
+TOKENS = np.array([0, 4, 2, 2, 1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def x64():
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(scope="module")
+def alone(world):
+    """A communicator of this rank only."""
+    with world.split(world.rank) as one:
+        yield one
+
+
+def sequence(comm, **options):
+    """q, k, v of this rank, and the other arguments."""
+    sharding = Sharding(7, **options)
+    return [sharding.shard(drawn(7, n, 4, seed=i), comm.rank) for i, n in enumerate((4, 2, 2))], sharding
+
+
+def call(name, comm, alone):
+    """(the function of the tensors that have gradients, the tensors)."""
+    f, mine, rank, size = getattr(fompi.jax, name), split(7, comm.size)[comm.rank], comm.rank, comm.size
+    n = split(6, size)[rank]
+    if name == "column_parallel_linear":
+        return lambda *t: f(*t, activation="gelu", comm=comm), [drawn(mine, 3), drawn(3, n), drawn(n)]
+    if name == "row_parallel_linear":
+        return lambda *t: f(*t, comm=comm), [drawn(7, n), drawn(n, 3), drawn(3)]
+    if name == "attention":
+        q, kv = (4 * len(part) for part in heads_of(rank, size, 3, 1))
+        weights = [drawn(mine, 5), drawn(5, q), drawn(5, kv), drawn(5, kv, seed=1), drawn(q, 5)]
+        return lambda *t: f(*t, heads=3, kv_heads=1, causal=True, comm=comm), weights
+    if name == "vocab_parallel_embedding":
+        return lambda table: f(TOKENS, table, comm=comm), [drawn(n, 3)]
+    if name == "vocab_parallel_cross_entropy":
+        return lambda logits: f(logits, TOKENS, comm=comm), [drawn(5, n)]
+    if name == "moe":
+        here = len(experts_of(rank, size, 5))
+        weights = [drawn(mine, 3), drawn(3, 5), drawn(here, 3, 4), drawn(here, 4, 3)]
+        return lambda *t: f(*t, k=2, comm=comm), weights
+    if name == "usp_attention":
+        tensors, sharding = sequence(comm, ring=size)
+        return lambda *t: f(*t, sharding, ring=comm, ulysses=alone, causal=True), tensors
+    tensors, sharding = sequence(comm, **{name.partition("_")[0]: size})
+    return lambda *t: f(*t, sharding, comm=comm, causal=True), tensors
+
+
+@pytest.mark.parametrize("name", fompi.jax.parallel.__all__)
+def test_gradients(world, alone, name, monkeypatch):
+    of, tensors = call(name, world, alone)
+    kept = []
+    f = getattr(fompi.jax, name)
+    monkeypatch.setattr(f, "forward", lambda *a, _f=f.forward, **k: kept.append(_f(*a, **k)) or kept[-1])
+    y = of(*tensors)
+    _, saved = kept[-1]
+    expected = f.backward(saved, 2 * y)
+    leaves = [jnp.asarray(t) for t in tensors]
+    gradients = jax.grad(lambda leaves: (of(*leaves) ** 2).sum())(leaves)
+    for actual, right in zip(gradients, [g for g in expected if g is not None], strict=True):
+        assert isinstance(actual, jax.Array) and actual.dtype == "float64"
+        close(actual, right, 1e-13)
+
+
+def test_under_jit(world):
+    with pytest.raises(fompi.TensorError, match=r"jax\.jit"):
+        jax.jit(lambda x: fompi.jax.row_parallel_linear(x, jnp.ones((3, 2)), comm=world))(jnp.ones((4, 3)))

@@ -1,0 +1,174 @@
+"""Messages between two ranks: shapes, dtypes, frameworks, order, refusals, deadlines and gradients."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fompi
+from fompi.base.errors import DtypeError, LayoutError, MismatchError, PeerError, ShapeError, TensorError, WaitTimeout
+from fompi.ops.messages import MOST_TAG
+
+DTYPES = ["float64", "float16", "bool", "int8", "complex64", ml_dtypes.bfloat16]
+
+
+def neighbours(world):
+    return (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+
+def tensor(rank, shape, dtype, seed=0):
+    return np.random.default_rng([rank, seed]).integers(0, 100, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shapes_and_dtypes_travel(world, dtype):
+    """Small and large ones, empty ones, without dimensions, strided. The shapes differ between the ranks."""
+    after, before = neighbours(world)
+    for seed, shape in enumerate([(), (0,), (3, 0, 2), (5,), (2, 3, 4), (300, 40)]):
+        shapes = [(*shape[:-1], shape[-1] + rank) if shape else () for rank in range(world.size)]
+        x = tensor(world.rank, shapes[world.rank], dtype, seed)
+        strided = np.stack([x, x], -1)[..., 0]
+        for given in (x, strided):
+            y = fompi.sendrecv(given, after, before, comm=world)
+            np.testing.assert_array_equal(y, tensor(before, shapes[before], dtype, seed), strict=True)
+
+
+def test_send_and_recv_concern_two_ranks(world):
+    """The other ranks do nothing. Tags may be received in another order than they were sent."""
+    if world.size == 1:
+        pending = fompi.send.start(np.arange(3), 0, comm=world)
+        assert list(fompi.recv(0, comm=world)) == [0, 1, 2] and pending.wait() is None
+        return
+    large = np.arange(50_000.0)
+    if world.rank == 0:
+        sent = [fompi.send.start(large * i, 1, tag=i % 3, comm=world) for i in range(6)]
+        assert [pending.wait() for pending in sent] == [None] * 6
+        assert list(fompi.recv(1, tag=MOST_TAG, comm=world)) == [7]
+    elif world.rank == 1:
+        received = [fompi.recv.start(0, tag=i % 3, comm=world) for i in (5, 4, 3, 2, 1, 0)]
+        for pending, i in zip(received, (2, 1, 0, 5, 4, 3), strict=True):  # the order of the sends of one tag
+            np.testing.assert_array_equal(pending.wait(), large * i)
+            assert pending.done()
+        fompi.send(np.array([7]), 0, tag=MOST_TAG, comm=world)
+
+
+def test_messages_and_collectives_do_not_meet(world):
+    after, before = neighbours(world)
+    x = np.full(2000, world.rank, np.float32)
+    pending = [fompi.sendrecv.start(x + i, after, before, comm=world) for i in range(3)]
+    total = fompi.all_reduce(x, comm=world)
+    again = fompi.sendrecv(x - 1, after, before, tag=1, comm=world)
+    assert (total == sum(range(world.size))).all() and (again == before - 1).all()
+    for i, each in enumerate(pending):
+        assert (each.wait() == before + i).all()
+
+
+def test_the_ends_of_a_line(world):
+    """No neighbour: nothing is sent, or zeros arrive."""
+    rank, last = world.rank, world.size - 1
+    y = fompi.sendrecv(np.ones(4), None if rank == last else rank + 1, None if rank == 0 else rank - 1, comm=world)
+    assert list(y) == [float(rank > 0)] * 4
+
+
+def test_out_and_like(world):
+    torch = pytest.importorskip("torch")
+    after, before = neighbours(world)
+    x = torch.full((3, 2), float(world.rank))
+    y = fompi.sendrecv(x, after, before, comm=world)
+    assert type(y) is torch.Tensor and (y == before).all()
+    wide = np.zeros((3, 4))
+    for out in (np.zeros((3, 2)), wide[:, ::2]):
+        pending = fompi.send.start(np.full((3, 2), 1.0 + world.rank), after, comm=world)
+        assert fompi.recv(before, out=out, comm=world) is out and (out == before + 1).all()
+        pending.wait()
+    half = torch.full((2,), world.rank, dtype=torch.bfloat16)
+    pending = fompi.send.start(half, after, comm=world)
+    y = fompi.recv(before, like=x, comm=world)
+    assert y.dtype == torch.bfloat16 and (y == before).all()
+    pending.wait()
+
+
+def test_refusals(world):
+    """What a sender refuses is an error of its receiver too. A receiver that refuses takes the message all the same."""
+    after, before = neighbours(world)
+    with pytest.raises(DtypeError):
+        fompi.sendrecv(np.array(["a"]), after, before, comm=world)
+    if world.size > 1 and world.rank < 2:
+        if world.rank == 0:
+            with pytest.raises(TensorError):
+                fompi.send("text", 1, tag=3, comm=world)
+        else:
+            with pytest.raises(MismatchError, match="with tag 3 from rank 0: rank 0 refuses to send it: TensorError"):
+                fompi.recv(0, tag=3, comm=world)
+    for n in (4, 4000):
+        for out, error in ((np.zeros(n + 1), ShapeError), (np.zeros(n, "f4"), DtypeError)):
+            pending = fompi.send.start(np.ones(n), after, comm=world)
+            with pytest.raises(error, match=f"from rank {before}: out= is .*sends float64"):
+                fompi.recv(before, out=out, comm=world)
+            pending.wait()
+            assert not out.any()
+    for bad in (-1, world.size, "x", 1.5):
+        with pytest.raises(LayoutError, match="must be a rank from 0"):
+            fompi.send(np.ones(1), bad, comm=world)
+    for tag in (-1, MOST_TAG + 1, None):
+        with pytest.raises(LayoutError, match="tag="):
+            fompi.recv(0, tag=tag, comm=world)
+    fompi.barrier(world)
+
+
+def test_a_message_that_never_comes(comm):
+    """The deadline holds, and ends the messages of other ranks. The communicator cannot be used any more then."""
+    own = fompi.Communicator(comm)
+    own.engine.timeout, before = 0.3, own.engine.timeout
+    try:
+        words = r"rank \d waits for rank 0 to send the message with tag 5 of rank \d"
+        with pytest.raises((WaitTimeout, PeerError), match=words):
+            fompi.recv(0, tag=5, comm=own)
+        with pytest.raises(fompi.StateError, match="cannot be used any more"):
+            fompi.send(np.ones(1), 0, comm=own)
+    finally:
+        own.engine.timeout = before
+    comm.Barrier()
+
+
+def test_gradients_in_torch(world):
+    """The gradient of a tensor goes back to the rank that sent it, also twice. The ends of a line get zeros."""
+    torch = pytest.importorskip("torch")
+    after, before = neighbours(world)
+    x = torch.full((3 + world.rank,), 2.0 + world.rank, dtype=torch.float64, requires_grad=True)
+    y = fompi.sendrecv(x, after, before, comm=world)
+    (dx,) = torch.autograd.grad((y**3).sum() * (before + 1), x, create_graph=True)
+    assert torch.allclose(dx, 3 * (world.rank + 1) * x**2)
+    (twice,) = torch.autograd.grad(dx.sum(), x)
+    assert torch.allclose(twice, 6 * (world.rank + 1) * x)
+    last = world.rank == world.size - 1
+    y = fompi.sendrecv(x, None if last else after, before if world.rank else None, comm=world)
+    (dx,) = torch.autograd.grad((y * y).sum(), x)
+    assert torch.allclose(dx, torch.zeros_like(x) if last else 2 * x)
+    pending = fompi.send.start(x, world.rank, comm=world)
+    with pytest.raises(MismatchError, match="no gradient here"):
+        fompi.recv(world.rank, comm=world)
+    with pytest.raises(TensorError, match=r"use fompi\.sendrecv"):
+        pending.wait()
+
+
+def test_gradients_in_jax(world):
+    jax = pytest.importorskip("jax")
+    after, before = neighbours(world)
+    x = jax.numpy.full((3,), 2.0 + world.rank)
+
+    def loss(x):
+        return (fompi.jax.sendrecv(x, after, before, comm=world) ** 2).sum() * (before + 1)
+
+    np.testing.assert_allclose(jax.grad(loss)(x), 2 * (world.rank + 1) * x)
+
+
+def test_barrier_and_agree(world):
+    fompi.barrier()
+    assert world.agree("the values", value=world.rank + 1) == [rank + 1 for rank in range(world.size)]
+    if world.size > 1:
+        with pytest.raises(MismatchError if world.rank else ShapeError, match="a reason"):
+            world.agree("the end", ShapeError("a reason") if world.rank == 0 else None)
+        with pytest.raises(MismatchError, match="a barrier"):
+            fompi.barrier(world) if world.rank else fompi.all_reduce(np.ones(3), comm=world)

@@ -1,0 +1,307 @@
+"""fompi.torch.DistributedDataParallel: an unedited training loop does what one process does with the whole batch."""
+
+import pytest
+import torch
+
+import fompi
+from fompi.parallel.data import SGD
+from fompi.torch import DistributedDataParallel, ZeroDataParallel, nn
+
+SMALL = {"bucket_nbytes": 64}  # many buckets
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Branches(torch.nn.Module):
+    """Layers of which a call uses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5) for _ in range(4)])
+
+    def forward(self, x, used=(0, 1, 2, 3)):
+        for i in used:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def made(kind=Branches, seed=0):
+    torch.manual_seed(seed)
+    return kind()
+
+
+def batch(comm, rows=None):
+    """(the whole batch, the rows of this rank): 12 rows, or `rows` of each rank."""
+    sizes = [12 // comm.size] * comm.size if rows is None else rows[: comm.size]
+    x = torch.linspace(-2, 2, 5 * sum(sizes)).view(-1, 5).sin()
+    return x, x.split(sizes)[comm.rank]
+
+
+def close(actual, expected, within=1e-12):
+    assert actual.shape == expected.shape
+    assert torch.allclose(actual, expected, rtol=within, atol=within), (actual - expected).abs().max()
+
+
+def close_gradients(module, whole):
+    for p, q in zip(module.parameters(), whole.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            close(p.grad, q.grad)
+
+
+def alike(module, comm):
+    """All ranks have the same bits."""
+    for p in module.parameters():
+        every = fompi.all_gather(p.detach().reshape(1, -1), comm=comm)
+        assert all(torch.equal(one, every[0]) for one in every)
+
+
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training(world, options, set_to_none):
+    """Five steps of AdamW with clipping. The ranks begin with different parameters: rank 0 gives its own."""
+    whole, model = made(), DistributedDataParallel(made(seed=world.rank), world, **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (whole, model)]
+    x, mine = batch(world)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        whole(x).square().mean().backward()
+        model(mine).square().mean().backward()
+        close_gradients(model, whole)
+        for m, optimizer in zip((whole, model), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+    for p, q in zip(model.module.parameters(), whole.parameters(), strict=True):
+        close(p.detach(), q.detach(), 1e-9)
+    alike(model, world)
+    assert model.module.state_dict().keys() == whole.state_dict().keys()
+    assert model.state_dict().keys() == {f"module.{name}" for name in whole.state_dict()}
+    model.close()
+
+
+def test_uneven_rows_and_accumulation(world):
+    """Two micro-batches inside no_sync, one outside. Then two backward passes, each with its sums."""
+    rows = [3, 0, 5, 1][: world.size]
+    whole, model = made(), DistributedDataParallel(made(), world, **SMALL)
+    x, mine = batch(world, rows)
+    for _ in range(2):  # gradients stay from the first to the second
+        whole(x).square().sum().backward()
+        with model.no_sync():
+            model(mine[:1]).square().sum().mul(world.size).backward()
+            model(mine[1:2]).square().sum().mul(world.size).backward()
+        model(mine[2:]).square().sum().mul(world.size).backward()
+        close_gradients(model, whole)
+    model.zero_grad()
+    whole.zero_grad()
+    for used in ((0, 1), (1, 2)):
+        whole(x, used).square().sum().backward()
+        model(mine, used).square().sum().mul(world.size).backward()
+    close_gradients(model, whole)
+    model.close()
+
+
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "many buckets"])
+def test_unused_parameters(world, options):
+    """On rank 0 only, on all ranks, and in a backward after no_sync. Each rank may use others."""
+    whole, model = made(), DistributedDataParallel(made(), world, **options)
+    x, mine = batch(world)
+    parts = x.split(12 // world.size)
+
+    def backward(used_on):
+        for rank, part in enumerate(parts):
+            (whole(part, used_on(rank)).square().mean() / world.size).backward()
+        model(mine, used_on(world.rank)).square().mean().backward()
+        close_gradients(model, whole)
+
+    backward(lambda rank: (0, 2) if rank == 0 else (0, 1, 2))  # 3 on no rank, 1 on none if there is one rank
+    assert model.module.layers[3].weight.grad is None
+    model.zero_grad()
+    whole.zero_grad()
+    backward(lambda rank: (rank % 4,))
+    backward(lambda rank: (3, 0))
+    model.zero_grad()
+    whole.zero_grad()
+    with model.no_sync():
+        model(mine, (1,)).square().mean().backward()
+    whole(x, (1,)).square().mean().backward()
+    backward(lambda rank: (2,))  # the gradient of layer 1 was not averaged yet
+    model.close()
+
+
+def test_frozen_tied_and_mixed(world):
+    """A frozen parameter, one that two layers share, and two dtypes; float32 is averaged in float32."""
+
+    class Mixed(Branches):
+        def __init__(self):
+            super().__init__()
+            self.layers[1].weight = self.layers[0].weight
+            self.layers[2].weight.requires_grad_(False)
+            self.layers[3].float()
+
+        def forward(self, x):
+            return self.layers[3](super().forward(x, (0, 1, 2)).float())
+
+    whole, model = made(Mixed), DistributedDataParallel(made(Mixed), world, **SMALL)
+    x, mine = batch(world)
+    whole(x).square().mean().backward()
+    model(mine).square().mean().backward()
+    assert model.module.layers[2].weight.grad is None and model.module.layers[3].weight.grad.dtype == torch.float32
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        if q.grad is not None:
+            close(p.grad.double(), q.grad.double(), 1e-6)
+    model.close()
+
+
+def test_buffers(world):
+    """Rank 0 gives its buffers at first, and in each forward of training. float, integer and bool buffers."""
+
+    def with_norm():
+        norm = torch.nn.BatchNorm1d(5)
+        norm.register_buffer("flags", torch.tensor([True, False]))
+        return torch.nn.Sequential(torch.nn.Linear(5, 5), norm)
+
+    model = made(with_norm, seed=world.rank)
+    model[1].running_mean.fill_(world.rank)
+    model[1].flags[:] = world.rank == 0
+    model = DistributedDataParallel(model, world)
+    assert model.module[1].running_mean.eq(0).all() and model.module[1].flags.all()
+    for _ in range(2):
+        model(torch.randn(4, 5))
+    mean = model.module[1].running_mean
+    own, first = mean.clone(), fompi.broadcast(mean, comm=world)
+    assert world.rank == 0 or not torch.equal(own, first)
+    for _ in range(1 + world.rank):
+        model.eval()(torch.randn(4, 5))  # no messages: ranks may evaluate as they like
+    assert torch.equal(mean, own)
+    with torch.no_grad():
+        batch_mean = model.module[0](x := torch.randn(4, 5)).mean(0)
+    model.train()(x)
+    assert model.module[1].num_batches_tracked == 3
+    close(mean, 0.9 * first + 0.1 * batch_mean)
+    model.close()
+
+
+def test_sharded_modules_in_data_parallel(world):
+    """dp x tp on 4 ranks: each pair of ranks has the model in parts."""
+    if world.size != 4:
+        pytest.skip("a mesh of 4 ranks")
+    mesh = fompi.Mesh(dp=2, tp=2)
+    tp = mesh["tp"]
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 5))
+    torch.manual_seed(0)
+    parts = torch.nn.Sequential(
+        nn.ColumnParallelLinear(5, 7, activation="gelu", comm=tp),
+        torch.nn.Identity(),
+        nn.RowParallelLinear(7, 5, comm=tp),
+    )
+    model = DistributedDataParallel(parts, mesh["dp"], **SMALL)
+    x, mine = batch(world)
+    for _ in range(3):
+        model.zero_grad()
+        whole.zero_grad()
+        whole(x).square().sum().backward()
+        model(mine).square().sum().mul(2).backward()
+        close(nn.clip_grad_norm_(model, 1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
+        with torch.no_grad():
+            for parameter in (*whole.parameters(), *model.parameters()):
+                parameter.sub_(0.1 * parameter.grad)
+    state = nn.full_state_dict(model.module)
+    for name, value in whole.state_dict().items():
+        close(state[name], value)
+    model.close()
+    mesh.close()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_zero(world, zero):
+    """Accumulation, clipping, a layer that rank 0 does not use, and one that no rank uses."""
+    whole = made()
+    model = ZeroDataParallel(made(seed=world.rank), world, optimizer=SGD(0.1), zero=zero, **SMALL)
+    x, mine = batch(world)
+    parts = x.split(12 // world.size)
+    for used_by_others in ((0, 1, 2), (0, 2), (0, 1, 2)):
+        for rank, part in enumerate(parts):
+            (whole(part, (0, 2) if rank == 0 else used_by_others).square().sum() / world.size).backward()
+        used = (0, 2) if world.rank == 0 else used_by_others
+        with model.no_sync():
+            model(mine[:1], used).square().sum().backward()
+        model(mine[1:], used).square().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        norm = model.step(clip=1.0)
+        assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)), rel=1e-10)
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+                if q.grad is not None:
+                    q.sub_(0.1 * q.grad)
+                close(p.detach(), q.detach(), 1e-10)
+        whole.zero_grad()
+    alike(model, world)
+    model.close()
+    model(mine).sum().backward()  # the module stays
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_wrong_modules(world):
+    wrong = world.rank == world.size - 1
+    empty = torch.nn.Tanh()
+    for module, error in ((empty, fompi.ShapeError), (torch.nn.Linear(2, 2, device="meta"), fompi.TensorError)):
+        with pytest.raises(error):
+            DistributedDataParallel(module, world)
+        with pytest.raises(error if wrong else fompi.MismatchError):
+            DistributedDataParallel(module if wrong else made(), world)
+    with pytest.raises(fompi.LayoutError):
+        DistributedDataParallel(made(), world, bucket_nbytes=0)
+    with pytest.raises(fompi.LayoutError, match="zero=3"):
+        ZeroDataParallel(made(), world, optimizer=SGD(0.1), zero=3)
+    if world.size > 1:
+        with pytest.raises(fompi.MismatchError):
+            DistributedDataParallel(torch.nn.Linear(2, 3 if wrong else 2), world)
+
+
+def test_after_an_error(world):
+    """A sparse gradient on one rank is an error on all. After it, and after an error of the user, training goes on."""
+
+    def with_table():
+        return torch.nn.ModuleDict({"table": torch.nn.Embedding(4, 5), "rest": Branches()})
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = with_table()
+
+        def forward(self, tokens):
+            return self.parts["rest"](self.parts["table"](tokens))
+
+    whole, model = made(Model), DistributedDataParallel(made(Model), world, **SMALL)
+    tokens, wrong = torch.tensor([0, 3, 1]), world.rank == 0
+    model.module.parts["table"].sparse = wrong
+    with pytest.raises(fompi.TensorError if wrong else fompi.MismatchError, match=r"sparse|rank 0"):
+        model(tokens).square().sum().backward()
+    model.module.parts["table"].sparse = False
+    model.zero_grad()
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise ArithmeticError("of the user")
+
+    y = model.module.parts["rest"](Failing.apply(model.module.parts["table"](tokens)))
+    with pytest.raises(ArithmeticError):
+        y.square().sum().backward()
+    model.zero_grad()
+    whole(tokens).square().sum().backward()
+    model(tokens).square().sum().backward()
+    close_gradients(model, whole)
+    model.close()

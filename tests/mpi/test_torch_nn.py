@@ -1,0 +1,310 @@
+"""fompi.torch.nn: a model of all modules is the unsharded torch model: numbers, gradients, training, checkpoints."""
+
+import pytest
+import torch
+
+import fompi
+from fompi.torch import nn
+from fompi.torch.nn import full_state_dict, load_full_state_dict
+
+TOKENS = torch.tensor([3, 10, 0, 4, 3, 7, 9])
+TARGET = torch.linspace(-1, 1, 42, dtype=torch.float64).view(7, 6)
+
+
+class Attention(torch.nn.Module):
+    """Causal attention of 3 query heads over 1 key/value head of 4 numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = torch.nn.Linear(6, 12, bias=False), torch.nn.Linear(6, 4, bias=False)
+        self.v_proj, self.o_proj = torch.nn.Linear(6, 4, bias=False), torch.nn.Linear(12, 6, bias=False)
+
+    def forward(self, x):
+        q = self.q_proj(x).view(-1, 3, 4).transpose(0, 1)
+        k, v = (p(x).expand(3, -1, -1) for p in (self.k_proj, self.v_proj))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(o.transpose(0, 1).reshape(len(x), 12))
+
+
+class Stack(torch.nn.Module):
+    """The weights of several linear layers."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            weight = torch.empty(shape)
+            for w in weight if len(shape) == 3 else [weight]:
+                torch.nn.init.kaiming_uniform_(w, a=5**0.5)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+
+
+class Experts(torch.nn.Module):
+    """The 2 best of 5 experts, and a shared one."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(6, 5, bias=False)
+        self.experts, self.shared = Stack(w1=(5, 4, 6), w2=(5, 6, 4)), Stack(w1=(3, 6), w2=(6, 3))
+
+    def forward(self, x):
+        silu = torch.nn.functional.silu
+        weights, best = self.router(x).softmax(1).topk(2)
+        hidden = silu(torch.einsum("th,efh->tef", x, self.experts.w1))
+        every = torch.einsum("tef,enf->ten", hidden, self.experts.w2)
+        chosen = every.gather(1, best[:, :, None].expand(-1, -1, 6))
+        routed = (chosen * (weights / weights.sum(1, keepdim=True))[:, :, None]).sum(1)
+        return routed + silu(x @ self.shared.w1.T) @ self.shared.w2.T
+
+
+class Whole(torch.nn.Module):
+    """The model in one process."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.attention = torch.nn.Embedding(11, 6), Attention()
+        self.mlp = torch.nn.ModuleList([torch.nn.Linear(6, 10), torch.nn.Linear(10, 6)])
+        self.glu = torch.nn.ModuleList([torch.nn.Linear(6, 14), torch.nn.Linear(7, 6, bias=False)])
+        self.moe = Experts()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.attention(x)
+        x = x + self.mlp[1](torch.nn.functional.gelu(self.mlp[0](x)))
+        gate, up = self.glu[0](x).chunk(2, -1)
+        x = x + self.glu[1](torch.nn.functional.silu(gate) * up)
+        return self.scale * (x + self.moe(x))
+
+
+class Parts(torch.nn.Module):
+    """The same model on the ranks of comm: each has its rows of x."""
+
+    def __init__(self, comm):
+        super().__init__()
+        self.embedding = nn.VocabParallelEmbedding(11, 6, comm=comm)
+        self.attention = nn.ParallelAttention(6, 3, 1, head_dim=4, causal=True, comm=comm)
+        up, down = nn.ColumnParallelLinear, nn.RowParallelLinear
+        self.mlp = torch.nn.ModuleList([up(6, 10, activation="gelu", comm=comm), down(10, 6, comm=comm)])
+        self.glu = torch.nn.ModuleList([up(6, 14, activation="swiglu", comm=comm), down(7, 6, False, comm=comm)])
+        self.moe = nn.MoE(6, 4, 5, 2, shared=3, comm=comm)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.attention(x)
+        x = x + self.mlp[1](self.mlp[0](x))
+        x = x + self.glu[1](self.glu[0](x))
+        return self.scale * (x + self.moe(x))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def made(comm, seed=0):
+    """(the whole model, that of the ranks), of the same seed."""
+    torch.manual_seed(seed)
+    whole = Whole()
+    torch.manual_seed(seed)
+    return whole, Parts(comm)
+
+
+def rows(comm):
+    """The rows of this rank."""
+    return torch.tensor_split(torch.arange(7), comm.size)[comm.rank]
+
+
+def same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
+
+
+def close(actual, expected, within=1e-10):
+    assert actual.shape == expected.shape
+    assert torch.allclose(actual, expected, rtol=within, atol=within), (actual - expected).abs().max()
+
+
+def full_gradients(module):
+    """The gradients of the unsharded model: a state dict of them."""
+    kept = {name: p.detach().clone() for name, p in module.named_parameters()}
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.grad)
+        found = full_state_dict(module)
+        for name, parameter in module.named_parameters():
+            parameter.copy_(kept[name])
+    return found
+
+
+def share_scale(parts, comm):
+    """Sum the gradient of the parameter that is the user's own, and the same on all ranks."""
+    fompi.sum_replicated([parts.scale.grad], comm, out=[parts.scale.grad])
+
+
+def test_the_same_seed_gives_the_unsharded_model(world):
+    whole, parts = made(world)
+    same_bits(full_state_dict(parts), whole.state_dict())
+    held = parts.glu[0].weight.detach().chunk(2)  # a part of both halves
+    gate, up = whole.glu[0].weight.detach().view(2, 7, 6)
+    mine = torch.tensor_split(torch.arange(7), world.size)[world.rank]
+    assert torch.equal(held[0], gate[mine]) and torch.equal(held[1], up[mine])
+
+
+def test_training(world):
+    """Numbers, gradients, clipping, and five steps of SGD are those of one process."""
+    whole, parts = made(world)
+    mine = rows(world)
+    for step in range(5):
+        for model in (whole, parts):
+            model.zero_grad()
+        expected, y = whole(TOKENS), parts(TOKENS)
+        close(y.detach(), expected[mine].detach())
+        (expected - TARGET).square().sum().backward()
+        (y - TARGET[mine]).square().sum().backward()
+        share_scale(parts, world)
+        gradients = full_gradients(parts)
+        for name, parameter in whole.named_parameters():
+            close(gradients[name], parameter.grad)
+        if step:
+            norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 2.0)
+            assert norm > 2
+            close(nn.clip_grad_norm_(parts, 2.0), norm)
+        with torch.no_grad():  # importing torch.optim takes seconds
+            for parameter in (*whole.parameters(), *parts.parameters()):
+                parameter.sub_(0.05 * parameter.grad)
+    for name, value in full_state_dict(parts).items():
+        close(value, whole.state_dict()[name])
+
+
+def test_a_checkpoint_goes_to_any_number_of_ranks_and_back(world):
+    """Bit by bit: one process, all ranks, and all but the last rank."""
+    whole, parts = made(world)
+    torch.manual_seed(1)
+    state = Whole().state_dict()
+    assert load_full_state_dict(parts, state).missing_keys == []
+    same_bits(full_state_dict(parts), state)
+    whole.load_state_dict(full_state_dict(parts))
+    first = full_state_dict(parts, rank0_only=True)
+    assert first.keys() == (state.keys() if world.rank == 0 else set())
+    shapes = {name: tuple(value.shape) for name, value in parts.state_dict().items()}
+    if world.size == 3:
+        assert shapes["mlp.0.weight"] == ((4, 6), (3, 6), (3, 6))[world.rank]
+        assert shapes["mlp.1.weight"] == ((6, 4), (6, 3), (6, 3))[world.rank] and shapes["mlp.1.bias"] == (6,)
+        assert shapes["moe.experts.w1"] == ((2, 4, 6), (2, 4, 6), (1, 4, 6))[world.rank]
+        assert shapes["attention.k_proj.weight"] == (4, 6)  # shared
+    with world.split(world.rank == world.size - 1, world.rank) as fewer:
+        torch.manual_seed(2)
+        other = Parts(fewer)
+        load_full_state_dict(other, full_state_dict(parts))
+        same_bits(full_state_dict(other), state)
+        with torch.device("meta"):
+            empty = Parts(fewer)
+        load_full_state_dict(empty, state, assign=True)
+        same_bits(full_state_dict(empty), state)
+    again = full_state_dict(torch.nn.ModuleDict({"a": parts, "b": parts.mlp}))  # nested, and under two names
+    assert torch.equal(again["a.mlp.0.weight"], state["mlp.0.weight"])
+    assert torch.equal(again["b.0.weight"], state["mlp.0.weight"])
+
+
+def test_replicated_rows(world):
+    """Without sequence parallelism every rank has all rows."""
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
+    torch.manual_seed(0)
+    options = {"comm": world, "sequence_parallel": False}
+    parts = torch.nn.Sequential(
+        nn.VocabParallelEmbedding(5, 3, **options),
+        nn.ColumnParallelLinear(3, 7, activation="relu", **options),
+        torch.nn.Identity(),
+        nn.RowParallelLinear(7, 2, **options),
+    )
+    same_bits(full_state_dict(parts), whole.state_dict())
+    tokens = torch.tensor([[0, 4], [2, 2], [1, 3]])
+    expected, y = whole(tokens), parts(tokens)
+    close(y.detach(), expected.detach())
+    (expected**2).sum().backward()
+    (y**2).sum().div(world.size).backward()
+    gradients = full_gradients(parts)
+    close(gradients["0.weight"], whole[0].weight.grad)
+    close(gradients["3.bias"], whole[3].bias.grad)
+    close(gradients["1.weight"], whole[1].weight.grad)
+
+
+def test_uneven_rows_and_half_types(world):
+    counts = [5, 0, 2, 1][: world.size]
+    torch.manual_seed(0)
+    up = nn.ColumnParallelLinear(4, 6, dtype=torch.bfloat16, comm=world)
+    down = nn.RowParallelLinear(6, 4, dtype=torch.bfloat16, comm=world)
+    y = down(up(torch.ones(counts[world.rank], 2, 4, dtype=torch.bfloat16)), counts=counts)
+    assert y.shape == (counts[world.rank], 2, 4) and y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert up.weight.grad.dtype == torch.bfloat16
+    close(down.bias.grad.double(), torch.full((4,), 2.0 * sum(counts)))
+
+
+def test_what_is_held_by_all_ranks(world):
+    _, parts = made(world)
+    assert {*nn.replicated(parts)} == {"mlp.1.bias", "moe.router.weight", "moe.shared.w1", "moe.shared.w2"}
+    assert all(comm is world for comm in nn.replicated(parts).values())
+
+
+def test_the_text_of_a_module_has_both_sizes(world):
+    _, parts = made(world)
+    text, here = str(parts), len(parts.mlp[0].weight)
+    assert f"out_features=10 ({here} on rank {world.rank} of {world.size})" in text
+    assert "heads=3, kv_heads=1" in text and "num_embeddings=11" in text and "experts=5" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda comm: nn.ColumnParallelLinear(4, 0, comm=comm), fompi.LayoutError),
+        (lambda comm: nn.ColumnParallelLinear(4, 6, activation="tanh", comm=comm), fompi.PlanError),
+        (lambda comm: nn.ColumnParallelLinear(4, 7, activation="swiglu", comm=comm), fompi.ShapeError),
+        (lambda comm: nn.RowParallelLinear(4, 6, dtype=torch.int64, comm=comm), fompi.DtypeError),
+        (lambda comm: nn.ParallelAttention(6, 4, 3, head_dim=2, comm=comm), fompi.LayoutError),
+        (lambda comm: nn.ParallelAttention(7, 2, comm=comm), fompi.LayoutError),
+        (lambda comm: nn.VocabParallelEmbedding(4, 2.5, comm=comm), fompi.LayoutError),
+        (lambda comm: nn.MoE(4, 4, 2, 3, comm=comm), fompi.LayoutError),
+    ],
+)
+def test_wrong_arguments(world, make, error):
+    """On all ranks, or only on the last one."""
+    with pytest.raises(error):
+        make(world)
+    wrong = world.rank == world.size - 1
+    with pytest.raises(error if wrong else fompi.MismatchError):
+        make(world) if wrong else nn.RowParallelLinear(4, 4, comm=world)
+    nn.RowParallelLinear(4, 4, comm=world)
+
+
+def test_other_seeds_and_other_checkpoints(world):
+    whole, parts = made(world)
+    if world.size > 1:
+        torch.manual_seed(world.rank)
+        with pytest.raises(fompi.MismatchError, match=r"torch\.manual_seed"):
+            nn.RowParallelLinear(4, 4, comm=world)
+    state, before = whole.state_dict(), full_state_dict(parts)
+    wrong = world.rank == 0
+    for change, error in (
+        ({"other": torch.ones(1)}, fompi.LayoutError),
+        ({"mlp.0.weight": torch.ones(10, 7)}, fompi.ShapeError),
+    ):
+        with pytest.raises(error if wrong else fompi.MismatchError):
+            load_full_state_dict(parts, {**state, **change} if wrong else state)
+    with pytest.raises(fompi.LayoutError, match=r"missing names: mlp\.0\.weight"):
+        load_full_state_dict(parts, {name: value for name, value in state.items() if name != "mlp.0.weight"})
+    loaded = load_full_state_dict(parts, {"mlp.0.weight": state["mlp.0.weight"], "other": 0}, strict=False)
+    assert loaded.unexpected_keys == ["other"] and "scale" in loaded.missing_keys
+    same_bits(full_state_dict(parts), before)
+    if wrong:
+        parts.mlp[0].weight = torch.nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(fompi.ShapeError if wrong else fompi.MismatchError):
+        full_state_dict(parts)
+    with pytest.raises(fompi.ShapeError if wrong else fompi.MismatchError):
+        parts.mlp[1](torch.ones(3, 99 if wrong else parts.mlp[1].weight.shape[1]))
