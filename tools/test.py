@@ -26,7 +26,10 @@ import job
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
 OPERATIONS = ("communicator", "operations", "torch")
-SUBSET = (*OPERATIONS, "counts", "device", "labels", "local_errors", "refusals", "tensors", "values")
+SUBSET = (
+    *(*OPERATIONS, "counts", "device", "labels", "local_errors"),
+    *("messages", "reductions", "refusals", "tensors", "values"),
+)
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
 
 STRATEGIES = (
@@ -36,8 +39,14 @@ STRATEGIES = (
 )
 
 SIZES = {
-    "mpich": {1: SUBSET, 2: (), 3: SUBSET, 4: (*SUBSET, *STRATEGIES, "executor", "lifetime", "pending"), 8: OPERATIONS},
-    "openmpi": {1: SUBSET, 2: (), 3: (*SUBSET, *STRATEGIES), 4: (*SUBSET, "lifetime"), 8: OPERATIONS},
+    "mpich": {
+        1: SUBSET,
+        2: (),
+        3: (*OPERATIONS, "counts"),
+        4: (*SUBSET, *STRATEGIES, "executor", "lifetime", "pending"),
+        8: OPERATIONS,
+    },
+    "openmpi": {1: OPERATIONS, 2: (), 3: (*SUBSET, *STRATEGIES), 4: (*OPERATIONS, "lifetime"), 8: ("communicator",)},
 }
 """Which files of tests/mpi run on which number of ranks; (): all."""
 
