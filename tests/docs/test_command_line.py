@@ -147,6 +147,8 @@ WRONG = {
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': no such file, and the presets are gigabit",
     "simulate step --ranks 0": "ranks=0, tokens=2048: both must be from 1 to",
     "simulate step --ranks 8 --model gpt9": "no model 'gpt9'; choose",
+    "layout --ranks 8 --model gpt9": "no model 'gpt9'; choose",
+    "layout --ranks 8 --machine h100-ndr --model llama-405b": "Take more ranks, shorter sequences or fewer of them",
     f"simulate {GATHER} --save /no/such/folder/trace.json": "No such file or directory",
     "try 64,64": "a shape is M,K,N, for example 4096,4096,4096, not '64,64'",
     "try 0,8,8": "M=0, K=8, N=8: each must be 1 or more",
