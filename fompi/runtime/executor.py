@@ -34,10 +34,11 @@ class Executor(BoundPlan):
 
         step()                          # the whole operation; returns its result
         step.start(); ...; step.wait()  # the same, with other work in between
-        step.start("x"); step.ready("x", 0); step.arrived("y", 3); step.wait()
+        step.start("x"); step.ready("x", 0); step.part("y", 3); step.wait()
 
     `start("x")` starts a call before x is written. `ready("x", i)` says that the i-th block of x on this rank is
-    written; blocks may become ready in any order. `arrived("y", i)` is True once the i-th block of the result is there.
+    written; blocks may become ready in any order. `part("y", i)` waits for the i-th block of the result, and
+    `arrived("y", i)` is True once it is there.
 
     Several executors may be in flight, and ranks may start them in different orders.
 
@@ -141,17 +142,43 @@ class Executor(BoundPlan):
 
     def arrived(self, name: str, part: int) -> bool:
         """True once part `part` of the output `name` is there. Progresses everything in flight."""
-        if name not in self._writers:
-            if name not in [b.name for b in self.compiled.outputs]:
-                raise PlanError(f"{name!r} is no output of {self.compiled.title}")
-            self._writers[name] = self.compiled.last_writers(name)
-        run = self._current()
-        writer = self._writers[name][self._block(name, part)]
+        run, writer = self._current(), self._writer(name, part)
         if not run.ended[writer]:
             self.comm.engine.progress_while_waiting()
         if run.error is not None:
             raise run.error
         return bool(run.ended[writer])
+
+    def part(self, name: str, part: int, timeout: float | None = None) -> Any:
+        """Wait for part `part` of the output `name`, and return it: a view of the memory of the result.
+
+        On a device, and for a result that is copied to the caller, it waits for the whole call. Raises what `wait`
+        raises.
+        """
+        run, writer = self._current(), self._writer(name, part)
+        until = None if self._paths is not None else lambda: bool(run.ended[writer])
+        if run.unready and until is None:
+            self.wait(timeout)  # it says what is not ready
+        if not self.comm.engine.wait(run, self.comm.channel, timeout, until=until):
+            raise WaitTimeout(f"{name}[{part}] of {self.compiled.title} is not there after {timeout:g} s; it goes on")
+        if run.error is not None:
+            raise run.error
+        if self._paths is not None:
+            self.wait()
+        at = [buffer.name for buffer in self.compiled.outputs].index(name)
+        array, dtype, like = self._outputs[at]
+        starts = self.compiled.buffers[name].offsets(self._extents)
+        first = self._block(name, part) - self.compiled.buffers[name].first
+        rows = array.reshape(-1) if self.plan.problem.flat else array
+        return dlpack.lend(rows[starts[first] : starts[first + 1]], dtype, like)
+
+    def _writer(self, name: str, part: int) -> int:
+        """The op that writes part `part` of the output `name` last."""
+        if name not in self._writers:
+            if name not in [b.name for b in self.compiled.outputs]:
+                raise PlanError(f"{name!r} is no output of {self.compiled.title}")
+            self._writers[name] = self.compiled.last_writers(name)
+        return self._writers[name][self._block(name, part)]
 
     def progress(self) -> bool:
         """Progress everything in flight. Returns True once this call is finished."""

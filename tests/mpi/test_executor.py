@@ -122,8 +122,8 @@ def test_parts_of_a_sum(world):
             x[2 * part : 2 * part + 2] = [part, world.rank]
             step.ready("x", part)
         for part in range(2 * size):
-            while not step.arrived("y", part):
-                pass
+            np.testing.assert_array_equal(step.part("y", part), [size * part, sum(range(size))])
+            assert step.arrived("y", part)
         expected = [[size * part, sum(range(size))] for part in range(2 * size)]
         np.testing.assert_array_equal(step.wait().reshape(-1, 2), expected)
 
@@ -140,6 +140,15 @@ def test_arrived_parts_can_be_used_before_the_end(world):
                     assert (y[5 * part : 5 * part + 5] == part).all()
                     missing.discard(part)
         step.wait()
+        step.start()
+        for part in reversed(range(world.size)):
+            view = step.part("y", part)
+            assert (view == part).all() and view.shape == (5, 2) and np.shares_memory(view, y)
+        step.wait()
+        with pytest.raises(fompi.PlanError, match="no part"):
+            step.part("y", world.size)
+        with pytest.raises(fompi.PlanError, match="no output"):
+            step.part("x", 0)
 
 
 def test_an_input_that_is_not_ready_holds_the_call_back(world):
@@ -150,6 +159,8 @@ def test_an_input_that_is_not_ready_holds_the_call_back(world):
             assert not step.progress()
         with pytest.raises(TimeoutError):
             step.wait(timeout=0.01)
+        with pytest.raises(TimeoutError):
+            step.part("y", 0, timeout=0.01)
         with pytest.raises(fompi.StateError, match=r"ready\(\) was never called for x\[0\]"):
             step.wait()
         for part in range(world.size):
