@@ -17,7 +17,7 @@ FLOATS = ["float64", "float32", "float16", "bfloat16"]
 INTEGERS = ["int64", "int32", "uint8"]
 TAKEN = [case for case in CASES if not case.options or str(case).endswith("-bias-ring")]
 """Most schedules are left out: the backward is the same for all frameworks, and test_torch has all of them."""
-ADDING = ("reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")
+ADDING = ("reduce", "reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ import fompi
 WEIGHTED = [case for case in BASIC if case.weights and not case.dim]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.uint8]
-ADDING = ("reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")
+ADDING = ("reduce", "reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @pytest.fixture(scope="module", autouse=True)
