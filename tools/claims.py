@@ -100,6 +100,18 @@ _OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 _LIBRARY_DEFAULT = r"^native / fompi, (?!.*slice)"
 _BALANCES = {"0.56": "communication 0.56 of compute", "1": "both equal", "2": "communication twice the compute"}
 
+_STRATEGIES = {
+    "ZeRO-1": ("ZeRO-1", "g / b", (0.5, 0.9)),
+    "TP+SP block": ("TP\\+SP block", "T_m / T_c", (0.56, 1)),
+    "attention, query split": ("attention, query split", "T_m / T_c", (0.5,)),
+    "ring attention": ("ring attention", "k / a", (0.5, 1, 1.3)),
+    "ring attention, backward": ("ring attention, backward", "k / a", (0.5, 1, 1.3)),
+    "Ulysses": ("Ulysses attention", "T_m / T_c", (0.5, 1)),
+    "USP 2x2": ("USP 2x2", "T_m / T_c", (0.5,)),
+    "experts": ("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1)),
+}
+"""label -> the rows of `bench parallel`, and the ratios of each."""
+
 CLAIMS = (
     Claim(
         "fused",
@@ -124,6 +136,46 @@ CLAIMS = (
             *(Pick(f"{words}: best slicing / fompi", f"= {t}$", "^8 slices") for t, words in _BALANCES.items()),
             Pick("communication 0.56 of compute: exposed / communication", "0.56", "^exposed"),
             Pick("communication twice the compute: fompi / bare exchange", "= 2$", "bare exchange$"),
+        ),
+    ),
+    Claim(
+        "parallel",
+        "The strategies of parallel training",
+        "Four hosts, links of 500 Mbit/s, kernels on an emulated accelerator, a helper thread moves messages. `exposed` "
+        "is the time beyond the kernels alone, as a share of the time of the messages alone. Asked is the bound "
+        "([what the strategies hide](concepts/strategies.md)) and 0.03. `serial`: no kernel runs while a message "
+        "moves; the range is over the ratios. Pipelines: 4 stages, 8 micro-batches, the formula has the messages.",
+        (
+            *(
+                Pick(f"{label}, {of} = {ratio:g}: exposed / messages", f"^{what}, {re.escape(of)} = {ratio:g}$", "^exp")
+                for label, (what, of, ratios) in _STRATEGIES.items()
+                for ratio in ratios
+            ),
+            *(
+                Pick(f"{label}: serial / fompi", f"^{what}, {re.escape(of)} = ", "^serial")
+                for label, (what, of, _) in _STRATEGIES.items()
+            ),
+            *(
+                Pick(f"pipeline, {name}: time / formula", "^pipeline", f"^{name}: ")
+                for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2")
+            ),
+        ),
+    ),
+    Claim(
+        "step",
+        "Training steps beside PyTorch over gloo",
+        "Two hosts with one core each, 1 Gbit/s, a stack of residual MLP blocks on kernels of torch. `exposed` is the "
+        "time beyond the step without messages, as a share of that step.",
+        (
+            Pick("torch DDP / fompi", "^data parallel", "^torch DDP / "),
+            Pick("one all-reduce after the backward / fompi", "^data parallel", "^all-reduce after"),
+            Pick("FSDP2 / fompi, zero=3", "^parameters sharded", "^FSDP2 / "),
+            Pick("torch 1F1B / fompi", "^pipeline", "^torch 1F1B / "),
+            Pick("torch interleaved 1F1B / fompi", "^pipeline", "^torch interleaved / "),
+            Pick("data parallel: exposed / compute", "^data parallel", "^fompi: exposed"),
+            Pick("data parallel: MFU", "^data parallel", "^fompi: MFU"),
+            Pick("zero=3: exposed / compute", "^parameters sharded", "^fompi: exposed"),
+            Pick("zero=3: MFU", "^parameters sharded", "^fompi: MFU"),
         ),
     ),
     Claim(

@@ -33,6 +33,8 @@ LINKS = {
     "collectives": (["--hosts", "4", "--rate", "1gbit"], 9),
     "papers": (["--hosts", "4", "--rate", "1gbit"], 7),
     "fused": (["--hosts", "2", "--rate", "1gbit"], 11),
+    "parallel": (["--hosts", "4", "--rate", "500mbit"], 7),
+    "step": (["--hosts", "2", "--rate", "1gbit"], 7),
     "peers": (["--hosts", "2", "--rate", "1gbit"], 5),
     "planner": (["--hosts", "2", "--rate", "1gbit"], 7),
     "planner-2x2": (["--groups", "2x2", "--rate", "1gbit", "--between", "100mbit"], 5),

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from fompi.parallel.local import product
 from fompi.parallel.pipeline import SCHEDULES, Pipeline
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
-from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks
+from fompi.tuning.rounds import Figure, Row, alternate, median_interval, of_all_ranks
 
 Array = np.ndarray[Any, Any]
 
@@ -120,6 +121,9 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
                     case.close()
         options.progress.step("pipelines")
         measured_rows.append(pipelines(comm, cluster, options.rounds))
+        if comm.size > 2 and comm.size % 2 == 0:
+            options.progress.step("data beside tensor")
+            measured_rows.append(data_beside_tensor(comm, cluster, options.rounds))
     return measured_rows
 
 
@@ -158,9 +162,9 @@ def measured(
     row = Row(_title(case, ratio), str(cluster), samples, base=FOMPI)
     t_c, t_m = row.median(KERNELS), row.median(MESSAGES)
     bound = case.bound(t_c, t_m) / t_m
-    exposed = median((t - c) / t_m for t, c in zip(samples[FOMPI], samples[KERNELS], strict=True))
+    exposed = [(t - c) / t_m for t, c in zip(samples[FOMPI], samples[KERNELS], strict=True)]
     figures = [
-        Figure("exposed / messages", exposed, most=bound + SLACK, limit=bound),
+        Figure("exposed / messages", median(exposed), "", median_interval(exposed), most=bound + SLACK, limit=bound),
         row.ratio(SERIAL, FOMPI, limit=(t_c + t_m) / (t_c + bound * t_m)),
     ]
     if cluster.shared:
@@ -408,6 +412,85 @@ CASES: tuple[Callable[[Communicator, Accelerator], Case | None], ...] = (
     usp,
     experts,
 )
+
+
+# ---------------------------------------------------------------------------------------------------- two axes at once
+
+LAYERS, GRADIENT_NBYTES = 8, 2 << 20
+ALONE, FIRST_COME, IN_ORDER = "tensor alone", "with data, first come", "with data, priorities"
+MOST_BEYOND_ALONE = 1.05
+
+
+def data_beside_tensor(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
+    """A backward of TP+SP blocks, T_m = T_c. After each block the gradients of its layer are summed by data parallelism.
+
+    The time is that of the blocks. It begins when the blocks begin, so what data parallelism exposes after the last of
+    them does not count. Exposed is what is beyond the kernels; without data parallelism nothing disturbs the blocks.
+    """
+    meshes = [Mesh(comm, dp=comm.size // 2, tp=2), Mesh(comm, priority=("tp", "dp"), dp=comm.size // 2, tp=2)]
+    accelerator = Accelerator([axis for mesh in meshes for axis in mesh.values()])
+    names = [f"w{i}" for i in range(LAYERS)]
+    gradients = {name: np.ones(GRADIENT_NBYTES // 4, np.float32) for name in names}
+    x = np.zeros((ROWS // 2, WIDTH), np.float32)
+    w1, w2 = np.zeros((WIDTH, FEATURES), np.float32), np.zeros((FEATURES, WIDTH), np.float32)
+
+    def step(mesh: Mesh, dp: DataParallel | None) -> float:
+        seconds = 0.0
+        for name in reversed(names):
+            begun = perf_counter()
+            row_parallel_linear(column_parallel_linear(x, w1, comm=mesh["tp"]), w2, comm=mesh["tp"])
+            seconds += perf_counter() - begun
+            if dp is not None:
+                dp.ready(name, gradients[name])
+        if dp is not None:
+            dp.step()
+            for name in names:
+                _ = dp[name]
+        return seconds
+
+    with accelerator.on():
+        dps = [
+            DataParallel(gradients, optimizer=SGD(1e-3), comm=mesh["dp"], zero=1, bucket_nbytes=GRADIENT_NBYTES)
+            for mesh in meshes
+        ]
+        contestants = {
+            ALONE: partial(step, meshes[0], None),
+            FIRST_COME: partial(step, meshes[0], dps[0]),
+            IN_ORDER: partial(step, meshes[1], dps[1]),
+        }
+        samples: dict[str, list[float]] = {name: [] for name in contestants}
+
+        def note(name: str, seconds: float) -> None:
+            samples[name].append(float(of_all_ranks(comm.link.comm, np.array([seconds])).max()))
+
+        mpi, before = comm.link.comm, accelerator.flops
+        contestants[ALONE]()
+        flops = accelerator.flops - before
+        alternate(mpi, {ALONE: contestants[ALONE]}, PILOT_ROUNDS, idle=cluster.idle, after=note)
+        t_m = median(samples.pop(ALONE)[-PILOT_ROUNDS:])
+        samples[ALONE] = []
+        accelerator.use(flops / t_m)
+        alternate(mpi, contestants, rounds, idle=cluster.idle, after=note)
+    for closing in (*dps, *meshes):
+        closing.close()
+    samples = {name: samples[name][-rounds:] for name in contestants}
+    exposed = {name: median(taken) - t_m for name, taken in samples.items()}
+    figures = [
+        Figure(f"exposed, {FIRST_COME} / alone", exposed[FIRST_COME] / exposed[ALONE]),
+        Figure(f"exposed, {IN_ORDER} / alone", exposed[IN_ORDER] / exposed[ALONE], most=MOST_BEYOND_ALONE, limit=1.0),
+    ]
+    if cluster.shared:
+        figures = [replace(figure, most=None) for figure in figures]
+    return Row(
+        f"data beside tensor parallelism, {comm.size // 2} x 2, T_m / T_c = 1",
+        str(cluster),
+        samples,
+        base=ALONE,
+        limits={"kernels": t_m},
+        figures=figures,
+        progress=progress(comm),
+        marks=["emulated accelerator"],
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- pipelines
