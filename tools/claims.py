@@ -141,13 +141,13 @@ CLAIMS = (
     Claim(
         "parallel",
         "The strategies of parallel training",
-        "Four hosts, links of 500 Mbit/s, kernels on an emulated accelerator, a helper thread moves messages. `exposed` "
+        "Four hosts, links of 500 Mbit/s, emulated accelerators, a helper thread moves messages. `exposed` "
         "is the time beyond the kernels alone, as a share of the time of the messages alone. Asked is the bound "
         "([what the strategies hide](concepts/strategies.md)) and 0.03. `serial`: no kernel runs while a message "
         "moves; the range is over the ratios. Pipelines: 4 stages, 8 micro-batches, the formula has the messages.",
         (
             *(
-                Pick(f"{label}, {of} = {ratio:g}: exposed / messages", f"^{what}, {re.escape(of)} = {ratio:g}$", "^exp")
+                Pick(f"{label}, {of} = {ratio:g}: exposed / messages", f"^{what}, {re.escape(of)} = {ratio:g}$", "^e")
                 for label, (what, of, ratios) in _STRATEGIES.items()
                 for ratio in ratios
             ),
