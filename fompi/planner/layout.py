@@ -285,7 +285,7 @@ def _refusal(
 ) -> LayoutError:
     """Why there is no layout, and what to do."""
     given = "".join(f", {key}={value}" for key, value in fixed.items())
-    where = f"no layout of {name} on {ranks} ranks of {machine.name} with {batch} sequences{given},"
+    where = f"no layout of {name} on {ranks} ranks of {machine.name} with {batch} sequences{given}"
     needed, layout = nearest
     if needed < inf:
         usable = f"{USABLE * machine.memory / 1e9:.1f} GB, {USABLE:.0%} of a rank's memory"
