@@ -359,7 +359,7 @@ WRONG = [
     ("llama-8b", 8, {"zero": 4}, "zero=4 must be 0, 1, 2 or 3"),
     ("llama-8b", 8, {"schedule": "2f2b"}, "schedule='2f2b'; choose gpipe"),
     ("llama-8b", 8, {"recompute": "some"}, "recompute='some'; choose none"),
-    ("llama-8b", 64, {"tp": 7}, "tp=7, is possible. The rules: .*tp divides 32 heads"),
+    ("llama-8b", 64, {"tp": 7}, "tp=7 is possible. The rules: .*tp divides 32 heads"),
     ("mixtral-8x7b", 8, {"ep": 3}, "ep divides dp x cp and the 8 experts"),
     ("llama-405b", 8, {}, r"fits into 72.0 GB.*Nearest is .* which needs 9\d\d.\d GB. Take more ranks"),
     (SMALL._replace(layers=0), 8, {}, "layers=0 of the model must be an integer from 1"),
