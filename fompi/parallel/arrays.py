@@ -43,6 +43,25 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
     return communicator, result, list(values)
 
 
+def admit(
+    operation: Operation[Any], comm: Any, check: Callable[[Communicator], tuple[str, Any]]
+) -> tuple[Any, str, Any]:
+    """All ranks begin a strategy that is one operation, or all raise. Returns (the Communicator, the text, the result).
+
+    As `enter`, without an agreement of its own: that of the operation compares the text (`begin`).
+    """
+    communicator, refusal = communicator_of(comm)
+    text, result = "", None
+    if refusal is None:
+        try:
+            text, result = check(communicator)
+        except Exception as error:
+            refusal = error
+    if refusal is not None:
+        operation.refuse(refusal, communicator)
+    return communicator, text, result
+
+
 def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = None) -> Tensor:
     """The tensor `x`: floating-point numbers on the host, of the dtype of `like`, with `ndim` dimensions."""
     tensor = dlpack.borrow(x, name)
@@ -92,6 +111,14 @@ def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) ->
 def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Pending:
     """The operation on arrays that hold the logical dtype `dtype`, in flight."""
     return operation.start(*_tensors(arrays, options, dtype), **options)
+
+
+def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **options: Any) -> Pending:
+    """The operation in flight, in which the ranks also compare `text`."""
+    tensors = _tensors(arrays, options, dtype)
+    arguments, comm, how = operation.read(tuple(tensors), options)
+    arguments.gradient = text
+    return operation.begin(arguments, comm, how)
 
 
 def transfer(array: Array, dest: int | None, source: int | None, dtype: str, comm: Communicator) -> Any:

@@ -36,7 +36,9 @@ from fompi.ops.operations import (
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
 from fompi.parallel.arrays import (
     Array,
+    admit,
     arrived,
+    begin,
     borrow,
     borrow_gradient,
     borrow_integers,
@@ -95,25 +97,30 @@ def _column(
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
+    def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
         tensors = _linear_tensors(x, w, bias)
         if activation not in ACTIVATIONS:
             raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
         if activation == "swiglu" and tensors[1].array.shape[1] % 2:
             raise ShapeError(f"swiglu halves the features: w has {tensors[1].array.shape[1]} columns, an odd number")
-        shape = tensors[0].array.shape
-        rows = shape[1:] if sequence_parallel else shape
-        text = f"{tensors[0].dtype}, x {rows}, bias={bias is not None}, {activation}, {sequence_parallel=}"
-        return text, len(tensors[0].array), tensors
+        return f"of column_parallel_linear, {activation}", tensors
 
-    group, (tx, tw, tb), counts = enter("column_parallel_linear", comm, check)
-    dtype = tx.dtype
+    counts: Sequence[int] = ()
     if sequence_parallel:
+        group, text, (tx, tw, tb) = admit(all_gather_matmul, comm, check)
         added = None if tb is None else tb.array
-        z = call(all_gather_matmul, tx.array, tw.array, bias=added, dtype=dtype, comm=group)
-    else:
-        z_wide = product.on(group, widen(tx.array, dtype), widen(tw.array, dtype))
-        z = narrow(z_wide if tb is None else z_wide + widen(tb.array, dtype), dtype)
+        pending = begin(all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
+        z, dtype, counts = arrived(pending), tx.dtype, pending.counts
+    else:  # nothing is sent, so the ranks agree here
+
+        def check_all(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
+            text, tensors = check(comm)
+            return f"{text}, {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}", 0, tensors
+
+        group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
+        dtype = tx.dtype
+        wide = product.on(group, widen(tx.array, dtype), widen(tw.array, dtype))
+        z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
     saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
     if activation == "none":
         return dlpack.lend(z, dtype, tx), saved
@@ -186,21 +193,21 @@ def _row(
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, Any]:
+    operation = matmul_reduce_scatter if sequence_parallel else matmul_all_reduce
+
+    def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
         tensors = _linear_tensors(x, w, bias)
         rows = len(tensors[0].array)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
         kept = list(split(rows, comm.size)) if counts is None else check_counts(counts, rows, comm.size)
-        text = f"{tensors[0].dtype}, rows {kept}, x (..., {tensors[0].array.shape[1:-1]}, k), {sequence_parallel=}, "
-        return f"{text}n={tensors[1].array.shape[1]}, bias={bias is not None}", 0, (*tensors, kept)
+        return "of row_parallel_linear", (*tensors, kept)
 
-    group, (tx, tw, tb, kept), _ = enter("row_parallel_linear", comm, check)
+    group, text, (tx, tw, tb, kept) = admit(operation, comm, check)
     options: dict[str, Any] = {"bias": None if tb is None else tb.array, "dtype": tx.dtype, "comm": group}
     if sequence_parallel:
-        y = call(matmul_reduce_scatter, tx.array, tw.array, counts=kept, **options)
-    else:
-        y = call(matmul_all_reduce, tx.array, tw.array, **options)
+        options["counts"] = kept
+    y = arrived(begin(operation, text, tx.array, tw.array, **options))
     return dlpack.lend(y, tx.dtype, tx), Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape)
 
 
