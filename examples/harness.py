@@ -1,7 +1,8 @@
 """What tp_mlp.py needs beside its model: options, data, progress, a single process to compare with, and a clock.
 
 `Job` holds what all parts share. `check` compares a run with a single process in float64. `compare` times steps with
-overlap and without, in turns, prints a table, and draws a picture.
+overlap and without, in turns, prints a table, and draws a picture. The end of the file is what transformer_3d.py needs:
+text, a progress bar, the losses as a picture, and times by axis.
 """
 
 import argparse
@@ -173,12 +174,18 @@ class Job:
     @contextmanager
     def progress_bar(self):
         """A bar of all steps of the training, if somebody watches a terminal. At the end, the time that it took."""
-        from tqdm import tqdm
-
-        quiet, begun = self.comm.rank > 0 or not _is_on_terminal(), perf_counter()
-        with tqdm(total=self.model.epochs * self.steps, disable=quiet, unit="step", leave=False, ncols=80) as bar:
+        begun = perf_counter()
+        with progress_bar(self.comm, self.model.epochs * self.steps) as bar:
             yield bar
         self.say(f"trained in {perf_counter() - begun:.1f} s")
+
+
+def progress_bar(comm, steps, items=None):
+    """A bar of tqdm on rank 0, if somebody watches a terminal. It counts `items`, or what its `update` is told."""
+    from tqdm import tqdm
+
+    quiet = comm.rank > 0 or not _is_on_terminal()
+    return tqdm(items, total=steps, disable=quiet, unit="step", leave=False, ncols=80)
 
 
 def _digits(model, comm):
@@ -372,3 +379,84 @@ def _draw(job, recorded, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(timelines(drawn))
     job.say(f"The step in the middle of each kind: {path}")
+
+
+# ---------------------------------------------------------------------------------------- for transformer_3d.py
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def prepare(description):
+    """(options, mesh, text). By default an even number of ranks has tp=2, what is left has pp=2 if it is even."""
+    comm, parser = fompi.Communicator(), argparse.ArgumentParser(description=description)
+    for axis in ("dp", "pp", "tp"):
+        parser.add_argument(f"--{axis}", type=int, help=f"ranks along {axis}")
+    parser.add_argument("--steps", type=int, default=40, help="(40)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses")
+    options = parser.parse_args()
+    tp = options.tp or 2 - comm.size % 2
+    pp = options.pp or 2 - comm.size // tp % 2
+    mesh = fompi.Mesh(comm, dp=options.dp or comm.size // (tp * pp), pp=pp, tp=tp)
+    return options, mesh, python_source(comm)
+
+
+def python_source(comm, nbytes=1 << 18):
+    """The begin of the source of Python's standard library, as bytes. Rank 0 reads it for all ranks."""
+    text = np.zeros(nbytes, np.uint8)
+    if comm.rank == 0:
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
+        text[:] = np.frombuffer(b"".join(file.read_bytes() for file in files)[:nbytes], np.uint8)
+    return fompi.broadcast(text, comm=comm)
+
+
+def batches(text, steps, length, comm, shape):
+    """For each step inputs and targets of this rank, of the shape (micro-batches, length, rows): the next byte each.
+
+    `shape` is (micro-batches, rows). The batches of all ranks together are the same for any number of them.
+    """
+    import torch
+
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        at = random.integers(len(text) - length, size=(comm.size, shape[0], 1, shape[1]))[comm.rank]
+        read = torch.from_numpy(text[at + np.arange(length + 1)[:, None]].astype(np.int64))
+        yield read[:, :-1], read[:, 1:]
+
+
+def seconds_by_axis(mesh, **calls):
+    """{axis: (seconds of messages in flight, seconds of waiting)}, the means of all ranks.
+
+    `calls[axis]` are the traces of the calls on this axis, and the seconds for which the program has waited for them.
+    If these are None, the program was in each call from its begin to its end: it waited while no kernel ran.
+    """
+    own = []
+    for axis, (traces, waited) in calls.items():
+        rank = mesh[axis].rank
+        events = tuple(event for trace in traces for event in trace.events)
+        if waited is None:
+            waited = sum(trace.summary(rank).exposed for trace in traces)
+        own.append((fompi.Trace("measured", axis, events).summary(rank).communication, waited))
+    means = fompi.all_reduce(np.array(own), comm=mesh.world, op="mean")
+    return dict(zip(calls, means.tolist(), strict=True))
+
+
+def report(losses, expected, axes, seconds, path=None):
+    """Print the losses and what was hidden. A picture of the losses at `path` takes Matplotlib."""
+    means = [part.mean() for part in np.array_split(losses, min(len(losses), 40))]
+    low, high = min(means), max(means)
+    places = [round((mean - low) / (high - low or 1) * (len(SPARKS) - 1)) for mean in means]
+    print(f"loss {losses[0]:.2f} {''.join(SPARKS[i] for i in places)} {losses[-1]:.2f}")
+    error = np.abs(expected / losses[: len(expected)] - 1).max()
+    print(f"the first {len(expected)} losses are those of a single process within {error:.0e}: {error < 1e-4}")
+    print("the last step, mean of the ranks:")
+    for axis, (flight, waited) in seconds.items():
+        times = [f"{1e3 * value:.1f} ms" for value in (flight, waited, max(0.0, flight - waited))]
+        print(f"{axis}={axes[axis]}: messages in flight {times[0]}, exposed (waited for) {times[1]}, hidden {times[2]}")
+    if path is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 3), layout="constrained")
+        figure.subplots().plot(losses)
+        figure.axes[0].set(xlabel="step", ylabel="loss")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)

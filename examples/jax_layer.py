@@ -3,7 +3,7 @@
     mpirun -n 2 python examples/jax_layer.py
 
 Each rank holds some rows of x, some columns of w1, and the rows of w2 that belong to them. The operations of
-`fompi.jax` work in `jax.grad` and `jax.vjp`, but not in `jax.jit`. The backward pass is fused too. Any number of ranks
+`fompi.jax` work in `jax.grad` and `jax.vjp`, also under `jax.jit`. The backward pass is fused too. Any number of ranks
 works.
 """
 

@@ -40,13 +40,19 @@ STRATEGIES = (
 
 SIZES = {
     "mpich": {
-        1: SUBSET,
+        1: (*SUBSET, "jax_jit"),
         2: (),
         3: (*OPERATIONS, "counts"),
-        4: (*SUBSET, *STRATEGIES, "executor", "lifetime", "pending"),
-        8: OPERATIONS,
+        4: (*SUBSET, *STRATEGIES, "executor", "lifetime", "pending", "process_group", "three_axes"),
+        8: (*OPERATIONS, "three_axes"),
     },
-    "openmpi": {1: OPERATIONS, 2: (), 3: (*SUBSET, *STRATEGIES), 4: (*OPERATIONS, "lifetime"), 8: ("communicator",)},
+    "openmpi": {
+        1: OPERATIONS,
+        2: (),
+        3: (*SUBSET, *STRATEGIES, "jax_jit"),
+        4: (*OPERATIONS, "lifetime"),
+        8: ("communicator",),
+    },
 }
 """Which files of tests/mpi run on which number of ranks; (): all."""
 

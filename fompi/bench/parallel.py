@@ -422,41 +422,41 @@ MOST_BEYOND_ALONE = 1.05
 
 
 def data_beside_tensor(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
-    """A backward of TP+SP blocks, T_m = T_c. After each block the gradients of its layer are summed by data parallelism.
+    """A backward of TP+SP blocks, T_m = T_c. After each block data parallelism sums the gradients of its layer.
 
-    The time is that of the blocks. It begins when the blocks begin, so what data parallelism exposes after the last of
-    them does not count. Exposed is what is beyond the kernels; without data parallelism nothing disturbs the blocks.
+    The time is that of the blocks. What data parallelism exposes after the last of them does not count. Exposed is what
+    is beyond the kernels. Alone is the same step with data parallelism of one rank, which moves nothing.
     """
-    meshes = [Mesh(comm, dp=comm.size // 2, tp=2), Mesh(comm, priority=("tp", "dp"), dp=comm.size // 2, tp=2)]
-    accelerator = Accelerator([axis for mesh in meshes for axis in mesh.values()])
+    plain = Mesh(comm, dp=comm.size // 2, tp=2)
+    ordered = Mesh(comm, priority=("tp", "dp"), dp=comm.size // 2, tp=2)
+    own = comm.split(comm.rank, 0, "own")
+    accelerator = Accelerator([own, *plain.values(), *ordered.values()])
     names = [f"w{i}" for i in range(LAYERS)]
     gradients = {name: np.ones(GRADIENT_NBYTES // 4, np.float32) for name in names}
     x = np.zeros((ROWS // 2, WIDTH), np.float32)
     w1, w2 = np.zeros((WIDTH, FEATURES), np.float32), np.zeros((FEATURES, WIDTH), np.float32)
 
-    def step(mesh: Mesh, dp: DataParallel | None) -> float:
+    def step(tp: Communicator, dp: DataParallel) -> float:
         seconds = 0.0
         for name in reversed(names):
             begun = perf_counter()
-            row_parallel_linear(column_parallel_linear(x, w1, comm=mesh["tp"]), w2, comm=mesh["tp"])
+            row_parallel_linear(column_parallel_linear(x, w1, comm=tp), w2, comm=tp)
             seconds += perf_counter() - begun
-            if dp is not None:
-                dp.ready(name, gradients[name])
-        if dp is not None:
-            dp.step()
-            for name in names:
-                _ = dp[name]
+            dp.ready(name, gradients[name])
+        dp.step()
+        for name in names:
+            _ = dp[name]
         return seconds
 
     with accelerator.on():
         dps = [
-            DataParallel(gradients, optimizer=SGD(1e-3), comm=mesh["dp"], zero=1, bucket_nbytes=GRADIENT_NBYTES)
-            for mesh in meshes
+            DataParallel(gradients, optimizer=SGD(1e-3), comm=axis, zero=1, bucket_nbytes=GRADIENT_NBYTES)
+            for axis in (own, plain["dp"], ordered["dp"])
         ]
         contestants = {
-            ALONE: partial(step, meshes[0], None),
-            FIRST_COME: partial(step, meshes[0], dps[0]),
-            IN_ORDER: partial(step, meshes[1], dps[1]),
+            ALONE: partial(step, plain["tp"], dps[0]),
+            FIRST_COME: partial(step, plain["tp"], dps[1]),
+            IN_ORDER: partial(step, ordered["tp"], dps[2]),
         }
         samples: dict[str, list[float]] = {name: [] for name in contestants}
 
@@ -471,8 +471,10 @@ def data_beside_tensor(comm: Communicator, cluster: Cluster, rounds: int) -> Row
         samples[ALONE] = []
         accelerator.use(flops / t_m)
         alternate(mpi, contestants, rounds, idle=cluster.idle, after=note)
-    for closing in (*dps, *meshes):
-        closing.close()
+    for dp in dps:
+        dp.close()
+    for communicator in (own, plain, ordered):
+        communicator.close()
     samples = {name: samples[name][-rounds:] for name in contestants}
     exposed = {name: median(taken) - t_m for name, taken in samples.items()}
     figures = [

@@ -3,6 +3,7 @@
 | file | what it holds |
 |---|---|
 | `tasks` | `Task`: something in flight, with requests and kernels; the base of a call and of a handshake |
+| `port` | `Port`: which message is sent or received next, if axes of a mesh have priorities |
 | `in_flight` | `InFlight.poll` tests all requests together |
 | `engine` | `Engine.progress` polls and runs kernels; `Engine.wait` waits, with a deadline |
 | `intervals` | when the program has waited and when kernels have run |

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ from fompi.engine.control import LEFT, Channel
 from fompi.engine.engine import FORKED, SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
+from fompi.engine.port import Queued, part_nbytes
 from fompi.engine.progress import HELPED, Helper, Worker, choose_mode, has_spare, pause_between_polls
 from fompi.engine.tasks import Task
 from fompi.model.machine import Machine
@@ -165,6 +166,7 @@ class Communicator(Shared):
                 raise
             self.crowded = not self.network and launcher.crowded()
         self.most_nbytes = message_limit_nbytes() if self.network else MOST_NBYTES  # more bytes go in several messages
+        self.urgency: int | None = None  # 0: its messages go first (`fompi.engine.port`). None: no message waits
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
         self._key = remember(self, "communicator", name, self.link.world_ranks)
@@ -233,7 +235,24 @@ class Communicator(Shared):
         agree(self, "a split")
         part = Communicator(self.link.split(color, key), name or f"{self.name}/{color}", self.hosts)
         part.backend = self.backend
+        if self.urgency is not None:
+            part.prioritize(self.urgency)
         return part
+
+    def prioritize(self, urgency: int) -> None:
+        """Messages wait for their turn from now on. All ranks do this at the same time, with no call in flight."""
+        bandwidth = 0.0 if self.engine.machine is None else self.engine.machine.bandwidth
+        self.urgency, self.most_nbytes = urgency, min(self.most_nbytes, part_nbytes(urgency, bandwidth))
+
+    def send_in_turn(
+        self, call: Callable[[Any, int, int], Any], data: Any, peer: int, tag: int, task: Task, key: int
+    ) -> None:
+        """Send bytes when nothing more urgent is on its way. A part is in flight until its receiver takes it."""
+        assert self.urgency is not None
+        call = self.link.issend if self.urgency else call
+        parts = deque(data[at : at + self.most_nbytes] for at in range(0, data.nbytes, self.most_nbytes))
+        stream = self.link, peer, tag
+        self.engine.offer(Queued(self.urgency, stream, parts, lambda part: call(part, peer, tag), task, key))
 
     def paths(self, device: Any) -> Paths:
         """How messages between the memories of such devices move (`fompi.mpi.paths`)."""
@@ -337,12 +356,14 @@ class Communicator(Shared):
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
 
 
-def _refuse_axes(axes: dict[str, int], size: int) -> LayoutError | None:
+def _refuse_axes(axes: dict[str, int], priority: Any, size: int) -> LayoutError | None:
     """The error for axes that do not fit `size` ranks. It is returned, because all ranks must get it."""
     if not axes or any((integer(n) or 0) < 1 for n in axes.values()):
         return LayoutError(f"a mesh needs axes with integer sizes >= 1, such as Mesh(dp=2, tp=4), not {axes}")
     if prod(axes.values()) != size:
         return LayoutError(f"{' x '.join(map(str, axes.values()))} is not {size}, the number of ranks")
+    if priority is not None and (isinstance(priority, str) or len({*priority} & {*axes}) < len(priority)):
+        return LayoutError(f"priority= names axes of the mesh ({', '.join(axes)}), each once, not {priority!r}")
     return None
 
 
@@ -352,12 +373,21 @@ class Mesh(Shared, Mapping[str, Communicator]):
     `mesh["dp", "tp"]` is that of the ranks along both. The last axis is the innermost: its ranks have consecutive
     numbers, so they are on one host if hosts are filled in order. Collective. Raises LayoutError if the product of the
     sizes is not the number of ranks.
+
+    `priority=("tp", "pp", "dp")` says whose messages go first where axes share the links of a rank: those of tp, then
+    those of pp. Axes that are not named come last, all alike. While messages of a more urgent axis move, the others
+    wait. They leave in parts of 64 KiB, few at a time, so that an urgent message waits for little. They also leave
+    while urgent ones wait for their receivers, and each axis sends at least one part every 50 ms. A communicator of
+    several axes is as urgent as the least urgent of them, and a split of one as the one that was split. Small messages,
+    collectives of the MPI library (the schedules `unfused` and `sliced`) and copies between devices of one host do not
+    wait. Without `priority` messages go when they are ready.
     """
 
-    def __init__(self, comm: Any = None, /, **axes: int):
+    def __init__(self, comm: Any = None, /, *, priority: Sequence[str] | None = None, **axes: int):
         self.axes = axes = {name: n if integer(n) is None else int(n) for name, n in axes.items()}
-        self.world = Communicator.of(comm)
-        agree(self.world, f"Mesh({axes})", _refuse_axes(axes, self.world.size))
+        self.world, self.priority = Communicator.of(comm), priority
+        which = "" if priority is None else f", priority={priority!r}"
+        agree(self.world, f"Mesh({axes}{which})", _refuse_axes(axes, priority, self.world.size))
         self.coordinates = dict.fromkeys(axes, 0)
         remaining = self.world.rank
         for name in reversed(axes):
@@ -379,7 +409,11 @@ class Mesh(Shared, Mapping[str, Communicator]):
                 key = key * size + self.coordinates[name]
             else:
                 color = color * size + self.coordinates[name]
-        return self.world.split(color, key, "x".join(names))
+        along = self.world.split(color, key, "x".join(names))
+        if self.priority is not None:
+            order = [*self.priority]
+            along.prioritize(max(order.index(name) if name in order else len(order) for name in names))
+        return along
 
     def __getitem__(self, axis: str | tuple[str, ...]) -> Communicator:
         """The ranks along an axis, or along several: mesh["dp", "tp"], in the order of the mesh.

@@ -61,6 +61,7 @@ class Channel:
 
     def __init__(self, link: Link, engine: Engine, name: str):
         self.link, self.engine, self.name = link, engine, name
+        self.timeout: float | None = None  # seconds without progress after which a call fails; None: FOMPI_TIMEOUT
         self.active: dict[int, Task] = {}  # stamp -> the task of that call
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the last call that began on this rank
         self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
@@ -214,9 +215,9 @@ class Channel:
         self.asking = True
         try:
             awaited = task.waits_for()
-            seconds = self.engine.timeout
+            limit = f"{self.engine.timeout:g} s (FOMPI_TIMEOUT)" if self.timeout is None else f"{self.timeout:g} s"
             if awaited is None:
-                return f"rank {self.link.rank} made no progress for {seconds:g} s (FOMPI_TIMEOUT)"
+                return f"rank {self.link.rank} made no progress for {limit}"
             self._answers.clear()
             self.send_all(ASK, 0)
             end = perf_counter() + ANSWER_SECONDS
@@ -225,7 +226,7 @@ class Channel:
                 if not self.engine.progress() and not self.engine.receive_control():
                     sleep(1e-3)
             chain = self._first_absent(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
-            return f"no progress for {seconds:g} s (FOMPI_TIMEOUT): " + "; ".join(chain)
+            return f"no progress for {limit}: " + "; ".join(chain)
         finally:
             self.asking = False
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from threading import RLock
+from threading import RLock, local
 from time import perf_counter, sleep
 from typing import Any
 
@@ -22,7 +22,7 @@ from fompi.base.errors import PeerError, StateError, WaitTimeout
 from fompi.engine.in_flight import InFlight
 from fompi.engine.intervals import RecentIntervals
 from fompi.engine.progress import POLLS_PER_WAKE, Helper
-from fompi.engine.tasks import QUIET, ControlChannel, Task
+from fompi.engine.tasks import QUIET, ControlChannel, Task, Watch
 from fompi.traces.trace import Interval, between, union
 
 SPINS, YIELDS = 20, 280
@@ -41,6 +41,9 @@ LATE_SECONDS = 0.5
 STALLED_SECONDS = 0.1
 """After this long without progress, a bound call compares its label and its counts with those of the awaited rank."""
 
+WATCH_POLLS = 64
+"""After this many polls the deadlines of the calls are tested that nobody waits for."""
+
 DEPARTED_SECONDS = 0.2
 """If an awaited rank has left, a wait goes on until there is no progress for this long: messages may still arrive."""
 
@@ -49,6 +52,12 @@ FORKED = (
     "this process was forked from a rank, and must not call fompi: it would speak in the name of that rank. "
     "Start processes with `spawn` or `forkserver`, or fork before the first Communicator"
 )
+
+
+class Around(local):
+    """How many kernels this thread is in. A kernel of the user may call operations, and wait for them."""
+
+    kernels = 0
 
 
 class Engine(InFlight):
@@ -72,6 +81,7 @@ class Engine(InFlight):
         self.last_began: tuple[str, Any, int] | None = None  # the last call: its name, its communicator, its stamp
         # Kernels. `progress.Driven` describes what the helper reads.
         self.computing = 0
+        self._around = Around()
         self.kernel_began = 0.0
         self.longest_forwarding = 0.0
         self.kernels = RecentIntervals()  # when threads have run kernels
@@ -94,7 +104,8 @@ class Engine(InFlight):
     @property
     def needs_no_poll(self) -> bool:
         """True if a poll can move nothing: only kernels are in flight, and a thread runs them."""
-        return not (self._requests or self._launched or (self._ready and not self.has_kernel_thread))
+        ready = self._ready and not self.has_kernel_thread
+        return not (self._requests or self._launched or ready or self.watched)
 
     @property
     def has_kernel_thread(self) -> bool:
@@ -112,6 +123,8 @@ class Engine(InFlight):
         `helping` is True in the helper thread. While another thread runs kernels, the helper runs only sums and copies.
         Otherwise it gives a product to its worker thread, or runs it if there is no worker.
         """
+        if self.watched:
+            self._tell()
         worker = self.helper.worker if helping and self.helper is not None else None
         with self.lock:
             moved = self.poll()
@@ -133,6 +146,26 @@ class Engine(InFlight):
             self.wake_helper()
         self._run(task, key, kernel)
         return True
+
+    def watch(self, task: Callable[[], Task], channel: ControlChannel, then: Callable[[], object]) -> None:
+        """Call `then()` once `task()` is finished: soon, without the lock, in a thread that drives the engine.
+
+        The call then has a deadline although nobody waits for it. `then` must not raise.
+        """
+        with self.lock:
+            self.watched.append(Watch(task, channel, then, perf_counter()))
+        self.wake_helper()
+
+    def _tell(self) -> None:
+        """Call `then()` of the watched calls that are finished."""
+        with self.lock:
+            finished = [watch for watch in self.watched if watch.task().finished]
+            self.watched = [watch for watch in self.watched if watch not in finished]
+        for watch in finished:
+            watch.then()
+        if self.polls % WATCH_POLLS == 0:
+            for watch in self.watched:
+                self._end_if_lost(watch.task(), watch.channel, watch.begun)
 
     def poll_thoroughly(self) -> None:
         """Poll until nothing arrives any more: during the next kernel there may be no poll for a long time."""
@@ -158,10 +191,12 @@ class Engine(InFlight):
         """Run a kernel that was taken, without the lock. This is where kernels run."""
         error = None
         self.kernel_began = begun = perf_counter()
+        self._around.kernels += 1
         try:
             QUIET.copy().run(kernel)
         except BaseException as raised:
             error = raised
+        self._around.kernels -= 1
         with self.lock:
             self.computing -= 1
             ended = perf_counter()
@@ -224,6 +259,8 @@ class Engine(InFlight):
         finally:
             self.waiting.remove((task, channel))
             task.awaited = False
+            if self.watched:
+                self._tell()
             if not self.waiting:
                 self.waits.add(self._waiting_since, perf_counter())
         return True
@@ -257,7 +294,9 @@ class Engine(InFlight):
                 text = f"rank {channel.link.rank} waits for {what}, but {channel.departed[absent]}"
                 channel.fail(task, PeerError(text, absent))
                 return
-        if silent > self.timeout and not channel.asking and not self.computing:  # a running kernel may be the reason
+        if (
+            silent > (channel.timeout or self.timeout) and not channel.asking and self.computing == self._around.kernels
+        ):  # a running kernel may be the reason
             moved_at, text = task.moved_at, channel.explain(task)
             if not task.finished and task.moved_at == moved_at:  # no progress during `explain` either
                 channel.fail(task, WaitTimeout(text))

@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import RLock
+from time import perf_counter
 from typing import Any
 
 from fompi.backends.base import Token
-from fompi.engine.tasks import MessageParts, Task
+from fompi.engine.port import Port, Queued
+from fompi.engine.tasks import MessageParts, Task, Watch
 
 EAGER_NBYTES = 4096
 """Every MPI copies a message of up to this many bytes when it is sent. Testing its request right then saves a poll."""
+
+MOST_PARTS = 64
+"""At most so many parts of a message are sent or received at a time: each one makes every poll longer."""
 
 CONTROL_POLLS = 64
 """Control messages are rare, so they are received only at every 64th poll."""
@@ -29,8 +34,10 @@ class InFlight:
     def __init__(self, testsome: Callable[[list[Any]], list[int] | None]):
         self.lock = RLock()
         self.channels: list[Any] = []  # control channels (`fompi.engine.control`) add themselves
+        self.port = Port()  # the sends of axes with priorities
         self.polls = 0
         self._testsome = testsome
+        self.watched: list[Watch] = []
         self._requests: list[Any] = []
         self._owners: list[tuple[Task, int]] = []  # for each request: its task and its key
         self._ready: list[Task] = []  # tasks with kernels that can run
@@ -50,18 +57,38 @@ class InFlight:
         self.post(request, task, key)
         return False
 
-    def post_all(self, requests: Sequence[Any], task: Task, key: int) -> None:
-        """Call `task.completed(key)` once all `requests` are done."""
-        owner = MessageParts(task, len(requests))
-        for request in requests:
-            self.post(request, owner, key)
+    def post_all(self, starts: Sequence[Callable[[], Any]], task: Task, key: int) -> None:
+        """Call `task.completed(key)` once all requests are done that `starts` return. Few are in flight at a time."""
+        owner = MessageParts(task, iter(starts), len(starts), lambda request: self.post(request, owner, key))
+        for _ in starts[:MOST_PARTS]:
+            owner.start()
+
+    def offer(self, message: Queued) -> None:
+        """Send `message` in its turn: at once, if nothing more urgent is on its way."""
+        self.port.add(message, perf_counter())
+        self.send_held(message)
+
+    def send_held(self, offered: Queued | None = None) -> None:
+        """Send all parts of messages whose turn it is. Raises an error of `offered`."""
+        while (message := self.port.next(perf_counter())) is not None:
+            try:
+                self.post(message.begin(), message, 0)
+            except Exception as error:
+                if message is offered:
+                    raise
+                message.broke(error)
 
     def give_up(self, task: Task) -> list[Any]:
-        """Test the requests of an abandoned task no more, and return them. Who keeps them keeps their memory alive."""
+        """Test the requests of an abandoned task no more, and return them. Who keeps them keeps their memory alive.
+
+        What waits for its turn is never sent.
+        """
+        self.port.forget(task)
         flights = list(zip(self._requests, self._owners, strict=True))
         own = [request for request, (owner, _) in flights if owner.belongs_to is task]
         kept = [(request, owner) for request, owner in flights if owner[0].belongs_to is not task]
         self._requests, self._owners = [request for request, _ in kept], [owner for _, owner in kept]
+        self.send_held()  # what these messages have held back
         return own
 
     def launched(self, token: Token, task: Task, key: int) -> None:
@@ -109,11 +136,13 @@ class InFlight:
     @property
     def idle(self) -> bool:
         """True if nothing is in flight."""
-        return not (self._requests or self._ready or self._launched)
+        return not (self._requests or self._ready or self._launched or self.watched)
 
     def poll(self) -> bool:
         """Test all requests, and call `completed` for those that are done. False: none was done."""
         self.polls += 1
+        if self.port.held:
+            self.send_held()
         moved = self.polls % CONTROL_POLLS == 0 and self.receive_control()
         if self._launched:
             moved |= self._finish_launched()

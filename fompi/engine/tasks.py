@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import Context
-from typing import Any, Protocol
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,6 +48,9 @@ class Task:
     def completed(self, key: int) -> None:
         """The request or kernel `key` is done."""
         raise NotImplementedError
+
+    def posted(self, key: int) -> None:
+        """The message `key`, which has waited for its turn, begins (`fompi.engine.port`)."""
 
     def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
         """Hand out a kernel that can run, and its key. The caller must run it. None: there is no such kernel.
@@ -97,6 +101,18 @@ class Task:
         self.abandon(error)
 
 
+class Watch(NamedTuple):
+    """A call whose end somebody wants to hear of: `then()` runs once, soon after `task()` is finished.
+
+    `task()` is what does the call now. `begun` is when it began.
+    """
+
+    task: Callable[[], Task]
+    channel: ControlChannel
+    then: Callable[[], object]
+    begun: float
+
+
 class Sent(Task):
     """Owns the requests of small messages that are being sent. No thread waits for them."""
 
@@ -104,10 +120,19 @@ class Sent(Task):
 
 
 class MessageParts(Task):
-    """A message that is sent in several parts. It calls `completed(key)` of `task` once all parts are done."""
+    """A message that is sent in several parts. It calls `completed(key)` of `task` once all parts are done.
 
-    def __init__(self, task: Task, parts: int):
-        self.task, self.missing = task, parts
+    Each of `starts` starts a part and returns its request, which goes to `post`.
+    """
+
+    def __init__(self, task: Task, starts: Iterator[Callable[[], Any]], missing: int, post: Callable[[Any], object]):
+        self.task, self.starts, self.missing, self.post = task, starts, missing, post
+
+    def start(self) -> None:
+        """Start the next part, if there is one."""
+        start = next(self.starts, None)
+        if start is not None:
+            self.post(start())
 
     @property
     def belongs_to(self) -> Task:
@@ -117,6 +142,9 @@ class MessageParts(Task):
         self.missing -= 1
         if not self.missing:
             self.task.completed(key)
+        else:
+            self.task.moved_at = perf_counter()
+            self.start()
 
     def broke(self, error: Exception) -> None:
         self.task.broke(error)
@@ -126,6 +154,7 @@ class ControlChannel(Protocol):
     """What the engine needs from a control channel (`fompi.engine.control.Channel`)."""
 
     name: str
+    timeout: float | None
     link: Any
     departed: dict[int, str]
     asking: bool

@@ -1,9 +1,13 @@
-"""JAX: `fompi.jax.<operation>` is the operation `fompi.<operation>` with a gradient for `jax.grad` and `jax.vjp`.
+"""JAX: `fompi.jax.<operation>` is `fompi.<operation>` for `jax.jit`, `jax.grad` and `jax.vmap`.
 
     h = fompi.jax.all_gather_matmul(x, w, comm=tp)
     y = fompi.jax.row_parallel_linear(h, w2, comm=tp)          # a strategy of fompi.parallel
 
-- `custom_vjp`: the operations.
+- `custom_vjp`: the operations, on arrays.
+- `primitive`: the operations on tracers, for `jax.jit` and `jax.vmap`; `started`: an operation in flight there.
+- `sites`: a call at one place of a compiled program; `ffi`: how the program calls it.
+- `replicated`: gradients of a loss that counts once.
+- `private`: the names of JAX that no document promises.
 - `parallel`: the names of the strategies.
 - `strategies`: a strategy of `fompi.parallel`, which calls it by itself.
 

@@ -1,7 +1,8 @@
-"""Gradients for JAX: `fompi.jax.all_gather_matmul(x, w)` is `fompi.all_gather_matmul` with a `custom_vjp`.
+"""Operations for JAX: `fompi.jax.all_gather_matmul(x, w)` is `fompi.all_gather_matmul` with a gradient.
 
-It works in `jax.grad` and `jax.vjp`, also in the grad of a grad, outside of `jax.jit`. The backward is the adjoint of
-the operation (`fompi.ops.adjoints`).
+On arrays, and in `jax.grad` and `jax.vjp` outside of `jax.jit`, it is a `custom_vjp` that calls the operation. On
+tracers without values it is a primitive (`fompi.jax.primitive`). The backward of both is the adjoint of the operation
+(`fompi.ops.adjoints`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from fompi.base.errors import FompiError
+from fompi.base.errors import FompiError, LayoutError
+from fompi.jax import private, replicated
+from fompi.jax.primitive import under_trace
+from fompi.jax.replicated import ReplicatedCall
+from fompi.jax.started import start
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, flatten
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
@@ -23,14 +28,19 @@ from fompi.tensors.dlpack import is_tracer
 __all__ = list(DIFFERENTIABLE)
 
 
-def _differentiable(operation: Operation) -> Any:
+def _differentiable(operation: Operation[Any]) -> Any:
     """The operation as a function that JAX can differentiate."""
 
     @functools.wraps(operation)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(*args: Any, gradient: str = "sum", **options: Any) -> Any:
         arguments, comm, call_options = operation.read(args, options)
-        return _apply(Call(operation, arguments, comm, call_options, _run), arguments.tensors)
+        try:
+            replicated.check(operation.name, gradient)
+        except LayoutError as error:
+            operation.refuse(error, comm)
+        return run(operation, arguments, comm, call_options, gradient)
 
+    call.start = lambda *args, **options: start(operation, *operation.read(args, options))  # type: ignore[attr-defined]
     return call
 
 
@@ -68,10 +78,21 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
         call.refuse(" has no forward mode (jax.jvp, jax.jacfwd, jax.hessian): use the grad of a grad")
 
 
-def _run(operation: Operation, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
+def run(
+    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
+) -> Any:
+    """The result of a call, which JAX can differentiate."""
+    tensors = arguments.tensors
+    if any(map(private.is_abstract, tensors)):
+        return under_trace(operation, arguments, comm, call_options, gradient)
+    kind = ReplicatedCall if gradient == "replicated" else Call
+    return _apply(kind(operation, arguments, comm, call_options, _run), tensors)
+
+
+def _run(operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
     """The result of an operation of the backward."""
     if any(map(is_tracer, arguments.tensors)):
-        return _apply(Call(operation, arguments, comm, call_options, _run), arguments.tensors)
+        return run(operation, arguments, comm, call_options)
     return operation.run(arguments, comm, call_options)
 
 

@@ -92,6 +92,17 @@ def check(name: str, text: str | None = None) -> None:
         raise error
 
 
+def is_set(name: str) -> bool:
+    """True if the variable is set, so that its value is not the default."""
+    return bool(os.environ.get(VARIABLES[name].name))
+
+
+def preset(name: str, text: str) -> None:
+    """Set the variable for this process, unless it is set already. For commands, before MPI starts."""
+    if not is_set(name):
+        os.environ[VARIABLES[name].name] = text
+
+
 def refusal(environ: Mapping[str, str] | None = None) -> LaunchError | None:
     """One error for all variables that have a value that they do not take, else None."""
     environ = os.environ if environ is None else environ

@@ -79,6 +79,12 @@ class Link:
         outgoing, incoming = _buffer_of(reads), _buffer_of(writes)
         return _holding((reads, writes), lambda: self.comm.Ialltoallv(outgoing, incoming))
 
+    def sender(self, tag: int) -> int | None:
+        """A rank whose message with this tag has arrived, and that no posted receive takes. None: there is none."""
+        MPI = start_mpi()
+        status = MPI.Status()
+        return int(status.Get_source()) if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
+
     def several_hosts(self) -> bool:
         """True if the ranks are on several hosts. Collective, and the same on all ranks."""
         host = _made(lambda: self.blocking.Split_type(start_mpi().COMM_TYPE_SHARED))
@@ -143,6 +149,18 @@ def connect(
     if sorted(members) == list(range(start_mpi().COMM_WORLD.Get_size())):  # all ranks have arrived here
         unlink_segments()
     return _with_blocking(duplicate)
+
+
+def of_members(ranks: Sequence[int], tag: int) -> Any:
+    """An MPI communicator of these ranks of MPI_COMM_WORLD. Only they call it, without a deadline."""
+    MPI = start_mpi()
+    world = MPI.COMM_WORLD.Get_group()
+    group = world.Incl(list(ranks))
+    try:
+        return _made(lambda: MPI.COMM_WORLD.Create_group(group, tag))
+    finally:
+        group.Free()
+        world.Free()
 
 
 def world_ranks(comm: Any) -> list[int]:

@@ -81,8 +81,8 @@ class _Message(Task):
         comm, tag = self.comm, 2 * self.tag + 2 + is_data
         most = comm.most_nbytes if is_data else len(data)
         view = memoryview(data)
-        requests = [call(view[at : at + most], self.peer, tag) for at in range(0, len(view), most)]
-        comm.engine.post_all(requests, self, is_data)
+        parts = [view[at : at + most] for at in range(0, len(view), most)]
+        comm.engine.post_all([functools.partial(call, part, self.peer, tag) for part in parts], self, is_data)
 
     def _finish(self) -> None:
         self.comm.channel.active.pop(self.stamp, None)
@@ -109,6 +109,7 @@ class Sending(_Message):
     """Sends `tensor`, or why there is none."""
 
     verb = "receive"
+    is_held = False  # True: its data waits for its turn (`fompi.engine.port`)
 
     def __init__(self, comm: Communicator, dest: int, tag: int, tensor: Tensor | None, refusal: Exception | None):
         super().__init__(comm, dest, tag)
@@ -128,8 +129,17 @@ class Sending(_Message):
         self._begin("send")
         isend, self.missing = self.comm.link.isend, 1 + bool(self.data.size)
         self._post(isend, self.header, False)
-        if self.data.size:
+        if self.data.size and self.comm.urgency is not None:
+            self.is_held = True
+            self.comm.send_in_turn(isend, self.data, self.peer, 2 * self.tag + 3, self, True)
+        elif self.data.size:
             self._post(isend, self.data, True)
+
+    def posted(self, key: int) -> None:
+        self.is_held = False
+
+    def waits_for(self) -> tuple[int, str] | None:
+        return None if self.is_held else super().waits_for()
 
     def completed(self, key: int) -> None:
         self.moved_at = perf_counter()
@@ -285,6 +295,16 @@ class Transfer:
                 raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
         return self.result
 
+    def then(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` once the messages are through, in a thread that drives fompi. It must not raise."""
+        tasks = self._tasks
+        if not tasks:  # a sendrecv with no rank
+            callback()
+            return
+        self._comm.engine.watch(
+            lambda: next((task for task in tasks if not task.finished), tasks[0]), self._comm.channel, callback
+        )
+
     @property
     def result(self) -> Any:
         """The result of a finished call. Raises its error, and StateError while it is in flight."""
@@ -297,6 +317,11 @@ class Transfer:
         if self._receiving is not None:
             return self._receiving.result(self._like)
         return _zeros_like(self._x) if self._name == "sendrecv" and self._x is not None else None
+
+
+def sender(comm: Communicator, tag: int) -> int | None:
+    """A rank whose message with this tag has arrived, and that no receive waits for. None: there is no such rank."""
+    return comm.link.sender(2 * tag + 2)
 
 
 def _zeros_like(x: Tensor) -> Any:
@@ -350,9 +375,9 @@ class Messenger(Operation[Any]):
 
 @Messenger
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> Arguments:
-    """comm.send(x, dest, tag)
+    """comm.send(x, dest, tag)  # as in mpi4py
 
-    x has any shape and dtype. It may be strided. Only this rank and `dest` take part: rank `dest` calls
+    x has any shape and dtype. It may be strided. Only this rank and `dest` take part, and rank `dest` calls
     `fompi.recv(source, tag=tag)`. Messages with one tag between two ranks arrive in the order in which they were sent.
 
     Returns None once x may be written again. That may be after `dest` has received it: use `send.start` or `sendrecv`

@@ -94,7 +94,7 @@ def reduce(x: Any, *, root: int = 0, op: str = "sum", out: Any = None, **how: Un
     """y = sum(x of all ranks) if comm.rank == root else empty
 
     x has any shape, the same on all ranks, Partial. On the root y has the shape of x. On the other ranks y has no rows:
-    its shape is (0, *x.shape[1:]). dtypes and `op` are those of `all_reduce`.
+    its shape is `(0, *x.shape[1:])`. dtypes and `op` are those of `all_reduce`.
 
     `out` must have the shape of y, so on the root only it may be x.
     Raises DtypeError for a dtype that has no such reduction, and LayoutError for another `op` or `root`.

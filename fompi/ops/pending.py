@@ -350,6 +350,11 @@ class Pending:
                 raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
         return self.result
 
+    def then(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
+        self._is_unread = False
+        self._comm.engine.watch(lambda: self._task, self._comm.channel, callback)
+
     def part(self, rank: int, timeout: float | None = None) -> Any:
         """The rows of the result that come from `rank`, as soon as they are there: a view of the result.
 

@@ -123,7 +123,7 @@ def cut_by_bytes(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 class Bucket:
     """Parameters of one dtype, one behind the other. This rank owns the elements `begin` to `end`."""
 
-    def __init__(self, params: dict[str, Tensor], comm: Communicator, zero: int):
+    def __init__(self, params: dict[str, Tensor], comm: Communicator, zero: int, microbatches: int = 1):
         self.names, self.shapes = [*params], {name: t.array.shape for name, t in params.items()}
         self.kinds = {name: t.framework for name, t in params.items()}
         self.dtype = next(iter(params.values())).dtype
@@ -140,7 +140,7 @@ class Bucket:
         self.gradient = np.zeros(self.size, self.wide) if zero < 2 else None  # of this rank, all elements
         self.sum_shard = np.zeros(self.end - self.begin, self.wide) if zero >= 2 else None
         self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
-        self.missing = set(self.names)  # not announced since the last step
+        self.missing = dict.fromkeys(self.names, microbatches)  # how often each is still to be announced in this step
         self.held: set[str] = set()  # not released since the bucket arrived
         self.resident = zero < 3
         self.position = -1  # of its last gather in the cycle
@@ -151,6 +151,11 @@ class Bucket:
         """The part of a parameter that this rank owns: a slice of the shard."""
         a, b = (min(max(i, self.begin), self.end) - self.begin for i in self.spans[name])
         return slice(a, b)
+
+    def elements(self, name: str) -> slice:
+        """The same part, as a slice of the flat parameter."""
+        own, skipped = self.own(name), self.begin - self.spans[name][0]
+        return slice(own.start + skipped, own.stop + skipped)
 
 
 def detached(x: Any) -> Any:
@@ -169,13 +174,39 @@ def borrowed(params: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
+def holders(name: str, value: Any) -> int | Array:
+    """How many ranks hold a parameter: one number, from a communicator, or the numbers of its elements in a row."""
+    if not hasattr(value, "__array__"):
+        return Communicator.of(value).size
+    counts = np.asarray(value, np.float64)
+    if counts.size and counts.min() < 1:
+        raise LayoutError(f"replicated= says that {counts.min():g} ranks hold an element of {name!r}: at least 1 does")
+    return counts
+
+
 def check_options(
-    zero: int, holders: Mapping[str, int], tensors: Mapping[str, Tensor], wire: str | None, ahead: int | None
+    zero: int,
+    holders: dict[str, int | Array],
+    tensors: Mapping[str, Tensor],
+    wire: str | None,
+    ahead: int | None,
+    microbatches: int,
 ) -> None:
+    """Raise the error of wrong options. The counts of `holders` become flat."""
     if zero not in (0, 1, 2, 3):
         raise LayoutError(f"zero={zero!r} must be 0, 1, 2 or 3")
     if unknown := [name for name in holders if name not in tensors]:
         raise LayoutError(f"replicated= names {unknown[0]!r}, which is no parameter")
+    for name, counts in holders.items():
+        if not isinstance(counts, int):
+            if counts.shape != tensors[name].array.shape:
+                raise ShapeError(
+                    f"replicated= counts holders of {name!r} in the shape {counts.shape}, but the parameter has "
+                    f"{tensors[name].array.shape}"
+                )
+            holders[name] = counts.reshape(-1)
+    if integer(microbatches) is None or microbatches < 1:
+        raise LayoutError(f"microbatches={microbatches!r} must be an integer of at least 1")
     if wire is not None and any(accumulator(wire) != accumulator(t.dtype) for t in tensors.values()):
         raise DtypeError(f"wire_dtype={wire!r} must be float32 or a half type, and no parameter float64")
     if ahead is not None and (integer(ahead) is None or ahead < 0):

@@ -38,11 +38,13 @@ from fompi.parallel.buckets import (
     check_options,
     cut,
     detached,
+    holders,
     in_words,
 )
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
+from fompi.traces.trace import Trace
 
 __all__ = ["SGD", "AdamW", "Buckets", "DataParallel", "buckets"]
 
@@ -64,6 +66,9 @@ class DataParallel:
     `zero`: 0 keeps everything on every rank; 1 shards the state of the optimizer, 2 the gradients too, 3 the parameters
     too. `replicas`: a second axis, whose ranks hold the same shards.
     `replicated`: name -> comm whose ranks hold the parameter alike, so that norms count it once (tensor parallelism).
+    Or name -> how many ranks hold each element, with the shape of the parameter.
+    `microbatches`: how often a parameter is announced in a step, outside `no_sync`: a pipeline runs all micro-batches
+    in one call. The gradient is the sum of these; a bucket leaves with the last one.
     `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `wire_dtype`: what gradients travel
     in; None is float32, or float64 for float64. `ahead_nbytes`: how much is gathered ahead; None is one bucket.
     `check_for_nan`: look at every gradient; a NaN is a TensorError that names parameter and rank.
@@ -84,6 +89,7 @@ class DataParallel:
         bucket_nbytes: int | Buckets = 25 << 20,
         average: bool = True,
         replicated: Mapping[str, Any] | None = None,
+        microbatches: int = 1,
         wire_dtype: str | None = None,
         ahead_nbytes: int | None = None,
         check_for_nan: bool = False,
@@ -91,19 +97,21 @@ class DataParallel:
         self.comm = Communicator.of(comm)
         self.replicas = None if replicas is None else Communicator.of(replicas)
         self.zero, self.optimizer, self.check_for_nan = zero, optimizer, check_for_nan
+        self.microbatches = microbatches
         self.waited = 0.0  # seconds for which this rank has waited for messages and for other ranks: what was exposed
         tensors: dict[str, Tensor] = {}
         counts: Sequence[int] = ()
         error: Exception | None = None
         try:
-            self._holders = {name: Communicator.of(c).size for name, c in (replicated or {}).items()}
+            self._holders = {name: holders(name, value) for name, value in (replicated or {}).items()}
             tensors = borrowed(params)
             counts = cut(tensors, bucket_nbytes)
-            check_options(zero, self._holders, tensors, wire_dtype, ahead_nbytes)
+            check_options(zero, self._holders, tensors, wire_dtype, ahead_nbytes, microbatches)
         except Exception as refusal:
             error = refusal
         how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
         options = f"zero={zero}, average={average}, wire_dtype={wire_dtype}, ahead_nbytes={ahead_nbytes}"
+        options += f", microbatches={microbatches}" if microbatches != 1 else ""
         text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)})"
         agree_everywhere([self.comm, *([self.replicas] if self.replicas else [])], text, error)
 
@@ -112,7 +120,8 @@ class DataParallel:
         )
         names, edges = [*tensors], offsets(counts)
         self.buckets = [
-            Bucket({name: tensors[name] for name in names[a:b]}, self.comm, zero) for a, b in itertools.pairwise(edges)
+            Bucket({name: tensors[name] for name in names[a:b]}, self.comm, zero, microbatches)
+            for a, b in itertools.pairwise(edges)
         ]
         self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self._states: dict[str, State] = {}
@@ -228,7 +237,8 @@ class DataParallel:
     def ready(self, name: str, gradient: Any) -> None:
         """Add `gradient` to that of the parameter. Outside `no_sync` a bucket leaves when all of its are there.
 
-        A parameter is announced once outside `no_sync`. One that this rank does not announce has a zero gradient here.
+        A parameter is announced once outside `no_sync`, or `microbatches` times. One that this rank does not announce
+        has a zero gradient here.
         """
         self._check_open()
         bucket = self._bucket_of(name)
@@ -243,15 +253,18 @@ class DataParallel:
         np.add(into, array, out=into)
         self._used.add(name)
         if self._is_syncing:
-            bucket.missing.discard(name)
-            self._leave()
+            bucket.missing[name] -= 1
+            if not bucket.missing[name]:
+                del bucket.missing[name]
+                self._leave()
 
     def _fitting(self, bucket: Bucket, name: str, gradient: Any) -> Array:
         """The gradient as an array that can be added. Raises the error with which this rank refuses it."""
         if bucket.sum is not None or bucket.total is not None or (self._is_syncing and name not in bucket.missing):
             raise StateError(
-                f"the gradient of {name!r} was announced twice before step() on rank {self.comm.rank}: add the two "
-                "first, or announce all but the last inside no_sync()"
+                f"the gradient of {name!r} was announced {'twice' if self.microbatches == 1 else 'too often'} before "
+                f"step() on rank {self.comm.rank}: add the terms first, announce all but the last inside no_sync(), or "
+                "set microbatches="
             )
         tensor = dlpack.borrow(detached(gradient), f"the gradient of {name!r}")
         if tensor.array.shape != bucket.shapes[name]:
@@ -351,8 +364,9 @@ class DataParallel:
         for bucket in self.buckets:
             assert bucket.total is not None
             for name in bucket.names:
-                square = np.square(bucket.total[bucket.own(name)], dtype=np.float64).sum()
-                squares += float(square) / self._holders.get(name, 1)
+                square = np.square(bucket.total[bucket.own(name)], dtype=np.float64)
+                count = self._holders.get(name, 1)
+                squares += float((square / (count if isinstance(count, int) else count[bucket.elements(name)])).sum())
         names = [*self._index]
         words = np.array([squares, *(name in self._used for name in names)], np.float64)
         total = all_reduce(words, comm=self._sums, schedule=same_bits(self._sums))
@@ -371,7 +385,7 @@ class DataParallel:
                 with suppress(FompiError):
                     self._collect(bucket)
             bucket.sum = bucket.total = None
-            bucket.missing = set(bucket.names)
+            bucket.missing = dict.fromkeys(bucket.names, self.microbatches)
             if self.zero >= 2:
                 bucket.gradient = None
             elif bucket.gradient is not None:
@@ -415,7 +429,18 @@ class DataParallel:
         if self.closed:
             raise StateError("this DataParallel is closed")
 
-    # --------------------------------------------------------------------------------------------- what is kept
+    # ------------------------------------------------------------------------------------ what is sent, what is kept
+    @contextmanager
+    def record(self) -> Iterator[list[Trace]]:
+        """A list of the traces of the sums and gathers of this rank that were started inside the `with` block.
+
+        What was exposed of them is the difference of `waited`.
+        """
+        traces: list[Trace] = []
+        with self._sums.record() as sums, self._gathers.record() as gathers:
+            yield traces
+        traces += [*sums, *gathers]
+
     @property
     def nbytes(self) -> dict[str, int]:
         """The bytes that this rank keeps: of parameters, of gradients, and of the optimizer with its float32 copies.

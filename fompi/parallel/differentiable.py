@@ -9,6 +9,7 @@ One adapter makes every strategy differentiable in a framework: `fompi.torch.str
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -62,6 +63,18 @@ class Differentiable:
         if any(map(dlpack.is_tracer, leaves)):
             return import_module("fompi.jax.strategies").differentiable(self, given)
         return self.forward(**given)[0]
+
+    def watched(self, note: Callable[[Any], None]) -> Differentiable:
+        """The same function, which calls `note(saved)` after each forward: a framework keeps `saved` to itself."""
+
+        def forward(*args: Any, **options: Any) -> tuple[Any, Any]:
+            y, saved = self.forward(*args, **options)
+            note(saved)
+            return y, saved
+
+        watched = copy.copy(self)
+        watched.forward = forward
+        return watched
 
     def read(self, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, with the defaults."""

@@ -6,6 +6,7 @@ The loop is the one of the design: start the next op of each lane, wait only for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any
@@ -33,6 +34,7 @@ class Dispatch(Task):
     | op                                | how it starts                                                             |
     |-----------------------------------|---------------------------------------------------------------------------|
     | send, receive                     | its request goes to the engine                                            |
+    | send on an axis with priority     | the port starts it in its turn                                            |
     | collective of the MPI library     | the same; an unbound call first waits for its turn                        |
     | kernel on the host                | it waits in `ready` or `ready_merges` until a thread takes it             |
     | small sum or copy                 | it runs at once, in the thread that released it                           |
@@ -104,6 +106,7 @@ class Dispatch(Task):
         kinds, peers, numbers, on_start, blockers = (
             compiled.kinds, compiled.peers, compiled.numbers, compiled.on_start, self.blockers,
         )  # fmt: skip
+        urgency = self.comm.urgency
         if compiled.asynchronous:  # kernels first: enqueueing a kernel takes less time than starting a message
             queue.sort(key=lambda i: kinds[i] != COMPUTE)
         at = 0
@@ -137,6 +140,8 @@ class Dispatch(Task):
                 queue.extend(self._complete(i))
             elif self.paths is not None:
                 self._move(i)
+            elif kind == SEND and urgency is not None and action.nbytes > EAGER_NBYTES:
+                self._send_in_turn(i, action)
             elif kind == SEND:
                 send = link.issend if compiled.is_paced and action.nbytes > EAGER_NBYTES else link.isend
                 if action.nbytes > self.comm.most_nbytes:
@@ -152,6 +157,16 @@ class Dispatch(Task):
                 if blockers[j] == 0:
                     queue.append(j)
 
+    def _send_in_turn(self, i: int, data: Any) -> None:
+        """Send when nothing more urgent is on its way (`fompi.engine.port`)."""
+        link, compiled = self.comm.link, self.compiled
+        call, tag = link.issend if compiled.is_paced else link.isend, self.tag + compiled.numbers[i]
+        self.begun[i] = 0.0  # until then a wait does not report its receiver as missing
+        self.comm.send_in_turn(call, data, compiled.peers[i], tag, self, i)
+
+    def posted(self, key: int) -> None:
+        self.begun[key] = perf_counter()
+
     def _post_parts(self, call: Callable[[Any, int, int], Any], i: int, data: Any = None) -> None:
         """Send or receive data that is too large for one message, in several messages.
 
@@ -160,7 +175,7 @@ class Dispatch(Task):
         data, most, peer = data if data is not None else self.actions[i], self.comm.most_nbytes, self.compiled.peers[i]
         tag = self.tag + self.compiled.numbers[i]
         parts = [data[at : at + most] for at in range(0, data.nbytes, most)]
-        self.comm.engine.post_all([call(part, peer, tag) for part in parts], self, i)
+        self.comm.engine.post_all([partial(call, part, peer, tag) for part in parts], self, i)
 
     def _move(self, i: int) -> None:
         """Send or receive memory that a device uses."""
@@ -180,7 +195,9 @@ class Dispatch(Task):
         call = link.irecv if not is_send else link.issend if self.compiled.is_paced else link.isend
         if isinstance(data, DeviceArray):
             data = paths.device.memory(data)
-        if data.nbytes > self.comm.most_nbytes:
+        if is_send and self.comm.urgency is not None and data.nbytes > EAGER_NBYTES:
+            self._send_in_turn(i, data)
+        elif data.nbytes > self.comm.most_nbytes:
             self._post_parts(call, i, data)
         else:
             engine.post(call(data, peer, tag), self, i)

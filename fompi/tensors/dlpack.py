@@ -114,7 +114,7 @@ def borrow(x: Any, name: str = "x") -> Tensor:
     if family == "tracer":
         raise TensorError(
             f"{name} is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad. "
-            "Use fompi.jax.<operation> in jax.grad. It works outside jit and vmap."
+            "Use fompi.jax.<operation>. The strategies of fompi.parallel work in jax.grad, outside of jit and vmap."
         )
     if not _exports(x):
         if hasattr(x, "__cuda_array_interface__"):

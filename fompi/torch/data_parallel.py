@@ -30,6 +30,7 @@ from fompi.engine.handshake import agree, digest
 from fompi.ops.operations import all_reduce, broadcast
 from fompi.parallel.buckets import cut_by_bytes
 from fompi.parallel.data import DataParallel, same_bits
+from fompi.torch.nn import replicated
 
 
 class Bucket:
@@ -208,9 +209,10 @@ class ZeroDataParallel(torch.nn.Module):
         loss(model(x)).backward()                    # buckets of gradients leave meanwhile
         norm = model.step(clip=1.0)                  # instead of optimizer.step() and zero_grad()
 
-    zero: 0, 1 or 2. The other options are those of `DataParallel` too. The parameters of the module are views of its
-    buckets. Hooks announce the gradients, so p.grad is None after a backward. A step ends when all parameters have
-    arrived, so nothing hides the gathers. To hide them, and for zero=3, use `DataParallel` itself.
+    zero: 0, 1 or 2. The other options are those of `DataParallel` too; `replicated` is by default that of
+    `fompi.torch.nn.replicated`. The parameters of the module are views of its buckets. Hooks announce the gradients, so
+    p.grad is None after a backward. A step ends when all parameters have arrived, so nothing hides the gathers. To hide
+    them, and for zero=3, use `DataParallel` itself.
 
     Creating one, `step` and `close` are collective. The parameters and buffers of rank 0 are copied to all ranks. The
     errors are those of `DataParallel` and of `DistributedDataParallel`.
@@ -225,6 +227,8 @@ class ZeroDataParallel(torch.nn.Module):
             refusal = LayoutError(f"zero={zero!r} must be 0, 1 or 2: for 3 use fompi.parallel.data.DataParallel")
         _enter(module, self.comm, f"ZeroDataParallel({zero=}", refusal)
         _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+        if options.get("replicated") is None:
+            options["replicated"] = {name: held for name, held in replicated(module).items() if name in self._named}
         self.parallel = DataParallel(self._named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
         for name, parameter in self._named.items():
             parameter.data = self.parallel[name]

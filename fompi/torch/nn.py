@@ -37,14 +37,17 @@ from fompi.parallel.data import agree_everywhere, same_bits
 
 __all__ = [
     "ColumnParallelLinear",
+    "LayerNorm",
     "MoE",
     "ParallelAttention",
+    "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
     "replicated",
+    "sum_gradients",
 ]
 
 MOST_NAMED = 8
@@ -94,11 +97,15 @@ class Layout:
         squares = part.double().square()
         if self.dim is None:
             return float(squares.sum()) / comm.size
-        holders = torch.zeros(self.shape[self.dim], dtype=torch.float64)
+        return float((squares.movedim(self.dim, -1) / self.holders(comm.rank)).sum())
+
+    def holders(self, rank: int) -> torch.Tensor:
+        """How many ranks hold each index of dimension `dim` that `rank` has."""
+        assert self.dim is not None
+        counts = torch.zeros(self.shape[self.dim], dtype=torch.float64)
         for run in (run for runs in self.runs for run in runs):
-            holders[run.start : run.stop] += 1
-        mine = torch.cat([holders[run.start : run.stop] for run in self.runs[comm.rank]])
-        return float((squares.movedim(self.dim, -1) / mine).sum())
+            counts[run.start : run.stop] += 1
+        return torch.cat([counts[run.start : run.stop] for run in self.runs[rank]])
 
 
 def _runs(counts: Sequence[int], copies: int = 1) -> list[list[range]]:
@@ -306,6 +313,102 @@ def _draw_linear(module: Sharded, weight: Layout, bias: Layout, has_bias: bool, 
         module.register_parameter("bias", None)
 
 
+# --------------------------------------------------------------------------------------------------------- norms
+
+
+class _Summed(torch.autograd.Function):
+    """The tensors themselves. Their gradients are summed over a communicator, in one message for those of a dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.comm = comm
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sums: list[torch.Tensor] = list(gradients)
+        for dtype in dict.fromkeys(g.dtype for g in gradients):
+            numbers = [i for i, g in enumerate(gradients) if g.dtype == dtype]
+            flat = torch.cat([gradients[i].reshape(-1) for i in numbers])
+            total = all_reduce(flat, comm=ctx.comm, schedule=same_bits(ctx.comm))
+            for i, part in zip(numbers, total.split([gradients[i].numel() for i in numbers]), strict=True):
+                sums[i] = part.view_as(gradients[i])
+        return None, *sums
+
+
+def sum_gradients(*tensors: torch.Tensor, comm: Any = None) -> tuple[torch.Tensor, ...]:
+    """tensors, whose gradients are summed over the ranks of `comm` in the backward
+
+    For parameters of your own modules that every rank holds, while it has some rows only: use what is returned in
+    `forward`. All gradients of one dtype travel in one message. All ranks get the same bits, and must run the backward.
+
+        def forward(self, x):
+            (scale,) = sum_gradients(self.scale, comm=self.tp)
+            return x * scale
+    """
+    group = Communicator.of(comm)
+    return tensors if group.size == 1 else _Summed.apply(group, *tensors)
+
+
+class _Norm(Sharded):
+    """A norm over the features of each row, with parameters that every rank holds."""
+
+    def __init__(self, features: int, eps: float, names: Sequence[str], comm: Any, device: Any, dtype: Any):
+        factory = {"device": device, "dtype": dtype}
+        kind = type(self).__name__
+        super().__init__(_enter(kind, comm, factory, {"features": features}, {"eps": eps, "parameters": [*names]}))
+        self.features, self.eps = features, eps
+        for name in names:
+            self.draw(name, Layout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
+
+    def extra_repr(self) -> str:
+        return f"features={self.features}, eps={self.eps}, {' and '.join(self.layouts)} on all {self.comm.size} ranks"
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension
+
+    x and y: (rows of this rank, ..., features). weight and bias: (features,), the same on all ranks, as those of
+    `torch.nn.LayerNorm(features)`; their gradients are summed over the ranks of `comm`.
+
+    Creating one is collective; the errors are those of `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        comm: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        return torch.nn.functional.layer_norm(
+            x, (self.features,), *sum_gradients(*parameters, comm=self.comm), eps=self.eps
+        )
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x**2) + eps) * weight, over the last dimension
+
+    Otherwise as `LayerNorm`; weight is that of `torch.nn.RMSNorm(features, eps)`.
+    """
+
+    def __init__(self, features: int, eps: float = 1e-6, *, comm: Any = None, device: Any = None, dtype: Any = None):
+        super().__init__(features, eps, ("weight",), comm, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (weight,) = sum_gradients(self.weight, comm=self.comm)
+        return torch.nn.functional.rms_norm(x, (self.features,), weight, self.eps)
+
+
 # ----------------------------------------------------------------------------------------------------- attention
 
 
@@ -448,6 +551,9 @@ class MoE(torch.nn.Module):
     `torch.nn.Linear` without bias. shared.w1 and shared.w2: (shared, features) and (features, shared), on every rank.
     With "swiglu" w1 has 2 * ffn rows.
 
+    After a forward, `tokens_per_expert` (a NumPy array) and `dropped` count the rows of all ranks: those that each
+    expert has computed, and the choices that were dropped. Before it, they are None and 0.
+
     Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
@@ -488,6 +594,7 @@ class MoE(torch.nn.Module):
         }
         self.comm = group = _enter("MoE", comm, factory, sizes, self.options, check)
         self.features, self.ffn, self.num_experts = features, ffn, experts
+        self.tokens_per_expert, self.dropped = None, 0
         wide = 2 if activation == "swiglu" else 1
         runs = _runs(split(experts, group.size))
         self.router = Weight(group, factory, weight=Layout((experts, features)))
@@ -504,8 +611,12 @@ class MoE(torch.nn.Module):
         w1, w2 = (w.transpose(1, 2) for w in (self.experts.w1, self.experts.w2))
         shared = None if self.shared is None else (self.shared.w1.T, self.shared.w2.T)
         rows = x.flatten(0, -2) if x.dim() > 2 else x
-        y: torch.Tensor = expert.moe(rows, self.router.weight.T, w1, w2, shared, comm=self.comm, **self.options)
+        moe = expert.moe.watched(self._note)
+        y: torch.Tensor = moe(rows, self.router.weight.T, w1, w2, shared, comm=self.comm, **self.options)
         return y.reshape(x.shape) if x.dim() > 2 else y
+
+    def _note(self, saved: Any) -> None:
+        self.tokens_per_expert, self.dropped = saved.tokens_per_expert, saved.dropped
 
     def extra_repr(self) -> str:
         here = len(self.experts.w1)
@@ -602,13 +713,21 @@ def _check_parts(state: Mapping[str, Any], layouts: Mapping[str, tuple[Communica
 # ----------------------------------------------------------------------------------------------------- gradients
 
 
-def replicated(module: torch.nn.Module) -> dict[str, Communicator]:
-    """The parameters of these modules that all ranks of a communicator hold: for `DataParallel(replicated=...)`
+def replicated(module: torch.nn.Module) -> dict[str, Any]:
+    """Which parameters of these modules several ranks hold: for `DataParallel(replicated=...)`
 
-    Only names of modules of this file: a row-parallel bias, a router, a shared expert. Key/value heads that some ranks
-    share are not among them.
+    name -> the communicator, if all its ranks hold the parameter: a norm, a row-parallel bias, a router, a shared
+    expert. Or name -> how many ranks hold each element, where they differ: the shared key/value heads. Only names of
+    modules of this file.
     """
-    return {name: comm for name, (comm, layout) in _layouts(module).items() if layout.dim is None}
+    found: dict[str, Any] = {}
+    for name, (comm, layout) in _layouts(module).items():
+        if layout.dim is None:
+            found[name] = comm
+        elif max(counts := layout.holders(comm.rank), default=1) > 1:
+            shape = layout.shape_on(comm.rank)
+            found[name] = counts.view(*(-1 if i == layout.dim else 1 for i in range(len(shape)))).expand(shape)
+    return found
 
 
 def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -13,7 +13,8 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 MAIN_JOB = FOLDER / "tp_mlp.py"
-ONE_IDEA = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("tp_mlp.py", "harness.py"))
+THREE_AXES = FOLDER / "transformer_3d.py"
+ONE_IDEA = sorted(path for path in FOLDER.glob("*.py") if path not in (MAIN_JOB, THREE_AXES, FOLDER / "harness.py"))
 
 # ------------------------------------------------------------------------------------------- one idea in each
 
@@ -66,10 +67,10 @@ def test_examples_run_on_other_numbers_of_ranks(mpirun, tmp_path, ranks, layer):
     assert shown(FOLDER / "own_schedule.py") in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB, THREE_AXES], ids=lambda path: path.stem)
 def test_an_example_is_short_and_says_its_idea_first(example):
     text = example.read_text()
-    assert text.count("\n") <= (150 if example == MAIN_JOB else 60)
+    assert text.count("\n") <= {MAIN_JOB: 150, THREE_AXES: 80}.get(example, 60)
     assert ast.get_docstring(ast.parse(text)).splitlines()[0].endswith(".")
     assert not re.search(r"^(from|import) fompi\.(?!plans\.plan\b)", text, re.MULTILINE), "take names from fompi itself"
 
@@ -77,6 +78,22 @@ def test_an_example_is_short_and_says_its_idea_first(example):
 def test_there_are_examples_of_one_idea():
     names = "all_gather_matmul bind_and_trace dlpack_exchange jax_layer own_schedule plan_and_simulate torch_layer"
     assert {example.stem for example in ONE_IDEA} >= set(names.split())
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("ranks", "steps"), [(8, 20), (1, 2)])
+def test_three_axes(mpirun, tmp_path, ranks, steps):
+    """The losses of a single process, a picture, and what was hidden on each axis. It learns within 20 steps."""
+    picture = tmp_path / "made" / "loss.png"
+    done = mpirun(ranks, THREE_AXES, "--steps", str(steps), "--plot", picture, seconds=140)
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+    first, *lines = done.stdout.splitlines()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    begin, end = map(float, re.fullmatch(rf"loss (\d\.\d+) .{{{steps}}} (\d\.\d+)", first).groups())
+    assert 5 < begin < 6 and (steps < 20 or end < 3.5)
+    assert re.fullmatch(rf"the first {steps} losses are those of a single process within \S+: True", lines[0])
+    if ranks == 8:
+        assert [masked(line) for line in lines[1:]] == [masked(line) for line in shown(THREE_AXES).splitlines()[2:]]
 
 
 # ------------------------------------------------------------------------------------------------ the main job

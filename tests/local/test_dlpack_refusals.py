@@ -153,7 +153,7 @@ def test_tracers(transform):
     results = []
     message = (
         r"w is a JAX tracer: `fompi.<operation>` cannot run under jax.jit or inside jax.grad. "
-        r"Use fompi.jax.<operation> in jax.grad. It works outside jit"
+        r"Use fompi.jax.<operation>. The strategies of fompi.parallel work in jax.grad, outside of jit"
     )
 
     def f(v):

@@ -462,7 +462,7 @@ def test_an_interrupt_in_a_kernel_is_raised_in_the_thread_that_runs_it(engine):
 class Departed:
     """The channel of a rank whose peer has ended. The peer's last message arrives with its goodbye, if it sent one."""
 
-    asking = False
+    asking, timeout = False, None
 
     def __init__(self, arrived, request):
         self.departed, self.begun = {}, time.perf_counter()

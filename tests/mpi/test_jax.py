@@ -201,48 +201,32 @@ def test_out_is_filled_in_place(tp):
 # -------------------------------------------------------------------------------------------------------- refusals
 
 
-def transforms():
-    def plain(x, tp):
-        return fompi.all_gather(x, comm=tp)
-
-    def adapted(x, tp):
-        return fompi.jax.all_gather(x, comm=tp)
-
-    tracer = r"x is a JAX tracer.*Use fompi\.jax\.<operation> in jax\.grad"
-    yield "jit", tracer, lambda x, tp: jax.jit(lambda x: plain(x, tp))(x)
-    yield "grad", tracer, lambda x, tp: jax.grad(lambda x: plain(x, tp).sum())(x)
-    yield "jit of fompi.jax", tracer, lambda x, tp: jax.jit(lambda x: adapted(x, tp))(x)
-    yield "vmap of fompi.jax", tracer, lambda x, tp: jax.vmap(lambda x: adapted(x, tp))(x)
-    yield "jit of grad", tracer, lambda x, tp: jax.jit(jax.grad(lambda x: adapted(x, tp).sum()))(x)
-    backward = "the backward of all_gather: " + tracer
-    yield (
-        "vmap of a vjp",
-        backward,
-        lambda x, tp: jax.vmap(jax.vjp(lambda x: adapted(x, tp), x)[1])(jnp.stack([adapted(x, tp)])),
-    )
-    yield "jacrev of grad", tracer, lambda x, tp: jax.jacrev(jax.grad(lambda x: (adapted(x, tp) ** 2).sum()))(x)
-    yield "jit of a vjp", backward, lambda x, tp: jax.jit(jax.vjp(lambda x: adapted(x, tp), x)[1])(adapted(x, tp))
-
-
-TRANSFORMS = {name: rest for name, *rest in transforms()}
+TRANSFORMS = {
+    "jit": lambda call, x: jax.jit(call)(x),
+    "grad": lambda call, x: jax.grad(lambda x: call(x).sum())(x),
+    "vmap": lambda call, x: jax.vmap(call)(x),
+}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_tracers_are_refused_on_all_ranks(tp, name):
-    """The error names fompi.jax. Later calls work, also inside jax.grad."""
-    message, call = TRANSFORMS[name]
-    with pytest.raises(fompi.TensorError, match=message):
-        call(random_tensor(tp, 2, 4), tp)
+    """`fompi.all_gather` takes no tracer. The error names fompi.jax. Later calls work, also inside jax.grad."""
     x = random_tensor(tp, 2, 4)
+    with pytest.raises(fompi.TensorError, match=r"x is a JAX tracer.*Use fompi\.jax\.<operation>"):
+        TRANSFORMS[name](lambda x: fompi.all_gather(x, comm=tp), x)
     close(jax.grad(lambda x: fompi.jax.all_gather(x, comm=tp).sum())(x), tp.size * jnp.ones_like(x))
 
 
 def test_one_rank_under_jit_raises_on_all_ranks(tp):
+    """Under jit the ranks agree when they trace, and not in a call: the two never meet."""
+    if tp.size == 1:
+        return
+
     def call(x):
         return fompi.jax.all_gather(x, comm=tp)
 
     x, origin = random_tensor(tp, 2, 4), tp.size - 1
-    with pytest.raises(fompi.TensorError if tp.rank == origin else fompi.MismatchError, match="x is a JAX tracer"):
+    with pytest.raises(fompi.MismatchError, match=r"all_gather.*under jax\.jit"):
         jax.jit(call)(x) if tp.rank == origin else call(x)
     assert call(x).shape == (2 * tp.size, 4)
 

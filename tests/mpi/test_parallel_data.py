@@ -337,6 +337,58 @@ def test_norms_over_other_axes(world):
         assert norm == pytest.approx(np.sqrt(2 * sum((1 + r) ** 2 for r in range(tp.size)) + 9))
 
 
+def test_holders_of_each_element(world):
+    """Shared key heads: some elements are on all ranks of the axis, the others on one. Each counts once."""
+    with fompi.Mesh(dp=world.size, tp=1) as mesh:
+        counts = np.array([[1.0, 4.0], [4.0, 1.0], [2.0, 1.0]])
+        params = {"before": np.zeros(5), "part": np.zeros((3, 2)), "after": np.zeros(1)}
+        for zero in ZEROS:
+            how = {"optimizer": SGD(1.0), "comm": mesh["dp"], "zero": zero, "average": False}
+            with DataParallel(params, replicated={"part": counts}, **how) as dp:
+                dp.ready("after", np.full(1, 1.0))
+                dp.ready("part", np.arange(6.0).reshape(3, 2))
+                norm = dp.step()
+            terms = np.square(np.arange(6.0).reshape(3, 2)) / counts
+            assert norm == pytest.approx(world.size * np.sqrt(1 + terms.sum()))
+        for wrong, error in ((counts[0], fompi.ShapeError), (counts - 1, LayoutError)):
+            with pytest.raises(error, match="replicated="):
+                DataParallel(params, replicated={"part": wrong}, **how)
+
+
+def test_micro_batches(world):
+    """A bucket leaves with the last announcement. The gradient is the sum, and one more is an error."""
+    params = {"p": np.zeros(3), "q": np.zeros(3)}
+    how = {"optimizer": SGD(1.0), "comm": world, "bucket_nbytes": Buckets((1, 1)), "microbatches": 2}
+    with DataParallel(params, **how) as dp:
+        left = lambda: [b.sum is not None or b.total is not None for b in dp.buckets]  # noqa: E731
+        for step in range(2):
+            with dp.no_sync():
+                dp.ready("q", np.ones(3))
+            for _ in range(2):
+                assert not any(left())
+                dp.ready("q", np.ones(3))
+            assert left() == [False, True]
+            dp.ready("p", np.ones(3))  # the other one has no gradient on any rank
+            dp.step()
+            assert (np.array(dp["q"]) == -3 * (step + 1)).all() and (np.array(dp["p"]) == -1 * (step + 1)).all()
+        for _ in range(2):
+            dp.ready("q", np.ones(3))
+        with pytest.raises(fompi.StateError, match="too often"):
+            dp.ready("q", np.ones(3))
+    with pytest.raises(LayoutError, match="microbatches="):
+        DataParallel(params, **{**how, "microbatches": 0})
+
+
+def test_traces_of_sums_and_gathers(world):
+    with DataParallel({"p": np.zeros(64)}, optimizer=SGD(1.0), comm=world) as dp:
+        with dp.record() as traces:
+            dp.ready("p", np.ones(64))
+            dp.step()
+            np.array(dp["p"])
+        titles = " ".join(trace.title for trace in traces)
+        assert "reduce_scatter" in titles and "all_gather" in titles
+
+
 def test_a_given_cut(world):
     with DataParallel(parameters(), optimizer=SGD(0.1), comm=world, bucket_nbytes=Buckets((1, 5, 4))) as dp:
         assert [len(b.names) for b in dp.buckets] == [1, 5, 4]

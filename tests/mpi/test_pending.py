@@ -24,6 +24,26 @@ def test_start_and_wait(world):
     np.testing.assert_array_equal(pending.result, y)
 
 
+def test_then_runs_once_although_nobody_waits(world):
+    """In the helper thread, or in a thread that waits for something else. Messages have it, too."""
+    seen, after, before = [], (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    pendings = [
+        fompi.all_reduce.start(np.ones(5), comm=world),
+        fompi.sendrecv.start(np.ones(3), after, before, comm=world),
+    ]
+    for pending in pendings:
+        pending.then(lambda pending=pending: seen.append(pending.result.sum()))
+    end = time.monotonic() + 10
+    while len(seen) < 2 and time.monotonic() < end:
+        time.sleep(1e-3)
+    world.barrier()
+    assert sorted(seen) == sorted([5 * world.size, 3]) and not world.engine.watched
+    pendings[0].then(lambda: seen.append("late"))  # it is finished already
+    while "late" not in seen and time.monotonic() < end:
+        time.sleep(1e-3)
+    assert seen[2:] == ["late"]
+
+
 def test_done_progresses_the_operation(world):
     """Without wait(), calls of done() finish it."""
     pending = fompi.all_gather_matmul.start(np.full((2, 3), float(world.rank)), np.eye(3), comm=world)

@@ -249,8 +249,50 @@ def test_uneven_rows_and_half_types(world):
 
 def test_what_is_held_by_all_ranks(world):
     _, parts = made(world)
-    assert {*nn.replicated(parts)} == {"mlp.1.bias", "moe.router.weight", "moe.shared.w1", "moe.shared.w2"}
-    assert all(comm is world for comm in nn.replicated(parts).values())
+    held = nn.replicated(parts)
+    shared = [held.pop(name) for name in [*held] if "k_proj" in name or "v_proj" in name]
+    assert {*held} == {"mlp.1.bias", "moe.router.weight", "moe.shared.w1", "moe.shared.w2"}
+    assert all(comm is world for comm in held.values())
+    has_heads = world.rank < 3  # of three query heads, which read one key/value head
+    assert len(shared) == (2 if world.size > 1 and has_heads else 0)
+    assert all(torch.equal(counts, torch.full((4, 6), float(min(world.size, 3)))) for counts in shared)
+
+
+def test_norms(world):
+    """Uneven rows, none on some rank: numbers, and gradients that are the same bits on all ranks."""
+    counts = [3, 0, 4, 1, 0, 2, 1, 1][: world.size]
+    x = torch.linspace(-1, 2, 2 * 5 * sum(counts)).view(-1, 2, 5).sin()
+    mine = torch.arange(len(x)).split(counts)[world.rank]
+    pairs = [
+        (torch.nn.LayerNorm(5), nn.LayerNorm(5, comm=world)),
+        (torch.nn.LayerNorm(5, 1e-3, bias=False), nn.LayerNorm(5, 1e-3, bias=False, comm=world)),
+        (torch.nn.RMSNorm(5, 1e-6), nn.RMSNorm(5, comm=world)),
+    ]
+    for whole, norm in pairs:
+        same_bits(full_state_dict(norm), whole.state_dict())
+        assert {*nn.replicated(norm)} == {*whole.state_dict()} and "features=5" in str(norm)
+        leaf = x[mine].requires_grad_()
+        y = norm(leaf)
+        close(y.detach(), whole(x)[mine].detach())
+        whole(x).square().cumsum(2).sum().backward()
+        y.square().cumsum(2).sum().backward()
+        for p, q in zip(norm.parameters(), whole.parameters(), strict=True):
+            close(p.grad, q.grad)
+            every = fompi.all_gather(p.grad[None], comm=world)
+            assert all(torch.equal(one, every[0]) for one in every)
+    for frozen in norm.parameters():  # nothing is sent for it
+        frozen.requires_grad_(False)
+    norm(leaf).sum().backward()
+
+
+def test_the_counts_of_experts(world):
+    torch.manual_seed(0)
+    layer = nn.MoE(4, 4, 3, 1, capacity_factor=1.0, comm=world)
+    assert layer.tokens_per_expert is None and layer.dropped == 0
+    with torch.no_grad():
+        layer.router.weight.zero_()  # ties go to expert 0
+    layer(torch.ones(6, 4, requires_grad=True)).sum().backward()
+    assert layer.tokens_per_expert.tolist() == [2 * world.size, 0, 0] and layer.dropped == 4 * world.size
 
 
 def test_the_text_of_a_module_has_both_sizes(world):
@@ -271,6 +313,7 @@ def test_the_text_of_a_module_has_both_sizes(world):
         (lambda comm: nn.ParallelAttention(7, 2, comm=comm), fompi.LayoutError),
         (lambda comm: nn.VocabParallelEmbedding(4, 2.5, comm=comm), fompi.LayoutError),
         (lambda comm: nn.MoE(4, 4, 2, 3, comm=comm), fompi.LayoutError),
+        (lambda comm: nn.LayerNorm(0, comm=comm), fompi.LayoutError),
     ],
 )
 def test_wrong_arguments(world, make, error):

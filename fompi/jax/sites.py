@@ -1,0 +1,313 @@
+"""A call site: one operation at one place of a traced program, bound to memory of its own.
+
+    site = site_of(operation, arguments, comm, call_options, gradient)   # while JAX traces; collective
+    site([x, w], [y])                                                    # what the compiled program calls
+
+The ranks agree when a call is traced: on the operation and on the rows of all ranks. So the shapes of all results are
+known, and a call of the compiled program needs no agreement. A site lives as long as the trace or the program that has
+it. Its memory goes back to the arena then.
+
+`sendrecv` has no plan. Its site sends and receives messages, and only the ranks that take part trace it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi.backends.numpy import Numpy
+from fompi.base.errors import PlanError, ShapeError, TensorError
+from fompi.base.layout import Extents, Sizes
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree
+from fompi.jax import ffi
+from fompi.ops import operations
+from fompi.ops.arguments import Arguments, LocalCall, localise
+from fompi.ops.messages import sendrecv
+from fompi.ops.operation import CallOptions, Operation, communicator_of
+from fompi.planner.choose import choose_schedule, encode_rows, window_of_call
+from fompi.plans.plan import Plan
+from fompi.plans.verify import verify
+from fompi.runtime.binding import check_tensors
+from fompi.runtime.compiled import Compiled
+from fompi.runtime.executor import Executor
+from fompi.schedules.registry import REGISTERED, write
+from fompi.tensors import dlpack
+
+_NUMBERS = itertools.count()
+
+
+class Form(NamedTuple):
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Site:
+    """One operation at one place of a traced program."""
+
+    results: list[Form]
+    """What the call returns."""
+
+    nested: Any
+    """The result of the operation, with a number in place of each tensor."""
+
+    extents: Extents
+    """The rows of all ranks."""
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        arguments: Arguments,
+        comm: Communicator,
+        call_options: CallOptions,
+        gradient: str,
+    ):
+        self.operation, self.comm, self.call_options, self.gradient = operation, comm, call_options, gradient
+        self.given = [Form(tuple(t.shape), np.dtype(t.dtype).name) for t in arguments.tensors]
+        self.arguments = arguments.with_tensors([...] * len(self.given))
+        self.number = next(_NUMBERS)
+        self._lock = threading.Lock()
+        ffi.SITES[self.number] = self
+
+    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        """Run the operation on arrays, and write its results to arrays."""
+        raise NotImplementedError
+
+
+def site_of(
+    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
+) -> Site:
+    """The site of a call on tensors that have only shapes and dtypes. Collective, except for `sendrecv`.
+
+    Raises the errors of the operation, on all ranks.
+    """
+    if operation is sendrecv:
+        return MessageSite(operation, arguments, Communicator.of(comm), call_options, gradient)
+    communicator, wrong = communicator_of(comm)
+    return BoundSite(operation, arguments, communicator, call_options, gradient, wrong)
+
+
+class BoundSite(Site):
+    """A site with a bound plan: a call copies its tensors to the memory of the plan, and the results from there."""
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        arguments: Arguments,
+        comm: Communicator,
+        call_options: CallOptions,
+        gradient: str,
+        refusal: Exception | None,
+    ):
+        local: LocalCall | None = None
+        text = operation.name
+        try:
+            if refusal is not None:
+                raise refusal
+            ffi.register()
+            _check(operation, arguments, call_options)
+            super().__init__(operation, arguments, comm, call_options, gradient)
+            without_data = [dlpack.Lent(np.empty(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
+            local = localise(operation.name, arguments.with_tensors(without_data), comm.rank, comm.size)
+            text = _in_words(local, call_options, arguments.gradient)
+        except Exception as error:
+            refusal = error
+        agree(comm, f"{text} under jax.jit", refusal)
+        assert local is not None
+        sizes = _sizes_of(comm, local)
+        plan = _plan_of(comm, local, sizes, call_options)
+        self.extents = plan.extents(comm.rank)
+        self._bind(plan, local)
+
+    def _bind(self, plan: Plan, local: LocalCall) -> None:
+        """Take memory, bind the plan to it, and see it in the shapes that the program has."""
+        arena, problem, dim = self.comm.engine.arena, local.problem, local.dim
+        a = self.arguments
+        names = [
+            "x",
+            *(problem.name("w", i) for i in range(len(a.weights))),
+            *(problem.name("bias", i) for i, b in enumerate(a.biases) if b is not None),
+            *(problem.name("h", i) for i in range(len(a.operands))),
+        ]
+        memory = {name: arena.take(local.arrays[name].shape, local.arrays[name].dtype) for name in names}
+        tensors = dict(zip(names, (form.dtype for form in self.given), strict=True))
+        self._inputs: list[Any] = [memory[name] for name in names]
+        if problem.flat:
+            self._inputs = [memory["x"].reshape(local.shape)]
+        elif dim:
+            moved = [name == "x" or name.startswith("h") for name in names]
+            pairs = zip(self._inputs, moved, strict=True)
+            self._inputs = [dlpack.rows_at(array, dim) if rows else array for array, rows in pairs]
+        if problem.operation == "scatter" and self.comm.rank != problem.root:
+            self._inputs = []  # x gives only its shape
+        outputs = {}
+        for buffer in plan.programs[self.comm.rank].buffers:
+            if buffer.role == "output":
+                array = memory[buffer.name] = arena.take(buffer.shape(self.extents), dlpack.STORAGE[buffer.dtype])
+                tensors[buffer.name] = buffer.dtype
+                if problem.flat:
+                    array = array.reshape(problem.result_shape(local.shape, self.comm.rank))
+                elif dim and buffer.axis != "whole":
+                    array = dlpack.rows_at(array, dim)
+                outputs[buffer.name] = Form(array.shape, buffer.dtype), array
+        self.nested = self.arguments.result({name: (name,) for name in outputs})
+        order = _flat(self.nested)
+        self.results = [outputs[name][0] for name in order]
+        self._outputs = [outputs[name][1] for name in order]
+        lent = {name: dlpack.Lent(memory[name], dtype) for name, dtype in tensors.items()}
+        compiled, backend = Compiled(plan, self.comm.rank, ""), Numpy()
+        self.step = Executor(compiled, self.comm, check_tensors(plan, self.comm, lent, backend), backend)
+
+    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        with self._lock:  # two programs may have this site
+            self.take(given)
+            self.step()
+            self.put(results)
+
+    def take(self, given: Sequence[Any]) -> None:
+        """Copy the tensors of a call to the memory of the plan."""
+        for mine, theirs in zip(self._inputs, given, strict=False):
+            np.copyto(mine, theirs)
+
+    def put(self, results: Sequence[Any]) -> None:
+        """Copy the results from the memory of the plan."""
+        for mine, theirs in zip(self._outputs, results, strict=True):
+            np.copyto(theirs, mine)
+
+
+class Half:
+    """The start or the end of a bound site, as a site of its own. Between them the program does other work."""
+
+    def __init__(self, site: BoundSite, results: list[Form]):
+        self.site, self.results = site, results
+        self.operation = site.operation
+        self.number = next(_NUMBERS)
+        ffi.SITES[self.number] = self
+
+
+class Start(Half):
+    """Starts the operation. Its result is a number without meaning, on which the end depends."""
+
+    def __init__(self, site: BoundSite):
+        super().__init__(site, [Form((), "int32")])
+
+    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        self.site.step.check_start()
+        self.site.take(given)
+        self.site.step.start()
+        results[0][...] = self.site.number
+
+
+class End(Half):
+    """Waits for the operation."""
+
+    def __init__(self, site: BoundSite):
+        super().__init__(site, site.results)
+
+    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        self.site.step.wait()
+        self.site.put(results)
+
+
+class MessageSite(Site):
+    """A site that sends its tensor to one rank and receives one of the same shape."""
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        arguments: Arguments,
+        comm: Communicator,
+        call_options: CallOptions,
+        gradient: str,
+    ):
+        ffi.register()
+        _check(operation, arguments, call_options)
+        super().__init__(operation, arguments, comm, call_options, gradient)
+        self.results, self.nested = list(self.given), ("y",)
+        self.extents = Extents(comm.rank, comm.size, (1,))
+
+    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        dtype = self.given[0].dtype
+        x, out = dlpack.Lent(given[0], dtype), dlpack.Lent(results[0], dtype)
+        with self._lock:
+            sends_only = self.arguments.peers is not None and self.arguments.peers.source is None
+            call = replace(self.arguments.with_tensors([x]), out=None if sends_only else out)
+            self.operation.begin(call, self.comm, self.call_options).wait()
+        if sends_only:
+            results[0][...] = 0
+
+
+def _check(operation: Operation[Any], arguments: Arguments, call_options: CallOptions) -> None:
+    """Raise for options that a call under jax.jit cannot have."""
+    if arguments.out is not None:
+        raise TensorError(f"fompi.{operation.name}: out= cannot be used under jax.jit: take the result")
+    if call_options.effort != "plan":
+        raise PlanError(f'fompi.{operation.name}: effort="measure" cannot be used under jax.jit: give schedule=')
+
+
+def _in_words(local: LocalCall, call_options: CallOptions, gradient: str) -> str:
+    """The call as text. It has all that must be the same on all ranks."""
+    problem, (schedule, slices, _) = local.problem, call_options
+    text = f"{problem.common}, dim={local.dim}"
+    if problem.flat:
+        text += f", shape {local.shape}"
+    elif problem.moves not in ("all_gather", "all_to_all"):
+        text += f", rows {list(local.rows)}"
+    if (schedule, slices) != ("auto", None):
+        text += f" by {schedule}, slices {slices}"
+    return f"{text} {gradient}" if gradient else text
+
+
+def _sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
+    """The rows of all ranks. Collective if a rank cannot know them. Raises ShapeError on all ranks."""
+    moves = local.problem.moves
+    if moves not in ("all_gather", "all_to_all"):
+        return Sizes(local.rows)
+    mine = np.array([[*local.rows, local.expects]], np.int64)
+    table = operations.all_gather(mine, comm=comm).tolist()
+    for rank, (*_, expects) in enumerate(table):
+        arriving = sum(row[rank] for row in table)
+        if expects not in (-1, arriving):
+            raise ShapeError(
+                f"{local.problem.operation}: the operand on rank {rank} has {expects} rows, but {arriving} arrive there"
+            )
+    if moves == "all_gather":
+        return Sizes(tuple(row[0] for row in table))
+    return Sizes(pairs=tuple(tuple(rows) for *rows, _ in table))
+
+
+def _plan_of(comm: Communicator, local: LocalCall, sizes: Sizes, call_options: CallOptions) -> Plan:
+    """The plan of the call. Raises PlanError, on all ranks."""
+    problem, (schedule, slices, _) = local.problem, call_options
+    if schedule == "auto":
+        even = comm.size == 1 or all(encode_rows(rows, rank) & 1 for rank, rows in enumerate(sizes.pairs))
+        total = sum(map(sum, sizes.pairs)) if sizes.pairs else sum(sizes.rows)
+        schedule, best = choose_schedule(problem, total, comm.network, None, comm.crowded, even)
+        slices = best if slices is None else slices
+    slices = 1 if slices is None else slices
+    window = window_of_call(problem, schedule, slices, comm.network, False)
+    plan = write(problem, schedule, slices, sizes, window=window)
+    if schedule in REGISTERED:
+        verify(plan)
+    return plan
+
+
+def _flat(nested: Any) -> list[str]:
+    """The names in a nested result."""
+    if len(nested) == 1 and isinstance(nested[0], str):
+        return [nested[0]]
+    return [name for part in nested for name in _flat(part)]
+
+
+def filled(nested: Any, tensors: list[Any]) -> Any:
+    """`nested` with tensors in the places of names. Removes them from the list."""
+    if len(nested) == 1 and isinstance(nested[0], str):
+        return tensors.pop(0)
+    return tuple(filled(part, tensors) for part in nested)

@@ -1,0 +1,30 @@
+"""`torch.distributed.init_process_group("fompi")` without an import of fompi.
+
+torch calls `register` at the end of `import torch`, because it is an entry point `torch.backends`. It starts no MPI.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def register() -> None:
+    """Make the backend "fompi" and the init method "fompi://" known to `torch.distributed`."""
+    from torch import distributed
+
+    if not distributed.is_available() or "fompi" in distributed.Backend.backend_list:
+        return
+    distributed.Backend.register_backend("fompi", _create, extended_api=True, devices=["cpu"])
+    from fompi.torch import private
+
+    distributed.register_rendezvous_handler("fompi", _meet)
+    private.extend_env_method(_meet)
+
+
+def _create(*options: Any) -> Any:
+    return import_module("fompi.torch.process_group").create(*options)
+
+
+def _meet(*args: Any, **options: Any) -> Any:
+    return import_module("fompi.torch.store").meet(*args, **options)

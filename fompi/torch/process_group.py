@@ -1,0 +1,534 @@
+"""The backend "fompi" of `torch.distributed`: a ProcessGroup whose collectives are operations of fompi.
+
+    # mpirun -n 2 python train.py
+    torch.distributed.init_process_group("fompi")      # rank and size come from MPI; no MASTER_ADDR
+    model = torch.nn.parallel.DistributedDataParallel(model)
+
+- `work`: a call in flight. `store`: how the ranks find each other. `autoload`: how torch finds this file.
+- `private`: the names of torch that are not public.
+
+It is a subclass of ProcessGroup, because a Backend cannot be written in Python before torch 2.14. The methods have the
+names of torch 2.13, and those of 2.6 to 2.12 as aliases. What they mean is in the documentation of `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, WaitTimeout
+from fompi.engine.communicator import Communicator
+from fompi.mpi import environment, launcher
+from fompi.mpi.link import of_members
+from fompi.ops import messages, operations
+from fompi.torch import private
+from fompi.torch.work import FromAnyone, Work, in_words_of_torch
+
+MEETING, MONITORED = messages.MOST_TAG, messages.MOST_TAG - 1
+"""Tags of messages of this file. Tags of the program are below them."""
+
+_R = dist.ReduceOp
+
+
+# ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def flat(t: Tensor) -> Tensor:
+    """The elements of `t` in one row: the memory of `t` if it is contiguous, else a copy."""
+    t = t.detach().resolve_conj().resolve_neg()
+    return t.contiguous().view(-1)
+
+
+def rows(t: Tensor) -> Tensor:
+    """`t` in contiguous memory, with at least one dimension."""
+    t = t.detach().resolve_conj().resolve_neg().contiguous()
+    return t.view(1) if t.dim() == 0 else t
+
+
+def is_place_for(out: Tensor, x: Tensor) -> bool:
+    """True if a result can be written straight to `out`."""
+    return (
+        out.dtype == x.dtype
+        and out.is_contiguous()
+        and not (out.is_conj() or out.is_neg())
+        and out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    )
+
+
+def copy_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
+    """Copy the elements of `whole` to the tensors `parts`, one after the other."""
+    for part, piece in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+        part.copy_(piece.view(part.shape))
+
+
+# --------------------------------------------------------------------------------------------------------- reductions
+
+
+class Reduction(NamedTuple):
+    """after(reduce(before(x))) for a ReduceOp: `op` is what fompi reduces by, or `fold` reduces the gathered terms."""
+
+    op: str = "sum"
+    fold: Callable[[Tensor, Tensor], Tensor] | None = None
+    before: Callable[[Tensor], Tensor] | None = None
+    after: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def in_place(self) -> bool:
+        return self.fold is None and self.before is None and self.after is None
+
+    def given(self, x: Tensor) -> Tensor:
+        return x if self.before is None else self.before(x)
+
+    def taken(self, y: Tensor) -> Tensor:
+        """The result, from what fompi returns: with `fold` the terms of all ranks, one in each row."""
+        if self.fold is not None:
+            terms, y = y, y[0]
+            for term in terms[1:]:
+                y = self.fold(y, term)
+        return y if self.after is None else self.after(y)
+
+
+_BY_FOMPI = ((_R.SUM, "sum"), (_R.PRODUCT, "prod"), (_R.MIN, "min"), (_R.MAX, "max"))
+_BITS = ((_R.BAND, torch.bitwise_and, "min"), (_R.BOR, torch.bitwise_or, "max"), (_R.BXOR, torch.bitwise_xor, None))
+_OF_BOOL = {"sum": "max", "prod": "min"}
+"""The sum of truth values is "any", their product is "all"."""
+
+
+def reduction(op: Any, x: Tensor, size: int) -> Reduction:
+    """How `op` reduces tensors like `x` over `size` ranks. Raises ValueError or TypeError if there is no way."""
+    is_bool, is_integer = x.dtype == torch.bool, not (x.is_floating_point() or x.is_complex())
+    if x.layout != torch.strided:
+        raise TypeError(f"the backend fompi does not reduce tensors of the layout {x.layout}: call to_dense() before")
+    if is_bool and op == _R.AVG:
+        raise TypeError("torch.bool has no average")
+    for known, name in _BY_FOMPI:
+        if op == known:
+            return Reduction(_OF_BOOL.get(name, name) if is_bool else name)
+    for known, fold, of_bool in _BITS:
+        if op == known:
+            if not is_integer:
+                raise TypeError(f"{op} needs integers or truth values, not {x.dtype}")
+            return Reduction(of_bool) if is_bool and of_bool else Reduction(fold=fold)
+    if op == _R.AVG:
+        if is_integer:
+            return Reduction(after=lambda y: y.div(size, rounding_mode="trunc"))
+        return Reduction("mean")
+    if op == _R.PREMUL_SUM:
+        return Reduction(before=lambda x: x * op.factor)
+    raise ValueError(f"the backend fompi does not know {op}")
+
+
+# -------------------------------------------------------------------------------------------------------------- group
+
+
+class Group(dist.ProcessGroup):
+    """The ranks of `comm` as a ProcessGroup of torch."""
+
+    def __init__(self, comm: Communicator, name: str, store: Any, timeout: timedelta):
+        super().__init__(comm.rank, comm.size)
+        self.comm, self._name, self._desc, self._store = comm, name, "", store
+        self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
+        self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
+        self.set_timeout(timeout)
+
+    # -- how calls begin
+    def _start(self, operation: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return operation.begin(*operation.read(args, {**options, "comm": self.comm}))
+        except Exception as error:
+            raise in_words_of_torch(error, operation.name) from error
+
+    def _refuse(self, operation: Any, error: Exception) -> Any:
+        """Raise `error`, and an error on the other ranks: none of them waits for this one."""
+        operation.refuse(error, self.comm)
+        raise error
+
+    def _reduction(self, operation: Any, op: Any, x: Tensor) -> Reduction:
+        try:
+            return reduction(op, x, self.comm.size)
+        except Exception as error:
+            self._refuse(operation, error)
+            raise
+
+    def _work(
+        self,
+        what: str,
+        opts: Any,
+        pendings: Sequence[Any],
+        finish: Callable[..., object] | None = None,
+        value: Any = None,
+    ) -> Work:
+        """The Work of a call. If the program does not wait for it at once, it progresses and ends by itself."""
+        work = Work(what, self.comm, pendings, finish, value)
+        if getattr(opts, "asyncOp", True):
+            for pending in pendings:
+                pending.leave()
+            work.watch()
+        if self._parts is not None:
+            self._parts.append(work)
+        return work
+
+    # -- reductions
+    def _reduce(self, operation: Any, t: Tensor, op: Any, **options: Any) -> tuple[Any, Callable[[Tensor], object]]:
+        """The call of `all_reduce` or `reduce` on `t`, and how its result gets into `t`."""
+        how, x = self._reduction(operation, op, t), flat(t)
+        if how.fold is not None:
+            mine = options.get("root", self.comm.rank) == self.comm.rank
+            pending = self._start(operations.all_gather, x.view(1, -1))
+            return pending, lambda y: mine and t.copy_(how.taken(y).view(t.shape))
+        place = how.in_place and x.data_ptr() == t.data_ptr() and operation is operations.all_reduce
+        pending = self._start(operation, how.given(x), op=how.op, out=x if place else None, **options)
+        return pending, lambda y: None if place or y.shape != x.shape else t.copy_(how.taken(y).view(t.shape))
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors, op = _listed(tensors), _op_of(opts)
+        calls = [self._reduce(operations.all_reduce, t, op) for t in tensors]
+        return self._work("all_reduce", opts, *_merged(calls), tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any, op: Any = _R.SUM, timeout: Any = None) -> Work:
+        tensors, root = _listed(tensors), _root_of(opts)
+        calls = [self._reduce(operations.reduce, t, getattr(opts, "reduceOp", op), root=root) for t in tensors]
+        return self._work("reduce", opts, *_merged(calls), tensors)
+
+    def _reduce_scatter(
+        self, x: Tensor, out: Tensor, op: Any, counts: Sequence[int] | None
+    ) -> tuple[Any, Callable[[Tensor], object]]:
+        how = self._reduction(operations.reduce_scatter, op, x)
+        if how.fold is not None:
+            counts = counts or [out.numel()] * self.comm.size
+            pending = self._start(operations.all_gather, x.view(1, -1))
+            return pending, lambda y: out.copy_(how.taken(y).split(list(counts))[self.comm.rank].view(out.shape))
+        place = how.after is None and is_place_for(out, x)
+        given = out.detach().view(-1) if place else None
+        pending = self._start(operations.reduce_scatter, how.given(x), op=how.op, counts=counts, out=given)
+        return pending, lambda y: None if place else out.copy_(how.taken(y).view(out.shape))
+
+    def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
+        outs, ins, op = _listed(outs), _nested(ins), _op_of(opts)
+        calls = [
+            self._reduce_scatter(torch.cat([flat(t) for t in parts]), out, op, [t.numel() for t in parts])
+            for out, parts in zip(outs, ins, strict=True)
+        ]
+        return self._work("reduce_scatter", opts, *_merged(calls), outs)
+
+    def reduce_scatter_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
+        for out, x in zip(outs, ins, strict=True):
+            if out.numel() * self.comm.size != x.numel():
+                words = (
+                    f"the input has {x.numel()} elements, the output {out.numel()} on each of {self.comm.size} ranks"
+                )
+                self._refuse(operations.reduce_scatter, ShapeError(f"reduce_scatter: {words}"))
+        calls = [self._reduce_scatter(flat(x), out, _op_of(opts), None) for out, x in zip(outs, ins, strict=True)]
+        return self._work("reduce_scatter", opts, *_merged(calls), outs)
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+        work = self.reduce_scatter_single_coalesced([out], [x], opts)
+        work.value = out
+        return work
+
+    # -- moves
+    def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Work:
+        tensors, root, calls = _listed(tensors), _root_of(opts), []
+        for t in tensors:
+            x = flat(t)
+            place = x.data_ptr() == t.data_ptr()
+            pending = self._start(operations.broadcast, x, root=root, out=x if place else None)
+            calls.append((pending, lambda y, t=t, place=place: None if place else t.copy_(y.view(t.shape))))
+        return self._work("broadcast", opts, *_merged(calls), tensors)
+
+    def _all_gather(self, out: Tensor, x: Tensor) -> tuple[Any, Callable[[Tensor], object]]:
+        place = is_place_for(out, x)
+        pending = self._start(operations.all_gather, flat(x), out=out.detach().view(-1) if place else None)
+        return pending, lambda y: None if place else out.copy_(y.view(out.shape))
+
+    def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
+        calls = [self._all_gather(out, x) for out, x in zip(outs, ins, strict=True)]
+        return self._work("all_gather", opts, *_merged(calls), outs)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+        work = self.all_gather_single_coalesced([out], [x], opts)
+        work.value = out
+        return work
+
+    def allgather(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
+        outs, ins = _nested(outs), _listed(ins)
+        pendings = [self._start(operations.all_gather, flat(x)) for x in ins]
+        calls = [(p, lambda y, parts=parts: copy_parts(parts, y)) for p, parts in zip(pendings, outs, strict=True)]
+        return self._work("all_gather", opts, *_merged(calls), outs)
+
+    def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
+        """outs[rank][i] is ins[i] of that rank."""
+        calls = [
+            (self._start(operations.all_gather, flat(x)), lambda y, i=i: copy_parts([parts[i] for parts in outs], y))
+            for i, x in enumerate(ins)
+        ]
+        return self._work("all_gather", opts, *_merged(calls), outs)
+
+    def gather(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Work:
+        outs, ins, root = _nested(outs), _listed(ins), _root_of(opts)
+        pending = self._start(operations.gather, flat(ins[0]), root=root)
+        parts = outs[0] if self.comm.rank == root else []
+        return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs)
+
+    def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Work:
+        outs, root, (out, *_) = _listed(outs), _root_of(opts), _listed(outs)
+        x, counts = flat(out)[:0], None
+        if self.comm.rank == root:
+            parts = _nested(ins)[0]
+            x, counts = torch.cat([flat(t) for t in parts]), [t.numel() for t in parts]
+        pending = self._start(operations.scatter, x, root=root, counts=counts)
+        return self._work("scatter", opts, [pending], lambda y: out.copy_(y.view(out.shape)), outs)
+
+    def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
+        x, counts = torch.cat([flat(t) for t in ins]), [t.numel() for t in ins]
+        pending = self._start(operations.all_to_all, x, counts=counts)
+        return self._work("all_to_all", opts, [pending], lambda y: copy_parts(outs, y), outs)
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, out_splits: Any, in_splits: Any, opts: Any = None, timeout: Any = None
+    ) -> Work:
+        size, x_rows, counts = self.comm.size, rows(x), list(in_splits) or None
+        for word, t, splits in (("input", x_rows, counts), ("output", out, list(out_splits) or None)):
+            if splits is None and len(t) % size:
+                error = ShapeError(f"all_to_all: {len(t)} rows of the {word} do not divide evenly over {size} ranks")
+                self._refuse(operations.all_to_all, error)
+        expected = list(out_splits) or [len(out) // size] * size
+        place = is_place_for(out, x)
+        pending = self._start(operations.all_to_all, x_rows, counts=counts, out=out.detach() if place else None)
+
+        def finish(y: Tensor) -> None:
+            if list(pending.counts) != expected:
+                raise ShapeError(f"all_to_all: rows {list(pending.counts)} arrive, but the output takes {expected}")
+            if not place:
+                out.copy_(y.view(out.shape))
+
+        return self._work("all_to_all", opts, [pending], finish, out)
+
+    # -- messages of two ranks
+    def _tag(self, tag: int) -> int:
+        if not 0 <= tag < MONITORED:
+            raise LayoutError(f"tag={tag} must be from 0 to {MONITORED - 1} on the backend fompi")
+        return tag
+
+    def send(self, tensors: Any, dest: int, tag: int = 0) -> Work:
+        pendings = [self._start(messages.send, flat(t), dest, tag=self._tag(tag)) for t in _listed(tensors)]
+        return self._work(f"send to rank {dest}", None, pendings, None, tensors)
+
+    def _receive(self, t: Tensor, source: int, tag: int) -> Any:
+        place = t.is_contiguous() and not (t.is_conj() or t.is_neg())
+        out = t.detach() if place else torch.empty_like(t, memory_format=torch.contiguous_format, requires_grad=False)
+        return self._start(messages.recv, source, tag=tag, out=out.view(-1))
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
+        tensors = _listed(tensors)
+        pendings = [self._receive(t, source, self._tag(tag)) for t in tensors]
+        return self._work(f"recv from rank {source}", None, pendings, _received(tensors), tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        (t,) = tensors = _listed(tensors)
+        pending = FromAnyone(self.comm, self._tag(tag), lambda source: self._receive(t, source, tag))
+        work = Work("recv from any rank", self.comm, [pending], _received(tensors), tensors)
+        work.find_source = lambda: pending.source
+        return work
+
+    # -- barriers
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        return self._work("barrier", opts, [self._start(operations.all_reduce, np.zeros(1, np.int32))])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that raises a DistBackendError on rank 0 which names the rank that does not come, or all of them.
+
+        `torch.distributed.monitored_barrier` refuses all backends but gloo: call this method of the group.
+        """
+        comm, seconds = self.comm, timeout.total_seconds() if timeout else self.comm.channel.timeout
+        note = np.zeros(1, np.uint8)
+        late: list[int] = []
+        if comm.rank:
+            answer = self._start(messages.recv, 0, tag=MONITORED)
+            self._work("monitored_barrier", None, [self._start(messages.send, note, 0, tag=MONITORED)])
+            Work("monitored_barrier", comm, [answer]).wait(timedelta(seconds=seconds or 0))
+            return
+        others = range(1, comm.size)
+        for rank in others:
+            if rank not in self._reports:  # else one of an earlier barrier, for which that rank was late
+                self._reports[rank] = self._start(messages.recv, rank, tag=MONITORED)
+        for rank in others:
+            try:
+                self._reports[rank].wait(0.0 if late else seconds)
+                del self._reports[rank]
+            except WaitTimeout as error:
+                late.append(rank)
+                if not wait_all_ranks:
+                    raise self._late(late, seconds) from error
+        if late:
+            raise self._late(late, seconds)
+        for rank in others:
+            self._work("monitored_barrier", None, [self._start(messages.send, note, rank, tag=MONITORED)])
+
+    def _late(self, ranks: Sequence[int], seconds: float | None) -> Exception:
+        who = f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        limit = f"{1e3 * seconds:g} ms" if seconds else "time"
+        error: Exception = dist.DistBackendError(
+            f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit}: rank 0 timed out waiting"
+        )
+        return error
+
+    # -- several calls as one
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._parts = []
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        parts, self._parts = self._parts or [], None
+        pendings = [pending for part in parts for pending in part._pendings]
+        return Work("coalesced calls", self.comm, pendings, lambda *_: [part.wait() for part in parts])
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+    supports_splitting = supports_coalescing = supports_time_estimate = property(lambda self: False)
+
+    # -- what the group is
+    def rank(self) -> int:
+        return self.comm.rank
+
+    def size(self) -> int:
+        return self.comm.size
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        return "fompi"
+
+    getBackendName = _get_backend_name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _get_backend(self, device: Any) -> Any:
+        return self
+
+    _device_types = property(lambda self: [torch.device("cpu")])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """A call fails if it makes no progress for so long. If FOMPI_TIMEOUT is set, the shorter time counts."""
+        seconds = timeout.total_seconds()
+        own = launcher.timeout() if environment.is_set("FOMPI_TIMEOUT") else seconds
+        self.comm.channel.timeout = min(seconds, own)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: the communicator counts its calls."""
+
+    def shutdown(self) -> None:
+        """Finish the calls in flight and close the communicator. Collective over the group."""
+        self.comm.close()
+
+    def abort(self) -> None:
+        """Close the group on this rank alone: waits of the other ranks for it end with an error."""
+        error = StateError("the group was aborted")
+        self.comm.__exit__(type(error), error, None)
+
+
+for _new, _old in private.ALIASES.items():
+    setattr(Group, _old, getattr(Group, _new))
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _nested(tensors: Any) -> list[list[Tensor]]:
+    """A list of lists: torch's short forms give one list."""
+    return [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
+
+
+def _op_of(opts: Any) -> Any:
+    """The ReduceOp of an options object, or `opts` itself if it is one."""
+    return getattr(opts, "reduceOp", _R.SUM if opts is None else opts)
+
+
+def _root_of(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts if isinstance(opts, int) else 0))
+
+
+def _merged(calls: Sequence[tuple[Any, Callable[..., object]]]) -> tuple[list[Any], Callable[..., object]]:
+    """Several calls as one: the pendings, and a function that gives each result to its own function."""
+    finishes = [finish for _, finish in calls]
+
+    def finish(*results: Any) -> None:
+        for each, result in zip(finishes, results, strict=True):
+            each(result)
+
+    return [pending for pending, _ in calls], finish
+
+
+def _received(tensors: Sequence[Tensor]) -> Callable[..., None]:
+    """Copy what has arrived to the tensors that MPI could not write to."""
+
+    def finish(*arrived: Tensor) -> None:
+        for t, y in zip(tensors, arrived, strict=True):
+            if y.data_ptr() != t.data_ptr():
+                t.copy_(y.view(t.shape))
+
+    return finish
+
+
+# ----------------------------------------------------------------------------------------------------------- creation
+
+
+def create(opts: Any, _: Any = None) -> Group:
+    """The group of torch's `init_process_group("fompi")` or `new_group`. Only its members call it.
+
+    Raises LaunchError if torch and MPI number the ranks differently, and DistBackendError if a member does not come.
+    """
+    ranks, name = list(opts.global_ranks_in_group), str(opts.group_id)
+    if ranks:
+        _meet_members(ranks)
+        made = of_members(ranks, zlib.crc32(name.encode()) % 30000)
+        comm = Communicator(made, f"torch {name}")
+        made.Free()
+    else:
+        comm = Communicator(None, "torch")
+    refusal = None
+    if (comm.rank, comm.size) != (opts.group_rank, opts.group_size):
+        refusal = LaunchError(
+            f"torch has rank {opts.group_rank} of {opts.group_size} here, but MPI has rank {comm.rank} of {comm.size}: "
+            "unset RANK, WORLD_SIZE and MASTER_ADDR, or set them as MPI numbers the ranks"
+        )
+    comm.agree(f"torch {name}", refusal)
+    return Group(comm, name, opts.store, opts.timeout)
+
+
+def _meet_members(ranks: Sequence[int]) -> None:
+    """Wait until all members are here, with a deadline: MPI makes their communicator without one."""
+    world = dist.group.WORLD
+    if not isinstance(world, Group):
+        return
+    note, root, here = np.zeros(1, np.uint8), ranks[0], world.comm.rank
+    others = [rank for rank in ranks if rank != root] if here == root else [root]
+    what = f"new_group of ranks {list(ranks)}"
+    sends = [] if here == root else [world._start(messages.send, note, root, tag=MEETING)]
+    receives = [world._start(messages.recv, rank, tag=MEETING) for rank in others]
+    Work(what, world.comm, [*sends, *receives]).wait()
+    if here == root:
+        Work(what, world.comm, [world._start(messages.send, note, rank, tag=MEETING) for rank in others]).wait()

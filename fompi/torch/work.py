@@ -1,0 +1,219 @@
+"""Work: one call of a ProcessGroup in flight.
+
+    Work
+      -> Pending, Transfer, FromAnyone   the operations of fompi that carry out the call
+      -> finish(*results)                copies what did not go straight to the tensors of the program
+      -> a future                        only if somebody asks for it
+
+Whoever finds that the operations are finished ends the work: a thread that waits, or the helper of the engine. No
+thread polls for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import RLock
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fompi.base.errors import PeerError, StateError, WaitTimeout
+from fompi.engine.communicator import Communicator
+from fompi.ops import messages
+from fompi.torch import private
+
+
+def in_words_of_torch(error: BaseException, what: str) -> BaseException:
+    """The error as torch's programs expect it: a DistBackendError if the group cannot go on, else the error itself."""
+    if not isinstance(error, (WaitTimeout, PeerError, StateError)):
+        return error
+    verb = "Timed out waiting" if isinstance(error, WaitTimeout) else "Failed"
+    said = dist.DistBackendError(f"fompi: {what}: {verb}: {error}")
+    said.__cause__ = error
+    return said
+
+
+class Work(private.WORK):
+    """The call `what` on a group. `value` is what its future holds, the tensors that the call writes."""
+
+    def __init__(
+        self,
+        what: str,
+        comm: Communicator,
+        pendings: Sequence[Any],
+        finish: Callable[..., object] | None = None,
+        value: Any = None,
+    ):
+        super().__init__()
+        self.what, self.value = what, value
+        self._comm, self._pendings, self._finish = comm, list(pendings), finish
+        self._lock = RLock()
+        self._ended = self._watched = False
+        self._error: BaseException | None = None
+        self._future: Future | None = None
+        self.find_source: Callable[[], int] | None = None
+        self._unfinished = len(self._pendings)
+
+    def watch(self) -> None:
+        """From now on the work ends without a wait."""
+        with self._lock:
+            if self._watched or self._ended:
+                return
+            self._watched = True
+        for pending in list(self._pendings):
+            pending.then(self._one_is_finished)
+
+    def _one_is_finished(self) -> None:
+        with self._lock:
+            self._unfinished -= 1
+            last = not self._unfinished
+        if last:
+            self.end()
+
+    def end(self) -> None:
+        """All operations are finished: write what is left to write, and fulfil the future. Only the first call acts."""
+        with self._lock:
+            if self._ended:
+                return
+            try:
+                with torch.no_grad():
+                    results = [pending.result for pending in self._pendings]
+                    if self._finish is not None:
+                        self._finish(*results)
+            except Exception as error:
+                self._error = in_words_of_torch(error, self.what)
+            self._ended, self._finish = True, None
+            self._pendings.clear()
+            future = self._future
+        if future is not None:
+            self._fulfil(future)
+
+    def _fulfil(self, future: Future) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self.value)
+
+    # -- as torch calls it
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Drive fompi until the call is finished. Raises its error, and DistBackendError after `timeout`."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        limit = perf_counter() + seconds if seconds > 0 else None
+        for pending in list(self._pendings):
+            try:
+                pending.wait(None if limit is None else max(0.0, limit - perf_counter()))
+            except WaitTimeout as error:
+                if not pending.done():
+                    raise in_words_of_torch(error, self.what) from error
+            except Exception:  # it is the error of the call: `end` notes it
+                continue
+        self.end()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._ended and all([pending.done() for pending in list(self._pendings)]):
+            self.end()
+        return self._ended
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Any:
+        return self.value
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future:
+        """A future that is fulfilled when the call is finished. Without a helper thread this waits for the call."""
+        with self._lock:
+            made = self._future is None
+            if made:
+                self._future = Future(self)
+            future, ended = self._future, self._ended
+        assert future is not None
+        if made and ended:
+            self._fulfil(future)
+        elif made:
+            self.watch()
+            if self._comm.engine.helper is None:
+                with suppress(Exception):  # the future has it
+                    self.wait()
+        return future
+
+    def source_rank(self) -> int:
+        """The rank that sent, in the group."""
+        if self.find_source is None:
+            raise StateError(f"{self.what}: only a receive from any rank has a source rank")
+        return self.find_source()
+
+    _source_rank = source_rank
+
+
+class Future(torch.futures.Future):
+    """A future of torch whose wait drives fompi: the thread that waits may be the helper, in a callback."""
+
+    def __init__(self, work: Work):
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        with suppress(Exception):  # the future raises it
+            self._work.wait()
+        return super().wait()
+
+
+class FromAnyone:
+    """A receive from the rank whose message with this tag comes first. Used as a `Pending`.
+
+    It looks for the message when it is asked: messages of other tags and ranks do not wait for it.
+    """
+
+    def __init__(self, comm: Communicator, tag: int, receive: Callable[[int], Any]):
+        self._comm, self._tag, self._receive = comm, tag, receive
+        self._begun = perf_counter()
+        self._pending: Any = None
+        self.source = -1
+
+    def _found(self) -> bool:
+        with self._comm.engine.lock:
+            if self._pending is None and (source := messages.sender(self._comm, self._tag)) is not None:
+                self.source, self._pending = source, self._receive(source)
+        return self._pending is not None
+
+    def done(self) -> bool:
+        self._comm.engine.progress_while_waiting()
+        return self._found() and self._pending.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        begun = perf_counter()
+        most = self._comm.channel.timeout or self._comm.engine.timeout
+        while not self._found():
+            self._comm.check()
+            waited = perf_counter() - begun
+            if waited > (most if timeout is None else timeout):
+                raise WaitTimeout(f"no rank has sent a message with tag {self._tag} for {waited:.3g} s")
+            if not self._comm.engine.progress():
+                sleep(1e-4)
+        left = None if timeout is None else max(0.0, timeout - (perf_counter() - begun))
+        return self._pending.wait(left)
+
+    def then(self, callback: Callable[[], object]) -> None:
+        with suppress(Exception):
+            self.wait()
+        callback()
+
+    @property
+    def result(self) -> Any:
+        if self._pending is None:
+            raise StateError("no message has arrived yet")
+        return self._pending.result

@@ -1,0 +1,79 @@
+"""Programs of torch.distributed that do not import fompi."""
+
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+import fompi
+
+ROOT = Path(fompi.__file__).resolve().parent.parent
+
+PLAIN = """
+import sys
+import torch
+import torch.distributed as dist
+
+assert "fompi" in dist.Backend.backend_list and "mpi4py" not in sys.modules
+assert dist.Backend.default_device_backend_map["cpu"] == "gloo"  # the default stays
+dist.init_process_group("fompi")
+x = torch.ones(2)
+dist.all_reduce(x)
+assert dist.get_world_size() == 1 and x.sum() == 2
+"""
+
+
+@pytest.mark.timeout(110)  # one import of torch
+def test_torch_finds_the_backend_by_itself(tmp_path):
+    """The entry point of pyproject.toml, as an installed package has it. It loads no MPI."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    lines = [f"{name} = {place}" for name, place in project["entry-points"]["torch.backends"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines, ""]))
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", PLAIN], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+UNEDITED = textwrap.dedent("""
+    import os
+    import sys
+    import torch
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method="tcp://nowhere:1", rank=rank, world_size=size)
+    half = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    x = torch.full((1000,), float(rank))
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    dist.all_reduce(x, group=half)
+    assert x.sum() == 1000 and os.environ["LOCAL_RANK"] == str(rank)
+    print(f"{dist.get_backend()} {dist.get_backend(half)} {sys.argv[1:]}\\n", end="")
+    dist.destroy_process_group()
+""")
+
+
+def test_a_program_that_names_another_backend(mpirun, tmp_path):
+    """python -m fompi.torch train.py: its groups run on fompi, and a report follows."""
+    (tmp_path / "train.py").write_text(UNEDITED)
+    done = mpirun(2, "-m", "fompi.torch", tmp_path / "train.py", "--epochs", "3", seconds=50)
+    assert done.returncode == 0 and not done.left_behind, done.output
+    assert done.stdout.count("fompi fompi ['--epochs', '3']") == 2, done.output
+    assert "fompi report: 2 ranks" in done.output and "all_reduce(float32[:])" in done.output
+
+
+def test_the_private_names_of_this_torch():
+    """One line says what a new version of torch has changed."""
+    import torch
+
+    from fompi.torch import private
+
+    version = ".".join(map(str, Version(torch.__version__).release[:2]))
+    assert private.missing() == [] and version in private.CHECKED, (version, private.missing())

@@ -1,0 +1,416 @@
+"""The backend "fompi" of torch.distributed: its verbs, and programs that know nothing of fompi."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+import fompi
+from fompi.torch import store
+
+R = dist.ReduceOp
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    torch.set_num_threads(1)
+    dist.init_process_group("fompi")
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank(group):
+    return dist.get_rank()
+
+
+@pytest.fixture
+def size(group):
+    return dist.get_world_size()
+
+
+def test_rank_and_size_come_from_mpi_and_nobody_connects(world, group):
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (world.rank, world.size, "fompi")
+    (kept,) = store._KEPT
+    assert kept.is_connected == (world.rank == 0)
+
+
+def of(rank, dtype=torch.float32, shape=(2, 3)):
+    """The tensor of a rank."""
+    values = torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + rank + 1
+    return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
+
+
+def strided(t):
+    """The same values in memory that is not contiguous."""
+    return torch.stack([t, torch.zeros_like(t)], -1)[..., 0]
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moves(rank, size, dtype):
+    """Every verb that moves data, between contiguous tensors and between others."""
+    all_of = [of(r, dtype) for r in range(size)]
+    last = size - 1
+    for made in (torch.clone, strided):
+        x, out = made(of(rank, dtype)), made(torch.zeros(2, 3, dtype=dtype))
+        t = made(of(rank, dtype))
+        dist.broadcast(t, last)
+        assert torch.equal(t, all_of[last])
+        outs = [made(torch.zeros_like(x)) for _ in range(size)]
+        dist.all_gather(outs, x)
+        assert all(map(torch.equal, outs, all_of))
+        whole = made(torch.zeros(2 * size, 3, dtype=dtype))
+        dist.all_gather_into_tensor(whole, x)
+        assert torch.equal(whole, torch.cat(all_of))
+        outs = [made(torch.zeros_like(x)) for _ in range(size)] if rank == last else None
+        dist.gather(x, outs, dst=last)
+        assert rank != last or all(map(torch.equal, outs, all_of))
+        dist.scatter(out, [made(t) for t in all_of] if rank == 0 else None, src=0)
+        assert torch.equal(out, all_of[rank])
+        outs = [made(torch.zeros(r + 1, 3, dtype=dtype)) for r in range(size)]
+        dist.all_to_all(outs, [made(of(rank, dtype, (rank + 1, 3))) for _ in range(size)])
+        assert all(torch.equal(outs[r], of(r, dtype, (r + 1, 3))) for r in range(size))
+        whole = made(torch.zeros(size, 3, dtype=dtype))
+        dist.all_to_all_single(whole, made(of(rank, dtype, (size, 3))))
+        assert torch.equal(whole, torch.stack([of(r, dtype, (size, 3))[rank] for r in range(size)]))
+        takes = [(r + rank) % 3 for r in range(size)]  # uneven, some of them zero
+        whole = made(torch.zeros(sum(takes), 3, dtype=dtype))
+        dist.all_to_all_single(whole, made(of(rank, dtype, (sum(takes), 3))), takes, takes)
+        first = [sum((q + r) % 3 for q in range(rank)) for r in range(size)]
+        parts = [of(r, dtype, (99, 3))[first[r] : first[r] + takes[r]] for r in range(size)]
+        assert torch.equal(whole, torch.cat(parts))
+
+
+def expected(op, terms):
+    """The reduction of the tensors `terms`, in one process."""
+    stack = torch.stack(terms)
+    if stack.dtype == torch.bool:
+        return {R.SUM: stack.any(0), R.PRODUCT: stack.all(0), R.MAX: stack.any(0), R.MIN: stack.all(0)}.get(
+            op, {R.BAND: stack.all(0), R.BOR: stack.any(0), R.BXOR: stack.sum(0) % 2 == 1}.get(op)
+        )
+    if op == R.SUM:
+        return stack.sum(0)
+    if op == R.AVG:
+        return stack.sum(0) / len(terms) if stack.is_floating_point() else stack.sum(0) // len(terms)
+    if op == R.PRODUCT:
+        return stack.prod(0)
+    if op in (R.MAX, R.MIN):
+        return stack.amax(0) if op == R.MAX else stack.amin(0)
+    out = terms[0]
+    for term in terms[1:]:
+        out = {R.BAND: out & term, R.BOR: out | term, R.BXOR: out ^ term}[op]
+    return out
+
+
+NUMBERS, BITS = (R.SUM, R.AVG, R.PRODUCT, R.MAX, R.MIN), (R.BAND, R.BOR, R.BXOR)
+REDUCTIONS = [
+    *((torch.float64, op) for op in NUMBERS),
+    *((torch.int64, op) for op in (*NUMBERS, *BITS)),
+    *((torch.bool, op) for op in (R.SUM, R.PRODUCT, R.MAX, R.MIN, *BITS)),
+]
+
+
+def test_reductions(rank, size):
+    for dtype, op in REDUCTIONS:
+        all_of = [of(r, dtype, (2 * size, 3)) for r in range(size)]
+        want = expected(op, all_of)
+        for made in (torch.clone, strided):
+            x = made(all_of[rank])
+            dist.all_reduce(x, op)
+            assert torch.equal(x, want), (dtype, op)
+            x = made(all_of[rank])
+            dist.reduce(x, size - 1, op)
+            assert torch.equal(x, want if rank == size - 1 else all_of[rank]), (dtype, op)
+            if dtype != torch.bool or op != R.SUM:
+                out = made(torch.zeros(2, 3, dtype=dtype))
+                dist.reduce_scatter_tensor(out, made(all_of[rank]), op)
+                assert torch.equal(out, want[2 * rank : 2 * rank + 2]), (dtype, op)
+                dist.reduce_scatter(out, [made(part) for part in all_of[rank].split(2)], op)
+                assert torch.equal(out, want[2 * rank : 2 * rank + 2]), (dtype, op)
+
+
+def test_a_factor_before_the_sum(rank, size):
+    x = of(rank)
+    dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
+    assert torch.equal(x, 0.5 * sum(of(r) for r in range(size)))
+
+
+def test_unknown_reductions_are_refused_on_all_ranks(rank):
+    for dtype, op in ((torch.complex64, R.MAX), (torch.float32, R.BAND), (torch.bool, R.AVG)):
+        with pytest.raises((ValueError, TypeError)):
+            dist.all_reduce(of(rank, dtype), op)
+    with pytest.raises(TypeError, match="to_dense"):
+        dist.all_reduce(of(rank).to_sparse())
+    dist.barrier()  # and the group is usable
+
+
+def test_coalesced(rank, size, group):
+    tensors = [of(rank), of(rank, torch.float64, (4,)), of(rank, shape=())]
+    with _coalescing_manager():
+        for t in tensors:
+            dist.all_reduce(t)
+    assert torch.equal(tensors[1], sum(of(r, torch.float64, (4,)) for r in range(size)))
+    outs = [torch.zeros(size, 2, 3) for _ in range(2)]
+    with _coalescing_manager(async_ops=True) as manager:
+        for out in outs:
+            dist.all_gather_into_tensor(out, of(rank))
+    manager.wait()
+    assert all(torch.equal(out, torch.stack([of(r) for r in range(size)])) for out in outs)
+    with _coalescing_manager(device=torch.device("cpu")):
+        dist.all_reduce(tensors[2])
+    assert tensors[2] == size * sum(r + 1 for r in range(size))
+    group.allreduce_coalesced(tensors).wait()
+    lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    group.allgather_coalesced(lists, [torch.full((2,), rank), torch.full((3,), rank)]).wait()
+    assert all((one == r).all() for r, parts in enumerate(lists) for one in parts)
+
+
+def test_a_call_ends_by_itself(rank, size):
+    """Nobody waits: the tensor is written, the future is fulfilled, and what hangs on it has run."""
+    x, seen = torch.full((1 << 18,), float(rank)), []
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future().then(lambda done: seen.append(done.value()[0].sum().item()))
+    end = time.monotonic() + 10
+    while not future.done() and time.monotonic() < end:
+        time.sleep(0.002)
+    assert seen == [x.numel() * sum(range(size))] and x[-1] == sum(range(size))
+    assert work.is_completed() and work.is_success() and work.exception() is None and work.result()[0] is x
+    assert work.get_future().value()[0] is x
+
+
+def test_works_are_waited_for_in_any_order(rank, size):
+    tensors = [torch.full((5,), float(rank + i)) for i in range(6)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    for i in (3, 0, 5, 1) if rank % 2 else (5, 4, 3, 0):
+        works[i].wait()
+    [work.wait() for work in works]
+    assert [t[0].item() for t in tensors] == [sum(r + i for r in range(size)) for i in range(6)]
+
+
+def test_a_callback_may_wait_for_another_call(rank, size):
+    """It runs in the thread that drives fompi: its own wait must drive fompi too."""
+    x = torch.full((3,), float(rank + 1))
+
+    def again(done):
+        return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
+
+    total = dist.all_reduce(x, async_op=True).get_future().then(again).wait()
+    assert total[0] == size * sum(r + 1 for r in range(size))
+
+
+def test_groups_of_members_only(rank, size, group):
+    """new_group for half of the ranks does not wait for the other half."""
+    halves = [list(range(0, size, 2)), list(range(1, size, 2))]
+    for ranks in halves:
+        if ranks and rank in ranks:
+            half = dist.new_group(ranks, use_local_synchronization=True, timeout=timedelta(seconds=7))
+            x = of(rank)
+            dist.all_reduce(x, group=half)
+            assert torch.equal(x, sum(of(r) for r in ranks)) and half.size() == len(ranks)
+            assert half.comm.channel.timeout == 7 and dist.get_process_group_ranks(half) == ranks
+            dist.destroy_process_group(half)
+    pairs = [dist.new_group(ranks) for ranks in halves if ranks]  # by all ranks, as most programs do
+    mine = pairs[rank % 2]
+    x = torch.full((1,), rank)
+    dist.broadcast(x, halves[rank % 2][-1], group=mine)
+    assert x == halves[rank % 2][-1]
+
+
+def test_objects(rank, size):
+    found = [None] * size
+    dist.all_gather_object(found, {"rank": rank})
+    assert found == [{"rank": r} for r in range(size)]
+    out = [None]
+    dist.scatter_object_list(out, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
+    assert out == [f"for {rank}"]
+
+
+def test_messages(rank, size):
+    """Round the ring: tags keep messages apart, and tensors may be strided."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sends = [
+        dist.isend(made(of(rank, shape=(tag + 2, 3))), after, tag=tag) for tag, made in ((0, strided), (7, torch.clone))
+    ]
+    late, early = torch.zeros(9, 3), strided(torch.zeros(2, 3))
+    dist.recv(late, before, tag=7)
+    assert dist.recv(early, before) == before
+    assert torch.equal(late, of(before, shape=(9, 3))) and torch.equal(early, of(before))
+    [work.wait() for work in sends]
+    x, y = of(rank), torch.zeros(2, 3)
+    ops = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, y, before)]
+    [work.wait() for work in dist.batch_isend_irecv(ops)]
+    assert torch.equal(y, of(before))
+
+
+def test_a_message_from_any_rank(rank, size):
+    if rank:
+        dist.send(of(rank), 0, tag=3)
+    else:
+        found = {}
+        for _ in range(1, size):
+            y = torch.zeros(2, 3)
+            source = dist.recv(y, tag=3)
+            found[source] = y
+        assert all(torch.equal(found[r], of(r)) for r in range(1, size))
+
+
+def test_monitored_barrier(rank, size, group):
+    """It names the ranks that do not come, and works again once they have come."""
+    group.monitored_barrier(timedelta(seconds=5))
+    if size > 1:
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match=r"Ranks? 1.* failed to pass monitoredBarrier.*timed out"):
+                group.monitored_barrier(timedelta(milliseconds=20), wait_all_ranks=True)
+        dist.barrier()
+        group.monitored_barrier(timedelta(seconds=5))
+
+
+def test_a_wait_with_a_limit(rank, size):
+    """It says so in torch's words, and the call goes on."""
+    if size > 1:
+        y = torch.zeros(3)
+        if rank == 0:
+            work = dist.irecv(y, 1)
+            with pytest.raises(dist.DistBackendError, match=r"recv from rank 1: Timed out waiting"):
+                work.wait(timedelta(milliseconds=20))
+        dist.barrier()
+        if rank == 1:
+            dist.send(torch.ones(3), 0)
+        if rank == 0:
+            work.wait()
+            assert y.sum() == 3
+
+
+def test_the_time_limit_of_a_group(rank, size):
+    """Rank 0 does not come. The others get the error of torch that names it, also in a future that nobody drives."""
+    if size > 1:
+        lost = dist.new_group(timeout=timedelta(seconds=0.4))
+        if rank:
+            future = dist.all_reduce(torch.ones(2), group=lost, async_op=True).get_future()
+            with pytest.raises(RuntimeError, match=r"Timed out waiting|abandoned"):
+                torch.futures.collect_all([future]).wait()[0].value()
+            with pytest.raises(dist.DistBackendError, match="cannot be used any more"):
+                dist.all_reduce(torch.ones(2), group=lost)
+        dist.barrier()
+
+
+def test_mismatches(rank, size):
+    """Ranks that disagree all get an error instead of wrong data."""
+    if size > 1:
+        with pytest.raises(fompi.MismatchError, match="the ranks disagree"):
+            dist.all_reduce(torch.zeros(2 + rank))
+        with pytest.raises(ValueError):
+            dist.all_to_all_single(torch.zeros(3 * size), torch.zeros(3 * size), [3] * size, [2 + rank] * size)
+        dist.barrier()
+
+
+# ------------------------------------------------------------------------------------- programs that know only torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 12), torch.nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def model(blocks):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[Block() for _ in range(blocks)]).double()
+
+
+@pytest.fixture
+def data(size):
+    x = torch.linspace(-2, 2, 6 * 4 * size, dtype=torch.float64).view(-1, 6).sin()
+    return x, x.flip(1)
+
+
+def train(step, parameters, full=lambda t: t, steps=3):
+    """(losses, gradients of the last step, parameters)."""
+    optimizer, losses = torch.optim.SGD(parameters, 0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(step())
+        optimizer.step()
+    return losses, [full(p.grad) for p in parameters], [full(p.detach()) for p in parameters]
+
+
+def alone(net, x, y, steps=3):
+    """The same training in one process."""
+
+    def step():
+        loss = F.mse_loss(net(x), y)
+        loss.backward()
+        return loss.item()
+
+    return train(step, list(net.parameters()), steps=steps)
+
+
+def assert_equal(found, whole):
+    for a, b in zip(found, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+def step_on_rows(net, x, y, rank, size):
+    def step():
+        loss = F.mse_loss(net(x.chunk(size)[rank]), y.chunk(size)[rank])
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, R.AVG)
+        return mean.item()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True, "static_graph": True}], ids=["plain", "views"]
+)
+@pytest.mark.timeout(120)  # torch imports its compiler here
+def test_distributed_data_parallel(rank, size, data, options):
+    """Many small buckets: all of them in flight at once, completed by futures."""
+    net = torch.nn.parallel.DistributedDataParallel(model(4), bucket_cap_mb=0.001, **options)
+    assert_equal(train(step_on_rows(net, *data, rank, size), list(net.parameters())), alone(model(4), *data))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in order", "gathers ahead"])
+def test_fully_sharded(rank, size, data, ahead):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, net = init_device_mesh("cpu", (size,)), model(3)
+    for block in net:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    net._set_unshard_async_op(ahead)
+    found = train(step_on_rows(net, *data, rank, size), list(net.parameters()), lambda t: t.full_tensor())
+    assert_equal(found, alone(model(3), *data))
+
+
+def test_pipeline(rank, size, data):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    (x, y), part = data, model(size)[rank]
+    schedule = Schedule1F1B(PipelineStage(part, rank, size, torch.device("cpu")), 2 * size, loss_fn=F.mse_loss)
+
+    def step():
+        losses = []
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": y, "losses": losses} if rank == size - 1 else {}))
+        return torch.stack(losses).mean().item() if losses else None
+
+    losses, gradients, weights = train(step, list(part.parameters()))
+    whole = model(size)
+    whole_losses, *_ = alone(whole, x, y)
+    mine = whole[rank]
+    assert_equal(gradients, [p.grad for p in mine.parameters()])
+    assert_equal(weights, [p.detach() for p in mine.parameters()])
+    if rank == size - 1:
+        assert_equal(losses, whole_losses)
