@@ -32,25 +32,25 @@ SUBSET = (
 )
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
 
-STRATEGIES = (
-    *(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor")),
-    "torch_data_parallel",
-    "torch_nn",
+STRATEGIES = tuple(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor"))
+FOUR = (
+    *("executor", "lifetime", "pending", "priorities"),
+    *("process_group", "three_axes", "torch_data_parallel", "torch_nn"),
 )
 
 SIZES = {
     "mpich": {
-        1: (*SUBSET, "jax_jit"),
+        1: SUBSET,
         2: (),
         3: (*OPERATIONS, "counts"),
-        4: (*SUBSET, *STRATEGIES, "executor", "lifetime", "pending", "process_group", "three_axes"),
+        4: (*SUBSET, *STRATEGIES, *FOUR),
         8: (*OPERATIONS, "three_axes"),
     },
     "openmpi": {
         1: OPERATIONS,
         2: (),
         3: (*SUBSET, *STRATEGIES, "jax_jit"),
-        4: (*OPERATIONS, "lifetime"),
+        4: (*OPERATIONS, "lifetime", "priorities"),
         8: ("communicator",),
     },
 }
