@@ -235,7 +235,7 @@ def zero_1(comm: Communicator, accelerator: Accelerator) -> Case:
     return Case("ZeRO-1", "g / b", (0.5, 0.9), step, bound, lambda r: 4 / 3 * r, close=dp.close)
 
 
-ROWS, WIDTH, FEATURES = 512, 2048, 1024
+ROWS, WIDTH, FEATURES = 1024, 2048, 1024
 """Rows of a rank, features that travel, and features of a rank in between."""
 
 
@@ -258,7 +258,7 @@ def tpsp_block(comm: Communicator, accelerator: Accelerator) -> Case:
 
 
 MOST_SLICES = 8
-HEADS, HEAD_DIM, TOKENS = 8, 64, 1024
+HEADS, HEAD_DIM, TOKENS = 8, 64, 2048
 
 
 def query_split(comm: Communicator, accelerator: Accelerator) -> Case:
