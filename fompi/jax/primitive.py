@@ -126,7 +126,7 @@ def call_of(site: Site) -> Call:
     """The call of a site, for its backward."""
     kind = ReplicatedCall if site.gradient == "replicated" else Call
     call = kind(site.operation, site.arguments, site.comm, site.call_options, _apply)
-    call._extents, call._number, call.shape = site.extents, site.number, site.given[0].shape
+    call._extents, call._number, call.shape = site.extents, site.call, site.given[0].shape
     return call
 
 

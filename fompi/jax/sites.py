@@ -61,6 +61,9 @@ class Site:
     extents: Extents
     """The rows of all ranks."""
 
+    call = -1
+    """Which site of its communicator this is: a number that is the same on all ranks. -1: not all ranks have it."""
+
     def __init__(
         self,
         operation: Operation[Any],
@@ -107,7 +110,7 @@ class BoundSite(Site):
         refusal: Exception | None,
     ):
         local: LocalCall | None = None
-        text = operation.name
+        text, self.call = operation.name, comm.next_bound()
         try:
             if refusal is not None:
                 raise refusal

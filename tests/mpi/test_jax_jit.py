@@ -279,6 +279,10 @@ def test_errors_while_tracing(tp):
             name = "all_gather" if tp.rank else "all_reduce"
             jax.eval_shape(lambda x: getattr(fompi.jax, name)(x, comm=tp), x)
     assert traced().shape == (2 * tp.size, 4)
+    if tp.rank == 0:  # a message that this rank alone has traced
+        jax.eval_shape(lambda x: fompi.jax.sendrecv(x, None, None, comm=tp), x)
+    slope = jax.jit(jax.grad(lambda x: fompi.jax.all_gather(x, comm=tp).sum()))(x)  # its backward says which call it is
+    np.testing.assert_array_equal(slope, np.full((2, 4), tp.size))
 
 
 def test_errors_of_a_compiled_program(tp):
