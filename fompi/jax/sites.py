@@ -110,7 +110,7 @@ class BoundSite(Site):
         refusal: Exception | None,
     ):
         local: LocalCall | None = None
-        text, self.call = operation.name, comm.next_bound()
+        text = operation.name
         try:
             if refusal is not None:
                 raise refusal
@@ -124,6 +124,7 @@ class BoundSite(Site):
             refusal = error
         agree(comm, f"{text} under jax.jit", refusal)
         assert local is not None
+        self.call = comm.next_bound()  # all ranks have come here
         sizes = _sizes_of(comm, local)
         plan = _plan_of(comm, local, sizes, call_options)
         self.extents = plan.extents(comm.rank)
