@@ -70,7 +70,8 @@ class DataParallel:
     `microbatches`: how often a parameter is announced in a step, outside `no_sync`: a pipeline runs all micro-batches
     in one call. The gradient is the sum of these; a bucket leaves with the last one.
     `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `wire_dtype`: what gradients travel
-    in; None is float32, or float64 for float64. `ahead_nbytes`: how much is gathered ahead; None is one bucket.
+    in; None is float32, or float64 for float64. `ahead_nbytes`: how much is gathered ahead; None is two buckets, or one
+    with zero=3.
     `check_for_nan`: look at every gradient; a NaN is a TensorError that names parameter and rank.
 
     Creating one, `step` and `close` are collective. If one rank refuses a call, it raises the error once the other
@@ -183,14 +184,18 @@ class DataParallel:
             bucket.position, self._at, self._gathered = self._at, self._at + 1, self._gathered + 1
 
     def _gather_ahead(self, position: int) -> None:
-        """Start what follows the bucket in use: one bucket, or `ahead_nbytes`."""
+        """Start what follows the bucket in use: `ahead_nbytes`, or two buckets, which are one with zero=3.
+
+        With two, the ranks agree on one gather while another one moves.
+        """
         window, following = self._ahead or 0, position + 1
+        enough = following + (2 if self._ahead is None and self.zero < 3 else 1)
         while 0 < following < len(self._cycle):
             bucket = self.buckets[self._cycle[following]]
             self._gather_until(following)
             window -= bucket.size * storage(bucket.dtype).itemsize
             following += 1
-            if window <= 0:
+            if window <= 0 and following >= enough:
                 break
 
     def _arrive(self, bucket: Bucket) -> None:
