@@ -46,22 +46,25 @@ def unpadded(text):
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 
+@pytest.mark.timeout(140)
 @pytest.mark.parametrize("ranks", sorted({ranks_of(example) for example in ONE_IDEA}))
 def test_examples_print_what_they_show(mpirun, tmp_path, ranks):
     """In an empty folder, in the order of their names. Times are compared where they are predicted."""
     examples = [example for example in ONE_IDEA if ranks_of(example) == ranks]
     command = ["-c", RUN_ALL, *map(str, examples)]
-    done = mpirun(ranks, *command, cwd=tmp_path) if ranks else job.run([sys.executable, *command], 30, cwd=tmp_path)
+    start = {"cwd": tmp_path}
+    done = mpirun(ranks, *command, seconds=120, **start) if ranks else job.run([sys.executable, *command], 60, **start)
     assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
     compared = masked if ranks else unpadded
     assert compared(done.stdout) == compared("".join(map(shown, examples))), done.output
 
 
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize(("ranks", "layer"), [(1, "jax_layer"), (3, "torch_layer")])
 def test_examples_run_on_other_numbers_of_ranks(mpirun, tmp_path, ranks, layer):
     """The schedule prints the same on any number of ranks."""
     names = ["all_gather_matmul", "bind_and_trace", "own_schedule", layer]
-    done = mpirun(ranks, "-c", RUN_ALL, *(FOLDER / f"{name}.py" for name in names), cwd=tmp_path)
+    done = mpirun(ranks, "-c", RUN_ALL, *(FOLDER / f"{name}.py" for name in names), seconds=90, cwd=tmp_path)
     assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
     assert done.stdout.count(": True") == 3 and "False" not in done.stdout, done.stdout
     assert shown(FOLDER / "own_schedule.py") in done.stdout, done.stdout
