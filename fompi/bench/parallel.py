@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -103,7 +103,6 @@ class Case:
     bound: Callable[[float, float], float]
     t_m_over_t_c: Callable[[float], float] = lambda ratio: ratio
     serial: Callable[[], object] | None = None
-    comms: list[Communicator] = field(default_factory=list)
     close: Callable[[], object] = lambda: None
 
 

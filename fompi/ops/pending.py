@@ -67,8 +67,7 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
     Raises PlanError if the schedule cannot carry out this call.
     """
     # The generator is part of the key, because a user may register another schedule under the same name.
-    device = local.device
-    where = "" if device is None else place_of(comm, local)
+    where = _device_name(comm, local.device)
     key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, where)
     program: Compiled | None = comm.plans.get(key)
     if program is None:
@@ -79,7 +78,7 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
             verify(plan)
         if len(comm.plans) >= MOST_PLANS:
             del comm.plans[min(comm.plans, key=lambda known: comm.plans[known].used)]
-        program = comm.plans[key] = Compiled(plan, comm.rank, _device_name(comm, device))
+        program = comm.plans[key] = Compiled(plan, comm.rank, where)
     program.used = comm.calls
     return program
 
@@ -286,8 +285,7 @@ class Pending:
         try:
             return program_of(self._comm, self._local, schedule, slices), None
         except Exception as error:
-            device = self._local.device
-            name = "" if device is None else self._comm.paths(device).title
+            name = _device_name(self._comm, self._local.device)
             return Compiled(_plan_of(self._comm, self._local, schedule, slices), self._comm.rank, name), error
 
     def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:

@@ -79,3 +79,18 @@ def test_a_kernel_that_cannot_be_enqueued(world):
                     continue
                 with pytest.raises(ValueError if last else fompi.PeerError, match="no memory on the device"):
                     step()
+
+
+def test_unbound_calls_on_the_backend_of_a_communicator(world):
+    """A call runs where its communicator says at that moment, whatever ran the same call before."""
+    x, w = np.full((3, 6), world.rank + 1.0), np.arange(30.0).reshape(6, 5)
+    numbers = np.repeat(np.arange(world.size) + 1.0, 3)[:, None]  # of the rank of each row
+    with world.split(0, world.rank, "own") as comm:
+        for backend in (Emulated(SLOW), None, Emulated(SLOW)):
+            comm.backend = backend
+            y = fompi.all_gather_matmul(x, w, comm=comm, schedule="direct")
+            if backend is None:
+                np.testing.assert_array_equal(y, numbers * w.sum(0))
+            else:
+                np.testing.assert_array_equal(corner(y), numbers * corner(w, whole=True).sum(0))
+                assert backend.busy > 0
