@@ -103,10 +103,12 @@ def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1)
     seconds = 0.0
     for weight in problem.weights:
         packed = rows * width * item + runs * problem.row[-1] * weight.columns * wide
-        seconds += machine.kernel(2 * rows * width * weight.columns, rows * width * item, packed)
+        elements = rows * prod(problem.row[:-1]) * weight.columns
+        seconds += machine.kernel(2 * rows * width * weight.columns, rows * width * item, packed, elements, runs)
     for gradient in problem.gradients:
         packed = rows * (width + prod(gradient.row)) * item
-        seconds += machine.kernel(2 * rows * width * gradient.row[-1], rows * width * item, packed)
+        elements = problem.row[-1] * gradient.row[-1] * runs
+        seconds += machine.kernel(2 * rows * width * gradient.row[-1], rows * width * item, packed, elements, runs)
     return seconds
 
 
@@ -134,6 +136,9 @@ def native_nbytes(problem: Problem, rows: float) -> float:
 def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
     """The bytes that must move between groups of `ranks` ranks. 1: between ranks."""
     count, (term, each) = problem.size // ranks, row_nbytes(problem)
+    if problem.columns:  # by element of the split dimension
+        each = prod(problem.row[1:]) * itemsize(problem.dtype)
+        sizes = Sizes(pairs=tuple(tuple(rows * n for n in problem.columns) for rows in sizes.rows))
     if sizes.pairs:
         enter, leave = [0.0] * count, [0.0] * count
         for source, row in enumerate(sizes.pairs):

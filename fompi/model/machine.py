@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from fompi.base.errors import LayoutError
 from fompi.base.file_checks import Points
 from fompi.base.layout import COLLECTIVES
 
-MOST_PORTS, MOST_RANKS, LEAST_SHARE, LEAST_POLL = 1 << 16, 1 << 40, 1e-6, 1e-9
-_INTEGERS = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2)}
+MOST_PORTS, MOST_RANKS, MOST_WAVE, LEAST_SHARE, LEAST_POLL = 1 << 16, 1 << 40, 1 << 40, 1e-6, 1e-9
+_INTEGERS = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2), "wave": (0, MOST_WAVE)}
 """The least and the greatest value of each integer in a file.
 
 LEAST_SHARE is the least of `rates`. LEAST_POLL is the least `poll` that is not 0, in seconds.
@@ -111,7 +111,8 @@ class Machine:
 
     **Kernels.** A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`. A product takes
     `packed / pack_rate` more. `packed` are the bytes of both operands: a BLAS packs both in every call, also the whole
-    weight. So many small calls cost more than one large call. A copy from or to a device takes at least
+    weight. So many small calls cost more than one large call. A GPU computes `wave` elements of a product at once, a
+    tile on each of its processors. The last wave takes as long as a full one. A copy from or to a device takes at least
     `nbytes / copy_rate`; both directions run at the same time.
 
     `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
@@ -154,6 +155,7 @@ class Machine:
     burst: float = 0.0
     copy_rate: float = NO_BUS
     memory: float = NO_LIMIT
+    wave: int = 0
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -194,8 +196,13 @@ class Machine:
         slowest = self.slowest(ranks)
         return self if slowest == 1.0 else replace(self, rates=(slowest,) * ranks)
 
-    def kernel(self, flops: float, nbytes: float, packed: float = 0) -> float:
-        """Seconds of a kernel: its operations, the bytes that it reads and writes, and the bytes that it packs."""
+    def kernel(self, flops: float, nbytes: float, packed: float = 0, elements: float = 0, products: int = 1) -> float:
+        """Seconds of a kernel: its operations, the bytes that it reads and writes, and the bytes that it packs.
+
+        `elements` is the size of the result of a product. A kernel may compute several equal `products` one by one.
+        """
+        if self.wave and elements:
+            flops *= products * self.wave * ceil(elements / (products * self.wave)) / elements
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
 
     def copy(self, nbytes: float) -> float:
@@ -246,6 +253,8 @@ class Machine:
         packing = f", operands packed at {_rate(self.pack_rate, 'B/s')}" if self.pack_rate < NO_PACKING else ""
         kernels = f"{_rate(self.flops_rate, 'FLOP/s')}, {_rate(self.memory_rate, 'B/s')}"
         lines.append(f"kernels: {1e6 * self.overhead:.3g} us per call, {kernels}{packing}")
+        if self.wave:
+            lines.append(f"products: {_rate(self.wave, 'elements')} at once")
         if self.copy_rate < NO_BUS:
             lines.append(f"copies from and to the device: {_rate(self.copy_rate, 'B/s')} each way")
         if self.memory < NO_LIMIT:
@@ -434,6 +443,9 @@ def _levels(value: Any, fastest: float) -> tuple[Level, ...]:
     return tuple(levels)
 
 
+TILE = 128 * 128
+"""The elements that one processor of a GPU computes at once in the presets: a common size of tiles of cuBLAS."""
+
 PRESETS = {
     m.name: m
     for m in (
@@ -449,34 +461,34 @@ PRESETS = {
             "h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6,
             "NVIDIA H100 SXM data sheet: NVLink 450 GB/s each way, 989 TFLOP/s bf16, 80 GB at 3.35 TB/s; assumed: 90 % "
             "of links and memory, 60 % of operations, 3 us per message, 4 us per launch, 50 GB/s to the host",
-            lanes=2, copy_rate=50e9, memory=80e9,
+            lanes=2, copy_rate=50e9, memory=80e9, wave=132 * TILE,
         ),
         Machine(
             "h100-ndr", 3e-6, 400e9, 6e14, 3e12, 4e-6,
             "nodes of 8 H100 SXM as in h100-nvlink, InfiniBand NDR: 400 Gbit/s per GPU; assumed: 6 us per message "
             "between nodes",
             levels=(Level(8, 6e-6, 48e9),),
-            lanes=2, copy_rate=50e9, memory=80e9,
+            lanes=2, copy_rate=50e9, memory=80e9, wave=132 * TILE,
         ),
         Machine(
             "a800-nvlink", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
             "NVIDIA A800 SXM data sheet: NVLink 200 GB/s each way, 312 TFLOP/s bf16, 80 GB at 2 TB/s; assumed: 85 % of "
             "links, 80 % of memory, 70 % of operations, 3 us per message, 4 us per launch, 24 GB/s to the host",
-            lanes=2, copy_rate=24e9, memory=80e9,
+            lanes=2, copy_rate=24e9, memory=80e9, wave=108 * TILE,
         ),
         Machine(
             "a800-hdr", 3e-6, 170e9, 2.2e14, 1.6e12, 4e-6,
             "nodes of 8 A800 SXM as in a800-nvlink, InfiniBand HDR: 200 Gbit/s per GPU; assumed: 6 us per message "
             "between nodes",
             levels=(Level(8, 6e-6, 24e9),),
-            lanes=2, copy_rate=24e9, memory=80e9,
+            lanes=2, copy_rate=24e9, memory=80e9, wave=108 * TILE,
         ),
         Machine(
             "rtx4090-pcie", 10e-6, 12e9, 1.4e14, 0.8e12, 4e-6,
             "NVIDIA RTX 4090 data sheet: PCIe 4.0 x16, 32 GB/s, no peer access; 165 TFLOP/s fp16, 24 GB at 1 TB/s; "
             "assumed: 12 GB/s through host memory, 85 % of operations, 80 % of memory, 10 us per message, 4 us per "
             "launch",
-            lanes=2, copy_rate=24e9, memory=24e9,
+            lanes=2, copy_rate=24e9, memory=24e9, wave=128 * TILE,
         ),
     )
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from math import gcd
+from math import ceil, gcd, prod
 from typing import NamedTuple
 from zlib import crc32
 
@@ -128,7 +128,7 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
             if name != "direct" or at_once:
                 yield Candidate(name, slices)
             if name == "direct" and size > 2:
-                pairwise = problem.moves == "all_to_all" and not computes
+                pairwise = problem.exchanges and not computes
                 yield Candidate(PAIRWISE, slices) if pairwise else Candidate(name, slices, 1)
 
 
@@ -155,14 +155,34 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
 
     `sliced` gets two cuts, by the curves of the library's collectives behind kernels. In one cut each slice is a kernel
     call of its own. In the other one a single kernel would announce the slices while it runs.
+
+    On a machine that computes in waves there are the same candidates with slices of whole waves.
     """
-    size = problem.size
-    if size == 1 or not (problem.weights or problem.gradients):
+    if problem.size == 1 or not (problem.weights or problem.gradients):
         return
-    unit = max(rows_worked(problem, sizes, rank) for rank in range(size)) / size / EXACT_UNITS
-    if unit < 1:
+    shard = max(rows_worked(problem, sizes, rank) for rank in range(problem.size)) / problem.size
+    if shard < EXACT_UNITS:
         return
+    found = dict.fromkeys(_exact_cuts(problem, machine, shard, shard / EXACT_UNITS, most_ops))
+    elements = prod(problem.row[:-1]) * max((weight.columns for weight in problem.weights), default=0)  # in a row
+    rows = machine.wave // elements if elements else 0
+    if rows and 1 < ceil(shard / rows) <= EXACT_UNITS:
+        found |= dict.fromkeys(_exact_cuts(problem, machine, shard, rows, most_ops))
+    yield from found
+
+
+def _exact_cuts(problem: Problem, machine: Machine, shard: float, unit: float, most_ops: int) -> Iterator[Candidate]:
+    """The exact cuts of a shard of so many rows, in units of so many rows. The last unit may have fewer rows."""
+    size, units = problem.size, ceil(shard / unit)
     link, nbytes = machine.link(0, size - 1), unit * max(row_nbytes(problem))
+
+    def slices_of(groups: Groups) -> Slices:
+        """The groups as slices, in the order in which the problem takes them."""
+        rest = round(units * unit - shard)
+        rows = [n * round(unit) for n in groups.sizes] if rest else [*groups.sizes]
+        rows[-1] -= rest
+        rows = rows if problem.multiplies_first else rows[::-1]
+        return len(rows) if len(set(rows)) == 1 else tuple(n // gcd(*rows) for n in rows)
 
     def product(n: int) -> float:
         return call_seconds(problem, machine, n * unit)
@@ -177,27 +197,18 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
         return call_seconds(problem, machine, n * size * unit, size)
 
     if problem.moves == "all_reduce":
-        best = pieces(EXACT_UNITS, slice_of_all, lambda n: 2 * (size - 1) * crossing(n), 0.0, MOST_PIECES)
+        best = pieces(units, slice_of_all, lambda n: 2 * (size - 1) * crossing(n), 0.0, MOST_PIECES)
     else:
-        best = pieces(EXACT_UNITS, product, crossing, product(EXACT_UNITS), MOST_PIECES)
-    slices = _slices_of(problem, best)
+        best = pieces(units, product, crossing, product(units), MOST_PIECES)
+    slices = slices_of(best)
     for name in ("direct", "ring") if 3 * size * len(best.sizes) <= most_ops else ():
         if is_distinct(problem, name, slices) and messages_per_peer(problem, name, slices) <= MOST_MESSAGES:
             yield Candidate(name, slices, direct_window(size) if name == "direct" else None)
     if not is_available(problem, "sliced"):
         return
-    call_per_slice = pieces(EXACT_UNITS, slice_of_all, collective, 0.0, MOST_PIECES)
-    single_call = announced([slice_of_all(n + 1) for n in range(EXACT_UNITS)], collective)
-    yield from dict.fromkeys(
-        Candidate("sliced", _slices_of(problem, cut)) for cut in (call_per_slice, single_call) if len(cut.sizes) > 1
-    )
-
-
-def _slices_of(problem: Problem, groups: Groups) -> Slices:
-    """The groups as slices, in the order in which the problem takes them."""
-    cut = groups.sizes if problem.multiplies_first else groups.sizes[::-1]
-    divisor = gcd(*cut)
-    return len(cut) if len(set(cut)) == 1 else tuple(n // divisor for n in cut)
+    call_per_slice = pieces(units, slice_of_all, collective, 0.0, MOST_PIECES)
+    single_call = announced([slice_of_all(n + 1) for n in range(units)], collective)
+    yield from (Candidate("sliced", slices_of(cut)) for cut in (call_per_slice, single_call) if len(cut.sizes) > 1)
 
 
 ORDERED_SLICES, MOST_ORDERED = (1, 4), 16
@@ -314,7 +325,7 @@ def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
         ("unfused_p2p", (1,)),
         ("exchange", (1,)),
         ("sliced", (4,) if computes else ()),
-        ("direct", (1, 2, 4, 8) if problem.moves == "all_to_all" else (1, 2, 4)),
+        ("direct", (1, 2, 4, 8) if problem.exchanges else (1, 2, 4)),
         ("ring", (1, 4)),
         (PAIRWISE, (8, 32)),
         *((name, (1,)) for name in REGISTERED),

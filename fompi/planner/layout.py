@@ -493,7 +493,7 @@ class _Step:
     # --------------------------------------------------------------------------------------------------------- products
 
     def _product(self, rows: float, k: float, n: float, weights: float = 1) -> float:
-        """Seconds of x[rows, k] @ w[k, n]. Of `weights` experts, each takes its share of the rows."""
+        """Seconds of x[rows, k] @ w[k, n]. Of `weights` experts, each takes its share of the rows. Without waves."""
         operands = ITEM * (rows * k + weights * k * n)
         return self.machine.kernel(2 * rows * k * n, operands + ITEM * rows * n, operands)
 

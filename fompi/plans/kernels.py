@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import total_ordering
 from hashlib import blake2b
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fompi.base.errors import PlanError
 from fompi.plans.dependencies import divisor
@@ -239,19 +239,31 @@ Operand = tuple[tuple[int, ...], int]
 """The shape and the bytes of an operand."""
 
 
-def demand(name: str, reads: Sequence[Operand], writes: Sequence[Operand]) -> tuple[int, int, int]:
-    """The work of one call, as `Machine.kernel` takes it: operations, bytes touched, bytes that products pack.
+class Demand(NamedTuple):
+    """The work of one call, as `Machine.kernel` takes it.
 
     A call computes one product for each run of rows. Each product packs the weight again.
     """
-    kernel, packed = find(name), 0
+
+    flops: int
+    nbytes: int
+    packed: int = 0
+    elements: int = 0
+    products: int = 1
+
+
+def demand(name: str, reads: Sequence[Operand], writes: Sequence[Operand]) -> Demand:
+    """The work of one call on operands of these sizes."""
+    kernel, packed, elements, products = find(name), 0, 0, 1
     if name.startswith(("matmul", "gradient")):
         runs, wholes = kernel.rows(reads), kernel.wholes(reads)
         packed = sum(nbytes for group in runs for _, nbytes in group)
         if not kernel.reduces:  # the first whole operand is the weight; in gradient_add it is the sum so far
             packed += len(runs[0]) * wholes[0][1]
+        products = len(runs[0])
+        elements = sum(prod(shape) for shape, _ in writes) * (products if kernel.reduces else 1)
     operations = cost(name, [shape for shape, _ in reads], [shape for shape, _ in writes])
-    return operations, sum(nbytes for _, nbytes in (*reads, *writes)), packed
+    return Demand(operations, sum(nbytes for _, nbytes in (*reads, *writes)), packed, elements, products)
 
 
 def cost(name: str, reads: Sequence[tuple[int, ...]], writes: Sequence[tuple[int, ...]]) -> int:

@@ -13,7 +13,7 @@ from catalogue import send_to_all
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
 from fompi.base.errors import LayoutError
-from fompi.base.layout import Sizes
+from fompi.base.layout import Sizes, cut
 from fompi.model.bound import call_seconds, native_nbytes, row_nbytes
 from fompi.model.flow_shop import Job, makespan
 from fompi.model.machine import PRESETS, Level, Machine
@@ -386,6 +386,25 @@ def test_exact_cuts_are_at_least_as_good_as_fixed_cuts(operation, k):
     for slices in (1, 2, 4, (1, 3), (3, 1), (4, 2, 1, 1), (1, 1, 2, 4)):
         other = predict(write(made, "direct", slices, sizes), machine)
         assert min(times.values()) <= other * most, (slices, times)
+
+
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_slices_end_where_a_wave_ends(operation):
+    """A shard of 512 rows is 4.97 waves. Sixteenths of a shard are no whole waves; slices of 103 rows are."""
+    made, sizes = large(operation, 2, 1024)
+    machine = replace(PRESETS["gigabit"], lanes=2, wave=103 * made.weights[0].columns)
+
+    def times(machine):
+        found = [c for c in exact_cuts(made, sizes, machine) if c.schedule == "direct"]
+        return {c.slices: predict(write(made, "direct", c.slices, sizes), machine) for c in found}
+
+    in_sixteenths, in_waves = times(replace(machine, wave=0)), times(machine)
+    best = min(in_waves, key=in_waves.__getitem__)
+    rows = cut(512, shares_of("direct", best))
+    assert sum(n % 103 != 0 for n in rows) <= 1 < len(rows), rows
+    for slices in (*in_sixteenths, 1, 2, 4, 8, (1, 2, 4), (4, 2, 1)):
+        other = predict(write(made, "direct", slices, sizes), machine)
+        assert in_waves[best] < other or slices == best, (slices, other, in_waves)
 
 
 def test_the_slices_of_library_collectives_are_exact():

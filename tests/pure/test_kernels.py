@@ -183,9 +183,10 @@ def test_demand_of_each_kernel(name):
     """Products pack the operands that they multiply, but no bias and no gradient sum. Other kernels pack nothing."""
     sizes, multiplied = {"r": 5, "k": 4, "n": 3}, 2 if name.startswith(("matmul", "gradient")) else 0
     reads = [(tuple(sizes[letter] for letter in text), 100 + i) for i, text in enumerate(SHAPES[name])]
-    operations, nbytes, packed = demand(name, reads, [((5, 3), 1000)])
+    operations, nbytes, packed, elements, products = demand(name, reads, [((5, 3), 1000)])
     assert (nbytes, packed) == (1000 + sum(n for _, n in reads), sum(n for _, n in reads[:multiplied]))
     assert operations == cost(name, [shape for shape, _ in reads], [(5, 3)])
+    assert (elements, products) == ((15, 1) if multiplied else (0, 1))
 
 
 @pytest.mark.parametrize("bias", [[], [((3,), 7)]])
@@ -196,3 +197,5 @@ def test_each_run_of_rows_packs_the_weight_again(bias):
     assert demand(name, [((10, 4), 200), w, *bias], [((10, 3), 120)])[2] == 200 + 48
     assert demand(name, [x, x, w, *bias], [y, y])[2] == 200 + 2 * 48
     assert demand("gradient", [x, x, y, y], [w])[2] == 2 * (100 + 60)
+    assert demand(name, [x, x, w, *bias], [y, y])[3:] == (30, 2)
+    assert demand("gradient", [x, x, y, y], [w])[3:] == (24, 2), "each product has all elements of the sum"

@@ -32,6 +32,15 @@ def test_costs_of_messages_and_kernels():
     assert replace(machine, natives={"all_gather": ((0.0, 1.0), (10.0, 2.0))}).native("all_gather", 5, ranks=3) == 1.5
 
 
+def test_the_last_wave_of_a_product_takes_as_long_as_a_full_one():
+    machine = Machine("m", 0, 1e9, 1e6, 1e12, 0.0, wave=100)
+    assert [machine.kernel(10 * n, 0, 0, n) for n in (1, 100, 101, 300)] == pytest.approx([1e-3, 1e-3, 2e-3, 3e-3])
+    assert machine.kernel(1200, 0, 0, 120, 2) == pytest.approx(2e-3), "two products of 60 elements, one by one"
+    assert machine.kernel(1200, 0) == pytest.approx(1.2e-3), "no product"
+    assert machine.kernel(0, 0, 0, 120) == 0
+    assert "products: 100 elements at once" in str(machine)
+
+
 def test_unknown_names_are_refused(tmp_path):
     for name in ("cray", tmp_path, tmp_path / "none.json"):
         with pytest.raises(LayoutError) as caught:
