@@ -16,10 +16,11 @@ IDLE_SECONDS = 0.05
 class Cluster:
     """The hosts of the ranks of `comm` (mpi4py), and plain TCP streams between them if there are several. Collective.
 
-    `totals` counts the turns in which kernels ran, as far as `turns` was called.
+    `totals` counts the turns in which kernels ran, as far as `turns` was called. A `quick` benchmark repeats no turn.
     """
 
-    def __init__(self, comm: Any):
+    def __init__(self, comm: Any, quick: bool = False):
+        self.quick = quick
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
         self.own = comm.Dup()  # for messages that do not belong to fompi
         self.hosts = texts(comm, socket.gethostname())
@@ -43,13 +44,16 @@ class Cluster:
 
     @cached_property
     def monitor(self) -> NoiseMonitor | None:
-        """Detects other users of the cores while kernels are timed. None if ranks share cores. Collective at first."""
-        return NoiseMonitor.of(self.comm)
+        """Detects other users of the cores while kernels are timed. Collective at first.
+
+        None if ranks share cores, or if the benchmark is quick.
+        """
+        return None if self.quick else NoiseMonitor.of(self.comm)
 
     def turns(self) -> str:
         """In words: how often others disturbed the turns since the last call. Adds to `totals`."""
         if self.monitor is None:
-            return "ranks share cores"
+            return "quick: no turn was repeated" if self.quick else "ranks share cores"
         turns = self.monitor.count()
         self.totals = Turns(*map(sum, zip(self.totals, turns, strict=True)))
         return str(turns)

@@ -67,9 +67,9 @@ LOWER_QUARTILES = ", lower quartiles"
 
 
 def rows(comm: Any, options: Options) -> list[Row]:
-    edge, ks = (M // 2, QUICK_KS) if options.quick else (M, KS)
+    edge, ks = (M // 4, QUICK_KS) if options.quick else (M, KS)
     cases = [Case(operation, edge, edge, k) for operation in OPERATIONS for k in ks]
-    with Cluster(comm.link.comm) as cluster:
+    with Cluster(comm.link.comm, options.quick) as cluster:
         measured_rows = [measured(comm, cluster, case, options.rounds) for case in options.progress.each(cases)]
         return [*measured_rows, summary(measured_rows, cluster)]
 

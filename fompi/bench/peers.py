@@ -42,7 +42,7 @@ from fompi.tuning.rounds import (
 )
 
 M = N = 2048
-KS, QUICK_KS = (512, 1024, 2048, 4096), (1024,)
+KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
 FUSED: dict[str, dict[str, Any]] = {
     f"fompi direct, {slices_in_words(slices)}": {"schedule": "direct", "slices": slices}
@@ -103,8 +103,8 @@ class Case:
 
 def rows(comm: Any, options: Options) -> list[Row]:
     """A row for every operation and K, and a summary."""
-    edge, ks, slices = (M, KS, SLICES) if not options.quick else (M // 2, QUICK_KS, QUICK_SLICES)
-    with Cluster(comm.link.comm) as cluster, frameworks(cluster, slices) as (peers, absent):
+    edge, ks, slices = (M, KS, SLICES) if not options.quick else (M // 4, QUICK_KS, QUICK_SLICES)
+    with Cluster(comm.link.comm, options.quick) as cluster, frameworks(cluster, slices) as (peers, absent):
         measured_rows = []
         for case in options.progress.each([Case(operation, edge, edge, k) for operation in OPERATIONS for k in ks]):
             with ExitStack() as held:

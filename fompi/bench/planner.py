@@ -1,7 +1,8 @@
 """The planner's predictions and choices against measurements: mpirun -n 2 python -m fompi bench planner
 
 The machine is calibrated first, in the same run. The speed of the cores is measured again before each shape, with the
-products of the calibration, because it changes within minutes if others share the cores.
+products of the calibration, because it changes within minutes if others share the cores. With `--quick` the preset
+`laptop` is taken instead of a calibration.
 
 - Between equal hosts: fused operations of the shapes of `fompi.bench.fused`, and of random shapes that the calibration
   never saw. The suite compares the prediction with the measurement, and the chosen plan with the best plan.
@@ -83,9 +84,9 @@ LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
 
 
 def rows(comm: Any, options: Options) -> list[Row]:
-    machine = calibrate(comm)
+    machine = Machine.load("laptop") if options.quick else calibrate(comm)
     description = _described(machine)
-    with Cluster(comm.link.comm) as cluster:
+    with Cluster(comm.link.comm, options.quick) as cluster:
         if machine.levels or machine.rates:
             return [description, *_collectives(comm, cluster, machine, options)]
         shapes = options.progress.each([*_shapes(options, comm.size)])
@@ -116,9 +117,11 @@ def _shapes(options: Options, size: int) -> Iterator[Case]:
     generator = random.Random(SEED)
     if not options.quick:
         yield from (Case(operation, M, M, k) for operation in OPERATIONS for k in KS)
-    for i in range(QUICK_SHAPES if options.quick else RANDOM_SHAPES):
+    count, part = (QUICK_SHAPES, 4) if options.quick else (RANDOM_SHAPES, 1)
+    for i in range(count):
         m = size * generator.randrange(256 // size, 2049 // size)
-        yield Case(OPERATIONS[i % len(OPERATIONS)], m, generator.randrange(256, 2049), generator.randrange(128, 3073))
+        n, k = generator.randrange(256, 2049), generator.randrange(128, 3073)
+        yield Case(OPERATIONS[i % len(OPERATIONS)], -(-m // part // size) * size, n // part, k // part)
 
 
 def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
