@@ -11,11 +11,11 @@ from math import prod
 from typing import Any
 
 from fompi.backends import numpy
-from fompi.base.errors import LaunchError, LayoutError, StateError, in_words
+from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, text_of
 from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.version import __version__
 from fompi.engine import faults
-from fompi.engine.control import LEFT, Channel
+from fompi.engine.control import GONE, LEFT, STOPPED, Channel
 from fompi.engine.engine import FORKED, SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
@@ -218,6 +218,26 @@ class Communicator(Shared):
         finally:
             self.recording = outer
 
+    @contextmanager
+    def joint(self, work: str) -> Iterator[None]:
+        """The calls inside, on other communicators, belong to `work`, of which other ranks do their part.
+
+        If it ends by an error here, this rank starts no more of these calls. Ranks that wait for one of them, inside
+        the same work, get a PeerError at once. Those communicators cannot be used any more then.
+        """
+        engine = self.engine
+        engine.works.append(work)
+        try:
+            yield
+        except Exception as error:
+            why = f"{work}\nrank {{}} has stopped {work}: {text_of(error)}"
+            for channel in engine.channels:
+                if channel is not self.channel:
+                    channel.send_all(STOPPED, 0, why.format(channel.link.rank))
+            raise
+        finally:
+            engine.works.remove(work)
+
     def agree(self, what: str, refusal: Exception | None = None, value: int = 0) -> list[int]:
         """[value of rank 0, value of rank 1, ...], once all ranks call it with the same text `what`. Collective.
 
@@ -330,6 +350,9 @@ class Communicator(Shared):
             if self.engine.report is not None:
                 self.engine.report.settle(self)
             self.closed = True
+            with suppress(Exception):
+                for rank in self.channel.departed:  # it still listens
+                    self.channel.send(rank, GONE, 0)
             self.channel.close()
             self.plans.clear()
             devices = [paths.device for paths in self._paths.values()]
@@ -347,7 +370,7 @@ class Communicator(Shared):
         if kind is None:
             self.close()
         elif not self.closed:  # the channel stays open: this rank reports its end on it
-            self.closed = True
+            self.closed = self.channel.is_left = True
             words = f"rank {self.rank} left {self!r} by an error: {in_words(error or kind())}"
             with suppress(Exception):
                 self.channel.send_all(LEFT, 0, words)

@@ -19,7 +19,7 @@ def _series(stamp: int) -> int:
     return stamp >> 24 if stamp >> 62 else 0
 
 
-FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS = range(10)
+FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED = range(11)
 """The kinds of control messages.
 
 | kind           | the sender                                                                             |
@@ -34,6 +34,7 @@ FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS = 
 | `ANSWER`       | answers `ASK`; the stamp field holds the world rank that it waits for                  |
 | `COMPARE`      | waits for the receiver in this bound call; the text says its label and its counts      |
 | `DIFFERS`      | has abandoned this call, because ranks have called it with other labels or counts      |
+| `STOPPED`      | has ended the work in the text by an error: it starts no new call that belongs to it   |
 """
 
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote the text, bytes of the text
@@ -67,7 +68,9 @@ class Channel:
         self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
         self.departed: dict[int, str] = {}  # rank -> what it said when it left
         self.gone: set[int] = set()
+        self.is_left = False  # True once this rank has left a `with` block by an error; others may have closed
         self.dying: set[int] = set()
+        self.stopped: dict[int, tuple[str, str]] = {}  # rank -> the work that it has stopped, and why
         self.broken: BaseException | None = None  # why a call was abandoned with messages in flight
         self.asking = False  # True while `explain` waits for answers
         self.marks: dict[int, tuple[Any, Sizes | None]] = {}  # stamp -> label and counts, of the last marked calls
@@ -138,6 +141,9 @@ class Channel:
             self.gone.add(origin)
         elif kind == DYING:
             self.dying.add(origin)
+        elif kind == STOPPED:
+            work, _, why = text.partition("\n")
+            self.stopped[origin] = work, why
         elif kind == ASK:
             self.send(origin, ANSWER, *self._answer())
         else:
@@ -201,14 +207,16 @@ class Channel:
                 self.send_all(FATAL, stamp, f"rank {self.link.rank} abandoned the call: {text_of(error)}")
             task.abandon(error)
 
-    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> int | None:
-        """The awaited rank, if it has left and will not send what is awaited."""
-        absent = self.departed if awaits_start else self.gone
-        if awaited is None:
+    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> tuple[int, str] | None:
+        """The awaited rank, if it has left and will not send what is awaited, and why."""
+        left = self.departed if awaits_start else self.gone
+        absent = {rank: self.departed.get(rank, f"rank {rank} is gone") for rank in left}
+        if awaits_start:
+            absent |= {rank: why for rank, (work, why) in self.stopped.items() if work in self.engine.works}
+        if awaited is None or not absent:
             return None
-        if awaited[0] == ANYONE:
-            return min(absent, default=None)
-        return awaited[0] if awaited[0] in absent else None
+        rank = min(absent) if awaited[0] == ANYONE else awaited[0]
+        return (rank, absent[rank]) if rank in absent else None
 
     def explain(self, task: Task) -> str:
         """Which rank waits for which, from this rank to the root cause. Asks all other ranks."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from _thread import interrupt_main
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter, sleep
 from types import FrameType, TracebackType
@@ -194,7 +194,8 @@ def _leave(engine: Engine) -> None:
     _drive(engine, lambda: any(channel.can_finish() for channel in channels), seconds)
     for channel in channels:
         channel.send_all(GONE, 0)
-    _drive(engine, lambda: any(channel.not_gone() for channel in channels), seconds)
+    _drive(engine, lambda: bool(_not_gone(channels, False)), seconds)
+    _drive(engine, lambda: bool(_not_gone(channels, True)), min(seconds, BROKEN_SECONDS))
     if unreachable := {rank for channel in channels if broken for rank in channel.not_gone()}:
         ranks = f"rank{'s' * (len(unreachable) > 1)} {', '.join(map(str, sorted(unreachable)))}"
         end_job(f"rank {world()[0]} ends the job: {ranks} cannot be reached at exit", 1)  # MPI would wait for ever
@@ -202,6 +203,15 @@ def _leave(engine: Engine) -> None:
         channel.close()
     if engine.helper is not None:
         engine.helper.stop()
+
+
+def _not_gone(channels: Sequence[Channel], is_left: bool) -> set[int]:
+    """The world ranks on these channels that have not said on any channel that they are gone.
+
+    `is_left`: on those that this rank has left by an error. A rank that has closed such a channel says nothing on it.
+    """
+    gone = {channel.link.world_ranks[rank] for channel in channels for rank in channel.gone}
+    return {rank for channel in channels if channel.is_left == is_left for rank in channel.not_gone()} - gone
 
 
 def _drive(engine: Engine, unfinished: Callable[[], bool], seconds: float) -> None:

@@ -185,13 +185,15 @@ except ValueError:
     ended.assert_failed("PeerError: rank 2 failed in all_reduce by ring", "ValueError: the original error")
 
 
-def test_an_error_that_leaves_a_with_block_and_is_caught(launch):
-    """A notebook or a job server catches it. The other ranks do not wait for their deadline."""
+@pytest.mark.parametrize("world", [True, False])
+def test_an_error_that_leaves_a_with_block_and_is_caught(launch, world):
+    """A notebook or a job server catches it. The other ranks do not wait for their deadline, and nobody at exit."""
     ended = launch(
         3,
         """
 try:
     with fompi.Communicator(name="own") as own:
+        rank = own.rank
         fompi.all_reduce(np.ones(5), comm=own)
         if rank == 1:
             raise RuntimeError("the original error")
@@ -207,7 +209,10 @@ except RuntimeError:
         print(f"rank {rank}: {error}", flush=True)
 time.sleep(1)
 """,
+        world=world,
     )
+    ended.assert_clean()
+    assert ended.finished.seconds < 15, "FOMPI_TIMEOUT is 20 s"
     assert (
         ended.output.count("rank 1 left Communicator('own', rank 1 of 3) by an error: RuntimeError: the original") == 2
     )
