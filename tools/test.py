@@ -44,7 +44,7 @@ SIZES = {
         2: (),
         3: (*OPERATIONS, "counts"),
         4: (*SUBSET, *STRATEGIES, *FOUR),
-        8: (*OPERATIONS, "three_axes"),
+        8: ("communicator", "operations", "three_axes"),
     },
     "openmpi": {
         1: OPERATIONS,

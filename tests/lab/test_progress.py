@@ -162,6 +162,7 @@ for name in ("ring", "spoilt"):
 """
 
 
+@pytest.mark.one_mpi
 def test_a_schedule_without_overlap_is_found_by_proof_and_figures(netlab):
     """Its messages wait for the whole kernel, although it claims to overlap. Its result is right, its time is not."""
     finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=PLANTED)
