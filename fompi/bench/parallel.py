@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import IDLE_SECONDS, Cluster
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
 from fompi.engine.communicator import Communicator, Mesh
@@ -338,6 +338,26 @@ def ulysses(comm: Communicator, accelerator: Accelerator) -> Case:
 
     Bound: the flow of the N x N pieces of queries and keys through the port in, the attention and the port out.
     """
+    return _ulysses(comm, "Ulysses attention")
+
+
+def ulysses_pairs(comm: Communicator, accelerator: Accelerator) -> Case | None:
+    """Ulysses in pairs of ranks, all at once. Bound: the same, with N = 2."""
+    if comm.size == 2 or comm.size % 2:
+        return None
+    mesh = _computes_on(accelerator, Mesh(comm, pairs=comm.size // 2, ulysses=2))
+    return replace(_ulysses(mesh["ulysses"], "Ulysses attention, N = 2"), close=mesh.close)
+
+
+def _computes_on(accelerator: Accelerator, mesh: Mesh) -> Mesh:
+    """The mesh, whose axes compute on the accelerator."""
+    accelerator.comms += mesh.values()
+    for axis in mesh.values():
+        axis.backend = accelerator
+    return mesh
+
+
+def _ulysses(comm: Communicator, what: str) -> Case:
     q, k, v = _qkv(comm, TOKENS)
     sharding, size = Sharding(TOKENS, ulysses=comm.size), comm.size
 
@@ -351,29 +371,36 @@ def ulysses(comm: Communicator, accelerator: Accelerator) -> Case:
         send = [0.0] * (size - 1) + [leave] * (size - 1) + [0.0]
         return round_trip(receive, compute, send) - t_c
 
-    return Case("Ulysses attention", "T_m / T_c", (0.5, 1.0), call, bound)
+    return Case(what, "T_m / T_c", (0.5, 1.0), call, bound)
 
 
 def usp(comm: Communicator, accelerator: Accelerator) -> Case | None:
-    """Ulysses between two ranks, a ring round the others. Bound: what Ulysses moves, and the ring's own bound."""
+    """Ulysses between two ranks, a ring round the others, whose links may be slower.
+
+    Bound: the messages of Ulysses, measured alone, and the ring's own bound for the others.
+    """
     if comm.size % 2:
         return None
-    mesh = Mesh(ring=comm.size // 2, ulysses=2)
-    accelerator.comms += mesh.values()
-    for axis in mesh.values():
-        axis.backend = accelerator
+    mesh = _computes_on(accelerator, Mesh(comm, ring=comm.size // 2, ulysses=2))
     q, k, v = _qkv(comm, TOKENS)
     around, sharding = comm.size // 2, Sharding(TOKENS, ring=comm.size // 2, ulysses=2)
 
     def call() -> None:
         usp_attention(q, k, v, sharding, ring=mesh["ring"], ulysses=mesh["ulysses"])
 
+    def inner() -> None:
+        ulysses_attention(q, k, v, Sharding(TOKENS // around, ulysses=2), comm=mesh["ulysses"])
+
+    accelerator.use(INSTANT.flops_rate)
+    alone = alternate(comm.link.comm, {"ulysses": inner, "both": call}, PILOT_ROUNDS, idle=IDLE_SECONDS)
+    share = min(1.0, median(alone["ulysses"]) / median(alone["both"]))
+
     def bound(t_c: float, t_m: float) -> float:
-        across = t_m * 2 / (2 + 2 * (around - 1))  # half of q, k, v and o; the ring moves all of k and v at each step
+        across = t_m * share
         step = (t_m - across) / max(around - 1, 1)
         return across + received([0.0, *[step] * (around - 1)], [t_c / around] * around) - t_c
 
-    return Case(f"USP {around}x2", "T_m / T_c", (0.5,), call, bound)
+    return Case(f"USP {around}x2", "T_m / T_c", (0.5,), call, bound, close=mesh.close)
 
 
 EXPERTS, HIDDEN, FFN, CHOSEN = 8, 512, 1024, 2
@@ -408,6 +435,7 @@ CASES: tuple[Callable[[Communicator, Accelerator], Case | None], ...] = (
     ring,
     ring_backward,
     ulysses,
+    ulysses_pairs,
     usp,
     experts,
 )

@@ -4,15 +4,17 @@
     y = fompi.jax.row_parallel_linear(h, w2, comm=tp)          # a strategy of fompi.parallel
 
 - `custom_vjp`: the operations, on arrays.
+- `program`: `fompi.jax.jit`. `mpi4jax`: the names of mpi4jax, for programs that were written for it.
 - `primitive`: the operations on tracers, for `jax.jit` and `jax.vmap`; `started`: an operation in flight there.
 - `sites`: a call at one place of a compiled program; `ffi`: how the program calls it.
 - `replicated`: gradients of a loss that counts once.
 - `private`: the names of JAX that no document promises.
 - `parallel`: the names of the strategies.
-- `strategies`: a strategy of `fompi.parallel`, which calls it by itself.
+- `strategies`: a strategy of `fompi.parallel`, on arrays and on tracers. The strategy calls it by itself.
 
 This room may import the package jax, and all rooms from `base` to `parallel`. Only this room and `bench` import jax.
 """
 
 from fompi.jax.custom_vjp import *  # noqa: F403
 from fompi.jax.parallel import *  # noqa: F403
+from fompi.jax.program import jit as jit

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from fompi.base.errors import FompiError, LayoutError
+from fompi.base.errors import LayoutError
 from fompi.jax import private, replicated
-from fompi.jax.primitive import under_trace
+from fompi.jax.primitive import call_of, under_trace
 from fompi.jax.replicated import ReplicatedCall
 from fompi.jax.started import start
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, flatten
@@ -61,7 +61,15 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
         needs[:] = [p.perturbed for p in primals]
         tensors = [p.value for p in primals]
         inner = replace(call, needs=needs)
-        result = _apply(inner, tensors) if any(map(is_tracer, tensors)) else inner.forward(tensors)
+        if any(map(private.is_forward, tensors)):
+            site, result = under_trace(
+                call.operation, call.arguments.with_tensors(tensors), call.comm, call.call_options
+            )
+            inner = call_of(site)
+        elif any(map(is_tracer, tensors)):
+            result = _apply(inner, tensors)
+        else:
+            result = inner.forward(tensors)
         call.take(inner)
         return result, tensors if call.keeps else [None] * len(tensors)
 
@@ -70,12 +78,7 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
         return tuple(call.backward(tensors, gradients, needs))
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    try:
-        return run(*tensors)
-    except TypeError as error:
-        if isinstance(error, FompiError) or "forward-mode" not in str(error):
-            raise
-        call.refuse(" has no forward mode (jax.jvp, jax.jacfwd, jax.hessian): use the grad of a grad")
+    return run(*tensors)
 
 
 def run(
@@ -83,8 +86,8 @@ def run(
 ) -> Any:
     """The result of a call, which JAX can differentiate."""
     tensors = arguments.tensors
-    if any(map(private.is_abstract, tensors)):
-        return under_trace(operation, arguments, comm, call_options, gradient)
+    if any(map(private.is_abstract, tensors)) or any(map(private.is_forward, tensors)):
+        return under_trace(operation, arguments, comm, call_options, gradient)[1]
     kind = ReplicatedCall if gradient == "replicated" else Call
     return _apply(kind(operation, arguments, comm, call_options, _run), tensors)
 

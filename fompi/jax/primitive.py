@@ -1,15 +1,16 @@
 """Operations in programs that JAX traces: `jax.jit`, `jax.vmap`, `jax.lax.scan`, and gradients inside of them.
 
-    results = under_trace(operation, arguments, comm, call_options, gradient)
+    site, result = under_trace(operation, arguments, comm, call_options, gradient)
 
 Two primitives:
 
-| primitive       | meaning                                                    | rules                              |
-|-----------------|------------------------------------------------------------|------------------------------------|
-| `fompi`         | the call of a site (`fompi.jax.sites`)                     | run, lowering, jvp, batching       |
-| `fompi_tangent` | its derivative, linear in the tangents; it is never run    | transposition: `fompi.ops.adjoints` |
+| primitive       | meaning                                | rules                                       |
+|-----------------|----------------------------------------|---------------------------------------------|
+| `fompi`         | the call of a site (`fompi.jax.sites`) | run, lowering, jvp, transposition, batching |
+| `fompi_tangent` | its derivative, linear in the tangents | transposition: `fompi.ops.adjoints`         |
+|                 |                                        | others: those of the calls in `_pushed`     |
 
-The first has an ordered effect. So all calls of a program run in its order, also in loops, in functions that are called
+Both have an ordered effect. So all calls of a program run in its order, also in loops, in functions that are called
 twice, and in programs that run one after the other. JAX never drops such a call, used or not. So all ranks make the
 same calls.
 """
@@ -29,8 +30,9 @@ import numpy as np
 
 from fompi.base.errors import StateError, TensorError
 from fompi.jax import ffi, private
+from fompi.jax.ffi import Form
 from fompi.jax.replicated import ReplicatedCall
-from fompi.jax.sites import Form, Half, Site, filled, site_of
+from fompi.jax.sites import Half, Opaque, Site, filled, flat, site_of
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
@@ -43,11 +45,11 @@ CALL.multiple_results = TANGENT.multiple_results = True
 
 
 def under_trace(
-    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str
-) -> Any:
-    """The result of a call on tracers. Collective: the ranks trace alike."""
+    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
+) -> tuple[Site, Any]:
+    """The site of a call on tracers, and its result. Collective: the ranks trace alike."""
     site, tensors = traced(operation, arguments, comm, call_options, gradient)
-    return filled(site.nested, CALL.bind(*tensors, site=site))
+    return site, filled(site.nested, CALL.bind(*tensors, site=site))
 
 
 def traced(
@@ -79,26 +81,25 @@ def ready() -> None:
     effect = private.ordered_effect("fompi")
     CALL.def_effectful_abstract_eval(lambda *avals, site: (_avals(site.results), {effect}))
     CALL.def_impl(_run)
-    TANGENT.def_abstract_eval(lambda *avals, site, wanted: _avals(site.results))
-    TANGENT.def_impl(_no_forward_mode)
+    TANGENT.def_effectful_abstract_eval(lambda *avals, site, wanted: (_avals(site.results), {effect}))
+    TANGENT.def_impl(_pushed)
 
     def lower(ctx: Any, *operands: Any, site: Site) -> Any:
         return private.lower_ordered(ctx, operands, ffi.TARGET, effect, site, site=np.int64(site.number))
 
-    private.register(CALL, jvp=_jvp, batch=_batch, lower=lower)
-    private.register(
-        TANGENT, jvp=_no_forward_mode, transpose=_transpose, batch=_no_forward_mode, lower=_no_forward_mode
-    )
+    private.register(CALL, jvp=_jvp, transpose=_transpose_call, batch=_batch, lower=lower)
+    push = private.lowered(_pushed)
+    private.register(TANGENT, jvp=_jvp_of_tangent, transpose=_transpose, batch=_batch_of_tangent, lower=push)
 
 
 def _avals(forms: Sequence[Form]) -> list[Any]:
     return [jax.core.ShapedArray(form.shape, np.dtype(form.dtype)) for form in forms]
 
 
-def _run(*tensors: Any, site: Site) -> list[Any]:
+def _run(*tensors: Any, site: Site | Opaque) -> list[Any]:
     """Run a site on arrays, outside of a compiled program."""
-    arena = site.comm.engine.arena
-    results = [arena.take(form.shape, dlpack.STORAGE[form.dtype]) for form in site.results]
+    take: Any = site.comm.engine.arena.take if isinstance(site, Site) else np.empty
+    results = [take(form.shape, dlpack.STORAGE[form.dtype]) for form in site.results]
     site([dlpack.borrow(jnp.asarray(t)).array for t in tensors], results)
     return [dlpack.lend(y, form.dtype, "jax") for y, form in zip(results, site.results, strict=True)]
 
@@ -110,8 +111,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, site: Site) -> tupl
     results = CALL.bind(*primals, site=site)
     wanted = tuple(not private.is_zero(t) for t in tangents)
     if isinstance(site, Half) and any(wanted):
-        name = f"fompi.jax.{site.operation.name}"
+        name = f"fompi.jax.{site.name.removesuffix('.start')}"
         raise TensorError(f"{name}.start has no gradient: call {name}(...), or pass jax.lax.stop_gradient(x)")
+    if isinstance(site, Opaque) and any(wanted):
+        raise TensorError(f"fompi.jax.{site.name} has no forward mode, and no grad of a grad, under jax.jit")
     if not any(wanted):
         return results, private.zeros(_avals(site.results))
     call = call_of(site)
@@ -139,6 +142,18 @@ def _transpose(cotangents: Sequence[Any], *inputs: Any, site: Site, wanted: tupl
     return [*moved, *(None for _ in kept)]
 
 
+def _transpose_call(cotangents: Sequence[Any], *inputs: Any, site: Site) -> list[Any]:
+    """The dual of a call that is linear in some of its tensors: `jax.linear_transpose`."""
+    if isinstance(site, Opaque) or site.arguments.op in ("max", "min", "prod"):
+        name = site.name if isinstance(site, Opaque) else site.operation.name
+        raise TensorError(f"fompi.jax.{name} is not linear here: it cannot be transposed")
+    wanted = tuple(map(private.is_undefined, inputs))
+    grads = [None if private.is_zero(ct) else ct for ct in cotangents]
+    kept = [None if w else t for w, t in zip(wanted, inputs, strict=True)]
+    gradients = call_of(site).backward(kept, grads, wanted)
+    return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
+
+
 def _apply(operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
     """The result of an operation of the backward."""
     from fompi.jax.custom_vjp import run
@@ -146,10 +161,53 @@ def _apply(operation: Operation[Any], arguments: Arguments, comm: Any, call_opti
     return run(operation, arguments, comm, call_options)
 
 
-def _no_forward_mode(*_: Any, site: Site, **__: Any) -> Any:
-    raise TensorError(
-        f"fompi.{site.operation.name} has no forward mode (jax.jvp, jax.jacfwd, jax.hessian): use the grad of a grad"
-    )
+# -------------------------------------------------------------------------------------------------- forward mode
+
+
+def _pushed(*tensors: Any, site: Site, wanted: tuple[bool, ...]) -> list[Any]:
+    """The tangents of the results. A call is linear in x, and in its other tensors together: it is its own derivative.
+
+    So a call of the same site with tangents in the place of tensors gives a term of the result. A bias belongs to the
+    second term. Rows that arrive (x_full) do not depend on the other tensors.
+    """
+    a, count = site.arguments, sum(wanted)
+    if a.op in ("max", "min"):
+        raise TensorError(
+            f'fompi.{site.operation.name}: op="{a.op}" has no forward mode (jax.jvp, jax.jacfwd, jax.hessian): '
+            f"use the grad of a grad"
+        )
+    moving, kept = iter(tensors[:count]), tensors[count:]
+    if not kept:
+        return CALL.bind(*moving, site=site)
+    dx, *others = (next(moving) if w else jnp.zeros_like(t) for w, t in zip(wanted, kept, strict=True))
+    x, *rest = kept
+    biases = range(len(a.weights), len(a.weights) + sum(b is not None for b in a.biases))
+    terms: list[list[Any]] = []
+    if wanted[0]:
+        constant = [jnp.zeros_like(t) if i in biases else t for i, t in enumerate(rest)]
+        terms.append(CALL.bind(dx, *constant, site=site))
+    if any(wanted[1:]):
+        results = CALL.bind(x, *others, site=site)
+        names = flat(site.nested)
+        terms.append([jnp.zeros_like(y) if name == "x_full" else y for name, y in zip(names, results, strict=True)])
+    return [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
+
+
+def _jvp_of_tangent(primals: Sequence[Any], tangents: Sequence[Any], *, site: Site, wanted: tuple[bool, ...]) -> Any:
+    moving = [i for i, t in enumerate(tangents) if not private.is_zero(t)]
+
+    def of_moving(*tensors: Any) -> list[Any]:
+        new = dict(zip(moving, tensors, strict=True))
+        return _pushed(*(new.get(i, t) for i, t in enumerate(primals)), site=site, wanted=wanted)
+
+    if not moving:
+        return TANGENT.bind(*primals, site=site, wanted=wanted), private.zeros(_avals(site.results))
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _batch_of_tangent(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site, wanted: tuple[bool, ...]) -> Any:
+    results = jax.vmap(functools.partial(_pushed, site=site, wanted=wanted), tuple(dims))(*tensors)
+    return results, [0] * len(results)
 
 
 # ----------------------------------------------------------------------------------------------------------- vmap
@@ -160,8 +218,8 @@ def _batch(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[
 
     A batch of x is one more dimension behind the rows. Only a product with a batched weight is no such call.
     """
-    if isinstance(site, Half):
-        raise TensorError(f"fompi.jax.{site.operation.name}.start is not possible inside jax.vmap: call it outside")
+    if isinstance(site, Opaque):
+        raise TensorError(f"fompi.jax.{site.name} is not possible inside jax.vmap: call it outside")
     a, name = site.arguments, site.operation.name
     alone = dims[0] is not None and all(d is None for d in dims[1:])
     flat = name == "sendrecv" or is_flat(name)
@@ -174,10 +232,11 @@ def _batch(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[
     elif a.operands:
         return _one_by_one(tensors, dims, site)
     else:
-        dim = a.dim % len(site.given[0].shape)
-        at = dim + 1
+        count = len(site.given[0].shape)
+        dim, split_dim = a.dim % count, None if a.split_dim is None else a.split_dim % count
+        at = dim + 1 if a.weights else count
         x = jnp.moveaxis(tensors[0], dims[0], at)
-        arguments = replace(a.with_tensors([x, *tensors[1:]]), dim=dim)
+        arguments = replace(a.with_tensors([x, *tensors[1:]]), dim=dim, split_dim=split_dim)
     batched = site_of(site.operation, arguments, site.comm, site.call_options, site.gradient)
     results = CALL.bind(*arguments.tensors, site=batched)
     return results, [at] * len(results)

@@ -5,23 +5,27 @@ They were checked on the versions in CHECKED. `missing()` says in one line which
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.extend.core
 from jax.interpreters import ad, batching, mlir
 
+from fompi.base.errors import TensorError
+
 CHECKED = ("0.5.0", "0.6.2", "0.10.2")
 """The versions of jax on which these names were checked."""
 
 NAMES = {
-    "jax.interpreters.ad": "Zero primitive_jvps primitive_transposes",
+    "jax.interpreters.ad": "JVPTracer Zero is_undefined_primal primitive_jvps primitive_transposes",
     "jax.interpreters.batching": "primitive_batchers",
-    "jax.interpreters.mlir": "TokenSet register_lowering",
-    "jax._src.effects": "Effect lowerable_effects ordered_effects control_flow_allowed_effects "
-    "custom_derivatives_allowed_effects remat_allowed_effects",
-    "jax._src.core": "abstract_token",
-    "jax._src.interpreters.mlir.ModuleContext": "add_keepalive",
+    "jax.interpreters.mlir": "TokenSet lower_fun register_lowering",
+    "jax._src.effects": "Effect lowerable_effects ordered_effects shardable_ordered_effects "
+    "control_flow_allowed_effects custom_derivatives_allowed_effects remat_allowed_effects",
+    "jax._src.core": "abstract_token trace_state_clean",
+    "jax._src.interpreters.mlir": "create_token",
+    "jax._src.interpreters.mlir.ModuleContext": "add_keepalive replace",
     "jax._src.interpreters.mlir.LoweringRuleContext": "replace set_tokens_out",
     "jax.core.Tracer": "to_concrete_value",
 }
@@ -60,6 +64,11 @@ def is_zero(tangent: Any) -> bool:
     return type(tangent) is ad.Zero
 
 
+def is_undefined(x: Any) -> bool:
+    """True for an input of a transposition whose cotangent is wanted."""
+    return bool(ad.is_undefined_primal(x))
+
+
 def zeros(avals: Any) -> list[Any]:
     """Tangents that are known to be zero."""
     return [ad.Zero(aval.to_tangent_aval()) for aval in avals]
@@ -74,8 +83,9 @@ def register(primitive: Any, *, jvp: Any, transpose: Any = None, batch: Any, low
     mlir.register_lowering(primitive, lower, platform="cpu")
 
 
+@functools.cache
 def ordered_effect(name: str) -> Any:
-    """An effect. Calls that have it run in the order of the program, also in loops and in functions under jax.jit."""
+    """The effect of this name. Calls that have it run in the order of the program, also in loops."""
     from jax._src import effects
 
     class Ordered(effects.Effect):
@@ -84,6 +94,7 @@ def ordered_effect(name: str) -> Any:
     for allowed in (
         effects.lowerable_effects,
         effects.ordered_effects,
+        effects.shardable_ordered_effects,  # also in a program of several processes
         effects.control_flow_allowed_effects,
         effects.custom_derivatives_allowed_effects,
         effects.remat_allowed_effects,
@@ -92,13 +103,81 @@ def ordered_effect(name: str) -> Any:
     return Ordered()
 
 
+def register_copy(primitive: Any, transpose: Any) -> None:
+    """Give a primitive the rules of y = x with this transposition."""
+
+    def jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
+        (x,), (dx,) = primals, tangents
+        return primitive.bind(x, **parameters), dx if is_zero(dx) else primitive.bind(dx, **parameters)
+
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = lambda xs, dims, **parameters: (primitive.bind(*xs, **parameters), *dims)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+
+
+def lowered(function: Any) -> Any:
+    """The lowering of a primitive that is a composition of others. It hands on the token of an effect."""
+    return mlir.lower_fun(function)
+
+
+def is_forward(x: Any) -> bool:
+    """True for a tracer of jax.jvp whose tangent has a value, so that no jax.grad asks for it."""
+    if not isinstance(x, ad.JVPTracer):
+        return False
+    tangent: Any = x.tangent
+    while hasattr(tangent, "val") and isinstance(tangent, jax.core.Tracer):
+        tangent = tangent.val  # of a batch
+    return not is_zero(tangent) and not _is_unknown(tangent)
+
+
+def _is_unknown(tangent: Any) -> bool:
+    """True for the tangent of a jax.grad: its values come later."""
+    if isinstance(tangent, ad.JVPTracer):
+        return _is_unknown(tangent.primal)
+    return isinstance(tangent, jax.core.Tracer)
+
+
+def check_devices(module_context: Any) -> None:
+    """Raise TensorError for a program on several devices of one process. A process is one rank."""
+    where = module_context.axis_context
+    devices = where.mesh.size if hasattr(where, "mesh") else getattr(where, "num_devices", 1)
+    if devices > jax.process_count():
+        raise TensorError(
+            f"fompi under jax.jit: this program runs on {devices} devices of {jax.process_count()} processes, but each "
+            f"process is one rank: use one device in each"
+        )
+
+
 def lower_ordered(ctx: Any, operands: Any, target: str, effect: Any, keep: Any, **attributes: Any) -> Any:
     """The call of `target` in a compiled program, with the token of `effect`. The program keeps `keep` alive."""
     from jax._src.core import abstract_token
 
+    check_devices(ctx.module_context)
     ctx.module_context.add_keepalive(keep)
     inner = ctx.replace(avals_in=[abstract_token, *ctx.avals_in], avals_out=[abstract_token, *ctx.avals_out])
     rule = jax.ffi.ffi_lowering(target, has_side_effect=True)
     token, *results = rule(inner, ctx.tokens_in.get(effect), *operands, **attributes)
     ctx.set_tokens_out(mlir.TokenSet({effect: token}))
     return results
+
+
+def lower_with_own_token(primitive: Any, effect: Any) -> None:
+    """Lower a primitive with a `body`. Its calls have a token of `effect` that begins and ends in the primitive."""
+
+    def lower(ctx: Any, *operands: Any, body: Any, results: Any) -> Any:
+        from jax._src.interpreters.mlir import create_token
+
+        inner = ctx.replace(tokens_in=mlir.TokenSet({effect: create_token()}), tokens_out=None)
+        return mlir.lower_fun(body)(inner, *operands)
+
+    mlir.register_lowering(primitive, lower, platform="cpu")
+
+
+def outside_of_traces() -> Any:
+    """A function that is True if JAX traces nothing in this thread."""
+    from jax._src.core import trace_state_clean
+
+    return trace_state_clean

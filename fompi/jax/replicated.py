@@ -13,13 +13,23 @@ operation is replicated. There the gradient dy is the same on all ranks, and the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.extend.core
 import jax.numpy as jnp
 
 from fompi.base.errors import LayoutError
+from fompi.jax import private
 from fompi.ops.adjoints import Call, _of_term
+from fompi.ops.arguments import Arguments
+from fompi.ops.operation import CallOptions
+from fompi.ops.operations import all_reduce
+
+COPY = jax.extend.core.Primitive("fompi_copy")
+"""The identity on a gradient that all ranks have alike. Its dual is an all-reduce: the sum of all ranks."""
 
 CONVENTIONS = ("sum", "replicated")
 
@@ -28,6 +38,26 @@ def check(operation: str, gradient: Any) -> None:
     """Raise LayoutError if `gradient` is no convention."""
     if gradient not in CONVENTIONS:
         raise LayoutError(f"fompi.jax.{operation}: gradient={gradient!r} must be 'sum' or 'replicated'")
+
+
+def _copied(call: Call, dy: Any) -> Any:
+    """dy, whose dual is an all-reduce."""
+    if not isinstance(dy, jax.core.Tracer):
+        return dy
+    _ready()
+    return COPY.bind(dy, comm=call.comm, call_options=call.call_options)
+
+
+@functools.cache
+def _ready() -> None:
+    """Give the primitive its rules."""
+
+    def transpose(ct: Any, _: Any, *, comm: Any, call_options: CallOptions) -> list[Any]:
+        from fompi.jax.custom_vjp import run
+
+        return [ct if private.is_zero(ct) else run(all_reduce, Arguments(ct), comm, call_options, "replicated")]
+
+    private.register_copy(COPY, transpose)
 
 
 class ReplicatedCall(Call):
@@ -39,7 +69,7 @@ class ReplicatedCall(Call):
             return [None] * len(tensors)
         dy = grads[0]
         if name == "all_reduce":
-            return [_of_term(self, a, dy)]
+            return [_of_term(self, a, _copied(self, dy))]
         if name == "broadcast":
             return [dy if extents.rank == a.root else jnp.zeros_like(dy)]
         if name == "all_gather":

@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +26,12 @@ from fompi.base.layout import Extents, Sizes
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.jax import ffi
+from fompi.jax.ffi import Form
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall, localise
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation, communicator_of
-from fompi.planner.choose import choose_schedule, encode_rows, window_of_call
+from fompi.planner.choose import choose_schedule, encode_rows, is_even, window_of_call
 from fompi.plans.plan import Plan
 from fompi.plans.verify import verify
 from fompi.runtime.binding import check_tensors
@@ -42,15 +43,11 @@ from fompi.tensors import dlpack
 _NUMBERS = itertools.count()
 
 
-class Form(NamedTuple):
-    """The shape and the dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Site:
     """One operation at one place of a traced program."""
+
+    given: list[Form]
+    """What the call takes."""
 
     results: list[Form]
     """What the call returns."""
@@ -140,15 +137,21 @@ class BoundSite(Site):
             *(problem.name("bias", i) for i, b in enumerate(a.biases) if b is not None),
             *(problem.name("h", i) for i in range(len(a.operands))),
         ]
-        memory = {name: arena.take(local.arrays[name].shape, local.arrays[name].dtype) for name in names}
+        shapes = {name: array.shape for name, array in local.arrays.items()}
+        if problem.columns:
+            shapes["x"] = dlpack.rows_first(np.empty(local.shape, bool), dim, local.split).shape
+        memory = {
+            name: arena.take(shapes[name], dlpack.STORAGE[dtype])
+            for name, (_, dtype) in zip(names, self.given, strict=True)
+        }
         tensors = dict(zip(names, (form.dtype for form in self.given), strict=True))
         self._inputs: list[Any] = [memory[name] for name in names]
         if problem.flat:
             self._inputs = [memory["x"].reshape(local.shape)]
-        elif dim:
+        else:
             moved = [name == "x" or name.startswith("h") for name in names]
             pairs = zip(self._inputs, moved, strict=True)
-            self._inputs = [dlpack.rows_at(array, dim) if rows else array for array, rows in pairs]
+            self._inputs = [dlpack.rows_at(array, dim, local.split) if rows else array for array, rows in pairs]
         if problem.operation == "scatter" and self.comm.rank != problem.root:
             self._inputs = []  # x gives only its shape
         outputs = {}
@@ -158,11 +161,11 @@ class BoundSite(Site):
                 tensors[buffer.name] = buffer.dtype
                 if problem.flat:
                     array = array.reshape(problem.result_shape(local.shape, self.comm.rank))
-                elif dim and buffer.axis != "whole":
-                    array = dlpack.rows_at(array, dim)
+                elif buffer.axis != "whole":
+                    array = dlpack.rows_at(array, dim, local.split)
                 outputs[buffer.name] = Form(array.shape, buffer.dtype), array
         self.nested = self.arguments.result({name: (name,) for name in outputs})
-        order = _flat(self.nested)
+        order = flat(self.nested)
         self.results = [outputs[name][0] for name in order]
         self._outputs = [outputs[name][1] for name in order]
         lent = {name: dlpack.Lent(memory[name], dtype) for name, dtype in tensors.items()}
@@ -186,21 +189,32 @@ class BoundSite(Site):
             np.copyto(theirs, mine)
 
 
-class Half:
-    """The start or the end of a bound site, as a site of its own. Between them the program does other work."""
+class Opaque:
+    """A site that is no operation. It has no derivative, and no batch."""
 
-    def __init__(self, site: BoundSite, results: list[Form]):
-        self.site, self.results = site, results
-        self.operation = site.operation
+    def __init__(self, name: str, given: list[Form], results: list[Form]):
+        self.name, self.given, self.results = name, given, results
         self.number = next(_NUMBERS)
         ffi.SITES[self.number] = self
+
+    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        """Run it on arrays, and write its results to arrays."""
+        raise NotImplementedError
+
+
+class Half(Opaque):
+    """The start or the end of a bound site, as a site of its own. Between them the program does other work."""
+
+    def __init__(self, site: BoundSite, given: list[Form], results: list[Form]):
+        super().__init__(f"{site.operation.name}.start", given, results)
+        self.site = site
 
 
 class Start(Half):
     """Starts the operation. Its result is a number without meaning, on which the end depends."""
 
     def __init__(self, site: BoundSite):
-        super().__init__(site, [Form((), "int32")])
+        super().__init__(site, site.given, [Form((), "int32")])
 
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         self.site.step.check_start()
@@ -213,7 +227,7 @@ class End(Half):
     """Waits for the operation."""
 
     def __init__(self, site: BoundSite):
-        super().__init__(site, site.results)
+        super().__init__(site, [Form((), "int32")], site.results)
 
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         self.site.step.wait()
@@ -260,6 +274,8 @@ def _in_words(local: LocalCall, call_options: CallOptions, gradient: str) -> str
     """The call as text. It has all that must be the same on all ranks."""
     problem, (schedule, slices, _) = local.problem, call_options
     text = f"{problem.common}, dim={local.dim}"
+    if problem.columns:
+        text += f", split_dim={local.split}"
     if problem.flat:
         text += f", shape {local.shape}"
     elif problem.moves not in ("all_gather", "all_to_all"):
@@ -292,6 +308,8 @@ def _plan_of(comm: Communicator, local: LocalCall, sizes: Sizes, call_options: C
     problem, (schedule, slices, _) = local.problem, call_options
     if schedule == "auto":
         even = comm.size == 1 or all(encode_rows(rows, rank) & 1 for rank, rows in enumerate(sizes.pairs))
+        if problem.columns:
+            even = is_even(sizes.rows) and is_even(problem.columns)
         total = sum(map(sum, sizes.pairs)) if sizes.pairs else sum(sizes.rows)
         schedule, best = choose_schedule(problem, total, comm.network, None, comm.crowded, even)
         slices = best if slices is None else slices
@@ -303,11 +321,11 @@ def _plan_of(comm: Communicator, local: LocalCall, sizes: Sizes, call_options: C
     return plan
 
 
-def _flat(nested: Any) -> list[str]:
+def flat(nested: Any) -> list[str]:
     """The names in a nested result."""
     if len(nested) == 1 and isinstance(nested[0], str):
         return [nested[0]]
-    return [name for part in nested for name in _flat(part)]
+    return [name for part in nested for name in flat(part)]
 
 
 def filled(nested: Any, tensors: list[Any]) -> Any:

@@ -73,7 +73,7 @@ def test_strategies(mpirun, suite, ranks):
     done = mpirun(ranks, "-m", "fompi", "bench", suite, "--quick", "--rounds", "1", "--json", seconds=90)
     assert done.returncode == 0 and not done.left_behind, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == {"parallel": 10, "step": 1}[suite]
+    assert len(rows) == {"parallel": 11, "step": 1}[suite]
     for row in rows:
         assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 3
         assert row["figures"] and row["reached"] is None and "fompi" in row["progress"]
@@ -162,6 +162,18 @@ def test_overhead(mpirun, tmp_path):
         assert row["base"] is None or row["base"] in row["samples"]
     text = page.read_text()
     assert text.count("| median us |") == 5 and text.count("| median ms |") == 2
+
+
+@pytest.mark.timeout(90)
+def test_jit(mpirun, tmp_path):
+    """A call in a compiled program beside the bound one, and what it hides: all contestants of a row in one run."""
+    options = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json"]
+    done = mpirun(2, "-m", "fompi", "bench", "jit", *options, seconds=80)
+    assert done.returncode == 0, done.output
+    short, beside = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert short["samples"].keys() == {"fompi bound", "fompi.jax.jit", "jax.jit", "jax.jit of x + 1"}
+    assert beside["samples"].keys() == {"product", "all-reduce", "start and wait", "blocking"}
+    assert [row["figures"][0]["most"] for row in (short, beside)] == [40, 1.1]
 
 
 @pytest.mark.timeout(60)

@@ -239,12 +239,12 @@ def test_out_is_refused_on_all_ranks(tp):
     assert not out.any() and fompi.jax.all_gather(random_tensor(tp, 2, 4), comm=tp).shape == out.shape
 
 
-def test_forward_mode_raises_an_error(tp):
+def test_forward_mode_of_a_maximum_raises_an_error(tp):
     """For a jvp, a jvp of a grad, and jax.hessian, which is one. The message names the way that works."""
     x = random_tensor(tp, 2, 4)
 
     def loss(x):
-        return (fompi.jax.all_gather(x, comm=tp) ** 2).sum()
+        return (fompi.jax.all_reduce(x, op="max", comm=tp) ** 2).sum()
 
     for call in (
         lambda: jax.jvp(loss, (x,), (x,)),

@@ -4,18 +4,21 @@ A compilation takes about half a second. So a test compiles one program with man
 """
 
 import gc
+import itertools
 import random
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import meanings
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from meanings import BASIC, CASES
 
 import fompi
 import fompi.jax
-from fompi.jax import ffi, private
+from fompi.jax import ffi, private, sites
 
 TAKEN = [case for case in BASIC if not case.dim] + [case for case in CASES if str(case).endswith("-dim1-bias-direct-2")]
 
@@ -79,7 +82,12 @@ def test_conventions_and_second_derivatives(tp):
     def conventions(x, v, w, eager=False):
         def gradients(name, *tensors):
             def loss(gradient, *tensors):
-                y = getattr(fompi.jax, name)(*tensors, comm=tp, gradient=gradient)
+                if name == "matmul_all_reduce":
+                    y = fompi.jax.matmul_all_reduce(*tensors[:2], bias=tensors[2], comm=tp, gradient=gradient)
+                elif name == "all_gather_matmul_many":
+                    y, _ = fompi.jax.all_gather_matmul_many(*tensors, comm=tp, gradient=gradient)
+                else:
+                    y = getattr(fompi.jax, name)(*tensors, comm=tp, gradient=gradient)
                 return (y**2).sum() / 2
 
             places = tuple(range(1, 1 + len(tensors)))
@@ -91,7 +99,10 @@ def test_conventions_and_second_derivatives(tp):
             "all_reduce": gradients("all_reduce", x),
             "all_gather": gradients("all_gather", x),
             "broadcast": gradients("broadcast", x),
-            "matmul_all_reduce": gradients("matmul_all_reduce", v, w),
+            "matmul_all_reduce": gradients("matmul_all_reduce", v, w, w[0] - w[0] + 1),
+            "all_gather_matmul_many": gradients("all_gather_matmul_many", x, [w[:3]]),
+            "reduce": gradients("reduce", x),  # not replicated: the loss of the root counts once in any case
+            "reduce_scatter": gradients("reduce_scatter", jnp.concatenate([x] * tp.size)),
         }
 
     def second(x):
@@ -101,15 +112,89 @@ def test_conventions_and_second_derivatives(tp):
 
     compiled, expected = jax.jit(lambda *t: (conventions(*t), second(t[0])))(x, v, w)
     close(expected, tp.size * np.cos(3 * tp.size * every**2) * 6 * tp.size * every)
-    for summed, once in compiled.values():
-        for by_sum, by_one in zip(summed, once, strict=True):
-            close(by_sum, tp.size * np.asarray(by_one))
+    (*dxs, bias), (*once, bias_once) = compiled["matmul_all_reduce"]
+    compiled["matmul_all_reduce"] = dxs, once
+    close(sum(fompi.all_gather(np.asarray(bias)[None], comm=tp)), tp.size * np.asarray(bias_once))
+    for name, (summed, once) in compiled.items():
+        times = 1 if name in ("reduce", "reduce_scatter") else tp.size
+        for by_sum, by_one in zip(jax.tree.leaves(summed), jax.tree.leaves(once), strict=True):
+            close(by_sum, times * np.asarray(by_one))
     eager = conventions(*map(jnp.asarray, (x, v, w)), eager=True)
     close(jax.tree.leaves(eager["all_gather"]), jax.tree.leaves(compiled["all_gather"]))
     close(compiled["all_reduce"][1][0], every)
     close(compiled["all_gather"][1][0], x)
     with pytest.raises(fompi.LayoutError, match="gradient='mean' must be 'sum' or 'replicated'"):
         fompi.jax.all_reduce(x, gradient="mean", comm=tp)
+
+
+def test_forward_mode_is_the_adjoint_of_the_gradient(tp):
+    """For random vectors u and v: the sum over the ranks of u * (J v) is that of (u J) * v. For all operations."""
+    weight_gradients = {
+        "all_gather_weight_gradient": [(2, 3), (2 * tp.size, 4)],
+        "all_gather_matmul_weight_gradient": [(2, 3), (3, 4), (2 * tp.size, 2)],
+        "all_to_all_weight_gradient": [(tp.size, 3), (tp.size, 2)],
+        "all_to_all_matmul_weight_gradient": [(tp.size, 3), (3, 4), (tp.size, 2)],
+    }
+    calls = [
+        (
+            lambda *leaves, case=case: case.call(fompi.jax, tp.size, tp.rank, leaves, comm=tp),
+            meanings.gradients(case, tp.size)[0][tp.rank],
+        )
+        for case in TAKEN
+    ]
+    calls += [
+        (lambda *leaves, name=name: getattr(fompi.jax, name)(*leaves, comm=tp), [of_rank(tp.rank, *s) for s in shapes])
+        for name, shapes in weight_gradients.items()
+    ]
+
+    def dot(a, b):
+        return sum((x * y).sum() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    def program(tensors):
+        answers = []
+        for (call, _), mine in zip(calls, tensors, strict=True):
+            v = [jnp.cos(7 * t) for t in mine]
+            ys, pushed = jax.jvp(call, tuple(mine), tuple(v))
+            u = jax.tree.map(lambda y: jnp.sin(3 * y), ys)
+            answers.append((dot(u, pushed), dot(jax.vjp(call, *mine)[1](u), v)))
+        return jnp.array(answers)
+
+    answers = jax.jit(program)([[jnp.asarray(t) for t in mine] for _, mine in calls])
+    forward, backward = fompi.all_reduce(np.array(answers), comm=tp).T
+    np.testing.assert_allclose(forward, backward, rtol=1e-10, atol=1e-10)
+    assert np.count_nonzero(np.abs(forward) > 1e-3) > len(calls) // 2
+
+
+def test_forward_mode_of_higher_order(tp):
+    """jacfwd, hessian, linearize, and a jvp of a jvp: in a compiled program and outside, where JAX can."""
+    x, v = of_rank(tp.rank, 3), of_rank(tp.rank, 3, call=1)
+    total, moved = of_all(tp, 3).sum(0), of_all(tp, 3, call=1).sum(0)
+
+    def summed(x):
+        return fompi.jax.all_reduce(x, comm=tp)
+
+    def program(x, v):
+        def pushed(x):
+            return jax.jvp(lambda x: jnp.sin(summed(x)), (x,), (v,))[1]
+
+        return (
+            jax.hessian(lambda x: jnp.sin(summed(x)).sum())(x),
+            jax.jacfwd(summed)(x),
+            pushed(x),
+            jax.jvp(pushed, (x,), (v,))[1],
+            jax.grad(lambda x: pushed(x).sum())(x),
+        )
+
+    hessian, jacobian, first, second, slope = jax.jit(program)(x, v)
+    close(hessian, np.diag(-np.sin(total)) * tp.size**2), close(jacobian, np.eye(3) * tp.size)
+    close(first, np.cos(total) * moved), close(second, -np.sin(total) * moved**2)
+    close(slope, -np.sin(total) * moved * tp.size)
+    close(
+        jax.jvp(jax.grad(lambda x: (summed(x) ** 2).sum()), (jnp.asarray(x),), (jnp.asarray(v),))[1],
+        2 * tp.size * moved,
+    )
+    y, push = jax.linearize(jax.jit(lambda x: jnp.sin(summed(x))), jnp.asarray(x))
+    close(y, np.sin(total)), close(push(jnp.asarray(v)), np.cos(total) * moved)
 
 
 def test_transformations(tp):
@@ -215,30 +300,77 @@ def test_start_and_wait(tp):
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_order(tp, rounds):
-    """Independent calls, shuffled: every value is right, and no rank waits for another one's call."""
+    """Independent calls, shuffled: every value is right, and no rank waits for another one's call.
+
+    The ranks compute their tensors from arrays of other sizes, so XLA may schedule them in another order. Some programs
+    make the token of the order themselves. Up to 4 programs run without a wait between them, also one twice.
+    """
     shuffled = random.Random(1)
 
     def program(xs, order):
-        results = {i: fompi.jax.all_reduce(xs[i] * (i + 1), comm=tp) for i in order}
+        sizes = [100 * (1 + (i + tp.rank) % 6) for i in range(6)]
+        tensors = [xs[i] * (i + 1) + 0 * jnp.outer(jnp.arange(n), xs[i][:1]).sum() for i, n in enumerate(sizes)]
+        results = {i: fompi.jax.all_reduce(tensors[i], comm=tp) for i in order}
         return [results[i] for i in range(6)]
 
     orders = [shuffled.sample(range(6), 6) for _ in range(4)]
-    programs = [jax.jit(lambda xs, order=order: program(xs, order)) for order in orders]
-    for call in range(rounds):
-        results = programs[shuffled.randrange(4)]([jnp.full(16, float(call + i + tp.rank)) for i in range(6)])
-        for i, y in enumerate(results):
-            close(y, np.full(16, (i + 1) * ((call + i) * tp.size + sum(range(tp.size)))))
+    kinds = [jax.jit, jax.jit, fompi.jax.jit, fompi.jax.jit]
+    programs = [kind(lambda xs, order=order: program(xs, order)) for kind, order in zip(kinds, orders, strict=True)]
+    for call in range(0, rounds, 4):
+        inputs = [[jnp.full(16, float(call + j + i + tp.rank)) for i in range(6)] for j in range(4)]
+        running = [programs[shuffled.randrange(4)](xs) for xs in inputs]
+        for j, results in enumerate(running):
+            for i, y in enumerate(results):
+                close(y, np.full(16, (i + 1) * ((call + j + i) * tp.size + sum(range(tp.size)))))
+
+
+def test_a_program_with_a_token_of_its_own(tp):
+    """`fompi.jax.jit` has the values of `jax.jit`, and JAX starts its program without a token."""
+    x, many = jnp.asarray(of_rank(tp.rank, 2, 3)), of_rank(tp.rank, 2, 2, 3, call=1)
+    total, totals = of_all(tp, 2, 3).sum(0), of_all(tp, 2, 2, 3, call=1).sum(0)
+
+    @fompi.jax.jit
+    def inner(x):
+        return fompi.jax.all_reduce(x, comm=tp)
+
+    def loop(x, times, *, scale, words):
+        assert words == "static"
+        y = inner(jnp.sin(inner(x)))  # one site that is called twice
+        z = jax.lax.scan(lambda c, _: (fompi.jax.all_reduce(c, op="mean", comm=tp), None), x, length=times)[0]
+        slope = jax.grad(lambda x: (inner(x) ** 2).sum())(x)
+        return {"y": scale * y, "z": (z, slope, None), "three": 3}
+
+    call = fompi.jax.jit(loop, static_argnums=1, static_argnames="words")
+    for _ in range(2):
+        result = call(x, 3, scale=2.0, words="static")
+        close(result["y"], 2 * tp.size * np.sin(total)), close(result["z"][0], total / tp.size)
+        close(result["z"][1], 2 * tp.size * total)
+        assert result["z"][2] is None and int(result["three"]) == 3
+    assert "!stablehlo.token" not in inner.lower(x).as_text().split("@main")[1].split("{\n")[0]
+    assert "!stablehlo.token" in inner.lower(x).as_text()
+    donating = fompi.jax.jit(lambda x: fompi.jax.all_reduce(x, comm=tp), donate_argnums=0)
+    for _ in range(2):
+        given = x + 0
+        close(donating(given), total)
+        assert given.is_deleted()
+    close(jax.vmap(inner)(many), totals)  # a trace around it
+    close(jax.grad(lambda x: inner(x).sum())(x), np.full((2, 3), tp.size))
+    printing = fompi.jax.jit(lambda x: (jax.debug.print("", ordered=True), fompi.jax.all_reduce(x, comm=tp))[1])
+    close(printing(x), total)
 
 
 # --------------------------------------------------------------------------------------------------------- life time
 
 
-def test_sites_die_with_the_program(tp):
+@pytest.mark.parametrize("jit", [jax.jit, fompi.jax.jit], ids=["jax", "fompi"])
+def test_sites_die_with_the_program(tp, jit):
     """Memory goes back to the arena when the compiled function is freed."""
     gc.collect()
     sites, lent = len(ffi.SITES), tp.engine.arena.stats().lent_nbytes
-    program = jax.jit(lambda x: fompi.jax.all_reduce(x, comm=tp))
-    program(jnp.ones(1 << 12)).block_until_ready()
+    program = jit(lambda x: fompi.jax.all_reduce(x, comm=tp))
+    for _ in range(3):
+        close(program(jnp.ones(1 << 12)), np.full(1 << 12, tp.size))
+        gc.collect()
     assert len(ffi.SITES) == sites + 1 and tp.engine.arena.stats().lent_nbytes >= lent + (1 << 15)
     compiled = program.lower(jnp.ones(1 << 12)).compile()
     del program
@@ -247,6 +379,34 @@ def test_sites_die_with_the_program(tp):
     del compiled
     gc.collect()
     assert len(ffi.SITES) == sites and tp.engine.arena.stats().lent_nbytes == lent
+
+
+def test_the_cache_on_disk_holds_no_call_of_another_run(tp, tmp_path, monkeypatch):
+    """Two runs whose calls have the same numbers share a compiled program. Each calls its own operation."""
+    monkeypatch.setattr(sites, "_NUMBERS", itertools.count(10**9))
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    x, entries = jnp.full(3, tp.rank + 1.0), []
+    try:
+        for op, expected in (("sum", tp.size * (tp.size + 1) / 2), ("max", tp.size)):
+            monkeypatch.setattr(sites, "_NUMBERS", itertools.count(10**9))
+            program = jax.jit(lambda x, op=op: fompi.jax.all_reduce(x, op=op, comm=tp))
+            close(program(x), np.full(3, expected))
+            entries.append(sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")))
+            del program
+            gc.collect()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert entries[0] and entries[0] == entries[1]  # the second run found the program of the first one
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -270,8 +430,8 @@ def test_errors_while_tracing(tp):
     with pytest.raises(fompi.TensorError, match='op="prod" has no gradient'):
         jax.eval_shape(jax.grad(lambda x: fompi.jax.all_reduce(x, op="prod", comm=tp).sum()), x)
     for forward in (jax.hessian, jax.jacfwd):
-        with pytest.raises(fompi.TensorError, match=r"no forward mode.*use the grad of a grad"):
-            jax.jit(forward(lambda x: (fompi.jax.all_gather(x, comm=tp) ** 2).sum()))(x)
+        with pytest.raises(fompi.TensorError, match=r'op="max" has no forward mode.*use the grad of a grad'):
+            jax.jit(forward(lambda x: (fompi.jax.all_reduce(x, op="max", comm=tp) ** 2).sum()))(x)
     if tp.size > 1:
         with pytest.raises(fompi.ShapeError if tp.rank == 0 else fompi.MismatchError, match="dim=7"):
             traced(dim=7 if tp.rank == 0 else 0)
@@ -294,6 +454,14 @@ def test_errors_of_a_compiled_program(tp):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"ShapeError: recv on rank {tp.rank} .* from rank {behind}"):
         call(jnp.ones(2 + tp.rank)).block_until_ready()
     close(call(jnp.full(2, float(tp.rank))), np.full(2, behind))
+
+
+def test_several_devices_in_one_process_are_refused(tp):
+    """A process is one rank, so a program may run on one of its devices only."""
+    context = SimpleNamespace(axis_context=SimpleNamespace(num_devices=2))
+    with pytest.raises(fompi.TensorError, match="runs on 2 devices of 1 processes, but each process is one rank"):
+        private.check_devices(context)
+    private.check_devices(SimpleNamespace(axis_context=SimpleNamespace(num_devices=1)))
 
 
 def test_an_unknown_jaxlib_is_refused():

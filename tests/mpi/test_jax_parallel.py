@@ -80,6 +80,50 @@ def test_gradients(world, alone, name, monkeypatch):
         close(actual, right, 1e-13)
 
 
-def test_under_jit(world):
-    with pytest.raises(fompi.TensorError, match=r"jax\.jit"):
-        jax.jit(lambda x: fompi.jax.row_parallel_linear(x, jnp.ones((3, 2)), comm=world))(jnp.ones((4, 3)))
+def test_under_jit(world, alone):
+    """All strategies in one compiled program: results and gradients as outside of it, also in a loop."""
+    calls = {name: call(name, world, alone) for name in fompi.jax.parallel.__all__}
+    leaves = {name: [jnp.asarray(t) for t in tensors] for name, (_, tensors) in calls.items()}
+
+    def program(leaves):
+        return {
+            name: jax.value_and_grad(lambda mine, of=of: (of(*mine) ** 2).sum())(leaves[name])
+            for name, (of, _) in calls.items()
+        }
+
+    expected = program(leaves)
+    for jit in (jax.jit, fompi.jax.jit):
+        compiled = jit(program)
+        for _ in range(2):
+            results = compiled(leaves)
+        assert jax.tree.structure(results) == jax.tree.structure(expected)
+        for actual, right in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(actual, right, rtol=1e-12, atol=1e-12)
+    of, tensors = calls["row_parallel_linear"]
+
+    def repeated(x, w, bias, tokens):
+        def step(total, _):
+            return total + (of(x, w, bias) ** 2).sum() + fompi.jax.vocab_parallel_embedding(
+                tokens, w, comm=world
+            ).sum(), None
+
+        return jax.lax.scan(step, 0.0, None, length=3)[0]
+
+    args = [*map(jnp.asarray, tensors), jnp.asarray(TOKENS % len(drawn(6, 3)))]
+    slope = jax.jit(jax.grad(repeated))(*args)
+    np.testing.assert_allclose(
+        slope, 3 * np.asarray(jax.grad(lambda x: (of(x, *args[1:3]) ** 2).sum())(args[0])), rtol=1e-12
+    )
+
+
+def test_what_is_refused_under_jit(world):
+    """A sentence says it. Later calls work."""
+    x, w = jnp.ones((4, 3)), jnp.ones((3, 2))
+
+    def linear(x):
+        return fompi.jax.row_parallel_linear(x, w, sequence_parallel=False, comm=world)
+
+    for transform, words in ((jax.vmap, r"inside jax\.vmap"), (jax.hessian, "no grad of a grad")):
+        with pytest.raises(fompi.TensorError, match=words):
+            jax.jit(transform(lambda x: linear(jnp.atleast_2d(x)).sum()))(x)
+    assert jax.jit(linear)(x).shape == (4, 2)
