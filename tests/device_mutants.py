@@ -29,6 +29,8 @@ PLANS, PATHS, ENGINE = "fompi.plans", "fompi.mpi.paths", "fompi.engine.in_flight
 ANY = (STAGED, DIRECT, IPC)
 UNSTAGED = (DIRECT, IPC)
 
+TILE_SECONDS = 2e-3
+
 ADDS = "if block in writer:\n                    before.add(writer[block])\n                "
 
 MUTANTS = {
@@ -91,6 +93,33 @@ MUTANTS = {
         "return make(tuple(shape), self.storage(dtype))",
         "self.kept = getattr(self, 'kept', {})\n"
         "    return self.kept.setdefault((tuple(shape), dtype, place), make(tuple(shape), self.storage(dtype)))",
+    ),
+    # products that one kernel announces
+    "a message leaves before its flag was seen": (ANY, f"{BACKEND}:Announced.done", "if self.is_raised():", "if True:"),
+    "a flag is raised before its product is written": (
+        ANY,
+        f"{SOFTWARE}:Announced._stored",
+        "if self.counters[group] == len(self.tiles[group]):",
+        "if True:",
+    ),
+    "a counter is not set back": (ANY, f"{SOFTWARE}:Announced._stored", "self.counters[group] = 0", "pass"),
+    "the flag of the last call counts": (
+        ANY,
+        "fompi.backends.cuda.signal:Signals.is_raised",
+        "return behind <= (self.epoch - epoch) % MOST_EPOCHS",
+        "return True",
+    ),
+    "the end of a kernel that announces comes before it": (
+        ANY,
+        f"{BACKEND}:OnDevice.bind_announced",
+        "epoch = made.enqueue(stream)\n        stream.record(event)",
+        "stream.record(event)\n        epoch = made.enqueue(stream)",
+    ),
+    "a kernel that announces waits for no event": (
+        ANY,
+        f"{BACKEND}:OnDevice.bind_announced",
+        "if token.queue is not queue:",
+        "if False:",
     ),
     # the engine, and a call
     "the host takes any kernel for done": (
@@ -253,6 +282,14 @@ def plant(where, old, new):
     return lambda: setattr(owner, name, function)
 
 
+class Slow(SoftwareDevice):
+    """The host sees the flag of a product before the kernel is done."""
+
+    def tiles(self, product):
+        for tile, places in super().tiles(product):
+            yield (lambda tile=tile: (time.sleep(TILE_SECONDS), tile())), places
+
+
 def cases(comm, device):
     """Functions that compare results on the device with those on the host. Each takes some milliseconds."""
     rank, size = comm.rank, comm.size
@@ -279,6 +316,23 @@ def cases(comm, device):
             for _ in range(2):
                 got = step()
             assert got.get().tobytes() == wanted.tobytes()
+
+        return run
+
+    def announced(dtype):
+        own = Spec((8 * size, 12 * size), dtype, Shard(1)), Spec((12 * size, 4), dtype, Shard(0))
+        plan = fompi.plan(fompi.matmul_reduce_scatter, *own, ranks=size, schedule="direct", slices=2)
+        operands = {"x": (rows % 7).astype(dtype), "w": w.astype(dtype)}
+
+        def run():
+            with fompi.bind(plan, comm=comm, **operands) as step:
+                wanted = step()
+            os.environ["FOMPI_COUNTERS"] = "1"
+            step = fompi.bind(plan, comm=comm, **{name: up(a) for name, a in operands.items()})
+            del os.environ["FOMPI_COUNTERS"]
+            assert step.announced == 2 * size - 1
+            for _ in range(2):
+                assert step().get().tobytes() == wanted.tobytes()
 
         return run
 
@@ -320,6 +374,8 @@ def cases(comm, device):
         unbound(fompi.all_to_all, rows, schedule="direct"),
         unbound(fompi.all_reduce, np.asfortranarray(x), schedule="ring"),
         unbound(fompi.all_gather, x, schedule="unfused"),
+        announced("float32"),
+        announced("float16"),
         after_a_kernel,
         in_place,
         read_after_a_kernel,
@@ -331,7 +387,7 @@ def found_by(path):
     os.environ["FOMPI_PATH"] = path
     comm = MPI.COMM_WORLD
     own = fompi.Communicator(comm, f"mutant on {path}")
-    device = SoftwareDevice(seed=own.rank, delay=0)
+    device = Slow(seed=own.rank, delay=0)
     for case in cases(own, device):
         error = ""
         try:

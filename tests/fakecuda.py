@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import json
 import mmap
 import os
 import re
@@ -15,12 +16,16 @@ import threading
 from bisect import bisect_right, insort
 from contextlib import nullcontext
 from itertools import count
+from math import prod
+from typing import NamedTuple
 
 import cupy
 import numpy as np
 
+from fompi.backends.cuda.announced import GROUP_NUMBERS, GROUP_POINTERS, Form
 from fompi.backends.cuda.cupy import NOT_READY, CudaDevice, Stream
 from fompi.backends.cuda.library import Library
+from fompi.backends.cuda.signal import WORDS
 from fompi.backends.numpy import Numpy, narrow, widen
 
 REAL = cupy.cuda.runtime
@@ -111,6 +116,12 @@ class Runtime:
 
     def _deviceSynchronize(self):
         self.busy.clear()
+
+    def _deviceGetAttribute(self, attribute, device):
+        return {75: 9, 76: 0, 97: 232448}[attribute]
+
+    def _getDeviceProperties(self, device):
+        return {"name": b"a fake GPU"}
 
     def _runtimeGetVersion(self):
         return 13000
@@ -290,6 +301,110 @@ class Cublas:
         return np.ndarray((rows, columns), dtype, memory, strides=(stride * dtype.itemsize, dtype.itemsize))
 
 
+class Code(NamedTuple):
+    """What Triton would have compiled."""
+
+    code: bytes
+    function: str
+    shared: int
+    scratch: int
+
+
+class Driver:
+    """The driver of CUDA for kernels that announce their products. Each launch computes them at once, and raises flags.
+
+    `leaves_out` is a product whose flag is never raised. `fails` is a status of CUDA: the next launch only sets it.
+    """
+
+    def __init__(self, runtime):
+        self.runtime, self.forms, self.loaded, self.allowed, self.launches = runtime, [], set(), {}, []
+        self.leaves_out, self.fails = -1, 0
+
+    def __getattribute__(self, name):
+        found = object.__getattribute__(self, name)
+        real = getattr(cupy.cuda.driver, name, None)
+        if real is None:
+            return found
+        parameters = re.match(rf"{name}\((.*?)\)", real.__doc__).group(1).split(", ")
+        kinds = {"bytes": bytes, "str": str}
+
+        def call(*arguments):
+            assert len(arguments) == len(parameters), f"{name}{arguments}: CuPy has {real.__doc__}"
+            for parameter, value in zip(parameters, arguments, strict=True):
+                wanted = kinds.get(parameter.split()[0], int)
+                assert type(value) is wanted, f"{name}: {parameter} is {value!r}"
+            assert self.runtime.thread.has_context, "the thread has no context of CUDA"
+            return found(*arguments)
+
+        return call
+
+    def moduleLoadData(self, image):
+        self.forms.append(Form(*json.loads(image)))
+        self.loaded.add(len(self.forms))
+        return len(self.forms)
+
+    def moduleUnload(self, module):
+        self.loaded.remove(module)
+
+    def moduleGetFunction(self, module, name):
+        assert name == "multiply_groups"
+        return 100 + module
+
+    def funcSetAttribute(self, function, attribute, value):
+        assert attribute == 8
+        self.allowed[function] = value
+
+    def launchKernel(self, function, *rest):
+        *grid, a, b, c, shared, stream, at, extra = rest
+        assert grid[1:] == [1, 1] and [a, b, c] == [256, 1, 1] and shared == self.allowed[function] and extra == 0
+        assert stream in self.runtime.lives["stream"]
+        form = self.forms[function - 101]
+        names = (*GROUP_POINTERS, *GROUP_NUMBERS, "scratch", "scratch")
+        addresses = np.ndarray(len(names), np.uint64, (ctypes.c_uint8 * (8 * len(names))).from_address(at))
+        values = [
+            int(
+                (ctypes.c_uint64 if name in (*GROUP_POINTERS, "scratch") else ctypes.c_int32).from_address(int(p)).value
+            )
+            for name, p in zip(names, addresses, strict=True)
+        ]
+        assert values[-2:] == [0, 0]
+        if self.fails:
+            self.runtime.sticky, self.fails = self.fails, 0
+            return
+        tiles, w, need, count, flag, epoch, columns, depth, x_row, w_row, y_row = values[:-2]
+        high, broad, _ = form.tile
+        table = self._array(tiles, (grid[0], len(WORDS)), np.int64)
+        groups = int(table[:, 5].max()) + 1
+        need, count = (self._array(p, (groups,), np.int32) for p in (need, count))
+        flags = self._array(flag, (groups,), np.int32, HOST)
+        self.launches.append((epoch, groups))
+        shape = (columns, depth) if form.transposed else (depth, columns)
+        weight = self._matrix(w, *shape, w_row, form.w)
+        weight = widen(weight.T if form.transposed else weight, form.w)
+        for x, y, bias, rows, n, group in table.tolist():
+            assert 0 < rows <= high and n * broad < columns
+            at = slice(n * broad, min(columns, (n + 1) * broad))
+            product = widen(self._matrix(x, rows, depth, x_row, form.x), form.x) @ weight[:, at]
+            if bias:
+                product += widen(self._matrix(bias, 1, columns, columns, form.bias), form.bias)[:, at]
+            self._matrix(y, rows, columns, y_row, form.y)[:, at] = narrow(product, form.y)
+            count[group] += 1
+            if count[group] == need[group]:
+                count[group] = 0
+                if group != self.leaves_out:
+                    flags[group] = epoch
+
+    def _array(self, ptr, shape, dtype, kind=DEVICE):
+        nbytes = prod(shape) * np.dtype(dtype).itemsize
+        assert self.runtime.span(ptr, nbytes) == kind
+        return np.ndarray(shape, dtype, (ctypes.c_uint8 * nbytes).from_address(ptr))
+
+    def _matrix(self, ptr, rows, columns, stride, dtype):
+        kind = Numpy().storage(dtype)
+        flat = self._array(ptr, ((rows - 1) * stride + columns,), kind)
+        return np.ndarray((rows, columns), kind, flat, strides=(stride * kind.itemsize, kind.itemsize))
+
+
 class _At:
     def __init__(self, interface):
         self.__array_interface__ = interface
@@ -301,10 +416,12 @@ def view(array):
 
 
 class FakeLibrary(Library):
-    """Elementwise kernels by NumPy, at the time of the launch. Products by `Cublas`."""
+    """Elementwise kernels by NumPy, at the time of the launch. Products by `Cublas`, announced ones by `Driver`."""
+
+    has_triton = True
 
     def __init__(self, device):
-        super().__init__(device, Cublas(device.runtime))
+        super().__init__(device, Cublas(device.runtime), Driver(device.runtime))
         self.streams, self.used = [0], []
 
     def current(self):
@@ -313,6 +430,10 @@ class FakeLibrary(Library):
     def using(self, stream):
         self.used.append(stream.ptr)
         return nullcontext()
+
+    def _compiled(self, form, capability, stages):
+        assert (capability, stages) == (90, 4)
+        return Code(json.dumps(form).encode(), "multiply_groups", 98304, 2)
 
     def elementwise(self, name, reads, writes, read_dtypes, write_dtypes):
         runtime = self.device.runtime

@@ -9,6 +9,7 @@ data are random. Without a GPU it says so and ends with status 0.
 | `costs`    | what the host pays: a launch, an event, a poll, a small copy; how late an event is seen            |
 | `copies`   | GB/s by size: down, up, both at once, on the device                                                |
 | `products` | cuBLAS in bf16: TFLOP/s of one call; 2, 4 and 8 groups of rows against one call                    |
+| `counters` | one kernel for 2, 4 and 8 products that raises a flag after each, against a call for each           |
 | `overlap`  | a product beside a copy: the time of both over the longer one, by the priority of the copy         |
 | `call`     | a bound operation on one rank: host time of a step, device time against its kernels alone          |
 """
@@ -24,7 +25,9 @@ from typing import Any
 import numpy as np
 
 import fompi
+from fompi.backends.cuda.announced import measured
 from fompi.backends.cuda.cupy import CudaDevice
+from fompi.backends.cuda.device import Product
 
 ROUNDS, WARM_UP = 20, 3
 HOST_CALLS = 2000
@@ -155,6 +158,21 @@ def products(gpu: Gpu) -> None:
             say(f"{m}x{n}x{k} bf16, {groups} calls with events", gpu.milliseconds(grouped) / whole, "x one call")
 
 
+def counters(gpu: Gpu) -> None:
+    missing = gpu.device.needs_for_announced()
+    if missing:
+        say("announced products: not measured", missing)
+        return
+    for m, n, k in SHAPES:
+        x, w, y = gpu.random(m, k), gpu.random(k, n), gpu.random(m, n)
+        for groups in GROUPS:
+            runs = [slice(i * (m // groups), (i + 1) * (m // groups)) for i in range(groups)]
+            one, each = measured(
+                gpu.device, [Product("matmul", [x[run], w], [y[run]], ["bfloat16"] * 2, ["bfloat16"]) for run in runs]
+            )
+            say(f"{m}x{n}x{k} bf16, {groups} products announced", one / each, "x a call for each")
+
+
 def overlap(gpu: Gpu) -> None:
     m = SHAPES[0][0]
     device, stream = gpu.device, gpu.stream
@@ -206,7 +224,7 @@ def call(gpu: Gpu) -> None:
         say("its kernels alone", 1e3 * kernels, "ms")
 
 
-STAGES = {stage.__name__: stage for stage in (facts, costs, copies, products, overlap, call)}
+STAGES = {stage.__name__: stage for stage in (facts, costs, copies, products, counters, overlap, call)}
 
 
 def main(arguments: list[str]) -> int:

@@ -49,7 +49,6 @@ from fompi.ops.operations import plan
 from fompi.runtime import alignment
 from fompi.runtime.executor import bind
 from fompi.traces import clocks
-from fompi.tuning import autotune
 from fompi.tuning.links import ROUNDS, Messages
 from fompi.tuning.rounds import alternate, meet, of_all_ranks
 from fompi.tuning.verdict import OtherLoad
@@ -120,7 +119,7 @@ def _cache() -> str:
     """Why measured choices are not kept, or "" if they are, or need not be."""
     if environment.value("FOMPI_CACHE") == "0":
         return ""
-    folder = autotune.folder()
+    folder = environment.cache_folder()
     if folder is None:
         return "there is no home folder"
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

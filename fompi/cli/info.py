@@ -132,6 +132,7 @@ def collect() -> dict[str, Any]:
         "threads": launcher.thread_note(),
         "progress": progress,
         "paths": _paths(processes, mpi),
+        "counters": _counters(processes),
         "warning": warning,
         "environment": "; ".join(environment.sentences()) or None,
     }
@@ -147,6 +148,17 @@ def _paths(processes: Sequence[Process], mpi: dict[str, Any] | None) -> str | No
     return f"between devices of a host by {within}, of two hosts by {between} (FOMPI_PATH={wanted})"
 
 
+def _counters(processes: Sequence[Process]) -> str | None:
+    """Whether one kernel computes and announces several products. None if nobody asks for it, and no rank has a GPU."""
+    choice = environment.value("FOMPI_COUNTERS")
+    if not (environment.is_set("FOMPI_COUNTERS") or any(process.device != "cpu" for process in processes)):
+        return None
+    version = _version(("triton", "pytorch-triton"))
+    triton = f"Triton {version}" if version else "Triton is not installed"
+    when = {"0": "never", "1": "wherever it can", "auto": "where it was measured to be faster"}[choice]
+    return f"one kernel announces several products {when} (FOMPI_COUNTERS={choice}, {triton})"
+
+
 def blocks(facts: dict[str, Any]) -> list[Table | str]:
     """What `info` prints: versions, MPI, one row per rank, and what to correct."""
     launcher = facts["launcher"]
@@ -159,6 +171,8 @@ def blocks(facts: dict[str, Any]) -> list[Table | str]:
     lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank, {_of_hosts(facts['binding'])}")]
     if facts.get("paths"):
         lines += [("messages", facts["paths"])]
+    if facts.get("counters"):
+        lines += [("products", facts["counters"])]
     if any(facts["gpus_per_rank"]):
         lines += [("GPUs", f"each rank sees {' or '.join(map(str, facts['gpus_per_rank']))}")]
     lines += _progress_lines(facts["progress"])

@@ -72,6 +72,7 @@ VARIABLES = {
         _one_of("FOMPI_GPU_AWARE", "auto", "auto", "0", "1"),
         _one_of("FOMPI_PATH", "auto", "auto", "staged", "direct", "ipc"),
         _one_of("FOMPI_DEVICE", "auto", "auto", "software", "cuda"),
+        _one_of("FOMPI_COUNTERS", "auto", "auto", "0", "1"),
         _one_of("FOMPI_SINGLETONS", "0", "0", "1"),
         Variable("FOMPI_AGAIN", "", "a file in a folder that can be written", _is_writable),
     )
@@ -101,6 +102,17 @@ def preset(name: str, text: str) -> None:
     """Set the variable for this process, unless it is set already. For commands, before MPI starts."""
     if not is_set(name):
         os.environ[VARIABLES[name].name] = text
+
+
+def cache_folder() -> Path | None:
+    """The folder of measured choices (FOMPI_CACHE). None: they are not kept on disk."""
+    chosen, default = value("FOMPI_CACHE"), VARIABLES["FOMPI_CACHE"].default
+    if chosen != default:
+        return None if chosen == "0" else Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # the user has no home folder
+        return Path(base, "fompi") if base else Path(default).expanduser()
+    return None
 
 
 def refusal(environ: Mapping[str, str] | None = None) -> LaunchError | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fompi.plans.plan import Collective, Compute, Op, Pace, Recv, Send
+from fompi.plans.plan import Collective, Compute, Op, Pace, Program, Recv, Send
 
 
 class Constraints(NamedTuple):
@@ -170,6 +170,40 @@ def device_constraints(ops: Sequence[Op], found: Constraints) -> Constraints:
     follows = [[j for j in needs if j in kernels] if i in kernels else [] for i, needs in enumerate(found.needs)]
     needs = [[j for j in needs if j not in follows[i]] for i, needs in enumerate(found.needs)]
     return Constraints(needs, found.behind, follows)
+
+
+WHOLES = {"matmul": 1, "matmul_bias": 2}
+"""The products that one kernel may announce, and their operands without rows. The weight is the first of these."""
+
+
+def announced(program: Program, needs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The products at the head of the compute lane that one kernel may compute, and announce one after the other.
+
+    `needs` are those of `constraints`. These products wait for no message, have the same weight and the same dtypes,
+    and some op of another lane takes the result of one of them before the last one is done. Empty: there are no two.
+    """
+    ops, early, found = program.ops, set[int](), list[int]()
+    for i, op in enumerate(ops):
+        if isinstance(op, Compute) and early.issuperset(needs[i]):
+            early.add(i)  # it waits for kernels only
+    for i, op in enumerate(ops):
+        if lane(op) != ("compute", 0):
+            continue
+        is_next = i in early and _factors(program, op) == _factors(program, ops[found[0] if found else i])
+        if not is_next or _factors(program, op) is None or not set(found).isdisjoint(needs[i]):
+            break
+        found.append(i)
+    takers = (before for i, op in enumerate(ops) if lane(op) != ("compute", 0) for before in needs[i])
+    return tuple(found) if not set(found[:-1]).isdisjoint(takers) else ()
+
+
+def _factors(program: Program, op: Op) -> tuple[object, ...] | None:
+    """What all products of one kernel have in common: the weight, and the dtypes of rows. None for another op."""
+    if not isinstance(op, Compute) or op.kernel not in WHOLES:
+        return None
+    count = len(op.reads) - WHOLES[op.kernel]
+    dtypes = [{program.buffer(chunk.buffer).dtype for chunk in side} for side in (op.reads[:count], op.writes)]
+    return op.reads[count], *map(sorted, dtypes)
 
 
 def message_numbers(ops: Sequence[Op]) -> list[int]:

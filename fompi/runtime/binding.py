@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import gt, index
 from typing import Any, NamedTuple
 
@@ -15,10 +15,12 @@ from fompi.backends.cuda.failures import OutOfMemory
 from fompi.base.errors import DeviceError, DtypeError, PlanError, ShapeError, TensorError
 from fompi.base.layout import Sizes
 from fompi.engine.communicator import Communicator
+from fompi.mpi import environment
 from fompi.plans.plan import Collective, Plan, Send
 from fompi.plans.staged import staged
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device, upload
+from fompi.runtime.dispatch import Announcing
 from fompi.runtime.needs import remedy
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
@@ -42,16 +44,20 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
         raise PlanError(f"the plan is for {plan.size} ranks, {comm!r} has {comm.size}")
     program, extents = plan.programs[comm.rank], plan.extents(comm.rank)
     named = {b.name: b for b in program.buffers if b.role != "scratch"}
+    device = backend.device
+    borrow = dlpack.borrow if device is None or device is not default_device() else upload
+    borrowed = {name: borrow(value, name) for name, value in given.items()}
+    if plan.problem.columns and "x" in borrowed:
+        borrowed |= _columns(plan.problem, borrowed.pop("x"), extents.rows[comm.rank], comm.rank)
+    given = dict.fromkeys(borrowed)
     if unknown := sorted(set(given) - set(named)):
         raise PlanError(f"{plan.problem.operation} has no tensor {unknown[0]!r}; it has {', '.join(named)}")
     if missing := [b.name for b in named.values() if b.role == "input" and b.name not in given]:
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
-    borrowed, shapes = {}, {}
-    device = backend.device
-    borrow = dlpack.borrow if device is None or device is not default_device() else upload
-    for name, value in given.items():
-        buffer, tensor = named[name], borrow(value, name)
+    shapes = {}
+    for name, tensor in borrowed.items():
+        buffer = named[name]
         if tensor.device is not device:
             where, wanted = (f"the {d.name}" if d is not None else "the host" for d in (tensor.device, device))
             raise TensorError(f"{name} is on {where}, but the kernels run on {wanted}")
@@ -92,6 +98,14 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     return Memory(borrowed, shapes, arrays)
 
 
+def _columns(problem: Any, x: Tensor, rows: int, rank: int) -> dict[str, Tensor]:
+    """The columns of x for each rank, by the name of the input."""
+    if x.array.shape != (rows, *problem.row):
+        raise ShapeError(f"x has the shape {x.array.shape}, the plan has {(rows, *problem.row)} on rank {rank}")
+    hosts = {} if x.host is None else problem.cut({"x": x.host})
+    return {name: replace(x, array=array, host=hosts.get(name)) for name, array in problem.cut({"x": x.array}).items()}
+
+
 class BoundPlan:
     """A compiled plan on fixed memory, with what each op does for the rows in use.
 
@@ -112,6 +126,7 @@ class BoundPlan:
         self._tensors, self._shapes, self._arrays = memory
         # Collectives of several bound plans may start in any order, because each plan has a communicator for them.
         self._link = comm.link.duplicate() if compiled.natives else comm.link
+        self._like = self._tensors.get("x") or self._tensors.get("x0")
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
         self._use(self.plan.sizes)
@@ -123,6 +138,7 @@ class BoundPlan:
         self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
         self._is_small = not self.kernels and self.compiled.is_small(sized)  # a kernel of the caller may be slow
         self._actions = self.compiled.resolve(self._arrays, sized.starts, self.backend, native, self.kernels)
+        self._announcing = self._announced_whole if sizes == self.plan.sizes else None  # other rows change too often
         self._outputs = []
         for buffer in self.compiled.outputs:
             array = self._arrays[buffer.name]
@@ -130,11 +146,26 @@ class BoundPlan:
                 array = array[: sum(self._extents.counts(buffer.axis))]
                 if buffer.name in self._shapes and sizes == self.plan.sizes:
                     array = array.reshape(self._shapes[buffer.name])
-            like = self._tensors.get(buffer.name) or self._tensors.get("x") or dlpack.borrow(np.empty(0))
+            like = self._tensors.get(buffer.name) or self._like or dlpack.borrow(np.empty(0))
             self._outputs.append((array, buffer.dtype, like))
         self._results = () if self._is_copied_back else self._lent()
         given = [self._tensors[b.name].owner for b in self.compiled.outputs if b.name in self._tensors]
         self._written = [x for x in (*self._results, *given) if dlpack.framework_of(x) == "torch"]
+
+    @cached_property
+    def _announced_whole(self) -> Announcing | None:
+        """The one kernel for the products that a device can announce. None: each product is a kernel of its own.
+
+        It is for the rows of the plan.
+        """
+        compiled, choice = self.compiled, environment.value("FOMPI_COUNTERS")
+        names = {compiled.program.ops[i].kernel for i in compiled.announced}  # type: ignore[union-attr]
+        if choice == "0" or self.backend.device is None or not names or names & {*(self.kernels or ())}:
+            return None
+        starts = compiled.sized(self.plan.extents(self.comm.rank)).starts
+        products, folder = compiled.products(self._arrays, starts), environment.cache_folder()
+        launch = self.backend.bind_announced(products, choice == "1", folder)  # type: ignore[attr-defined]
+        return None if launch is None else Announcing(compiled.announced, launch)
 
     @property
     def _is_copied_back(self) -> bool:
@@ -196,7 +227,7 @@ class BoundPlan:
 
     def _block(self, name: str, part: int) -> int:
         """The block of the buffer `name` that is part `part` on this rank."""
-        buffer = self.compiled.buffers.get(name)
+        buffer = self.compiled.buffers.get(self.compiled.named(name)[0])
         if buffer is None or not 0 <= part < buffer.count:
             raise PlanError(f"{self.compiled.title} has no part {part} of {name!r} on rank {self.comm.rank}")
         return buffer.first + part
@@ -211,6 +242,7 @@ class BoundPlan:
 
     def _release(self) -> None:
         """Give the memory of buffers back, and the communicator of the library's collectives."""
-        self._arrays, self._actions = {}, []
+        self._arrays, self._actions, self._announcing = {}, [], None
+        self.__dict__.pop("_announced_whole", None)
         if self._link is not self.comm.link and self.comm.channel.broken is None:
             self._link.close()

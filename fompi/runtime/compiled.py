@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.base import Backend
+from fompi.backends.cuda.device import Product
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, offsets
 from fompi.plans import kernels
-from fompi.plans.dependencies import KERNEL_LANES, constraints, device_constraints, lane, message_numbers, release
+from fompi.plans.dependencies import (
+    KERNEL_LANES,
+    announced,
+    constraints,
+    device_constraints,
+    lane,
+    message_numbers,
+    release,
+)
 from fompi.plans.plan import MOST_MESSAGES, Chunk, Collective, Compute, Plan, Recv, Send, UserKernel, parts_in_words
 from fompi.plans.staged import is_mirror
 
@@ -89,7 +98,9 @@ class Compiled:
         if max(self.numbers, default=0) >= MOST_MESSAGES:
             raise PlanError(f"{plan.schedule} sends more than {MOST_MESSAGES} messages to one peer: use fewer slices")
         limits = constraints(ops, plan.pace)
+        self.announced: tuple[int, ...] = ()  # the products that one kernel of a device may announce
         if device:
+            self.announced = announced(self.program, limits.needs)
             limits = device_constraints(ops, limits)
         self.follows = limits.follows
         self.multiplies = ("compute", 0) in self.lanes
@@ -107,7 +118,8 @@ class Compiled:
         self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole"]
         self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
         self.is_opaque = bool(plan.kernels)  # it has kernels of the user, which may take any time
-        self._x_row_nbytes = self.buffers["x"].row_nbytes if "x" in self.buffers else 0
+        self._xs = [b for b in self.program.buffers if b.role == "input" and b.axis != "whole" and b.name[0] == "x"]
+        self._x_row_nbytes = sum(buffer.row_nbytes for buffer in self._xs)  # several only where columns are split
         self.outputs = [b for b in self.program.buffers if b.role == "output"]
         cut = f", {parts_in_words(plan)}" if plan.parts > 1 else ""
         where = f" on {_with_article(device)}" if device else ""
@@ -165,7 +177,7 @@ class Compiled:
         """True if some kernel is so long that messages must progress while it runs."""
         if self.is_opaque:
             return True
-        if not self.multiplies and 2 * self._x_row_nbytes * sized.starts["x"][-1] <= LONG_NBYTES:
+        if not self.multiplies and 2 * self._x_nbytes(sized) <= LONG_NBYTES:
             return False  # a sum reads at most twice the bytes of x: a fast answer where rows change at every call
         if self._long is None or self._long[0] is not sized:
             self._long = sized, any(self._is_long(sized, i) for i in range(len(self.ops)) if self.kinds[i] == COMPUTE)
@@ -173,7 +185,10 @@ class Compiled:
 
     def is_small(self, sized: Sized) -> bool:
         """True if sums and copies are so short that they should run at once, in the thread that releases them."""
-        return not self.multiplies and not self.is_opaque and self._x_row_nbytes * sized.starts["x"][-1] <= SMALL_NBYTES
+        return not self.multiplies and not self.is_opaque and self._x_nbytes(sized) <= SMALL_NBYTES
+
+    def _x_nbytes(self, sized: Sized) -> int:
+        return self._x_row_nbytes * sized.starts[self._xs[0].name][-1] if self._xs else 0
 
     def _is_long(self, sized: Sized, i: int) -> bool:
         op = self.ops[i]
@@ -181,6 +196,12 @@ class Compiled:
         shapes = [[_shape(sized, place) for place in places] for places in (self._reads[i], self._writes[i])]
         moved = sum(p.width * s[0] for p, s in zip(self._reads[i], shapes[0], strict=True) if p.buffer in sized.starts)
         return moved > LONG_NBYTES or kernels.cost(op.kernel, *shapes) > LONG_FLOPS
+
+    def named(self, name: str) -> list[str]:
+        """The buffers that the user's program means by `name`: x is all columns of x."""
+        if name == "x" and name not in self.buffers:
+            return [buffer.name for buffer in self._xs] or [name]
+        return [name]
 
     def readers(self, name: str) -> dict[int, list[int]]:
         """The ops that read each block of the input `name`."""
@@ -234,8 +255,7 @@ class Compiled:
                     data = flat[name] = arrays[name].reshape(-1).view(np.uint8)
                 actions.append(data[first:last])
                 continue
-            reads = [_view(arrays, starts, place) for place in self._reads[i]]
-            writes = [_view(arrays, starts, place) for place in self._writes[i]]
+            reads, writes = self._operands(arrays, starts, i)
             op = self.ops[i]
             if isinstance(op, Collective):
                 assert native is not None
@@ -255,6 +275,18 @@ class Compiled:
                 else:
                     actions.append(backend.bind(op.kernel, reads, writes, *self._dtypes[i]))
         return actions
+
+    def products(self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]]) -> list[Product]:
+        """The products that one kernel may announce, on these arrays."""
+        kernels = [(self.program.ops[i].kernel, i) for i in self.announced]  # type: ignore[union-attr]
+        return [Product(name, *self._operands(arrays, starts, i), *self._dtypes[i]) for name, i in kernels]
+
+    def _operands(
+        self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]], i: int
+    ) -> tuple[list[Array], list[Array]]:
+        """What op `i` reads and writes."""
+        reads, writes = ([_view(arrays, starts, p) for p in places] for places in (self._reads[i], self._writes[i]))
+        return reads, writes
 
     def drain(self, sized: Sized, backend: Backend, native: Callable[..., Any]) -> list[Any]:
         """What each op does if this rank cannot do the call: messages of the right sizes, without meaning.

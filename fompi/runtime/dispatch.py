@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from fompi.backends.base import Token
 from fompi.engine.communicator import Communicator
@@ -22,6 +22,17 @@ from fompi.tensors.device_array import DeviceArray
 
 ENTRY = -2
 """The key of the event that a device reaches once it has done what the program had enqueued before the call."""
+
+
+class Announcing(NamedTuple):
+    """Products that one kernel of a device computes: `launch(after)` returns their tokens, in this order.
+
+    A token of all but the last one is done when the kernel has raised a flag. The host starts what needs the product
+    then, so no stream waits for a flag.
+    """
+
+    ops: tuple[int, ...]
+    launch: Callable[[Sequence[Token]], Sequence[Token]]
 
 
 def _skip_kernel() -> None:
@@ -39,6 +50,8 @@ class Dispatch(Task):
     | kernel on the host                | it waits in `ready` or `ready_merges` until a thread takes it             |
     | small sum or copy                 | it runs at once, in the thread that released it                           |
     | kernel on a device                | the backend enqueues it at once                                           |
+    | product that is announced         | with the others of its kernel, once all of them can start                 |
+    | kernel that needs such a product  | when its flag was seen                                                    |
 
     After an error no kernel runs any more, but every message is still sent and received. So no message is left behind.
 
@@ -49,9 +62,13 @@ class Dispatch(Task):
     # Rarely used attributes live on the class and are rebound, never mutated. This keeps creating a call cheap.
     tokens: dict[int, Token] = {}  # noqa: RUF012
     unready: dict[tuple[str, int], list[int]] = {}  # noqa: RUF012  # (input, block) not ready yet -> the ops that read it
+    announcing: Announcing | None = None  # products that one kernel of the device computes
+    gathered: tuple[int, ...] = ()  # those of them that can start, until all can
+    awaiting: dict[int, list[int]] = {}  # noqa: RUF012  # product that is not announced yet -> the kernels that need it
     is_small = False
     paths: Paths | None = None  # how messages move that a device reads or writes
     notes: dict[int, list[Callable[[], None]]] = {}  # noqa: RUF012  # for such messages in flight: call them at the end
+    listeners: tuple[Callable[[int], None], ...] = ()  # called with each op that is done; -1: abandoned
     on_finish: Callable[[], None] | None = None
     then: Callable[[], None] | None = None  # called once the kernels of a call that has returned are done
     end: Task | None = None  # what a thread waits for that needs these kernels
@@ -132,14 +149,15 @@ class Dispatch(Task):
                 continue
             self.begun[i] = perf_counter()
             if kind == NATIVE:
-                if self.paths is not None:
-                    self._note(i, action.reads, action.writes)
+                if self.paths is not None and not self._may_move(i, action.reads, action.writes):
+                    continue
                 engine.post(action.start(), self, i)
                 self.native_started()
             elif action is None:  # no rows, so no message: both ranks know this
                 queue.extend(self._complete(i))
             elif self.paths is not None:
-                self._move(i)
+                if not self._move(i):
+                    continue
             elif kind == SEND and urgency is not None and action.nbytes > EAGER_NBYTES:
                 self._send_in_turn(i, action)
             elif kind == SEND:
@@ -177,21 +195,23 @@ class Dispatch(Task):
         parts = [data[at : at + most] for at in range(0, data.nbytes, most)]
         self.comm.engine.post_all([partial(call, part, peer, tag) for part in parts], self, i)
 
-    def _move(self, i: int) -> None:
-        """Send or receive memory that a device uses."""
+    def _move(self, i: int) -> bool:
+        """Send or receive memory that a device uses. False: not yet (`is_held`)."""
         paths, link, engine = self.paths, self.comm.link, self.comm.engine
         assert paths is not None
         data, peer, is_send = self.actions[i], self.compiled.peers[i], self.compiled.kinds[i] == SEND
         tag, is_pulled = self.tag + self.compiled.numbers[i], paths.moves_by_ipc(peer)
-        if is_send or not is_pulled:  # a pull is a copy of the device, which notes it
-            self._note(i, [data] if is_send else (), () if is_send else [data])
+        reads, writes = ([data], ()) if is_send else ((), [data])
+        is_noted = is_send or not is_pulled  # a pull is a copy of the device, which notes it
+        if is_noted and not self._may_move(i, reads, writes):
+            return False
         if is_pulled:
             offered = data if isinstance(data, DeviceArray) and self.error is None else None
             if is_send:
                 engine.launched(paths.ipc.send(offered, peer, tag), self, i)
             else:
                 engine.launched(paths.ipc.recv(offered, peer, tag, str(self.compiled.ops[i])), self, i)
-            return
+            return True
         call = link.irecv if not is_send else link.issend if self.compiled.is_paced else link.isend
         if isinstance(data, DeviceArray):
             data = paths.device.memory(data)
@@ -201,15 +221,23 @@ class Dispatch(Task):
             self._post_parts(call, i, data)
         else:
             engine.post(call(data, peer, tag), self, i)
+        return True
 
-    def _note(self, i: int, reads: Sequence[Any], writes: Sequence[Any]) -> None:
-        """Tell the device that a message begins to read and write these arrays. A race is an error of this call."""
+    def _may_move(self, i: int, reads: Sequence[Any], writes: Sequence[Any]) -> bool:
+        """Tell the device that a message begins to read and write these arrays. A race is an error of this call.
+
+        False: the message has become worthless, and another rank does not know it yet (`is_held`).
+        """
         if self.error is None and self.paths is not None:
             message, what = self.paths.device.message, str(self.compiled.ops[i])
             try:
                 self.notes[i] = [*(message(what, a, False) for a in reads), *(message(what, a, True) for a in writes)]
             except Exception as error:
                 self.kernel_failed(i, error)
+                if self.is_held(i):
+                    self.begun[i] = 0.0
+                    return False
+        return True
 
     def _merge(self, i: int) -> list[int]:
         """Run a small sum or copy in this thread. Returns the ops that become free."""
@@ -227,6 +255,8 @@ class Dispatch(Task):
     def _enqueue(self, i: int, queue: list[int]) -> None:
         """Give a kernel to the device, behind the kernels that it follows. Kernels that follow it become free."""
         self.begun[i] = perf_counter()
+        if self.announcing is not None and self._is_gathered(i, queue):
+            return
         if self.error is None:
             try:
                 token = self.actions[i]([self.tokens[j] for j in self.compiled.follows[i] if j in self.tokens])
@@ -235,6 +265,9 @@ class Dispatch(Task):
             else:
                 self.tokens[i] = token
                 self.comm.engine.launched(token, self, i)
+        self._enqueued(i, queue)
+
+    def _enqueued(self, i: int, queue: list[int]) -> None:
         for j in self.compiled.on_start[i]:
             self.blockers[j] -= 1
             if self.blockers[j] == 0:
@@ -242,11 +275,44 @@ class Dispatch(Task):
         if self.error is not None:
             queue.extend(self._complete(i))
 
+    def _is_gathered(self, i: int, queue: list[int]) -> bool:
+        """True if kernel `i` waits for a product that is not announced yet, or is such a product.
+
+        The kernel of all these products is launched once the last of them can start.
+        """
+        assert self.announcing is not None
+        ops, launch = self.announcing
+        follows, tokens = self.compiled.follows, self.tokens
+        if i not in ops:
+            missing = [j for j in follows[i] if j in self.awaiting]
+            if not missing or self.error is not None:
+                return False
+            self.awaiting[missing[0]].append(i)  # then it comes here again
+            return True
+        self.gathered = (*self.gathered, i)
+        if len(self.gathered) < len(ops):
+            return True
+        if self.error is None:
+            try:
+                made = launch([tokens[j] for j in dict.fromkeys(j for k in ops for j in follows[k]) if j in tokens])
+            except Exception as error:
+                self.kernel_failed(i, error)
+            else:
+                self.awaiting = {k: [] for k in ops[:-1]}
+                for k, token in zip(ops, made, strict=True):
+                    tokens[k] = token
+                    self.comm.engine.launched(token, self, k)
+        for k in ops:
+            self._enqueued(k, queue)
+        return True
+
     # -- completing ops
     def _complete(self, i: int) -> list[int]:
         """Op `i` is done. Returns the ops that become free."""
         self.ended[i] = self.moved_at = perf_counter()
         self.unfinished -= 1
+        for listener in self.listeners:
+            listener(i)
         if self.notes and i in self.notes:
             for end in self.notes.pop(i):
                 end()
@@ -267,6 +333,8 @@ class Dispatch(Task):
         if key in self.tokens:
             token = self.tokens.pop(key)
             self.begun[key], self.ended[key] = token.begun, token.due
+        if self.awaiting:
+            free = [*free, *self.awaiting.pop(key, ())]
         if free:
             self.start_ops(free)
         if self.unfinished == 0:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import PlanError, StateError, WaitTimeout
+from fompi.base.errors import LaunchError, PlanError, StateError, WaitTimeout
 from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import agree, digest
+from fompi.mpi import environment
 from fompi.plans.kernels import find
 from fompi.plans.plan import Plan, parts_in_words
 from fompi.plans.staged import is_mirror, staged
@@ -22,11 +25,23 @@ from fompi.runtime import baselines
 from fompi.runtime.binding import BoundPlan, Memory, check_tensors
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device
+from fompi.runtime.feed import Feeding, Kernel
+from fompi.runtime.feed import copy as copy_block
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof, RankDependencies, prove
 from fompi.traces.trace import Trace
+
+
+@dataclass
+class Feed:
+    """Where an input comes from: the result `output` of the last call of `source`, through `kernel`."""
+
+    source: Executor
+    output: str
+    kernel: Kernel
+    last: Run | None = None  # the call of `source` that has fed the last call
 
 
 class Executor(BoundPlan):
@@ -66,6 +81,9 @@ class Executor(BoundPlan):
         self._seconds: float | None = None  # the time of the last call on this rank
         self.drift: Drift | None = None  # compares calls with their prediction
         self._run: Run | None = None
+        self._feeds: dict[str, Feed] = {}  # by the input that is fed
+        self._feedings: list[Feeding] = []  # of the last call of this executor
+        self._readers_of_result: list[Feeding] = []  # those that read the result of the last call
         self._returned_at: float | None = None  # when `start` returned to the program
         self._dependencies: RankDependencies | None = None
         self._compute_alone: tuple[Any, float | None] = (None, None)  # extents, seconds: measured with these rows
@@ -87,7 +105,12 @@ class Executor(BoundPlan):
     def _start(
         self, partial: tuple[str, ...], counts: Any, label: int | str | None = None, awaited: bool = False
     ) -> None:
+        for feeding in self._readers_of_result:  # they still read the result of the last call
+            self.comm.engine.wait(feeding, self.comm.channel, patient=True)
+        self._readers_of_result = []
         self.check_start(partial)
+        partial = (*partial, *(name for name in self._feeds if name not in partial))
+        partial = tuple(each for name in partial for each in self.compiled.named(name))
         self._returned_at = None
         if self._run is not None and not self._run.finished:
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
@@ -119,6 +142,8 @@ class Executor(BoundPlan):
                 if len(marks) > MOST_MARKS:
                     self.comm.channel.forget_marks()
             run.paths = self._paths
+            if not unready:
+                run.announcing = self._announcing
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
@@ -129,16 +154,76 @@ class Executor(BoundPlan):
                 dlpack.mark_written(tensor)
             self.comm.note_start(self.compiled.title, stamp)
             run.start(self._actions, unready, self._is_long, self._is_small, failure, entry, holds_all)
+            self._feedings = [self._begin_feeding(name, feed, run) for name, feed in self._feeds.items()]
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on."""
         run, block = self._current(), self._block(name, part)
-        if self._is_uploaded:
-            self._upload(name, block)
+        names = self.compiled.named(name)
+        for each in names if self._is_uploaded else ():
+            self._upload(each, block)
         with self.comm.engine.lock:
-            run.ready_part(name, block)
+            for each in names:
+                run.ready_part(each, block)
         if not run.finished:
             self.comm.engine.wake_helper()  # the helper thread may sleep, because nothing was in flight
+
+    def feed(self, name: str, source: Executor, output: str = "y", kernel: Kernel | None = None) -> Executor:
+        """From now on block i of the input `name` is made of block i of the result `output` of `source`, in the engine.
+
+            second.feed("x", first, "y", lambda y, x: np.maximum(y, 0, out=x))
+            first.start()
+            second.start()
+            z = second.wait()
+
+        `kernel(y, x)` reads a block of the result and writes a block of the input, as arrays of the plan. The engine
+        runs it as soon as the block of the result is written, while other blocks are on their way. None copies. Each
+        call of this executor needs a new call of `source`, which is started before. Both have the same rows.
+
+        An error of the kernel, or of `source`, is an error of this call on all ranks. Raises PlanError if the blocks of
+        both do not have the same rows, or if the kernels of one of them run on a device.
+        """
+        for each in (self, source):
+            if each.backend.asynchronous or each.backend.device is not None:
+                raise PlanError(f"feed: the kernels of {each.compiled.title} run on a device")
+        self._readers_of(name)
+        source._writer(output, 0)
+        mine, theirs = self.compiled.buffers[name], source.compiled.buffers[output]
+        if kernel is None and (mine.row, mine.dtype) != (theirs.row, theirs.dtype):
+            raise PlanError(
+                f"feed: {name} and {output} have different rows, {mine.row} and {theirs.row}: give a kernel"
+            )
+        self._feeds[name] = feed = Feed(source, output, kernel or copy_block)
+        self._check_rows(name, feed)
+        return self
+
+    def _check_rows(self, name: str, feed: Feed) -> None:
+        starts = [
+            step.compiled.buffers[of].offsets(step._extents) for step, of in ((self, name), (feed.source, feed.output))
+        ]
+        if starts[0] != starts[1]:
+            raise PlanError(f"feed: the blocks of {name} and {feed.output} have different rows: they begin at {starts}")
+
+    def _begin_feeding(self, name: str, feed: Feed, run: Run) -> Feeding:
+        """Make the input `name` of this call from the last call of another executor. The engine's lock is held."""
+        source, mine = feed.source, self.compiled.buffers[name]
+        first, starts = source.compiled.buffers[feed.output].first, mine.offsets(self._extents)
+        writers = source.compiled.last_writers(feed.output)
+        runs = [slice(a, b) for a, b in pairwise(starts)]
+        arrays = [(source._arrays[feed.output][at], self._arrays[name][at]) for at in runs]
+        blocks = range(mine.first, mine.first + mine.count)
+        feed.last = source._current()
+        feeding = Feeding(
+            self.comm.engine, feed.last, run, name, [writers[first + i] for i in range(mine.count)], blocks, arrays,
+            feed.kernel,
+        )  # fmt: skip
+        source._readers_of_result.append(feeding)
+        feeding.begin()
+        return feeding
+
+    def _missing(self, run: Run) -> list[str]:
+        """The blocks of inputs for which the program has not called `ready`."""
+        return sorted({f"{name}[{block}]" for name, block in run.unready if name not in self._feeds})
 
     def arrived(self, name: str, part: int) -> bool:
         """True once part `part` of the output `name` is there. Progresses everything in flight."""
@@ -215,8 +300,8 @@ class Executor(BoundPlan):
         after `timeout` seconds (the call goes on).
         """
         run = self._current()
-        if run.unready and run.error is None and timeout is None:
-            missing = ", ".join(sorted({f"{name}[{block}]" for name, block in run.unready}))
+        if run.unready and run.error is None and timeout is None and self._missing(run):
+            missing = ", ".join(self._missing(run))
             raise StateError(f"wait() for {self.compiled.title}, but ready() was never called for {missing}")
         if not self.comm.engine.wait(run, self.comm.channel, timeout):
             raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
@@ -278,7 +363,19 @@ class Executor(BoundPlan):
         if self._run is not None and not self._run.finished and self._run.error is None:
             raise StateError(f"{self.compiled.title} is already in flight: call wait() before the next start()")
         for name in partial:
-            self._readers_of(name)
+            for each in self.compiled.named(name):
+                self._readers_of(each)
+        for name, feed in self._feeds.items():
+            if feed.source._run is None or feed.source._run is feed.last:
+                raise StateError(
+                    f"{self.compiled.title}: start {feed.source.compiled.title}, which feeds {name}, first"
+                )
+            self._check_rows(name, feed)
+
+    @property
+    def announced(self) -> int:
+        """How many products one kernel of the device computes and announces (FOMPI_COUNTERS). 0: none."""
+        return 0 if self._announcing is None else len(self._announcing.ops)
 
     # -- what the last call took
     @property
@@ -353,9 +450,11 @@ class Executor(BoundPlan):
             self.closed = True
             run = self._run
             if run is not None and not run.finished:
-                if run.unready:
+                if self._missing(run):
                     self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
                 self.comm.engine.wait(run, self.comm.channel, patient=True)
+            for feeding in (*self._feedings, *self._readers_of_result):
+                self.comm.engine.wait(feeding, self.comm.channel, patient=True)
             if run is not None:
                 run.settle()
             self._release()
@@ -411,6 +510,9 @@ def bind(
         if device is not None:
             paths = communicator.paths(device)
             where = f" on a {paths.title}"
+            missing = device.needs_for_announced() if environment.value("FOMPI_COUNTERS") == "1" else ""
+            if missing:
+                raise LaunchError(f"FOMPI_COUNTERS=1 cannot be done: {missing}")
             if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
                 plan = staged(plan, paths.is_staged)
         for name in kernels or ():

@@ -84,7 +84,7 @@ class Run(Dispatch):
                 self.abandon(self.error)
                 return
         if refusal is not None and self.error is None:
-            self._fail(refusal, "before its first op")
+            self.fail(refusal, "before its first op")
         try:
             self._start_first(unready, entry, holds_all)
         except Exception as error:  # MPI has failed
@@ -168,7 +168,7 @@ class Run(Dispatch):
 
     # -- errors
     def kernel_failed(self, i: int, error: BaseException) -> None:
-        self._fail(error, "before its first op" if i < 0 else f"op {i}, {self.compiled.ops[i]}")
+        self.fail(error, "before its first op" if i < 0 else f"op {i}, {self.compiled.ops[i]}")
         if self.paths is not None:
             self.paths.device.told()
 
@@ -183,7 +183,7 @@ class Run(Dispatch):
             op = f"op {i}, {self.compiled.ops[i]}, of {self.title}"
             self.paths.device.blame(self.compiled.lanes[i][0], op)
 
-    def _fail(self, error: BaseException, where: str) -> None:
+    def fail(self, error: BaseException, where: str) -> None:
         """Send the error of this rank to all other ranks, then go on without kernels."""
         error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
         text = f"rank {self.comm.rank} failed in {self.title}, {where}: {in_words(error)}"
@@ -240,6 +240,8 @@ class Run(Dispatch):
         self.comm.link.given_up += self.comm.engine.give_up(self)
         self.finish()
         self.comm.end_turn(self.stamp)
+        for listener in self.listeners:
+            listener(-1)
 
     def broke(self, error: Exception) -> None:
         self.comm.channel.fail(self, error)

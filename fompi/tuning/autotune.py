@@ -173,17 +173,6 @@ def _candidate(fields: Any) -> Candidate:
 # ---------------------------------------------------------------------------------------------------------- on disk
 
 
-def folder() -> Path | None:
-    """The folder of the kept choices. None: they are not kept on disk."""
-    chosen, default = environment.value("FOMPI_CACHE"), environment.VARIABLES["FOMPI_CACHE"].default
-    if chosen != default:
-        return None if chosen == "0" else Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    with suppress(RuntimeError):  # the user has no home folder
-        return Path(base, "fompi") if base else Path(default).expanduser()
-    return None
-
-
 def _conditions(comm: Communicator, key: str) -> dict[str, Any]:
     """All conditions that a kept choice depends on."""
     mpi = library()
@@ -202,7 +191,7 @@ def _conditions(comm: Communicator, key: str) -> dict[str, Any]:
 
 def _file(conditions: dict[str, Any]) -> Path | None:
     """The file of the choice that was made under these conditions. None: choices are not kept on disk."""
-    kept = folder()
+    kept = environment.cache_folder()
     name = blake2b(json.dumps(conditions, sort_keys=True).encode(), digest_size=16).hexdigest()
     return None if kept is None else kept / f"{name}.json"
 

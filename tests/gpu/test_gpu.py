@@ -15,6 +15,7 @@ import pytest
 from device_calls import result_of
 
 import fompi
+from fompi.base.layout import Sizes
 from fompi.ops import pending
 from fompi.schedules import registry
 
@@ -42,6 +43,33 @@ def test_operations_have_the_values_of_the_host(world, cupy, name, dtype, monkey
         assert got.keys() == wanted.keys()
         for key, array in wanted.items():
             np.testing.assert_array_equal(got[key], array, err_msg=f"{schedule} {key}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce bias", "matmul_all_to_all"])
+def test_products_that_one_kernel_announces(world, cupy, name, dtype, monkeypatch):
+    """Whole numbers, and new ones at every call: an early message would carry those of the call before."""
+    missing = fompi.Device("cuda").needs_for_announced()
+    if missing:
+        pytest.skip(missing)
+    monkeypatch.setenv("FOMPI_COUNTERS", "1")
+    problem, size = catalogue.problems(world.size, dtype)[name], world.size
+    sizes = Sizes(pairs=((300,) * size,) * size) if problem.moves == "all_to_all" else Sizes((300,) * size)
+
+    def small(random, shape, dtype):
+        return random.integers(-3, 4, shape).astype(dtype)
+
+    for schedule in registry.available(problem):
+        plan = registry.write(problem, schedule, (1, 2, 1), sizes)
+        given = catalogue.inputs(problem, sizes, 0, small)[world.rank]
+        tensors = {key: cupy.asarray(x) for key, x in given.items()}
+        with fompi.bind(plan, comm=world, **tensors) as step, fompi.bind(plan, comm=world, **given) as on_host:
+            assert step.announced or schedule != "direct" or size == 1
+            for call in range(20):
+                for key, x in catalogue.inputs(problem, sizes, call, small)[world.rank].items():
+                    given[key][...] = x
+                    tensors[key].set(x)
+                np.testing.assert_array_equal(step().get(), on_host(), err_msg=f"{schedule}, call {call}")
 
 
 def test_a_call_follows_the_stream_of_the_program(world, cupy):

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import fompi
 from fompi.backends.numpy import Numpy
+from fompi.mpi import environment
 from fompi.planner.candidates import UNFUSED, Candidate
 from fompi.tuning import autotune
 
@@ -62,7 +63,7 @@ def keep_and_change(own, comm, change):
     fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure")
     comm.Barrier()
     if own.rank == 0:
-        (file,) = autotune.folder().iterdir()
+        (file,) = environment.cache_folder().iterdir()
         file.write_text(change(file.read_text()))
     return x, w, y
 
@@ -89,7 +90,7 @@ def test_after_a_damaged_file_the_choice_is_measured_again(own, comm, cache, con
     with fompi.Communicator(comm) as other:
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
     if own.rank == 0:
-        (file,) = autotune.folder().iterdir()
+        (file,) = environment.cache_folder().iterdir()
         assert json.loads(file.read_text())["choice"]
 
 
@@ -175,7 +176,7 @@ def test_choices_of_other_backends_and_kernels(own, cache):
         assert (step() == y).all()
     assert len(own.choices) == 2
     if own.rank == 0:
-        assert len(list(autotune.folder().iterdir())) == 2
+        assert len(list(environment.cache_folder().iterdir())) == 2
 
 
 def test_candidates_without_overlap_are_always_measured(own, machine):
@@ -215,7 +216,7 @@ def test_ranks_that_write_one_file_at_the_same_time(own, comm, cache):
         autotune._store(own, "a call", choices[own.rank])
         assert autotune._load(own, "a call", lambda candidate: True) in choices
     comm.Barrier()
-    assert len(list(autotune.folder().iterdir())) == 1
+    assert len(list(environment.cache_folder().iterdir())) == 1
 
 
 def test_a_full_disk(own, comm, cache, monkeypatch):
@@ -228,7 +229,7 @@ def test_a_full_disk(own, comm, cache, monkeypatch):
     _, x, w, y = scatter(own)
     assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
     comm.Barrier()
-    assert not list(autotune.folder().iterdir())
+    assert not list(environment.cache_folder().iterdir())
 
 
 def test_a_bound_choice_that_is_not_a_candidate_any_more(own, comm, cache):

@@ -93,6 +93,30 @@ def test_bound_plans(world, device, fakecuda, path):
             del step
 
 
+def test_products_that_are_announced(world, device, fakecuda, monkeypatch):
+    """One launch of the kernel for all products of a call, with the bits of the host. No Triton: an error."""
+    monkeypatch.setenv("FOMPI_COUNTERS", "1")
+    size, driver = world.size, device.library.driver
+    specs = (
+        fompi.Spec((8 * size, 6 * size), "float32", fompi.Shard(1)),
+        fompi.Spec((6 * size, 5), "float32", fompi.Shard(0)),
+    )
+    plan = fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=size, schedule="direct", slices=2)
+    x, w = np.arange(48 * size, dtype="f4").reshape(8 * size, 6) % 5, np.ones((6, 5), "f4")
+    with fompi.bind(plan, comm=world, x=x, w=w) as step:
+        wanted, count = step(), len(step.compiled.announced)
+    given = {"x": fakecuda.as_cupy(device, x), "w": fakecuda.as_cupy(device, w)}
+    with fompi.bind(plan, comm=world, **given) as step:
+        assert step.announced == (2 * size - 1 if size > 1 else 0) and count == 0, "none on the host"
+        for call in range(1, 4):
+            assert fakecuda.of_cupy(step()).tobytes() == wanted.tobytes()
+            assert size == 1 or driver.launches[-1] == (call, step.announced)
+    device.library.has_triton = False
+    with pytest.raises(fompi.LaunchError, match="FOMPI_COUNTERS=1 cannot be done: Triton is missing: pip install"):
+        fompi.bind(plan, comm=world, **given)
+    del step, given
+
+
 def test_a_kernel_that_fails_on_one_rank(world, device, fakecuda):
     """All ranks get an error, nothing hangs, and operations on the host go on."""
     own = fompi.Communicator(name="own")

@@ -72,6 +72,74 @@ for rows, columns, depth in ((64, 96, 32), (72, 50, 40)):
 print("runs", runs)
 """
 
+IN_PLACE = """
+import itertools
+import torch
+from fompi.backends.cuda import announced
+from fompi.backends.cuda.announced import Form
+from fompi.backends.cuda.signal import Rows, in_place
+announced.tile_of = lambda w: (16, 32, 16)  # small tiles: the interpreter is slow
+rng = np.random.default_rng(0)
+TYPES = {"float32": torch.float32, "float16": torch.float16}
+
+def address(tensor):
+    return tensor.data_ptr()
+
+runs = 0
+for rows, columns, depth in ((64, 64, 32), (50, 40, 24), (7, 3, 5)):
+    for dtypes, transposed in itertools.product(("32 16 16 ", "16 16 32 32"), (False, True)):
+        of_w, of_x, of_y, of_bias = ("float" + bits if bits else "" for bits in dtypes.split(" "))
+        cut = sorted(rng.choice(np.arange(1, rows), 3, replace=False).tolist())
+        a, b, c = cut
+        groups = [[(0, a)], [(c, rows), (a, b)], [(b, c)]]  # the second product has two runs of rows
+        form = Form(of_w, of_x, of_y, of_bias, not (columns % 32 or depth % 16), False, transposed, False)
+        bias = torch.from_numpy(rng.integers(-3, 4, columns).astype("f4"))
+        x_store, y_store = torch.zeros((rows, depth + 3), dtype=TYPES[of_x]), [
+            torch.zeros((rows, columns), dtype=TYPES[of_y]) for _ in groups]  # a buffer for each product
+        need = count = flag = None
+        signals = None
+        for call in range(2):
+            x = rng.integers(-3, 4, (rows, depth)).astype("f4")
+            w = rng.integers(-3, 4, (depth, columns)).astype("f4")
+            x_store[:, :depth] = torch.from_numpy(x)
+            w_store = torch.from_numpy(np.ascontiguousarray(w.T if transposed else w)).to(TYPES[of_w])
+            size = x_store.element_size(), y_store[0].element_size()
+            listed = [[Rows(address(x_store[i:]), address(y[i:]), address(bias) * (g == 1 and of_bias != ""), j - i)
+                       for i, j in group] for g, (group, y) in enumerate(zip(groups, y_store))]
+            table = in_place(listed, columns, (depth + 3) * size[0], columns * size[1], 16, 32, band=2)
+            tiles = torch.from_numpy(table)
+            if flag is None:
+                need = torch.from_numpy(np.bincount(table[:, 5]).astype("i4"))
+                count, flag = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+                signals = Signals(flag.numpy())
+            for y in y_store:
+                y.fill_(float("nan"))
+            epoch = signals.next()
+            assert not any(signals.is_raised(g, epoch) for g in range(3))
+            product.multiply_groups[(len(table),)](
+                tiles, w_store, need, count, flag, epoch, columns, depth, depth + 3,
+                depth if transposed else columns, columns, **product.group_constants(form))
+            assert all(signals.is_raised(g, epoch) for g in range(3)) and not count.any()
+            for g, (group, y) in enumerate(zip(groups, y_store)):
+                wanted, is_mine = x @ w + (bias.numpy() if g == 1 and of_bias else 0), np.zeros(rows, bool)
+                for i, j in group:
+                    is_mine[i:j] = True
+                got = y.float().numpy()
+                assert (got[is_mine] == wanted[is_mine]).all() and np.isnan(got[~is_mine]).all()
+            runs += 1
+print("runs", runs)
+"""
+
+DISASSEMBLED_IN_PLACE = """
+import sys
+from fompi.backends.cuda.announced import Form
+_, capability, path = sys.argv
+made = product.compiled_groups(Form("bfloat16", "bfloat16", "bfloat16", "bfloat16", False, True, False, False),
+                               int(capability))
+open(path, "wb").write(made.code)
+print(made.function, made.shared, made.scratch)
+"""
+
 DISASSEMBLED = """
 import sys
 (_, capability, path), order = sys.argv, orders(4096, 4096, 128, 128, lambda tiles: (tiles,))[1]
@@ -99,6 +167,12 @@ def test_all_orders_by_the_interpreter():
     assert python(INTERPRETED, TRITON_INTERPRET="1") == "runs 36\n"
 
 
+@pytest.mark.timeout(300)
+def test_products_in_place_by_the_interpreter():
+    """Uneven rows, odd sizes, a buffer for each product, two runs of rows, a bias of one product, two calls."""
+    assert python(IN_PLACE, TRITON_INTERPRET="1") == "runs 24\n"
+
+
 STEPS = {
     "store": r"STG|UTMASTG",
     "barrier": r"BAR",
@@ -112,10 +186,13 @@ STEPS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_machine_code_has_its_fences_in_order(tmp_path, capability):
+@pytest.mark.parametrize("kernel", ["multiply", "multiply_groups"])
+def test_the_machine_code_has_its_fences_in_order(tmp_path, capability, kernel):
     """The last store, a barrier, a fence of the device, the counter, a fence of the system, the flag."""
-    said = python(DISASSEMBLED, capability, tmp_path / "code.cubin").split(maxsplit=4)
-    assert said[0] == "multiply" and int(said[1]) > 0 and int(said[3]) == 15 + int(said[2])
+    code = DISASSEMBLED if kernel == "multiply" else DISASSEMBLED_IN_PLACE
+    said = python(code, capability, tmp_path / "code.cubin").split(maxsplit=4)
+    assert said[0] == kernel and int(said[1]) > 0
+    assert kernel != "multiply" or int(said[3]) == 15 + int(said[2])
     tool = Path(find_spec("triton").origin).parent / "backends/nvidia/bin/nvdisasm"
     done = subprocess.run([tool, "-c", tmp_path / "code.cubin"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,8 @@
 | `products` | products as calls of cuBLAS |
 | `kernels` | all other kernels, in CUDA C |
 | `signal` | products whose groups of tiles are announced while the kernel runs: groups, orders, counters |
-| `triton` | such a product as a kernel of Triton |
+| `triton` | such products as kernels of Triton |
+| `announced` | the products of a plan as one such kernel on a GPU: what it takes, its tables, whether it is faster |
 | `backend` | the Backend on any device: a stream for each lane, ordered by events |
 """
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from fompi.backends.cuda.device import AnyArray, Device
+from fompi.backends.cuda.device import AnyArray, Device, Product
 from fompi.backends.numpy import Numpy
+from fompi.base.errors import DeviceError
 from fompi.plans.dependencies import lane_of
 from fompi.tensors.device_array import DeviceArray
 
@@ -38,10 +41,34 @@ class Enqueued:
     def done(self) -> bool:
         if not self.event.done():
             return False
+        return self.seen()
+
+    def seen(self) -> bool:
+        """Note that it is done."""
         now = perf_counter()
         self.begun, self.due = max(self.begun, self.queue.ended), now  # a stream runs one kernel after the other
         self.queue.ended = now
         return True
+
+
+class Announced(Enqueued):
+    """The Token of one product of a kernel that raises flags. `event` is the end of the whole kernel.
+
+    Kernels that need this product must be enqueued after `done()`: then no stream has to wait for `event`.
+    """
+
+    __slots__ = ("is_raised",)
+
+    def __init__(self, queue: Queue, event: Any, is_raised: Callable[[], bool]):
+        super().__init__(queue, event)
+        self.is_raised = is_raised
+
+    def done(self) -> bool:
+        if self.is_raised():
+            return self.seen()
+        if self.event.done() and not self.is_raised():  # a kernel that has failed raises the error here
+            raise DeviceError("a kernel that announces its products has ended, and did not raise the flag of one")
+        return False
 
 
 class OnDevice:
@@ -129,6 +156,34 @@ class OnDevice:
             return self._enqueuer(kernel, self.device.copy(writes[0], reads[0]))
         work = self.device.kernel(kernel, reads, writes, read_dtypes, write_dtypes)  # type: ignore[arg-type]
         return self._enqueuer(kernel, work)
+
+    def bind_announced(
+        self, products: Sequence[Product], forced: bool = True, folder: Path | None = None
+    ) -> Callable[[Sequence[Enqueued]], list[Enqueued]] | None:
+        """One kernel for all of these products (`Device.announced`): a function that launches it. None: there is none.
+
+        It returns a token for each product. That of the last one is the end of the kernel, as of any other.
+        """
+        made = self.device.announced(products, forced, folder)
+        if made is None:
+            return None
+        queue, event, spare = self.queues["compute"], self.device.event(), self.device.event()
+        stream = queue.stream
+
+        def launch(after: Sequence[Enqueued]) -> list[Enqueued]:
+            nonlocal event, spare
+            event, spare = spare, event
+            for token in after:
+                if token.queue is not queue:
+                    stream.wait(token.event)
+            epoch = made.enqueue(stream)
+            stream.record(event)
+            tokens = [
+                Announced(queue, event, partial(made.is_raised, group, epoch)) for group in range(len(products) - 1)
+            ]
+            return [*tokens, Enqueued(queue, event)]
+
+        return launch
 
     def bind_user(
         self, function: Callable[..., object], kernel: str, reads: Sequence[Any], writes: Sequence[Any]

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fompi.backends.cuda.device import AnyArray, Array, Enqueue
+from fompi.backends.cuda import announced
+from fompi.backends.cuda.announced import Announced
+from fompi.backends.cuda.device import AnyArray, Array, Enqueue, Product
 from fompi.backends.cuda.failures import Failing, OutOfMemory
 from fompi.backends.cuda.library import Library, wheel
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
@@ -433,6 +437,38 @@ class CudaDevice(Failing):
             return self._in_order(name, made.steps, (reads, writes, made.keep))
         steps = self.library.elementwise(name, reads, writes, read_dtypes, write_dtypes)
         return self._in_order(name, steps, (reads, writes))
+
+    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announced | None:
+        """As in the protocol. A kernel that does not compile is a warning: each product then is a call of cuBLAS."""
+        self._check_place(*(a for product in products for a in (*product.reads, *product.writes)))
+        if not self.library.has_triton or (found := announced.layout(products, self.tf32)) is None:
+            return None
+        if not forced and announced.flops(found) < announced.LEAST_FLOPS:
+            return None
+        try:
+            made = Announced(self, products, found)
+            if not forced and not announced.is_faster(self, products, found, folder):
+                return None
+        except OutOfMemory:
+            return None
+        except Exception as error:
+            self.check()
+            warnings.warn(f"products are not announced, because the kernel fails: {in_words(error)}", stacklevel=2)
+            return None
+        made.launch = self._in_order(products[0].name, [made.launch], (products, made))
+        return made
+
+    def needs_for_announced(self) -> str:
+        return "" if self.library.has_triton else "Triton is missing: pip install '.[triton]'"
+
+    def attribute(self, number: int) -> int:
+        """An attribute of CUDA's table of them."""
+        return int(self.ask(self.runtime.deviceGetAttribute, number, self.number))
+
+    def card(self) -> str:
+        """The GPU and its driver, as the key of what was measured."""
+        name = self.ask(self.runtime.getDeviceProperties, self.number)["name"].decode()
+        return f"{name}, CUDA {self.runtime.driverGetVersion()}"
 
     def call(
         self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]

@@ -10,7 +10,8 @@ Any thread may enqueue and poll. Nothing here depends on the current stream of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +22,31 @@ AnyArray = Array | DeviceArray
 
 Enqueue = Callable[[Any], None]
 """`enqueue(stream)`: give a kernel or a copy to a stream. It raises the errors of the device."""
+
+
+class Product(NamedTuple):
+    """One product of an announced kernel: the arguments of `Device.kernel`."""
+
+    name: str
+    reads: Sequence[Any]
+    writes: Sequence[Any]
+    read_dtypes: Sequence[str]
+    write_dtypes: Sequence[str]
+
+
+class Announced(Protocol):
+    """A kernel that computes several products, and raises a flag in page-locked memory after each of them."""
+
+    def enqueue(self, stream: Any) -> int:
+        """Give the kernel to a stream. Returns the epoch of this launch."""
+        ...
+
+    def is_raised(self, group: int, epoch: int) -> bool:
+        """True once the launch `epoch` has written all of product number `group`.
+
+        What the host enqueues or sends afterwards finds the product. What it has enqueued before does not wait for it.
+        """
+        ...
 
 
 class Event(Protocol):
@@ -95,6 +121,17 @@ class Device(Protocol):
         write_dtypes: Sequence[str],
     ) -> Enqueue:
         """The kernel `name` of `fompi.plans.kernels` on these arrays."""
+        ...
+
+    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announced | None:
+        """One kernel for all of these products. They have the same weight. None: a kernel for each is better.
+
+        `forced`: the device need not show that the one kernel ends earlier. What it has measured is kept in `folder`.
+        """
+        ...
+
+    def needs_for_announced(self) -> str:
+        """What is missing for `announced`, in words. Empty: nothing."""
         ...
 
     def call(

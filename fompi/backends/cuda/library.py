@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
+from fompi.backends.cuda.announced import MOST_STAGES, STAGE_NBYTES, WARPS, Form
 from fompi.backends.cuda.device import Array, Enqueue
 from fompi.backends.cuda.products import TYPES, Matrix
 from fompi.base.errors import DeviceError, in_words
@@ -26,6 +28,12 @@ NO_REDUCED_PRECISION = 16
 
 MOST_COUNT = (1 << 31) - 1
 
+CAPABILITY_MAJOR, CAPABILITY_MINOR, SHARED_NBYTES = 75, 76, 97
+"""Attributes of a device: its compute capability, and the most shared memory of a block."""
+
+MOST_DYNAMIC_SHARED = 8
+"""The attribute of a function that allows so much shared memory."""
+
 LOADED_SIZE = 16
 """The rows and columns of the product with which cuBLAS loads its kernels."""
 
@@ -38,6 +46,8 @@ class Library:
         self._lock = threading.Lock()  # a handle of cuBLAS belongs to one thread at a time
         self._factors: dict[tuple[str, int], Array] = {}
         self._functions: dict[str, int] = {}
+        self._announcers: dict[Form, tuple[int, int, int]] = {}  # the function, its shared memory, its scratch
+        self._modules: list[int] = []  # the code of these functions
         self._handle = 0
         self._loaded: set[tuple[object, ...]] = set()  # the kinds of products that cuBLAS has loaded
 
@@ -154,24 +164,58 @@ class Library:
         kernels = import_module("fompi.backends.cuda.kernels")
         return [self.launch(each) for each in kernels.launches(name, reads, writes, read_dtypes, write_dtypes)]
 
+    @property
+    def driver(self) -> Any:
+        return self._driver if self._driver is not None else self.device.cupy.cuda.driver
+
     def launch(self, launch: Any) -> Enqueue:
         """A Launch of `fompi.backends.cuda.kernels`. Its arguments are laid out once."""
-        driver = self._driver if self._driver is not None else self.device.cupy.cuda.driver
-        values = [*map(_argument, launch.args)]
+        return self._launch(self._function(launch.function), launch.grid, launch.block, launch.args, launch.shared)
+
+    def _launch(
+        self, function: int, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int
+    ) -> Enqueue:
+        """An argument that is an array without dimensions may be changed between launches."""
+        values = [*map(_argument, args)]
         addresses = np.array([value.ctypes.data for value in values], np.uint64)
-        grid, block = ((*map(int, size), 1, 1)[:3] for size in (launch.grid, launch.block))
-        call, function, shared = driver.launchKernel, self._function(launch.function), int(launch.shared)
-        at = addresses.ctypes.data
+        grid, block = ((*map(int, size), 1, 1)[:3] for size in (grid, block))
+        call, shared, at = self.driver.launchKernel, int(shared), addresses.ctypes.data
 
         def enqueue(stream: Any, keep: Any = (values, addresses)) -> None:
             call(function, *grid, *block, shared, stream.ptr, at, 0)
 
         return enqueue
 
+    # -- products that are announced
+    @property
+    def has_triton(self) -> bool:
+        return find_spec("triton") is not None
+
+    def announced(self, form: Form, tiles: int, args: Sequence[Any]) -> Enqueue:
+        """The kernel of `fompi.backends.cuda.announced` on so many tiles. It is compiled when it is needed first."""
+        if form not in self._announcers:
+            self._announcers[form] = self._announcer(form)
+        function, shared, scratch = self._announcers[form]
+        return self._launch(function, (tiles,), (32 * WARPS,), (*args, *[0] * scratch), shared)
+
+    def _announcer(self, form: Form) -> tuple[int, int, int]:
+        major, minor, most = map(self.device.attribute, (CAPABILITY_MAJOR, CAPABILITY_MINOR, SHARED_NBYTES))
+        made = self._compiled(form, 10 * major + minor, max(1, min(MOST_STAGES, most // STAGE_NBYTES)))
+        self.device.use()
+        self._modules.append(int(self.driver.moduleLoadData(made.code)))
+        function = int(self.driver.moduleGetFunction(self._modules[-1], made.function))
+        self.driver.funcSetAttribute(function, MOST_DYNAMIC_SHARED, made.shared)
+        return function, made.shared, made.scratch
+
+    def _compiled(self, form: Form, capability: int, stages: int) -> Any:
+        return import_module("fompi.backends.cuda.triton").compiled_groups(form, capability, stages)
+
     def close(self) -> None:
         if self._handle:
             self._cublas.destroy(self._handle)
             self._handle = 0
+        while self._modules:
+            self.driver.moduleUnload(self._modules.pop())
 
 
 class _Address:
@@ -186,6 +230,8 @@ class _Address:
 
 def _argument(value: Any) -> Array:
     """An argument of a kernel in memory, where CUDA reads it. An integer is a pointer."""
+    if isinstance(value, np.ndarray):
+        return value
     return np.array(value, np.uint64) if isinstance(value, int) else np.array(value)
 
 

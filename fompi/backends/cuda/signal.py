@@ -15,6 +15,8 @@ The kernel stores each piece of a tile at `order.place`. The last tile of a grou
 | `by_owner`        | the rows of a tile that one rank owns | rank r takes those of its own rows: reduce-scatter     |
 | `by_destination`  | rows of a tile                        | rank r takes the rows that go to it: all-to-all        |
 
+Groups that are runs of rows need no order: their tiles are stored where the plan has them (`in_place`).
+
 A piece is `high` x `broad` elements. Those at the edge of the matrix are stored whole, too.
 """
 
@@ -23,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +36,9 @@ Array = np.ndarray[Any, Any]
 
 MOST_EPOCHS = 2**31 - 1
 """Epochs are 32-bit integers. The one after the last is 1: all flags hold the last one then."""
+
+MOST_BEHIND = 1 << 16
+"""A flag may hold the epoch of a call that is at most so many calls old."""
 
 
 # -------------------------------------------------------------------------------------------------------------- waves
@@ -236,6 +241,42 @@ def received(order: Order, rank: int) -> Array:
     return inverse(np.argsort(slots, kind="stable").astype(np.int32))
 
 
+# ---------------------------------------------------------------------------------------------------- groups in place
+
+
+class Rows(NamedTuple):
+    """A run of rows of one product: the addresses of x, of the result, and of the bias of each row (0: none)."""
+
+    x: int
+    y: int
+    bias: int
+    rows: int
+
+
+WORDS = ("x", "y", "bias", "rows", "column", "group")
+"""The 64-bit words of a tile in the table of `in_place`: three addresses, its rows, its block of columns, its group."""
+
+
+def in_place(
+    groups: Sequence[Sequence[Rows]], columns: int, x_row: int, y_row: int, high: int, broad: int, band: int
+) -> Array:
+    """A table of tiles in the order in which they start, for products whose results lie where the plan wants them.
+
+    Each group has runs of rows, so nothing has to be reordered. Rows of x are `x_row` bytes apart, those of the results
+    `y_row`. The groups start one after the other; tiles of a run start as those of a Tiling with this `band`.
+    """
+    words = []
+    for group, runs in enumerate(groups):
+        for run in runs:
+            tiling = Tiling(run.rows, columns, high, broad, band=band)
+            m, column = np.divmod(tiling.launched.astype(np.int64), max(tiling.across, 1))
+            first = m * high
+            rows = np.minimum(high, run.rows - first)
+            fields = run.x + first * x_row, run.y + first * y_row, run.bias, rows, column, group
+            words.append(np.stack(np.broadcast_arrays(*fields), 1))
+    return np.concatenate(words).astype(np.int64)
+
+
 # ------------------------------------------------------------------------------------------------------------ signals
 
 
@@ -262,9 +303,26 @@ class Signals:
         """The epoch of the next call. Raises StateError if groups of the last call were not seen."""
         if self._open:
             raise StateError(f"the last call has not announced its groups {sorted(self._open)}: wait for them before")
-        self.epoch = self.epoch % MOST_EPOCHS + 1
         self._open = frozenset(range(len(self.flags)))
+        return self.next()
+
+    def next(self) -> int:
+        """As `begin`, for a host that asks with `is_raised`: it may have groups of older calls to see."""
+        self.epoch = self.epoch % MOST_EPOCHS + 1
         return self.epoch
+
+    def is_raised(self, group: int, epoch: int) -> bool:
+        """True once the kernel of `epoch`, or a later one, has raised the flag of `group`.
+
+        Raises DeviceError if the flag holds what no kernel of the last MOST_BEHIND ones wrote.
+        """
+        flag = int(self.flags[group])
+        if not flag:  # no kernel has raised it yet
+            return False
+        behind = (self.epoch - flag) % MOST_EPOCHS
+        if behind > MOST_BEHIND:
+            raise DeviceError(f"the flag of group {group} is {flag} in call {self.epoch}: two kernels write it")
+        return behind <= (self.epoch - epoch) % MOST_EPOCHS
 
     def new(self) -> Iterator[int]:
         """The groups that were raised and not seen before. Raises DeviceError if a flag holds what no kernel wrote."""

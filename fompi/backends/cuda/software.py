@@ -6,6 +6,7 @@
 * A checker with vector clocks (Fidge and Mattern, 1988) knows what happens before what: launches, `record`, `wait`,
   `done`, and messages. Two accesses to the same bytes, one of them a write, that nothing orders are a RaceError. It
   names both operations. It does not depend on how the threads happen to run.
+* A kernel that announces its products raises a flag after each. The host knows a product once it has seen its flag.
 * Other errors: memory that is used after it was freed, or freed while a stream uses it; an event that was never
   recorded; memory that is read before it is written; a copy from pageable memory. After a kernel has failed, the device
   refuses everything, as a GPU does.
@@ -23,18 +24,21 @@ import time
 import weakref
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from math import prod
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from fompi.backends.cuda.device import AnyArray, Array, Enqueue
+from fompi.backends.cuda.device import AnyArray, Array, Enqueue, Product
 from fompi.backends.cuda.failures import Failing, OutOfMemory
+from fompi.backends.cuda.signal import Signals
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, RaceError, in_words
+from fompi.plans.kernels import find
 from fompi.tensors.device_array import DeviceArray, byte_bounds
 
 HOST = "the host"
@@ -310,14 +314,83 @@ class Stream:
         self._queue.put(None)
 
 
+def _pause(chance: random.Random, delay: float) -> None:
+    if delay:
+        time.sleep(chance.random() ** 3 * delay)
+
+
 def _run(todo: Any, device: Any, chance: random.Random, delay: float) -> None:
     """The thread of a stream. It ends with the stream, and does not keep the device alive."""
     with np.errstate(all="ignore"):
         while (work := todo.get()) is not None:
-            if delay:
-                time.sleep(chance.random() ** 3 * delay)
+            _pause(chance, delay)
             work()
             del work
+
+
+# --------------------------------------------------------------------------------------- kernels that announce products
+
+
+class Announced:
+    """One kernel for several products, each of them in tiles of rows. After the last tile it raises a flag.
+
+    For the checker each product is an actor. So a flag says nothing of the other products of the kernel. Once the host
+    has seen a flag, it knows the tiles that were stored when the flag was raised.
+    """
+
+    def __init__(self, device: SoftwareDevice, products: Sequence[Product]):
+        self.device, self.name = device, products[0].name
+        self.signals = Signals(device.pinned((len(products),), np.int32))
+        self.tiles = [[*device.tiles(product)] for product in products]
+        self.counters = [0] * len(products)
+        self.known = [(0, dict[str, int]())] * len(products)  # the last epoch of each product, and what its flag says
+        self._random = random.Random(f"{device.seed} {self.name}")
+
+    def enqueue(self, stream: Stream) -> int:
+        device, clocks, epoch = self.device, self.device.clocks, self.signals.next()
+        device.check()
+        actors = [f"{stream.actor} product {group}" for group in range(len(self.tiles))]
+        with clocks.lock:
+            clocks.join(stream.actor, clocks.of[HOST])
+            before, ticks = dict(clocks.of[stream.actor]), []
+            for group, (actor, tiles) in enumerate(zip(actors, self.tiles, strict=True)):
+                clocks.join(actor, before)
+                what = f"{self.name} {group} on stream {stream.name}"
+                ticks.append([self._noted(actor, what, places) for _, places in tiles])
+            for actor in actors:
+                clocks.join(stream.actor, clocks.of[actor])
+
+        def work() -> None:
+            for group, (actor, tiles) in enumerate(zip(actors, self.tiles, strict=True)):
+                _pause(self._random, device.delay)
+                for (tile, _), tick in zip(tiles, ticks[group], strict=True):
+                    tile()
+                    self._stored(group, epoch, {**before, actor: tick})
+
+        stream.submit(self.name, [], work)
+        return epoch
+
+    def _noted(self, actor: str, what: str, places: Sequence[Place]) -> int:
+        clocks = self.device.clocks
+        if self.device.checks:
+            clocks.note(actor, what, places)
+        return clocks.of[actor].get(actor, 0)
+
+    def _stored(self, group: int, epoch: int, known: dict[str, int]) -> None:
+        """A tile of a product is stored. The last one sets the counter back and raises the flag."""
+        self.counters[group] += 1
+        if self.counters[group] == len(self.tiles[group]):
+            self.counters[group] = 0
+            if self.known[group][0] != epoch:
+                self.known[group] = epoch, known
+            self.signals.flags[group] = epoch
+
+    def is_raised(self, group: int, epoch: int) -> bool:
+        if not self.signals.is_raised(group, epoch):
+            return False
+        with self.device.clocks.lock:
+            self.device.clocks.join(HOST, self.known[group][1])
+        return True
 
 
 # -------------------------------------------------------------------------------------------------------- the device
@@ -493,6 +566,30 @@ class SoftwareDevice(Failing):
         work = self._host.bind(name, [*map(seen, reads)], [*map(seen, writes)], read_dtypes, write_dtypes)
         return self._enqueue(name, work, reads, writes)
 
+    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announced | None:
+        """Only if it is forced: it is slow, and nothing to measure."""
+        if not forced or not all(array.size for product in products for array in (*product.reads, *product.writes)):
+            return None
+        return Announced(self, products)
+
+    def needs_for_announced(self) -> str:
+        return ""
+
+    def tiles(self, product: Product) -> Iterator[tuple[Callable[[], object], list[Place]]]:
+        """A product in tiles: the work of each, and what it touches. Each run of rows is cut in two."""
+        kernel, reads, of_reads = find(product.name), product.reads, product.read_dtypes
+        (rows,), (of_rows,) = kernel.rows(reads), kernel.rows(of_reads)
+        wholes, of_wholes = kernel.wholes(reads), kernel.wholes(of_reads)
+        for x, of_x, y, of_y in zip(rows, of_rows, product.writes, product.write_dtypes, strict=True):
+            half = len(y) // 2
+            for part in (slice(0, half), slice(half, None)):
+                if y[part].size:
+                    operands, result = [x[part], *wholes], y[part]
+                    work = self._host.bind(
+                        product.name, [*map(seen, operands)], [seen(result)], [of_x, *of_wholes], [of_y]
+                    )
+                    yield work, [*(self.place(a, False) for a in operands), self.place(result, True)]
+
     def call(
         self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]
     ) -> Enqueue:
@@ -510,7 +607,8 @@ class SoftwareDevice(Failing):
     def _enqueue(
         self, name: str, work: Callable[[], object], reads: Sequence[AnyArray], writes: Sequence[AnyArray]
     ) -> Enqueue:
-        places = [*(self.place(a, False) for a in reads), *(self.place(a, True) for a in writes)]
+        accesses = [*((a, False) for a in reads), *((a, True) for a in writes)]
+        places = [self.place(a, writes_it) for a, writes_it in accesses if a.size]
         return lambda stream: stream.submit(name, places, work)
 
     # -- messages

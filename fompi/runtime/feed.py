@@ -1,0 +1,101 @@
+"""Blocks of the result of one executor flow into the input of another one: the engine runs what lies between.
+
+first.start()                # y
+second.start()               # second.feed("x", first, "y", kernel): kernel(y[i], x[i]) as soon as y[i] is written
+z = second.wait()
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fompi.base.errors import StateError
+from fompi.engine.engine import Engine
+from fompi.engine.tasks import Task
+from fompi.runtime.program import Run
+
+Kernel = Callable[[Any, Any], object]
+"""kernel(y, x): read a block of a result, and write the block of an input."""
+
+
+def copy(y: Any, x: Any) -> None:
+    np.copyto(x, y)
+
+
+class Feeding(Task):
+    """One call of a feed. Its kernels are those of the blocks that `source` has written, for the call `into`.
+
+    `writers[i]` is the op of `source` that writes block i last. `blocks[i]` is the number of the input's block, and
+    `arrays[i]` are the block of the result and that of the input.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: Run,
+        into: Run,
+        name: str,
+        writers: Sequence[int],
+        blocks: Sequence[int],
+        arrays: Sequence[tuple[Any, Any]],
+        kernel: Kernel,
+    ):
+        self.engine, self.source, self.into, self.name = engine, source, into, name
+        self.blocks, self.arrays, self.kernel = blocks, arrays, kernel
+        self.left = len(blocks)
+        self.written: deque[int] = deque()  # blocks whose kernel may run
+        self.by_writer: dict[int, list[int]] = {}
+        for i, writer in enumerate(writers):
+            self.by_writer.setdefault(writer, []).append(i)
+
+    def begin(self) -> None:
+        """Take the blocks that are written, and hear of the others. The engine's lock is held."""
+        self.source.listeners = (*self.source.listeners, self.ended)
+        for writer in list(self.by_writer):
+            if self.source.ended[writer]:
+                self.ended(writer)
+        if self.source.finished and self.by_writer:  # it was abandoned
+            self.ended(-1)
+        self.finished = not self.left
+
+    def ended(self, op: int) -> None:
+        """Op `op` of the source is done. -1: the source was abandoned."""
+        found = self.by_writer.pop(op, ())
+        error = self.source.error
+        if error is not None or op < 0:
+            self._fail(error or StateError(f"{self.source.title} was abandoned"), "what feeds it has failed")
+        elif found:
+            if not self.written:
+                self.engine.kernels_ready(self)
+            self.written.extend(found)
+
+    def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
+        if merges_only or not self.written:
+            return None
+        i = self.written.popleft()
+        if not self.written:
+            self.engine.kernels_done(self)
+        return i, partial(self.kernel, *self.arrays[i])
+
+    def ran(self, key: int, begun: float, error: BaseException | None) -> None:
+        self.left -= 1
+        self.finished = self.finished or not self.left
+        if error is not None:
+            self._fail(error, f"the kernel that feeds {self.name}[{self.blocks[key]}]")
+        elif not self.into.finished:
+            self.into.ready_part(self.name, self.blocks[key])
+
+    def _fail(self, error: BaseException, where: str) -> None:
+        """The call that is fed fails on all ranks. Its messages still move."""
+        if self.written:
+            self.written.clear()
+            self.engine.kernels_done(self)
+        self.by_writer.clear()
+        self.finished = True
+        if self.into.error is None and not self.into.finished:
+            self.into.fail(error, where)

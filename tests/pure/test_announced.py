@@ -1,0 +1,149 @@
+"""Which products of a program one kernel may announce, and the table of their tiles."""
+
+from __future__ import annotations
+
+import catalogue
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fompi.backends.cuda import signal
+from fompi.backends.cuda.signal import WORDS, Rows, Signals, in_place
+from fompi.base.errors import DeviceError
+from fompi.base.layout import Sizes
+from fompi.plans.dependencies import announced, constraints, lane
+from fompi.plans.plan import Buffer, Chunk, Compute, Pace, Program, Recv, Send
+from fompi.schedules import registry
+
+NO_LIMIT = Pace()
+
+
+def found(program, pace=NO_LIMIT):
+    return announced(program, constraints(program.ops, pace).needs)
+
+
+def by_catalogue(name, schedule, dtype="float32", size=3):
+    problem = catalogue.problems(size, dtype)[name]
+    sizes = Sizes(pairs=((8,) * size,) * size) if problem.moves == "all_to_all" else Sizes((8,) * size)
+    plan = registry.write(problem, schedule, (1, 2), sizes)
+    return plan.programs[1], plan.pace
+
+
+def test_products_of_inputs_before_messages():
+    program, pace = by_catalogue("matmul_reduce_scatter", "direct")
+    ops = found(program, pace)
+    assert [str(program.ops[i]) for i in ops] == [
+        "matmul(x[0], w[0]) -> partial[0]",
+        "matmul(x[1], w[0]) -> partial[1]",
+        "matmul(x[4], w[0]) -> partial[4]",
+        "matmul(x[5], w[0]) -> partial[5]",
+        "matmul(x[2:4], w[0]) -> partial[2:4]",
+    ]
+
+
+def test_kernels_that_wait_for_no_message_come_first():
+    """A half weight is widened by a copy; a bias belongs to some of the products only."""
+    for name, dtype, kernels in (
+        ("matmul_all_reduce", "bfloat16", ["matmul"] * 2),
+        ("matmul_all_reduce bias", "float32", ["matmul", "matmul_bias"] * 2),
+    ):
+        program, pace = by_catalogue(name, "direct", dtype)
+        assert [program.ops[i].kernel for i in found(program, pace)] == kernels
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "all_reduce", "all_gather_weight_gradient", "all_to_all_matmul"])
+def test_none_where_messages_come_before_products(name):
+    for schedule in registry.available(catalogue.problems(3)[name]):
+        assert found(*by_catalogue(name, schedule)) == ()
+
+
+BUFFERS = (
+    Buffer("x", "input", "slices", (3,), "float32", 0, 6),
+    Buffer("h", "input", "slices", (3,), "float16", 0, 6),
+    Buffer("w", "input", "whole", (3, 4), "float32", 0, 1),
+    Buffer("v", "input", "whole", (3, 4), "float32", 0, 1),
+    Buffer("t", "scratch", "slices", (4,), "float32", 0, 6),
+    Buffer("inbox", "scratch", "slices", (3,), "float32", 0, 6),
+)
+
+
+def block(name, i=0):
+    return Chunk(name, i, i + 1)
+
+
+def product(i, x="x", w="w", kernel="matmul"):
+    return Compute(kernel, (block(x, i), block(w)), (block("t", i),))
+
+
+def program(*ops):
+    return Program(0, 3, 2, BUFFERS, ops)
+
+
+SENT = Send(1, block("t", 0))
+
+
+@pytest.mark.parametrize(
+    "ops, wanted",
+    [
+        ((product(0), SENT, product(1), product(2)), (0, 2, 3)),
+        ((product(0), product(1)), ()),  # nothing takes an early one
+        ((product(0), product(1), Send(1, block("t", 1))), ()),  # the last one is the end of the kernel
+        ((product(0), SENT, product(1, w="v"), product(2)), ()),  # another weight ends the run
+        ((product(0), SENT, product(1, x="h"), product(2)), ()),  # and so does another dtype,
+        ((product(0), SENT, product(1), Compute("own", (block("x"),), (block("t", 5),)), product(2)), (0, 2)),
+        ((product(0), SENT, product(1), Recv(1, block("inbox", 2)), product(2, x="inbox"), product(3)), (0, 2)),
+        ((product(0), SENT, product(0)), ()),  # a product waits for the message with the one before it
+        ((Compute("own", (block("x"),), (block("t", 5),)), product(0), SENT, product(1)), ()),
+        ((Compute("copy", (block("x"),), (block("x", 1),)), product(0), SENT, product(1)), (1, 3)),
+    ],
+)
+def test_where_a_run_ends(ops, wanted):
+    made = program(*ops)
+    assert found(made) == wanted
+    assert all(lane(ops[i]) == ("compute", 0) for i in wanted)
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+SIZES = st.integers(1, 40)
+
+
+@given(st.lists(st.lists(SIZES, min_size=1, max_size=3), min_size=1, max_size=4), SIZES, st.integers(1, 9), SIZES)
+def test_tiles_cover_each_product_once(groups, columns, high, broad):
+    """Each element of each product lies in one tile of its group. Groups start one after the other."""
+    x_row, y_row, at, listed = 12, 8, 1000, []
+    for runs in groups:
+        listed.append([Rows(at + 7 * i, (at := at + 4000), 5 * i, rows) for i, rows in enumerate(runs)])
+    table = in_place(listed, columns, x_row, y_row, high, broad, band=2)
+    assert table.dtype == np.int64 and table.shape[1] == len(WORDS) and (np.diff(table[:, 5]) >= 0).all()
+    for group, runs in enumerate(listed):
+        for run in runs:
+            count = np.zeros((run.rows, columns), int)
+            for x, y, bias, rows, column, of in table.tolist():
+                if of == group and run.y <= y < run.y + run.rows * y_row:
+                    first, rest = divmod(y - run.y, y_row)
+                    assert rest == 0 and x == run.x + first * x_row and bias == run.bias and 0 < rows <= high
+                    count[first : first + rows, column * broad : (column + 1) * broad] += 1
+            assert (count == 1).all()
+
+
+def test_flags_of_older_and_newer_calls():
+    signals = Signals(np.zeros(2, np.int32))
+    first, second = signals.next(), signals.next()
+    assert not signals.is_raised(0, first) and not signals.is_raised(0, second)
+    signals.flags[0] = first
+    assert signals.is_raised(0, first) and not signals.is_raised(0, second)
+    signals.flags[0] = second
+    assert signals.is_raised(0, first) and signals.is_raised(0, second) and not signals.is_raised(1, first)
+    signals.epoch = signal.MOST_EPOCHS - 1
+    signals.flags[...] = signals.epoch
+    last, again = signals.next(), signals.next()
+    assert (last, again) == (signal.MOST_EPOCHS, 1)
+    assert not signals.is_raised(0, last) and not signals.is_raised(0, again)
+    signals.flags[...] = last, again
+    assert signals.is_raised(0, last) and not signals.is_raised(0, again)
+    assert signals.is_raised(1, last) and signals.is_raised(1, again)
+    signals.flags[1] = 5
+    with pytest.raises(DeviceError, match="the flag of group 1 is 5 in call 1: two kernels write it"):
+        signals.is_raised(1, again)
