@@ -62,6 +62,7 @@ from fompi.engine.communicator import OBSERVERS, Communicator, Mesh
 from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
+from fompi.mpi.pmi import STORES
 from fompi.ops.messages import recv, send, sendrecv
 from fompi.ops.operation import HOOKS
 from fompi.ops.operations import (
@@ -198,13 +199,22 @@ def _report() -> Any:
     return import_module("fompi.runtime.report").of_environment()
 
 
-def _hide() -> None:
-    """Hide the operations from torch.compile."""
-    import_module("fompi.torch.compile").hide()
+def _prepare() -> None:
+    """Prepare for torch.compile. It runs this function where it reads a call, as the mark below says, once."""
+    HOOKS.traced = import_module("fompi.torch.compile").traced
 
 
-HOOKS.differentiable, HOOKS.hide = _differentiable, _hide
+_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without torch
+
+
+def _store_of_torchrun(seconds: float) -> Any:
+    """The store by which the processes of torchrun start MPI."""
+    return import_module("fompi.torch.store").of_torchrun(seconds)
+
+
+HOOKS.differentiable, HOOKS.prepare = _differentiable, _prepare
 OBSERVERS.append(_report)
+STORES["torchrun"] = _store_of_torchrun
 
 
 _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")

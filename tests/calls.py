@@ -51,6 +51,9 @@ def with_gaps(array):
 def arguments(problem, given, sizes, rank):
     """The positional and the keyword arguments of the operation on one rank."""
     arrays, name = tensors(problem, given), problem.name
+    if problem.columns:
+        x = np.concatenate([arrays[f"x{r}"] for r in range(problem.size)], 1)
+        return [x], {"split_dim": 1, "concat_dim": 0, "counts": problem.columns}
     weights = [arrays[name("w", i)] for i in range(len(problem.weights))]
     biases = [arrays[name("bias", i)] if w.bias else None for i, w in enumerate(problem.weights)]
     operands = [arrays[name("h", i)] for i in range(len(problem.gradients))]

@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 
-from fompi.base.layout import Sizes, Spec
+from fompi.base.layout import Sizes, Spec, split
 from fompi.plans.plan import Compute, Recv, Send
 from fompi.plans.problems import MEANING, Form, from_specs, layouts, problem
 
@@ -39,6 +39,8 @@ def problems(size, dtype="float64"):
         "all_reduce": problem("all_reduce", size, form(0, 2, 3)),
         "all_to_all": problem("all_to_all", size, x),
         "all_to_all packed 3-d": problem("all_to_all", size, x3, packed=True),
+        "all_to_all columns": problem("all_to_all", size, form(0, 7), columns=split(7, size)),
+        "all_to_all columns uneven 3-d": problem("all_to_all", size, form(0, 2 * size, 3), columns=_uneven(size)),
         "broadcast": problem("broadcast", size, x),
         "broadcast from the last": problem("broadcast", size, x, root=size - 1),
         "gather": problem("gather", size, x),
@@ -76,6 +78,11 @@ def problems(size, dtype="float64"):
         listed["reduce to the last mean"] = problem("reduce", size, x, root=size - 1, op="mean")
         listed["all_reduce max"] = problem("all_reduce", size, x, op="max")
     return listed
+
+
+def _uneven(size):
+    """2 * size columns: the first rank has twice its part, the last one none."""
+    return (4, *(2,) * (size - 2), 0) if size > 1 else (2,)
 
 
 SUMS = ("reduce_scatter", "all_reduce")

@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fompi.base.layout import split
+
 K, N = 4, 3  # columns of x, columns of a weight
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `operation`. `weights` are the columns of each weight, `biased` says which weights have a bias."""
+    """A call of `operation`. `weights` are the columns of each weight, `biased` says which weights have a bias.
+
+    `split` is the dimension that an all-to-all splits, if it is not `dim`.
+    """
 
     operation: str
     weights: tuple[int, ...] = ()
@@ -25,9 +30,11 @@ class Case:
     dim: int = 0
     root: int = 0
     options: dict[str, object] = field(default_factory=dict)  # schedule, slices
+    split: int | None = None
 
     def __str__(self) -> str:
         words = [self.operation, *[f"dim{self.dim}"] * bool(self.dim), *["bias"] * any(self.biased)]
+        words += [f"split{self.split}"] * (self.split is not None)
         return "-".join([*words, *map(str, self.options.values())])
 
     def call(self, namespace, ranks, rank, given, **more):
@@ -42,7 +49,10 @@ class Case:
             options["counts"] = kept(ranks)
         if self.operation in ("reduce_scatter", "matmul_reduce_scatter"):
             options["counts"] = kept(ranks)
-        if "all_to_all" in self.operation:
+        if self.split is not None:
+            extent = given[0].shape[self.split]
+            options |= {"split_dim": self.split, "concat_dim": options.pop("dim"), "counts": parts(extent, ranks)}
+        elif "all_to_all" in self.operation:
             options["counts"] = exchanged(ranks)[rank]
         operation = getattr(namespace, self.operation)
         if self.operation.endswith("_many"):
@@ -85,6 +95,8 @@ CASES = [
     Case("scatter", root=1, dim=1, options=unfused),
     Case("all_to_all"),
     Case("all_to_all", dim=1, options=unfused),
+    Case("all_to_all", split=1),
+    Case("all_to_all", dim=1, split=0, options=sliced),
     Case("all_gather_matmul", (N,), (False,)),
     Case("all_gather_matmul", (N,), (True,), options=ring),
     Case("all_gather_matmul", (N,), (True,), dim=1, options=sliced),
@@ -125,11 +137,16 @@ def exchanged(ranks):
     return [[0 if s == 3 or (d == 0 and s) else (s + 2 * d) % 3 + 1 for d in range(ranks)] for s in range(ranks)]
 
 
+def parts(extent, ranks):
+    """How much of a dimension each rank gets. The last rank gets as much as all others together."""
+    return [extent] if ranks == 1 else [*split(extent // 2, ranks - 1), extent - extent // 2]
+
+
 def shape(case, ranks, rank):
     """The shape of x on this rank: (rows, K), or (2, rows, K) if the rows are the second dimension."""
-    if "all_to_all" in case.operation:
+    if "all_to_all" in case.operation and case.split is None:
         rows = sum(exchanged(ranks)[rank])
-    elif case.operation.startswith(("all_gather", "gather")):
+    elif case.operation.startswith(("all_gather", "gather")) or case.split is not None:
         rows = own(ranks)[rank]
     elif case.operation == "scatter" and rank != case.root % ranks:
         rows = rank  # nobody reads them
@@ -210,6 +227,9 @@ def expected(case, given):
         results = xs[root].split(kept(ranks), dim)
     elif case.operation == "broadcast":
         results = [xs[case.root % ranks]] * ranks
+    elif case.split is not None:
+        pieces = [x.split(parts(x.shape[case.split], ranks), case.split) for x in xs]
+        results = [torch.cat([mine[rank] for mine in pieces], dim) for rank in range(ranks)]
     elif case.operation == "all_to_all":
         results = exchange(xs)
     elif case.operation == "matmul_reduce_scatter":

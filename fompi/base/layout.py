@@ -134,7 +134,7 @@ def slices_in_words(slices: Slices) -> str:
 
 def split(total: int, pieces: int) -> tuple[int, ...]:
     """`total` rows in `pieces` runs whose lengths differ by at most 1, longer runs first: split(7, 3) == (3, 2, 2)."""
-    shorter, rest = divmod(total, pieces)
+    shorter, rest = total // pieces, total % pieces  # not divmod: a size that torch.compile leaves open has none
     return (shorter + 1,) * rest + (shorter,) * (pieces - rest)
 
 

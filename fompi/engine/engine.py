@@ -79,6 +79,7 @@ class Engine(InFlight):
         self.report: Any = None  # notes finished calls, if FOMPI_REPORT is set (`fompi.runtime.report`)
         self.machine: Any = None  # the machine of all ranks, if FOMPI_MACHINE is set
         self.last_began: tuple[str, Any, int] | None = None  # the last call: its name, its communicator, its stamp
+        self.works: list[str] = []  # what this process does together with others (`Communicator.joint`)
         # Kernels. `progress.Driven` describes what the helper reads.
         self.computing = 0
         self._around = Around()
@@ -284,15 +285,15 @@ class Engine(InFlight):
         silent = perf_counter() - max(task.moved_at, begun)
         if silent > STALLED_SECONDS:
             task.stalled()
-        if channel.departed and silent > DEPARTED_SECONDS:
+        if (channel.departed or channel.stopped) and silent > DEPARTED_SECONDS:
             awaited = task.waits_for()
             absent = channel.absent_peer(task.awaits_start, awaited)
             if absent is not None and not self.progress():  # what it sent before it left may have arrived by now
                 if task.finished:
                     return
                 what = awaited[1]  # type: ignore[index]
-                text = f"rank {channel.link.rank} waits for {what}, but {channel.departed[absent]}"
-                channel.fail(task, PeerError(text, absent))
+                text = f"rank {channel.link.rank} waits for {what}, but {absent[1]}"
+                channel.fail(task, PeerError(text, absent[0]))
                 return
         if (
             silent > (channel.timeout or self.timeout) and not channel.asking and self.computing == self._around.kernels

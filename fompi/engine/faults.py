@@ -7,6 +7,7 @@ so, and a rank that waits for it gets an error.
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import signal
 import socket
@@ -106,6 +107,8 @@ def _is_inside_engine(frame: FrameType | None) -> bool:
 
 def _end(engine: Engine, error: BaseException | None, report: Callable[[], object]) -> None:
     """Print the traceback, unless another rank prints one. Then end all ranks."""
+    if isinstance(sys.stderr, io.StringIO):  # the hook of torch.distributed would print it after this function
+        sys.stderr = sys.__stderr__ or sys.stderr
     with suppress(Exception):  # MPI may fail, but the error of the program must be printed
         if _follows(engine, error):
             sleep(DEFER_SECONDS)  # the rank that failed first aborts the job in this time, unless it caught its error

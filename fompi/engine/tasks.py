@@ -157,13 +157,14 @@ class ControlChannel(Protocol):
     timeout: float | None
     link: Any
     departed: dict[int, str]
+    stopped: dict[int, tuple[str, str]]
     asking: bool
 
     def receive(self) -> bool:
         """Take in the control messages that have arrived. False: none had."""
 
-    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> int | None:
-        """The awaited rank, if it has left and cannot answer any more."""
+    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> tuple[int, str] | None:
+        """The awaited rank, if it has left and will not send what is awaited, and why."""
 
     def fail(self, task: Task, error: Exception) -> None:
         """End `task` with `error` on all ranks."""

@@ -17,6 +17,7 @@ its own rows, as in tensor parallelism with sequence parallelism, do not divide.
 | scatter(x)                    | gather(dy) on the root, 0 on other ranks      |                                   |
 | sendrecv(x, dest, source)     | sendrecv(dy, source, dest)                    |                                   |
 | all_to_all(x)                 | all_to_all(dy) with the counts transposed     |                                   |
+| all_to_all(x, split, concat)  | all_to_all(dy, concat, split), counts: rows   |                                   |
 | all_gather_matmul(x, w)       | matmul_reduce_scatter(dy, w.T)                | all_gather_weight_gradient(x, dy) |
 | matmul_reduce_scatter(x, w)   | both by all_gather_matmul_weight_gradient(dy, w.T, x): one gather                 |
 | matmul_all_reduce(x, w)       | the same, on reduce_scatter(dy)               |                                   |
@@ -42,6 +43,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NoReturn
 
 from fompi.base.errors import FompiError, TensorError
@@ -138,16 +140,72 @@ class Call:
         """
         if operation is sendrecv:
             return self.apply(operation, operation.read(tensors, options)[0], self.comm, self.call_options)
-        if not is_flat(operation.name):
+        if not is_flat(operation.name) and "split_dim" not in options:
             options["dim"] = self.arguments.dim
         schedule, slices, effort = self.call_options
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         moves, size = MEANING[operation.name].moves, Communicator.of(self.comm).size
         if not can_move(schedule, moves, size, dtype, options.get("op", "sum")):
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
-        words = f"in the backward of {self.operation.name} (call {self._number})"
+        number = f" (call {self._number})" if self._number >= 0 else ""
+        words = f"in the backward of {self.operation.name}{number}"
         arguments = replace(operation.read(tensors, options)[0], gradient=words)
         return self.apply(operation, arguments, self.comm, CallOptions(schedule, slices, effort))
+
+
+REPLICATED = ("all_reduce", "all_gather", "broadcast", "matmul_all_reduce", "all_gather_matmul_many")
+"""The operations whose (first) result is the same on all ranks."""
+
+
+class ReplicatedCall(Call):
+    """A call whose replicated result has a loss that all ranks compute alike and that counts once.
+
+    There dy is the same on all ranks, and the backward needs no message:
+
+    | y =                     | dx =                   | dw =      |
+    |-------------------------|------------------------|-----------|
+    | all_reduce(x)           | dy                     |           |
+    | all_gather(x)           | the rows of dy here    |           |
+    | broadcast(x)            | dy on the root, else 0 |           |
+    | matmul_all_reduce(x, w) | dy @ w.T               | x.T @ dy  |
+    """
+
+    def shared(self, dy: Any) -> Any:
+        """dy, in the graph of a second derivative: the gradient of dy is the sum of those of all ranks."""
+        return dy
+
+    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+        name, a, extents = self.operation.name, self.arguments.with_tensors(tensors), self.extents
+        if all(g is None for g in grads):
+            return [None] * len(tensors)
+        dy = self.shared(grads[0]) if name in REPLICATED and grads[0] is not None else grads[0]
+        if name == "all_reduce":
+            return [_of_term(self, a, dy)]
+        if name == "broadcast":
+            return [dy if extents.rank == a.root else _zeros(dy)]
+        if name == "all_gather":
+            return [self._mine(dy)]
+        if name == "matmul_all_reduce":
+            (w,) = a.weights
+            dx = dy @ w.T if needs[0] else None
+            dw = _rows(a.x).T @ _rows(dy) if needs[1] else None
+            return [dx, dw, *_bias(a, dy)]
+        if name == "all_gather_matmul_many" and dy is not None:
+            rest = super().backward(tensors, [None, *grads[1:]], needs)
+            dx = self._mine(dy) if needs[0] else None
+            return [dx if rest[0] is None else rest[0] + dx, *rest[1:]]
+        return super().backward(tensors, grads, needs)
+
+    def _mine(self, dy: Any) -> Any:
+        """The rows of dy that came from this rank."""
+        rows, rank = self.extents.rows, self.extents.rank
+        first = sum(rows[:rank])
+        return dy[(slice(None),) * (self.arguments.dim % dy.ndim) + (slice(first, first + rows[rank]),)]
+
+
+def _rows(x: Any) -> Any:
+    """x as a matrix: all dimensions but the last one become one."""
+    return x.reshape((prod(x.shape[:-1]), x.shape[-1]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -237,7 +295,10 @@ def _zeros(like: Any) -> Any:
 
 
 def _all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    return [call.run(operations.all_to_all, grads[0], counts=call.extents.recv)]
+    if call.extents.recv:
+        return [call.run(operations.all_to_all, grads[0], counts=call.extents.recv)]
+    back = {"split_dim": a.dim, "concat_dim": a.split_dim}  # columns were split: they are joined, and rows are split
+    return [call.run(operations.all_to_all, grads[0], counts=call.extents.rows, **back)]
 
 
 def _bias(a: Arguments, d: Any) -> list[Any]:

@@ -50,6 +50,7 @@ class Arguments:
     biases: Sequence[Any] = ()  # a bias or None for each weight
     operands: Sequence[Any] = ()  # h of a weight gradient
     dim: int = 0
+    split_dim: int | None = None  # the dimension that an all-to-all splits (None: dim)
     counts: Sequence[int] | None = None
     root: int = 0
     op: str = "sum"
@@ -57,6 +58,7 @@ class Arguments:
     out: Any = None
     flipped: bool = False  # the weight gradient is h.T @ rows, not rows.T @ h
     keep: bool = False  # the rows that arrive are a result too
+    expects: int = -1  # how many rows must arrive here, if no operand and no out= says it; -1: any number
     gradient: str = ""  # words: whose gradients are wanted, in which backward; the same on all ranks, they compare it
     result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])  # from outputs by name
 
@@ -86,6 +88,7 @@ class LocalCall(NamedTuple):
     like: Tensor  # x: the results are tensors of its framework
     shape: tuple[int, ...]  # of x as it was given
     dim: int  # the dimension of the rows, >= 0
+    split: int  # the dimension whose columns an all-to-all splits; -1: it splits the rows
     rows: tuple[int, ...]  # see `_rows`
     expects: int  # how many rows must arrive here, because an operand or out= has so many; -1: any number
     out: Tensor | None
@@ -113,7 +116,8 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     if weights or operands or out is not None:
         _check_one_device(operation, (x, *weights, *biases, *operands, out))
     flat = not weights and problems.is_flat(operation)
-    shape, packing, dim = x.array.shape, None, 0
+    shape, packing, dim, split_at = x.array.shape, None, 0, -1
+    columns: tuple[int, ...] = ()
     if flat:
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
@@ -122,7 +126,14 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         x.array = x.array.reshape(-1)
     else:
         dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
-        if dim:
+        if arguments.split_dim is not None:
+            split_at = _dimension(operation, arguments.split_dim, x.array, False, "split_dim")
+        if split_at in (-1, dim):
+            split_at = -1
+        else:
+            columns = _counts(operation, arguments.counts, shape[split_at], size, "what split_dim has")
+            x.array = dlpack.rows_first(x.array, dim, split_at)
+        if dim and not columns:
             for tensor in (x, *operands):
                 tensor.array = dlpack.rows_first(tensor.array, dim)
     problem = problems.problem(
@@ -136,12 +147,13 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         keep=arguments.keep,
         root=arguments.root if type(arguments.root) is int else as_integer(arguments.root, f"{operation}: root"),
         op=arguments.op,
+        columns=columns,
     )
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
-    rows = _rows(problem, len(x.array), arguments.counts, rank)
-    packed = not problem.multiplies_first and not x.array.flags.c_contiguous
-    arrays = {"x": x.array}
+    rows = _rows(problem, len(x.array), None if columns else arguments.counts, rank)
+    packed = not problem.multiplies_first and not columns and not x.array.flags.c_contiguous
+    arrays = problem.cut({"x": x.array})
     for i, w in enumerate(weights):
         arrays[problem.name("w", i)] = w.array
         bias = biases[i] if i < len(biases) else None
@@ -149,14 +161,14 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
             arrays[problem.name("bias", i)] = bias.array
     for i, h in enumerate(operands):
         arrays[problem.name("h", i)] = h.array
-    expects = len(operands[0].array) if operands else -1
+    expects = len(operands[0].array) if operands else arguments.expects
     in_place = False
     if out is not None:
         in_place = flat and out.array.flags.c_contiguous and _same_memory(x, out)
         if not in_place and any(_overlap(out, tensor) for tensor in (x, *weights, *biases, *operands)):
             raise TensorError(f"{operation}: out= shares memory with another operand")
-        expects = _check_out(problem, out, shape, dim, rank, rows, expects)
-    return LocalCall(problem, packed, arrays, x, shape, dim, rows, expects, out, in_place, device, packing)
+        expects = _check_out(problem, out, shape, dim, split_at, rank, rows, expects)
+    return LocalCall(problem, packed, arrays, x, shape, dim, split_at, rows, expects, out, in_place, device, packing)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -184,10 +196,10 @@ def _form(tensor: Tensor) -> Form:
     return Form(tensor.array.shape, tensor.dtype)
 
 
-def _dimension(operation: str, dim: int, x: Array, multiplied: bool) -> int:
+def _dimension(operation: str, dim: int, x: Array, multiplied: bool, name: str = "dim") -> int:
     count = x.ndim
     if (type(dim) is not int and integer(dim) is None) or not -count <= dim < count:
-        raise ShapeError(f"{operation}: x with the shape {x.shape} has no dimension dim={dim!r}")
+        raise ShapeError(f"{operation}: x with the shape {x.shape} has no dimension {name}={dim!r}")
     dim = int(dim) % count
     if multiplied and dim == count - 1:
         raise ShapeError(
@@ -215,16 +227,22 @@ def _rows(problem: Problem, total: int, counts: Sequence[int] | None, rank: int)
         return (total,) * problem.size
     if problem.operation in ("gather", "reduce"):
         return tuple(total if r == problem.root else 0 for r in range(problem.size))
-    if counts is None or (problem.operation == "scatter" and rank != problem.root):
-        return split(total, problem.size)
+    if problem.operation == "scatter" and rank != problem.root:
+        counts = None
+    return _counts(problem.operation, counts, total, problem.size, "the rows of x")
+
+
+def _counts(operation: str, counts: Sequence[int] | None, total: int, size: int, what: str) -> tuple[int, ...]:
+    """A number for each rank, with the sum `total`: `counts`, or numbers as even as possible."""
+    if counts is None:
+        return split(total, size)
     try:
         rows = tuple(map(operator.index, counts))
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"{problem.operation}: counts={counts!r}: {error}") from None
-    if len(rows) != problem.size or min(rows) < 0 or sum(rows) != total:
+        raise LayoutError(f"{operation}: counts={counts!r}: {error}") from None
+    if len(rows) != size or min(rows) < 0 or sum(rows) != total:
         raise LayoutError(
-            f"{problem.operation}: counts={list(rows)} must be {problem.size} numbers >= 0 that add up to {total}, "
-            "the rows of x"
+            f"{operation}: counts={list(rows)} must be {size} numbers >= 0 that add up to {total}, {what}"
         )
     return rows
 
@@ -234,6 +252,7 @@ def _check_out(
     out: Tensor,
     shape: tuple[int, ...],
     dim: int,
+    split_at: int,
     rank: int,
     rows: tuple[int, ...],
     expects: int,
@@ -248,9 +267,11 @@ def _check_out(
         raise TensorError(f"{problem.operation}: out= is strided; give a contiguous tensor")
     if out.dtype != problem.dtype:
         raise DtypeError(f"{problem.operation}: out= is {out.dtype}, the result is {problem.dtype}")
-    if dim and any(n != 1 for n in out.array.shape[:dim]):
+    if problem.columns and len(out.array.shape) != len(shape):
+        raise ShapeError(f"{problem.operation}: out= has the shape {out.array.shape}, but x has {shape}")
+    array = dlpack.rows_first(out.array, dim, split_at) if dim or problem.columns else out.array
+    if not array.flags.c_contiguous or (dim and any(n != 1 for n in out.array.shape[:dim])):
         raise TensorError(f"{problem.operation}: out= cannot be used with dim={dim}: its rows are not contiguous")
-    array = dlpack.rows_first(out.array, dim) if dim else out.array
     if problem.flat:
         wanted = problem.result_shape(shape, rank)
         if array.shape != wanted:
@@ -262,6 +283,8 @@ def _check_out(
             raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {wanted}")
         return expects
     row = problem.product_row(0) if problem.weights else problem.row
+    if problem.columns:
+        row = problem.columns_row(rank)
     if array.ndim != 1 + len(row) or array.shape[1:] != row:
         raise ShapeError(f"{problem.operation}: out= has rows of the shape {array.shape[1:]}, the result has {row}")
     if problem.moves in ("all_gather", "all_to_all"):

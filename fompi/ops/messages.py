@@ -39,6 +39,7 @@ from fompi.ops.operation import CallOptions, Operation, communicator_of
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
+from fompi.traces.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
 
@@ -67,13 +68,15 @@ class _Message(Task):
 
     def __init__(self, comm: Communicator, peer: int, tag: int):
         self.comm, self.peer, self.tag = comm, peer, tag
-        self.missing = 0
+        self.missing, self.nbytes = 0, 0
+        self.begun = self.ended = 0.0
+        self.then: Callable[[], object] | None = None  # called when the message is through
         comm.mail = comm.mail or Mail()
         comm.mail.number += 1
         self.stamp = -comm.mail.number  # a negative number: no call has it
 
     def _begin(self, name: str) -> None:
-        self.moved_at = perf_counter()
+        self.moved_at = self.begun = perf_counter()
         self.comm.channel.active[self.stamp] = self
         self.comm.note_start(name, self.stamp)
 
@@ -86,7 +89,17 @@ class _Message(Task):
 
     def _finish(self) -> None:
         self.comm.channel.active.pop(self.stamp, None)
-        self.finished = True
+        self.ended, self.finished = perf_counter(), True
+        if self.then is not None and self.error is None:
+            self.then()
+
+    @property
+    def event(self) -> Event:
+        sends = self.verb == "receive"  # what the peer does
+        lane, name = (
+            (f"send to {self.peer}", f"x>{self.peer}") if sends else (f"recv from {self.peer}", f"y<{self.peer}")
+        )
+        return Event(self.comm.rank, lane, -1, f"{name} tag {self.tag}", self.begun, self.ended, self.nbytes)
 
     def abandon(self, error: BaseException) -> None:
         if not self.finished:
@@ -120,6 +133,7 @@ class Sending(_Message):
         array = tensor.array if tensor.device is None else tensor.array.get()
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         sizes = b"".join(map(_SIZE.pack, array.shape))
+        self.nbytes = flat.nbytes
         self.header = _HEADER.pack(0, array.ndim, flat.nbytes, tensor.dtype.encode()) + sizes
         self.data = flat
         if len(self.header) + flat.nbytes <= EAGER_NBYTES:
@@ -195,7 +209,7 @@ class Receiving(_Message):
             return None
         shape = struct.unpack_from(f"<{ndim}q", self.inbox, _HEADER.size)
         self.dtype = dtype.rstrip(b"\0").decode()
-        self.array = self._memory(shape)
+        self.array, self.nbytes = self._memory(shape), nbytes
         flat = memoryview(self.array.reshape(-1).view(np.uint8))
         if at + nbytes <= EAGER_NBYTES:
             flat[:] = self.inbox[at : at + nbytes]
@@ -255,6 +269,8 @@ class Transfer:
             self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
         with communicator.engine.lock:
             for task in self._tasks:
+                if communicator.recording is not None and refusal is None:
+                    task.then = functools.partial(self._note, communicator.recording)
                 task.start()
         self.number = -communicator.mail.number if communicator.mail else 0
         self.extents = Extents(communicator.rank, communicator.size, (1,))
@@ -275,6 +291,22 @@ class Transfer:
     @property
     def _tasks(self) -> list[Sending | Receiving]:
         return [task for task in (self._receiving, self._sending) if task is not None]
+
+    def _note(self, recording: list[Trace]) -> None:
+        """Record the call once both of its messages are through."""
+        if all(task.finished and task.error is None for task in self._tasks):
+            recording.append(self._traced())
+
+    def _traced(self) -> Trace:
+        events = tuple(task.event for task in self._tasks)
+        return Trace("measured", self._name, events, progress=self._comm.engine.progress_mode)
+
+    @property
+    def trace(self) -> Trace:
+        """The Trace of a finished call on this rank."""
+        if not self._tasks or not all(task.finished for task in self._tasks):
+            raise StateError(f"fompi.{self._name} has moved no message: there is no trace")
+        return self._traced()
 
     def leave(self) -> None:
         """The program goes on with other work: the messages must progress by themselves."""

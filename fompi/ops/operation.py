@@ -57,15 +57,18 @@ class Hooks:
     measure: Callable[..., tuple[str, Slices]]
     """(operation, arguments, local, comm) -> the fastest schedule and slices (`fompi.tuning.autotune`)."""
 
-    hide: Callable[[], None]
-    """Hide the operations from torch.compile, which reads the code of what it compiles (`fompi.torch`)."""
+    prepare: Callable[[], None]
+    """Set `traced`, and hide from torch.compile what it must not read (`fompi.torch`)."""
+
+    traced: Callable[..., Any]
+    """(operation, args, options) -> the result, where torch.compile reads the call (`fompi.torch`)."""
 
 
 def _unregistered(*args: Any) -> Any:
     raise StateError("this call needs parts of fompi that are not loaded: run `import fompi` first")
 
 
-HOOKS = Hooks(_unregistered, _unregistered, _unregistered)
+HOOKS = Hooks(*(_unregistered,) * 4)
 
 
 class Operation(Generic[P]):
@@ -86,9 +89,9 @@ class Operation(Generic[P]):
         self._keywords = self.__signature__.parameters.keys()
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> Any:
-        if "torch._dynamo" in sys.modules and _is_compiling():
-            HOOKS.hide()
-            return type(self).__call__(self, *args, **options)  # the hidden one
+        if "torch._dynamo" in sys.modules and is_compiling():
+            HOOKS.prepare()
+            return HOOKS.traced(self, args, options)
         arguments, comm, call_options = self.read(args, options)
         if self.is_differentiable(arguments):
             return HOOKS.differentiable(self, arguments, comm, call_options)
@@ -106,9 +109,9 @@ class Operation(Generic[P]):
         The tensors must not be written before the Pending is done. Raises TensorError for a tensor that requires
         grad.
         """
-        if "torch._dynamo" in sys.modules and _is_compiling():
-            HOOKS.hide()
-            return type(self).start(self, *args, **options)
+        if "torch._dynamo" in sys.modules and is_compiling():
+            HOOKS.prepare()
+            return type(self).start(self, *args, **options)  # now it is hidden from the compiler
         pending = self.begin(*self.read(args, options))
         pending.leave()
         return pending
@@ -223,7 +226,7 @@ def communicator_of(comm: Any) -> tuple[Communicator, Exception | None]:
         return Communicator.of(None), error
 
 
-def _is_compiling() -> Any:
+def is_compiling() -> Any:
     """True where torch.compile reads this code. Where Python runs it, False."""
     return sys.modules["torch"].compiler.is_compiling()
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
+from fompi.base.errors import LayoutError
 from fompi.base.layout import Slices, Spec
 from fompi.model.machine import Machine
 from fompi.ops.arguments import Arguments
@@ -138,18 +139,32 @@ def scatter(
 
 @Operation
 def all_to_all(
-    x: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None, **how: Unpack[CallKeywords]
+    x: Any,
+    *,
+    dim: int = 0,
+    split_dim: int | None = None,
+    concat_dim: int | None = None,
+    counts: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """y = concatenate([rows of rank 0 for this rank, rows of rank 1 for this rank, ...], dim)
+    """y = concatenate([part of rank 0 for this rank, part of rank 1 for this rank, ...], concat_dim)
 
-    x has the rows for rank 0, then those for rank 1, and so on, Shard(dim). y has the rows that arrive here,
-    Shard(dim). Any dtype.
+    `split_dim` is the dimension of x that is split into parts, one for each rank. `dim` is a word for both.
 
-    `counts` is the number of rows for each rank. By default it is as even as possible. It may differ between ranks and
-    between calls; the ranks exchange it before the rows.
-    Raises LayoutError for `counts` that do not add up to the rows of x.
+    - The same dimension for both: x has the rows for rank 0, then those for rank 1, and so on, Shard(dim). y has the
+      rows that arrive here, Shard(dim). `counts` is the number of rows for each rank. It may differ between ranks and
+      between calls; the ranks exchange it before the rows.
+    - Two dimensions: x is Shard(concat_dim), y is Shard(split_dim). For example the heads of some tokens become the
+      tokens of some heads (Ulysses, arXiv 2309.14509). `counts` says how much of `split_dim` each rank gets, the same
+      list on all ranks. Ranks may have different sizes of `concat_dim`. What a rank gets is packed before it is sent.
+
+    By default `counts` is as even as possible. Any dtype.
+    Raises LayoutError for `counts` that do not add up, and ShapeError if x has no such dimensions.
     """
-    return Arguments(x, dim=dim, counts=counts, out=out)
+    if (split_dim is None) != (concat_dim is None) or (dim != 0 and split_dim is not None):
+        raise LayoutError("all_to_all takes dim, or both split_dim and concat_dim")
+    return Arguments(x, dim=dim if concat_dim is None else concat_dim, split_dim=split_dim, counts=counts, out=out)
 
 
 @Operation
@@ -375,6 +390,7 @@ def plan(
     bias: bool = False,
     root: int = 0,
     packed: bool = False,
+    split_dim: int | None = None,
     machine: Machine | str | None = None,
 ) -> Plan:
     """The Plan of an operation on global tensors, without MPI and data.
@@ -391,12 +407,14 @@ def plan(
     - `bias=True` gives each weight a bias.
     - `root` is the root of a broadcast, gather, scatter or reduce.
     - `packed=True` is for an x that will be strided when the plan runs.
+    - `split_dim` is the dimension that an all-to-all splits. In the plan it is the second dimension of x.
     - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
 
     Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
-    at, sizes = problems.from_specs(name, specs, ranks, bias=bias, root=root, packed=packed)
+    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
+    at, sizes = problems.from_specs(name, specs, ranks, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
@@ -411,6 +429,7 @@ def explain(
     bias: bool = False,
     root: int = 0,
     packed: bool = False,
+    split_dim: int | None = None,
 ) -> Explanation:
     """Which schedule is the best on a machine, and why, without MPI and data.
 
@@ -421,10 +440,11 @@ def explain(
     For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
-    `specs`, `ranks`, `bias`, `root` and `packed` are those of `fompi.plan`. `machine` is a Machine, its name or its
-    file. Raises the same errors as `fompi.plan`.
+    `specs`, `ranks`, `bias`, `root`, `packed` and `split_dim` are those of `fompi.plan`. `machine` is a Machine, its
+    name or its file. Raises the same errors as `fompi.plan`.
     """
-    at, sizes = problems.from_specs(_name(operation), specs, ranks, bias=bias, root=root, packed=packed)
+    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
+    at, sizes = problems.from_specs(_name(operation), specs, ranks, **options)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS)
 
 

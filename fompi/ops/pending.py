@@ -30,10 +30,10 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import SIGNATURE_BITS, Agreement, digest
 from fompi.engine.tasks import Task
 from fompi.ops.arguments import Arguments, LocalCall
-from fompi.planner.choose import choose_schedule, decode_rows, encode_rows, window_of_call
+from fompi.planner.choose import choose_schedule, decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
-from fompi.plans.staged import staged
+from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
 from fompi.runtime import needs
 from fompi.runtime.compiled import Compiled
@@ -94,7 +94,7 @@ def _plan_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices
     problem = replace(local.problem, packed=local.packed)
     window = window_of_call(problem, schedule, slices or 1, comm.network, comm.machine is not None)
     plan, device = write(problem, schedule, slices or 1, window=window), local.device
-    return plan if device is None else staged(plan, comm.paths(device).is_staged)
+    return plan if device is None else for_device(plan, comm.paths(device).is_staged)
 
 
 def _other_plans(problem: Problem) -> Iterator[tuple[str, int, Plan]]:
@@ -180,7 +180,7 @@ class Pending:
     def _common(self, local: LocalCall) -> int:
         """A digest of everything that must be the same on all ranks."""
         # A dimension counts from the front: dim=-1 and dim=1 of a matrix are the same.
-        number = _digest((local.problem.common, local.dim, self._schedule, self._slices))
+        number = _digest((local.problem.common, local.dim, local.split, self._schedule, self._slices))
         if local.device is not None:
             number ^= digest(place_of(self._comm, local))
         if self._arguments.gradient:  # not cached: the words of a backward differ between calls
@@ -198,6 +198,7 @@ class Pending:
         moves = local.problem.moves
         rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
         rows += f", dim={local.dim}" if local.dim else ""
+        rows += f", split_dim={local.split}" if local.split >= 0 else ""
         if local.problem.flat:
             rows = f" with the shape {local.shape}"
         options = ""
@@ -231,7 +232,7 @@ class Pending:
             sizes, (total, even) = None, decode_rows(hints) if same_problem else (None, False)
         else:
             sizes = Sizes(tuple(incoming) if problem.moves == "all_gather" else local.rows)
-            total, even = sum(sizes.rows), False
+            total, even = sum(sizes.rows), bool(problem.columns) and all(map(is_even, (sizes.rows, problem.columns)))
         program, refusal = self._program(problem, total, same_problem, even)
         shares = program.plan.shares
         if sizes is None:
@@ -318,7 +319,7 @@ class Pending:
         given = {*local.arrays, *("y", "g")} if local.out is not None and not local.in_place else {*local.arrays}
         taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
         problem = replace(local.problem, packed=local.packed)
-        stage = functools.partial(staged, pairs=paths.is_staged)
+        stage = functools.partial(for_device, pairs=paths.is_staged)
         words = needs.remedy(program.plan, problem, self.extents, given, error.free + taken, stage)
         arrays.clear()  # the traceback of the error keeps them
         self._outputs.clear()
@@ -376,7 +377,7 @@ class Pending:
         if run is None or run.finished or run.error is not None:
             array = dlpack.borrow(self.result, "the result").array
         else:
-            array = dlpack.rows_at(self._outputs["y"], local.dim) if local.dim else self._outputs["y"]
+            array = dlpack.rows_at(self._outputs["y"], local.dim, local.split)
         assert run is not None
         rows = self.extents.recv or self.extents.rows  # type: ignore[union-attr]
         first = sum(rows[:rank])
@@ -417,8 +418,8 @@ class Pending:
             array = self._outputs[buffer.name]
             if local.problem.flat:
                 array = array.reshape(local.problem.result_shape(local.shape, self._comm.rank))
-            elif dim and buffer.axis != "whole":
-                array = dlpack.rows_at(array, dim)
+            elif (dim or local.split >= 0) and buffer.axis != "whole":
+                array = dlpack.rows_at(array, dim, local.split)
             outputs[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
         return self._arguments.result(outputs)
 

@@ -5,8 +5,10 @@
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
 | `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
-| `sequence` | long sequences: shardings, Ulysses, ring attention, and both together |
-| `expert` | experts: routing, dispatch and combine |
+| `linear`, `vocabulary` | its layers but attention; `tensor` has them too |
+| `sequence` | long sequences: Ulysses, ring attention, and both together, on the shardings of `sharding` |
+| `expert` | a layer of experts; `choices`: who chooses which expert; `exchange`: rows that travel |
+| `route` | the parts of such a layer, for experts of the user; `expert` has them too |
 | `differentiable` | what they have in common: a forward, a backward, and the adapters of torch and JAX |
 | `attention` | attention of some queries over some keys, in tiles, on one rank |
 | `activations` | activations and their derivatives |

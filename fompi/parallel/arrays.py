@@ -6,6 +6,7 @@ A strategy computes with NumPy arrays of the host. Half types are widened to flo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.messages import MOST_TAG, sendrecv
 from fompi.ops.operation import Operation, communicator_of
+from fompi.ops.operations import all_reduce
 from fompi.ops.pending import Pending
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Lent, Tensor
@@ -121,6 +123,16 @@ def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **opti
     return operation.begin(arguments, comm, how)
 
 
+def same_bits(comm: Communicator) -> str:
+    """A schedule in which fompi sums: all ranks get the same bits, so that what they hold alike stays alike."""
+    return "ring" if comm.network else "direct"
+
+
+def start_sum(array: Array, dtype: str, comm: Communicator) -> Pending:
+    """The sum over all ranks of what they hold alike, in flight. All ranks get the same bits."""
+    return start(all_reduce, array, dtype=dtype, comm=comm, schedule=same_bits(comm))
+
+
 def transfer(array: Array, dest: int | None, source: int | None, dtype: str, comm: Communicator) -> Any:
     """`array` travels to rank `dest`, and one of rank `source` comes: in flight. Its tag is that of all strategies."""
     return start(sendrecv, array, dest=dest, source=source, tag=MOST_TAG, dtype=dtype, comm=comm)
@@ -156,6 +168,31 @@ def _arrays(result: Any) -> Any:
     if isinstance(result, tuple):
         return tuple(map(_arrays, result))
     return result.array if isinstance(result, Lent) else result
+
+
+def enter_backward(name: str, saved: Any, dy: Any) -> Array:
+    """dy as an array, once all ranks have begun this backward."""
+
+    def check(comm: Communicator) -> tuple[str, int, Array]:
+        return "", 0, borrow_gradient(dy, saved.dtype, saved.shape)
+
+    array: Array = enter(f"the backward of {name}", saved.comm, check)[1]
+    return array
+
+
+def keywords_of(saved: Any) -> dict[str, Any]:
+    """The keywords of an operation of the backward."""
+    return {"dtype": saved.dtype, "comm": saved.comm}
+
+
+def as_rows(a: Array) -> Array:
+    """All dimensions but the last become one."""
+    return a.reshape(prod(a.shape[:-1]), a.shape[-1])
+
+
+def lent(array: Array, like: Tensor) -> Any:
+    """An array in the dtype of `like`, as a tensor of its framework."""
+    return dlpack.lend(array, like.dtype, like)
 
 
 def check_counts(counts: Any, total: int, size: int) -> list[int]:

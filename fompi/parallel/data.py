@@ -28,6 +28,7 @@ from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
+from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import (
     DTYPES,
     MOST_NAMED,
@@ -509,8 +510,3 @@ def agree_everywhere(
     if error is not None:
         forget()
         raise error
-
-
-def same_bits(comm: Communicator) -> str:
-    """A schedule in which fompi sums: all ranks get the same bits, so that what they hold alike stays alike."""
-    return "ring" if comm.network else "direct"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from fompi.ops.operation import HOOKS, is_compiling
 from fompi.tensors import dlpack
 
 Gradients = tuple[Any, ...]
@@ -56,6 +57,9 @@ class Differentiable:
         self._signature = inspect.signature(forward)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        if "torch._dynamo" in sys.modules and is_compiling():
+            HOOKS.prepare()
+            return type(self).__call__(self, *args, **options)  # now it is hidden from the compiler
         given = self.read(args, options)
         leaves = flatten([given[name] for name in self.tensors])
         if "torch" in sys.modules and any(map(dlpack.requires_grad, leaves)):

@@ -124,7 +124,7 @@ class Pipeline:
             "backward_input": self._backward_input,
             "backward_weight": self._backward_weight,
         }
-        used = {kernel.name: kernels[kernel.name] for kernel in self.plan.kernels}
+        used = {kernel.name: self._noting(kernels[kernel.name]) for kernel in self.plan.kernels}
         self.executor = executor.bind(self.plan, comm=self.comm, kernels=used, backend=backend or Numpy())
 
     def _check_methods(self) -> None:
@@ -153,7 +153,8 @@ class Pipeline:
         stage. Other ranks pass None. Returns the losses of the micro-batches on the rank of the last stage, else None.
 
         If a stage raises an error, it is raised on this rank, and PeerError on all others. The gradients of parameters
-        then have the terms of some micro-batches.
+        then have the terms of some micro-batches. Ranks of other pipelines that wait for this rank in a stage get a
+        PeerError too, and cannot use the communicator of that call any more.
         """
         if self.closed:
             raise StateError("the pipeline is closed")
@@ -162,11 +163,13 @@ class Pipeline:
         self._refusal = self._accept(inputs, targets)
         self.input_gradients = [None] * self.microbatches if self._is_here(0) else None
         try:
-            self.executor()
+            with self.comm.joint(self._this_step):
+                self.executor()
         except Exception as error:
             if self.checked:
+                is_theirs = isinstance(error, PeerError) and error is not self._raised
                 with suppress(FompiError):  # the error of the step says more
-                    self._confirm(error.origin if isinstance(error, PeerError) else self.comm.rank)
+                    self._confirm(error.origin if is_theirs else self.comm.rank)  # type: ignore[attr-defined]
             raise
         else:
             if self.checked:
@@ -181,11 +184,15 @@ class Pipeline:
         Raises PeerError if this rank does not know yet that another one has failed.
         """
         number = 0 if failed is None else failed + 1
-        known = agree(self.comm, f"the end of step {self._steps} of {self.problem}", value=number)
+        known = agree(self.comm, f"the end of {self._this_step}", value=number)
         if failed is None and any(known):
             origin = max(known) - 1
-            text = f"rank {origin} failed in step {self._steps} of {self.problem}, after this rank had done its part"
+            text = f"rank {origin} failed in {self._this_step}, after this rank had done its part"
             raise PeerError(f"{text}. The error there says why", origin)
+
+    @property
+    def _this_step(self) -> str:
+        return f"step {self._steps} of {self.problem}"
 
     def _is_here(self, stage: int) -> bool:
         return stage in self._by_number
@@ -214,8 +221,21 @@ class Pipeline:
         self._loss_gradients: dict[int, Any] = {}
         self._losses: list[Any] = [None] * self.microbatches
         self._inputs, self._targets, self._refusal = (), (), None
+        self._raised: Exception | None = None
 
     # -- the kernels of the plan
+    def _noting(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        """The kernel, which notes its error: a PeerError of a stage counts ranks of another communicator."""
+
+        def noting(args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+            try:
+                kernel(args, reads, writes)
+            except Exception as error:
+                self._raised = error
+                raise
+
+        return noting
+
     def _forward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
         if self._refusal is not None:
             raise self._refusal

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -24,10 +23,9 @@ import numpy as np
 
 from fompi.backends.numpy import narrow, widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, integer, offsets, split
+from fompi.base.layout import accumulator, offsets, split
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import digest
-from fompi.ops.operations import all_gather, all_to_all
+from fompi.ops.operations import all_to_all
 from fompi.ops.pending import Pending
 from fompi.parallel.arrays import (
     Array,
@@ -35,137 +33,18 @@ from fompi.parallel.arrays import (
     arrived_from,
     borrow,
     borrow_gradient,
-    call,
     enter,
     give,
     start,
     transfer,
 )
-from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads, merge
+from fompi.parallel.attention import Rule, attend, attend_backward, check_heads, merge
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_tokens, in_few_words
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
-LAYOUTS = ("zigzag", "contiguous")
-
-# ------------------------------------------------------------------------------------------------------ shardings
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Which rank holds which tokens of a sequence. A value, without MPI.
-
-    Rank = ring_rank * ulysses + ulysses_rank. The ring is dealt the tokens first, as `layout` says:
-
-    - "zigzag": pieces r and 2 * ring - 1 - r of 2 * ring, so that causal attention is the same work for all ranks. Each
-      packed document of `cu_seqlens` (where documents begin, and the end) is dealt out by itself.
-    - "contiguous": the r-th run of the tokens.
-
-    The ranks of one place in the ring share its tokens, as runs. All runs are as even as possible, for any length.
-    """
-
-    length: int
-    ring: int = 1
-    ulysses: int = 1
-    layout: str = "zigzag"
-    cu_seqlens: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("length", 0), ("ring", 1), ("ulysses", 1)):
-            value = integer(getattr(self, name))
-            if value is None or value < least:
-                raise LayoutError(f"Sharding: {name}={getattr(self, name)!r} must be an integer >= {least}")
-            object.__setattr__(self, name, value)
-        if self.layout not in LAYOUTS:
-            raise LayoutError(f"Sharding: layout={self.layout!r} must be one of {', '.join(LAYOUTS)}")
-        object.__setattr__(self, "cu_seqlens", check_documents(self.cu_seqlens, self.length))
-
-    @property
-    def ranks(self) -> int:
-        return self.ring * self.ulysses
-
-    @property
-    def rows(self) -> list[int]:
-        """The number of tokens of each rank."""
-        return [len(self.indices(rank)) for rank in range(self.ranks)]
-
-    def indices(self, rank: int) -> Array:
-        """The positions in the sequence of the tokens of a rank, in the order in which it holds them."""
-        if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not one of the {self.ranks} ranks of {self}")
-        return _indices(self, rank)
-
-    def ring_indices(self, ring_rank: int) -> Array:
-        """The positions of the tokens of all ranks of one place in the ring."""
-        return np.concatenate([self.indices(ring_rank * self.ulysses + rank) for rank in range(self.ulysses)])
-
-    def shard(self, x: Any, rank: int) -> Any:
-        """x[indices(rank)]: the tokens of a rank, as a new tensor of the framework of x."""
-        tensor = dlpack.borrow(x, "x")
-        if tensor.array.ndim < 1 or len(tensor.array) != self.length:
-            raise ShapeError(f"x has the shape {tensor.array.shape}, but the sequence has {self.length} tokens")
-        return dlpack.lend(np.ascontiguousarray(tensor.array[self.indices(rank)]), tensor.dtype, tensor)
-
-    def unshard(self, x_local: Any, comm: Any = None) -> Any:
-        """The whole tensor on all ranks, from the tokens that each rank has. The inverse of `shard`. Collective."""
-
-        def check(comm: Communicator) -> tuple[str, int, Tensor]:
-            _check_ranks(self, comm.size)
-            tensor = dlpack.borrow(x_local, "x_local")
-            _check_tokens("x_local", tensor, self, comm.rank)
-            return f"{_text(self)}, {tensor.dtype}, rows {tensor.array.shape[1:]}", 0, tensor
-
-        group, tensor, _ = enter("Sharding.unshard", comm, check)
-        rows = call(all_gather, np.ascontiguousarray(tensor.array), dtype=tensor.dtype, comm=group)
-        whole = np.empty_like(rows)
-        whole[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = rows
-        return dlpack.lend(whole, tensor.dtype, tensor)
-
-
-@lru_cache(maxsize=1024)
-def _indices(sharding: Sharding, rank: int) -> Array:
-    ring_rank, ulysses_rank = divmod(rank, sharding.ulysses)
-    ring, parts = sharding.ring, []
-    if sharding.layout == "contiguous":
-        parts.append(_run(0, sharding.length, ring, ring_rank))
-    else:
-        ends = sharding.cu_seqlens or (0, sharding.length)
-        for begin, end in pairwise(ends):
-            parts += [_run(begin, end, 2 * ring, piece) for piece in (ring_rank, 2 * ring - 1 - ring_rank)]
-    tokens = np.concatenate(parts)
-    mine: Array = tokens[_run(0, len(tokens), sharding.ulysses, ulysses_rank)]
-    mine.flags.writeable = False
-    return mine
-
-
-def _run(begin: int, end: int, pieces: int, piece: int) -> Array:
-    """The numbers of one of `pieces` runs of begin, ..., end - 1."""
-    first = offsets(split(end - begin, pieces))
-    return np.arange(begin + first[piece], begin + first[piece + 1])
-
-
-def _text(sharding: Sharding) -> str:
-    """The sharding in few words, for the ranks to compare."""
-    documents = "" if sharding.cu_seqlens is None else f", {len(sharding.cu_seqlens) - 1} documents"
-    return (
-        f"{sharding.length} tokens, ring={sharding.ring}, ulysses={sharding.ulysses}, {sharding.layout}{documents} "
-        f"({digest(str(sharding)):x})"
-    )
-
-
-def _check_ranks(sharding: Sharding, size: int) -> None:
-    if sharding.ranks != size:
-        raise LayoutError(
-            f"the sharding is for {sharding.ring} * {sharding.ulysses} = {sharding.ranks} ranks (ring * ulysses), but "
-            f"the communicator has {size}"
-        )
-
-
-def _check_tokens(name: str, tensor: Tensor, sharding: Sharding, rank: int) -> None:
-    tokens = len(sharding.indices(rank))
-    if tensor.array.ndim < 1 or len(tensor.array) != tokens:
-        raise ShapeError(f"{name} has the shape {tensor.array.shape}, but rank {rank} has {tokens} tokens")
-
+__all__ = ["LAYOUTS", "Sharding", "ring_attention", "ulysses_attention", "usp_attention"]
 
 # ------------------------------------------------------------------------------------------ what all three share
 
@@ -194,7 +73,7 @@ def _check(
     for name, tensor in zip("qkv", tensors, strict=True):
         if tensor.dtype != tq.dtype:
             borrow(tensor.owner, name, tq)
-        _check_tokens(name, tensor, sharding, rank)
+        check_tokens(name, tensor, sharding, rank)
     (_, heads, d), (_, kv_heads, dk), (_, v_heads, e) = (tensor.array.shape for tensor in tensors)
     check_heads(heads, kv_heads)
     if (kv_heads, d) != (v_heads, dk):
@@ -202,7 +81,7 @@ def _check(
             f"q {tq.array.shape}, k {tk.array.shape}, v {tensors[2].array.shape}: they must be (tokens, heads, d), "
             "(tokens, key/value heads, d), (tokens, key/value heads, e)"
         )
-    text = f"{_text(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
+    text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
     saved = Saved(tensors, Rule(bool(causal), scale, sharding.cu_seqlens), (len(tq.array), heads, e), ())
     return text, 0, saved
 
@@ -323,7 +202,7 @@ def _ring(
     """
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
-        _check_ranks(sharding, comm.size)
+        check_ranks(sharding, comm.size)
         return _check(q, k, v, sharding, comm.rank, causal, scale)
 
     group, saved, _ = enter("ring_attention", comm, check)
@@ -374,10 +253,16 @@ class Deal:
         return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
 
 
-def _to_heads(arrays: Sequence[tuple[Array, list[range]]], dtype: str, comm: Communicator) -> Pending:
-    """Each rank gets its heads of these arrays, (tokens of this rank, all heads, width). The next rank gets them first.
+def _query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
+    """Each rank gets its query heads of `array`, (tokens of this rank, all heads, width), of the tokens of all."""
+    how: dict[str, Any] = {"split_dim": 1, "concat_dim": 0, "counts": [*map(len, deal.queries)]}
+    return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", **how)
 
-    Each array comes with the heads of all ranks.
+
+def _to_heads(arrays: Sequence[tuple[Array, list[range]]], dtype: str, comm: Communicator) -> Pending:
+    """Each rank gets its heads of these arrays, (tokens of this rank, all heads, width), in one message from each rank.
+
+    Each array comes with the heads of all ranks, which may have some in common. The next rank gets its heads first.
     """
     packed = [
         np.concatenate([x[:, heads[rank].start : heads[rank].stop].reshape(-1) for x, heads in arrays])
@@ -480,7 +365,7 @@ def _ulysses(
     """
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
-        _check_ranks(sharding, comm.size)
+        check_ranks(sharding, comm.size)
         return _check(q, k, v, sharding, comm.rank, causal, scale)
 
     group, saved, _ = enter("ulysses_attention", comm, check)
@@ -542,7 +427,7 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ulysses_attention", saved, do)
     step, dtype, group, (tq, tk, _) = saved.steps, saved.dtype, saved.comms[0], saved.tensors
     deal, rows, wide, runs = step.deal, step.rows, accumulator(saved.dtype), step.runs
-    pending = _to_heads([(array, deal.queries)], dtype, group)
+    pending = _query_heads(array, deal, dtype)
     q, k, v, o = (widen(a, dtype) for a in (step.q, step.k, step.v, step.o))
     given = np.empty_like(o)
     dq, dkv = np.zeros_like(q), np.zeros((*k.shape[:2], k.shape[2] + v.shape[2]), q.dtype)
@@ -566,7 +451,7 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     last = len(runs) - 1
     for number, (source, run) in enumerate(zip(step.sources, runs, strict=True)):
         if number:
-            given[run] = widen(_of_heads(pending, source, [given[run].shape])[0], dtype)
+            given[run] = widen(arrived_from(pending, source), dtype)
         if number < last:
             add(run, others)
     for source, run in zip(step.sources[1:], runs[1:], strict=True):
@@ -653,10 +538,8 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     (step, deal, rows), dtype, (across, around), (tq, tk, tv) = saved.steps, saved.dtype, saved.comms, saved.tensors
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
-    pending, own = _to_heads([(array, queries)], dtype, across), len(queries[across.rank])
-    parts = [_of_heads(pending, rank, [(n, own, array.shape[2])])[0] for rank, n in enumerate(rows)]
-    pending.wait()
-    full_dq, dk, dv = _ring_run_backward(step, np.concatenate(parts), saved.rule, dtype, around)
+    do = arrived(_query_heads(array, deal, dtype))
+    full_dq, dk, dv = _ring_run_backward(step, do, saved.rule, dtype, around)
     dq = np.zeros(tq.array.shape, wide)
     dkv = np.zeros((*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide)
     _return_all(full_dq, Returns(rows, queries, dq, dtype, across))

@@ -82,8 +82,12 @@ def encode_rows(rows: Sequence[int], rank: int) -> int:
 
     The last bit is 1 if the rows are even. The other bits are the number of bits of their sum.
     """
-    others = [*rows[:rank], *rows[rank + 1 :]]
-    return sum(rows).bit_length() << 1 | (max(others) <= EVEN_RATIO * min(others))
+    return sum(rows).bit_length() << 1 | is_even([*rows[:rank], *rows[rank + 1 :]])
+
+
+def is_even(rows: Sequence[int]) -> bool:
+    """True if these rows of ranks are about as many."""
+    return max(rows) <= EVEN_RATIO * min(rows)
 
 
 def decode_rows(hints: Sequence[int]) -> tuple[int, bool]:
@@ -141,8 +145,9 @@ def _by_rule(
     if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES:
         return "exchange", 1
     shard = nbytes // problem.size
-    if problem.moves == "all_to_all":
-        slices = _exchange_slices(problem.size, shard // problem.size, computes) if network else 1
+    if problem.exchanges:
+        pair = shard if problem.columns else shard // problem.size
+        slices = _exchange_slices(problem.size, pair, computes) if network else 1
         return PAIRWISE if even and slices > 1 and not computes else "direct", slices
     if network and shard >= STREAM_NBYTES:
         for slices in (STREAM_SLICES, 1):
@@ -166,7 +171,7 @@ def window_of_call(problem: Problem, schedule: str, slices: Slices, network: boo
     """The window of a call (None: the window of the schedule). `by_model`: a machine chose the schedule."""
     if by_model:
         return direct_window(problem.size) if schedule in DIRECT_FAMILY else None
-    if not network or problem.moves != "all_to_all" or schedule != "direct" or problem.size == 2:
+    if not network or not problem.exchanges or schedule != "direct" or problem.size == 2:
         return None
     return EXCHANGE_WINDOW if len(shares_of(schedule, slices)) > 1 else None
 

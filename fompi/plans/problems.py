@@ -7,6 +7,9 @@ Every operation belongs to one of two families:
 * *scatter*: the rows are given or are a product. Then they are summed over the ranks (reduce-scatter, all-reduce) or
   distributed to the ranks (all-to-all).
 
+An all-to-all may split another dimension than it joins. Then the rows of all ranks travel as in an all-gather, but each
+rank gets only its columns of them (`Problem.columns`).
+
 Three operations are others with rows on one rank only, the root. A `gather` is an all-to-all in which only the root
 receives, a `scatter` one in which only the root sends, and a `reduce` is a reduce-scatter of which the root keeps all.
 `Problem.is_empty` says which blocks have no rows then. Their plans leave such blocks out.
@@ -15,8 +18,8 @@ receives, a `scatter` one in which only the root sends, and a `reduce` is a redu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -34,6 +37,7 @@ from fompi.base.layout import (
     Symbol,
     accumulator,
     as_integer,
+    offsets,
     split,
 )
 from fompi.plans.kernels import REDUCTIONS, Value, product, reduced, total
@@ -74,6 +78,9 @@ class Problem:
     strided and must be packed first. `moves` is the collective that moves the rows. A single weight is called w;
     several are called w0, w1, ... The names of biases, products and gradients follow the same rule. `op` is the
     reduction over the ranks (`kernels.REDUCTIONS`).
+
+    `columns[r]` is how much of the first dimension of a row rank r gets, in an all-to-all that splits this dimension
+    (empty: every other problem). Its inputs are the columns of x for each rank: x0, x1, ...
     """
 
     operation: str
@@ -86,10 +93,24 @@ class Problem:
     root: int = 0
     packed: bool = False
     op: str = "sum"
+    columns: tuple[int, ...] = ()
 
     @cached_property
     def moves(self) -> str:
-        return MEANING[self.operation].moves
+        return "all_gather" if self.columns else MEANING[self.operation].moves
+
+    @property
+    def exchanges(self) -> bool:
+        """True if each block has one destination: no rank needs what another one gets."""
+        return self.moves == "all_to_all" or bool(self.columns)
+
+    def cut(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """`tensors` by the names of the inputs: where columns are split, x becomes the columns for each rank."""
+        given = dict(tensors)
+        if self.columns and "x" in given:
+            x, ends = given.pop("x"), offsets(self.columns)
+            given |= {f"x{r}": x[:, ends[r] : ends[r + 1]] for r in range(self.size)}
+        return given
 
     @cached_property
     def multiplies_first(self) -> bool:
@@ -134,8 +155,14 @@ class Problem:
 
     @property
     def sent_row(self) -> tuple[int, ...]:
-        """The shape of one row that is sent."""
+        """The shape of one row that is sent. Of columns, the widest one."""
+        if self.columns:
+            return self.columns_row(self.columns.index(max(self.columns)))
         return self.product_row(0) if self.multiplies_first else self.row
+
+    def columns_row(self, rank: int) -> tuple[int, ...]:
+        """The shape of the columns of one row that `rank` gets."""
+        return (self.columns[rank], *self.row[1:])
 
     def product_row(self, i: int) -> tuple[int, ...]:
         return (*self.row[:-1], self.weights[i].columns)
@@ -163,6 +190,11 @@ class Problem:
         """The input and output buffers of one rank."""
         work = Workspace(rank, self.size, parts, order)
         here, there = self.axes
+        if self.columns:
+            for dest in range(self.size):
+                work.add(f"x{dest}", "input", here, self.columns_row(dest), self.dtype)
+            work.add("y", "output", there, self.columns_row(rank), self.dtype)
+            return work
         work.add("x", "input", here, self.row, self.dtype)
         for i, weight in enumerate(self.weights):
             work.add(self.name("w", i), "input", "whole", (self.row[-1], weight.columns), self.dtype)
@@ -182,7 +214,7 @@ class Problem:
     def common(self) -> str:
         """What must be equal on all ranks: everything about the data that is sent."""
         if not self.multiplies_first:
-            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op}"
+            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {self.columns}"
         return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias}"
 
     @cached_property
@@ -200,6 +232,7 @@ class Problem:
         parts += [f"h[:, {', '.join(map(str, g.row))}]{' flipped' if g.flipped else ''}" for g in self.gradients]
         parts += ["keep"] * self.keep + [f"root {self.root}"] * (self.operation in ROOTED)
         parts += [self.op] * (self.op != "sum")
+        parts += [f"columns {', '.join(map(str, self.columns))}"] * bool(self.columns)
         return f"{self.operation}({', '.join(parts)}{', packed' if self.packed else ''})"
 
 
@@ -217,6 +250,8 @@ class OwnProblem:
     row: ClassVar[tuple[int, ...]] = ()
     weights: ClassVar[tuple[Weight, ...]] = ()
     gradients: ClassVar[tuple[Gradient, ...]] = ()
+    columns: ClassVar[tuple[int, ...]] = ()
+    exchanges: ClassVar[bool] = False
     multiplies_first: ClassVar[bool] = False
     flat: ClassVar[bool] = False
     root: ClassVar[int] = 0
@@ -228,6 +263,9 @@ class OwnProblem:
 
     def is_empty(self, symbol: Symbol) -> bool:
         return False
+
+    def cut(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(tensors)
 
     def result_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         return shape
@@ -325,8 +363,12 @@ def problem(
     root: int = 0,
     packed: bool = False,
     op: str = "sum",
+    columns: Sequence[int] = (),
 ) -> Problem:
-    """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError."""
+    """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError.
+
+    With `columns` the second dimension of x is split: rank r gets `columns[r]` of it.
+    """
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
     if op != "sum" and op not in tuple(REDUCTIONS):
@@ -339,7 +381,7 @@ def problem(
         raise ShapeError(f"{operation}: x has no dimensions, so it has no rows to distribute")
     operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
     others = tuple(weights), tuple(biases), tuple(operand_rows)
-    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed, op)
+    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed, op, tuple(columns))
 
 
 @lru_cache(maxsize=4096)
@@ -356,6 +398,7 @@ def _problem(
     root: int,
     packed: bool,
     op: str,
+    columns: tuple[int, ...],
 ) -> Problem:
     """The same from the shapes of rows. Calls that differ only in the number of rows share one object."""
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
@@ -387,7 +430,10 @@ def _problem(
         if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
             raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} may differ only in the last dimension")
     gradients = tuple(Gradient(h.shape, flipped) for h in operands)
-    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op)
+    if columns and (operation != "all_to_all" or len(columns) != size or not row or sum(columns) != row[0]):
+        raise LayoutError(f"{operation} of rows {row} on {size} ranks cannot split columns {list(columns)}")
+    packed = packed and not columns  # columns are packed in any case
+    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns)
 
 
 def _check_reduction(operation: str, op: str, dtype: str) -> None:
@@ -418,12 +464,20 @@ def layouts(operation: str, count: int) -> list[layout.Layout]:
 
 
 def from_specs(
-    operation: str, specs: Sequence[Spec], ranks: int, *, bias: bool = False, root: int = 0, packed: bool = False
+    operation: str,
+    specs: Sequence[Spec],
+    ranks: int,
+    *,
+    bias: bool = False,
+    root: int = 0,
+    packed: bool = False,
+    split_dim: int | None = None,
 ) -> tuple[Callable[[int], Problem], Sizes]:
     """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
 
     The tensors are x, the weights and the operand h of a gradient, in this order. Rows and columns are distributed as
-    evenly as possible. So the problems of two ranks may differ in columns that are not sent.
+    evenly as possible. So the problems of two ranks may differ in columns that are not sent. `split_dim` is the
+    dimension of x that an all-to-all splits; by default it splits the rows.
     """
     expected = layouts(operation, len(specs))
     ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
@@ -439,13 +493,20 @@ def from_specs(
     for spec, wanted in zip(specs, required, strict=True):
         if spec.layout != wanted:
             raise LayoutError(f"{operation} takes tensors with the layouts {required}, not {spec}")
+    columns: tuple[int, ...] = ()
+    if split_dim is not None and specs[0].resolved(Shard(split_dim)) != Shard(0):
+        if operation != "all_to_all":
+            raise LayoutError(f"{operation} splits no other dimension than that of the rows: leave out split_dim")
+        x, dim = specs[0], split_dim % len(specs[0].shape)
+        columns = split(x.shape[dim], ranks)
+        specs = [replace(x, shape=(x.shape[0], x.shape[dim], *x.shape[1:dim], *x.shape[dim + 1 :]))]
     meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
     flipped = has_operand and meaning.weight is not None
 
     def problem_of(x: Form, *others: Form) -> Problem:
         weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
         biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
-        options = {"flipped": flipped, "keep": meaning.keeps, "packed": packed}
+        options: dict[str, Any] = {"flipped": flipped, "keep": meaning.keeps, "packed": packed, "columns": columns}
         return problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
 
     @cache
@@ -521,7 +582,7 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
         if problem.moves == "broadcast":
             return (("x", problem.root, b),)
         if problem.moves == "all_gather":
-            return (("x", b // parts, b),)
+            return ((f"x{rank}" if problem.columns else "x", b // parts, b),)
         source, part = divmod(b, parts)
         x: Value = (("x", source, rank * parts + part),)
         return weighted(x, 0, source) if problem.multiplies_first else x
@@ -562,6 +623,8 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
         y = x @ data[problem.name("w", i)]
         return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
 
+    if problem.columns:
+        return [{"y": xp.concatenate([data[f"x{rank}"] for data in inputs])} for rank in range(size)]
     xs = [data["x"] for data in inputs]
     if problem.moves in ("reduce_scatter", "all_reduce"):
         if problem.multiplies_first:

@@ -1,12 +1,16 @@
-"""Plans for buffers on a device whose messages go through host memory.
+"""Plans for buffers on a device: messages that go through host memory, and products of half types.
 
     plan = staged(plan)                             # all messages
     plan = staged(plan, lambda rank, peer: ...)     # those between ranks for which this is True
+    plan = for_device(plan, lambda rank, peer: ...) # the same, and weights of half type are not widened
 
 Each buffer that such a message reads or writes gets a mirror in host memory. A `download` comes before a send, an
 `upload` after a receive. Data that is received and sent on (a ring) leaves from the mirror, without a download.
 Collectives of the MPI library always work on mirrors. Downloads and uploads are kernels as others, so a staged plan is
 verified, simulated and run as any other plan.
+
+The host widens a weight of half type once, before its products. A device multiplies half types as they are, several
+times as fast, and adds up in float32. A product of two half types is exact in float32, so the terms are the same.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fompi.base.errors import PlanError
+from fompi.base.layout import HALF
 from fompi.plans.plan import Buffer, Chunk, Collective, Compute, Op, Plan, Program, Programs, Recv, Send
 
 Pairs = Callable[[int, int], bool]
@@ -34,6 +39,33 @@ def staged(plan: Plan, pairs: Pairs = _all_pairs) -> Plan:
     if not isinstance(plan, Plan):
         raise PlanError(f"staged takes a fompi.Plan, not {plan!r}")
     return replace(plan, programs=Programs(plan.size, lambda rank: _Stager(plan.programs[rank], pairs).program()))
+
+
+def for_device(plan: Plan, pairs: Pairs = _all_pairs) -> Plan:
+    """The plan as a device runs it: `staged`, with products of half types."""
+    return staged(replace(plan, programs=Programs(plan.size, lambda rank: _narrowed(plan.programs[rank]))), pairs)
+
+
+def _narrowed(program: Program) -> Program:
+    """The same program without the copies that widen weights of half type. Its products read the weights themselves."""
+    weights = {op.writes[0].buffer: op.reads[0].buffer for op in program.ops if _widens(program, op)}
+    if not weights:
+        return program
+    ops = tuple(
+        replace(op, reads=tuple(c._replace(buffer=weights.get(c.buffer, c.buffer)) for c in op.reads))
+        if isinstance(op, Compute)
+        else op
+        for op in program.ops
+        if not _widens(program, op)
+    )
+    return replace(program, buffers=tuple(b for b in program.buffers if b.name not in weights), ops=ops)
+
+
+def _widens(program: Program, op: Op) -> bool:
+    if not isinstance(op, Compute) or op.kernel != "copy":
+        return False
+    weight, wide = program.buffer(op.reads[0].buffer), program.buffer(op.writes[0].buffer)
+    return weight.role == "input" and weight.dtype in HALF and wide.role == "scratch" and wide.axis == "whole"
 
 
 def is_mirror(buffer: Buffer) -> bool:

@@ -17,7 +17,7 @@ from fompi.base.layout import Sizes
 from fompi.engine.communicator import Communicator
 from fompi.mpi import environment
 from fompi.plans.plan import Collective, Plan, Send
-from fompi.plans.staged import staged
+from fompi.plans.staged import for_device
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device, upload
 from fompi.runtime.dispatch import Announcing
@@ -91,7 +91,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
                 arrays[buffer.name] = backend.empty(comm.engine.arena, shape, buffer.dtype, buffer.place)
             except OutOfMemory as error:
                 taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
-                stage = partial(staged, pairs=comm.paths(device).is_staged)
+                stage = partial(for_device, pairs=comm.paths(device).is_staged)
                 words = remedy(plan, plan.problem, extents, given, error.free + taken, stage)
                 arrays.clear()  # the traceback of the error keeps them
                 raise DeviceError(f"{error}. {words}") from error

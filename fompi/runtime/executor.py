@@ -20,7 +20,7 @@ from fompi.engine.handshake import agree, digest
 from fompi.mpi import environment
 from fompi.plans.kernels import find
 from fompi.plans.plan import Plan, parts_in_words
-from fompi.plans.staged import is_mirror, staged
+from fompi.plans.staged import for_device, is_mirror
 from fompi.runtime import baselines
 from fompi.runtime.binding import BoundPlan, Memory, check_tensors
 from fompi.runtime.compiled import Compiled
@@ -514,7 +514,7 @@ def bind(
             if missing:
                 raise LaunchError(f"FOMPI_COUNTERS=1 cannot be done: {missing}")
             if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
-                plan = staged(plan, paths.is_staged)
+                plan = for_device(plan, paths.is_staged)
         for name in kernels or ():
             if plan.kernel(name) is None:
                 find(name)

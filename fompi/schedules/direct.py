@@ -9,6 +9,7 @@ Sources: TransformerEngine; PyTorch's async-TP; the attention of arXiv 2604.2401
 
 - `pairwise` is `direct` with another pace (`fompi.plans.plan.Pace`): no rank runs ahead, so that only one message at a
   time enters each port. Source: the pairwise exchange of MPICH (Thakur, Rabenseifner, Gropp 2005).
+- An all-to-all of columns packs the columns for each rank, and sends them while the next ones are packed.
 - `unfused_p2p` has the compute in one piece before or after the messages.
 - `sliced_p2p` has the compute in slices, as in `sliced`: one part of every shard at a time.
 - `exchange` is an all-reduce in one step, for small tensors.
@@ -37,7 +38,9 @@ def sliced_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
 
 def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bool = False) -> Iterator[Op]:
     """The ops of a schedule. `whole`: compute in one piece. `by_slices`: compute one part of every shard at a time."""
-    if problem.moves == "broadcast":
+    if problem.columns:
+        yield from _columns(problem, work)
+    elif problem.moves == "broadcast":
         yield from _broadcast(Gather(problem, work))
     elif problem.multiplies_first or problem.moves in ("reduce_scatter", "all_reduce"):
         scatter = Scatter(problem, work, early=whole, by_slices=by_slices)
@@ -92,6 +95,22 @@ def _all_to_all(local: Scatter) -> Iterator[Op]:
         term = yield from local.term(dest, part, out)
         yield Send(dest, term)
     yield from local.own_into(local.targets)
+
+
+def _columns(problem: Problem, work: Workspace) -> Iterator[Op]:
+    """All-to-all of columns: those for each other rank are packed and sent, the rank's own ones are packed last."""
+    rank, size, parts, y = work.rank, work.size, work.parts, work["y"]
+    for d in range(1, size):
+        source = (rank - d) % size
+        for part in range(parts):
+            yield Recv(source, y[source * parts + part])
+    own = range(rank * parts, (rank + 1) * parts)
+    for dest in work.dests(1):
+        x, packed = work[f"x{dest}"], work.scratch(f"packed{dest}", "own", problem.columns_row(dest), problem.dtype)
+        for block in own:
+            yield Compute("pack", (x[block],), (packed[block],))
+            yield Send(dest, packed[block])
+    yield Compute("pack", (work[f"x{rank}"][:],), (y[own.start : own.stop],))
 
 
 class _Sums:

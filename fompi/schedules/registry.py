@@ -161,12 +161,17 @@ DIRECT_FAMILY = ("direct", "unfused_p2p", "sliced_p2p")
 IN_RING_ORDER = (*DIRECT_FAMILY, "ring")
 """The schedules that sum an element in the order of the ranks. The rank after the owner is first, the owner is last."""
 
+COLUMNS = ("unfused_p2p", "direct", PAIRWISE)
+"""The schedules of an all-to-all that splits columns: each rank sends other bytes to every other rank."""
+
 HIERARCHICAL_MOVES = ("all_gather", "reduce_scatter", "all_reduce")
 """The collectives that `hierarchical` can carry out."""
 
 
 def available(problem: Problem) -> list[str]:
     """The schedules for this problem: the built-in ones, then those of users."""
+    if problem.columns:
+        return [*COLUMNS]
     return _available(problem.moves, problem.size, problem.dtype, problem.op)
 
 
@@ -187,6 +192,8 @@ def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
+    if problem.columns:
+        return schedule in COLUMNS
     return can_move(schedule, problem.moves, problem.size, problem.dtype, problem.op)
 
 

@@ -142,13 +142,17 @@ def same_memory(a: Any, b: Any) -> bool:
     return bool(not isinstance(b, DeviceArray) and a.ctypes.data == b.ctypes.data and a.nbytes == b.nbytes)
 
 
-def rows_first(array: Any, dim: int) -> Any:
-    """A view of `array` whose first dimension is `dim`."""
+def rows_first(array: Any, dim: int, columns: int = -1) -> Any:
+    """A view of `array` whose first dimension is `dim`, and whose second one is `columns` (-1: any)."""
+    if columns >= 0:
+        array, dim = rows_first(array, columns), dim + (dim < columns)
     return array.rows_first(dim) if isinstance(array, DeviceArray) else np.moveaxis(array, dim, 0)
 
 
-def rows_at(array: Any, dim: int) -> Any:
+def rows_at(array: Any, dim: int, columns: int = -1) -> Any:
     """A view of `array` whose first dimension becomes dimension `dim`: undoes `rows_first`."""
+    if columns >= 0:
+        return rows_at(rows_at(array, dim + (dim < columns)), columns)
     return array.rows_at(dim) if isinstance(array, DeviceArray) else np.moveaxis(array, 0, dim)
 
 
@@ -507,6 +511,15 @@ def _open(capsule: Any, name: str) -> tuple[Any, bytes]:
         if _capsule_is(capsule, fresh_name):
             return form.from_address(_capsule_pointer(capsule, fresh_name)), used_name
     raise TensorError(f"{name} exported {capsule!r}: a capsule can be consumed only once; export the tensor again")
+
+
+def code_on_host(x: Any) -> tuple[int, int, int] | None:
+    """DLPack's type code, bits and lanes of a tensor in memory of the host. None: it is on a device."""
+    if x.__dlpack_device__()[0] not in _HOST:
+        return None
+    capsule = _export(x, max_version=(1, 0))
+    tensor = _open(capsule, "the buffer")[0].tensor
+    return tensor.code, tensor.bits, tensor.lanes
 
 
 def _on_device(name: str, device_type: int, device_id: int) -> TensorError:

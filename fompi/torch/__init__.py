@@ -4,8 +4,11 @@
 - `data_parallel`: `fompi.torch.DistributedDataParallel` and `ZeroDataParallel`, gradients that leave in the backward.
 - `pipeline`: `fompi.torch.Pipeline`, whose stages are modules.
 - `autograd`: the node. `fompi.<operation>(...)` calls it by itself.
-- `compile`: what `torch.compile` must not read.
+- `operators`: the operations as operators of torch, for `torch.compile`. `fompi.torch.<operation>` calls them.
+- `compile`: what `torch.compile` reads of a call, and what it must not read.
 - `strategies`: a strategy of `fompi.parallel` as a node.
+- `parallel`: `fompi.torch.install`, fused operations for the tensor parallelism of torch.
+- `fully_sharded`: `fompi.torch.overlap`, FSDP2 whose communication runs behind the backward.
 - `process_group`: the backend "fompi" of `torch.distributed`. The import of this room registers it (`autoload`).
 
 This room may import the package torch, and all rooms from `base` to `parallel`. Only this room and `bench` import
@@ -19,13 +22,21 @@ from fompi.torch.autoload import register
 
 
 def __getattr__(name: str) -> Any:
-    """Import `nn` and the names of `data_parallel` and `pipeline` at their first use."""
+    """Import the other names at their first use."""
     if name == "nn":
         return import_module("fompi.torch.nn")
     if name in ("DistributedDataParallel", "ZeroDataParallel"):
         return getattr(import_module("fompi.torch.data_parallel"), name)
+    if name in ("ColwiseParallel", "RowwiseParallel", "PrepareModuleInput", "install", "uninstall", "fused_calls"):
+        return getattr(import_module("fompi.torch.parallel"), name)
+    if name == "overlap":
+        return import_module("fompi.torch.fully_sharded").overlap
     if name == "Pipeline":
         return import_module("fompi.torch.pipeline").Pipeline
+    if name in ("communicator", "replicated_matmul", *import_module("fompi").__all__):
+        operators = import_module("fompi.torch.operators")
+        if name in operators.PUBLIC:
+            return operators.PUBLIC[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

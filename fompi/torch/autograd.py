@@ -61,10 +61,10 @@ class _Node(torch.autograd.Function):
         """Grad mode is on under `create_graph=True`: then the operations of the adjoint join the graph."""
         needs = ctx.needs_input_grad[2:]
         tensors = ctx.saved_tensors or [None] * len(needs)
-        gradients = ctx.call.backward(tensors, [_conjugate(g) for g in grads], needs)
-        return None, None, *map(_conjugate, gradients)
+        gradients = ctx.call.backward(tensors, [conjugate(g) for g in grads], needs)
+        return None, None, *map(conjugate, gradients)
 
 
-def _conjugate(t: torch.Tensor | None) -> torch.Tensor | None:
+def conjugate(t: torch.Tensor | None) -> torch.Tensor | None:
     """The complex conjugate. torch defines gradients with conjugates, the adjoints are written without them."""
     return None if t is None else t.conj().resolve_conj()

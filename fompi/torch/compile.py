@@ -1,9 +1,13 @@
-"""torch.compile leaves the operations alone: a call is a graph break, and the compiler does not read fompi's code.
+"""torch.compile: a call of an operation is a node of its graph, and everything else that communicates is left alone.
 
-Programs do not call this file. An operation calls `hide` when the compiler reads it for the first time.
+Programs do not call this file. An operation calls `traced` where the compiler reads it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter
+from typing import Any
 
 import torch
 
@@ -11,22 +15,129 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
+from fompi.parallel.differentiable import Differentiable
 from fompi.runtime.executor import Executor
+from fompi.torch.operators import CONVENTIONS, OPERATORS, PUBLIC, TENSORS, as_sizes, filled, name_of
 from fompi.tuning.adaptive import Adaptive
 
 HIDDEN = (
-    (Operation, ("__call__", "start")),
+    (Operation, ("start",)),
+    (Differentiable, ("__call__",)),
     (Pending, ("done", "wait")),
     (Transfer, ("done", "wait")),
     (Communicator, ("agree", "barrier")),
     (Executor, ("__call__", "start", "wait")),
     (Adaptive, ("__call__", "start", "wait")),
 )
-"""The methods that communicate, and that a compiled function may call."""
+"""The methods that communicate, and that a compiled function may call. torch.compile reads neither them nor what they
+call: a call is a graph break.
+"""
+
+CALLS = {name: operator.call for name, operator in OPERATORS.items()}
+EXCHANGES = [
+    name for name, operator in OPERATORS.items() if operator.moves == "all_to_all" and "root" not in operator.own
+]
+KEYWORDS = {name: [*operator.operation.__signature__.parameters] for name, operator in OPERATORS.items()}
+POSITIONAL = {
+    name: [p.name for p in operator.operation.__signature__.parameters.values() if p.kind != Parameter.KEYWORD_ONLY]
+    for name, operator in OPERATORS.items()
+}
 
 
-def hide() -> None:
-    """From now on, torch.compile runs the methods of HIDDEN, and reads neither them nor what they call."""
-    for owner, names in HIDDEN:
-        for name in names:
-            setattr(owner, name, torch.compiler.disable(getattr(owner, name), reason="fompi communicates"))
+def _eager(
+    operation: Operation[Any], args: tuple[Any, ...], options: dict[str, Any], gradient: str | None, arriving: Any
+) -> Any:
+    if gradient is None:
+        return operation(*args, **options)
+    return PUBLIC[operation.name](*args, gradient=gradient, arriving=arriving, **options)
+
+
+def _outside(reason: str) -> Callable[..., Any]:
+    """A call that is a graph break."""
+    hidden: Callable[..., Any] = torch.compiler.disable(_eager, reason=f"fompi communicates: {reason}")
+    return hidden
+
+
+OUTSIDE = {
+    "unknown": _outside("the compiler cannot know what fompi.send and fompi.recv bring; fompi.sendrecv is a node"),
+    "out": _outside("out= is written by the call; leave it out"),
+    "counts": _outside(
+        "only the other ranks know how many rows the counts= of an all-to-all bring; leave counts= out if all are "
+        "equal, or use fompi.torch.<operation>(..., counts=..., arriving=[the rows from each rank])"
+    ),
+    "tensor": _outside("all tensors must be torch tensors"),
+    "comm": _outside("comm= must be a fompi.Communicator: use fompi.torch.communicator(group)"),
+    "wrong": _outside("these arguments are refused"),
+}
+"""The calls that the compiler does not take into its graph, by the reason that it reports."""
+
+
+def traced(
+    operation: Operation[Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    gradient: str | None = None,
+    arriving: Any = None,
+) -> Any:
+    """What `fompi.<operation>(*args, **options)` is in the graph; with a gradient: `fompi.torch.<operation>`.
+
+    The compiler reads this function.
+    """
+    name, given = operation.name, dict(options)
+    reason = why_outside(name, args, given, gradient, arriving)
+    if reason is not None:
+        return OUTSIDE[reason](operation, args, options, gradient, arriving)
+    gradient = "sum" if gradient is None else gradient
+    result = CALLS[name](gradient=gradient, arriving=None if arriving is None else list(arriving), **given)
+    return (result[0], tuple(result[1])) if name == "all_gather_matmul_many" else result
+
+
+def why_outside(
+    name: str, args: tuple[Any, ...], given: dict[str, Any], gradient: str | None, arriving: Any
+) -> str | None:
+    """Make `given`, the keywords of a call, the arguments of its operator. If it cannot be one: a key of OUTSIDE."""
+    if name not in CALLS:
+        return "unknown"
+    if gradient is not None and gradient not in CONVENTIONS:
+        return "wrong"
+    if len(args) > len(POSITIONAL[name]):
+        return "wrong"
+    given.update(zip(POSITIONAL[name], args, strict=False))
+    for key in POSITIONAL[name]:
+        if key not in given:
+            return "wrong"
+    for key in given:
+        if key not in KEYWORDS[name]:
+            return "wrong"
+    if given.pop("out", None) is not None:
+        return "out"
+    comm = given.pop("comm", None)
+    if isinstance(comm, torch.distributed.ProcessGroup) and gradient is not None:
+        comm = comm.group_name
+    if comm is not None and not isinstance(comm, Communicator) and (gradient is None or not isinstance(comm, str)):
+        return "comm"
+    given["comm"] = name_of(comm)
+    if name == "all_gather_matmul_many":
+        given["ws"], biases = list(given["ws"]), list(given.get("biases") or ())
+        if len(biases) > len(given["ws"]):
+            return "wrong"
+        given["biases"] = filled(given["ws"], biases)
+    for key in TENSORS:
+        tensors = given.get(key)
+        for t in tensors if isinstance(tensors, list) else [tensors]:
+            if t is not None and not isinstance(t, torch.Tensor):
+                return "tensor"
+    if given.get("counts") is not None:
+        if name in EXCHANGES and arriving is None and given.get("split_dim") is None:
+            return "counts"
+        given["counts"] = list(given["counts"])
+    if given.get("op") == "prod" and torch.is_grad_enabled() and given["x"].requires_grad:
+        return "wrong"
+    if given.get("slices") is not None:
+        given["slices"] = as_sizes(given["slices"])
+    return None
+
+
+for _owner, _names in HIDDEN:
+    for _name in _names:
+        setattr(_owner, _name, torch.compiler.disable(getattr(_owner, _name), reason="fompi communicates"))

@@ -28,28 +28,56 @@ from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, digest
 from fompi.ops.operations import all_reduce, broadcast
+from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import cut_by_bytes
-from fompi.parallel.data import DataParallel, same_bits
+from fompi.parallel.data import DataParallel
 from fompi.torch.nn import replicated
 
 
 class Bucket:
-    """Parameters of one dtype. `flat` has their gradients, and for each a number > 0 if some rank has used it."""
+    """Parameters of one dtype. `flat` has their gradients, and for each a number > 0 if some rank has used it.
+
+    Gradients of a half type are also added up in float32, in `wide`. autograd adds them to p.grad, which rounds each
+    sum. As long as nobody else writes p.grad, the sum in float32 replaces it when the bucket leaves.
+    """
 
     def __init__(self, parameters: list[torch.nn.Parameter]):
         self.parameters = parameters
         ends = list(accumulate((p.numel() for p in parameters), initial=0))
-        self.flat = torch.zeros(ends[-1] + len(parameters), dtype=parameters[0].dtype)
+        dtype, runs = parameters[0].dtype, list(pairwise(ends))
+        self.flat = torch.zeros(ends[-1] + len(parameters), dtype=dtype)
         self.used = self.flat[ends[-1] :]
-        self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, pairwise(ends), strict=True)]
+        self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)]
+        self.is_half = dtype in (torch.bfloat16, torch.float16)
+        wide = torch.zeros(ends[-1] if self.is_half else 0)
+        self.wide = [wide[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)] if self.is_half else []
+        self.seen: dict[int, tuple[int, int]] = {}  # p.grad that has the sum of `wide`: its address and version
         self.missing = set(range(len(parameters)))  # no gradient in this backward yet
         self.sum: Any = None
+
+    def add(self, i: int, gradient: torch.Tensor) -> None:
+        """Add a gradient of half type in float32, before autograd adds it to p.grad."""
+        before, wide = self.parameters[i].grad, self.wide[i]
+        if before is None:
+            wide.zero_()
+        elif self.seen.get(i) != _written(before):  # the program has written it, or it was summed over the ranks
+            wide.copy_(before)
+        wide.add_(gradient)
+
+    def added(self, i: int) -> None:
+        """autograd has added the gradient to p.grad."""
+        gradient = self.parameters[i].grad
+        if gradient is not None:
+            self.seen[i] = _written(gradient)
 
     def take(self, i: int) -> None:
         """The gradient of parameter i becomes a view of the bucket."""
         parameter, view = self.parameters[i], self.views[i]
         if parameter.grad is None:
             view.zero_()
+        elif self.is_half and self.seen.get(i) == _written(parameter.grad):
+            view.copy_(self.wide[i])
+            parameter.grad = view
         elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
             view.copy_(parameter.grad)
             parameter.grad = view
@@ -64,7 +92,14 @@ class Bucket:
                 parameter.grad = view
 
     def reset(self) -> None:
+        if self.sum is not None:
+            self.seen.clear()
         self.missing, self.sum = set(range(len(self.parameters))), None
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the tensor is, and how often it was written."""
+    return tensor.data_ptr(), tensor._version
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -79,7 +114,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
     `grad=None`. The same parameters need not be used in every step, and nothing must be announced. All ranks must run
-    the same number of backward passes outside `no_sync`.
+    the same number of backward passes outside `no_sync`. Gradients of half types are added up in float32, over
+    micro-batches and over the ranks, and rounded once each time.
 
     Raises MismatchError on all ranks whose modules differ in names, shapes or dtypes, and TensorError for parameters
     that are not on the CPU, and for sparse gradients.
@@ -111,6 +147,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._is_syncing, self._is_queued = True, False
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):
+                if bucket.is_half:
+                    parameter.register_hook(self._wide_hook(bucket, i))
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, i))
 
     def forward(self, *args: Any, **options: Any) -> Any:
@@ -135,10 +173,21 @@ class DistributedDataParallel(torch.nn.Module):
         self.comm.close()
 
     # ------------------------------------------------------------------------------------------------- backward
+    def _wide_hook(self, bucket: Bucket, i: int) -> Any:
+        @torch.no_grad()
+        def add(gradient: torch.Tensor) -> None:
+            """Called by autograd before it adds the gradient of one backward to p.grad."""
+            if gradient.layout == torch.strided:
+                bucket.add(i, gradient)
+
+        return add
+
     def _hook(self, bucket: Bucket, i: int) -> Any:
         @torch.no_grad()
         def ready(parameter: torch.Tensor) -> None:
             """Called by autograd when the gradient of the parameter is complete."""
+            if bucket.is_half:
+                bucket.added(i)
             if not self._is_syncing:
                 return
             if not self._is_queued:
@@ -168,8 +217,8 @@ class DistributedDataParallel(torch.nn.Module):
         bucket = self._buckets[self._left]
         for i in bucket.missing:  # not in this backward; it may have a gradient of an earlier one
             bucket.take(i)
-        bucket.flat.div_(self.comm.size)  # before the sum, which may be too large for a half type
-        bucket.sum = all_reduce.start(bucket.flat, out=bucket.flat, comm=self.comm, schedule=same_bits(self.comm))
+        how: dict[str, Any] = {"op": "mean", "out": bucket.flat, "schedule": same_bits(self.comm)}
+        bucket.sum = all_reduce.start(bucket.flat, comm=self.comm, **how)  # it rounds a half type once
         self._left += 1
 
     def _finish(self) -> None:
@@ -211,21 +260,33 @@ class ZeroDataParallel(torch.nn.Module):
 
     zero: 0, 1 or 2. The other options are those of `DataParallel` too; `replicated` is by default that of
     `fompi.torch.nn.replicated`. The parameters of the module are views of its buckets. Hooks announce the gradients, so
-    p.grad is None after a backward. A step ends when all parameters have arrived, so nothing hides the gathers. To hide
-    them, and for zero=3, use `DataParallel` itself.
+    p.grad is None after a backward. For zero=3 use `DataParallel` itself.
+
+    overlap: a step returns while parameters are still gathered, and each module waits for its own ones before its
+    forward. Then do not read parameters after a step in another way than by a forward of the module that holds them,
+    or by `state_dict()`: call `wait()` first.
 
     Creating one, `step` and `close` are collective. The parameters and buffers of rank 0 are copied to all ranks. The
     errors are those of `DataParallel` and of `DistributedDataParallel`.
     """
 
-    def __init__(self, module: torch.nn.Module, comm: Any = None, *, optimizer: Any, zero: int = 1, **options: Any):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        comm: Any = None,
+        *,
+        optimizer: Any,
+        zero: int = 1,
+        overlap: bool = False,
+        **options: Any,
+    ):
         super().__init__()
-        self.module, self.comm = module, Communicator.of(comm)
+        self.module, self.comm, self.overlap = module, Communicator.of(comm), bool(overlap)
         self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         refusal = None
         if zero not in (0, 1, 2):
             refusal = LayoutError(f"zero={zero!r} must be 0, 1 or 2: for 3 use fompi.parallel.data.DataParallel")
-        _enter(module, self.comm, f"ZeroDataParallel({zero=}", refusal)
+        _enter(module, self.comm, f"ZeroDataParallel({zero=}, overlap={self.overlap}", refusal)
         _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
         if options.get("replicated") is None:
             options["replicated"] = {name: held for name, held in replicated(module).items() if name in self._named}
@@ -233,6 +294,13 @@ class ZeroDataParallel(torch.nn.Module):
         for name, parameter in self._named.items():
             parameter.data = self.parallel[name]
             parameter.register_post_accumulate_grad_hook(self._hook(name))
+        if self.overlap:
+            known = {id(p): name for name, p in self._named.items()}
+            for part in module.modules():
+                names = [known[id(p)] for p in part.parameters(recurse=False) if id(p) in known]
+                if names:
+                    part.register_forward_pre_hook(lambda *_, names=names: self.wait(names))
+            module.register_state_dict_pre_hook(lambda *_: self.wait())
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self.module(*args, **options)
@@ -245,12 +313,20 @@ class ZeroDataParallel(torch.nn.Module):
         """Update the parameters. Returns the norm of the gradient before it is clipped, as `DataParallel.step`."""
         with torch.no_grad():
             norm = self.parallel.step(clip, over)
-            for name in self._named:
-                self.parallel[name]  # wait until it has arrived
+        if not self.overlap:
+            self.wait()
         return norm
+
+    @torch.no_grad()
+    def wait(self, names: Iterable[str] | None = None) -> None:
+        """Wait until these parameters have arrived (None: all of them)."""
+        if not self.parallel.closed:
+            for name in self._named if names is None else names:
+                self.parallel[name]
 
     def close(self) -> None:
         """Free the communicators. Collective. The module stays."""
+        self.wait()
         self.parallel.close()
 
     def _hook(self, name: str) -> Any:

@@ -14,26 +14,31 @@ sum over its holders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from math import sqrt
 from typing import Any
 
 import torch
 from torch.nn import init
 
-from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError
-from fompi.base.layout import integer, offsets, split
+from fompi.base.errors import LayoutError
+from fompi.base.layout import split
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import digest
-from fompi.ops.operations import all_gather, all_reduce
+from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
-from fompi.parallel.activations import ACTIVATIONS
-from fompi.parallel.arrays import FLOATS, enter
+from fompi.parallel.arrays import same_bits
 from fompi.parallel.attention import check_heads
-from fompi.parallel.data import agree_everywhere, same_bits
+from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
+from fompi.torch.sharded import (
+    Layout,
+    Sharded,
+    Weight,
+    check_activation,
+    enter_module,
+    fill_linear,
+    runs_of,
+)
 
 __all__ = [
     "ColumnParallelLinear",
@@ -49,153 +54,6 @@ __all__ = [
     "replicated",
     "sum_gradients",
 ]
-
-MOST_NAMED = 8
-"""An error names at most this many parameters."""
-
-# ------------------------------------------------------------------------------------------------------- layouts
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which part of a full parameter each rank holds: the runs `runs[rank]` of dimension `dim`, one after the other.
-
-    A `dim` of None: every rank holds all of it.
-    """
-
-    shape: tuple[int, ...]  # of the full parameter
-    dim: int | None = None
-    runs: Sequence[Sequence[range]] = ()
-
-    def shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """A copy of the part of a rank."""
-        if self.dim is None:
-            return full.clone(memory_format=torch.contiguous_format)
-        parts = [full.narrow(self.dim, run.start, len(run)) for run in self.runs[rank]]
-        return torch.cat(parts, self.dim).contiguous()
-
-    def unshard(self, part: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        """The full parameter, from the part of this rank. Collective."""
-        if self.dim is None:
-            return part.clone()
-        gathered = all_gather(part.movedim(self.dim, 0).contiguous(), comm=comm)
-        full = gathered.new_empty((self.shape[self.dim], *gathered.shape[1:]))
-        begin = 0
-        for run in (run for runs in self.runs for run in runs):
-            full[run.start : run.stop] = gathered[begin : (begin := begin + len(run))]
-        return full.movedim(0, self.dim).contiguous()
-
-    def shape_on(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part of a rank."""
-        shape = list(self.shape)
-        if self.dim is not None:
-            shape[self.dim] = sum(map(len, self.runs[rank]))
-        return tuple(shape)
-
-    def sum_of_squares(self, part: torch.Tensor, comm: Communicator) -> float:
-        """The share of this rank in the sum of the squares of the full tensor. What n ranks hold counts 1/n on each."""
-        squares = part.double().square()
-        if self.dim is None:
-            return float(squares.sum()) / comm.size
-        return float((squares.movedim(self.dim, -1) / self.holders(comm.rank)).sum())
-
-    def holders(self, rank: int) -> torch.Tensor:
-        """How many ranks hold each index of dimension `dim` that `rank` has."""
-        assert self.dim is not None
-        counts = torch.zeros(self.shape[self.dim], dtype=torch.float64)
-        for run in (run for runs in self.runs for run in runs):
-            counts[run.start : run.stop] += 1
-        return torch.cat([counts[run.start : run.stop] for run in self.runs[rank]])
-
-
-def _runs(counts: Sequence[int], copies: int = 1) -> list[list[range]]:
-    """Consecutive runs of such lengths, in each of `copies` equal parts of a dimension."""
-    ends = offsets(counts)
-    return [[range(i * ends[-1] + a, i * ends[-1] + b) for i in range(copies)] for a, b in pairwise(ends)]
-
-
-class Sharded(torch.nn.Module):
-    """A module that holds parts of parameters: `layouts[name]` says which."""
-
-    def __init__(self, comm: Communicator):
-        super().__init__()
-        self.comm = comm
-        self.layouts: dict[str, Layout] = {}
-
-    def draw(self, name: str, layout: Layout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:
-        """Draw the full parameter, and keep the part of this rank. All ranks draw the same numbers."""
-        full = torch.empty(layout.shape, **factory)
-        if not full.is_meta:
-            with torch.no_grad():
-                fill(full)
-        self.layouts[name] = layout
-        self.register_parameter(name, torch.nn.Parameter(layout.shard(full, self.comm.rank)))
-
-    def on_rank(self, n: int) -> str:
-        return f"{n} on rank {self.comm.rank} of {self.comm.size}"
-
-
-def _fill_linear(weight: torch.Tensor) -> None:
-    """The weights of one `torch.nn.Linear`, or of several that are stacked."""
-    for w in weight if weight.dim() == 3 else [weight]:
-        init.kaiming_uniform_(w, a=sqrt(5))
-
-
-class Weight(Sharded):
-    """Linear layers without bias: `weight`, or several names. Programs do not make one: it holds a part of a module."""
-
-    def __init__(self, comm: Communicator, factory: dict[str, Any], **layouts: Layout):
-        super().__init__(comm)
-        for name, layout in layouts.items():
-            self.draw(name, layout, _fill_linear, factory)
-
-    def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name}: {layout.shape}" + (f", {layout.shape_on(self.comm.rank)} here" if layout.dim is not None else "")
-            for name, layout in self.layouts.items()
-        )
-
-
-def _enter(
-    name: str,
-    comm: Any,
-    factory: dict[str, Any],
-    sizes: dict[str, Any],
-    options: dict[str, Any],
-    check: Callable[[], None] = lambda: None,
-) -> Communicator:
-    """All ranks make the module `name` with the same arguments and the same random numbers, or all raise."""
-
-    def agreed(_: Communicator) -> tuple[str, int, None]:
-        for key, n in sizes.items():
-            if not _is_positive(n):
-                raise LayoutError(f"{key}={n!r} must be an integer > 0")
-        empty = torch.empty(0, **factory)
-        if (dtype := str(empty.dtype).removeprefix("torch.")) not in FLOATS:
-            raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
-        if empty.device.type not in ("cpu", "meta"):
-            raise TensorError(f"device={empty.device} must be the CPU: these modules compute on the host")
-        check()
-        words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items())
-        if empty.device.type == "cpu":
-            state = digest(torch.get_rng_state().numpy().tobytes().hex()) % (1 << 32)
-            words += f", random state {state:08x} (call torch.manual_seed alike on all ranks)"
-        return f"{words}, {dtype}", 0, None
-
-    group: Communicator = enter(name, comm, agreed)[0]
-    return group
-
-
-def _is_positive(n: Any) -> bool:
-    return integer(n) is not None and n > 0
-
-
-def _check_activation(activation: str, features: int | None = None) -> None:
-    if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
-    if features is not None and activation == "swiglu" and features % 2:
-        raise ShapeError(f"swiglu halves the features: out_features={features} is odd")
-
 
 # ------------------------------------------------------------------------------------------------- linear layers
 
@@ -230,12 +88,12 @@ class ColumnParallelLinear(Sharded):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "activation": activation, "sequence_parallel": sequence_parallel}
-        check = partial(_check_activation, activation, out_features)
-        super().__init__(_enter("ColumnParallelLinear", comm, factory, sizes, options, check))
+        check = partial(check_activation, activation, out_features)
+        super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, check))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
         self.sequence_parallel = sequence_parallel
         halves = 2 if activation == "swiglu" else 1
-        runs = _runs(split(out_features // halves, self.comm.size), halves)
+        runs = runs_of(split(out_features // halves, self.comm.size), halves)
         full = Layout((out_features, in_features), 0, runs)
         _draw_linear(self, full, Layout((out_features,), 0, runs), bias, factory)
 
@@ -284,10 +142,10 @@ class RowParallelLinear(Sharded):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel}
-        super().__init__(_enter("RowParallelLinear", comm, factory, sizes, options))
+        super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options))
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
-        runs = _runs(split(in_features, self.comm.size))
+        runs = runs_of(split(in_features, self.comm.size))
         _draw_linear(self, Layout((out_features, in_features), 1, runs), Layout((out_features,)), bias, factory)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -306,7 +164,7 @@ class RowParallelLinear(Sharded):
 def _draw_linear(module: Sharded, weight: Layout, bias: Layout, has_bias: bool, factory: dict[str, Any]) -> None:
     """weight and bias, drawn as `torch.nn.Linear` does."""
     bound = 1 / sqrt(weight.shape[1])
-    module.draw("weight", weight, _fill_linear, factory)
+    module.draw("weight", weight, fill_linear, factory)
     if has_bias:
         module.draw("bias", bias, lambda full: init.uniform_(full, -bound, bound), factory)
     else:
@@ -356,7 +214,9 @@ class _Norm(Sharded):
     def __init__(self, features: int, eps: float, names: Sequence[str], comm: Any, device: Any, dtype: Any):
         factory = {"device": device, "dtype": dtype}
         kind = type(self).__name__
-        super().__init__(_enter(kind, comm, factory, {"features": features}, {"eps": eps, "parameters": [*names]}))
+        super().__init__(
+            enter_module(kind, comm, factory, {"features": features}, {"eps": eps, "parameters": [*names]})
+        )
         self.features, self.eps = features, eps
         for name in names:
             self.draw(name, Layout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
@@ -452,7 +312,7 @@ class ParallelAttention(torch.nn.Module):
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
         options = {"causal": causal, "scale": scale, "query_split": query_split}
-        group = _enter("ParallelAttention", comm, factory, sizes, options, check)
+        group = enter_module("ParallelAttention", comm, factory, sizes, options, check)
         self.comm, self.embed_dim, self.heads, self.kv_heads = group, embed_dim, heads, keys
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
         self.causal, self.scale, self.query_split = causal, scale, query_split
@@ -517,10 +377,10 @@ class VocabParallelEmbedding(Sharded):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         factory = {"device": device, "dtype": dtype}
         options = {"sequence_parallel": sequence_parallel}
-        super().__init__(_enter("VocabParallelEmbedding", comm, factory, sizes, options))
+        super().__init__(enter_module("VocabParallelEmbedding", comm, factory, sizes, options))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
-        runs = _runs(split(num_embeddings, self.comm.size))
+        runs = runs_of(split(num_embeddings, self.comm.size))
         self.draw("weight", Layout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -579,7 +439,7 @@ class MoE(torch.nn.Module):
         sizes |= {} if shared is None else {"shared": shared}
 
         def check() -> None:
-            _check_activation(activation)
+            check_activation(activation)
             if k > experts:
                 raise LayoutError(f"k={k} must be at most {experts}, the number of experts")
 
@@ -592,11 +452,11 @@ class MoE(torch.nn.Module):
             "policy": policy,
             "microbatches": microbatches,
         }
-        self.comm = group = _enter("MoE", comm, factory, sizes, self.options, check)
+        self.comm = group = enter_module("MoE", comm, factory, sizes, self.options, check)
         self.features, self.ffn, self.num_experts = features, ffn, experts
         self.tokens_per_expert, self.dropped = None, 0
         wide = 2 if activation == "swiglu" else 1
-        runs = _runs(split(experts, group.size))
+        runs = runs_of(split(experts, group.size))
         self.router = Weight(group, factory, weight=Layout((experts, features)))
         self.experts = Weight(
             group,
@@ -624,138 +484,3 @@ class MoE(torch.nn.Module):
             f"features={self.features}, ffn={self.ffn}, experts={self.num_experts} ({here} on rank {self.comm.rank} of "
             f"{self.comm.size}), k={self.options['k']}, activation={self.options['activation']}"
         )
-
-
-# --------------------------------------------------------------------------------------------------- checkpoints
-
-
-def full_state_dict(module: torch.nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
-    """module.state_dict() of the unsharded model: the same names, whole parameters, bit by bit, copied
-
-    `module` may hold modules of this file anywhere. The state of other modules is taken as it is: it is the same on all
-    ranks. With `rank0_only`, ranks that are not rank 0 of every communicator of the modules get an empty dict.
-    Collective. Raises ShapeError if a parameter has not the shape that its module gave it.
-    """
-    state, layouts = module.state_dict(), _layouts(module)
-    _agree("full_state_dict", layouts, lambda: _check_parts(state, layouts))
-    keeps = not rank0_only or all(comm.rank == 0 for comm, _ in layouts.values())
-    full = {}
-    for name, value in state.items():
-        if name in layouts:
-            comm, layout = layouts[name]
-            value = layout.unshard(value, comm)
-        elif isinstance(value, torch.Tensor) and keeps:
-            value = value.clone()
-        if keeps:
-            full[name] = value
-    return full
-
-
-def load_full_state_dict(
-    module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False
-) -> Any:
-    """module.load_state_dict(the part of this rank of `state`)
-
-    `state` has the names and shapes of the unsharded model: a checkpoint of it, or what `full_state_dict` returned on
-    any number of ranks. All ranks pass all of it. `strict` and `assign` are those of torch. Collective. Raises
-    LayoutError for names that are missing or unknown, and ShapeError for wrong shapes; nothing is loaded then.
-    """
-    layouts, own = _layouts(module), module.state_dict()
-
-    def check() -> None:
-        missing, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
-        if strict and (missing or unknown):
-            words = (f"{len(names)} {kind} names: {', '.join(names[:MOST_NAMED])}" for kind, names in
-                     (("missing", missing), ("unknown", unknown)) if names)  # fmt: skip
-            raise LayoutError(f"the state has {' and '.join(words)}")
-        for name, value in state.items():
-            here = own.get(name)
-            expected = layouts[name][1].shape if name in layouts else getattr(here, "shape", None)
-            if name in own and expected is not None and tuple(value.shape) != tuple(expected):
-                raise ShapeError(f"{name!r} has the shape {tuple(value.shape)}, but the model has {tuple(expected)}")
-
-    _agree("load_full_state_dict", layouts, check)
-    parts = {
-        name: layouts[name][1].shard(value, layouts[name][0].rank) if name in layouts else value
-        for name, value in state.items()
-    }
-    return module.load_state_dict(parts, strict=strict, assign=assign)
-
-
-def _layouts(module: torch.nn.Module) -> dict[str, tuple[Communicator, Layout]]:
-    """The parameters of `Sharded` modules by their names in `module.state_dict()`."""
-    return {
-        f"{prefix}.{name}" if prefix else name: (part.comm, layout)
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, Sharded)
-        for name, layout in part.layouts.items()
-    }
-
-
-def _agree(what: str, layouts: Mapping[str, tuple[Communicator, Layout]], check: Callable[[], None]) -> None:
-    """All ranks of all communicators go on, or all raise."""
-    error: Exception | None = None
-    try:
-        check()
-    except Exception as refusal:
-        error = refusal
-    axes = [*dict.fromkeys(comm for comm, _ in layouts.values())]
-    for_each = {name: layout.shape for name, (_, layout) in layouts.items()}
-    agree_everywhere(axes, f"{what} of {len(for_each)} sharded parameters ({digest(str(for_each)):x})", error)
-
-
-def _check_parts(state: Mapping[str, Any], layouts: Mapping[str, tuple[Communicator, Layout]]) -> None:
-    for name, (comm, layout) in layouts.items():
-        if name in state and tuple(state[name].shape) != (shape := layout.shape_on(comm.rank)):
-            raise ShapeError(f"{name!r} has the shape {tuple(state[name].shape)}, but its module gave it {shape}")
-
-
-# ----------------------------------------------------------------------------------------------------- gradients
-
-
-def replicated(module: torch.nn.Module) -> dict[str, Any]:
-    """Which parameters of these modules several ranks hold: for `DataParallel(replicated=...)`
-
-    name -> the communicator, if all its ranks hold the parameter: a norm, a row-parallel bias, a router, a shared
-    expert. Or name -> how many ranks hold each element, where they differ: the shared key/value heads. Only names of
-    modules of this file.
-    """
-    found: dict[str, Any] = {}
-    for name, (comm, layout) in _layouts(module).items():
-        if layout.dim is None:
-            found[name] = comm
-        elif max(counts := layout.holders(comm.rank), default=1) > 1:
-            shape = layout.shape_on(comm.rank)
-            found[name] = counts.view(*(-1 if i == layout.dim else 1 for i in range(len(shape)))).expand(shape)
-    return found
-
-
-def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of the unsharded model: the norm before, and gradients of at most `max_norm`
-
-    What several ranks hold counts once. Gradients of other modules count on each rank as they are: they must be the
-    same on all ranks. Collective; the same norm on all ranks.
-    """
-    layouts = _layouts(module)
-    sums = dict.fromkeys((comm for comm, _ in layouts.values()), 0.0)
-    total, gradients = 0.0, []
-    for name, gradient in _gradients(module):
-        gradients.append(gradient)
-        if name in layouts:
-            comm, layout = layouts[name]
-            sums[comm] += layout.sum_of_squares(gradient, comm)
-        else:
-            total += float(gradient.double().square().sum())
-    for comm, square in sums.items():
-        total += float(all_reduce(torch.tensor([square], dtype=torch.float64), comm=comm, schedule=same_bits(comm)))
-    norm = torch.tensor(sqrt(total), dtype=torch.float64)
-    factor = min(1.0, max_norm / (float(norm) + 1e-6))
-    for gradient in gradients:
-        gradient.mul_(factor)
-    return norm
-
-
-def _gradients(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            yield name, parameter.grad

@@ -1,11 +1,14 @@
 """How the ranks of `torch.distributed` find each other: by MPI. There is no MASTER_ADDR, and no connection at first.
 
+Under torchrun it is the other way round: MPI starts by the store of torchrun (`of_torchrun`, `fompi.mpi.pmi`).
+
 torch asks a Store for little: mostly nothing. Rank 0 listens. The other ranks get its address by a broadcast, and
 connect when something is asked of the store.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -97,3 +100,26 @@ def meet(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -
     comm.close()
     _KEPT[:] = [store]
     yield store, comm.rank, comm.size
+
+
+def of_torchrun(seconds: float) -> Any:
+    """The store of the processes that torchrun has started. Raises LaunchError if there is none within `seconds`.
+
+    The agent of torchrun serves it, or rank 0, as in torch's own `env://`.
+    """
+    where = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    is_server = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(
+            where[0],
+            int(where[1]),
+            None,
+            is_server,
+            timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(f"the store of torchrun at {':'.join(where)} cannot be reached: {reason}") from error
+    return dist.PrefixStore("fompi", store)

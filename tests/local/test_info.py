@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fompi.cli import info
 from fompi.cli.info import (
     Gpu,
     Process,
+    _counters,
     _paths,
     binding,
     cores_per_rank,
@@ -480,6 +482,16 @@ def test_the_expected_number_of_ranks():
     """A job script ends here instead of computing N wrong results."""
     assert "fompi" in run([*RUN, "--expect", "1"])
     assert "fompi" in run([*RUN, "--expect", "8"], 1)
+
+
+def test_whether_products_are_announced(monkeypatch):
+    cpu, gpu = (Process(1, "here", device, frozenset({0})) for device in ("cpu", "cuda:0 H100"))
+    monkeypatch.delenv("FOMPI_COUNTERS", raising=False)
+    monkeypatch.setattr(info, "_version", lambda names: "3.4" if "triton" in names else None)
+    assert _counters([cpu]) is None and "measured to be faster (FOMPI_COUNTERS=auto, Triton 3.4)" in _counters([gpu])
+    monkeypatch.setenv("FOMPI_COUNTERS", "1")
+    monkeypatch.setattr(info, "_version", lambda names: None)
+    assert "wherever it can (FOMPI_COUNTERS=1, Triton is not installed)" in _counters([cpu])
 
 
 def test_the_paths_of_messages_between_devices(monkeypatch):

@@ -465,7 +465,7 @@ class Departed:
     asking, timeout = False, None
 
     def __init__(self, arrived, request):
-        self.departed, self.begun = {}, time.perf_counter()
+        self.departed, self.stopped, self.begun = {}, {}, time.perf_counter()
         self.arrived, self.request, self.failed = arrived, request, None
 
     def receive(self):
@@ -475,7 +475,7 @@ class Departed:
         return False
 
     def absent_peer(self, awaits_start, awaited):
-        return 1
+        return 1, self.departed[1]
 
     def fail(self, task, error):
         self.failed = error

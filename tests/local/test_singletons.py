@@ -31,7 +31,7 @@ LAUNCHERS = {
     ),
     "torchrun": (
         TORCHRUN,
-        "because torchrun starts no MPI: write `",
+        "or MASTER_ADDR is not set (let fompi start MPI",
     ),
 }
 

@@ -69,6 +69,13 @@ def test_a_program_that_names_another_backend(mpirun, tmp_path):
     assert "fompi report: 2 ranks" in done.output and "all_reduce(float32[:])" in done.output
 
 
+def test_an_uncaught_exception_is_printed(mpirun):
+    """torch collects what the hooks before its own print, and would print it after they return."""
+    program = "import torch.distributed as dist; dist.init_process_group('fompi'); raise ValueError('lost')"
+    done = mpirun(1, "-c", program, seconds=50)
+    assert done.returncode != 0 and done.output.count("ValueError: lost") == 1, done.output
+
+
 def test_the_private_names_of_this_torch():
     """One line says what a new version of torch has changed."""
     import torch

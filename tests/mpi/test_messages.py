@@ -53,6 +53,29 @@ def test_send_and_recv_concern_two_ranks(world):
         fompi.send(np.array([7]), 0, tag=MOST_TAG, comm=world)
 
 
+@pytest.mark.parametrize("count", [3, 50_000])
+def test_messages_are_recorded(world, count):
+    """One trace for each call, with an event for each end of a message on this rank."""
+    after, before = neighbours(world)
+    x = np.ones(count)
+    with world.record() as traces:
+        pending = fompi.sendrecv.start(x, after, before, comm=world)
+        fompi.sendrecv(x, None, None, comm=world)  # moves nothing
+        pending.wait()
+        sent = fompi.send.start(x, after, comm=world)
+        fompi.recv(before, comm=world)
+        sent.wait()
+    assert sorted(trace.title for trace in traces) == ["recv", "send", "sendrecv"]
+    of = {trace.title: trace for trace in traces}
+    lanes = [f"recv from {before}", f"send to {after}"]
+    assert [event.lane for event in of["sendrecv"].events] == lanes
+    assert [event.lane for event in of["recv"].events + of["send"].events] == lanes
+    for event in (event for trace in traces for event in trace.events):
+        assert (event.rank, event.nbytes) == (world.rank, x.nbytes) and event.is_message
+        assert 0 < event.start <= event.end
+    assert pending.trace == of["sendrecv"]
+
+
 def test_messages_and_collectives_do_not_meet(world):
     after, before = neighbours(world)
     x = np.full(2000, world.rank, np.float32)

@@ -334,7 +334,7 @@ def data(size):
     return x, x.flip(1)
 
 
-def train(step, parameters, full=lambda t: t, steps=3):
+def train(step, parameters, full=lambda t: t, steps=20):
     """(losses, gradients of the last step, parameters)."""
     optimizer, losses = torch.optim.SGD(parameters, 0.1), []
     for _ in range(steps):
@@ -344,7 +344,7 @@ def train(step, parameters, full=lambda t: t, steps=3):
     return losses, [full(p.grad) for p in parameters], [full(p.detach()) for p in parameters]
 
 
-def alone(net, x, y, steps=3):
+def alone(net, x, y, steps=20):
     """The same training in one process."""
 
     def step():

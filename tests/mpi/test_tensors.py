@@ -86,6 +86,45 @@ def test_all_to_all(world, shape, dim):
     np.testing.assert_array_equal(y, np.concatenate(pieces, dim), strict=True)
 
 
+@pytest.mark.parametrize(("split_dim", "concat_dim"), [(1, 0), (0, 1), (-1, 1), (1, -1)])
+def test_all_to_all_of_two_dimensions(world, split_dim, concat_dim):
+    """y = concatenate([part of rank 0 for this rank, ...], concat_dim): uneven in both dimensions, and back."""
+    x = []
+    for r in range(world.size):
+        shape = [5, 6, 7]
+        shape[concat_dim] = r % 3  # the first rank has nothing
+        x.append(whole(r, shape))
+    counts = [x[0].shape[split_dim] - world.size + 1, *(1,) * (world.size - 1)]
+    pieces = [np.split(a, np.cumsum(counts)[:-1], split_dim)[world.rank] for a in x]
+    how = {"split_dim": split_dim, "concat_dim": concat_dim, "counts": counts, "comm": world}
+    pending = fompi.all_to_all.start(x[world.rank], **how)
+    np.testing.assert_array_equal(pending.part(world.size - 1), pieces[-1])
+    y = pending.wait()
+    np.testing.assert_array_equal(y, np.concatenate(pieces, concat_dim), strict=True)
+    assert pending.counts == tuple(a.shape[concat_dim] for a in x)
+    assert sum(event.name.startswith("pack(") for event in pending.trace.events) == world.size
+    back = {"split_dim": concat_dim, "concat_dim": split_dim, "counts": pending.counts, "comm": world}
+    np.testing.assert_array_equal(fompi.all_to_all(y, **back), x[world.rank], strict=True)
+
+
+def test_all_to_all_of_two_dimensions_as_other_calls(world):
+    """Two equal dimensions are `dim`. `out` is written. All ranks give the same counts."""
+    x = whole(world.rank, (world.size, 3))
+    y = fompi.all_to_all(x, split_dim=-2, concat_dim=0, comm=world)
+    np.testing.assert_array_equal(y, fompi.all_to_all(x, comm=world))
+    how = {"split_dim": 1, "concat_dim": 0, "comm": world}
+    counts = [3] + [0] * (world.size - 1)
+    out = np.empty((world.size**2, counts[world.rank]))
+    assert fompi.all_to_all(x, counts=counts, out=out, **how) is out
+    if world.rank == 0:
+        np.testing.assert_array_equal(out, np.concatenate([whole(r, x.shape) for r in range(world.size)]))
+    if world.size > 1:
+        with pytest.raises(fompi.MismatchError, match="columns"):
+            fompi.all_to_all(x, counts=counts if world.rank else counts[::-1], **how)
+    with pytest.raises(fompi.LayoutError, match="both split_dim and concat_dim"):
+        fompi.all_to_all(x, split_dim=1, comm=world)
+
+
 def test_all_to_all_of_equal_parts(world):
     x = np.arange(2 * world.size) + 100 * world.rank
     y = fompi.all_to_all(x, comm=world)

@@ -1,5 +1,7 @@
 """fompi.torch.DistributedDataParallel: an unedited training loop does what one process does with the whole batch."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -104,6 +106,37 @@ def test_uneven_rows_and_accumulation(world):
         whole(x, used).square().sum().backward()
         model(mine, used).square().sum().mul(world.size).backward()
     close_gradients(model, whole)
+    model.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_added_in_float32(world, dtype):
+    """Over micro-batches and ranks. A gradient that the program has written in between counts as written."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 2, bias=False, dtype=dtype), world)
+    weight, large = model.module.weight, 2.0 ** (8 if dtype == torch.bfloat16 else 11)  # large + 1 is no such number
+
+    def backward(value, synced=False):
+        with contextlib.nullcontext() if synced else model.no_sync():
+            model(torch.full((1, 1), value, dtype=dtype)).sum().backward()
+
+    def expect(value):
+        assert torch.equal(weight.grad, torch.full((2, 1), value, dtype=dtype)), (weight.grad, value)
+
+    for set_to_none in (True, False):
+        for value in (large, 1.0, 1.0, 1.0):
+            backward(value)
+        expect(large)  # what autograd has added up
+        backward(1.0, synced=True)
+        expect(large + 4)
+        backward(4.0)
+        backward(float(world.rank), synced=True)  # the mean is rounded once
+        expect(large + 8 + (world.size - 1) / 2)
+        backward(1.0)
+        weight.grad.mul_(0.5)  # clipped by the program
+        half = float(weight.grad[0])
+        backward(0.0, synced=True)
+        expect(half)
+        model.zero_grad(set_to_none=set_to_none)
     model.close()
 
 
@@ -220,11 +253,12 @@ def test_sharded_modules_in_data_parallel(world):
     mesh.close()
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_zero(world, zero):
+@pytest.mark.parametrize(("zero", "overlap"), [(0, False), (1, False), (2, False), (1, True)])
+def test_zero(world, zero, overlap):
     """Accumulation, clipping, a layer that rank 0 does not use, and one that no rank uses."""
     whole = made()
-    model = ZeroDataParallel(made(seed=world.rank), world, optimizer=SGD(0.1), zero=zero, **SMALL)
+    how = {"optimizer": SGD(0.1), "zero": zero, "overlap": overlap, **SMALL}
+    model = ZeroDataParallel(made(seed=world.rank), world, **how)
     x, mine = batch(world)
     parts = x.split(12 // world.size)
     for used_by_others in ((0, 1, 2), (0, 2), (0, 1, 2)):
@@ -238,11 +272,15 @@ def test_zero(world, zero):
         norm = model.step(clip=1.0)
         assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)), rel=1e-10)
         with torch.no_grad():
-            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            for q in whole.parameters():
                 if q.grad is not None:
                     q.sub_(0.1 * q.grad)
+        if not overlap:  # else the next forward shows that the parameters have arrived
+            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
                 close(p.detach(), q.detach(), 1e-10)
         whole.zero_grad()
+    for value, q in zip(model.module.state_dict().values(), whole.parameters(), strict=True):
+        close(value, q.detach(), 1e-10)
     alike(model, world)
     model.close()
     model(mine).sum().backward()  # the module stays

@@ -31,7 +31,7 @@ NOT_FOR_RUNTIME = {"schedules", "planner"}
 FOREIGN = {
     "mpi4py": {"mpi/transport.py"},
     "torch": {"torch", "bench/rivals/gloo.py", "bench/rivals/steps.py", "bench/step.py"},
-    "jax": {"jax", "bench/rivals/xla.py"},
+    "jax": {"jax", "bench/jit.py", "bench/rivals/xla.py"},
     "mpi4jax": {"bench/rivals/xla.py"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},
     "rich": {"cli/output.py"},
@@ -101,10 +101,10 @@ def test_every_arrow_goes_up_the_list_of_rooms(path):
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if not room.startswith("__")], ids="fompi.{}".format)
 def test_every_room_says_what_it_is_for(room):
-    """The `__init__.py` of a room is a docstring. `jax` imports its names, `parallel` and `torch` theirs later."""
+    """The `__init__.py` of a room is a docstring. `jax` imports its names, the others theirs later."""
     body = ast.parse((HOUSE / room / "__init__.py").read_text()).body
     assert ast.get_docstring(ast.Module(body, [])), room
-    assert len(body) == {"jax": 3, "parallel": 4, "torch": 6}.get(room, 1)
+    assert len(body) == {"jax": 4, "mpi": 4, "parallel": 4, "torch": 6}.get(room, 1)
 
 
 @pytest.mark.parametrize("path", files(), ids=module_of)

@@ -25,6 +25,7 @@ BAD = {
     "FOMPI_GPU_AWARE": ("maybe", "2"),
     "FOMPI_PATH": ("rdma", "IPC"),
     "FOMPI_DEVICE": ("cuda:x", "1"),
+    "FOMPI_COUNTERS": ("2", "on"),
     "FOMPI_SINGLETONS": ("yes",),
 }
 GOOD = {
@@ -36,6 +37,7 @@ GOOD = {
     "FOMPI_GPU_AWARE": ("auto", "0", "1"),
     "FOMPI_PATH": ("auto", "staged", "direct", "ipc"),
     "FOMPI_DEVICE": ("auto", "software", "cuda"),
+    "FOMPI_COUNTERS": ("auto", "0", "1"),
     "FOMPI_SINGLETONS": ("0", "1"),
     "FOMPI_AGAIN": (str(ROOT / "again"),),
 }

@@ -90,7 +90,7 @@ LIKE_TORCHRUN = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}  # set by de
         (STEP | FLUX, Launch("flux", 8, 5, 1, 4)),  # Flux inside a job of Slurm
         (TORCHRUN, Launch("torchrun", 8, 5, 1, 4)),
         (STEP | TORCHRUN, Launch("torchrun", 8, 5, 1, 4)),  # srun starts one torchrun per node
-        (LIKE_TORCHRUN, Launch("torchrun", 8, 5, 1)),
+        (LIKE_TORCHRUN, Launch("torch", 8, 5, 1)),
         (OPENMPI | LIKE_TORCHRUN, Launch("openmpi", 8, 5, 1, 4)),  # set by hand, for torch
         (STEP | LIKE_TORCHRUN, Launch("srun", 8, 7, 1, 2)),
     ],
@@ -213,8 +213,8 @@ STARTED = "started 8 processes, but MPI has 1 rank, because"
         (
             TORCHRUN,
             "Open MPI",
-            f"torchrun {STARTED} torchrun starts no MPI:"
-            " write `/env/bin/mpirun -n 8 python ...`, or `srun -n 8 --mpi=pmix` before python",
+            f"torchrun {STARTED} it starts no Open MPI:"
+            " write `/env/bin/mpirun -n 8 python -m fompi.torch ...`, or `srun -n 8 --mpi=pmix` before python",
         ),
         (
             HYDRA,
@@ -283,9 +283,14 @@ def test_mpich_is_refused_if_it_would_end_the_process(environ, expected):
 @pytest.mark.parametrize("outer", [{"PMIX_NAMESPACE": "slurm.pmix.7.0"}, {"PMI_FD": "9"}])
 def test_torchrun_inside_a_rank_is_refused(outer):
     """It has started several processes there. A single one takes the place of the rank."""
-    expected = "torchrun, inside a rank of another launcher, starts no MPI: write `mpirun -n 8 python ...`, or "
+    expected = (
+        "torchrun, inside a rank of another launcher, starts no MPI: write `mpirun -n 8 python -m fompi.torch ...`, or "
+    )
     assert torchrun_refusal(STEP | TORCHRUN | outer, "MPICH").startswith(expected)
     assert torchrun_refusal(STEP | TORCHRUN | outer | {"LOCAL_WORLD_SIZE": "1"}, "MPICH") is None
+    store = {"MASTER_ADDR": "n1", "MASTER_PORT": "7"}  # fompi connects the processes
+    assert torchrun_refusal(STEP | TORCHRUN | outer | store, "MPICH") is None
+    assert torchrun_refusal(STEP | TORCHRUN | outer | store, "Open MPI").startswith(expected)
     assert torchrun_refusal(STEP | TORCHRUN, "MPICH") is None and torchrun_refusal(STEP | outer, "MPICH") is None
 
 

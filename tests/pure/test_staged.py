@@ -9,10 +9,12 @@ import pytest
 
 import fompi
 from fompi import Shard, Spec
+from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.model.machine import Machine
+from fompi.model.twin import twin
 from fompi.plans.plan import Chunk, Collective, Compute, Plan, Programs, Recv, Send
-from fompi.plans.staged import is_mirror, staged
+from fompi.plans.staged import for_device, is_mirror, staged
 from fompi.schedules import registry
 
 
@@ -125,3 +127,21 @@ def test_a_staged_plan_can_be_staged_again():
 def test_what_is_no_plan():
     with pytest.raises(PlanError, match=r"staged takes a fompi.Plan, not 3"):
         staged(3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_half_types(dtype):
+    """On a device no weight is widened, and the results have the same bits."""
+    for name, problem in catalogue.problems(3, dtype).items():
+        plan = registry.write(problem, registry.available(problem)[-1], 2)
+        made = for_device(plan, lambda a, b: False)
+        fompi.verify(made)
+        before, after = ([len(p.ops) for p in each.programs] for each in (plan, made))
+        widened = len(problem.weights) * (dtype == "bfloat16")
+        assert after == [n - widened for n in before], name
+        assert not any(b.name.startswith("w") and b.name.endswith("_wide") for p in made.programs for b in p.buffers)
+        sizes = catalogue.sizes(problem, "uneven")
+        inputs = catalogue.inputs(problem, sizes, 1)
+        wanted, got = (twin(each, inputs, Numpy(), sizes=sizes) for each in (plan, made))
+        for one, other in zip(wanted, got, strict=True):
+            assert {key: a.tobytes() for key, a in one.items()} == {key: a.tobytes() for key, a in other.items()}, name

@@ -1,0 +1,117 @@
+"""Which experts the rows of a rank choose, with which weights, and how many rows every expert gets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import widen
+from fompi.base.errors import LayoutError, PlanError, ShapeError
+from fompi.base.layout import offsets, split
+from fompi.engine.communicator import Communicator
+from fompi.parallel.arrays import Array, arrived, borrow, start_sum
+from fompi.tensors.dlpack import Tensor
+
+POLICIES = ("probs", "position")
+
+
+@dataclass
+class Choice:
+    """Which experts the rows of this rank have chosen."""
+
+    probabilities: Array  # (rows, experts)
+    experts: Array  # (rows, k)
+    shares: Array  # (rows, k): the weights before any row is dropped
+    kept: Array  # (rows, k): False where the expert is full
+    normalize: bool
+
+    @property
+    def weights(self) -> Array:
+        """(rows, k), 0 for dropped rows."""
+        return np.where(self.kept, self.shares, self.shares.dtype.type(0))
+
+
+def choose(logits: Array, k: int, normalize: bool, capacity: int | None, policy: str) -> Choice:
+    """The k experts with the greatest logits, ties to the lower expert. Each expert keeps `capacity` rows."""
+    rows, experts = logits.shape
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    e = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+    probabilities = e / e.sum(1, keepdims=True)
+    shares = np.take_along_axis(probabilities, best, 1)
+    if normalize:
+        shares = shares / shares.sum(1, keepdims=True)
+    kept = np.ones((rows, k), bool)
+    if capacity is not None:
+        for expert in range(experts):
+            token, slot = np.nonzero(best == expert)
+            if policy == "probs":  # the greatest weights stay, ties to the earlier row
+                order = np.argsort(-shares[token, slot], kind="stable")
+                token, slot = token[order], slot[order]
+            kept[token[capacity:], slot[capacity:]] = False
+    return Choice(probabilities, best, shares, kept, normalize)
+
+
+def choose_backward(choice: Choice, dweights: Array) -> Array:
+    """The gradient of the logits, where `dweights` is that of the weights."""
+    p, d = choice.probabilities, np.where(choice.kept, dweights, 0)
+    if choice.normalize:
+        total = np.take_along_axis(p, choice.experts, 1).sum(1, keepdims=True)
+        d = (d - (d * choice.shares).sum(1, keepdims=True)) / total
+    dp = np.zeros_like(p)
+    np.put_along_axis(dp, choice.experts, d.astype(p.dtype, copy=False), 1)
+    return p * (dp - (p * dp).sum(1, keepdims=True))
+
+
+def experts_of(rank: int, size: int, experts: int) -> range:
+    """The experts that a rank holds."""
+    ends = offsets(split(experts, size))
+    return range(ends[rank], ends[rank + 1])
+
+
+def is_positive(n: Any) -> bool:
+    return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and int(n) > 0
+
+
+def check_route(
+    x: Any, router: Any, k: int, normalize: bool, capacity_factor: float | None, policy: str
+) -> tuple[Tensor, Tensor, str]:
+    """The tensors of a route, and what must be the same on all ranks."""
+    tx = borrow(x, "x", None, 2)
+    tr = borrow(router, "router", tx, 2)
+    h, experts = tr.array.shape
+    if tx.array.shape[1] != h:
+        raise ShapeError(f"x has {tx.array.shape[1]} features, but the router has {h} rows: they must be equal")
+    if not is_positive(k) or k > experts:
+        raise LayoutError(f"k={k!r} must be an integer from 1 to {experts}, the number of experts")
+    if policy not in POLICIES:
+        raise PlanError(f"policy={policy!r} must be one of {', '.join(POLICIES)}")
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise LayoutError(f"capacity_factor={capacity_factor!r} must be a number > 0, or None to drop no row")
+    return (
+        tx,
+        tr,
+        f"{tx.dtype}, {h=}, {experts=}, k={int(k)}, normalize={bool(normalize)}, {capacity_factor=}, {policy}",
+    )
+
+
+def chosen(x: Tensor, router: Tensor, k: int, normalize: bool, capacity_factor: float | None, policy: str) -> Choice:
+    """The experts that the rows of this rank choose."""
+    experts = router.array.shape[1]
+    capacity = None if capacity_factor is None else math.ceil(capacity_factor * k * len(x.array) / experts)
+    logits = widen(x.array, x.dtype) @ widen(router.array, x.dtype)
+    return choose(logits, k, normalize, capacity, policy)
+
+
+def start_count(choice: Choice, comm: Communicator) -> Any:
+    """Start to count the rows of each expert, and the dropped ones, on all ranks."""
+    here = np.bincount(choice.experts[choice.kept], minlength=choice.probabilities.shape[1])
+    counts = np.append(here, (~choice.kept).sum()).astype(np.int64)
+    return start_sum(counts, "int64", comm)
+
+
+def counted(counting: Any) -> tuple[Array, int]:
+    counts = arrived(counting)
+    return counts[:-1].copy(), int(counts[-1])

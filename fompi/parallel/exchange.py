@@ -1,0 +1,191 @@
+"""The rows of experts: how they travel to the ranks of their experts and back, and what the experts compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import numpy as np
+
+from fompi.base.errors import LayoutError, PlanError, ShapeError
+from fompi.base.layout import offsets, split
+from fompi.engine.communicator import Communicator
+from fompi.ops.operations import all_to_all
+from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
+from fompi.parallel.arrays import Array, arrived, borrow, start, transfer
+from fompi.parallel.choices import Choice, experts_of
+from fompi.parallel.local import Work, local_kernel
+from fompi.tensors.dlpack import Tensor
+
+# --------------------------------------------------------------------------------------------------- the experts
+
+
+def _grouped_work(rows: Array, counts: Sequence[int], w: Array) -> Work:
+    results = [((len(rows), w.shape[2]), rows.dtype)]
+    return Work(2.0 * rows.size * w.shape[2], rows.nbytes + w.nbytes + len(rows) * w.shape[2] * w.itemsize, results)
+
+
+@local_kernel(_grouped_work)
+def grouped(rows: Array, counts: Sequence[int], w: Array) -> Array:
+    """rows @ w[e] for each run of rows: the first counts[0] rows for expert 0, and so on."""
+    out = np.empty((len(rows), w.shape[2]), rows.dtype)
+    for e, (a, b) in enumerate(pairwise(offsets(counts))):
+        np.matmul(rows[a:b], w[e], out=out[a:b])
+    return out
+
+
+@local_kernel(
+    lambda rows, counts, d, into: Work(2.0 * rows.size * d.shape[1], rows.nbytes + d.nbytes + into.nbytes, ())
+)
+def grouped_gradient(rows: Array, counts: Sequence[int], d: Array, into: Array) -> None:
+    """into[e] += rows.T @ d for each run of rows."""
+    for e, (a, b) in enumerate(pairwise(offsets(counts))):
+        into[e] += rows[a:b].T @ d[a:b]
+
+
+@dataclass
+class Batch:
+    """Rows that experts have computed, expert by expert."""
+
+    rows: Array
+    counts: list[int]
+    z: Array  # rows @ w1
+    comm: Communicator
+
+    @classmethod
+    def forward(
+        cls, rows: Array, counts: Any, w1: Array, w2: Array, activation: str, comm: Communicator
+    ) -> tuple[Batch, Array]:
+        """The batch, and activation(rows @ w1) @ w2."""
+        numbers = [int(n) for n in counts]
+        batch = cls(rows, numbers, grouped.on(comm, rows, numbers, w1), comm)
+        return batch, grouped.on(comm, activate.on(comm, batch.z, activation), numbers, w2)
+
+    def backward(self, d: Array, w1: Array, w2: Array, activation: str) -> tuple[Array, Array]:
+        """The gradients of the rows and of z."""
+        dh = grouped.on(self.comm, d, self.counts, w2.swapaxes(1, 2))
+        dz = activate_backward.on(self.comm, self.z, dh, activation)
+        return grouped.on(self.comm, dz, self.counts, w1.swapaxes(1, 2)), dz
+
+    def add_weight_gradients(self, d: Array, dz: Array, activation: str, dw1: Array, dw2: Array) -> None:
+        grouped_gradient.on(self.comm, self.rows, self.counts, dz, dw1)
+        grouped_gradient.on(self.comm, activate.on(self.comm, self.z, activation), self.counts, d, dw2)
+
+
+def check_experts(
+    w1: Any, w2: Any, x: Tensor, experts: int, activation: str, comm: Communicator
+) -> tuple[Tensor, Tensor]:
+    t1, t2 = borrow(w1, "w1", x, 3), borrow(w2, "w2", x, 3)
+    mine = experts_of(comm.rank, comm.size, experts)
+    for name, tensor in (("w1", t1), ("w2", t2)):
+        if len(tensor.array) != len(mine):
+            raise LayoutError(
+                f"{name} has {len(tensor.array)} experts, but {experts} experts on {comm.size} ranks are dealt out as "
+                f"{list(split(experts, comm.size))}: rank {comm.rank} has {len(mine)}"
+            )
+    check_widths("w1", "w2", t1.array.shape[1:], t2.array.shape[1:], x, activation)
+    return t1, t2
+
+
+def check_widths(first: str, second: str, a: tuple[int, ...], b: tuple[int, ...], x: Tensor, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    if a[0] != x.array.shape[1]:
+        raise ShapeError(f"{first} has {a[0]} rows, but x has {x.array.shape[1]} features: they must be equal")
+    if activation == "swiglu" and a[1] % 2:
+        raise ShapeError(f"swiglu halves the features: {first} has {a[1]} columns, an odd number")
+    features = a[1] // 2 if activation == "swiglu" else a[1]
+    if b[0] != features:
+        raise ShapeError(f"{second} has {b[0]} rows, but {first} with {activation} gives {features} features")
+
+
+# -------------------------------------------------------------------------------------------------- the exchange
+
+
+class Exchange:
+    """The chosen rows of one micro-batch, expert by expert: which of them travel, and which rows arrive for them.
+
+    With `apart`, the rows for experts of this rank do not travel. Collective: the ranks exchange the counts.
+    """
+
+    def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool):
+        experts = choice.probabilities.shape[1]
+        mine = experts_of(comm.rank, comm.size, experts)
+        token, slot = np.nonzero(choice.kept[rows.start : rows.stop])
+        token += rows.start
+        expert = choice.experts[token, slot]
+        order = np.argsort(expert, kind="stable")
+        self.comm, self.token, self.slot, expert = comm, token[order], slot[order], expert[order]
+        stays = (expert >= mine.start) & (expert < mine.stop) if apart else np.zeros(len(expert), bool)
+        self.here, self.away = np.flatnonzero(stays), np.flatnonzero(~stays)
+        self.own = np.bincount(expert[self.here] - mine.start, minlength=len(mine))
+        sent, shares = np.bincount(expert[self.away], minlength=experts), split(experts, comm.size)
+        self.send = [int(sent[a:b].sum()) for a, b in pairwise(offsets(shares))]
+        self._table = start(all_to_all, sent[:, None], counts=list(shares), dtype=str(sent.dtype), comm=comm)
+
+    @property
+    def sources(self) -> list[int]:
+        """The other ranks, in the order in which their rows arrive."""
+        return [(self.comm.rank - d) % self.comm.size for d in range(1, self.comm.size)]
+
+    def settle(self) -> None:
+        """Wait for the counts of the rows that arrive."""
+        self.table = table = arrived(self._table).reshape(self.comm.size, len(self.own))
+        self.receive = [int(n) for n in table.sum(1)]
+        self.counts = [int(n) for n in table.sum(0)]
+        expert = np.repeat(np.tile(np.arange(len(self.own)), self.comm.size), table.reshape(-1))
+        self.order = np.argsort(expert, kind="stable")  # from the order of arrival to expert by expert
+
+    def go(self, values: Array, dtype: str) -> Any:
+        """Send the values of the rows that travel to their experts: to one rank after the other."""
+        x = values[self.away]
+        return start(all_to_all, x, counts=self.send, dtype=dtype, comm=self.comm, schedule="pairwise")
+
+    def came(self, pending: Any) -> Array:
+        """The values that have arrived, expert by expert."""
+        values: Array = arrived(pending)[self.order]
+        return values
+
+    def go_back(self, values: Array, dtype: str) -> Any:
+        """Send values, which stand expert by expert, to where their rows came from."""
+        home = np.empty_like(values)
+        home[self.order] = values
+        return start(all_to_all, home, counts=self.receive, dtype=dtype, comm=self.comm)
+
+    def answer(self, source: int, values: Array, dtype: str) -> Any:
+        """Send the values of the rows that came from `source` back, and receive those of the opposite rank.
+
+        `source` is d ranks before this one, and the opposite rank is d ranks behind it. Returns what `answered` takes.
+        """
+        behind = (2 * self.comm.rank - source) % self.comm.size
+        dest = source if self.receive[source] else None
+        return behind, transfer(values, dest, behind if self.send[behind] else None, dtype, self.comm)
+
+    def answered(self, answer: Any, into: Array) -> None:
+        """Wait for such values, and write them to the rows of `into` that they belong to."""
+        behind, pending = answer
+        values, first = arrived(pending), sum(self.send[:behind])
+        if self.send[behind]:
+            into[self.away[first : first + self.send[behind]]] = values
+
+    def add(self, values: Array, y: Array) -> None:
+        """Add the values of all rows to the rows of y that they belong to, slot by slot: in a fixed order."""
+        for slot in range(self.slot.max(initial=-1) + 1):
+            at = np.flatnonzero(self.slot == slot)
+            y[self.token[at]] += values[at]  # a row of y occurs once in each slot
+
+
+def halves(counts: Array) -> list[tuple[Array, Array]]:
+    """The rows of each expert in two halves: for each half its rows and its counts."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = (counts + 1) // 2
+    is_first = within < np.repeat(first, counts)
+    return [(np.flatnonzero(is_first), first), (np.flatnonzero(~is_first), counts - first)]
+
+
+def in_turns(parts: Sequence[Iterator[None]]) -> None:
+    """Run the generators step by step in turns: what one has sent travels while the others compute."""
+    for _ in zip_longest(*parts):
+        pass

@@ -1,0 +1,275 @@
+"""Linear layers whose weights are spread over the ranks, by columns or by rows. Rows travel behind the products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import narrow, widen
+from fompi.base.errors import LayoutError, PlanError, ShapeError
+from fompi.base.layout import accumulator, split
+from fompi.engine.communicator import Communicator
+from fompi.ops.operations import (
+    all_gather_matmul,
+    all_gather_matmul_weight_gradient,
+    all_gather_weight_gradient,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    reduce_scatter,
+)
+from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
+from fompi.parallel.arrays import (
+    Array,
+    admit,
+    arrived,
+    as_rows,
+    begin,
+    borrow,
+    call,
+    check_counts,
+    enter,
+    enter_backward,
+    give,
+    keywords_of,
+    lent,
+    same_bits,
+    start,
+    start_sum,
+)
+from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.parallel.local import product
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
+
+
+@dataclass
+class Linear:
+    """What the backward of a linear layer needs."""
+
+    x: Tensor
+    w: Tensor
+    bias: Tensor | None
+    comm: Communicator
+    sequence_parallel: bool
+    counts: Sequence[int]  # the rows of each rank
+    shape: tuple[int, ...]  # of y
+    activation: str = "none"
+    z: Array | None = None  # y before the activation
+
+    @property
+    def dtype(self) -> str:
+        return self.x.dtype
+
+
+def _column(
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    activation: str = "none",
+    comm: Any = None,
+    sequence_parallel: bool = True,
+) -> tuple[Any, Linear]:
+    """y = activation(all_gather(x) @ w + bias)
+
+    x: (rows of this rank, ..., k), Shard(0). w: (k, n of this rank), Shard(-1). bias: (n of this rank,) or None.
+    y: (all rows, ..., n of this rank), Shard(-1). activation: "none", "relu", "gelu" (by erf), "silu", or "swiglu":
+    silu(first half) * second half of the n features of this rank, so y has n / 2.
+
+    With `sequence_parallel=False` x is (all rows, ..., k), Replicate. Nothing is sent then: the gradient of x is that
+    of this rank's copy. The sum over the ranks is that of `all_reduce`, or of the `row_parallel_linear` that made x.
+    Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
+    """
+
+    def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
+        tensors = _linear_tensors(x, w, bias)
+        if activation not in ACTIVATIONS:
+            raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        if activation == "swiglu" and tensors[1].array.shape[1] % 2:
+            raise ShapeError(f"swiglu halves the features: w has {tensors[1].array.shape[1]} columns, an odd number")
+        return f"of column_parallel_linear, {activation}", tensors
+
+    counts: Sequence[int] = ()
+    if sequence_parallel:
+        group, text, (tx, tw, tb) = admit(all_gather_matmul, comm, check)
+        added = None if tb is None else tb.array
+        pending = begin(all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
+        z, dtype, counts = arrived(pending), tx.dtype, pending.counts
+    else:  # nothing is sent, so the ranks agree here
+
+        def check_all(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
+            text, tensors = check(comm)
+            return f"{text}, {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}", 0, tensors
+
+        group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
+        dtype = tx.dtype
+        wide = product.on(group, widen(tx.array, dtype), widen(tw.array, dtype))
+        z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
+    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
+    if activation == "none":
+        return dlpack.lend(z, dtype, tx), saved
+    saved.z = z
+    y = narrow(activate.on(group, widen(z, dtype), activation), dtype)
+    saved.shape = y.shape
+    return dlpack.lend(y, dtype, tx), saved
+
+
+def _column_dz(saved: Linear, dy: Any) -> Array:
+    """The gradient of z, in the dtype of x."""
+    given = enter_backward("column_parallel_linear", saved, dy)
+    if saved.z is None:
+        return given
+    dz = activate_backward.on(saved.comm, widen(saved.z, saved.dtype), widen(given, saved.dtype), saved.activation)
+    return narrow(dz, saved.dtype)
+
+
+def _column_backward(saved: Linear, dy: Any) -> Gradients:
+    dz, options = _column_dz(saved, dy), keywords_of(saved)
+    if not saved.sequence_parallel:
+        return _local_dx(saved, dz), *_local_dw(saved, dz)
+    dw = start(all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
+    dx = start(matmul_reduce_scatter, dz, saved.w.array.T, counts=saved.counts, **options)
+    db = _sum_rows(dz, saved.dtype, saved.bias)
+    return lent(arrived(dx), saved.x), lent(arrived(dw), saved.w), db
+
+
+def _column_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
+    dz = _column_dz(saved, dy)
+    if not saved.sequence_parallel:
+        return (_local_dx(saved, dz),), (saved, dz)
+    dx = call(matmul_reduce_scatter, dz, saved.w.array.T, counts=saved.counts, **keywords_of(saved))
+    return (lent(dx, saved.x),), (saved, dz)
+
+
+def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
+    saved, dz = rest
+    if not saved.sequence_parallel:
+        return _local_dw(saved, dz)
+    dw = call(all_gather_weight_gradient, saved.x.array, dz, **keywords_of(saved))
+    return lent(dw, saved.w), _sum_rows(dz, saved.dtype, saved.bias)
+
+
+def _local_dx(saved: Linear, dz: Array) -> Any:
+    return give(product.on(saved.comm, widen(dz, saved.dtype), widen(saved.w.array, saved.dtype).T), saved.x)
+
+
+def _local_dw(saved: Linear, dz: Array) -> Gradients:
+    x, d = (as_rows(widen(a, saved.dtype)) for a in (saved.x.array, dz))
+    return give(product.on(saved.comm, x.T, d), saved.w), _sum_rows(dz, saved.dtype, saved.bias)
+
+
+def _row(
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    *,
+    comm: Any = None,
+    sequence_parallel: bool = True,
+    counts: Sequence[int] | None = None,
+) -> tuple[Any, Linear]:
+    """y = reduce_scatter(x @ w, counts) + bias
+
+    x: (all rows, ..., k of this rank), Shard(-1). w: (k of this rank, n), Shard(0). bias: (n,), the same on all ranks,
+    or None; its gradient is summed over the ranks. y: (rows of this rank, ..., n), Shard(0). `counts` is the number of
+    rows that each rank keeps, by default as even as possible.
+
+    With `sequence_parallel=False` y = all_reduce(x @ w) + bias has all rows, Replicate.
+    Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
+    """
+
+    operation = matmul_reduce_scatter if sequence_parallel else matmul_all_reduce
+
+    def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
+        tensors = _linear_tensors(x, w, bias)
+        rows = len(tensors[0].array)
+        if counts is not None and not sequence_parallel:
+            raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
+        kept = list(split(rows, comm.size)) if counts is None else check_counts(counts, rows, comm.size)
+        return "of row_parallel_linear", (*tensors, kept)
+
+    group, text, (tx, tw, tb, kept) = admit(operation, comm, check)
+    options: dict[str, Any] = {"bias": None if tb is None else tb.array, "dtype": tx.dtype, "comm": group}
+    if sequence_parallel:
+        options["counts"] = kept
+    else:  # all ranks hold y
+        options["schedule"] = same_bits(group)
+    y = arrived(begin(operation, text, tx.array, tw.array, **options))
+    return dlpack.lend(y, tx.dtype, tx), Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape)
+
+
+def _row_dy(saved: Linear, dy: Any) -> Array:
+    """The gradient of the rows of this rank."""
+    given = enter_backward("row_parallel_linear", saved, dy)
+    if saved.sequence_parallel:
+        return given
+    scattered: Array = call(reduce_scatter, given, counts=saved.counts, **keywords_of(saved))
+    return scattered
+
+
+def _row_backward(saved: Linear, dy: Any) -> Gradients:
+    d, options = _row_dy(saved, dy), keywords_of(saved)
+    db = _start_shared_sum(saved, d)
+    dx, dw = call(all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
+    return lent(dx, saved.x), lent(dw, saved.w), _shared_sum(saved, db)
+
+
+def _row_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
+    d = _row_dy(saved, dy)
+    dx = call(all_gather_matmul, d, saved.w.array.T, **keywords_of(saved))
+    return (lent(dx, saved.x),), (saved, d)
+
+
+def _row_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
+    saved, d = rest
+    db = _start_shared_sum(saved, d)
+    dw = call(all_gather_weight_gradient, d, saved.x.array, **keywords_of(saved))
+    return lent(np.ascontiguousarray(dw.T), saved.w), _shared_sum(saved, db)
+
+
+def _start_shared_sum(saved: Linear, d: Array) -> Any:
+    """The sum over all rows of all ranks, in flight: the gradient of a bias that all ranks hold."""
+    if saved.bias is None:
+        return None
+    return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), saved.comm)
+
+
+def _shared_sum(saved: Linear, pending: Any) -> Any:
+    return None if saved.bias is None else give(arrived(pending), saved.bias)
+
+
+def _sum_rows(d: Array, dtype: str, bias: Tensor | None) -> Any:
+    return None if bias is None else give(as_rows(widen(d, dtype)).sum(0), bias)
+
+
+def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    tx = borrow(x, "x")
+    tw = borrow(w, "w", tx, 2)
+    if tx.array.ndim < 2 or tx.array.shape[-1] != len(tw.array):
+        raise ShapeError(f"x {tx.array.shape} @ w {tw.array.shape}: the last dimension of x must be the first of w")
+    tb = None if bias is None else borrow(bias, "bias", tx, 1)
+    if tb is not None and len(tb.array) != tw.array.shape[1]:
+        raise ShapeError(f"bias has {len(tb.array)} features, but w has {tw.array.shape[1]}")
+    return tx, tw, tb
+
+
+column_parallel_linear = Differentiable(
+    _column,
+    _column_backward,
+    tensors=("x", "w", "bias"),
+    inputs=1,
+    backward_input=_column_backward_input,
+    backward_weight=_column_backward_weight,
+    name="column_parallel_linear",
+)
+row_parallel_linear = Differentiable(
+    _row,
+    _row_backward,
+    tensors=("x", "w", "bias"),
+    inputs=1,
+    backward_input=_row_backward_input,
+    backward_weight=_row_backward_weight,
+    name="row_parallel_linear",
+)

@@ -1,0 +1,138 @@
+"""Which rank holds which tokens of a sequence that is spread over a ring of ranks, over groups of ranks, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fompi.base.errors import LayoutError, ShapeError
+from fompi.base.layout import integer, offsets, split
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import digest
+from fompi.ops.operations import all_gather
+from fompi.parallel.arrays import Array, call, enter
+from fompi.parallel.attention import check_documents
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which rank holds which tokens of a sequence. A value, without MPI.
+
+    Rank = ring_rank * ulysses + ulysses_rank. The ring is dealt the tokens first, as `layout` says:
+
+    - "zigzag": pieces r and 2 * ring - 1 - r of 2 * ring, so that causal attention is the same work for all ranks. Each
+      packed document of `cu_seqlens` (where documents begin, and the end) is dealt out by itself.
+    - "contiguous": the r-th run of the tokens.
+
+    The ranks of one place in the ring share its tokens, as runs. All runs are as even as possible, for any length.
+    """
+
+    length: int
+    ring: int = 1
+    ulysses: int = 1
+    layout: str = "zigzag"
+    cu_seqlens: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("length", 0), ("ring", 1), ("ulysses", 1)):
+            value = integer(getattr(self, name))
+            if value is None or value < least:
+                raise LayoutError(f"Sharding: {name}={getattr(self, name)!r} must be an integer >= {least}")
+            object.__setattr__(self, name, value)
+        if self.layout not in LAYOUTS:
+            raise LayoutError(f"Sharding: layout={self.layout!r} must be one of {', '.join(LAYOUTS)}")
+        object.__setattr__(self, "cu_seqlens", check_documents(self.cu_seqlens, self.length))
+
+    @property
+    def ranks(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def rows(self) -> list[int]:
+        """The number of tokens of each rank."""
+        return [len(self.indices(rank)) for rank in range(self.ranks)]
+
+    def indices(self, rank: int) -> Array:
+        """The positions in the sequence of the tokens of a rank, in the order in which it holds them."""
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not one of the {self.ranks} ranks of {self}")
+        return _indices(self, rank)
+
+    def ring_indices(self, ring_rank: int) -> Array:
+        """The positions of the tokens of all ranks of one place in the ring."""
+        return np.concatenate([self.indices(ring_rank * self.ulysses + rank) for rank in range(self.ulysses)])
+
+    def shard(self, x: Any, rank: int) -> Any:
+        """x[indices(rank)]: the tokens of a rank, as a new tensor of the framework of x."""
+        tensor = dlpack.borrow(x, "x")
+        if tensor.array.ndim < 1 or len(tensor.array) != self.length:
+            raise ShapeError(f"x has the shape {tensor.array.shape}, but the sequence has {self.length} tokens")
+        return dlpack.lend(np.ascontiguousarray(tensor.array[self.indices(rank)]), tensor.dtype, tensor)
+
+    def unshard(self, x_local: Any, comm: Any = None) -> Any:
+        """The whole tensor on all ranks, from the tokens that each rank has. The inverse of `shard`. Collective."""
+
+        def check(comm: Communicator) -> tuple[str, int, Tensor]:
+            check_ranks(self, comm.size)
+            tensor = dlpack.borrow(x_local, "x_local")
+            check_tokens("x_local", tensor, self, comm.rank)
+            return f"{in_few_words(self)}, {tensor.dtype}, rows {tensor.array.shape[1:]}", 0, tensor
+
+        group, tensor, _ = enter("Sharding.unshard", comm, check)
+        rows = call(all_gather, np.ascontiguousarray(tensor.array), dtype=tensor.dtype, comm=group)
+        whole = np.empty_like(rows)
+        whole[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = rows
+        return dlpack.lend(whole, tensor.dtype, tensor)
+
+
+@lru_cache(maxsize=1024)
+def _indices(sharding: Sharding, rank: int) -> Array:
+    ring_rank, ulysses_rank = divmod(rank, sharding.ulysses)
+    ring, parts = sharding.ring, []
+    if sharding.layout == "contiguous":
+        parts.append(_run(0, sharding.length, ring, ring_rank))
+    else:
+        ends = sharding.cu_seqlens or (0, sharding.length)
+        for begin, end in pairwise(ends):
+            parts += [_run(begin, end, 2 * ring, piece) for piece in (ring_rank, 2 * ring - 1 - ring_rank)]
+    tokens = np.concatenate(parts)
+    mine: Array = tokens[_run(0, len(tokens), sharding.ulysses, ulysses_rank)]
+    mine.flags.writeable = False
+    return mine
+
+
+def _run(begin: int, end: int, pieces: int, piece: int) -> Array:
+    """The numbers of one of `pieces` runs of begin, ..., end - 1."""
+    first = offsets(split(end - begin, pieces))
+    return np.arange(begin + first[piece], begin + first[piece + 1])
+
+
+def in_few_words(sharding: Sharding) -> str:
+    """The sharding in few words, for the ranks to compare."""
+    documents = "" if sharding.cu_seqlens is None else f", {len(sharding.cu_seqlens) - 1} documents"
+    return (
+        f"{sharding.length} tokens, ring={sharding.ring}, ulysses={sharding.ulysses}, {sharding.layout}{documents} "
+        f"({digest(str(sharding)):x})"
+    )
+
+
+def check_ranks(sharding: Sharding, size: int) -> None:
+    if sharding.ranks != size:
+        raise LayoutError(
+            f"the sharding is for {sharding.ring} * {sharding.ulysses} = {sharding.ranks} ranks (ring * ulysses), but "
+            f"the communicator has {size}"
+        )
+
+
+def check_tokens(name: str, tensor: Tensor, sharding: Sharding, rank: int) -> None:
+    tokens = len(sharding.indices(rank))
+    if tensor.array.ndim < 1 or len(tensor.array) != tokens:
+        raise ShapeError(f"{name} has the shape {tensor.array.shape}, but rank {rank} has {tokens} tokens")

@@ -1,0 +1,187 @@
+"""An embedding and a cross-entropy whose vocabulary is spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import widen
+from fompi.base.errors import LayoutError, ShapeError
+from fompi.base.layout import accumulator, split
+from fompi.engine.communicator import Communicator
+from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
+from fompi.parallel.arrays import (
+    Array,
+    arrived,
+    as_rows,
+    borrow,
+    borrow_integers,
+    call,
+    check_counts,
+    enter,
+    enter_backward,
+    give,
+    keywords_of,
+    lent,
+    start_sum,
+)
+from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
+
+
+@dataclass
+class Embedding:
+    """What the backward of an embedding needs."""
+
+    table: Tensor
+    local: Array  # of each token of this rank's part of the vocabulary: its row
+    ours: Array  # which tokens those are
+    rows: int
+    comm: Communicator
+    sequence_parallel: bool
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.table.dtype
+
+
+def _embedding(
+    tokens: Any,
+    table: Any,
+    *,
+    comm: Any = None,
+    sequence_parallel: bool = True,
+    counts: Sequence[int] | None = None,
+) -> tuple[Any, Embedding]:
+    """y = reduce_scatter(all rows of the table [tokens], counts)
+
+    tokens: (all rows, ...), integers, the same on all ranks. table: (rows of this rank, n): each rank has a part of the
+    vocabulary, in the order of the ranks, of any size. y: (rows of this rank, ..., n), Shard(0). `counts` is the number
+    of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows.
+
+    Only the table has a gradient. Raises LayoutError for tokens that are not in the vocabulary.
+    """
+
+    def check(comm: Communicator) -> tuple[str, int, tuple[Array, Tensor, list[int]]]:
+        numbers, tt = borrow_integers(tokens, "tokens"), borrow(table, "table", None, 2)
+        if not numbers.ndim:
+            raise ShapeError("tokens has no dimension: it must be (rows, ...)")
+        if counts is not None and not sequence_parallel:
+            raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
+        rows = len(numbers)
+        kept = list(split(rows, comm.size)) if counts is None else check_counts(counts, rows, comm.size)
+        text = f"{tt.dtype}, tokens {numbers.shape}, n={tt.array.shape[1]}, rows {kept}, {sequence_parallel=}"
+        return text, len(tt.array), (numbers, tt, kept)
+
+    group, (numbers, tt, kept), parts = enter("vocab_parallel_embedding", comm, check)
+    _check_vocabulary("token", numbers, sum(parts), group)
+    local = numbers.astype(np.int64) - sum(parts[: group.rank])
+    ours = (local >= 0) & (local < len(tt.array))
+    y = np.zeros((*numbers.shape, tt.array.shape[1]), tt.array.dtype)
+    y[ours] = tt.array[local[ours]]
+    if sequence_parallel:
+        y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group)
+    else:
+        y = arrived(start_sum(y, tt.dtype, group))
+    return lent(y, tt), Embedding(tt, local[ours], ours, len(numbers), group, sequence_parallel, y.shape)
+
+
+def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
+    given = enter_backward("vocab_parallel_embedding", saved, dy)
+    if saved.sequence_parallel:
+        full = call(all_gather, given, **keywords_of(saved))
+    else:
+        full = arrived(start_sum(given, saved.dtype, saved.comm))
+    gradient = np.zeros(saved.table.array.shape, accumulator(saved.dtype))
+    np.add.at(gradient, saved.local, widen(full[saved.ours], saved.dtype))
+    return (give(gradient, saved.table),)
+
+
+def _check_vocabulary(what: str, numbers: Array, total: int, comm: Communicator) -> None:
+    """Raise LayoutError for a token that is not in the vocabulary. The other ranks raise too."""
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < total:
+        wrong = int(numbers.min() if numbers.min() < 0 else numbers.max())
+        error = LayoutError(f"{what} {wrong} is not in the vocabulary, which has {total} entries on all ranks together")
+        all_reduce.refuse(error, comm)
+
+
+@dataclass
+class CrossEntropy:
+    """What the backward of the cross-entropy needs: the probabilities of this rank's part of the vocabulary."""
+
+    logits: Tensor
+    probabilities: Array
+    ours: Array
+    local: Array
+    smoothing: float
+    vocabulary: int
+    comm: Communicator
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return accumulator(self.logits.dtype)
+
+
+def _cross_entropy(
+    logits: Any, targets: Any, *, comm: Any = None, label_smoothing: float = 0.0
+) -> tuple[Any, CrossEntropy]:
+    """losses = -log(softmax(all logits of a row))[target], for each row
+
+    logits: (all rows, ..., vocabulary of this rank), Shard(-1). targets: (all rows, ...), integers, the same on all
+    ranks. losses: (all rows, ...), Replicate; float32 for half types. `label_smoothing` is as in torch.
+
+    Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike counts once per rank:
+    divide it by `comm.size`. Raises LayoutError for targets that are not in the vocabulary.
+    """
+
+    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Array]]:
+        tl, numbers = borrow(logits, "logits"), borrow_integers(targets, "targets")
+        if tl.array.ndim < 2 or tl.array.shape[:-1] != numbers.shape:
+            raise ShapeError(
+                f"logits {tl.array.shape} need targets of the shape {tl.array.shape[:-1]}, not {numbers.shape}"
+            )
+        if not 0 <= label_smoothing <= 1:
+            raise LayoutError(f"label_smoothing={label_smoothing} must be from 0 to 1")
+        return f"{tl.dtype}, {numbers.shape}, {label_smoothing=}", tl.array.shape[-1], (tl, numbers)
+
+    group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
+    vocabulary, dtype = sum(parts), accumulator(tl.dtype)
+    _check_vocabulary("target", numbers, vocabulary, group)
+    z = as_rows(widen(tl.array, tl.dtype))
+    top = call(all_gather, z.max(1, initial=-np.inf)[None], dtype=dtype, comm=group).max(0)
+    z = z - top[:, None]
+    e = np.exp(z)
+    local = numbers.reshape(-1).astype(np.int64) - sum(parts[: group.rank])
+    ours = np.flatnonzero((local >= 0) & (local < z.shape[1]))
+    terms = np.zeros((3, len(z)), dtype)
+    terms[0], terms[1, ours] = e.sum(1), z[ours, local[ours]]
+    if label_smoothing:
+        terms[2] = z.sum(1)
+    total, chosen, sums = arrived(start_sum(terms, dtype, group))
+    losses = np.log(total) - (1 - label_smoothing) * chosen - label_smoothing / max(vocabulary, 1) * sums
+    saved = CrossEntropy(
+        tl, e / total[:, None], ours, local[ours], label_smoothing, vocabulary, group, numbers.shape
+    )  # fmt: skip
+    return dlpack.lend(losses.astype(dtype, copy=False).reshape(numbers.shape), dtype, tl), saved
+
+
+def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
+    given = enter_backward("vocab_parallel_cross_entropy", saved, dlosses)
+    summed = arrived(start_sum(given, saved.dtype, saved.comm)).reshape(-1, 1)
+    d = saved.probabilities - saved.probabilities.dtype.type(saved.smoothing / max(saved.vocabulary, 1))
+    d[saved.ours, saved.local] -= 1 - saved.smoothing
+    return (give((d * summed).reshape(saved.logits.array.shape), saved.logits),)
+
+
+vocab_parallel_embedding = Differentiable(
+    _embedding, _embedding_backward, tensors=("table",), inputs=0, name="vocab_parallel_embedding"
+)
+vocab_parallel_cross_entropy = Differentiable(
+    _cross_entropy, _cross_entropy_backward, tensors=("logits",), inputs=1, name="vocab_parallel_cross_entropy"
+)

@@ -1,0 +1,154 @@
+"""The whole model of sharded modules: its state dict, the norm of its gradient, and what several ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+
+from fompi.base.errors import LayoutError, ShapeError
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import digest
+from fompi.ops.operations import all_reduce
+from fompi.parallel.arrays import same_bits
+from fompi.parallel.data import agree_everywhere
+from fompi.torch.sharded import Layout, Sharded
+
+MOST_NAMED = 8
+"""An error names at most this many parameters."""
+
+# ------------------------------------------------------------------------------------------------------ state dicts
+
+
+def full_state_dict(module: torch.nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
+    """module.state_dict() of the unsharded model: the same names, whole parameters, bit by bit, copied
+
+    `module` may hold modules of `fompi.torch.nn` anywhere. The state of other modules is taken as it is: it is the same
+    on all ranks. With `rank0_only`, ranks that are not rank 0 of every communicator of the modules get an empty dict.
+    Collective. Raises ShapeError if a parameter has not the shape that its module gave it.
+    """
+    state, layouts = module.state_dict(), _layouts(module)
+    _agree("full_state_dict", layouts, lambda: _check_parts(state, layouts))
+    keeps = not rank0_only or all(comm.rank == 0 for comm, _ in layouts.values())
+    full = {}
+    for name, value in state.items():
+        if name in layouts:
+            comm, layout = layouts[name]
+            value = layout.unshard(value, comm)
+        elif isinstance(value, torch.Tensor) and keeps:
+            value = value.clone()
+        if keeps:
+            full[name] = value
+    return full
+
+
+def load_full_state_dict(
+    module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False
+) -> Any:
+    """module.load_state_dict(the part of this rank of `state`)
+
+    `state` has the names and shapes of the unsharded model: a checkpoint of it, or what `full_state_dict` returned on
+    any number of ranks. All ranks pass all of it. `strict` and `assign` are those of torch. Collective. Raises
+    LayoutError for names that are missing or unknown, and ShapeError for wrong shapes; nothing is loaded then.
+    """
+    layouts, own = _layouts(module), module.state_dict()
+
+    def check() -> None:
+        missing, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
+        if strict and (missing or unknown):
+            words = (f"{len(names)} {kind} names: {', '.join(names[:MOST_NAMED])}" for kind, names in
+                     (("missing", missing), ("unknown", unknown)) if names)  # fmt: skip
+            raise LayoutError(f"the state has {' and '.join(words)}")
+        for name, value in state.items():
+            here = own.get(name)
+            expected = layouts[name][1].shape if name in layouts else getattr(here, "shape", None)
+            if name in own and expected is not None and tuple(value.shape) != tuple(expected):
+                raise ShapeError(f"{name!r} has the shape {tuple(value.shape)}, but the model has {tuple(expected)}")
+
+    _agree("load_full_state_dict", layouts, check)
+    parts = {
+        name: layouts[name][1].shard(value, layouts[name][0].rank) if name in layouts else value
+        for name, value in state.items()
+    }
+    return module.load_state_dict(parts, strict=strict, assign=assign)
+
+
+def _layouts(module: torch.nn.Module) -> dict[str, tuple[Communicator, Layout]]:
+    """The parameters of `Sharded` modules by their names in `module.state_dict()`."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (part.comm, layout)
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, Sharded)
+        for name, layout in part.layouts.items()
+    }
+
+
+def _agree(what: str, layouts: Mapping[str, tuple[Communicator, Layout]], check: Callable[[], None]) -> None:
+    """All ranks of all communicators go on, or all raise."""
+    error: Exception | None = None
+    try:
+        check()
+    except Exception as refusal:
+        error = refusal
+    axes = [*dict.fromkeys(comm for comm, _ in layouts.values())]
+    for_each = {name: layout.shape for name, (_, layout) in layouts.items()}
+    agree_everywhere(axes, f"{what} of {len(for_each)} sharded parameters ({digest(str(for_each)):x})", error)
+
+
+def _check_parts(state: Mapping[str, Any], layouts: Mapping[str, tuple[Communicator, Layout]]) -> None:
+    for name, (comm, layout) in layouts.items():
+        if name in state and tuple(state[name].shape) != (shape := layout.shape_on(comm.rank)):
+            raise ShapeError(f"{name!r} has the shape {tuple(state[name].shape)}, but its module gave it {shape}")
+
+
+# ----------------------------------------------------------------------------------------------------- gradients
+
+
+def replicated(module: torch.nn.Module) -> dict[str, Any]:
+    """Which parameters of these modules several ranks hold: for `DataParallel(replicated=...)`
+
+    name -> the communicator, if all its ranks hold the parameter: a norm, a row-parallel bias, a router, a shared
+    expert. Or name -> how many ranks hold each element, where they differ: the shared key/value heads. Only names of
+    modules of `fompi.torch.nn`.
+    """
+    found: dict[str, Any] = {}
+    for name, (comm, layout) in _layouts(module).items():
+        if layout.dim is None:
+            found[name] = comm
+        elif max(counts := layout.holders(comm.rank), default=1) > 1:
+            shape = layout.shape_on(comm.rank)
+            found[name] = counts.view(*(-1 if i == layout.dim else 1 for i in range(len(shape)))).expand(shape)
+    return found
+
+
+def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` of the unsharded model: the norm before, and gradients of at most `max_norm`
+
+    What several ranks hold counts once. Gradients of other modules count on each rank as they are: they must be the
+    same on all ranks. Collective; the same norm on all ranks.
+    """
+    layouts = _layouts(module)
+    sums = dict.fromkeys((comm for comm, _ in layouts.values()), 0.0)
+    total, gradients = 0.0, []
+    for name, gradient in _gradients(module):
+        gradients.append(gradient)
+        if name in layouts:
+            comm, layout = layouts[name]
+            sums[comm] += layout.sum_of_squares(gradient, comm)
+        else:
+            total += float(gradient.double().square().sum())
+    for comm, square in sums.items():
+        total += float(all_reduce(torch.tensor([square], dtype=torch.float64), comm=comm, schedule=same_bits(comm)))
+    norm = torch.tensor(sqrt(total), dtype=torch.float64)
+    factor = min(1.0, max_norm / (float(norm) + 1e-6))
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm
+
+
+def _gradients(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad

@@ -1,0 +1,81 @@
+"""FSDP2 (`fully_shard`) with communication behind the backward, also on the CPU: `fompi.torch.overlap`.
+
+On a GPU, torch lets its collectives run on streams of their own. On the CPU it has no streams: each all-gather and each
+reduce-scatter is waited for at once. `set_custom_all_gather` and `set_custom_reduce_scatter`, which are public, take
+collectives that do not wait. torch itself waits for a gather where it reads the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from fompi.base.errors import StateError
+from fompi.torch import private
+
+WITHOUT_DIVISION = (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+"""torch divides the result of any other reduction after it."""
+
+
+class _Own:
+    """Memory for a collective."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Own):
+    """An all-gather that is waited for where torch copies the parameters out of its result."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return private.ALL_GATHER(output_tensor, input_tensor, group=group, async_op=True)
+
+
+class ReduceScatter(_Own):
+    """A reduce-scatter that is waited for at the end of the backward, if nothing reads its result before."""
+
+    def __init__(self, module: FSDPModule):
+        self.module = module
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        waits = not any(op == each for each in WITHOUT_DIVISION) or private.reads_gradients_at_once(
+            self.module, output_tensor.dtype
+        )
+        work = private.REDUCE_SCATTER(output_tensor, input_tensor, op, group=group, async_op=not waits)
+        if work is not None and not async_op:
+            private.at_end_of_backward(work.wait)
+        return work
+
+
+def overlap(model: torch.nn.Module) -> torch.nn.Module:
+    """Let the FSDP modules in `model` communicate while other modules compute.
+
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        fompi.torch.overlap(model)
+
+    In the forward each module gathers the parameters of the module behind it, in the order in which they are
+    registered. In the backward torch does so. The gradients of a module are reduced until the end of the backward. If
+    something reads them before, the module waits for them as without this function. That is so for hybrid sharding,
+    gradients that are added to those of an earlier backward, a reduction in another dtype than that of the parameters,
+    float16 and float64 (torch divides them itself), and hooks.
+
+    `model` is returned. Raises ValueError, as torch does, for a module with parameters on several meshes. Raises
+    StateError on a torch without custom collectives.
+    """
+    if not hasattr(FSDPModule, "set_custom_all_gather"):
+        raise StateError(f"fompi.torch.overlap: torch {torch.__version__} has no FSDPModule.set_custom_all_gather")
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_custom_all_gather(AllGather())
+        module.set_custom_reduce_scatter(ReduceScatter(module))
+    for module, after in pairwise(modules):
+        module.set_modules_to_forward_prefetch([after])
+    return model

@@ -1,0 +1,496 @@
+"""The operations as operators of torch: `torch.ops.fompi.all_gather_matmul(x, w, comm="...")`.
+
+torch.compile reads none of fompi's code, but it knows these operators: the shapes and strides of their results, and
+their backward. So a call is a node of its graph, not the end of it. `fompi.<operation>` uses them by itself where
+torch.compile reads it.
+
+| argument                              | meaning                                                               |
+|---------------------------------------|-----------------------------------------------------------------------|
+| those of the operation, without `out` | as in `fompi.<operation>`                                             |
+| comm                                  | the name of a communicator (`name_of`) or of a group of torch; "": all ranks |
+| gradient                              | "sum": of the losses of all ranks; "replicated": of one loss that all have |
+| arriving                              | the rows from each rank; None: x has the same shape on all ranks      |
+| words                                 | whose backward it is, for the comparison of the ranks                 |
+
+All is derived: the schema from the signature of the operation and PARAMETERS, the results from its Arguments, the
+backward from `fompi.ops.adjoints`. The compiler must know the shape of a result before the ranks meet. So the ranks
+compare `arriving` with what they send, and all of them raise a ShapeError if it is something else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from fompi.base.errors import FompiError, LaunchError, LayoutError, ShapeError, StateError, TensorError
+from fompi.base.layout import Extents, split
+from fompi.engine.communicator import Communicator
+from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
+from fompi.ops.arguments import Arguments
+from fompi.ops.operation import HOOKS, CallOptions, Operation
+from fompi.plans.problems import MEANING
+from fompi.torch import private
+from fompi.torch.autograd import conjugate
+
+# ------------------------------------------------------------------------------------------------------ communicators
+
+_NUMBERS = count()
+_NAMES: WeakKeyDictionary[Communicator, str] = WeakKeyDictionary()
+_NAMED: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
+
+
+def communicator(group: Any = None) -> Communicator:
+    """The Communicator of a group of `torch.distributed` on the backend "fompi".
+
+        tp = fompi.torch.communicator(mesh["tp"])             # a DeviceMesh of one dimension
+        y = fompi.all_gather_matmul(x, w, comm=tp)
+
+    `group` is a ProcessGroup, its name, or a DeviceMesh of one dimension. It may also be anything that `comm=` takes.
+    The communicator is that of the group itself: it is closed with it.
+    Raises LaunchError for a group of another backend, and LayoutError for a mesh of several dimensions.
+    """
+    if isinstance(group, str):
+        group = private.group_named(group)
+    elif hasattr(group, "mesh_dim_names"):
+        if group.ndim != 1:
+            raise LayoutError(f"a mesh of the dimensions {group.mesh_dim_names} has several groups: choose a dimension")
+        group = group.get_group()
+    if isinstance(group, torch.distributed.ProcessGroup):
+        own = group if hasattr(group, "comm") else group._get_backend(torch.device("cpu"))
+        if not hasattr(own, "comm"):
+            raise LaunchError(
+                f"the group has the backend {own.name()}, not fompi: make it with "
+                'torch.distributed.init_process_group("fompi") or new_group(backend="fompi")'
+            )
+        group = own.comm
+    return Communicator.of(group)
+
+
+def name_of(comm: Any) -> str:
+    """The name of a communicator as an argument of an operator. All that `communicator` takes has one."""
+    if comm is None or isinstance(comm, str):
+        return comm or ""
+    comm = comm if isinstance(comm, Communicator) else communicator(comm)
+    if comm not in _NAMES:  # rank and size: a program of the compiler's cache fits no other rank
+        name = f"fompi {comm.name} {next(_NUMBERS)}, rank {comm.rank} of {comm.size}"
+        _NAMES[comm], _NAMED[name] = name, comm
+    return _NAMES[comm]
+
+
+name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as by torch.compiler.assume_constant_result
+
+
+def _named(name: str) -> Communicator:
+    """The communicator with this name."""
+    known = _NAMED.get(name)
+    if known is None and name.startswith("fompi "):
+        raise StateError(f"the communicator {name!r} does not exist any more: keep it as long as compiled code uses it")
+    return communicator(name or None) if known is None else known
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+def filled(ws: Sequence[Any], biases: Sequence[Any]) -> list[Any]:
+    """The biases, with zeros in the place of None."""
+    return [b if b is not None else ws[i].new_zeros(ws[i].shape[-1]) for i, b in enumerate(biases)]
+
+
+PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
+    "x": ("Tensor x", lambda a: a.x),
+    "d": ("Tensor d", lambda a: a.x),
+    "w": ("Tensor w", lambda a: a.weights[0]),
+    "ws": ("Tensor[] ws", lambda a: list(a.weights)),
+    "h": ("Tensor h", lambda a: a.operands[0]),
+    "bias": ("Tensor? bias=None", lambda a: a.biases[0]),
+    "biases": ("Tensor[] biases", lambda a: filled(a.weights, a.biases)),
+    "dim": ("int dim=0", lambda a: a.dim),
+    "split_dim": ("int? split_dim=None", lambda a: a.split_dim),
+    "concat_dim": ("int? concat_dim=None", lambda a: None if a.split_dim is None else a.dim),
+    "counts": ("SymInt[]? counts=None", lambda a: a.counts),
+    "root": ("int root=0", lambda a: a.root),
+    "op": ('str op="sum"', lambda a: a.op),
+    "dest": ("int? dest", lambda a: a.peers.dest),  # type: ignore[union-attr]
+    "source": ("int? source", lambda a: a.peers.source),  # type: ignore[union-attr]
+    "tag": ("int tag=0", lambda a: a.peers.tag),  # type: ignore[union-attr]
+}
+"""The parameters of all operations: in the schema of an operator, and their value in Arguments."""
+
+COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words=""'
+PLANNED = 'str schedule="auto", int[]? slices=None, str effort="plan"'
+"""The parameters that all operators have, and those of operations that have a plan."""
+
+RESULTS = {
+    "all_gather_matmul_many": "(Tensor, Tensor[])",
+    "all_gather_matmul_weight_gradient": "(Tensor, Tensor)",
+    "all_to_all_matmul_weight_gradient": "(Tensor, Tensor, Tensor)",
+}
+"""The results of an operator. All others have one: Tensor."""
+
+CONVENTIONS = ("sum", "replicated")
+"""Whose losses a gradient is of: the sum of those of all ranks, or the one that all ranks have."""
+
+TENSORS = ("x", "d", "w", "ws", "bias", "biases", "h")
+"""The parameters that are tensors, in the order of `Arguments.tensors`."""
+
+
+class Given(NamedTuple):
+    """A call of an operator."""
+
+    arguments: Arguments
+    comm: Communicator
+    call_options: CallOptions
+    gradient: str
+    arriving: Any
+
+
+class Operator:
+    """The operator of an operation: `torch.ops.fompi.<name>`."""
+
+    def __init__(self, operation: Operation[Any]):
+        self.operation, self.name = operation, operation.name
+        self.calls = 0  # how often it ran in this process, also in a backward and in compiled code
+        self.own = [name for name in operation.__signature__.parameters if name in PARAMETERS]
+        self.planned = self.name in MEANING
+        self.moves = MEANING[self.name].moves if self.planned else "sendrecv"
+        texts = [PARAMETERS[name][0] for name in self.own] + [COMMON] + [PLANNED] * self.planned
+        schema = f"({', '.join(texts)}) -> {RESULTS.get(self.name, 'Tensor')}"
+        made = torch.library.custom_op(f"fompi::{self.name}", self._run, mutates_args=(), schema=schema)
+        made.register_fake(self._fake)
+        made.register_autograd(_backward, setup_context=self._keep)
+        private.keep_in_order(made)
+        self.call: Callable[..., Any] = getattr(torch.ops.fompi, self.name).default
+        self.names = [argument.name for argument in self.call._schema.arguments]
+
+    def _given(self, values: Sequence[Any]) -> Given:
+        """The call with these values of all parameters."""
+        options = dict(zip(self.names, values, strict=True))
+        comm, gradient, arriving, words = (options.pop(name) for name in ("comm", "gradient", "arriving", "words"))
+        own = {name: options.pop(name) for name in self.own}
+        arguments = self.operation._arguments(**own)
+        arguments.gradient = words
+        if options.get("slices"):
+            slices = tuple(options["slices"])
+            options["slices"] = len(slices) if slices == (1,) * len(slices) else slices
+        return Given(arguments, _named(comm), CallOptions(**options), gradient, arriving)
+
+    def __call__(self, arguments: Arguments, comm: Any, call_options: CallOptions, **options: Any) -> Any:
+        """Call the operator with these Arguments."""
+        values = {name: PARAMETERS[name][1](arguments) for name in self.own}
+        if values.get("split_dim") is not None:
+            values["dim"] = 0
+        if self.planned:
+            options.update(call_options._asdict(), slices=as_sizes(call_options.slices))
+        return self.call(**values, comm=name_of(comm), words=arguments.gradient, **options)
+
+    def check(self, arguments: Arguments, gradient: str) -> None:
+        """Raise an error for what an operator cannot do, before it is called."""
+        name = f"fompi.torch.{self.name}"
+        if gradient not in CONVENTIONS:
+            raise LayoutError(f"{name}: gradient={gradient!r} must be 'sum' or 'replicated'")
+        if arguments.out is not None:
+            raise TensorError(f"{name} takes no out=")
+        for tensor in arguments.tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise TensorError(f"{name}: {type(tensor).__name__} is no torch tensor")
+        if arguments.op == "prod" and torch.is_grad_enabled() and arguments.x.requires_grad:
+            raise TensorError(f'{name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
+
+    def nested(self, returned: Any) -> Any:
+        """The result as the operation returns it: several products are a tuple."""
+        if self.name == "all_gather_matmul_many":
+            return returned[0], tuple(returned[1])
+        return returned
+
+    # -- what torch calls
+    def _run(self, *values: Any, **named: Any) -> Any:
+        """The operation itself, on tensors."""
+        given = self._given(self._filled(values, named))
+        a, comm = given.arguments, given.comm
+        if self.moves in ("all_gather", "all_to_all") and not a.operands:
+            a.expects = sum(rows_of(self, given).arriving)
+        with torch.no_grad():
+            try:
+                result = self.operation.run(a, comm, given.call_options)
+                self.calls += 1
+            except ShapeError as error:
+                if any(words in str(error) for words in (" rows are gathered", " rows arrive here")):
+                    error.args = (f"{error}. {self._remedy}", *error.args[1:])
+                raise
+        if not self.planned and result.shape != a.x.shape:
+            raise ShapeError(
+                f"fompi.sendrecv: rank {a.peers.source} has sent the shape {tuple(result.shape)}, but x has "  # type: ignore[union-attr]
+                f"{tuple(a.x.shape)}. {self._remedy}"
+            )
+        return _as_returned(result)
+
+    @property
+    def _remedy(self) -> str:
+        known = f", or fompi.torch.{self.name}(..., arriving=[the rows from each rank])" if self.planned else ""
+        return (
+            "In compiled code and in fompi.torch, x must have the same shape on all ranks. Else call "
+            f"fompi.{self.name} outside of compiled code (torch.compiler.disable){known}"
+        )
+
+    def _fake(self, *values: Any, **named: Any) -> Any:
+        """Tensors with the shapes and the strides of the results. Wrong arguments are errors of `_run`, not here."""
+        given = self._given(self._filled(values, named))
+        a = given.arguments
+        if self.moves in ("all_reduce", "broadcast", "sendrecv") and not a.weights:
+            return a.x.new_empty(a.x.shape)
+        if self.name == "reduce":
+            return a.x.new_empty(a.x.shape if given.comm.rank == a.root else (0, *a.x.shape[1:]))
+        rows = rows_of(self, given).rows_of_result
+        outputs = {}
+        if a.keep or not (a.weights or a.operands):
+            outputs["x_full" if a.keep else "y"] = _rows_first(a, rows, given.comm)
+        for i, w in enumerate(a.weights):
+            outputs["y" if len(a.weights) == 1 else f"y{i}"] = _rows_first(a, rows, given.comm, w.shape[-1])
+        for h in a.operands:
+            k, n = a.x.shape[-1], h.shape[-1]
+            outputs["g"] = a.x.new_empty((n, k) if a.flipped else (k, n))
+        return _as_returned(a.result(outputs))
+
+    def _keep(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Keep what the backward needs."""
+        given = self._given(inputs)
+        a, kind = given.arguments, _SharedCall if given.gradient == "replicated" else Call
+        if a.op == "prod":
+            raise TensorError(f'fompi.{self.name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
+        known = rows_of(self, given).extents
+        apply = functools.partial(_apply, known, given.gradient)
+        ctx.call = kind(self.operation, a, given.comm, given.call_options, apply)
+        ctx.call._extents, ctx.names = known, self.names
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(a.tensors if ctx.call.keeps else ()))
+
+    def _filled(self, values: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        defaults = self.call._schema.arguments[len(values) :]  # type: ignore[attr-defined]
+        return [*values, *(named.get(each.name, each.default_value) for each in defaults)]
+
+
+def as_sizes(slices: Any) -> list[int] | None:
+    """`slices` of a call as a list of relative sizes."""
+    return [1] * slices if isinstance(slices, int) else None if slices is None else list(slices)
+
+
+def _as_returned(result: Any) -> Any:
+    """The result with the types that the schema names: several products are a list."""
+    return tuple(list(r) if isinstance(r, tuple) else r for r in result) if isinstance(result, tuple) else result
+
+
+def _rows_first(a: Arguments, rows: Any, comm: Communicator, columns: Any = None) -> torch.Tensor:
+    """A tensor for so many rows. They lie in memory one after the other, whatever `dim` is."""
+    shape, dim = list(a.x.shape), _at(a)
+    del shape[dim]
+    if columns is not None:
+        shape[-1] = columns
+    at = split_at(a)
+    if at is None:
+        return a.x.new_empty((rows, *shape)).movedim(0, dim)
+    del shape[at - (at > dim)]
+    return a.x.new_empty((rows, columns_of(a, comm.size)[comm.rank], *shape)).movedim((0, 1), (dim, at))
+
+
+def split_at(a: Arguments) -> int | None:
+    """The dimension that an all-to-all splits, if it joins another one."""
+    at = None if a.split_dim is None else a.split_dim % a.x.dim()
+    return None if at == _at(a) else at
+
+
+def columns_of(a: Arguments, size: int) -> tuple[Any, ...]:
+    """How much of the dimension that is split each rank gets."""
+    at = split_at(a)
+    assert at is not None
+    return split(a.x.shape[at], size) if a.counts is None else tuple(a.counts)
+
+
+def _at(a: Arguments) -> int:
+    """The dimension of the rows of x. A wrong one is an error of the operation."""
+    return a.dim % a.x.dim() if -a.x.dim() <= a.dim < a.x.dim() else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+class Rows(NamedTuple):
+    """The rows of a call, as far as the arguments tell them."""
+
+    extents: Extents
+    arriving: Sequence[Any] = ()
+    rows_of_result: Any = 0
+
+
+def rows_of(operator: Operator, given: Given) -> Rows:
+    """The rows of a call. Where only the other ranks know them: `arriving`, or those of ranks like this one."""
+    a, comm, arriving = given.arguments, given.comm, given.arriving
+    rank, size, moves = comm.rank, comm.size, operator.moves
+    if moves in ("broadcast", "sendrecv") or operator.name in ("all_reduce", "reduce"):
+        return Rows(Extents(rank, size, (1,)))
+    total = a.x.shape[_at(a)]
+    columns = split_at(a) is not None
+    if moves == "all_gather" or columns:
+        rows = tuple(arriving or (total,) * size)
+        return Rows(Extents(rank, size, (1,), rows, columns_of(a, size) if columns else ()), rows, sum(rows))
+    here = split(total, size) if a.counts is None else tuple(a.counts)
+    mine = here[rank] if len(here) == size else 0
+    if moves in ("reduce_scatter", "all_reduce"):
+        return Rows(Extents(rank, size, (1,), rows=here), here, total if moves == "all_reduce" else mine)
+    is_root = a.root == rank
+    none = (0,) * size
+    if operator.name == "gather":
+        send, received = _only(a.root, size, total), (total,) * size if is_root else none
+    elif operator.name == "scatter":
+        send, received = here if is_root else none, _only(a.root, size, mine)
+    else:
+        send, received = here, (mine,) * size
+    received = tuple(arriving or received)
+    return Rows(Extents(rank, size, (1,), send=send, recv=received), received, sum(received))
+
+
+def _only(root: int, size: int, rows: Any) -> tuple[Any, ...]:
+    return tuple(rows if rank == root else 0 for rank in range(size))
+
+
+# ------------------------------------------------------------------------------------------------------------ backward
+
+
+def _backward(ctx: Any, *grads: Any) -> Any:
+    """The gradient of each parameter of the operator. None for those that are no tensors."""
+    call, given = ctx.call, list(zip(ctx.names, ctx.needs_input_grad, strict=False))
+    is_biased = any(b is not None for b in call.arguments.biases)
+    tensors = [name for name, _ in given if name in TENSORS and (name != "bias" or is_biased)]
+    needs = [need for name, each in given if name in tensors for need in as_tuple(each)]
+    kept = ctx.saved_tensors or [None] * len(needs)
+    found = list(map(conjugate, call.backward(kept, [conjugate(g) for each in grads for g in as_tuple(each)], needs)))
+    gradients: list[Any] = []
+    for name, need in given:
+        taken = [found.pop(0) for _ in as_tuple(need)] if name in tensors else None
+        gradients.append(taken if taken is None or isinstance(need, list) else taken[0])
+    return tuple(gradients)
+
+
+def _apply(
+    forward: Extents,
+    gradient: str,
+    operation: Operation[Any],
+    arguments: Arguments,
+    comm: Communicator,
+    call_options: CallOptions,
+) -> Any:
+    """The result of an operation of the backward. The rows that arrive are those that the forward has sent."""
+    operator, arriving = OPERATORS[operation.name], None
+    if operator.moves == "all_gather":
+        arriving = forward.rows
+    elif arguments.split_dim is not None:
+        arriving = forward.send
+    elif operator.moves == "all_to_all":
+        arriving = forward.recv if arguments.counts is forward.send else forward.send
+    return operator(arguments, comm, call_options, gradient=gradient, arriving=arriving and list(arriving))
+
+
+class _SharedCall(ReplicatedCall):
+    """A call for `gradient="replicated"`."""
+
+    def shared(self, dy: torch.Tensor) -> torch.Tensor:
+        shared: torch.Tensor = _Shared.apply(dy, name_of(self.comm)) if torch.is_grad_enabled() else dy
+        return shared
+
+
+class _Shared(torch.autograd.Function):
+    """The identity. Its backward is the sum of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: str) -> torch.Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return torch.ops.fompi.all_reduce(dy, comm=ctx.comm, gradient="replicated"), None
+
+
+def as_tuple(each: Any) -> Sequence[Any]:
+    """What belongs to one parameter or result: a list has one part per tensor."""
+    return each if isinstance(each, list) else (each,)
+
+
+OPERATORS: dict[str, Operator] = {name: Operator(operation) for name, operation in DIFFERENTIABLE.items()}
+"""The operators by name: all operations that have a gradient."""
+
+
+def _public(operation: Operation[Any]) -> Callable[..., Any]:
+    """`fompi.torch.<operation>`: the operation, with two arguments more."""
+
+    @functools.wraps(operation)
+    def call(*args: Any, gradient: str = "sum", arriving: Sequence[int] | None = None, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            HOOKS.prepare()
+            return HOOKS.traced(operation, args, options, gradient, arriving)
+        arguments, comm, call_options = operation.read(args, options)
+        operator, comm = OPERATORS[operation.name], communicator(comm)
+        try:
+            operator.check(arguments, gradient)
+        except FompiError as error:
+            operation.refuse(error, comm)
+            raise
+        return operator.nested(operator(arguments, comm, call_options, gradient=gradient, arriving=arriving))
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------- a product without messages
+
+
+def replicated_matmul(x: torch.Tensor, w: torch.Tensor, *, bias: Any = None, comm: Any = None) -> torch.Tensor:
+    """y = x @ w + bias
+
+    x: (rows, ..., k), the same on all ranks. w: (k, n), the columns of this rank, Shard(-1). bias: (n,) or None.
+    y: (rows, ..., n), Shard(-1). No messages: only the backward has some. It is that of an x that all ranks share:
+    dx = matmul_all_reduce(dy, w.T).
+
+    With `fompi.torch.matmul_all_reduce(..., gradient="replicated")` behind it, it is a block of tensor parallelism
+    whose input, output and loss are replicated. Under torch.compile both are nodes of the graph.
+    """
+    y: torch.Tensor = torch.ops.fompi.replicated_matmul(x, w, bias, name_of(comm))
+    return y
+
+
+def _product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, comm: str) -> torch.Tensor:
+    return x @ w if bias is None else x @ w + bias
+
+
+def _keep_product(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    x, w, bias, ctx.comm = inputs
+    ctx.save_for_backward(x, w)
+    ctx.is_biased = bias is not None
+
+
+def _product_backward(ctx: Any, dy: torch.Tensor) -> Any:
+    x, w = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dx = torch.ops.fompi.matmul_all_reduce(dy, w.mH, comm=ctx.comm, gradient="replicated") if needs[0] else None
+    dw = x.reshape(-1, x.shape[-1]).mH @ dy.reshape(-1, dy.shape[-1]) if needs[1] else None
+    return dx, dw, dy.sum(tuple(range(dy.dim() - 1))) if ctx.is_biased else None, None
+
+
+_made = torch.library.custom_op(
+    "fompi::replicated_matmul",
+    _product,
+    mutates_args=(),
+    schema='(Tensor x, Tensor w, Tensor? bias=None, str comm="") -> Tensor',
+)
+_made.register_fake(_product)
+_made.register_autograd(_product_backward, setup_context=_keep_product)
+
+PUBLIC: dict[str, Callable[..., Any]] = {
+    **{name: _public(operation) for name, operation in DIFFERENTIABLE.items()},
+    "replicated_matmul": replicated_matmul,
+    "communicator": communicator,
+}
+"""The names of `fompi.torch` that this file has."""

@@ -1,0 +1,404 @@
+"""Tensor parallelism of torch with fused operations: `parallelize_module` and the plan stay as they are.
+
+    fompi.torch.install()
+    mesh = init_device_mesh("cpu", (4,))                     # on the backend "fompi"
+    model = parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+`install` changes torch's own `ColwiseParallel`, `RowwiseParallel` and `PrepareModuleInput`. The classes of the same
+names in this file do the same without a change in torch.
+
+The parameters are DTensors that torch has sharded. The forward of a Linear is ours:
+
+| style | layout | forward | backward |
+|---|---|---|---|
+| Colwise | input Shard(dim) | all_gather_matmul | matmul_reduce_scatter, all_gather_weight_gradient |
+| Colwise | input Replicate | no communication | matmul_all_reduce |
+| Rowwise | output Shard(dim) | matmul_reduce_scatter | all_gather_matmul_weight_gradient |
+| Rowwise | output Replicate | matmul_all_reduce | no communication |
+
+A loss that all ranks compute alike counts once, as everywhere in DTensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import style as styles
+
+from fompi.plans.problems import MEANING
+from fompi.torch import operators, private
+from fompi.torch.process_group import Group
+
+OPS = torch.ops.fompi
+REPLICATE, LAST = (Replicate(),), (Shard(-1),)
+
+
+class FusedCalls(NamedTuple):
+    """`ran`: fused operations, by name. `as_torch`: what torch did instead, by reason."""
+
+    ran: dict[str, int]
+    as_torch: dict[str, int]
+
+
+FUSED = {name for name, meaning in MEANING.items() if meaning.weight or meaning.operand}
+_LEFT: Counter[str] = Counter()
+
+
+def fused_calls() -> FusedCalls:
+    """How often each fused operation ran in this process since `install`, what torch did instead, and why.
+
+    What is clear when a module is parallelized counts there, once. What depends on the input counts at each call. In a
+    compiled function it counts when it is compiled.
+    """
+    ran = {name: operator.calls for name, operator in operators.OPERATORS.items() if name in FUSED}
+    return FusedCalls({name: calls for name, calls in ran.items() if calls}, dict(_LEFT))
+
+
+@private.run_by_the_compiler
+def _leave(reason: str) -> None:
+    """Count what is left to torch."""
+    _LEFT[reason] += 1
+
+
+# ------------------------------------------------------------------------------------------------------- the products
+
+
+class _GatheredColumns(torch.autograd.Function):
+    """full = all_gather(x, dim); return full, full @ w0, full @ w1, ...: one gather here, and two in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, dim: int, rows: list[int] | None, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *ws)
+        ctx.group, ctx.dim, ctx.rows = group, dim, rows
+        return _products(group, dim, rows, x, *ws)
+
+    @staticmethod
+    def backward(ctx: Any, dfull: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
+        x, *ws = ctx.saved_tensors
+        common: dict[str, Any] = {"dim": ctx.dim, "comm": ctx.group}
+        dx, dws = None, [None] * len(ws)
+        read = [i for i, dy in enumerate(dys) if dy is not None]
+        if read:
+            dy, w = torch.cat([dys[i] for i in read], -1), torch.cat([ws[i] for i in read], 1)
+            if ctx.needs_input_grad[3]:
+                dx = OPS.matmul_reduce_scatter(dy, w.mH, counts=ctx.rows, **common)
+            if any(ctx.needs_input_grad[4:]):
+                dw = OPS.all_gather_weight_gradient(x.conj().resolve_conj(), dy, arriving=ctx.rows, **common)
+                for i, part in zip(read, dw.split([ws[i].shape[1] for i in read], 1), strict=True):
+                    dws[i] = part
+        if dfull is not None and ctx.needs_input_grad[3]:
+            term = OPS.reduce_scatter(dfull, counts=ctx.rows, **common)
+            dx = term if dx is None else dx + term
+        return None, None, None, dx, *dws
+
+
+def _products(group: str, dim: int, rows: list[int] | None, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
+    full, products = OPS.all_gather_matmul_many(x, list(ws), [], dim, comm=group, arriving=rows)
+    return full, *products
+
+
+def _gathered_columns(group: str, dim: int, rows: list[int] | None, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
+    """`_GatheredColumns` if there will be a backward. torch.compile reads that class only then."""
+    needs = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *ws))
+    return (_GatheredColumns.apply if needs else _products)(group, dim, rows, x, *ws)
+
+
+def _cast(*tensors: Tensor | None) -> list[Any]:
+    """The tensors as torch.autocast gives them to a product."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def _local(t: Any, *grad_placements: Any) -> Any:
+    """The part of t on this rank."""
+    return t.to_local(grad_placements=grad_placements or None) if isinstance(t, DTensor) else t
+
+
+def _dim(x: Tensor, placement: Any) -> int | str | None:
+    """The dimension along which the rows are sharded, None for no dimension, or a reason why it cannot be fused."""
+    if x.dim() < 2:
+        return "an input of one dimension"
+    if placement == Replicate():
+        return None
+    if type(placement) is not Shard:
+        return f"an input or output {placement}"
+    dim = placement.dim % x.dim()
+    return dim if dim < x.dim() - 1 else "the last dimension is sharded"
+
+
+def _uneven(rows: int, size: int) -> list[int] | None:
+    """The rows of each rank, as DTensor shards them. None if they divide evenly."""
+    if rows % size == 0:
+        return None
+    most = -(-rows // size)
+    return [max(0, min(most, rows - rank * most)) for rank in range(size)]
+
+
+class Gathered(NamedTuple):
+    """Rows that a product gathers: the local ones, their dimension, and how many each rank has, if not all the same."""
+
+    x: Tensor
+    dim: int | None
+    rows: list[int] | None = None
+
+    @staticmethod
+    def of(x: Tensor, placement: Any, mesh: Any) -> Gathered | str:
+        """An input with this placement if it is no DTensor, or a reason why it cannot be fused."""
+        if not isinstance(x, DTensor):
+            dim = _dim(x, placement)
+            return dim if isinstance(dim, str) else Gathered(x, dim)
+        if x.device_mesh != mesh:
+            return "the input is on another mesh"
+        dim = _dim(x, x.placements[0])
+        if isinstance(dim, str):
+            return dim
+        return Gathered(x.to_local(), dim, None if dim is None else _uneven(x.shape[dim], mesh.size()))
+
+
+class Taken(NamedTuple):
+    """A product that was made before its Linear is called, and for which input."""
+
+    input: Tensor
+    version: int
+    y: Tensor
+
+    def is_for(self, x: Tensor) -> bool:
+        """True if x is the input, which nobody has changed. Hooks of a module may wrap the same memory anew."""
+        if torch.compiler.is_compiling():
+            if x is self.input:
+                private.refuse_changed(x)
+            return x is self.input
+        if type(x) is not type(self.input) or not x._version == self.input._version == self.version:
+            return False
+        with torch.no_grad():
+            here, there = _local(x), _local(self.input)
+        return here.data_ptr() == there.data_ptr() and here.shape == there.shape and here.stride() == there.stride()
+
+
+class _Linear:
+    """The forward of a Linear on `mesh`, instead of `nn.Linear.forward`."""
+
+    layout: tuple[Any, ...]
+    """What torch makes of the input before the product."""
+
+    def __init__(self, style: Any, module: torch.nn.Module, mesh: Any):
+        self.style, self.module, self.mesh = style, module, mesh
+        self.group, self.size = mesh.get_group().group_name, mesh.size()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Linear:
+        return type(self)(self.style, memo[id(self.module)], self.mesh)
+
+    def as_torch(self, x: Tensor, reason: str) -> Any:
+        _leave(f"{type(self).__name__}: {reason}")
+        x = private.prepared_input(self.style, self.layout, self.module, x, self.mesh)
+        return self.given(F.linear(x, self.module.weight, self.module.bias))
+
+    def given(self, y: DTensor) -> Any:
+        """y in the layout that the style promises."""
+        return private.prepared_output(self.style, self.module, y, self.mesh)
+
+    def distributed(self, y: Tensor, placement: Any, rows: Any) -> DTensor:
+        """The DTensor of which y is the part on this rank. `rows` is its shape without the last dimension."""
+        shape = torch.Size((*rows, self.module.weight.shape[0]))
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(y, self.mesh, (placement,), shape=shape, stride=strides)
+
+
+class ColwiseLinear(_Linear):
+    layout = REPLICATE
+    taken: Taken | None = None
+    """The product that `_Gather` has made together with others."""
+
+    reads_gathered = True
+
+    def __call__(self, input: Tensor) -> Any:
+        y = self.product(input)
+        if isinstance(y, str):
+            return self.as_torch(input, y)
+        if self.style.use_local_output and self.style.output_layouts == LAST:
+            return y
+        return self.given(self.distributed(y, Shard(y.dim() - 1), y.shape[:-1]))
+
+    def product(self, input: Tensor) -> Tensor | str:
+        """The columns of this rank of input @ weight.T + bias, or a reason why it is not fused."""
+        w, bias = _local(self.module.weight), _local(self.module.bias)
+        if self.taken is not None and self.taken.is_for(input):
+            y, self.taken = self.taken.y, None
+            return y if bias is None else y + _cast(bias)[0]
+        given = Gathered.of(input, self.style.input_layouts[0], self.mesh)
+        if isinstance(given, str):
+            return given
+        x, w, bias = _cast(given.x, w, bias)
+        if given.dim is not None:
+            y = OPS.all_gather_matmul(x, w.t(), bias, given.dim, comm=self.group, arriving=given.rows)
+            return y.contiguous()
+        if isinstance(input, DTensor):  # torch sums the gradients of all readers of the input before it reduces them
+            return F.linear(_cast(_local(input, Partial()))[0], w, bias)
+        return OPS.replicated_matmul(x, w.t(), bias, self.group)
+
+
+class RowwiseLinear(_Linear):
+    layout = LAST
+
+    def __call__(self, input: Tensor) -> Any:
+        x = self.columns(input)
+        local = _local(x)
+        dim = _dim(local, self.style.output_layouts[0])
+        if isinstance(dim, str):
+            return self.as_torch(x, dim)
+        y = self.product(local, dim)
+        if self.style.use_local_output:
+            return y
+        return self.distributed(y, Replicate() if dim is None else Shard(dim), local.shape[:-1])
+
+    def product(self, x: Tensor, dim: int | None) -> Tensor:
+        """The sum of the products of all ranks, and the bias: all rows if `dim` is None, else those of this rank."""
+        terms = Replicate() if dim is None else Partial()  # what each rank knows of the gradient of the bias
+        x, w, bias = _cast(x, _local(self.module.weight), _local(self.module.bias, terms))
+        if dim is None:
+            return OPS.matmul_all_reduce(x, w.t(), bias, comm=self.group, gradient="replicated")
+        counts = _uneven(x.shape[dim], self.size)
+        return OPS.matmul_reduce_scatter(x, w.t(), bias, dim, counts, self.group).contiguous()
+
+    def columns(self, x: Tensor) -> Tensor:
+        """A local tensor with the columns of this rank, or a DTensor whose last dimension is sharded."""
+        if not isinstance(x, DTensor):
+            if self.style.input_layouts in (LAST, (Shard(x.dim() - 1),)):
+                return x
+            x = DTensor.from_local(x, self.mesh, self.style.input_layouts, run_check=False)
+        return x.redistribute(placements=LAST)
+
+
+class _Gather:
+    """One gather for all column-parallel Linears that read an input of a module.
+
+    It stands in place of the method of `PrepareModuleInput` that prepares an input. The children of the module with a
+    ColwiseLinear are expected to read the input, except those that did not do so before.
+    """
+
+    def __init__(self, style: Any, module: torch.nn.Module):
+        self.module, self.style, self.as_torch = module, style, private.prepare_argument(style)
+
+    def begin(self, module: torch.nn.Module) -> None:
+        """Before the forward of `module`. It may be a copy, which shares the hooks of the original."""
+        self.module = module
+
+    def __call__(self, input: Any, mesh: Any, layout: Any, desired: Any) -> Any:
+        if layout is None or desired != Replicate() or layout == desired:
+            return self.as_torch(input, mesh, layout, desired)
+        readers = [f for f in _colwise(self.module) if f.reads_gathered and f.taken is None and f.mesh == mesh]
+        given = Gathered.of(input, layout, mesh)
+        if not isinstance(given, str) and not readers:
+            given = "no child is a ColwiseLinear that reads the input"
+        elif not isinstance(given, str) and _cast(given.x)[0].dtype != given.x.dtype:
+            given = "autocast changes the dtype of the input"  # the module must see the dtype that it has now
+        if isinstance(given, str) or given.dim is None:
+            if isinstance(given, str):
+                _leave(f"PrepareModuleInput: {given}")
+            return self.as_torch(input, mesh, layout, desired)
+        x, *ws = _cast(given.x, *(_local(f.module.weight) for f in readers))
+        group, dim, rows = readers[0].group, given.dim, given.rows
+        full, *products = _gathered_columns(group, dim, rows, x, *(w.t() for w in ws))
+        full = DTensor.from_local(full, mesh, REPLICATE, run_check=False, grad_placements=(Partial(),))
+        gathered = full.to_local() if self.style.use_local_output else full
+        version = 0 if torch.compiler.is_compiling() else gathered._version
+        for f, y in zip(readers, products, strict=True):
+            f.taken = Taken(gathered, version, y.contiguous())
+        return gathered
+
+    def end(self, module: torch.nn.Module) -> None:
+        """After the forward of `module`: forget what it has not read."""
+        for f in _colwise(module):
+            if f.taken is not None:
+                f.taken, f.reads_gathered = None, False
+                _leave("PrepareModuleInput: a child does not read the gathered input")
+
+
+def _colwise(module: torch.nn.Module) -> list[ColwiseLinear]:
+    """Those of the children of `module` that take replicated inputs."""
+    forwards = [child.__dict__.get("forward") for child in module.children()]
+    return [f for f in forwards if isinstance(f, ColwiseLinear) and f.style.input_layouts == REPLICATE]
+
+
+# --------------------------------------------------------------------------------------------------------- the styles
+
+
+class ColwiseParallel(styles.ColwiseParallel):
+    """`torch.distributed.tensor.parallel.ColwiseParallel`, with the forward of `ColwiseLinear` on a mesh of fompi."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        return _parallelize(self, module, device_mesh, ColwiseLinear, styles.ColwiseParallel)
+
+
+class RowwiseParallel(styles.RowwiseParallel):
+    """`torch.distributed.tensor.parallel.RowwiseParallel`, with the forward of `RowwiseLinear` on a mesh of fompi."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        return _parallelize(self, module, device_mesh, RowwiseLinear, styles.RowwiseParallel)
+
+
+class PrepareModuleInput(styles.PrepareModuleInput):
+    """`torch.distributed.tensor.parallel.PrepareModuleInput`, which gathers rows in the products that read them."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        original = _ORIGINAL[styles.PrepareModuleInput]
+        if not isinstance(device_mesh.get_group(), Group) or not private.is_plain(self, styles.PrepareModuleInput):
+            return original(self, module, device_mesh)
+        style, gather = copy.copy(self), _Gather(self, module)
+        private.replace_argument(style, gather)
+        module.register_forward_pre_hook(lambda module, _: gather.begin(module))
+        module.register_forward_hook(lambda module, *_: gather.end(module))
+        return original(style, module, device_mesh)
+
+
+def _parallelize(style: Any, module: torch.nn.Module, mesh: Any, forward: type[_Linear], base: Any) -> torch.nn.Module:
+    """Shard the parameters as torch does it. The forward is ours where it can be."""
+    if not isinstance(mesh.get_group(), Group):
+        reason = "the mesh is on another backend"
+    elif type(module) is not torch.nn.Linear:
+        reason = f"{type(module).__name__} instead of Linear"
+    elif not private.is_plain(style, base):
+        reason = f"{type(style).__name__} has methods of its own"
+    else:
+        private.partition(style, module, mesh)
+        module.forward = forward(style, module, mesh)
+        return module
+    _leave(f"{base.__name__}: {reason}")
+    return _ORIGINAL[base](style, module, mesh)
+
+
+_OWN = {cls.__mro__[1]: cls for cls in (ColwiseParallel, RowwiseParallel, PrepareModuleInput)}
+_ORIGINAL = {theirs: theirs._apply for theirs in _OWN}
+
+
+def install() -> ExitStack:
+    """From now on torch's ColwiseParallel, RowwiseParallel and PrepareModuleInput do as the classes of this file.
+
+    Modules that are parallelized already stay as they are. In a `with` statement it holds until the end of the block.
+    `fused_calls` begins to count anew.
+    """
+    for theirs, own in _OWN.items():
+        theirs._apply = own._apply
+    for operator in operators.OPERATORS.values():
+        operator.calls = 0
+    _LEFT.clear()
+    until = ExitStack()
+    until.callback(uninstall)
+    return until
+
+
+def uninstall() -> None:
+    """Undo `install`. Modules that are parallelized already stay as they are."""
+    for theirs, original in _ORIGINAL.items():
+        theirs._apply = original

@@ -1,0 +1,161 @@
+"""Modules that hold parts of parameters: which part each rank holds, and how all ranks begin with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+import torch
+from torch.nn import init
+
+from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError
+from fompi.base.layout import integer, offsets
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import digest
+from fompi.ops.operations import all_gather
+from fompi.parallel.activations import ACTIVATIONS
+from fompi.parallel.arrays import FLOATS, enter
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of a full parameter each rank holds: the runs `runs[rank]` of dimension `dim`, one after the other.
+
+    A `dim` of None: every rank holds all of it.
+    """
+
+    shape: tuple[int, ...]  # of the full parameter
+    dim: int | None = None
+    runs: Sequence[Sequence[range]] = ()
+
+    def shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """A copy of the part of a rank."""
+        if self.dim is None:
+            return full.clone(memory_format=torch.contiguous_format)
+        parts = [full.narrow(self.dim, run.start, len(run)) for run in self.runs[rank]]
+        return torch.cat(parts, self.dim).contiguous()
+
+    def unshard(self, part: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        """The full parameter, from the part of this rank. Collective."""
+        if self.dim is None:
+            return part.clone()
+        gathered = all_gather(part.movedim(self.dim, 0).contiguous(), comm=comm)
+        full = gathered.new_empty((self.shape[self.dim], *gathered.shape[1:]))
+        begin = 0
+        for run in (run for runs in self.runs for run in runs):
+            full[run.start : run.stop] = gathered[begin : (begin := begin + len(run))]
+        return full.movedim(0, self.dim).contiguous()
+
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part of a rank."""
+        shape = list(self.shape)
+        if self.dim is not None:
+            shape[self.dim] = sum(map(len, self.runs[rank]))
+        return tuple(shape)
+
+    def sum_of_squares(self, part: torch.Tensor, comm: Communicator) -> float:
+        """The share of this rank in the sum of the squares of the full tensor. What n ranks hold counts 1/n on each."""
+        squares = part.double().square()
+        if self.dim is None:
+            return float(squares.sum()) / comm.size
+        return float((squares.movedim(self.dim, -1) / self.holders(comm.rank)).sum())
+
+    def holders(self, rank: int) -> torch.Tensor:
+        """How many ranks hold each index of dimension `dim` that `rank` has."""
+        assert self.dim is not None
+        counts = torch.zeros(self.shape[self.dim], dtype=torch.float64)
+        for run in (run for runs in self.runs for run in runs):
+            counts[run.start : run.stop] += 1
+        return torch.cat([counts[run.start : run.stop] for run in self.runs[rank]])
+
+
+def runs_of(counts: Sequence[int], copies: int = 1) -> list[list[range]]:
+    """Consecutive runs of such lengths, in each of `copies` equal parts of a dimension."""
+    ends = offsets(counts)
+    return [[range(i * ends[-1] + a, i * ends[-1] + b) for i in range(copies)] for a, b in pairwise(ends)]
+
+
+class Sharded(torch.nn.Module):
+    """A module that holds parts of parameters: `layouts[name]` says which."""
+
+    def __init__(self, comm: Communicator):
+        super().__init__()
+        self.comm = comm
+        self.layouts: dict[str, Layout] = {}
+
+    def draw(self, name: str, layout: Layout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:
+        """Draw the full parameter, and keep the part of this rank. All ranks draw the same numbers."""
+        full = torch.empty(layout.shape, **factory)
+        if not full.is_meta:
+            with torch.no_grad():
+                fill(full)
+        self.layouts[name] = layout
+        self.register_parameter(name, torch.nn.Parameter(layout.shard(full, self.comm.rank)))
+
+    def on_rank(self, n: int) -> str:
+        return f"{n} on rank {self.comm.rank} of {self.comm.size}"
+
+
+def fill_linear(weight: torch.Tensor) -> None:
+    """The weights of one `torch.nn.Linear`, or of several that are stacked."""
+    for w in weight if weight.dim() == 3 else [weight]:
+        init.kaiming_uniform_(w, a=sqrt(5))
+
+
+class Weight(Sharded):
+    """Linear layers without bias: `weight`, or several names. Programs do not make one: it holds a part of a module."""
+
+    def __init__(self, comm: Communicator, factory: dict[str, Any], **layouts: Layout):
+        super().__init__(comm)
+        for name, layout in layouts.items():
+            self.draw(name, layout, fill_linear, factory)
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name}: {layout.shape}" + (f", {layout.shape_on(self.comm.rank)} here" if layout.dim is not None else "")
+            for name, layout in self.layouts.items()
+        )
+
+
+def enter_module(
+    name: str,
+    comm: Any,
+    factory: dict[str, Any],
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+    check: Callable[[], None] = lambda: None,
+) -> Communicator:
+    """All ranks make the module `name` with the same arguments and the same random numbers, or all raise."""
+
+    def agreed(_: Communicator) -> tuple[str, int, None]:
+        for key, n in sizes.items():
+            if not is_positive(n):
+                raise LayoutError(f"{key}={n!r} must be an integer > 0")
+        empty = torch.empty(0, **factory)
+        if (dtype := str(empty.dtype).removeprefix("torch.")) not in FLOATS:
+            raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
+        if empty.device.type not in ("cpu", "meta"):
+            raise TensorError(f"device={empty.device} must be the CPU: these modules compute on the host")
+        check()
+        words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items())
+        if empty.device.type == "cpu":
+            state = digest(torch.get_rng_state().numpy().tobytes().hex()) % (1 << 32)
+            words += f", random state {state:08x} (call torch.manual_seed alike on all ranks)"
+        return f"{words}, {dtype}", 0, None
+
+    group: Communicator = enter(name, comm, agreed)[0]
+    return group
+
+
+def is_positive(n: Any) -> bool:
+    return integer(n) is not None and n > 0
+
+
+def check_activation(activation: str, features: int | None = None) -> None:
+    if activation not in ACTIVATIONS:
+        raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    if features is not None and activation == "swiglu" and features % 2:
+        raise ShapeError(f"swiglu halves the features: out_features={features} is odd")

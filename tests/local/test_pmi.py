@@ -1,0 +1,173 @@
+"""PMI-1 over a store: how processes of torchrun start MPI. Here the store is a dictionary, and ranks are threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fompi.base.errors import LaunchError, WaitTimeout
+from fompi.mpi import launcher, pmi
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "n1", "MASTER_PORT": "7"}
+
+
+class Store:
+    """What `torch.distributed.Store` does, in one process."""
+
+    def __init__(self):
+        self.values, self.lock = {}, threading.Lock()
+
+    def set(self, key, value):
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def add(self, key, amount):
+        with self.lock:
+            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+            return int(self.values[key])
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+def met(store, nodes=("a", "a"), libraries=None, seconds=10.0, ranks=None):
+    """What `meet` returns or raises on each rank."""
+    size = len(nodes)
+    libraries = libraries or ["MPICH 5.0.2"] * size
+
+    def meet(rank):
+        try:
+            return pmi.meet(store, rank, size, nodes[rank], libraries[rank], seconds)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(meet, range(size) if ranks is None else ranks))
+
+
+def test_ranks_meet_again_on_the_same_store():
+    """A launcher that restarts its processes may keep the store. The keys of the first job do not disturb the next."""
+    store, names = Store(), set()
+    for _ in range(3):
+        jobs = met(store, ("a", "a", "b"))
+        assert [job.rank for job in jobs] == [0, 1, 2] and {job.nodes for job in jobs} == {("a", "a", "b")}
+        (name,) = {job.name for job in jobs}
+        names.add(name)
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(("here", "missing"), [([0, 2], "ranks 1, 3"), ([1], "rank 0")])
+def test_a_rank_that_does_not_come(here, missing):
+    errors = met(Store(), "aaaa", seconds=0.2, ranks=here)
+    assert all(isinstance(error, WaitTimeout) for error in errors)
+    assert f"rank {here[0]} of 4 waited 0.2 s (FOMPI_TIMEOUT) for {missing} to start MPI" in str(errors[0])
+
+
+def test_ranks_with_different_libraries():
+    errors = met(Store(), "aaa", ["MPICH 5.0.2", "MPICH 5.0.2", "MPICH 4.3.0"])
+    assert {type(error) for error in errors} == {LaunchError}
+    assert {str(error) for error in errors} == {
+        "rank 0 has loaded MPICH 5.0.2, but rank 2 MPICH 4.3.0: give all hosts the same MPI"
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "mapping"),
+    [
+        ("aabb", "(0,2,2)"),
+        ("aaab", "(0,1,3),(1,1,1)"),
+        ("abcdd", "(0,3,1),(3,1,2)"),
+        ("abab", "(0,2,1),(0,2,1)"),
+        ("a", "(0,1,1)"),
+    ],
+)
+def test_the_mapping_of_ranks_to_nodes(nodes, mapping):
+    assert pmi.process_mapping(nodes) == f"(vector,{mapping})"
+
+
+def bridged(seconds=10.0, size=2):
+    """(the job, and for each rank a function that asks a line and returns the answer)"""
+    jobs = met(Store(), "a" * size)
+
+    def connected(job):
+        environ = {"PMIX_RANK": "3"}
+        pmi.connect(job, environ, seconds)
+        assert {name: environ[name] for name in environ if name != "PMI_FD"} == {
+            "PMI_RANK": str(job.rank),
+            "PMI_SIZE": str(size),
+        }
+        lines = socket.socket(fileno=int(environ["PMI_FD"])).makefile("rw")
+
+        def ask(line):
+            print(line, file=lines, flush=True)
+            return lines.readline().rstrip("\n")
+
+        return ask
+
+    return [connected(job) for job in jobs]
+
+
+def test_what_mpi_asks():
+    first, second = bridged()
+    assert (
+        first("cmd=init pmi_version=1 pmi_subversion=1") == "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+    )
+    assert first("cmd=get_maxes") == "cmd=maxes kvsname_max=256 keylen_max=256 vallen_max=1024 rc=0"
+    assert first("cmd=get_my_kvsname") == "cmd=my_kvsname kvsname=fompi rc=0"
+    assert first("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
+    assert first("cmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
+    assert first("cmd=get kvsname=fompi key=PMI_process_mapping").endswith("value=(vector,(0,1,2))")
+    assert second("cmd=get kvsname=fompi key=card") == "cmd=get_result rc=-1 msg=unknown_key"
+    assert first("cmd=put kvsname=fompi key=card value=tcp=1#2").startswith("cmd=put_result rc=0")
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            assert {*pool.map(lambda ask: ask("cmd=barrier_in"), (first, second))} == {"cmd=barrier_out rc=0"}
+    assert second("cmd=get kvsname=fompi key=card") == "cmd=get_result rc=0 msg=success value=tcp=1#2"
+    assert second("cmd=finalize") == "cmd=finalize_ack rc=0"
+
+
+def test_what_it_does_not_know():
+    """It refuses, and goes on: MPI_Comm_spawn and MPI_Publish_name raise an error."""
+    ask, _ = bridged()
+    assert ask("cmd=publish_name service=x port=y") == "cmd=publish_name_result rc=-1 msg=not_supported"
+    assert ask("mcmd=spawn\nnprocs=1\nendcmd") == "cmd=spawn_result rc=-1 msg=not_supported"
+    assert ask("garbage\n\ncmd=abort exitcode=3\n=\ncmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
+
+
+def test_a_barrier_has_a_deadline(capfd):
+    """The connection closes, so that MPI ends the process. One sentence says why."""
+    ask, _ = bridged(seconds=0.2, size=3)[:2]
+    assert ask("cmd=barrier_in") == ""
+    assert (
+        "fompi: rank 0 of 3: MPI_Init waited 0.2 s (FOMPI_TIMEOUT) for all ranks: 1 of 3 have come"
+        in capfd.readouterr().err
+    )
+
+
+def test_the_answer_that_comes_before_the_question():
+    """MPICH says "finalize" when no thread of Python runs any more."""
+    (job,) = met(Store(), "a")
+    environ = {}
+    bridge = pmi.connect(job, environ, 10.0)
+    bridge.finalised()
+    there = socket.socket(fileno=int(environ["PMI_FD"]))
+    assert there.recv(100) == b"cmd=finalize_ack rc=0\n"
+    there.sendall(b"cmd=finalize\n")
+
+
+def test_who_needs_it():
+    def is_bridged(library="MPICH", **variables):
+        environ = {**TORCHRUN, **variables}
+        return launcher.is_bridged(launcher.detect(environ), library, environ)
+
+    assert is_bridged() and is_bridged("Intel MPI") and is_bridged(PMI_FD="7", PMI_RANK="0", PMI_SIZE="1")
+    assert not is_bridged(MASTER_ADDR="") and not is_bridged("Open MPI") and not is_bridged(WORLD_SIZE="1")
+    assert not is_bridged(PMI_RANK="1", PMI_SIZE="4")  # a child of a rank
+    assert pmi.node_of({"GROUP_RANK": "3"}) == "3" and pmi.node_of({}) == os.uname().nodename

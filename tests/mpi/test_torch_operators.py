@@ -1,0 +1,162 @@
+"""The operators `torch.ops.fompi` on several ranks: compiled programs equal those without the compiler.
+
+All operations are in few programs, because each one that is compiled takes seconds.
+"""
+
+import operators
+import pytest
+import torch
+from operators import CASES, drawn
+
+import fompi
+from fompi.base.errors import ShapeError
+
+MOVES = [name for name in CASES if "matmul" not in name and "gradient" not in name]
+PRODUCTS = [name for name in CASES if name not in MOVES]
+
+
+@pytest.fixture(scope="module")
+def tp(comm):
+    return fompi.Communicator.of(comm)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+
+
+def compiled(f):
+    return torch.compile(f, fullgraph=True, backend="aot_eager")
+
+
+def run(tp, names, namespace, compile=lambda f: f):
+    """The results of all calls on twice the tensors, and the gradients of the sum of their squares."""
+    calls = [(CASES[name].call, getattr(namespace, name.split()[0])) for name in names]
+
+    def program(*given):
+        found = [call(f, tp.size, tp.rank, *[2 * t for t in ts], comm=tp) for (call, f), ts in zip(calls, given)]  # noqa: B905
+        return operators.tensors(found)
+
+    given = [drawn(name, tp) for name in names]
+    results = compile(program)(*given)
+    sum(y.square().sum() for y in results).backward()
+    return [y.detach() for y in results], [t.grad for ts in given for t in ts]
+
+
+@pytest.mark.timeout(110)  # two compilations, on all ranks at the same time
+@pytest.mark.parametrize("names", [MOVES, PRODUCTS], ids=["moves", "products"])
+def test_compiled_equals_eager(tp, names):
+    """Results, their strides, and gradients, of `fompi.<operation>` and of `fompi.torch.<operation>`."""
+    expected = run(tp, names, fompi)
+    for actual in (run(tp, names, fompi, compiled), run(tp, names, fompi.torch)):
+        for mine, theirs in zip(actual, expected, strict=True):
+            for a, e in zip(mine, theirs, strict=True):
+                assert a.stride() == e.stride() and torch.allclose(a, e, rtol=1e-12, atol=1e-12)
+
+
+def test_calls_run_on_all_ranks_used_or_not(tp):
+    """Only rank 0 uses the result of the reduce, and nobody that of the all-gather."""
+
+    @compiled
+    def program(x):
+        total = fompi.reduce(x.detach(), comm=tp)
+        fompi.all_gather(x.detach(), comm=tp)
+        y = fompi.all_reduce(x, comm=tp)
+        return y + total.sum() if tp.rank == 0 else y
+
+    for _ in range(2):
+        before, x = tp.calls, torch.ones(3, requires_grad=True)
+        y = program(x)
+        y.sum().backward()
+        assert tp.calls - before == 4 and x.grad.tolist() == [tp.size] * 3
+        assert y.tolist() == [tp.size + 3 * tp.size * (tp.rank == 0)] * 3
+
+
+def test_uneven_rows(tp):
+    """The compiler is told the rows of the other ranks. Without that, all ranks get an error."""
+    counts = [r + 1 for r in range(tp.size)]
+    x, w = torch.randn(counts[tp.rank], 4, dtype=torch.float64), torch.ones(4, 2, dtype=torch.float64)
+
+    def gradients(program):
+        leaf = x.clone().requires_grad_()
+        y = program(leaf)
+        y.square().sum().backward()
+        return y.detach(), leaf.grad
+
+    expected = gradients(lambda x: fompi.all_gather_matmul(x, w, comm=tp))
+    actual = gradients(compiled(lambda x: fompi.torch.all_gather_matmul(x, w, comm=tp, arriving=counts)))
+    assert all(map(torch.equal, actual, expected))
+    sent = torch.ones(sum(counts), 2)
+    y = compiled(lambda x: fompi.torch.all_to_all(x, counts=counts, comm=tp, arriving=[tp.rank + 1] * tp.size))(sent)
+    assert torch.equal(y, torch.ones((tp.rank + 1) * tp.size, 2))
+    if tp.size > 1:
+        with pytest.raises(ShapeError, match=r"rows are gathered.*x must have the same shape on all ranks.*arriving="):
+            compiled(lambda x: fompi.all_gather(x, comm=tp))(x)
+        with pytest.raises(ShapeError, match=r"has sent the shape .* but x has"):
+            compiled(lambda x: fompi.sendrecv(x, (tp.rank + 1) % tp.size, (tp.rank - 1) % tp.size, comm=tp))(x)
+
+
+def test_a_replicated_loss_counts_once(tp):
+    """A block with replicated input, output and loss: the gradients are those of one process, not `size` times them."""
+    random = torch.Generator().manual_seed(3)
+    x, up, down, b = (
+        torch.randn(s, generator=random).double() for s in ((3, 4), (4, 2 * tp.size), (2 * tp.size, 4), (4,))
+    )
+    mine = slice(2 * tp.rank, 2 * tp.rank + 2)
+
+    def block(x, up, down, b):
+        h = torch.tanh(fompi.torch.replicated_matmul(x, up, comm=tp))
+        return fompi.torch.matmul_all_reduce(h, down, bias=b, comm=tp, gradient="replicated")
+
+    leaves = [t.clone().requires_grad_() for t in (x, up, down, b)]
+    (torch.tanh(leaves[0] @ leaves[1]) @ leaves[2] + leaves[3]).square().sum().backward()
+    expected = [leaves[0].grad, leaves[1].grad[:, mine], leaves[2].grad[mine], leaves[3].grad]
+    for program in (block, compiled(block)):
+        own = [t.clone().requires_grad_() for t in (x, up[:, mine], down[mine], b)]
+        program(*own).square().sum().backward()
+        assert all(torch.allclose(t.grad, e, rtol=1e-10) for t, e in zip(own, expected, strict=True))
+
+
+def test_moves_of_a_replicated_loss(tp):
+    """The results of these are replicated: their backward has no messages."""
+    names = ["all_gather", "all_reduce", "broadcast"]
+    for name in names:
+        (x,) = drawn(name, tp)
+        y = CASES[name].call(getattr(fompi.torch, name), tp.size, tp.rank, x, comm=tp, gradient="replicated")
+        before = tp.calls
+        y.backward(torch.ones_like(y))
+        is_source = name != "broadcast" or tp.rank == tp.size - 1
+        assert tp.calls == before and torch.equal(x.grad, torch.full_like(x, float(is_source)))
+
+
+def test_second_derivatives(tp):
+    """The operators of the backward have a backward, with the rows of the forward."""
+
+    def hessian(f):
+        x, w, b = drawn("matmul_reduce_scatter", tp)
+        y = CASES["matmul_reduce_scatter"].call(f, tp.size, tp.rank, x, w, b, comm=tp)
+        grads = torch.autograd.grad(y.pow(3).sum(), (x, w, b), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w, b))
+
+    for actual, expected in zip(
+        hessian(fompi.torch.matmul_reduce_scatter), hessian(fompi.matmul_reduce_scatter), strict=True
+    ):
+        assert torch.allclose(actual, expected, rtol=1e-10)
+
+
+def test_second_derivatives_of_a_replicated_loss(tp):
+    """The loss counts once, and the sum over all ranks of the squares of its gradients is differentiated."""
+    random = torch.Generator().manual_seed(5)
+    xs, w = torch.randn(tp.size, 2, 3, generator=random).double(), torch.randn(3, 2, generator=random).double()
+
+    def gradient(x, loss):
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), x)[0]
+
+    every = xs.clone().requires_grad_()
+    expected = gradient(every, every.square().sum(0).pow(3).sum() + (every.square() @ w).sum(0).pow(3).sum())
+    x = xs[tp.rank].clone().requires_grad_()
+    how = {"comm": tp, "gradient": "replicated"}
+    sums, products = fompi.torch.all_reduce(x.square(), **how), fompi.torch.matmul_all_reduce(x.square(), w, **how)
+    assert torch.allclose(gradient(x, sums.pow(3).sum() + products.pow(3).sum()), expected[tp.rank], rtol=1e-10)

@@ -1,0 +1,468 @@
+"""torch's own tensor parallelism and FSDP2 on fompi: the plans of torch, with fused operations under them."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import fompi.torch
+from fompi.torch import fully_sharded, private
+from fompi.torch.process_group import Group
+from fompi.torch.work import Work
+
+D = torch.float64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    torch.set_num_threads(1)
+    dist.init_process_group("fompi")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank(group):
+    return dist.get_rank()
+
+
+@pytest.fixture
+def size(group):
+    return dist.get_world_size()
+
+
+@pytest.fixture
+def mesh(size):
+    return init_device_mesh("cpu", (size,))
+
+
+@pytest.fixture
+def installed():
+    with fompi.torch.install():
+        yield
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    """The collectives that torch called, by name."""
+    calls, start = Counter(), Group._start
+
+    def counted(self, operation, *args, **options):
+        calls[operation.name] += 1
+        return start(self, operation, *args, **options)
+
+    monkeypatch.setattr(Group, "_start", counted)
+    return calls
+
+
+class Since:
+    """What has run since this object was made."""
+
+    def __init__(self):
+        self.before = fompi.torch.fused_calls()
+
+    @property
+    def ran(self):
+        return dict(Counter(fompi.torch.fused_calls().ran) - Counter(self.before.ran))
+
+    @property
+    def as_torch(self):
+        return dict(Counter(fompi.torch.fused_calls().as_torch) - Counter(self.before.as_torch))
+
+
+class Block(nn.Module):
+    def __init__(self, bias, n=6):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(n), nn.Linear(n, 12, bias=bias), nn.Linear(12, n, bias=bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(24, 24, bias=bias) for _ in range(4))
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = (w(x).view(batch, tokens, -1, 2).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def blocks(bias=True, count=2):
+    torch.manual_seed(5)
+    return nn.Sequential(*[Block(bias) for _ in range(count)]).to(D)
+
+
+def attention(bias=True):
+    torch.manual_seed(5)
+    return nn.Sequential(nn.LayerNorm(24), Attention(bias)).to(D)
+
+
+def plan_of_blocks(dim, count=2, colwise=ColwiseParallel, rowwise=RowwiseParallel):
+    """Sequence parallel along `dim`, or with replicated activations (None)."""
+    plan = {}
+    for i in range(count):
+        rows = {} if dim is None else {"input_layouts": Shard(dim)}
+        plan[f"{i}.up"] = colwise(**rows)
+        last = {} if dim is None else {"output_layouts": Shard(dim), "use_local_output": i == count - 1}
+        plan[f"{i}.down"] = rowwise(**last)
+        if dim is not None:
+            plan[f"{i}.norm"] = SequenceParallel(sequence_dim=dim)
+    return plan
+
+
+def plan_of_attention(use_local_output):
+    rows = Shard(1)
+    return {
+        "0": SequenceParallel(),
+        "1": PrepareModuleInput(
+            input_layouts=rows, desired_input_layouts=Replicate(), use_local_output=use_local_output
+        ),
+        "1.w[qkv]": ColwiseParallel(),
+        "1.wo": RowwiseParallel(output_layouts=rows),
+    }
+
+
+def data(*shape):
+    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(1))
+
+
+def full(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def check(net, plan, x, dim, mesh, compiled=False, unfused=None):
+    """The loss and all gradients are those of one process. Returns what ran."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    alone = copy.deepcopy(net)
+    net = parallelize_module(net, mesh, plan)
+    run = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+    since = Since()
+    if unfused is not None:
+        unfused.clear()
+    mine = (x if dim is None else x.chunk(size, dim)[rank]).clone().requires_grad_()
+    loss = run(mine).square().sum()
+    loss.backward()
+    ran, others = since.ran, dict(unfused or {})
+    whole = x.clone().requires_grad_()
+    expected = alone(whole).square().sum()
+    expected.backward()
+    if dim is not None:
+        dist.all_reduce(loss := loss.detach().clone())
+    assert_equal(loss.detach(), expected.detach())
+    assert_equal(mine.grad, whole.grad if dim is None else whole.grad.chunk(size, dim)[rank])
+    for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(
+            full(p.grad), q.grad, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert not since.as_torch
+    return ran, others
+
+
+SEQUENCE = {
+    "all_gather_matmul": 2,
+    "all_gather_weight_gradient": 2,
+    "all_gather_matmul_weight_gradient": 2,
+    "matmul_reduce_scatter": 4,
+}
+REPLICATED = {"matmul_all_reduce": 4}
+QKV = {
+    "all_gather_matmul_many": 1,
+    "all_gather_weight_gradient": 1,
+    "all_gather_matmul_weight_gradient": 1,
+    "matmul_reduce_scatter": 2,
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dim", [None, 0, 1], ids=["replicated", "rows", "columns"])
+def test_blocks(installed, mesh, unfused, dim, bias):
+    """LayerNorm, Linear, GELU, Linear, twice: two fused operations in each block and direction, and nothing else."""
+    x = data(2 * mesh.size(), mesh.size(), 6)
+    ran, others = check(blocks(bias), plan_of_blocks(dim), x, dim, mesh, unfused=unfused)
+    assert ran == (REPLICATED if dim is None else SEQUENCE) and not others
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
+@pytest.mark.parametrize("local", [False, True], ids=["DTensor", "local"])
+def test_one_gather_for_queries_keys_and_values(installed, mesh, unfused, local, hooks):
+    net, x = attention(), data(2, 3 * mesh.size(), 24)
+    if hooks:  # torch then wraps the input of each module anew
+        for module in net.modules():
+            module.register_full_backward_hook(lambda *_: None)
+    ran, others = check(net, plan_of_attention(local), x, 1, mesh, unfused=unfused)
+    assert ran == QKV and not others
+
+
+@pytest.mark.timeout(180)  # torch imports its compiler here
+def test_compiled(installed, mesh, unfused):
+    """Without a graph break, and the same operations run."""
+    size = mesh.size()
+    both = nn.Sequential(*attention(), Block(True, 24)).to(D)
+    plan = plan_of_attention(False) | {name.replace("0", "2", 1): each for name, each in plan_of_blocks(1, 1).items()}
+    in_both = Counter(QKV) + Counter({name: calls // 2 for name, calls in SEQUENCE.items()})
+    for net, styles, x, dim, expected in (
+        (blocks(count=1), plan_of_blocks(None, 1), data(size, 2, 6), None, {"matmul_all_reduce": 2}),
+        (both, plan, data(2, size, 24), 1, in_both),
+    ):
+        torch._dynamo.reset()
+        ran, others = check(net, styles, x, dim, mesh, compiled=True, unfused=unfused)
+        assert ran == expected and not others
+
+
+def test_shapes_that_torch_pads_or_refuses(installed, mesh, rank, size):
+    """Rows and features that do not divide evenly, inputs that are DTensors, other layouts."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(6, 2 * size + 1), nn.GELU(), nn.Linear(2 * size + 1, 6)).to(D)
+    x = data(2 * size + 1, 2, 6)
+    for up, down, placement in (
+        ({"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}, Shard(0)),
+        ({}, {"output_layouts": Shard(-3)}, Replicate()),
+        ({"use_local_output": False}, {}, Shard(0)),
+        ({"output_layouts": Replicate()}, {"input_layouts": Replicate()}, Replicate()),
+    ):
+        spread, alone = copy.deepcopy(net), copy.deepcopy(net)
+        plan = {"0": ColwiseParallel(**up), "2": RowwiseParallel(**down, use_local_output=False)}
+        parallelize_module(spread, mesh, plan)
+        mine, whole = distribute_tensor(x, mesh, [placement]).requires_grad_(), x.clone().requires_grad_()
+        since = Since()
+        y, z = spread(mine), alone(whole)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        assert not since.as_torch
+        assert_equal(full(y), z)
+        assert_equal(full(mine.grad), whole.grad)
+        for p, q in zip(spread.parameters(), alone.parameters(), strict=True):
+            assert_equal(full(p.grad), q.grad)
+
+
+def test_what_torch_does_instead_counts_with_a_reason(installed, mesh, size):
+    class Own(ColwiseParallel):
+        @staticmethod
+        def _prepare_output_fn(layouts, is_local, module, y, mesh):
+            return ColwiseParallel._prepare_output_fn(layouts, is_local, module, y, mesh)
+
+    class Cross(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.other = nn.Linear(6, size), nn.Linear(6, size)
+
+        def forward(self, x):
+            return self.read(x).sum() + self.other(x + 1).sum()
+
+    since = Since()
+    net = nn.ModuleDict({"table": nn.Embedding(size, 6), "own": nn.Linear(6, size), "up": nn.Linear(6, 2 * size)}).to(D)
+    net["cross"] = Cross().to(D)
+    alone = copy.deepcopy(net)
+    prepare = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    plan = {"table": ColwiseParallel(), "own": Own(), "up": ColwiseParallel(), "cross": prepare}
+    parallelize_module(net, mesh, plan | {"cross.*": ColwiseParallel()})
+    expected = {
+        "ColwiseParallel: Embedding instead of Linear": 1,
+        "ColwiseParallel: Own has methods of its own": 1,
+    }
+    assert since.as_torch == expected
+    x = data(size, 6)
+    assert_equal(full(net["up"](x[0])), alone["up"](x[0]).chunk(size)[mesh.get_local_rank()])
+    expected["ColwiseLinear: an input of one dimension"] = 1
+    assert since.as_torch == expected
+    for ran in (1, 2):
+        since = Since()
+        found = net["cross"](x.chunk(size)[mesh.get_local_rank()]).detach().clone()
+        dist.all_reduce(found)
+        assert_equal(found, alone["cross"](x).detach())
+        assert since.ran == {"all_gather_matmul_many": 1}
+        assert since.as_torch == (
+            {"PrepareModuleInput: a child does not read the gathered input": 1} if ran == 1 else {}
+        )
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["DTensor", "local"])
+def test_a_gathered_input_that_is_changed_in_place(installed, mesh, size, local):
+    """The product for the old values is not used. torch.compile refuses the function."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, size), nn.Linear(6, size)
+
+        def forward(self, x):
+            y = self.a(x)
+            x.mul_(2)
+            return y + self.b(x)
+
+    net = Pair().to(D).requires_grad_(False)
+    alone = copy.deepcopy(net)
+    prepare = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=local)
+    parallelize_module(net, mesh, {"": prepare, "[ab]": ColwiseParallel()})
+    x = data(size, 6)
+    mine, since = x.chunk(size)[mesh.get_local_rank()], Since()
+    assert_equal(net(mine.clone()), alone(x.clone()).chunk(size, 1)[mesh.get_local_rank()])
+    assert since.ran == {"all_gather_matmul_many": 1}
+    assert since.as_torch == {"PrepareModuleInput: a child does not read the gathered input": 1}
+    again = parallelize_module(alone, mesh, {"": prepare, "[ab]": ColwiseParallel()})
+    with pytest.raises(Exception, match="changes it in place"):
+        torch.compile(again, fullgraph=True, backend="eager")(mine.clone())
+
+
+def test_classes_change_nothing_of_torch(mesh, unfused):
+    since = Since()
+    before = ColwiseParallel._apply
+    own = plan_of_blocks(0, 1, fompi.torch.ColwiseParallel, fompi.torch.RowwiseParallel)
+    ran, _ = check(blocks(count=1), own, data(mesh.size(), 2, 6), 0, mesh)
+    assert ran == {name: calls // 2 for name, calls in SEQUENCE.items()}
+    theirs = Since()
+    net = parallelize_module(blocks(count=1), mesh, plan_of_blocks(None, 1))
+    net(data(1, 2, 6)).sum().backward()
+    assert not theirs.ran and not since.as_torch and ColwiseParallel._apply is before
+    with fompi.torch.install():
+        assert ColwiseParallel._apply is not before
+    assert ColwiseParallel._apply is before
+
+
+def test_other_uses_of_a_module(installed, mesh, rank, size):
+    """Copies, autocast, inference, and checkpoints of activations."""
+    net, alone, x = blocks(), blocks(), data(size, 2, 6)
+    parallelize_module(net, mesh, plan_of_blocks(None))
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert_equal(twin(x), torch.zeros_like(x))
+    assert list(net.state_dict()) == list(alone.state_dict())
+    heads, tokens = parallelize_module(attention(), mesh, plan_of_attention(True)), data(1, size, 24)
+    twin, mine, since = copy.deepcopy(heads), tokens.chunk(size, 1)[rank], Since()
+    for p in twin.parameters():
+        p.data.mul_(2)
+    assert_equal(heads(mine), attention()(tokens).chunk(size, 1)[rank])
+    assert not torch.allclose(twin(mine), heads(mine))
+    assert since.ran["all_gather_matmul_many"] == 3 and not since.as_torch
+    with torch.inference_mode():
+        assert_equal(net(x), alone(x))
+    checkpoint(net, x, use_reentrant=False).sum().backward()
+    alone(x).sum().backward()
+    assert_equal(full(net[0].up.weight.grad), alone[0].up.weight.grad)
+    net, alone = net.float(), alone.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = net(x.float()), alone(x.float())
+    assert y.dtype == z.dtype == torch.bfloat16
+    torch.testing.assert_close(y, z, rtol=0.05, atol=0.05)
+    heads, alone, since = heads.float(), attention().float(), Since()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = heads(mine.float()), alone(tokens.float())
+    torch.testing.assert_close(y, z.chunk(size, 1)[rank], rtol=0.05, atol=0.05)
+    assert since.as_torch == {"PrepareModuleInput: autocast changes the dtype of the input": 1}
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def train(net, loss_of, steps=20):
+    """The losses of 20 steps, and the parameters after them."""
+    optimizer, losses = torch.optim.AdamW(net.parameters(), 1e-2), []
+    for _ in range(steps):
+        loss = loss_of(net)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [full(p.detach()) for p in net.parameters()]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sharded", [False, True], ids=["", "and FSDP2"])
+def test_twenty_steps_of_training(installed, rank, size, sharded):
+    """Sequence parallel alone, and on a mesh with FSDP2: as in one process."""
+    tensor = size if not sharded else 2 if size % 2 == 0 else 1
+    mesh = init_device_mesh("cpu", (size // tensor, tensor), mesh_dim_names=("data", "tensor"))
+    rows, columns = mesh["data"], mesh["tensor"]
+    x, y = data(2 * rows.size(), tensor, 6), data(2 * rows.size(), tensor, 6).flip(2)
+    net = parallelize_module(blocks(), columns, plan_of_blocks(1))
+    if sharded:
+        for block in net:
+            fully_shard(block, mesh=rows)
+        fompi.torch.overlap(fully_shard(net, mesh=rows))
+
+    def loss_of(net):
+        mine = [t.chunk(rows.size())[rows.get_local_rank()].chunk(tensor, 1)[columns.get_local_rank()] for t in (x, y)]
+        return F.mse_loss(net(mine[0]), mine[1], reduction="sum") * rows.size() / x.numel()
+
+    losses, weights = train(net, loss_of)
+    total = torch.tensor(losses, dtype=D)
+    dist.all_reduce(total)
+    alone_losses, alone_weights = train(blocks(), lambda net: F.mse_loss(net(x), y))
+    assert_equal(total / rows.size(), torch.tensor(alone_losses, dtype=D))
+    for p, q in zip(weights, alone_weights, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
+
+
+def test_gradients_of_fsdp2_are_reduced_behind_the_backward(rank, size, mesh, monkeypatch):
+    """Nothing waits for a reduce-scatter until the backward ends, unless something reads the gradients before."""
+    if size == 1:
+        return  # torch then communicates nothing
+    events, wait = [], Work.wait
+
+    def waited(self, *args):
+        events.append("wait")
+        return wait(self, *args)
+
+    def queued(call):
+        events.append("queued")
+        at_end(call)
+
+    at_end = private.at_end_of_backward
+    monkeypatch.setattr(private, "at_end_of_backward", queued)
+    x = torch.randn(2 * size, 6, generator=torch.Generator().manual_seed(1))
+    results = []
+    for overlapped in (False, True):
+        net = blocks(count=3).float()
+        for block in net:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        if overlapped:
+            assert fompi.torch.overlap(net) is net
+        for step in range(2):  # the second backward adds to the gradients of the first
+            loss = net(x.chunk(size)[rank]).square().mean()
+            events.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(Work, "wait", waited)
+                loss.backward()
+            assert events.count("queued") == (3 if overlapped and step == 0 else 0)
+            if overlapped and step == 0:
+                assert events[-3:] == ["wait"] * 3 and events[-4] == "queued"
+        results.append([full(p.grad) for p in net.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_module_without_a_backward_waits(mesh, size):
+    """As in a pipeline of torch, which reduces gradients after its backwards."""
+    called = []
+    private.at_end_of_backward(lambda: called.append(1))
+    assert called == [1]
+    net = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    comm = fully_sharded.ReduceScatter(net)
+    x, y = torch.ones(2 * size), torch.zeros(2)
+    comm(y, x, dist.group.WORLD, dist.ReduceOp.AVG)
+    assert torch.equal(y, torch.ones(2))
