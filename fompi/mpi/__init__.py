@@ -5,8 +5,19 @@
 | `launcher` | which launcher started this process, with how many ranks and cores, read from environment variables |
 | `environment` | the environment variables of fompi: defaults, values that are taken, names that are misspelt |
 | `transport` | starts MPI; facts of the MPI library; the only file that imports mpi4py |
+| `pmi` | starts MPI under torchrun: answers PMI-1 from a store |
 | `link` | the messages of one communicator: sends, receives and collectives that return requests |
 
 May import `base`, `plans`, `traces`, `model`, `tensors` and `backends`, never `schedules` or `planner`. Whether a
 request is done is tested in `fompi.engine.in_flight`.
 """
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Comm` at its first use: it loads mpi4py."""
+    if name == "Comm":
+        return import_module("fompi.ops.intracomm").Comm
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

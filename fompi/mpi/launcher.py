@@ -28,6 +28,7 @@ _LAUNCHER_NAMES = {
     "flux": "flux run",
     "pmi": "a PMI launcher",
     "torchrun": "torchrun",
+    "torch": "a launcher like torchrun",
 }
 """What messages call each launcher."""
 
@@ -49,7 +50,7 @@ class Launch:
     """What the launcher says in its variables. None: it does not say.
 
     `launcher` is a name of `MARKS`: "sbatch" is a Slurm job in which srun has started nothing, "pmi" any other launcher
-    that uses PMI, "torchrun" any that sets the same variables. It is "none" without a launcher. `size` is the
+    that uses PMI, "torch" any that sets the variables of torchrun. It is "none" without a launcher. `size` is the
     number of processes of the whole job. For sbatch it is the number that was requested. `local_size` is the number of
     processes on this host.
     """
@@ -95,7 +96,7 @@ MARKS = (
     Mark("pmi", ("PMI_SIZE",), "PMI_SIZE", "PMI_RANK"),
     Mark("openmpi", ("PMIX_RANK",), "", "PMIX_RANK"),  # prterun: only PMIx knows the size
     Mark("sbatch", ("SLURM_JOB_ID", "SLURM_NTASKS"), "SLURM_NTASKS"),
-    Mark("torchrun", ("WORLD_SIZE", "RANK", "LOCAL_RANK"), *_TORCHRUN),
+    Mark("torch", ("WORLD_SIZE", "RANK", "LOCAL_RANK"), *_TORCHRUN),
 )
 """The launchers, innermost first: mpirun inside a Slurm job is mpirun, torchrun inside srun is torchrun.
 
@@ -232,13 +233,29 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     return f"{name} cannot start {library_name} this way: {_fix(launch, library_name, mpirun)}"
 
 
+BRIDGED = ("MPICH", "MVAPICH", "Intel MPI")
+"""The MPI libraries that speak PMI-1, so that `fompi.mpi.pmi` can start them."""
+
+
+def is_bridged(launch: Launch, library_name: str, environ: Mapping[str, str]) -> bool:
+    """True if fompi connects the processes to each other, because their launcher, torchrun, starts no MPI.
+
+    False for a child of such a process, which has the variables of both, and for a job of one process.
+    """
+    is_child = (environ.get("PMI_RANK"), environ.get("PMI_SIZE")) == (environ.get("RANK"), environ.get("WORLD_SIZE"))
+    has_store = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
+    is_whole = launch.launcher == "torchrun" and launch.size not in (None, 1) and has_store
+    return is_whole and library_name in BRIDGED and not is_child
+
+
 def torchrun_refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = None) -> str | None:
     """One line with cause and fix if this process is one of several that torchrun started inside a rank, else None.
 
-    They have the variables of that rank. With Open MPI several processes would be the same rank. MPICH would end them.
+    They have the variables of that rank. With Open MPI several processes would be the same rank. A library that is
+    bridged does not read these variables.
     """
     launch = detect(environ)
-    if launch.launcher != "torchrun" or launch.local_size == 1:
+    if launch.launcher != "torchrun" or launch.local_size == 1 or is_bridged(launch, library_name, environ):
         return None
     if "PMIX_NAMESPACE" not in environ and "PMI_FD" not in environ:
         return None
@@ -246,8 +263,13 @@ def torchrun_refusal(environ: Mapping[str, str], library_name: str, mpirun: str 
 
 
 def _why(launch: Launch, library_name: str) -> str:
-    if launch.launcher == "torchrun":
-        return "torchrun starts no MPI"
+    if launch.launcher == "torchrun" and library_name in BRIDGED:
+        return (
+            "MPI was started before fompi could connect them, or MASTER_ADDR is not set (let fompi start MPI: call "
+            "fompi.Communicator() before `from mpi4py import MPI`)"
+        )
+    if launch.launcher in ("torchrun", "torch"):
+        return f"it starts no {library_name}"
     if launch.launcher == _OWN_LAUNCHER.get(library_name):
         return f"Python loaded another {library_name}"
     return f"Python loaded {library_name}"
@@ -260,10 +282,10 @@ def _fix(launch: Launch, library_name: str, mpirun: str | None) -> str:
         return f"use {own_srun} (`srun --mpi=list` shows what this Slurm supports)"
     if launch.launcher == "sbatch":
         return f"put {own_srun} before python"
-    if launch.launcher == "torchrun":
+    if launch.launcher in ("torchrun", "torch"):
         count = launch.size or "N"
         own_srun = own_srun.replace("`srun", f"`srun -n {count}")
-        return f"write `{mpirun or 'mpirun'} -n {count} python ...`, or {own_srun} before python"
+        return f"write `{mpirun or 'mpirun'} -n {count} python -m fompi.torch ...`, or {own_srun} before python"
     return f"use {own_mpirun}"
 
 

@@ -5,9 +5,12 @@ The facts are its name, version and path, its thread level, its largest tag, and
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import struct
+import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +21,7 @@ from typing import Any
 
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
-from fompi.mpi import environment, launcher
+from fompi.mpi import environment, launcher, pmi
 
 _INSTALL = (
     "on a laptop `pip install mpi4py mpich`; on a cluster load the site's MPI module, "
@@ -68,8 +71,10 @@ def start_mpi() -> ModuleType:
     Raises LaunchError if there is no MPI library, or if the launcher does not fit the library. The message says what
     to do.
     """
-    MPI = _load_mpi()
-    if not MPI.Is_initialized():
+    MPI = load_mpi()
+    if not MPI.Is_initialized() and _is_bridged(MPI):
+        _start_bridged(MPI)
+    elif not MPI.Is_initialized():
         _refuse_foreign_launcher(MPI)
         added = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
         os.environ.update(added)
@@ -85,7 +90,7 @@ def start_mpi() -> ModuleType:
 
 def library() -> Library:
     """The MPI library that mpi4py loads. Does not start MPI."""
-    return _library(_load_mpi())
+    return _library(load_mpi())
 
 
 def message_limit_nbytes() -> int:
@@ -228,13 +233,15 @@ def gather_at_exit(data: bytes, rank: int, seconds: float) -> dict[int, bytes]:
     return gathered
 
 
-def _load_mpi() -> ModuleType:
+def load_mpi() -> ModuleType:
     """The module `mpi4py.MPI`, without starting MPI at import. The launcher is checked before MPI starts."""
     try:
         import mpi4py
 
         rc = mpi4py.rc
         initialize, rc.initialize = rc.initialize, False
+        if launcher.detect().launcher == "torchrun":  # see _start_bridged
+            rc.finalize = False
         if rc.finalize is None:  # None means: the same as rc.initialize
             rc.finalize = initialize
         try:
@@ -251,6 +258,48 @@ def _requested_thread_level() -> str:
     import mpi4py
 
     return str(mpi4py.rc.thread_level) if mpi4py.rc.threads else "single"
+
+
+def _is_bridged(MPI: ModuleType) -> bool:
+    """True if fompi must connect the processes that torchrun has started."""
+    alone = environment.value("FOMPI_SINGLETONS") == "1"
+    return not alone and launcher.is_bridged(launcher.detect(), _library(MPI).name, os.environ)
+
+
+def _start_bridged(MPI: ModuleType) -> None:
+    """Start MPI by `fompi.mpi.pmi`. A thread of this process answers MPI, so nothing may wait with the GIL.
+
+    The functions of mpi4py that start and end MPI keep the GIL. They are called in C instead.
+    """
+    launch, seconds, loaded = launcher.detect(), launcher.timeout(), _library(MPI)
+    rank, size = launch.rank or 0, launch.size or 1
+    store = pmi.STORES[launch.launcher](seconds)
+    job = pmi.meet(store, rank, size, pmi.node_of(os.environ), f"{loaded.name} {loaded.version}", seconds)
+    bridge = pmi.connect(job, os.environ, seconds)
+    functions, level = ctypes.CDLL(MPI.__file__), getattr(MPI, f"THREAD_{_requested_thread_level().upper()}")
+    code = functions.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    if code:
+        raise LaunchError(f"MPI_Init of {loaded.name} failed with the error {code}, in a job that torchrun started")
+    bridge.initialised()
+    for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does
+
+    leaving, left = threading.Event(), threading.Event()
+
+    def end() -> None:
+        leaving.wait()
+        functions.MPI_Finalize()
+        bridge.finalised()
+        left.set()
+
+    def finalize() -> None:
+        leaving.set()
+        if not left.wait(seconds):
+            print(f"fompi: rank {rank} ends: other ranks did not end within {seconds:g} s", file=sys.stderr)
+
+    threading.Thread(target=end, name="fompi MPI_Finalize", daemon=True).start()  # at exit no thread can start
+    MPI.Finalize = finalize  # type: ignore[attr-defined]
+    atexit.register(finalize)
 
 
 def _refuse_foreign_launcher(MPI: ModuleType) -> None:

@@ -1,0 +1,253 @@
+"""PMI-1, answered from a store: MPICH and its kin start under a launcher that starts no MPI, such as torchrun.
+
+A launcher of MPI connects every rank to itself, and answers questions there: which rank this is, what the others have
+published, are all of them here. Here a thread of each process answers them, from a store that all processes share.
+
+1. `meet`      the processes find each other in the store, however often the launcher has restarted them
+2. `connect`   PMI_FD, PMI_RANK and PMI_SIZE are set, and the thread begins to answer
+3. `transport` calls MPI_Init, in a way that leaves the GIL to the thread
+
+Open MPI cannot be started this way: it needs PMIx.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import inf
+from time import perf_counter, sleep
+from typing import Protocol
+
+from fompi.base.errors import LaunchError, WaitTimeout
+
+STORES: dict[str, Callable[[float], Store]] = {}
+"""By the name of a launcher: a function (timeout in seconds) that opens the store of its processes.
+
+`fompi/__init__.py` adds that of torchrun, which is in the room `torch`.
+"""
+
+LONGEST_PAUSE = 0.05
+"""Seconds between two questions to the store, while the answer is no."""
+
+VALUE_NBYTES, KEY_NBYTES = 1024, 256
+"""The longest value and key that MPI may publish. It splits longer ones."""
+
+
+class Store(Protocol):
+    """What all processes share: `torch.distributed.Store` has these methods. None of them may wait for long."""
+
+    def set(self, key: str, value: str) -> None:
+        """Store the value."""
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number that begins with 0, and return it."""
+
+    def check(self, keys: list[str]) -> bool:
+        """True if all keys are there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes that met in `store`. Keys of the job begin with `name`; `nodes` is the node of each rank."""
+
+    store: Store
+    name: str
+    rank: int
+    nodes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    def key(self, *words: object) -> str:
+        return "/".join(map(str, (self.name, *words)))
+
+
+def meet(store: Store, rank: int, size: int, node: str, library: str, seconds: float) -> Job:
+    """The Job of these `size` processes. Collective.
+
+    The store may have the keys of an earlier job: a launcher that restarts its processes may keep it. So every rank
+    brings a ticket that no other process has, and takes part in the job whose list has its ticket.
+    Raises WaitTimeout after `seconds`, which names the ranks that are missing, and LaunchError if the ranks have loaded
+    different MPI libraries.
+    """
+    ticket = [uuid.uuid4().hex, node, library]
+    everyone: list[list[str]] = [[] for _ in range(size)]
+    everyone[rank], name, own = ticket, "", json.dumps(ticket)
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set("job", name)
+
+    def all_are_here() -> bool:
+        nonlocal name, everyone
+        if rank == 0:
+            for r in range(size):
+                if not everyone[r] and store.check([f"{name}/{r}"]):
+                    everyone[r] = json.loads(store.get(f"{name}/{r}"))
+            return all(everyone)
+        if not store.check(["job"]):
+            return False
+        latest = store.get("job").decode()
+        if latest != name:
+            name = latest
+            store.set(f"{name}/{rank}", own)
+        if not store.check([f"{name}/all"]):
+            return False
+        everyone = json.loads(store.get(f"{name}/all"))
+        return len(everyone) == size and everyone[rank] == ticket
+
+    if not _waited(all_are_here, seconds):
+        missing = [str(r) for r in range(size) if not everyone[r]] if rank == 0 else ["0"]
+        raise WaitTimeout(
+            f"rank {rank} of {size} waited {seconds:g} s (FOMPI_TIMEOUT) for rank{'s' * (len(missing) > 1)} "
+            f"{', '.join(missing)} to start MPI: every process that the launcher has started must use fompi"
+        )
+    if rank == 0:
+        store.set(f"{name}/all", json.dumps(everyone))
+    libraries = [words[2] for words in everyone]
+    if len({*libraries}) > 1:
+        other = next(r for r in range(size) if libraries[r] != libraries[0])
+        raise LaunchError(
+            f"rank 0 has loaded {libraries[0]}, but rank {other} {libraries[other]}: give all hosts the same MPI"
+        )
+    return Job(store, name, rank, tuple(words[1] for words in everyone))
+
+
+def _waited(is_done: Callable[[], bool], seconds: float) -> bool:
+    """True once `is_done()`. False if it is not within `seconds`."""
+    end, pause = perf_counter() + seconds, 1e-3
+    while not is_done():
+        if perf_counter() > end:
+            return False
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
+
+
+def process_mapping(nodes: Sequence[str]) -> str:
+    """Which ranks share a node, in the words of PMI: "(vector,(0,2,4),(2,1,3))".
+
+    A block (first node, number of nodes, ranks on each) stands for ranks that follow each other.
+    """
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    blocks: list[list[int]] = []
+    for node, ranks in groupby(nodes):
+        number, count = numbers[node], len(list(ranks))
+        if blocks and blocks[-1][2] == count and sum(blocks[-1][:2]) == number:
+            blocks[-1][1] += 1
+        else:
+            blocks.append([number, 1, count])
+    return f"(vector,{','.join(f'({first},{many},{each})' for first, many, each in blocks)})"
+
+
+class Bridge:
+    """Answers the MPI library of this process, in a thread that ends when the library closes the connection.
+
+    A barrier of MPI_Init that takes longer than `seconds` ends the process. After `initialised` there is no limit.
+    """
+
+    def __init__(self, connection: socket.socket, job: Job, seconds: float):
+        self._connection, self._job, self._seconds = connection, job, seconds
+        self._barriers, self._said_finalize = 0, False
+        threading.Thread(target=self._serve, name="fompi PMI", daemon=True).start()
+
+    def initialised(self) -> None:
+        """MPI_Init has returned. From now on the caller limits its waits."""
+        self._seconds = inf
+
+    def finalised(self) -> None:
+        """MPI_Finalize has returned. MPICH says "finalize" when the process exits, and no thread runs any more.
+
+        So the answer is sent in advance, on a connection that nothing closes.
+        """
+        if not self._said_finalize:
+            os.write(os.dup(self._connection.fileno()), b"cmd=finalize_ack rc=0\n")
+
+    def _serve(self) -> None:
+        with self._connection, self._connection.makefile("r") as lines:
+            try:
+                for line in lines:
+                    answer = self.answer(dict(word.split("=", 1) for word in line.split() if "=" in word), line)
+                    if answer:
+                        self._connection.sendall(f"{answer}\n".encode())
+                    if answer.startswith("cmd=finalize_ack"):
+                        return
+            except Exception as error:  # MPI ends the process, because the connection closes
+                print(f"fompi: rank {self._job.rank} of {self._job.size}: {error}", file=sys.stderr, flush=True)
+
+    def answer(self, words: dict[str, str], line: str = "") -> str:
+        """The answer to one line of PMI-1, without its end. Empty: none is expected. Raises WaitTimeout."""
+        command, key, job = words.get("cmd"), words.get("key", ""), self._job
+        if command == "init":
+            return "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+        if command == "get_maxes":
+            return f"cmd=maxes kvsname_max=256 keylen_max={KEY_NBYTES} vallen_max={VALUE_NBYTES} rc=0"
+        if command == "get_appnum":
+            return "cmd=appnum appnum=0 rc=0"
+        if command == "get_my_kvsname":
+            return "cmd=my_kvsname kvsname=fompi rc=0"
+        if command == "get_universe_size":
+            return f"cmd=universe_size size={job.size} rc=0"
+        if command == "put":
+            job.store.set(job.key("put", key), words.get("value", ""))
+            return "cmd=put_result rc=0 msg=success"
+        if command == "get":
+            value = self._value(key)
+            return f"cmd=get_result rc=0 msg=success value={value}" if value else "cmd=get_result rc=-1 msg=unknown_key"
+        if command == "barrier_in":
+            self._barrier()
+            return "cmd=barrier_out rc=0"
+        if command == "finalize":
+            self._said_finalize = True
+            return "cmd=finalize_ack rc=0"
+        if command == "abort":  # MPI ends this process now, and the launcher ends the others
+            return ""
+        if line.strip() == "endcmd":
+            command = "spawn"
+        return f"cmd={command}_result rc=-1 msg=not_supported" if command else ""
+
+    def _value(self, key: str) -> str:
+        job = self._job
+        if key == "PMI_process_mapping":
+            mapping = process_mapping(job.nodes)
+            return mapping if len(mapping) < VALUE_NBYTES else ""  # without it MPI compares the names of the hosts
+        where = job.key("put", key)
+        return job.store.get(where).decode() if job.store.check([where]) else ""
+
+    def _barrier(self) -> None:
+        job, self._barriers = self._job, self._barriers + 1
+        arrived, opened = job.key("arrived", self._barriers), job.key("open", self._barriers)
+        if job.store.add(arrived, 1) == job.size:
+            job.store.set(opened, "1")
+        elif not _waited(lambda: job.store.check([opened]), self._seconds):
+            raise WaitTimeout(
+                f"MPI_Init waited {self._seconds:g} s (FOMPI_TIMEOUT) for all ranks: "
+                f"{job.store.add(arrived, 0)} of {job.size} have come"
+            )
+
+
+def connect(job: Job, environ: MutableMapping[str, str], seconds: float) -> Bridge:
+    """Set the variables of PMI-1, and answer what MPI_Init will ask.
+
+    Child processes do not inherit the connection. They see that they are children: `launcher.refusal`.
+    """
+    ours, theirs = socket.socketpair()
+    environ.update(PMI_FD=str(theirs.detach()), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size))
+    for name in [name for name in environ if name.startswith("PMIX_")]:  # of an outer launcher
+        del environ[name]
+    return Bridge(ours, job, seconds)
+
+
+def node_of(environ: MutableMapping[str, str]) -> str:
+    """A name of this node: what torchrun calls it, else that of the host."""
+    return environ.get("GROUP_RANK") or os.uname().nodename

@@ -1,0 +1,461 @@
+"""`fompi.mpi.Comm`: a communicator of mpi4py whose collectives of buffers are operations of fompi.
+
+    from fompi import mpi
+    comm = mpi.Comm()                        # or mpi.Comm(MPI.COMM_WORLD)
+    comm.Allreduce(x, y)                     # fompi.all_reduce
+    request = comm.Iallgather(x, y)          # a request of mpi4py, for MPI.Request.Waitall too
+
+All ranks must take the same way, so only what MPI demands to be the same on all ranks decides: the function, and in a
+reduction the op and the type of the numbers. How a rank has laid out its buffer does not: what is not in one piece, or
+has a type of the program, is packed on that rank.
+
+| goes through fompi | goes through MPI |
+|---|---|
+| Bcast, Gather(v), Scatter(v), Allgather(v), Alltoall(v) | Alltoallw, neighbours, Barrier, persistent ones |
+| Reduce, Allreduce, Reduce_scatter(_block) with SUM, PROD, MIN, MAX | other ops and types, `recvcounts=None` |
+| the same with I in front | Scan, Exscan, messages, objects (lower-case names), one-sided, files |
+
+The import of this file loads mpi4py. It does not start MPI.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, cached_property
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi.base.errors import LayoutError, ShapeError, TensorError
+from fompi.engine.communicator import Communicator
+from fompi.mpi.transport import load_mpi, start_mpi
+from fompi.ops import operations
+from fompi.ops.operation import Operation
+from fompi.tensors import dlpack
+
+MPI: Any = load_mpi()
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+OPS = ((MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
+"""The reductions that go through fompi."""
+
+NUMBERS = frozenset(
+    [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+    + ["float32", "float64", "complex64", "complex128"]
+)
+"""The types of numbers that it reduces, as NumPy names them."""
+
+KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
+"""DLPack's type codes in the words of NumPy. MPI has no others."""
+
+_PACKING = Lock()
+
+
+@cache
+def _self() -> Any:
+    """A communicator of this rank alone, on which buffers are packed."""
+    return MPI.COMM_SELF.Dup()
+
+
+def is_in_place(spec: Any) -> bool:
+    return spec is None or spec is MPI.IN_PLACE
+
+
+class Buffer:
+    """A buffer argument of mpi4py: memory, a datatype, and `counts[i]` items from the item `displacements[i]` on.
+
+    `parts` is the number of ranks, if there is something for each of them, else 0. `vector`: they may have different
+    counts. The forms are those of mpi4py: an object with memory, or a list of memory, counts, displacements and type.
+    """
+
+    def __init__(self, spec: Any, parts: int = 0, vector: bool = False):
+        memory, counts, displacements, datatype = _taken_apart(spec, vector)
+        if isinstance(datatype, str):
+            datatype = MPI.Datatype.fromcode(datatype)
+        self.owner, nbytes, on_host = None, 0, True
+        if memory is None or memory is MPI.BOTTOM:
+            if datatype is None:
+                raise TensorError("a buffer that is None or MPI.BOTTOM needs a datatype")
+        else:
+            self.owner = MPI.buffer(memory)
+            nbytes, (code, on_host) = self.owner.nbytes, _code_and_place(memory)
+            datatype = datatype or MPI.Datatype.fromcode(code)
+        self.datatype, self.size, self.extent = datatype, datatype.Get_size(), datatype.Get_extent()[1]
+        self.is_plain = on_host and datatype.is_predefined and self.size == self.extent
+        several, first = max(1, parts), 0
+        if not vector and displacements is not None:
+            first = operator.index(displacements)
+        if counts is None:
+            items, rest = divmod(max(0, nbytes - first * self.extent), self.extent or 1)
+            if rest or (not vector and items % several):
+                raise ShapeError(f"a buffer of {nbytes} bytes is not {several} equal parts of {self.extent}-byte items")
+            counts = [items // several + (items % several > i) for i in range(several)]
+        self.counts = _numbers(counts, several)
+        if not vector:
+            displacements = [first + i * self.counts[0] for i in range(several)]
+        elif displacements is None:
+            displacements = [sum(self.counts[:i]) for i in range(parts)]
+        elif np.ndim(displacements) == 0:
+            displacements = [operator.index(displacements) * i for i in range(parts)]
+        self.displacements = _numbers(displacements, several)
+        ends = [at + n for at, n in zip(self.displacements, self.counts, strict=True) if n]
+        if min(self.counts) < 0 or (self.owner and self.is_plain and max(ends, default=0) * self.size > nbytes):
+            raise ShapeError(f"counts {self.counts} of {self.size}-byte items do not fit in {nbytes} bytes")
+
+    @property
+    def nbytes(self) -> list[int]:
+        """The bytes for each part."""
+        return [count * self.size for count in self.counts]
+
+    @cached_property
+    def memory(self) -> Bytes | None:
+        """All parts as bytes in the memory of the program. None: they are not in one piece there, in order."""
+        at = self.displacements[0]
+        if not self.is_plain:
+            return None
+        for displacement, count in zip(self.displacements, self.counts, strict=True):
+            if count and displacement != at:
+                return None
+            at += count
+        begin, nbytes = self.displacements[0] * self.size, sum(self.nbytes)
+        if not nbytes:
+            return np.empty(0, np.uint8)
+        if self.owner is None:
+            return np.frombuffer(MPI.buffer.fromaddress(begin, nbytes), np.uint8)
+        return np.frombuffer(self.owner, np.uint8)[begin : begin + nbytes]
+
+    def packed(self) -> Bytes:
+        """All parts as bytes: the memory of the program, or a copy."""
+        if self.memory is not None:
+            return self.memory
+        packed = np.empty(sum(self.nbytes), np.uint8)
+        self._exchange(packed, to_program=False)
+        return packed
+
+    def part(self, i: int) -> Bytes:
+        """A copy of part i."""
+        begin = sum(self.nbytes[:i])
+        return self.packed()[begin : begin + self.nbytes[i]].copy()
+
+    def unpack(self, y: Bytes) -> None:
+        """Write the bytes of all parts to the memory of the program."""
+        if self.memory is not None:
+            self.memory[...] = y
+        else:
+            self._exchange(y, to_program=True)
+
+    def _exchange(self, packed: Bytes, to_program: bool) -> None:
+        end = 0
+        for displacement, count, nbytes in zip(self.displacements, self.counts, self.nbytes, strict=True):
+            begin, end = end, end + nbytes
+            if count:
+                at = (self.owner.address if self.owner else 0) + displacement * self.extent
+                place = MPI.buffer.fromaddress(at, count * self.extent)
+                ends = [[place, count, self.datatype], [packed[begin:end], nbytes, MPI.PACKED]]
+                there, here = ends[::-1] if to_program else ends
+                with _PACKING:
+                    _self().Sendrecv(there, 0, 0, here, 0, 0)
+
+    @property
+    def number(self) -> str:
+        """The NumPy name of the numbers, if fompi reduces them, else ""."""
+        if self.datatype.is_predefined and self.datatype != MPI.BYTE:
+            with suppress(TypeError):
+                name = np.dtype(self.datatype.typestr).name
+                return name if name in NUMBERS else ""
+        return ""
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """All parts as numbers."""
+        return self.packed().view(self.number)
+
+
+def _code_and_place(memory: Any) -> tuple[str, bool]:
+    """The code of the type of the items, and whether NumPy can read the memory. MPI copies that of a device."""
+    try:
+        return memoryview(memory).format, True
+    except TypeError:
+        known = dlpack.code_on_host(memory) if hasattr(memory, "__dlpack_device__") else None
+        if known is not None:
+            code, bits, lanes = known
+            kind = "c" if (code, lanes) == (2, 2) else KINDS[code]  # so are the longest complex numbers exported
+            return np.dtype(f"{kind}{bits * lanes // 8}").char, True
+        return np.dtype(memory.__cuda_array_interface__["typestr"]).char, False
+
+
+def _taken_apart(spec: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
+    """Memory, counts, displacements and datatype of a buffer argument. None: it does not say."""
+    if not isinstance(spec, (list, tuple)):
+        return spec, None, None, None
+    memory, *rest = spec
+    datatype = rest.pop() if rest and isinstance(rest[-1], (MPI.Datatype, str)) else None
+    if len(rest) > 2 or not (rest or datatype):
+        raise TensorError("a buffer argument is a list of 2 to 4: memory, counts, displacements, datatype")
+    counts, displacements = (*rest, None, None)[:2]
+    if isinstance(counts, tuple) or (isinstance(counts, list) and not vector):
+        counts, displacements = counts
+    return memory, counts, displacements, datatype
+
+
+def _numbers(given: Any, count: int) -> list[int]:
+    numbers = [operator.index(given)] * count if np.ndim(given) == 0 else [operator.index(n) for n in given]
+    if len(numbers) != count:
+        raise LayoutError(f"{numbers} must be {count} numbers, one for each rank")
+    return numbers
+
+
+class Call(NamedTuple):
+    """A call of an operation of fompi, and `finish(pending)`, which brings its result to the buffers of the program."""
+
+    operation: Operation[Any]
+    x: Any
+    options: dict[str, Any]
+    finish: Callable[[Any], object]
+
+
+class Request(MPI.Grequest):
+    """A collective of fompi in flight, as a request of mpi4py. Its own methods drive fompi while they wait."""
+
+    pending: Any
+    failures: list[Exception]
+
+    @classmethod
+    def of(cls, pending: Any, finish: Callable[[], None]) -> Request:
+        """The helper thread ends the call. Without one it ends here: the functions of MPI drive nothing of fompi."""
+        failures: list[Exception] = []
+
+        def query(status: Any) -> None:
+            status.Set_elements(MPI.BYTE, 0)
+            status.Set_cancelled(False)
+            if failures:
+                raise failures[0]
+
+        started = MPI.Grequest.Start(query, None, None)
+        request: Any = cls.__new__(cls, started)  # type: ignore[call-arg]
+        request.pending, request.failures = pending, failures
+
+        def end() -> None:
+            try:
+                finish()
+            except Exception as error:
+                failures.append(error)
+            started.Complete()
+
+        if pending._comm.engine.helper is None:
+            with suppress(Exception):  # `finish` raises it too
+                pending.wait()
+            end()
+        else:
+            pending.leave()
+            pending.then(end)
+        return request
+
+    def _ended(self, wait: bool, end: Callable[[Any], Any], status: Any) -> Any:
+        with suppress(Exception):  # `end` raises it
+            self.pending.wait() if wait else self.pending.done()
+        try:
+            return end(status)
+        except MPI.Exception as error:
+            raise (self.failures or [error])[0] from None
+
+    def Wait(self, status: Any = None) -> Any:
+        return self._ended(True, super().Wait, status)
+
+    def wait(self, status: Any = None) -> Any:
+        return self._ended(True, super().wait, status)
+
+    def Test(self, status: Any = None) -> Any:
+        return self._ended(False, super().Test, status)
+
+    def test(self, status: Any = None) -> Any:
+        return self._ended(False, super().test, status)
+
+
+class Comm(MPI.Intracomm):
+    """The ranks of `comm`, a communicator of mpi4py (None: all ranks), with collectives of fompi.
+
+    It has the handle of `comm`: nothing is copied, and freeing one frees both. Everything else is as in mpi4py.
+    """
+
+    def __new__(cls, comm: Any = None) -> Comm:
+        start_mpi()
+        made: Comm = super().__new__(cls, MPI.COMM_WORLD if comm is None else comm)
+        return made
+
+    @property
+    def communicator(self) -> Communicator:
+        """The Communicator that carries out the collectives. Creating it, at the first call, is collective."""
+        return Communicator.of(self)
+
+    # -- moves: bytes
+    def _bcast(self, buf: Any, root: int = 0) -> Call:
+        buffer = Buffer(buf)
+        x, is_root = buffer.packed(), self.Get_rank() == root
+        in_place = buffer.memory is not None and x.flags.writeable
+        if not (in_place or is_root or x.flags.writeable):
+            raise TensorError("the buffer is read-only")
+
+        def finish(pending: Any) -> None:
+            if not (in_place or is_root):
+                buffer.unpack(pending.result)
+
+        return Call(operations.broadcast, x, {"root": root, "out": x if in_place else None}, finish)
+
+    def _gathered(self, operation: Operation[Any], x: Bytes, target: Buffer | None, **options: Any) -> Call:
+        """The call whose result goes to `target`: straight to its memory, where that is possible."""
+        out = None if target is None else target.memory
+        if out is not None and np.may_share_memory(out, x):
+            out = None
+
+        def finish(pending: Any) -> None:
+            y = pending.result
+            if target is None:
+                return
+            if operation.name in ("all_gather", "all_to_all") and list(pending.counts) != target.nbytes:
+                words = f"{list(pending.counts)} bytes arrive from the ranks, but there is room for {target.nbytes}"
+                raise ShapeError(f"{operation.name}: {words}")
+            if out is None:
+                target.unpack(y)
+
+        return Call(operation, x, {"out": out, **options}, finish)
+
+    def _allgather(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Call:
+        target = Buffer(recvbuf, self.Get_size(), vector)
+        x = target.part(self.Get_rank()) if is_in_place(sendbuf) else Buffer(sendbuf).packed()
+        return self._gathered(operations.all_gather, x, target)
+
+    def _allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
+        return self._allgather(sendbuf, recvbuf, True)
+
+    def _gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> Call:
+        if self.Get_rank() != root:
+            return self._gathered(operations.gather, Buffer(sendbuf).packed(), None, root=root)
+        target = Buffer(recvbuf, self.Get_size(), vector)
+        x = target.part(root) if is_in_place(sendbuf) else Buffer(sendbuf).packed()
+        return self._gathered(operations.gather, x, target, root=root)
+
+    def _gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+        return self._gather(sendbuf, recvbuf, root, True)
+
+    def _scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> Call:
+        if self.Get_rank() != root:
+            return self._gathered(operations.scatter, np.empty(0, np.uint8), Buffer(recvbuf), root=root)
+        source = Buffer(sendbuf, self.Get_size(), vector)
+        target = None if is_in_place(recvbuf) else Buffer(recvbuf)
+        return self._gathered(operations.scatter, source.packed(), target, root=root, counts=source.nbytes)
+
+    def _scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+        return self._scatter(sendbuf, recvbuf, root, True)
+
+    def _alltoall(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Call:
+        target = Buffer(recvbuf, self.Get_size(), vector)
+        source = target if is_in_place(sendbuf) else Buffer(sendbuf, self.Get_size(), vector)
+        x = source.packed().copy() if source is target else source.packed()
+        return self._gathered(operations.all_to_all, x, target, counts=source.nbytes)
+
+    def _alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
+        return self._alltoall(sendbuf, recvbuf, True)
+
+    # -- reductions: numbers. None: the op or the type is MPI's
+    def _reduced(
+        self, operation: Operation[Any], source: Buffer, target: Buffer | None, op: Any, **options: Any
+    ) -> Call | None:
+        name, number = next((name for known, name in OPS if op == known), None), source.number
+        if name is None or not number or (number.startswith("complex") and name in ("min", "max")):
+            return None
+        x = source.array()
+        if target is not None and target.number != number:
+            raise TensorError(f"{operation.name}: the numbers to send are {number}, those to receive {target.number}")
+        room = None if target is None else x if target is source else target.array()
+        in_place = target is source and operation.name in ("all_reduce", "reduce")
+        out = room if in_place or (room is not None and not np.may_share_memory(room, x)) else None
+
+        def finish(pending: Any) -> None:
+            y = pending.result
+            if target is None or room is None:
+                return
+            if len(y) > len(room):
+                raise ShapeError(f"{operation.name}: {len(y)} numbers arrive, but there is room for {len(room)}")
+            if out is None:
+                room[: len(y)] = y
+            if target.memory is None:
+                target.unpack(room.view(np.uint8))
+
+        return Call(operation, x, {"op": name, "out": out, **options}, finish)
+
+    def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call | None:
+        target = Buffer(recvbuf)
+        source = target if is_in_place(sendbuf) else Buffer(sendbuf)
+        return self._reduced(operations.all_reduce, source, target, op)
+
+    def _reduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0) -> Call | None:
+        target = Buffer(recvbuf) if self.Get_rank() == root else None
+        source = target if target is not None and is_in_place(sendbuf) else Buffer(sendbuf)
+        return self._reduced(operations.reduce, source, target, op, root=root)
+
+    def _reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call | None:
+        size, in_place = self.Get_size(), is_in_place(sendbuf)
+        target = Buffer(recvbuf, size if in_place else 0)
+        source = target if in_place else Buffer(sendbuf, size)
+        return self._reduced(operations.reduce_scatter, source, target, op, counts=source.counts)
+
+    def _reduce_scatter(
+        self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Any = MPI.SUM
+    ) -> Call | None:
+        if recvcounts is None:
+            return None
+        target = Buffer(recvbuf)
+        source = target if is_in_place(sendbuf) else Buffer(sendbuf)
+        return self._reduced(
+            operations.reduce_scatter, source, target, op, counts=_numbers(recvcounts, self.Get_size())
+        )
+
+    def _begin(self, operation: Operation[Any], prepare: Callable[..., Call | None], args: Any, options: Any) -> Any:
+        """The pending of a call and what finishes it. None: it goes to MPI."""
+        try:
+            call = prepare(*args, **options)
+        except Exception as error:  # the other ranks must not wait for this one
+            operation.refuse(error, self.communicator)
+            raise
+        if call is None:
+            return None
+        reading = {**call.options, "comm": self.communicator}
+        pending = call.operation.begin(*call.operation.read((call.x,), reading))
+        return pending, lambda: call.finish(pending)
+
+
+def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
+    native, prepare = getattr(MPI.Intracomm, f"I{name.lower()}" if immediate else name), f"_{name.lower()}"
+
+    def call(self: Comm, *args: Any, **options: Any) -> Any:
+        begun = self._begin(operation, getattr(self, prepare), args, options)
+        if begun is None:
+            return native(self, *args, **options)
+        pending, finish = begun
+        if immediate:
+            return Request.of(pending, finish)
+        pending.wait()
+        finish()
+        return None
+
+    call.__name__, call.__doc__ = native.__name__, native.__doc__
+    return call
+
+
+FORMS: dict[str, Operation[Any]] = {
+    **{"Bcast": operations.broadcast, "Gather": operations.gather, "Gatherv": operations.gather},
+    **{"Scatter": operations.scatter, "Scatterv": operations.scatter},
+    **{"Allgather": operations.all_gather, "Allgatherv": operations.all_gather},
+    **{"Alltoall": operations.all_to_all, "Alltoallv": operations.all_to_all},
+    **{"Reduce": operations.reduce, "Allreduce": operations.all_reduce},
+    **{"Reduce_scatter_block": operations.reduce_scatter, "Reduce_scatter": operations.reduce_scatter},
+}
+"""The collectives of mpi4py that are operations of fompi."""
+
+for _name, _operation in FORMS.items():
+    setattr(Comm, _name, _form(_name, _operation, False))
+    setattr(Comm, f"I{_name.lower()}", _form(_name, _operation, True))
