@@ -107,6 +107,7 @@ _STRATEGIES = {
     "ring attention": ("ring attention", "k / a", (0.5, 1, 1.3)),
     "ring attention, backward": ("ring attention, backward", "k / a", (0.5, 1, 1.3)),
     "Ulysses": ("Ulysses attention", "T_m / T_c", (0.5, 1)),
+    "Ulysses, N = 2": ("Ulysses attention, N = 2", "T_m / T_c", (0.5, 1)),
     "USP 2x2": ("USP 2x2", "T_m / T_c", (0.5,)),
     "experts": ("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1)),
 }
@@ -164,6 +165,15 @@ CLAIMS = (
         ),
     ),
     Claim(
+        "parallel-2x2",
+        "Attention over two groups of two hosts",
+        "500 Mbit/s inside a group, one shared link of 100 Mbit/s between. Ulysses in the groups, a ring between them.",
+        (
+            Pick("USP 2x2, T_m / T_c = 0.5: exposed / messages", "^USP 2x2, ", "^e"),
+            Pick("USP 2x2: serial / fompi", "^USP 2x2, ", "^serial"),
+        ),
+    ),
+    Claim(
         "step",
         "Training steps beside PyTorch over gloo",
         "Two hosts with one core each, 1 Gbit/s, a stack of residual MLP blocks on kernels of torch. `exposed` is the "
@@ -178,6 +188,29 @@ CLAIMS = (
             Pick("data parallel: MFU", "^data parallel", "^fompi: MFU"),
             Pick("zero=3: exposed / compute", "^parameters sharded", "^fompi: exposed"),
             Pick("zero=3: MFU", "^parameters sharded", "^fompi: MFU"),
+        ),
+    ),
+    Claim(
+        "ddp",
+        "DistributedDataParallel, ten shapes",
+        "Two hosts with one core each, 1 Gbit/s, stacks of residual MLP blocks, buckets of 1 MiB. `backend` is torch's "
+        "DistributedDataParallel on the backend fompi. `hidden` is the share of what the backward can hide.",
+        (
+            Pick("gloo / backend", " rows$", "^gloo / fompi$"),
+            Pick("gloo / fompi.torch", " rows$", r"^gloo / fompi\.torch$"),
+            Pick("backend: hidden", " rows$", "^fompi: hidden$"),
+            Pick("fompi.torch: hidden", " rows$", r"^fompi\.torch: hidden$"),
+        ),
+    ),
+    Claim(
+        "jit",
+        "Calls that JAX compiles",
+        "Two hosts, 500 Mbit/s. An all-reduce of 1 KiB above a bound one, and products beside one of 8 MiB.",
+        (
+            Pick("fompi.jax.jit, 1 KiB, above the bound one", "1 KiB", "^fompi.jax.jit, above"),
+            Pick("jax.jit, 1 KiB, above the bound one", "1 KiB", "^jax.jit, above"),
+            Pick("start and wait / the longer of both", "8 MiB", "^start and wait /"),
+            Pick("blocking / start and wait", "8 MiB", "^blocking / start"),
         ),
     ),
     Claim(

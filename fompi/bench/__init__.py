@@ -14,6 +14,7 @@
 | `planner.py`     | suite: the planner's choices and predictions                                               |
 | `adapt.py`       | suite: a link that drops while a job runs                                                  |
 | `overhead.py`    | suite: what a call costs above the bare messages                                           |
+| `ddp.py`         | suite: DistributedDataParallel over fompi and over gloo, ten shapes                        |
 | `jit.py`         | suite: a call in a program that JAX compiles                                               |
 | `rivals/`        | what fompi is measured against                                                             |
 

@@ -17,7 +17,7 @@ from fompi.engine.handshake import agree
 
 EXAMPLE = "mpirun -n 2 {} bench overhead --quick"
 
-SUITES = ("collectives", "fused", "papers", "parallel", "step", "peers", "planner", "adapt", "overhead", "jit")
+SUITES = ("collectives", "fused", "papers", "parallel", "step", "ddp", "peers", "planner", "adapt", "overhead", "jit")
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
 
 DEVICES = ("cuda", "software")

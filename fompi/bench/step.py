@@ -60,7 +60,7 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
 # --------------------------------------------------------------------------------------------------------- the model
 
 
-def blocks(count: int, seed: int = 0) -> Any:
+def blocks(count: int, seed: int = 0, width: int = WIDTH, hidden: int = HIDDEN) -> Any:
     """The model: x + gelu(x @ w1.T) @ w2.T, block after block."""
     import torch
     from torch import nn
@@ -68,7 +68,7 @@ def blocks(count: int, seed: int = 0) -> Any:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+            self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
 
         def forward(self, x: Any) -> Any:
             return x + self.down(nn.functional.gelu(self.up(x)))
@@ -128,7 +128,7 @@ def data_parallel(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
     for call in calls.values():
         call()
     for name, model in zip([*calls][1:3], models[1:3], strict=True):
-        _compare(comm, name, [p.grad for p in models[0].parameters()], [p.grad for p in model.parameters()])
+        compare(comm, name, [p.grad for p in models[0].parameters()], [p.grad for p in model.parameters()])
     return evaluated("data parallel", comm, cluster, calls, rounds, flops(ROWS, BLOCKS), ROWS * comm.size)
 
 
@@ -147,7 +147,7 @@ def sharded(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
         for call in calls.values():
             call()
         full = [p.full_tensor() if isinstance(p, DTensor) else p for p in theirs.parameters()]
-        _compare(comm, "FSDP2", [dp[name].clone() for name in params], full)
+        compare(comm, "FSDP2", [dp[name].clone() for name in params], full)
         row = evaluated("parameters sharded", comm, cluster, calls, rounds, flops(ROWS, BLOCKS), ROWS * comm.size)
     return row
 
@@ -223,7 +223,7 @@ def pipeline(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
         calls[f"torch {name}"]()
         grads = [[p.grad for module in modules for p in module.parameters()] for modules in (ours, theirs)]
         scaled = [g / MICROBATCHES for g in grads[0]]  # torch's schedules divide by the micro-batches
-        _compare(comm, f"torch {name}", scaled, grads[1])
+        compare(comm, f"torch {name}", scaled, grads[1])
     calls[COMPUTE] = partial(_all_microbatches, blocks(count), parts)
     work = flops(len(x), count)
     row = evaluated("pipeline", comm, cluster, calls, rounds, work, len(x))
@@ -252,7 +252,7 @@ def _all_microbatches(model: Any, parts: Sequence[Any]) -> None:
 CASES: tuple[Callable[[Communicator, Cluster, int], Row], ...] = (data_parallel, sharded, pipeline)
 
 
-def _compare(comm: Communicator, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+def compare(comm: Communicator, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
     """Raise WrongResult on all ranks if the tensors differ on one of them."""
     error = max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(ours, theirs, strict=True))
     worst = float(of_all_ranks(comm.link.comm, np.array([error])).max())

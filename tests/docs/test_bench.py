@@ -67,7 +67,7 @@ def test_device(mpirun):
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(("suite", "ranks"), [("parallel", 4), ("step", 2)])
+@pytest.mark.parametrize(("suite", "ranks"), [("parallel", 4), ("step", 2), ("ddp", 2)])
 def test_strategies(mpirun, suite, ranks):
     """Each row has fompi, its rivals and the compute alone, all timed. Without a wire no figure is judged."""
     done = mpirun(ranks, "-m", "fompi", "bench", suite, "--quick", "--rounds", "1", "--json", seconds=90)

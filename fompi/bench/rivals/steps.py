@@ -8,11 +8,11 @@ from typing import Any
 Step = Callable[[], Any]
 
 
-def data_parallel(model: Any, x: Any) -> Step:
+def data_parallel(model: Any, x: Any, **options: Any) -> Step:
     """Forward and backward. Gradients are averaged in buckets while the backward goes on."""
     from torch.nn.parallel import DistributedDataParallel
 
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, **options)
 
     def step() -> Any:
         ddp.zero_grad()
