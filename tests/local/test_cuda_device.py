@@ -328,7 +328,7 @@ def test_launches_of_compiled_kernels(device, monkeypatch):
 
     class RawModule:
         def __init__(self, code, options, backend):
-            assert "KERNEL" in code and options == ("-std=c++17",) and backend == "nvrtc"
+            assert "KERNEL" in code and options == ("-std=c++17", "-DPART=0") and backend == "nvrtc"
 
         def get_function(self, name):
             loads.append(name)

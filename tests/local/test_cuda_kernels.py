@@ -6,6 +6,7 @@ A read or write outside an operand ends the process. The gaps of strided results
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -528,3 +529,16 @@ def test_a_guarded_array_ends_a_process_that_reads_beside_it(at_end, offset):
 def test_the_source_is_part_of_the_package():
     """It is read as data of the package, so that an installed fompi has it, too."""
     assert kernels.source() == cuda_on_cpu.SOURCE.read_text()
+
+
+def test_each_function_is_in_its_part():
+    """NVRTC compiles a part at a time. All parts together are the whole source."""
+
+    def functions(*options):
+        command = ["g++", "-E", "-P", "-x", "c++", "-DKERNEL(name,...)=FUNCTION name ;void f()", *options]
+        done = subprocess.run([*command, cuda_on_cpu.SOURCE], capture_output=True, text=True, timeout=50, check=True)
+        return set(re.findall(r"FUNCTION (\w+)", done.stdout))
+
+    parts = [functions(f"-DPART={part}") for part in range(len(kernels.PARTS))]
+    assert set.union(*parts) == functions() and sum(map(len, parts)) == len(functions()) > 100
+    assert all(kernels.part_of(name) == part for part, names in enumerate(parts) for name in names)

@@ -4,6 +4,9 @@
 // arguments of a call. A C++ compiler compiles the same text for the tests: KERNEL and CUDA's names are defined before.
 //
 // Half types are computed in float32 and rounded once, to the nearest even. bfloat16 is held in 16-bit integers.
+//
+// PART is the number of the part that is compiled: 0 moves and sums, 1 other reductions, 2 the rest. NVRTC needs seconds
+// for each. Without PART all are compiled.
 
 #ifndef KERNEL
 #define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(256) name(__VA_ARGS__)
@@ -170,16 +173,27 @@ struct GeluTanh {
   UNARY(silu_##T, Silu, T, T) UNARY(gelu_##T, Gelu, T, T) UNARY(gelu_tanh_##T, GeluTanh, T, T) \
   BINARY(swiglu_##T, Swiglu, T, T, T)
 
+#ifdef PART
+#define HAS(part) (PART == part)
+#else
+#define HAS(part) 1
+#endif
+
+#if HAS(0)
 MOVE(u8) MOVE(u16) MOVE(u32) MOVE(u64) MOVE(u128)
 CAST(f32, f16) CAST(f32, bf16) CAST(f16, f32) CAST(bf16, f32) CAST(f16, bf16) CAST(bf16, f16)
 ADD(u8, u8, u8) ADD(u16, u16, u16) ADD(u32, u32, u32) ADD(u64, u64, u64)
 ADD(f32, f32, f32) ADD(f64, f64, f64) ADD(c64, c64, c64) ADD(c128, c128, c128)
 ADD_HALF(f16) ADD_HALF(bf16)
+#endif
+#if HAS(1)
 EXTREMES(i8) EXTREMES(i16) EXTREMES(i32) EXTREMES(i64) EXTREMES(u8) EXTREMES(u16) EXTREMES(u32) EXTREMES(u64)
 EXTREMES(f32) EXTREMES(f64)
 PRODUCT(u8) PRODUCT(u16) PRODUCT(u32) PRODUCT(u64) PRODUCT(f32) PRODUCT(f64) PRODUCT(c64) PRODUCT(c128)
 MEAN(f32, f32, f32, f32) MEAN(f64, f64, f64, f64) MEAN(c64, c64, c64, f32) MEAN(c128, c128, c128, f64)
 REDUCE_HALF(f16) REDUCE_HALF(bf16)
+#endif
+#if HAS(2)
 SCALE(f32, f32) SCALE(f64, f64) SCALE(f16, f32) SCALE(bf16, f32)
 ACTIVATE(f32) ACTIVATE(f16) ACTIVATE(bf16)
 
@@ -336,3 +350,4 @@ __device__ void merge(T* c, f32* c_lse, Long rows, Long columns, const T* a, con
   KERNEL(merge_##T, T* c, f32* c_lse, Long rows, Long columns, const T* a, const f32* a_lse, const T* b, \
          const f32* b_lse) { merge(c, c_lse, rows, columns, a, a_lse, b, b_lse); }
 BY_ROWS(f32) BY_ROWS(f16) BY_ROWS(bf16)
+#endif

@@ -85,6 +85,16 @@ def source() -> str:
     return files(__package__).joinpath("kernels.cu").read_text()
 
 
+PARTS = (("copy", "cast", "add"), ("max", "min", "prod", "mean"), ())
+"""The first words of the functions in each part of `kernels.cu`. The last part has all others."""
+
+
+def part_of(function: str) -> int:
+    """The part of `kernels.cu` that has this function. NVRTC compiles only the parts that are used."""
+    word = function.partition("_")[0]
+    return next((part for part, words in enumerate(PARTS) if word in words), len(PARTS) - 1)
+
+
 def launches(
     name: str,
     reads: Sequence[DeviceArray],

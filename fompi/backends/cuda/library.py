@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -48,6 +47,7 @@ class Library:
         self._functions: dict[str, int] = {}
         self._announcers: dict[Form, tuple[int, int, int]] = {}  # the function, its shared memory, its scratch
         self._modules: list[int] = []  # the code of these functions
+        self._parts: dict[int, Any] = {}  # of `kernels.cu`
         self._handle = 0
         self._loaded: set[tuple[object, ...]] = set()  # the kinds of products that cuBLAS has loaded
 
@@ -134,10 +134,13 @@ class Library:
         return self._factors.setdefault(key, np.full(1, value, key[0]))
 
     # -- other kernels
-    @cached_property
-    def _module(self) -> Any:
-        kernels = import_module("fompi.backends.cuda.kernels")
-        return self.device.cupy.RawModule(code=kernels.source(), options=("-std=c++17",), backend="nvrtc")
+    def _part(self, part: int) -> Any:
+        """A part of `kernels.cu`. CuPy compiles it at its first use and keeps the code on disk."""
+        if part not in self._parts:
+            kernels = import_module("fompi.backends.cuda.kernels")
+            options = ("-std=c++17", f"-DPART={part}")
+            self._parts[part] = self.device.cupy.RawModule(code=kernels.source(), options=options, backend="nvrtc")
+        return self._parts[part]
 
     def _function(self, name: str) -> int:
         known = self._functions.get(name)
@@ -145,7 +148,8 @@ class Library:
             return known
         self.device.use()
         try:
-            return self._functions.setdefault(name, int(self._module.get_function(name).kernel.ptr))
+            part = self._part(import_module("fompi.backends.cuda.kernels").part_of(name))
+            return self._functions.setdefault(name, int(part.get_function(name).kernel.ptr))
         except Exception as error:
             raise DeviceError(
                 f"the kernel {name!r} does not compile: {in_words(error)}. NVRTC comes with the CUDA module of the "
