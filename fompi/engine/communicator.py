@@ -230,10 +230,11 @@ class Communicator(Shared):
         try:
             yield
         except Exception as error:
-            why = f"{work}\nrank {{}} has stopped {work}: {text_of(error)}"
-            for channel in engine.channels:
-                if channel is not self.channel:
-                    channel.send_all(STOPPED, 0, why.format(channel.link.rank))
+            with engine.lock:
+                for channel in engine.channels:
+                    if channel is not self.channel:
+                        why = f"rank {channel.link.rank} has stopped {work}: {text_of(error)}"
+                        channel.send_all(STOPPED, 0, f"{work}\n{why}")
             raise
         finally:
             engine.works.remove(work)
@@ -350,7 +351,7 @@ class Communicator(Shared):
             if self.engine.report is not None:
                 self.engine.report.settle(self)
             self.closed = True
-            with suppress(Exception):
+            with suppress(Exception), self.engine.lock:
                 for rank in self.channel.departed:  # it still listens
                     self.channel.send(rank, GONE, 0)
             self.channel.close()

@@ -192,7 +192,7 @@ class Pipeline:
 
     @property
     def _this_step(self) -> str:
-        return f"step {self._steps} of {self.problem}"
+        return f"step {self._steps} of {self.executor.name}"
 
     def _is_here(self, stage: int) -> bool:
         return stage in self._by_number

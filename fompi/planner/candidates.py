@@ -167,7 +167,7 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
     elements = prod(problem.row[:-1]) * max((weight.columns for weight in problem.weights), default=0)  # in a row
     rows = machine.wave // elements if elements else 0
     if rows and 1 < ceil(shard / rows) <= EXACT_UNITS:
-        found |= dict.fromkeys(_exact_cuts(problem, machine, shard, rows, most_ops))
+        found |= dict.fromkeys(_exact_cuts(problem, machine, ceil(shard), rows, most_ops))
     yield from found
 
 

@@ -15,11 +15,12 @@ times as fast, and adds up in float32. A product of two half types is exact in f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fompi.base.errors import PlanError
-from fompi.base.layout import HALF
+from fompi.base.layout import HALF, accumulator
 from fompi.plans.plan import Buffer, Chunk, Collective, Compute, Op, Plan, Program, Programs, Recv, Send
 
 Pairs = Callable[[int, int], bool]
@@ -48,15 +49,17 @@ def for_device(plan: Plan, pairs: Pairs = _all_pairs) -> Plan:
 
 def _narrowed(program: Program) -> Program:
     """The same program without the copies that widen weights of half type. Its products read the weights themselves."""
-    weights = {op.writes[0].buffer: op.reads[0].buffer for op in program.ops if _widens(program, op)}
-    if not weights:
+    writes = Counter(chunk.buffer for op in program.ops for chunk in op.writes)
+    copies = [op for op in program.ops if _widens(program, op) and writes[op.writes[0].buffer] == 1]
+    if not copies:
         return program
+    weights = {op.writes[0].buffer: op.reads[0].buffer for op in copies}
     ops = tuple(
         replace(op, reads=tuple(c._replace(buffer=weights.get(c.buffer, c.buffer)) for c in op.reads))
         if isinstance(op, Compute)
         else op
         for op in program.ops
-        if not _widens(program, op)
+        if op not in copies
     )
     return replace(program, buffers=tuple(b for b in program.buffers if b.name not in weights), ops=ops)
 
@@ -65,7 +68,8 @@ def _widens(program: Program, op: Op) -> bool:
     if not isinstance(op, Compute) or op.kernel != "copy":
         return False
     weight, wide = program.buffer(op.reads[0].buffer), program.buffer(op.writes[0].buffer)
-    return weight.role == "input" and weight.dtype in HALF and wide.role == "scratch" and wide.axis == "whole"
+    is_weight = weight.role == "input" and weight.axis == "whole" and weight.dtype in HALF
+    return is_weight and wide.role == "scratch" and wide.axis == "whole" and wide.dtype == accumulator(weight.dtype)
 
 
 def is_mirror(buffer: Buffer) -> bool:

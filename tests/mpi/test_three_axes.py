@@ -193,7 +193,7 @@ def test_a_stage_fails_on_one_rank_of_tensor_parallelism(world):
     class Part(torch.nn.Module):
         def forward(self, x):
             if fails:
-                raise ArithmeticError("of the user")
+                raise ArithmeticError("of the user, {not a field}")
             return fompi.all_reduce(x, comm=tp)
 
     how = {"comm": pp, "microbatches": 2, "activations": (3,), "dtype": "float64"}

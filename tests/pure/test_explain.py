@@ -407,6 +407,13 @@ def test_slices_end_where_a_wave_ends(operation):
         assert in_waves[best] < other or slices == best, (slices, other, in_waves)
 
 
+def test_a_shard_that_is_hardly_more_than_some_waves():
+    """No slice is empty."""
+    for rows in (1585, 1057 * 3, 1056 * 3 + 2):
+        specs = Spec((rows, 12288), "bfloat16", Shard(1)), Spec((12288, 8192), "bfloat16", Shard(0))
+        verify(fompi.explain("matmul_all_reduce", *specs, ranks=3, machine="h100-nvlink").plan)
+
+
 def test_the_slices_of_library_collectives_are_exact():
     """A brute-force search finds no better cut.
 
