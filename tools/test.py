@@ -49,7 +49,7 @@ SIZES = {
     "openmpi": {
         1: OPERATIONS,
         2: (),
-        3: (*SUBSET, *STRATEGIES, "jax_jit"),
+        3: (*SUBSET, *STRATEGIES),
         4: (*OPERATIONS, "lifetime", "priorities"),
         8: ("communicator",),
     },

@@ -62,7 +62,7 @@ def test_operations_have_the_bits_of_the_software_device(world, device, fakecuda
         return fakecuda.as_cupy(device, x)
 
     schedules = registry.available(problem)
-    for number, schedule in enumerate(schedules if dtype == "float32" else schedules[:2]):
+    for number, schedule in enumerate(schedules if dtype == "float32" else schedules[:1]):
         sizes = calls.row_sizes(problem, ("uneven", "even")[number % 2], seed=number)
         mine = catalogue.inputs(problem, sizes, number)[world.rank]
         options = {"schedule": schedule, "slices": (1, (1, 2))[number % 2]}
