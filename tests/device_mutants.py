@@ -319,9 +319,9 @@ def cases(comm, device):
 
         return run
 
-    def announced(dtype):
+    def announced(dtype, packed=False):
         own = Spec((8 * size, 12 * size), dtype, Shard(1)), Spec((12 * size, 4), dtype, Shard(0))
-        plan = fompi.plan(fompi.matmul_reduce_scatter, *own, ranks=size, schedule="direct", slices=2)
+        plan = fompi.plan(fompi.matmul_reduce_scatter, *own, ranks=size, schedule="direct", slices=2, packed=packed)
         operands = {"x": (rows % 7).astype(dtype), "w": w.astype(dtype)}
 
         def run():
@@ -375,7 +375,7 @@ def cases(comm, device):
         unbound(fompi.all_reduce, np.asfortranarray(x), schedule="ring"),
         unbound(fompi.all_gather, x, schedule="unfused"),
         announced("float32"),
-        announced("float16"),
+        announced("float16", packed=True),  # copies in another stream come before the products
         after_a_kernel,
         in_place,
         read_after_a_kernel,

@@ -107,7 +107,6 @@ _STRATEGIES = {
     "ring attention": ("ring attention", "k / a", (0.5, 1, 1.3)),
     "ring attention, backward": ("ring attention, backward", "k / a", (0.5, 1, 1.3)),
     "Ulysses": ("Ulysses attention", "T_m / T_c", (0.5, 1)),
-    "Ulysses, N = 2": ("Ulysses attention, N = 2", "T_m / T_c", (0.5, 1)),
     "USP 2x2": ("USP 2x2", "T_m / T_c", (0.5,)),
     "experts": ("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1)),
 }
@@ -162,15 +161,6 @@ CLAIMS = (
             ),
             Pick("TP beside DP, first come: exposed / alone", "^data beside tensor", "first come / alone"),
             Pick("TP beside DP, priorities: exposed / alone", "^data beside tensor", "priorities / alone"),
-        ),
-    ),
-    Claim(
-        "parallel-2x2",
-        "Attention over two groups of two hosts",
-        "500 Mbit/s inside a group, one shared link of 100 Mbit/s between. Ulysses in the groups, a ring between them.",
-        (
-            Pick("USP 2x2, T_m / T_c = 0.5: exposed / messages", "^USP 2x2, ", "^e"),
-            Pick("USP 2x2: serial / fompi", "^USP 2x2, ", "^serial"),
         ),
     ),
     Claim(

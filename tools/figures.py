@@ -34,7 +34,6 @@ LINKS = {
     "papers": (["--hosts", "4", "--rate", "1gbit"], 7),
     "fused": (["--hosts", "2", "--rate", "1gbit"], 11),
     "parallel": (["--hosts", "4", "--rate", "500mbit"], 3),
-    "parallel-2x2": (["--groups", "2x2", "--rate", "500mbit", "--between", "100mbit"], 3),
     "step": (["--hosts", "2", "--rate", "1gbit"], 5),
     "ddp": (["--hosts", "2", "--rate", "1gbit"], 7),
     "jit": (["--hosts", "2", "--rate", "500mbit"], 15),

@@ -100,6 +100,7 @@ class Agreement(Task):
     rows: Sequence[int] = ()
     same_signature = True
     hints: Sequence[int] = ()
+    arriving: Sequence[int] | None = None  # beside `expects`, without `equal_totals`: the rows from each rank
     then: Callable[[Agreement], None] | None = None
     begun = 0.0  # when this rank started it, in seconds of perf_counter
     last = 0  # the rank whose message arrived last
@@ -206,6 +207,11 @@ class Agreement(Task):
             if self.expects not in (-1, total):
                 self.refusal = ShapeError(
                     f"{self.describe()}: {total} rows arrive here, but an operand or out= has {self.expects}"
+                )
+            elif self.arriving is not None and list(self.arriving) != list(self.rows):
+                self.refusal = ShapeError(
+                    f"{self.describe()}: {list(self.rows)} rows arrive here, a number from each rank, but "
+                    f"{list(self.arriving)} are expected"
                 )
             return True
         for rank, rows in enumerate(expected):

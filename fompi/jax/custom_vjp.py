@@ -16,11 +16,11 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from fompi.base.errors import LayoutError
-from fompi.jax import private, replicated
+from fompi.jax import private
 from fompi.jax.primitive import call_of, under_trace
 from fompi.jax.replicated import ReplicatedCall
 from fompi.jax.started import start
-from fompi.ops.adjoints import DIFFERENTIABLE, Call, flatten
+from fompi.ops.adjoints import DIFFERENTIABLE, Call, check_convention, flatten
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer
@@ -35,7 +35,7 @@ def _differentiable(operation: Operation[Any]) -> Any:
     def call(*args: Any, gradient: str = "sum", **options: Any) -> Any:
         arguments, comm, call_options = operation.read(args, options)
         try:
-            replicated.check(operation.name, gradient)
+            check_convention(f"fompi.jax.{operation.name}", gradient)
         except LayoutError as error:
             operation.refuse(error, comm)
         return run(operation, arguments, comm, call_options, gradient)
@@ -62,9 +62,9 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
         tensors = [p.value for p in primals]
         inner = replace(call, needs=needs)
         if any(map(private.is_forward, tensors)):
-            site, result = under_trace(
-                call.operation, call.arguments.with_tensors(tensors), call.comm, call.call_options
-            )
+            given = call.arguments.with_tensors(tensors)
+            convention = "replicated" if isinstance(call, ReplicatedCall) else "sum"
+            site, result = under_trace(call.operation, given, call.comm, call.call_options, convention)
             inner = call_of(site)
         elif any(map(is_tracer, tensors)):
             result = _apply(inner, tensors)

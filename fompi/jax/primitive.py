@@ -222,10 +222,10 @@ def _batch(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[
         raise TensorError(f"fompi.jax.{site.name} is not possible inside jax.vmap: call it outside")
     a, name = site.arguments, site.operation.name
     alone = dims[0] is not None and all(d is None for d in dims[1:])
-    flat = name == "sendrecv" or is_flat(name)
+    has_rows = name != "sendrecv" and not is_flat(name)
     if not alone or (name == "reduce" and not site.given[0].shape):
         return _one_by_one(tensors, dims, site)
-    if flat:
+    if not has_rows:
         at = len(site.given[0].shape)
         x = jnp.moveaxis(tensors[0], dims[0], at)
         arguments = a.with_tensors([x, *tensors[1:]])

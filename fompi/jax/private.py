@@ -27,6 +27,7 @@ NAMES = {
     "jax._src.interpreters.mlir": "create_token",
     "jax._src.interpreters.mlir.ModuleContext": "add_keepalive replace",
     "jax._src.interpreters.mlir.LoweringRuleContext": "replace set_tokens_out",
+    "jax.core": "ShapedArray eval_jaxpr",
     "jax.core.Tracer": "to_concrete_value",
 }
 """What is used, by the module or class that has it."""

@@ -31,7 +31,10 @@ from fompi.jax import private
 from fompi.jax.primitive import ready
 
 PROGRAM = jax.extend.core.Primitive("fompi_program")
-"""A program without effects. Its calls of fompi have a token of their own."""
+"""A program without effects. Its calls of fompi have a token of their own.
+
+JAX drops it if no result is used. So it has results, and it is a whole program of JAX, which returns all of them.
+"""
 
 PROGRAM.multiple_results = True
 
@@ -42,8 +45,8 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     The values are those of `jax.jit`. A program starts as fast as one without calls of fompi, which takes some
     microseconds instead of about 0.2 ms. `options` are those of `jax.jit`. Without `function` it returns a decorator.
 
-    Inside another trace (`jax.jit`, `jax.grad`, `jax.vmap` of the result) it is `jax.jit`. So it is if the function has
-    other effects too, such as `jax.debug.print`.
+    Inside another trace (`jax.jit`, `jax.grad`, `jax.vmap` of the result) it is `jax.jit`. So it is if the function
+    returns no array, or has other effects too, such as `jax.debug.print`.
     """
     if function is None:
         return functools.partial(jit, **options)
@@ -55,8 +58,13 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return (fast if is_outside() else plain)(*args, **kwargs)
 
-    for name in ("lower", "trace", "eval_shape", "clear_cache"):
+    def clear_cache() -> None:
+        fast.clear_cache()
+        plain.clear_cache()
+
+    for name in ("lower", "trace", "eval_shape"):
         setattr(call, name, getattr(fast, name))
+    call.clear_cache = clear_cache  # type: ignore[attr-defined]
     return call
 
 
@@ -79,7 +87,7 @@ def _with_own_token(function: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t]
         jaxpr = jax.make_jaxpr(of_tensors)(*tensors)
         body, operands = functools.partial(_run, jaxpr.jaxpr), (*jaxpr.consts, *tensors)
-        if jaxpr.effects == {_ready()}:
+        if jaxpr.effects == {_ready()} and jaxpr.out_avals:
             _finish_at_exit()
             results = PROGRAM.bind(*operands, body=body, results=tuple(jaxpr.out_avals))
         else:

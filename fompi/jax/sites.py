@@ -116,7 +116,7 @@ class BoundSite(Site):
             super().__init__(operation, arguments, comm, call_options, gradient)
             without_data = [dlpack.Lent(np.empty(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
             local = localise(operation.name, arguments.with_tensors(without_data), comm.rank, comm.size)
-            text = _in_words(local, call_options, arguments.gradient)
+            text = _in_words(local, call_options, arguments.gradient, gradient)
         except Exception as error:
             refusal = error
         agree(comm, f"{text} under jax.jit", refusal)
@@ -270,7 +270,7 @@ def _check(operation: Operation[Any], arguments: Arguments, call_options: CallOp
         raise PlanError(f'fompi.{operation.name}: effort="measure" cannot be used under jax.jit: give schedule=')
 
 
-def _in_words(local: LocalCall, call_options: CallOptions, gradient: str) -> str:
+def _in_words(local: LocalCall, call_options: CallOptions, words: str, gradient: str) -> str:
     """The call as text. It has all that must be the same on all ranks."""
     problem, (schedule, slices, _) = local.problem, call_options
     text = f"{problem.common}, dim={local.dim}"
@@ -282,7 +282,9 @@ def _in_words(local: LocalCall, call_options: CallOptions, gradient: str) -> str
         text += f", rows {list(local.rows)}"
     if (schedule, slices) != ("auto", None):
         text += f" by {schedule}, slices {slices}"
-    return f"{text} {gradient}" if gradient else text
+    if gradient != "sum":
+        text += f", gradient={gradient}"
+    return f"{text} {words}" if words else text
 
 
 def _sizes_of(comm: Communicator, local: LocalCall) -> Sizes:

@@ -1,8 +1,9 @@
 """A strategy of `fompi.parallel` as a function with a `custom_vjp`. Programs do not call this file: `f(x, w)` does.
 
 On arrays the forward and the backward of the strategy run at once. In a program that JAX compiles, each is a call on
-the host (`_Forward`, `_Backward`), in the order of all calls. There a trace runs the strategy once on zeros, to know
-the shapes of its results: all ranks trace alike. The operations of a strategy agree at each call, as outside of jit.
+the host (`_Forward`, `_Backward`), in the order of all calls. There a trace runs the strategy once on drawn values, to
+know the shapes of its results: all ranks trace alike. The operations of a strategy agree at each call, as outside of
+jit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fompi.base.errors import StateError
+from fompi.base.errors import LayoutError, StateError
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Form
 from fompi.jax.primitive import CALL, ready
@@ -40,6 +41,8 @@ jax.tree_util.register_pytree_node(_Kept, lambda kept: ((), kept), lambda kept, 
 def differentiable(f: Differentiable, given: dict[str, Any]) -> Any:
     """f(**given), with a gradient. The backward computes all gradients, on all ranks alike."""
     traced = [name for name in given if name not in f.tensors and private.is_abstract(given[name])]
+    if "cu_seqlens" in traced:
+        raise LayoutError(f"fompi.jax.{f.__name__}: cu_seqlens= must be a Python value: use static_argnums of jax.jit")
     arguments = [given[name] for name in (*f.tensors, *traced)]  # traced: such as tokens, which have no gradient
     leaves = flatten(arguments)
     present = [t is not None for t in leaves]
@@ -74,7 +77,7 @@ def _under_trace(name: str, forward: Callable[..., Any], backward: Callable[...,
     ready()
     ffi.register()
     given = [Form(tuple(t.shape), np.dtype(t.dtype).name) for t in tensors]
-    y, saved = forward(*map(_zeros, given))
+    y, saved = forward(*itertools.starmap(_drawn, enumerate(given)))
     nested = y if isinstance(y, tuple) else (y,)
     results = list(map(_form, flatten(nested)))
 
@@ -97,6 +100,15 @@ def _under_trace(name: str, forward: Callable[..., Any], backward: Callable[...,
     run = jax.custom_vjp(lambda *tensors: result(CALL.bind(*tensors, site=_Forward(name, forward, given, results))))
     run.defvjp(keeping, pull)
     return run(*tensors)
+
+
+def _drawn(seed: int, form: Form) -> Any:
+    """A random tensor: a router that is all zeros would send the rows of all ranks to the same experts."""
+    dtype = np.dtype(form.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _zeros(form)
+    values = np.random.default_rng(seed).standard_normal(form.shape, np.float32).astype(dtype)
+    return dlpack.lend(values.view(dlpack.STORAGE[form.dtype]), form.dtype, "jax")
 
 
 def _zeros(form: Form) -> Any:

@@ -220,9 +220,11 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun runs inside one of them.
     """
     if library_name != "Open MPI" and _is_closed(environ.get("PMI_FD")):
+        alone = " FOMPI_SINGLETONS=1" if is_child(environ) else ""  # the variables of torchrun are still set, too
         return (
             "this process is a child of a rank: the connection to the launcher is closed here, but its variables are "
-            "still set. Start the child with `env -u PMI_FD -u PMI_RANK -u PMI_SIZE` to make it a job of one rank"
+            f"still set. Start the child with `env -u PMI_FD -u PMI_RANK -u PMI_SIZE{alone}` to make it a job of one "
+            "rank"
         )
     if library_name not in ("MPICH", "MVAPICH") or "PMIX_NAMESPACE" not in environ:
         return None
@@ -236,16 +238,28 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
 BRIDGED = ("MPICH", "MVAPICH", "Intel MPI")
 """The MPI libraries that speak PMI-1, so that `fompi.mpi.pmi` can start them."""
 
+CONNECTED = "PMI_CONNECTED_BY_FOMPI"
+"""A variable that `fompi.mpi.pmi` sets to `process_of(environ)`. Child processes inherit it."""
+
+
+def process_of(environ: Mapping[str, str]) -> str:
+    """Which process of which job of torchrun this is. A torchrun that runs inside another one has another port."""
+    return " ".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+
+
+def is_child(environ: Mapping[str, str]) -> bool:
+    """True if `fompi.mpi.pmi` has connected the process of torchrun that this one is a child of."""
+    return environ.get(CONNECTED) == process_of(environ)
+
 
 def is_bridged(launch: Launch, library_name: str, environ: Mapping[str, str]) -> bool:
     """True if fompi connects the processes to each other, because their launcher, torchrun, starts no MPI.
 
     False for a child of such a process, which has the variables of both, and for a job of one process.
     """
-    is_child = (environ.get("PMI_RANK"), environ.get("PMI_SIZE")) == (environ.get("RANK"), environ.get("WORLD_SIZE"))
     has_store = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
     is_whole = launch.launcher == "torchrun" and launch.size not in (None, 1) and has_store
-    return is_whole and library_name in BRIDGED and not is_child
+    return is_whole and library_name in BRIDGED and not is_child(environ)
 
 
 def torchrun_refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = None) -> str | None:
@@ -257,7 +271,7 @@ def torchrun_refusal(environ: Mapping[str, str], library_name: str, mpirun: str 
     launch = detect(environ)
     if launch.launcher != "torchrun" or launch.local_size == 1 or is_bridged(launch, library_name, environ):
         return None
-    if "PMIX_NAMESPACE" not in environ and "PMI_FD" not in environ:
+    if is_child(environ) or ("PMIX_NAMESPACE" not in environ and "PMI_FD" not in environ):
         return None
     return f"torchrun, inside a rank of another launcher, starts no MPI: {_fix(launch, library_name, mpirun)}"
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -26,6 +27,7 @@ from time import perf_counter, sleep
 from typing import Protocol
 
 from fompi.base.errors import LaunchError, WaitTimeout
+from fompi.mpi import launcher
 
 STORES: dict[str, Callable[[float], Store]] = {}
 """By the name of a launcher: a function (timeout in seconds) that opens the store of its processes.
@@ -86,6 +88,7 @@ def meet(store: Store, rank: int, size: int, node: str, library: str, seconds: f
     everyone[rank], name, own = ticket, "", json.dumps(ticket)
     if rank == 0:
         name = uuid.uuid4().hex
+        store.set(f"{name}/0", own)
         store.set("job", name)
 
     def all_are_here() -> bool:
@@ -107,7 +110,10 @@ def meet(store: Store, rank: int, size: int, node: str, library: str, seconds: f
         return len(everyone) == size and everyone[rank] == ticket
 
     if not _waited(all_are_here, seconds):
-        missing = [str(r) for r in range(size) if not everyone[r]] if rank == 0 else ["0"]
+        # If there is a list of all ranks, it is that of an earlier job: rank 0 has begun no other one.
+        is_earlier = not name or store.check([f"{name}/all"])
+        missing = [] if is_earlier else [str(r) for r in range(size) if not store.check([f"{name}/{r}"])]
+        missing = missing or ["0"]
         raise WaitTimeout(
             f"rank {rank} of {size} waited {seconds:g} s (FOMPI_TIMEOUT) for rank{'s' * (len(missing) > 1)} "
             f"{', '.join(missing)} to start MPI: every process that the launcher has started must use fompi"
@@ -168,10 +174,11 @@ class Bridge:
     def finalised(self) -> None:
         """MPI_Finalize has returned. MPICH says "finalize" when the process exits, and no thread runs any more.
 
-        So the answer is sent in advance, on a connection that nothing closes.
+        So the answer is sent in advance, on a connection that nothing closes. If it is closed already, nobody asks.
         """
-        if not self._said_finalize:
-            os.write(os.dup(self._connection.fileno()), b"cmd=finalize_ack rc=0\n")
+        with suppress(OSError):
+            if not self._said_finalize:
+                os.write(os.dup(self._connection.fileno()), b"cmd=finalize_ack rc=0\n")
 
     def _serve(self) -> None:
         with self._connection, self._connection.makefile("r") as lines:
@@ -239,10 +246,11 @@ class Bridge:
 def connect(job: Job, environ: MutableMapping[str, str], seconds: float) -> Bridge:
     """Set the variables of PMI-1, and answer what MPI_Init will ask.
 
-    Child processes do not inherit the connection. They see that they are children: `launcher.refusal`.
+    Child processes do not inherit the connection. They see that they are children: `launcher.CONNECTED`.
     """
     ours, theirs = socket.socketpair()
     environ.update(PMI_FD=str(theirs.detach()), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size))
+    environ[launcher.CONNECTED] = launcher.process_of(environ)
     for name in [name for name in environ if name.startswith("PMIX_")]:  # of an outer launcher
         del environ[name]
     return Bridge(ours, job, seconds)

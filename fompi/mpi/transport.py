@@ -83,6 +83,8 @@ def start_mpi() -> ModuleType:
         finally:
             for name in added:
                 del os.environ[name]
+        if _is_torchrun():
+            atexit.register(_finalize)
         if MPI.COMM_WORLD.Get_size() == 1:
             unlink_segments()
     return MPI
@@ -240,18 +242,32 @@ def load_mpi() -> ModuleType:
 
         rc = mpi4py.rc
         initialize, rc.initialize = rc.initialize, False
-        if launcher.detect().launcher == "torchrun":  # see _start_bridged
-            rc.finalize = False
         if rc.finalize is None:  # None means: the same as rc.initialize
             rc.finalize = initialize
+        finalize = rc.finalize
+        if _is_torchrun():  # fompi ends MPI, see _start_bridged and _finalize
+            rc.finalize = False
         try:
             from mpi4py import MPI
         finally:
-            rc.initialize = initialize
+            rc.initialize, rc.finalize = initialize, finalize
     except (ImportError, RuntimeError) as error:
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise LaunchError(f"there is no MPI ({cause}): {_INSTALL}") from error
     return MPI
+
+
+def _is_torchrun() -> bool:
+    return launcher.detect().launcher == "torchrun"
+
+
+def _finalize() -> None:
+    """End MPI, as mpi4py would: unless the program has, or has set `rc.finalize` to False."""
+    import mpi4py
+
+    MPI = load_mpi()
+    if mpi4py.rc.finalize and not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 def _requested_thread_level() -> str:
@@ -288,9 +304,11 @@ def _start_bridged(MPI: ModuleType) -> None:
 
     def end() -> None:
         leaving.wait()
-        functions.MPI_Finalize()
-        bridge.finalised()
-        left.set()
+        try:
+            functions.MPI_Finalize()
+            bridge.finalised()
+        finally:
+            left.set()
 
     def finalize() -> None:
         leaving.set()

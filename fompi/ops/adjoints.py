@@ -46,7 +46,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn
 
-from fompi.base.errors import FompiError, TensorError
+from fompi.base.errors import FompiError, LayoutError, TensorError
 from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
@@ -153,6 +153,16 @@ class Call:
         return self.apply(operation, arguments, self.comm, CallOptions(schedule, slices, effort))
 
 
+CONVENTIONS = ("sum", "replicated")
+"""The values of `gradient=`: the loss is the sum of the losses of all ranks, or one that all ranks compute alike."""
+
+
+def check_convention(operation: str, gradient: Any) -> None:
+    """Raise LayoutError if `gradient` is no convention."""
+    if gradient not in CONVENTIONS:
+        raise LayoutError(f"{operation}: gradient={gradient!r} must be 'sum' or 'replicated'")
+
+
 REPLICATED = ("all_reduce", "all_gather", "broadcast", "matmul_all_reduce", "all_gather_matmul_many")
 """The operations whose (first) result is the same on all ranks."""
 
@@ -160,7 +170,7 @@ REPLICATED = ("all_reduce", "all_gather", "broadcast", "matmul_all_reduce", "all
 class ReplicatedCall(Call):
     """A call whose replicated result has a loss that all ranks compute alike and that counts once.
 
-    There dy is the same on all ranks, and the backward needs no message:
+    There dy is the same on all ranks, and the backward need not sum it:
 
     | y =                     | dx =                   | dw =      |
     |-------------------------|------------------------|-----------|
@@ -168,7 +178,14 @@ class ReplicatedCall(Call):
     | all_gather(x)           | the rows of dy here    |           |
     | broadcast(x)            | dy on the root, else 0 |           |
     | matmul_all_reduce(x, w) | dy @ w.T               | x.T @ dy  |
+
+    It sends messages only for a maximum or minimum, to find the terms that are equal to it.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(self.needs):
+            self.arguments.gradient += " of a loss that counts once"
 
     def shared(self, dy: Any) -> Any:
         """dy, in the graph of a second derivative: the gradient of dy is the sum of those of all ranks."""

@@ -31,7 +31,8 @@ import numpy as np
 
 from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
-from fompi.mpi.transport import load_mpi, start_mpi
+from fompi.mpi import environment
+from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
 from fompi.ops import operations
 from fompi.ops.operation import Operation
 from fompi.tensors import dlpack
@@ -76,16 +77,16 @@ class Buffer:
         memory, counts, displacements, datatype = _taken_apart(spec, vector)
         if isinstance(datatype, str):
             datatype = MPI.Datatype.fromcode(datatype)
-        self.owner, nbytes, on_host = None, 0, True
+        self.owner, nbytes, self.on_host = None, 0, True
         if memory is None or memory is MPI.BOTTOM:
             if datatype is None:
                 raise TensorError("a buffer that is None or MPI.BOTTOM needs a datatype")
         else:
             self.owner = MPI.buffer(memory)
-            nbytes, (code, on_host) = self.owner.nbytes, _code_and_place(memory)
+            nbytes, (code, self.on_host) = self.owner.nbytes, _code_and_place(memory)
             datatype = datatype or MPI.Datatype.fromcode(code)
         self.datatype, self.size, self.extent = datatype, datatype.Get_size(), datatype.Get_extent()[1]
-        self.is_plain = on_host and datatype.is_predefined and self.size == self.extent
+        self.is_plain = self.on_host and datatype.is_predefined and self.size == self.extent
         several, first = max(1, parts), 0
         if not vector and displacements is not None:
             first = operator.index(displacements)
@@ -102,9 +103,22 @@ class Buffer:
         elif np.ndim(displacements) == 0:
             displacements = [operator.index(displacements) * i for i in range(parts)]
         self.displacements = _numbers(displacements, several)
-        ends = [at + n for at, n in zip(self.displacements, self.counts, strict=True) if n]
-        if min(self.counts) < 0 or (self.owner and self.is_plain and max(ends, default=0) * self.size > nbytes):
-            raise ShapeError(f"counts {self.counts} of {self.size}-byte items do not fit in {nbytes} bytes")
+        begin, end = self._reach()
+        if min(self.counts) < 0 or (self.owner is not None and (end > nbytes or (begin < 0 and self.is_plain))):
+            where = f"counts {self.counts} at {self.displacements}"
+            raise ShapeError(f"{where} of {self.extent}-byte items do not fit in {nbytes} bytes")
+
+    def _reach(self) -> tuple[int, int]:
+        """The first byte of all items, and the one after the last. (0, 0): there are no items.
+
+        An item may end before its extent does, or after it.
+        """
+        first, span = self.datatype.Get_true_extent()
+        parts = [(at, at + n - 1) for at, n in zip(self.displacements, self.counts, strict=True) if n > 0]
+        if not parts or not self.size:
+            return 0, 0
+        places = [at * self.extent for part in parts for at in part]
+        return min(places) + first, max(places) + first + span
 
     @property
     def nbytes(self) -> list[int]:
@@ -113,7 +127,15 @@ class Buffer:
 
     @cached_property
     def memory(self) -> Bytes | None:
-        """All parts as bytes in the memory of the program. None: they are not in one piece there, in order."""
+        """All parts as bytes in the memory of the program. None: they are not in one piece on the host, in order.
+
+        Raises TensorError for memory of a device that the MPI library cannot copy.
+        """
+        if not (self.on_host or gpu_awareness(environment.value("FOMPI_GPU_AWARE")).aware):
+            raise TensorError(
+                "the buffer is on a device, whose memory this MPI library does not take: "
+                "give the array to the operation of fompi, for example fompi.all_reduce(x, comm=comm)"
+            )
         at = self.displacements[0]
         if not self.is_plain:
             return None
@@ -153,7 +175,7 @@ class Buffer:
         for displacement, count, nbytes in zip(self.displacements, self.counts, self.nbytes, strict=True):
             begin, end = end, end + nbytes
             if count:
-                at = (self.owner.address if self.owner else 0) + displacement * self.extent
+                at = (0 if self.owner is None else self.owner.address) + displacement * self.extent
                 place = MPI.buffer.fromaddress(at, count * self.extent)
                 ends = [[place, count, self.datatype], [packed[begin:end], nbytes, MPI.PACKED]]
                 there, here = ends[::-1] if to_program else ends
@@ -175,7 +197,7 @@ class Buffer:
 
 
 def _code_and_place(memory: Any) -> tuple[str, bool]:
-    """The code of the type of the items, and whether NumPy can read the memory. MPI copies that of a device."""
+    """The code of the type of the items, and whether NumPy can read the memory: that of a device it cannot."""
     try:
         return memoryview(memory).format, True
     except TypeError:
@@ -209,12 +231,16 @@ def _numbers(given: Any, count: int) -> list[int]:
 
 
 class Call(NamedTuple):
-    """A call of an operation of fompi, and `finish(pending)`, which brings its result to the buffers of the program."""
+    """A call of an operation of fompi, and `finish(pending)`, which brings its result to the buffers of the program.
+
+    `expects` is how many bytes of rows must arrive on this rank, -1: any number. The ranks compare it before they send.
+    """
 
     operation: Operation[Any]
     x: Any
     options: dict[str, Any]
     finish: Callable[[Any], object]
+    expects: int = -1
 
 
 class Request(MPI.Grequest):
@@ -278,7 +304,9 @@ class Request(MPI.Grequest):
 class Comm(MPI.Intracomm):
     """The ranks of `comm`, a communicator of mpi4py (None: all ranks), with collectives of fompi.
 
-    It has the handle of `comm`: nothing is copied, and freeing one frees both. Everything else is as in mpi4py.
+    Creating it is collective. It has the handle of `comm`: nothing is copied, and freeing one frees both. Everything
+    else is as in mpi4py. What its own `Dup` or `Split` returns is a Comm too, but not ready: its first collective waits
+    for all its ranks, also one with I. `mpi.Comm(comm.Split(...))` is ready.
     """
 
     def __new__(cls, comm: Any = None) -> Comm:
@@ -286,9 +314,13 @@ class Comm(MPI.Intracomm):
         made: Comm = super().__new__(cls, MPI.COMM_WORLD if comm is None else comm)
         return made
 
+    def __init__(self, comm: Any = None):
+        if self != MPI.COMM_NULL:
+            Communicator.of(self)
+
     @property
     def communicator(self) -> Communicator:
-        """The Communicator that carries out the collectives. Creating it, at the first call, is collective."""
+        """The Communicator that carries out the collectives."""
         return Communicator.of(self)
 
     # -- moves: bytes
@@ -300,8 +332,9 @@ class Comm(MPI.Intracomm):
             raise TensorError("the buffer is read-only")
 
         def finish(pending: Any) -> None:
+            y = pending.result  # in place, this writes it to the buffer
             if not (in_place or is_root):
-                buffer.unpack(pending.result)
+                buffer.unpack(y)
 
         return Call(operations.broadcast, x, {"root": root, "out": x if in_place else None}, finish)
 
@@ -315,13 +348,15 @@ class Comm(MPI.Intracomm):
             y = pending.result
             if target is None:
                 return
-            if operation.name in ("all_gather", "all_to_all") and list(pending.counts) != target.nbytes:
-                words = f"{list(pending.counts)} bytes arrive from the ranks, but there is room for {target.nbytes}"
+            arrived = [len(y)] if operation.name == "scatter" else list(pending.counts)
+            if arrived != target.nbytes:
+                words = f"{arrived} bytes arrive from the ranks, but there is room for {target.nbytes}"
                 raise ShapeError(f"{operation.name}: {words}")
             if out is None:
                 target.unpack(y)
 
-        return Call(operation, x, {"out": out, **options}, finish)
+        expects = -1 if target is None else sum(target.nbytes)
+        return Call(operation, x, {"out": out, **options}, finish, expects)
 
     def _allgather(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Call:
         target = Buffer(recvbuf, self.Get_size(), vector)
@@ -371,6 +406,9 @@ class Comm(MPI.Intracomm):
         if target is not None and target.number != number:
             raise TensorError(f"{operation.name}: the numbers to send are {number}, those to receive {target.number}")
         room = None if target is None else x if target is source else target.array()
+        count = options["counts"][self.Get_rank()] if "counts" in options else len(x)
+        if room is not None and count > len(room):
+            raise ShapeError(f"{operation.name}: {count} numbers arrive, but there is room for {len(room)}")
         in_place = target is source and operation.name in ("all_reduce", "reduce")
         out = room if in_place or (room is not None and not np.may_share_memory(room, x)) else None
 
@@ -378,8 +416,6 @@ class Comm(MPI.Intracomm):
             y = pending.result
             if target is None or room is None:
                 return
-            if len(y) > len(room):
-                raise ShapeError(f"{operation.name}: {len(y)} numbers arrive, but there is room for {len(room)}")
             if out is None:
                 room[: len(y)] = y
             if target.memory is None:
@@ -424,7 +460,9 @@ class Comm(MPI.Intracomm):
         if call is None:
             return None
         reading = {**call.options, "comm": self.communicator}
-        pending = call.operation.begin(*call.operation.read((call.x,), reading))
+        arguments, *how = call.operation.read((call.x,), reading)
+        arguments.expects = call.expects
+        pending = call.operation.begin(arguments, *how)
         return pending, lambda: call.finish(pending)
 
 

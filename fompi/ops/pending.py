@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -53,6 +54,9 @@ VERIFIED_RANKS = 8
 
 Plans for more ranks are only verified by the tests, except those of schedules that a user has registered.
 """
+
+_COPYING = Lock()
+"""Held while a result is copied over x. Of several threads that wait for one call, all return after the copy."""
 
 
 def place_of(comm: Communicator, local: LocalCall) -> str:
@@ -171,6 +175,7 @@ class Pending:
             self._task = agreement = Agreement(
                 comm, self._stamp, number, self._describe, rows, expects, refusal, equal_totals, signature, hint
             )
+            agreement.arriving = self._arguments.arriving
             agreement.then = self._agreed
             agreement.start()
         if refusal is not None:
@@ -407,9 +412,11 @@ class Pending:
         if run.is_enqueued:
             self._backend.leave(run.in_flight())
         if local.out is not None:
-            if local.in_place and "y" in self._outputs:
-                target, y = local.out.array.reshape(-1), self._outputs.pop("y")
-                np.copyto(target, y) if local.out.device is None else self._backend.copy((target, y))
+            if local.in_place:
+                with _COPYING:
+                    target, y = local.out.array.reshape(-1), self._outputs.pop("y", None)
+                    if y is not None:
+                        np.copyto(target, y) if local.out.device is None else self._backend.copy((target, y))
             if local.out.host is not None:
                 np.copyto(local.out.host, local.out.array.get())
             return self._arguments.out

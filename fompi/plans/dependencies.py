@@ -179,20 +179,24 @@ WHOLES = {"matmul": 1, "matmul_bias": 2}
 def announced(program: Program, needs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The products at the head of the compute lane that one kernel may compute, and announce one after the other.
 
-    `needs` are those of `constraints`. These products wait for no message, have the same weight and the same dtypes,
-    and some op of another lane takes the result of one of them before the last one is done. Empty: there are no two.
+    `needs` are those of `constraints`. These products wait for no message, nor for one another, have the same weight
+    and the same dtypes, and some op of another lane takes the result of one of them before the last one is done.
+    Empty: there are no two.
     """
     ops, early, found = program.ops, set[int](), list[int]()
+    later = set[int]()  # these products, and what waits for them
     for i, op in enumerate(ops):
         if isinstance(op, Compute) and early.issuperset(needs[i]):
             early.add(i)  # it waits for kernels only
     for i, op in enumerate(ops):
-        if lane(op) != ("compute", 0):
-            continue
-        is_next = i in early and _factors(program, op) == _factors(program, ops[found[0] if found else i])
-        if not is_next or _factors(program, op) is None or not set(found).isdisjoint(needs[i]):
-            break
-        found.append(i)
+        is_later = not later.isdisjoint(needs[i])
+        if lane(op) == ("compute", 0):
+            is_next = i in early and _factors(program, op) == _factors(program, ops[found[0] if found else i])
+            if not is_next or _factors(program, op) is None or is_later:
+                break
+            found.append(i)
+        if is_later or i in found[-1:]:
+            later.add(i)
     takers = (before for i, op in enumerate(ops) if lane(op) != ("compute", 0) for before in needs[i])
     return tuple(found) if not set(found[:-1]).isdisjoint(takers) else ()
 

@@ -109,7 +109,7 @@ def _columns(problem: Any, x: Tensor, rows: int, rank: int) -> dict[str, Tensor]
 class BoundPlan:
     """A compiled plan on fixed memory, with what each op does for the rows in use.
 
-    The rows are those of the plan, or fewer (`_resize`). Work that depends on rows is done when the rows change, not
+    The rows are those of the plan, or fewer (`_use`). Work that depends on rows is done when the rows change, not
     at every call.
     """
 
@@ -156,7 +156,8 @@ class BoundPlan:
     def _announced_whole(self) -> Announcing | None:
         """The one kernel for the products that a device can announce. None: each product is a kernel of its own.
 
-        It is for the rows of the plan.
+        It is for the rows of the plan. An error here belongs to this rank alone, and the ranks have agreed already. So
+        it is the first call that fails, if the device is of no more use.
         """
         compiled, choice = self.compiled, environment.value("FOMPI_COUNTERS")
         names = {compiled.program.ops[i].kernel for i in compiled.announced}  # type: ignore[union-attr]
@@ -164,7 +165,10 @@ class BoundPlan:
             return None
         starts = compiled.sized(self.plan.extents(self.comm.rank)).starts
         products, folder = compiled.products(self._arrays, starts), environment.cache_folder()
-        launch = self.backend.bind_announced(products, choice == "1", folder)  # type: ignore[attr-defined]
+        try:
+            launch = self.backend.bind_announced(products, choice == "1", folder)  # type: ignore[attr-defined]
+        except Exception:
+            return None
         return None if launch is None else Announcing(compiled.announced, launch)
 
     @property
@@ -206,9 +210,11 @@ class BoundPlan:
             if tensor is not None and tensor.host is not None:
                 tensor.host[...] = tensor.array.get().reshape(tensor.host.shape)
 
-    def _resize(self, counts: Any) -> None:
-        """Use these rows from now on. Raises ShapeError on all ranks: every rank checks the counts of all."""
+    def _sizes_of(self, counts: Any) -> Sizes:
+        """The rows of a call. Raises ShapeError on all ranks: every rank checks the counts of all."""
         most = self.plan.sizes
+        if counts is None:
+            return most
         form = "rows[source][dest]" if most.pairs else "the rows of every rank"
         try:
             table = [tuple(map(index, row)) for row in (counts if most.pairs else (counts,))]
@@ -222,8 +228,7 @@ class BoundPlan:
                 rank, n = next((r, n) for r, n in enumerate(row) if not 0 <= n <= limits[r])
                 raise ShapeError(f"counts have {n} rows for rank {rank}, but the plan allows 0 to {limits[rank]}")
         sizes = Sizes(pairs=tuple(table)) if most.pairs else Sizes(table[0])
-        if sizes != self._sizes:
-            self._use(most if sizes == most else sizes)
+        return most if sizes == most else sizes
 
     def _block(self, name: str, part: int) -> int:
         """The block of the buffer `name` that is part `part` on this rank."""

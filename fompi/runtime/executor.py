@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -13,7 +14,7 @@ from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import LaunchError, PlanError, StateError, WaitTimeout
-from fompi.base.layout import integer
+from fompi.base.layout import Sizes, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import agree, digest
@@ -105,19 +106,16 @@ class Executor(BoundPlan):
     def _start(
         self, partial: tuple[str, ...], counts: Any, label: int | str | None = None, awaited: bool = False
     ) -> None:
-        for feeding in self._readers_of_result:  # they still read the result of the last call
-            self.comm.engine.wait(feeding, self.comm.channel, patient=True)
-        self._readers_of_result = []
-        self.check_start(partial)
+        sizes = self._sizes_of(counts)
+        self.check_start(partial, sizes)
         partial = (*partial, *(name for name in self._feeds if name not in partial))
         partial = tuple(each for name in partial for each in self.compiled.named(name))
         self._returned_at = None
         if self._run is not None and not self._run.finished:
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
-        if counts is not None:
-            self._resize(counts)
-        elif self._sizes is not self.plan.sizes:
-            self._use(self.plan.sizes)
+        self._end_feedings()
+        if sizes is not self._sizes and sizes != self._sizes:
+            self._use(sizes)
         unready = {(name, block): ops for name in partial for block, ops in self._readers_of(name).items()}
         self._in_parts = bool(unready)
         self._calls += 1
@@ -153,8 +151,13 @@ class Executor(BoundPlan):
             for tensor in self._written:
                 dlpack.mark_written(tensor)
             self.comm.note_start(self.compiled.title, stamp)
+            if self._feeds:
+                self._feedings = [self._feeding(name, feed, run) for name, feed in self._feeds.items()]
+                run.fed = dict(zip(self._feeds, self._feedings, strict=True))
             run.start(self._actions, unready, self._is_long, self._is_small, failure, entry, holds_all)
-            self._feedings = [self._begin_feeding(name, feed, run) for name, feed in self._feeds.items()]
+            for feed, feeding in zip(self._feeds.values(), self._feedings, strict=True):
+                feed.source._readers_of_result.append(feeding)
+                feeding.begin()
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on."""
@@ -193,19 +196,22 @@ class Executor(BoundPlan):
             raise PlanError(
                 f"feed: {name} and {output} have different rows, {mine.row} and {theirs.row}: give a kernel"
             )
-        self._feeds[name] = feed = Feed(source, output, kernel or copy_block)
-        self._check_rows(name, feed)
+        feed = Feed(source, output, kernel or copy_block)
+        self._check_rows(name, feed, self.plan.sizes, source.plan.sizes)
+        self._feeds[name] = feed
         return self
 
-    def _check_rows(self, name: str, feed: Feed) -> None:
+    def _check_rows(self, name: str, feed: Feed, mine: Sizes, theirs: Sizes) -> None:
+        """Compare the blocks of both, in calls with these rows."""
         starts = [
-            step.compiled.buffers[of].offsets(step._extents) for step, of in ((self, name), (feed.source, feed.output))
+            step.compiled.buffers[of].offsets(step.plan.extents(step.comm.rank, sizes))
+            for step, of, sizes in ((self, name, mine), (feed.source, feed.output, theirs))
         ]
         if starts[0] != starts[1]:
             raise PlanError(f"feed: the blocks of {name} and {feed.output} have different rows: they begin at {starts}")
 
-    def _begin_feeding(self, name: str, feed: Feed, run: Run) -> Feeding:
-        """Make the input `name` of this call from the last call of another executor. The engine's lock is held."""
+    def _feeding(self, name: str, feed: Feed, run: Run) -> Feeding:
+        """What makes the input `name` of this call from the last call of another executor."""
         source, mine = feed.source, self.compiled.buffers[name]
         first, starts = source.compiled.buffers[feed.output].first, mine.offsets(self._extents)
         writers = source.compiled.last_writers(feed.output)
@@ -213,17 +219,23 @@ class Executor(BoundPlan):
         arrays = [(source._arrays[feed.output][at], self._arrays[name][at]) for at in runs]
         blocks = range(mine.first, mine.first + mine.count)
         feed.last = source._current()
-        feeding = Feeding(
+        return Feeding(
             self.comm.engine, feed.last, run, name, [writers[first + i] for i in range(mine.count)], blocks, arrays,
             feed.kernel,
         )  # fmt: skip
-        source._readers_of_result.append(feeding)
-        feeding.begin()
-        return feeding
 
-    def _missing(self, run: Run) -> list[str]:
-        """The blocks of inputs for which the program has not called `ready`."""
-        return sorted({f"{name}[{block}]" for name, block in run.unready if name not in self._feeds})
+    def _end_feedings(self) -> None:
+        """Wait until no kernel of a feed uses the memory of the last call. Raises an error of those that read it."""
+        into, readers, self._feedings, self._readers_of_result = self._feedings, self._readers_of_result, [], []
+        if into:
+            with self.comm.engine.lock:
+                for feeding in into:
+                    feeding.stop()  # the call that it fed is finished
+        for feeding in (*into, *readers):
+            self.comm.engine.wait(feeding, self.comm.channel, patient=True)
+        for feeding in readers:
+            if feeding.error is not None:
+                raise feeding.error
 
     def arrived(self, name: str, part: int) -> bool:
         """True once part `part` of the output `name` is there. Progresses everything in flight."""
@@ -300,9 +312,8 @@ class Executor(BoundPlan):
         after `timeout` seconds (the call goes on).
         """
         run = self._current()
-        if run.unready and run.error is None and timeout is None and self._missing(run):
-            missing = ", ".join(self._missing(run))
-            raise StateError(f"wait() for {self.compiled.title}, but ready() was never called for {missing}")
+        if run.unready and run.error is None and timeout is None and (missing := run.missing()):
+            raise StateError(f"wait() for {self.compiled.title}, but ready() was never called for {', '.join(missing)}")
         if not self.comm.engine.wait(run, self.comm.channel, timeout):
             raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
         if run.error is not None:
@@ -355,8 +366,8 @@ class Executor(BoundPlan):
             raise StateError(f"{self.compiled.title} was not started")
         return self._run
 
-    def check_start(self, partial: Iterable[str] = ()) -> None:
-        """Raise the error with which this rank would refuse `start(*partial)`."""
+    def check_start(self, partial: Iterable[str] = (), sizes: Sizes | None = None) -> None:
+        """Raise the error with which this rank would refuse `start(*partial)`, with the rows of `sizes` (None: all)."""
         if self.closed:
             raise StateError(f"{self.compiled.title}: the executor is closed")
         self.comm.check()
@@ -370,7 +381,7 @@ class Executor(BoundPlan):
                 raise StateError(
                     f"{self.compiled.title}: start {feed.source.compiled.title}, which feeds {name}, first"
                 )
-            self._check_rows(name, feed)
+            self._check_rows(name, feed, sizes or self.plan.sizes, feed.source._sizes)
 
     @property
     def announced(self) -> int:
@@ -450,11 +461,11 @@ class Executor(BoundPlan):
             self.closed = True
             run = self._run
             if run is not None and not run.finished:
-                if self._missing(run):
+                if not run.can_finish():
                     self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
                 self.comm.engine.wait(run, self.comm.channel, patient=True)
-            for feeding in (*self._feedings, *self._readers_of_result):
-                self.comm.engine.wait(feeding, self.comm.channel, patient=True)
+            with suppress(Exception):  # they belong to the calls that are fed
+                self._end_feedings()
             if run is not None:
                 run.settle()
             self._release()

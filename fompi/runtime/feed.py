@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class Feeding(Task):
     ):
         self.engine, self.source, self.into, self.name = engine, source, into, name
         self.blocks, self.arrays, self.kernel = blocks, arrays, kernel
-        self.left = len(blocks)
+        self.left, self.running = len(blocks), 0  # blocks that are not filled, and kernels that run now
+        self.is_stopped = False
         self.written: deque[int] = deque()  # blocks whose kernel may run
         self.by_writer: dict[int, list[int]] = {}
         for i, writer in enumerate(writers):
@@ -61,10 +63,11 @@ class Feeding(Task):
                 self.ended(writer)
         if self.source.finished and self.by_writer:  # it was abandoned
             self.ended(-1)
-        self.finished = not self.left
+        self._end_if_done()
 
     def ended(self, op: int) -> None:
         """Op `op` of the source is done. -1: the source was abandoned."""
+        self.moved_at = perf_counter()
         found = self.by_writer.pop(op, ())
         error = self.source.error
         if error is not None or op < 0:
@@ -80,22 +83,46 @@ class Feeding(Task):
         i = self.written.popleft()
         if not self.written:
             self.engine.kernels_done(self)
+        self.running += 1
         return i, partial(self.kernel, *self.arrays[i])
 
     def ran(self, key: int, begun: float, error: BaseException | None) -> None:
-        self.left -= 1
-        self.finished = self.finished or not self.left
+        self.left, self.running, self.moved_at = self.left - 1, self.running - 1, perf_counter()
         if error is not None:
             self._fail(error, f"the kernel that feeds {self.name}[{self.blocks[key]}]")
         elif not self.into.finished:
             self.into.ready_part(self.name, self.blocks[key])
+        self._end_if_done()
 
-    def _fail(self, error: BaseException, where: str) -> None:
-        """The call that is fed fails on all ranks. Its messages still move."""
+    def can_finish(self) -> bool:
+        return self.source.finished or self.source.can_finish()
+
+    def waits_for(self) -> tuple[int, str] | None:
+        return None if self.source.finished else self.source.waits_for()
+
+    def abandon(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._fail(error, "what feeds it was abandoned")
+        self.running = 0
+        self._end_if_done()
+
+    def stop(self) -> None:
+        """Run no more kernels. The engine's lock is held."""
         if self.written:
             self.written.clear()
             self.engine.kernels_done(self)
         self.by_writer.clear()
-        self.finished = True
+        self.is_stopped = True
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        """Once no kernel uses the arrays any more, both executors may start their next calls."""
+        if not self.running and (self.is_stopped or not self.left):
+            self.finished = True
+            self.into.fed = {name: task for name, task in self.into.fed.items() if task is not self}
+
+    def _fail(self, error: BaseException, where: str) -> None:
+        """The call that is fed fails on all ranks. Its messages still move."""
+        self.stop()
         if self.into.error is None and not self.into.finished:
             self.into.fail(error, where)

@@ -11,7 +11,7 @@ from fompi.base.errors import PeerError, StateError, in_words
 from fompi.base.layout import Extents, nbytes
 from fompi.engine.control import FAILED
 from fompi.engine.engine import Engine
-from fompi.engine.tasks import ANYONE, Sent
+from fompi.engine.tasks import ANYONE, Sent, Task
 from fompi.plans.dependencies import track
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import NATIVE, RECV, SEND
@@ -46,6 +46,8 @@ class Run(Dispatch):
     informed: frozenset[int] = frozenset()  # the ranks that are known to know of an error
     marked = False  # True for a bound call with a label or counts
     awaits_token = False  # True until the previous rank is known to have the same mark
+    failed_here = False  # True if the error came from this rank, whatever its type
+    fed: Mapping[str, Task] = {}  # inputs that another call fills, and what does it
     compared = 0.0  # when this call last compared its mark with that of another rank
     started = 0.0  # when the call began, in seconds of perf_counter
 
@@ -188,7 +190,7 @@ class Run(Dispatch):
         error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
         text = f"rank {self.comm.rank} failed in {self.title}, {where}: {in_words(error)}"
         self.comm.channel.send_all(FAILED, self.stamp, text)
-        self.notified = frozenset(range(self.comm.size))
+        self.notified, self.failed_here = frozenset(range(self.comm.size)), True
         self.poison(error, self.comm.rank)
 
     def poison(self, error: BaseException, sender: int) -> bool:
@@ -211,11 +213,11 @@ class Run(Dispatch):
         kind, error = self.compiled.kinds[i], self.error
         if kind == SEND:
             uninformed = {self.compiled.peers[i]} - self.informed
-        elif kind == NATIVE and not isinstance(error, PeerError):
+        elif kind == NATIVE and self.failed_here:
             uninformed = set(range(self.comm.size)) - self.informed
         else:
             return False
-        if isinstance(error, PeerError):
+        if isinstance(error, PeerError) and not self.failed_here:
             for peer in uninformed - self.notified:
                 self.comm.channel.send(peer, FAILED, self.stamp, str(error), error.origin)
             self.notified |= uninformed
@@ -248,7 +250,12 @@ class Run(Dispatch):
 
     # -- what a wait reports
     def can_finish(self) -> bool:
-        return not self.unready
+        return not self.missing() and all(task.can_finish() for task in self.fed.values())
+
+    def missing(self) -> list[str]:
+        """The blocks of inputs for which only the program can call `ready`."""
+        with self.comm.engine.lock:
+            return sorted({f"{name}[{block}]" for name, block in self.unready if name not in self.fed})
 
     def waits_for(self) -> tuple[int, str] | None:
         for wanted in (RECV, SEND):

@@ -10,6 +10,7 @@ from inspect import Parameter
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fompi.engine.communicator import Communicator
 from fompi.ops.messages import Transfer
@@ -17,7 +18,18 @@ from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.parallel.differentiable import Differentiable
 from fompi.runtime.executor import Executor
-from fompi.torch.operators import CONVENTIONS, OPERATORS, PUBLIC, TENSORS, as_sizes, filled, name_of
+from fompi.torch.operators import (
+    CONVENTIONS,
+    INTEGERS,
+    NEEDED,
+    OPERATORS,
+    PUBLIC,
+    TENSORS,
+    as_sizes,
+    filled,
+    name_of,
+    wanted,
+)
 from fompi.tuning.adaptive import Adaptive
 
 HIDDEN = (
@@ -88,6 +100,7 @@ def traced(
     if reason is not None:
         return OUTSIDE[reason](operation, args, options, gradient, arriving)
     gradient = "sum" if gradient is None else gradient
+    given["words"] = wanted(given, gradient)
     result = CALLS[name](gradient=gradient, arriving=None if arriving is None else list(arriving), **given)
     return (result[0], tuple(result[1])) if name == "all_gather_matmul_many" else result
 
@@ -112,7 +125,11 @@ def why_outside(
     if given.pop("out", None) is not None:
         return "out"
     comm = given.pop("comm", None)
-    if isinstance(comm, torch.distributed.ProcessGroup) and gradient is not None:
+    if gradient is not None and isinstance(comm, DeviceMesh):
+        if comm.ndim != 1:
+            return "wrong"
+        comm = comm.get_group()
+    if gradient is not None and isinstance(comm, torch.distributed.ProcessGroup):
         comm = comm.group_name
     if comm is not None and not isinstance(comm, Communicator) and (gradient is None or not isinstance(comm, str)):
         return "comm"
@@ -127,6 +144,10 @@ def why_outside(
         for t in tensors if isinstance(tensors, list) else [tensors]:
             if t is not None and not isinstance(t, torch.Tensor):
                 return "tensor"
+    for key in INTEGERS:
+        value = given.get(key)
+        if key in given and not isinstance(value, int) and (value is not None or key in NEEDED):
+            return "wrong"
     if given.get("counts") is not None:
         if name in EXCHANGES and arriving is None and given.get("split_dim") is None:
             return "counts"

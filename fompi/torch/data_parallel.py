@@ -31,6 +31,7 @@ from fompi.ops.operations import all_reduce, broadcast
 from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import cut_by_bytes
 from fompi.parallel.data import DataParallel
+from fompi.torch import private
 from fompi.torch.nn import replicated
 
 
@@ -51,12 +52,22 @@ class Bucket:
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         wide = torch.zeros(ends[-1] if self.is_half else 0)
         self.wide = [wide[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)] if self.is_half else []
+        self.nodes: list[Any] = []  # of autograd: they have the hooks that call `add`
         self.seen: dict[int, tuple[int, int]] = {}  # p.grad that has the sum of `wide`: its address and version
         self.missing = set(range(len(parameters)))  # no gradient in this backward yet
         self.sum: Any = None
 
-    def add(self, i: int, gradient: torch.Tensor) -> None:
+    def listen(self, i: int) -> None:
+        """Let autograd call `add` and `added`. The hooks of the program change the gradient before, or p.grad after."""
+        parameter = self.parameters[i]
+        self.nodes.append(private.before_gradient_is_added(parameter, lambda gradient: self.add(i, gradient)))
+        private.when_gradient_was_added(parameter, lambda _: self.added(i))
+
+    @torch.no_grad()
+    def add(self, i: int, gradient: torch.Tensor | None) -> None:
         """Add a gradient of half type in float32, before autograd adds it to p.grad."""
+        if gradient is None or gradient.layout != torch.strided:
+            return
         before, wide = self.parameters[i].grad, self.wide[i]
         if before is None:
             wide.zero_()
@@ -148,7 +159,7 @@ class DistributedDataParallel(torch.nn.Module):
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):
                 if bucket.is_half:
-                    parameter.register_hook(self._wide_hook(bucket, i))
+                    bucket.listen(i)
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, i))
 
     def forward(self, *args: Any, **options: Any) -> Any:
@@ -170,28 +181,19 @@ class DistributedDataParallel(torch.nn.Module):
     def close(self) -> None:
         """Free the communicator of the gradients. Collective. The module stays."""
         self._is_syncing = False
+        for bucket in self._buckets:
+            bucket.nodes.clear()
         self.comm.close()
 
     # ------------------------------------------------------------------------------------------------- backward
-    def _wide_hook(self, bucket: Bucket, i: int) -> Any:
-        @torch.no_grad()
-        def add(gradient: torch.Tensor) -> None:
-            """Called by autograd before it adds the gradient of one backward to p.grad."""
-            if gradient.layout == torch.strided:
-                bucket.add(i, gradient)
-
-        return add
-
     def _hook(self, bucket: Bucket, i: int) -> Any:
         @torch.no_grad()
         def ready(parameter: torch.Tensor) -> None:
             """Called by autograd when the gradient of the parameter is complete."""
-            if bucket.is_half:
-                bucket.added(i)
             if not self._is_syncing:
                 return
             if not self._is_queued:
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+                private.at_end_of_backward(self._finish)
                 self._is_queued = True
             try:
                 if parameter.grad is not None and parameter.grad.layout != torch.strided:

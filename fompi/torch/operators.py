@@ -14,20 +14,23 @@ torch.compile reads it.
 
 All is derived: the schema from the signature of the operation and PARAMETERS, the results from its Arguments, the
 backward from `fompi.ops.adjoints`. The compiler must know the shape of a result before the ranks meet. So the ranks
-compare `arriving` with what they send, and all of them raise a ShapeError if it is something else.
+compare `arriving` with what they send. If it is something else, a rank that sees it raises a ShapeError, and the other
+ranks an error too.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from operator import index
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from fompi.base.errors import FompiError, LaunchError, LayoutError, ShapeError, StateError, TensorError
+from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
@@ -61,7 +64,7 @@ def communicator(group: Any = None) -> Communicator:
             raise LayoutError(f"a mesh of the dimensions {group.mesh_dim_names} has several groups: choose a dimension")
         group = group.get_group()
     if isinstance(group, torch.distributed.ProcessGroup):
-        own = group if hasattr(group, "comm") else group._get_backend(torch.device("cpu"))
+        own = group if hasattr(group, "comm") else private.backend_on_host(group)
         if not hasattr(own, "comm"):
             raise LaunchError(
                 f"the group has the backend {own.name()}, not fompi: make it with "
@@ -71,6 +74,7 @@ def communicator(group: Any = None) -> Communicator:
     return Communicator.of(group)
 
 
+@private.run_by_the_compiler
 def name_of(comm: Any) -> str:
     """The name of a communicator as an argument of an operator. All that `communicator` takes has one."""
     if comm is None or isinstance(comm, str):
@@ -80,9 +84,6 @@ def name_of(comm: Any) -> str:
         name = f"fompi {comm.name} {next(_NUMBERS)}, rank {comm.rank} of {comm.size}"
         _NAMES[comm], _NAMED[name] = name, comm
     return _NAMES[comm]
-
-
-name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as by torch.compiler.assume_constant_result
 
 
 def _named(name: str) -> Communicator:
@@ -138,6 +139,28 @@ CONVENTIONS = ("sum", "replicated")
 TENSORS = ("x", "d", "w", "ws", "bias", "biases", "h")
 """The parameters that are tensors, in the order of `Arguments.tensors`."""
 
+INTEGERS = ("dim", "split_dim", "concat_dim", "root", "dest", "source", "tag")
+NEEDED = ("dim", "root", "tag")
+"""The parameters that are integers, and those of them that cannot be None."""
+
+
+def wanted(given: Mapping[str, Any], gradient: str) -> str:
+    """In words, whose gradients a call with these tensors wants, and by which convention. torch.compile reads this."""
+    names: list[str] = []
+    if torch.is_grad_enabled():
+        for name in TENSORS:
+            each = given.get(name)
+            if isinstance(each, list):
+                names += [f"{name}[{i}]" for i, t in enumerate(each) if t.requires_grad]
+            elif each is not None and each.requires_grad:
+                names.append(name)
+    return f"for the gradient of {' and '.join(names)} ({gradient})" if names else ""
+
+
+def joined(*words: str) -> str:
+    """The words that are not empty."""
+    return " ".join(filter(None, words))
+
 
 class Given(NamedTuple):
     """A call of an operator."""
@@ -181,12 +204,33 @@ class Operator:
 
     def __call__(self, arguments: Arguments, comm: Any, call_options: CallOptions, **options: Any) -> Any:
         """Call the operator with these Arguments."""
-        values = {name: PARAMETERS[name][1](arguments) for name in self.own}
+        values = self._values(arguments, call_options)
+        if values is None:
+            with torch.no_grad():
+                return self.operation.run(arguments, comm, call_options)  # it refuses them
+        words = joined(arguments.gradient, wanted(values, options.get("gradient", "sum")))
+        return self.call(**values, comm=name_of(comm), words=words, **options)
+
+    def _values(self, arguments: Arguments, call_options: CallOptions) -> dict[str, Any] | None:
+        """The parameters of the operator. None if one has a type that is in no schema."""
+        try:
+            values = {name: PARAMETERS[name][1](arguments) for name in self.own}
+            for name in INTEGERS:
+                if values.get(name) is not None:
+                    values[name] = _integer(values[name])
+            if values.get("counts") is not None:
+                values["counts"] = [_integer(n) for n in values["counts"]]
+            if self.planned:
+                slices = as_sizes(call_options.slices)
+                values.update(call_options._asdict(), slices=slices and [_integer(n) for n in slices])
+        except (TypeError, IndexError):
+            return None
+        texts = [values.get(name, "") for name in ("op", "schedule", "effort")]
+        if any(values.get(name, 0) is None for name in NEEDED) or not all(isinstance(text, str) for text in texts):
+            return None
         if values.get("split_dim") is not None:
             values["dim"] = 0
-        if self.planned:
-            options.update(call_options._asdict(), slices=as_sizes(call_options.slices))
-        return self.call(**values, comm=name_of(comm), words=arguments.gradient, **options)
+        return values
 
     def check(self, arguments: Arguments, gradient: str) -> None:
         """Raise an error for what an operator cannot do, before it is called."""
@@ -212,8 +256,9 @@ class Operator:
         """The operation itself, on tensors."""
         given = self._given(self._filled(values, named))
         a, comm = given.arguments, given.comm
-        if self.moves in ("all_gather", "all_to_all") and not a.operands:
-            a.expects = sum(rows_of(self, given).arriving)
+        wrong = self._expect(given)
+        if wrong is not None:
+            self.operation.refuse(wrong, comm)
         with torch.no_grad():
             try:
                 result = self.operation.run(a, comm, given.call_options)
@@ -228,6 +273,40 @@ class Operator:
                 f"{tuple(a.x.shape)}. {self._remedy}"
             )
         return _as_returned(result)
+
+    def _expect(self, given: Given) -> Exception | None:
+        """Let the ranks compare the rows that arrive. Returns the error of an `arriving` that cannot be right here."""
+        a, comm, arriving = given.arguments, given.comm, given.arriving
+        if self.moves not in ("all_gather", "all_to_all") or not self._has_rows(given):
+            return None
+        rows = rows_of(self, given)
+        if arriving is not None:
+            here = rows.extents.send[comm.rank] if not rows.extents.rows else a.x.shape[_at(a)]
+            total = a.operands[0].shape[_at(a)] if a.operands else sum(arriving)
+            if len(arriving) != comm.size or arriving[comm.rank] != here or sum(arriving) != total:
+                return ShapeError(
+                    f"fompi.torch.{self.name}: arriving={list(arriving)} must be the rows from each of {comm.size} "
+                    f"ranks: {here} from this one, {total} in all"
+                )
+        if not a.operands:
+            a.expects = sum(rows.arriving)
+        elif arriving is None:
+            return None  # the operand says how many rows arrive
+        if not rows.extents.rows:
+            a.arriving = rows.arriving
+        elif len({*rows.arriving}) > 1:  # else the sum says it all
+            a.gradient = joined(a.gradient, f"with arriving={list(rows.arriving)}")
+        return None
+
+    def _has_rows(self, given: Given) -> bool:
+        """True if `rows_of` can read the arguments. If not, the operation refuses them."""
+        a, size = given.arguments, given.comm.size
+        return (
+            a.x.dim() >= (2 if a.weights or a.operands else 1)
+            and all(t.dim() for t in (*a.weights, *a.operands))
+            and (a.counts is None or len(a.counts) == size)
+            and 0 <= a.root < size
+        )
 
     @property
     def _remedy(self) -> str:
@@ -245,6 +324,8 @@ class Operator:
             return a.x.new_empty(a.x.shape)
         if self.name == "reduce":
             return a.x.new_empty(a.x.shape if given.comm.rank == a.root else (0, *a.x.shape[1:]))
+        if not self._has_rows(given):
+            return _as_returned(a.result(defaultdict(lambda: a.x.new_empty(0))))
         rows = rows_of(self, given).rows_of_result
         outputs = {}
         if a.keep or not (a.weights or a.operands):
@@ -263,7 +344,7 @@ class Operator:
         if a.op == "prod":
             raise TensorError(f'fompi.{self.name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
         known = rows_of(self, given).extents
-        apply = functools.partial(_apply, known, given.gradient)
+        apply = functools.partial(_apply, known)
         ctx.call = kind(self.operation, a, given.comm, given.call_options, apply)
         ctx.call._extents, ctx.names = known, self.names
         ctx.set_materialize_grads(False)
@@ -277,6 +358,11 @@ class Operator:
 def as_sizes(slices: Any) -> list[int] | None:
     """`slices` of a call as a list of relative sizes."""
     return [1] * slices if isinstance(slices, int) else None if slices is None else list(slices)
+
+
+def _integer(value: Any) -> Any:
+    """The value as an integer that torch takes. Raises TypeError if it is none."""
+    return value if type(value) is int or isinstance(value, torch.SymInt) else int(index(value))
 
 
 def _as_returned(result: Any) -> Any:
@@ -377,13 +463,15 @@ def _backward(ctx: Any, *grads: Any) -> Any:
 
 def _apply(
     forward: Extents,
-    gradient: str,
     operation: Operation[Any],
     arguments: Arguments,
     comm: Communicator,
     call_options: CallOptions,
 ) -> Any:
-    """The result of an operation of the backward. The rows that arrive are those that the forward has sent."""
+    """The result of an operation of the backward. The rows that arrive are those that the forward has sent.
+
+    It belongs to a variable of each rank, also if the loss of the forward is replicated: "sum" is its convention.
+    """
     operator, arriving = OPERATORS[operation.name], None
     if operator.moves == "all_gather":
         arriving = forward.rows
@@ -391,7 +479,7 @@ def _apply(
         arriving = forward.send
     elif operator.moves == "all_to_all":
         arriving = forward.recv if arguments.counts is forward.send else forward.send
-    return operator(arguments, comm, call_options, gradient=gradient, arriving=arriving and list(arriving))
+    return operator(arguments, comm, call_options, arriving=list(arriving) if arriving else None)
 
 
 class _SharedCall(ReplicatedCall):
@@ -432,14 +520,20 @@ def _public(operation: Operation[Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             HOOKS.prepare()
             return HOOKS.traced(operation, args, options, gradient, arriving)
-        arguments, comm, call_options = operation.read(args, options)
-        operator, comm = OPERATORS[operation.name], communicator(comm)
+        operator = OPERATORS[operation.name]
+        try:
+            comm = communicator(options.get("comm"))
+        except Exception as error:
+            operation.refuse(error, None)
+            raise
+        arguments, comm, call_options = operation.read(args, {**options, "comm": comm})
         try:
             operator.check(arguments, gradient)
-        except FompiError as error:
+            given = None if arriving is None else list(map(index, arriving))
+        except Exception as error:
             operation.refuse(error, comm)
             raise
-        return operator.nested(operator(arguments, comm, call_options, gradient=gradient, arriving=arriving))
+        return operator.nested(operator(arguments, comm, call_options, gradient=gradient, arriving=given))
 
     return call
 

@@ -244,6 +244,7 @@ class ColwiseLinear(_Linear):
             y = OPS.all_gather_matmul(x, w.t(), bias, given.dim, comm=self.group, arriving=given.rows)
             return y.contiguous()
         if isinstance(input, DTensor):  # torch sums the gradients of all readers of the input before it reduces them
+            _leave("ColwiseLinear: the input is a replicated DTensor")
             return F.linear(_cast(_local(input, Partial()))[0], w, bias)
         return OPS.replicated_matmul(x, w.t(), bias, self.group)
 
@@ -293,6 +294,8 @@ class _Gather:
     def begin(self, module: torch.nn.Module) -> None:
         """Before the forward of `module`. It may be a copy, which shares the hooks of the original."""
         self.module = module
+        for f in _colwise(module):
+            f.taken = None  # of a forward that an exception has ended
 
     def __call__(self, input: Any, mesh: Any, layout: Any, desired: Any) -> Any:
         if layout is None or desired != Replicate() or layout == desired:
@@ -385,20 +388,24 @@ _ORIGINAL = {theirs: theirs._apply for theirs in _OWN}
 def install() -> ExitStack:
     """From now on torch's ColwiseParallel, RowwiseParallel and PrepareModuleInput do as the classes of this file.
 
-    Modules that are parallelized already stay as they are. In a `with` statement it holds until the end of the block.
-    `fused_calls` begins to count anew.
+    Modules that are parallelized already stay as they are. In a `with` statement it holds until the end of the block:
+    then everything is as it was before, also inside of another block. `fused_calls` begins to count anew.
     """
-    for theirs, own in _OWN.items():
-        theirs._apply = own._apply
+    before = {theirs: theirs._apply for theirs in _OWN}
+    _set({theirs: own._apply for theirs, own in _OWN.items()})
     for operator in operators.OPERATORS.values():
         operator.calls = 0
     _LEFT.clear()
     until = ExitStack()
-    until.callback(uninstall)
+    until.callback(_set, before)
     return until
 
 
 def uninstall() -> None:
     """Undo `install`. Modules that are parallelized already stay as they are."""
-    for theirs, original in _ORIGINAL.items():
-        theirs._apply = original
+    _set(_ORIGINAL)
+
+
+def _set(methods: dict[Any, Any]) -> None:
+    for theirs, method in methods.items():
+        theirs._apply = method

@@ -1,6 +1,8 @@
-"""The names of torch that are not public, and that the backend "fompi" needs. Checked on torch 2.13.
+"""The names of torch that are not public. Checked on torch 2.13.
 
-Other files of fompi use these names through this one. `missing` says what a version of torch has changed.
+Other files of fompi use these names through this one. Two have their own: `import fompi` marks a function for the
+compiler without torch, and `process_group` has methods that torch calls. `missing` says what a version of torch has
+changed.
 """
 
 from __future__ import annotations
@@ -8,13 +10,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from fompi.base.errors import LaunchError, StateError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CHECKED = ("2.13",)
 """The versions of torch with which this room has been tested."""
@@ -55,6 +59,11 @@ def group_named(name: str) -> Any:
         return sys.modules["torch.distributed.distributed_c10d"]._resolve_process_group(name)
     except (LookupError, RuntimeError, ValueError) as error:
         raise LaunchError(f"torch.distributed has no group of the name {name!r}") from error
+
+
+def backend_on_host(group: Any) -> Any:
+    """The backend that carries out the calls of a ProcessGroup on tensors of the host."""
+    return group._get_backend(torch.device("cpu"))
 
 
 def keep_in_order(operator: Any) -> None:
@@ -147,8 +156,8 @@ def replace_argument(style: Any, method: Callable[..., Any]) -> None:
     style._prepare_input_arg = method
 
 
-def run_by_the_compiler(function: Callable[..., None]) -> Callable[..., None]:
-    """Let torch.compile run `function` once, while it reads a call of it.
+def run_by_the_compiler(function: F) -> F:
+    """Let torch.compile run `function` once, while it reads a call of it. The result is a constant.
 
     It is `torch.compiler.assume_constant_result`, which imports the whole compiler. That takes seconds.
     """
@@ -168,6 +177,28 @@ def refuse_changed(x: Any) -> None:
             )
 
     comptime(look)
+
+
+# ------------------------------------------------------------------------------------------------------------ autograd
+
+
+def before_gradient_is_added(parameter: Any, hook: Callable[[Any], None]) -> Any:
+    """Call hook(gradient) before autograd adds a gradient to parameter.grad, behind all hooks of the tensor.
+
+    Returns what must be kept as long as the hook is wanted. It keeps the parameter alive.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    node.register_prehook(lambda gradients: hook(gradients[0]))
+    return node
+
+
+def when_gradient_was_added(parameter: Any, hook: Callable[[Any], None]) -> None:
+    """Call hook(parameter) when autograd has added to parameter.grad, before such hooks that it has already."""
+    earlier = dict(parameter._post_accumulate_grad_hooks or {})
+    if earlier:
+        parameter._post_accumulate_grad_hooks.clear()
+    parameter.register_post_accumulate_grad_hook(hook)
+    parameter._post_accumulate_grad_hooks.update(earlier)
 
 
 # --------------------------------------------------------------------------------------------------------------- FSDP2

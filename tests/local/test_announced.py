@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -106,6 +107,20 @@ def test_tokens_follow_the_flags_and_the_end(device):
     assert {token.queue for token in (first, second, last)} == {backend.queues["compute"]}
     device.query = lambda event: 0
     assert last.done() and first.due <= second.due <= last.due
+
+
+def test_its_memory_goes_back_without_the_garbage_collector(device):
+    gc.collect()
+    gc.disable()
+    try:
+        listed, _ = products(device)
+        launch = backend_of(device).bind_announced(listed)
+        launch([])
+        memory = weakref.ref(listed[0].writes[0].memory)
+        del launch, listed
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_a_flag_that_is_never_raised_is_an_error(device):

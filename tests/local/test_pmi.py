@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -65,9 +66,19 @@ def test_ranks_meet_again_on_the_same_store():
 
 @pytest.mark.parametrize(("here", "missing"), [([0, 2], "ranks 1, 3"), ([1], "rank 0")])
 def test_a_rank_that_does_not_come(here, missing):
+    """All ranks that have come name the same ones."""
     errors = met(Store(), "aaaa", seconds=0.2, ranks=here)
     assert all(isinstance(error, WaitTimeout) for error in errors)
-    assert f"rank {here[0]} of 4 waited 0.2 s (FOMPI_TIMEOUT) for {missing} to start MPI" in str(errors[0])
+    for rank, error in zip(here, errors, strict=True):
+        assert f"rank {rank} of 4 waited 0.2 s (FOMPI_TIMEOUT) for {missing} to start MPI" in str(error)
+
+
+def test_rank_0_does_not_come_again():
+    """The tickets of the first job are still in the store, that of rank 0 too."""
+    store = Store()
+    met(store)
+    (error,) = met(store, seconds=0.1, ranks=[1])
+    assert "rank 1 of 2 waited 0.1 s (FOMPI_TIMEOUT) for rank 0 to start MPI" in str(error)
 
 
 def test_ranks_with_different_libraries():
@@ -97,11 +108,14 @@ def bridged(seconds=10.0, size=2):
     jobs = met(Store(), "a" * size)
 
     def connected(job):
-        environ = {"PMIX_RANK": "3"}
+        torchrun = {**TORCHRUN, "RANK": str(job.rank)}
+        environ = {**torchrun, "PMIX_RANK": "3"}
         pmi.connect(job, environ, seconds)
-        assert {name: environ[name] for name in environ if name != "PMI_FD"} == {
+        set_here = {name: environ[name] for name in environ.keys() - torchrun.keys() - {"PMI_FD"}}
+        assert set_here == {
             "PMI_RANK": str(job.rank),
             "PMI_SIZE": str(size),
+            launcher.CONNECTED: f"n1 7 {job.rank}",
         }
         lines = socket.socket(fileno=int(environ["PMI_FD"])).makefile("rw")
 
@@ -162,6 +176,17 @@ def test_the_answer_that_comes_before_the_question():
     there.sendall(b"cmd=finalize\n")
 
 
+def test_a_connection_that_is_closed_needs_no_answer():
+    """Without this the thread that ends MPI would raise, and the exit would wait for it."""
+    (job,) = met(Store(), "a")
+    environ = {}
+    bridge = pmi.connect(job, environ, 10.0)
+    os.close(int(environ["PMI_FD"]))
+    while bridge._connection.fileno() != -1:
+        time.sleep(1e-3)
+    bridge.finalised()
+
+
 def test_who_needs_it():
     def is_bridged(library="MPICH", **variables):
         environ = {**TORCHRUN, **variables}
@@ -169,5 +194,12 @@ def test_who_needs_it():
 
     assert is_bridged() and is_bridged("Intel MPI") and is_bridged(PMI_FD="7", PMI_RANK="0", PMI_SIZE="1")
     assert not is_bridged(MASTER_ADDR="") and not is_bridged("Open MPI") and not is_bridged(WORLD_SIZE="1")
-    assert not is_bridged(PMI_RANK="1", PMI_SIZE="4")  # a child of a rank
+    assert is_bridged(PMI_RANK="1", PMI_SIZE="4")  # srun --mpi=pmi2, with a torchrun of one process on each node
+    environ = dict(TORCHRUN)
+    pmi.connect(pmi.Job(Store(), "x", 1, ("a",) * 4), environ, 10.0)
+    assert not is_bridged(**environ)  # a child of a rank
+    os.close(int(environ["PMI_FD"]))
+    assert launcher.torchrun_refusal(environ, "MPICH") is None
+    assert "-u PMI_SIZE FOMPI_SINGLETONS=1` to make it a job of one rank" in launcher.refusal(environ, "MPICH")
+    assert is_bridged(**environ | {"MASTER_PORT": "8"})  # another torchrun, which such a child has started
     assert pmi.node_of({"GROUP_RANK": "3"}) == "3" and pmi.node_of({}) == os.uname().nodename

@@ -10,6 +10,12 @@ import time
 import pytest
 
 SUM = "import numpy as np, fompi; print(fompi.all_reduce(np.ones(1), comm=fompi.Communicator()))"
+ENDS = """
+from mpi4py import MPI
+key = MPI.Comm.Create_keyval(delete_fn=lambda *_: print("MPI_Finalize", flush=True))
+MPI.COMM_SELF.Set_attr(key, 1)
+"""
+"""MPI_Finalize deletes the attributes of MPI_COMM_SELF first."""
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
 INSIDE = "torchrun, inside a rank of another launcher, starts no MPI: write `"
@@ -48,8 +54,9 @@ def test_lonely_processes_are_refused(launcher):
     done = run(SUM, variables)
     assert done.returncode and "LaunchError" in done.stderr and words in done.stderr, done.stderr
     assert "FOMPI_SINGLETONS=1" in done.stderr and not done.stdout
-    allowed = run(SUM, {**variables, "FOMPI_SINGLETONS": "1"})
-    assert allowed.returncode == 0 and allowed.stdout.strip() == "[1.]", allowed.stderr
+    code, ends = (SUM + ENDS, ["[1.]", "MPI_Finalize"]) if launcher == "torchrun" else (SUM, ["[1.]"])
+    allowed = run(code, {**variables, "FOMPI_SINGLETONS": "1"})
+    assert allowed.returncode == 0 and allowed.stdout.splitlines() == ends, allowed.stderr
 
 
 @pytest.mark.parametrize("launcher", FOREIGN)

@@ -11,6 +11,7 @@ import pytest
 
 import fompi
 from fompi.backends.cuda import software
+from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.base.layout import Sizes
 from fompi.mpi.paths import DIRECT, IPC, STAGED
@@ -74,7 +75,7 @@ def test_values_over_several_calls(world, device, name, monkeypatch):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_half_types(world, device, path, monkeypatch):
-    """The weight is widened first, by a kernel in another stream: the product follows it."""
+    """The products read the weights as they are."""
     monkeypatch.setenv("FOMPI_PATH", path)
     for dtype in ("bfloat16", "float16"):
         step, write = bound(device, world, "matmul_reduce_scatter", dtype=dtype)
@@ -172,6 +173,23 @@ def test_calls_that_announce_nothing(world, device):
             wanted = write(call + 1)
             assert step().get().tobytes() == wanted.tobytes()
             assert step.announced or world.size == 1
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("full", 0), UserWarning("as an error")])
+def test_a_kernel_that_one_rank_cannot_make(world, device, error, monkeypatch):
+    """The ranks have agreed on the plan by then. That rank has a kernel for each product."""
+
+    def refuse(*args):
+        raise error
+
+    fails = world.rank == world.size - 1
+    if fails:
+        monkeypatch.setattr(SoftwareDevice, "announced", refuse)
+    step, write = bound(device, world, "matmul_reduce_scatter")
+    with step:
+        assert bool(step.announced) == (world.size > 1 and not fails)
+        wanted = write(0)
+        assert step().get().tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("value", ["0", "auto"])

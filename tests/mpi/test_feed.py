@@ -119,5 +119,95 @@ def test_what_does_not_fit(world):
         second.feed("z", first)
     with pytest.raises(fompi.PlanError, match="no output"):
         second.feed("x", first, "z")
+    second.start().wait()  # no refused feed is left
     for step in (first, second, other, unlike):
         step.close()
+
+
+def test_counts(world):
+    """Both calls have the same rows: those of this call, not those of the last one."""
+    x, w1, w2, first, second = bound(world)
+    second.feed("x", first, "y", relu)
+    most = split(ROWS, world.size)
+    for call, rows in enumerate([[n - 1 for n in most], most, [n - 1 for n in most]]):
+        own = slice(sum(rows[: world.rank]), sum(rows[: world.rank + 1]))
+        whole = np.random.default_rng([9, call]).integers(-4, 5, (sum(rows), K)).astype(float)
+        x[: rows[world.rank]] = whole[own]
+        counts, others = (None, [n - 1 for n in most]) if rows == most else (rows, None)
+        first.start(counts=counts)
+        with pytest.raises(fompi.PlanError, match="different rows"):
+            second.start(counts=others)
+        second.start(counts=counts)
+        np.testing.assert_array_equal(second.wait(), (np.maximum(whole @ w1, 0) @ w2)[own])
+    second.close()
+    first.close()
+
+
+def give(first):
+    for part in range(first.compiled.buffers["x"].count):
+        first.ready("x", part)
+
+
+def test_a_start_while_the_result_is_read(world):
+    x, w1, w2, first, second = bound(world)
+    second.feed("x", first, "y", relu)
+    first.start("x")
+    second.start()
+    with pytest.raises(fompi.StateError, match="already in flight"):
+        first.start("x")
+    give(first)
+    second.wait()
+    assert second._feedings[0].moved_at >= second._run.started and not second._run.fed
+    first.wait()
+    first.start("x")
+    second.start()
+    second._feedings[0].abandon(fompi.WaitTimeout("too late"))
+    with pytest.raises((fompi.WaitTimeout, fompi.PeerError), match="too late"):
+        second.wait()
+    give(first)
+    first.wait()
+    with pytest.raises(fompi.WaitTimeout, match="too late"):
+        first.start()
+    x[...] = 1
+    first.start()
+    second.start()
+    own = slice(sum(split(ROWS, world.size)[: world.rank]), sum(split(ROWS, world.size)[: world.rank + 1]))
+    np.testing.assert_array_equal(second.wait(), (np.maximum(np.ones((ROWS, K)) @ w1, 0) @ w2)[own])
+    second.close()
+    first.close()
+
+
+def test_the_end_of_the_communicator(comm):
+    """A call that is fed can finish by itself, unless its source waits for the program."""
+    own = fompi.Communicator(comm)
+    *_, first, second = bound(own)
+    second.feed("x", first, "y", relu)
+    first.start("x")
+    second.start()
+    assert not second._run.can_finish()
+    give(first)
+    assert second._run.can_finish()
+    second.wait()
+    first.wait()
+    first.start()
+    second.start()
+    own.close()
+    assert second._run.finished and second._run.error is None
+
+
+def test_an_error_of_another_communicator(world):
+    """A kernel may raise a PeerError. It is an error of this rank: the others hear of it before they have the sum."""
+    specs = Spec((6, 2 * world.size), "float64", Shard(1)), Spec((2 * world.size, 3), "float64", Shard(0))
+    plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=world.size, schedule="unfused")
+
+    def bad(reads, writes):
+        if world.rank == world.size - 1:
+            raise fompi.PeerError("of another communicator", 0)
+
+    step = fompi.bind(plan, comm=world, x=np.ones((6, 2)), w=np.ones((2, 3)), kernels={"matmul": bad})
+    for _ in range(20):
+        with pytest.raises(fompi.PeerError, match="of another communicator"):
+            step()
+        if world.rank == world.size - 1:
+            assert step._run.informed == {*range(world.size)}
+    step.close()

@@ -3,6 +3,7 @@
 A compilation takes about half a second. So a test compiles one program with many calls.
 """
 
+import functools
 import gc
 import itertools
 import random
@@ -125,6 +126,59 @@ def test_conventions_and_second_derivatives(tp):
     close(compiled["all_gather"][1][0], x)
     with pytest.raises(fompi.LayoutError, match="gradient='mean' must be 'sum' or 'replicated'"):
         fompi.jax.all_reduce(x, gradient="mean", comm=tp)
+
+
+def test_second_derivatives_of_a_loss_that_counts_once(tp):
+    """They are those of the loss as a function of the tensors of all ranks. Also outside of jit."""
+    n, once = tp.size, {"gradient": "replicated", "comm": tp}
+    calls = {
+        "sum": lambda x: fompi.jax.all_reduce(x, **once),
+        "max": lambda x: fompi.jax.all_reduce(x, op="max", **once),
+        "all_gather": lambda x: fompi.jax.all_gather(x, **once),
+        "broadcast": lambda x: fompi.jax.broadcast(x, root=n - 1, **once),
+        "matmul_all_reduce": lambda x, w: fompi.jax.matmul_all_reduce(x, w, **once),
+        "x_full": lambda x: fompi.jax.all_gather_matmul_many(x, [jnp.ones((3, 1))], **once)[0],
+    }
+    meaning = {
+        "sum": lambda x: x.sum(0),
+        "max": lambda x: x.max(0),
+        "all_gather": lambda x: x.reshape(-1, 3),
+        "broadcast": lambda x: x[-1],
+        "matmul_all_reduce": lambda x, w: (x @ w).sum(0),
+        "x_full": lambda x: x.reshape(-1, 3),
+    }
+    shapes = {name: [(2, 3), (3, 4)][: 1 + (name == "matmul_all_reduce")] for name in calls}
+    xs = {name: [of_all(tp, *shape, call=i) for i, shape in enumerate(each)] for name, each in shapes.items()}
+    vs = jax.tree.map(lambda x: np.sin(5 * x), xs)
+    mine, directions = jax.tree.map(lambda x: jnp.asarray(x[tp.rank]), (xs, vs))
+
+    def loss(call, tensors):
+        y = call(*tensors)
+        return (y**3 * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum()
+
+    def second(name, tensors, v):
+        def slope(tensors):
+            gradients = jax.grad(functools.partial(loss, calls[name]))(tensors)
+            return sum(jnp.vdot(g, d) for g, d in zip(gradients, v, strict=True))
+
+        return jax.grad(slope)(tensors)
+
+    def expected(name):
+        gradient = jax.grad(functools.partial(loss, meaning[name]))
+        return jax.jvp(gradient, (xs[name],), (vs[name],))[1]
+
+    results = jax.jit(lambda mine, v: {name: second(name, mine[name], v[name]) for name in calls})(mine, directions)
+    wanted = jax.jit(lambda: {name: expected(name) for name in calls})()
+    for name in calls:
+        for actual, right in zip(results[name], wanted[name], strict=True):
+            np.testing.assert_allclose(actual, right[tp.rank], rtol=1e-11, atol=1e-11, err_msg=name)
+
+    def slope(x):  # 3 * total**2
+        return jax.grad(lambda x: (calls["sum"](x) ** 3).sum())(x)
+
+    x, ones = mine["sum"][0], jnp.ones((2, 3))  # few kinds of steps: outside of jit JAX compiles each of them
+    close(jax.grad(lambda x: slope(x).sum())(x), 6 * n * xs["sum"][0].sum(0))
+    close(jax.grad(lambda x: jax.jvp(slope, (x,), (ones,))[1].sum())(x), np.full((2, 3), 6 * n**2))
 
 
 def test_forward_mode_is_the_adjoint_of_the_gradient(tp):
@@ -359,6 +413,32 @@ def test_a_program_with_a_token_of_its_own(tp):
     close(printing(x), total)
 
 
+def test_a_call_without_used_results_runs(tp, monkeypatch):
+    """In a program that returns nothing, and in one whose result a program around it does not use."""
+    ran, put, x = [], sites.BoundSite.put, jnp.ones(3)
+    monkeypatch.setattr(sites.BoundSite, "put", lambda site, results: (ran.append(site), put(site, results)))
+
+    def summed(x):
+        return fompi.jax.all_reduce(x, comm=tp)
+
+    def nothing(x):
+        summed(x)
+
+    inner, silent = fompi.jax.jit(summed), fompi.jax.jit(nothing)
+    programs = [
+        silent,
+        jax.jit(lambda x: (inner(x), silent(x), x)[2]),
+        fompi.jax.jit(lambda x: (inner(x), silent(x), x)[2]),
+        jax.grad(lambda x: (inner(x), silent(x), x.sum())[2]),
+    ]
+    for program, times in zip(programs, (1, 2, 2, 2), strict=True):
+        for _ in range(2):
+            ran.clear()
+            jax.block_until_ready(program(x))
+            jax.effects_barrier()
+            assert len(ran) == times
+
+
 # --------------------------------------------------------------------------------------------------------- life time
 
 
@@ -379,6 +459,20 @@ def test_sites_die_with_the_program(tp, jit):
     del compiled
     gc.collect()
     assert len(ffi.SITES) == sites and tp.engine.arena.stats().lent_nbytes == lent
+
+
+def test_clear_cache_frees_the_sites(tp):
+    """Those of the program, and those that it has inside of other traces."""
+    gc.collect()
+    before, x = len(ffi.SITES), jnp.ones(3)
+    program = fompi.jax.jit(lambda x: fompi.jax.all_reduce(x, comm=tp))
+    close(program(x), np.full(3, tp.size)), close(jax.vmap(program)(x), np.full(3, tp.size))
+    gc.collect()
+    assert len(ffi.SITES) > before + 1
+    program.clear_cache()
+    gc.collect()
+    assert len(ffi.SITES) == before
+    close(program(x), np.full(3, tp.size))
 
 
 def test_the_cache_on_disk_holds_no_call_of_another_run(tp, tmp_path, monkeypatch):
@@ -438,6 +532,12 @@ def test_errors_while_tracing(tp):
         with pytest.raises(fompi.MismatchError, match=r"all_reduce.*under jax\.jit"):
             name = "all_gather" if tp.rank else "all_reduce"
             jax.eval_shape(lambda x: getattr(fompi.jax, name)(x, comm=tp), x)
+        convention = "sum" if tp.rank else "replicated"
+        mixed = jax.grad(lambda x: fompi.jax.all_gather(x, comm=tp, gradient=convention).sum())
+        with pytest.raises(fompi.MismatchError, match="gradient=replicated"):
+            jax.eval_shape(mixed, x)
+        with pytest.raises(fompi.MismatchError, match="of a loss that counts once"):
+            mixed(x)
     assert traced().shape == (2 * tp.size, 4)
     if tp.rank == 0:  # a message that this rank alone has traced
         jax.eval_shape(lambda x: fompi.jax.sendrecv(x, None, None, comm=tp), x)

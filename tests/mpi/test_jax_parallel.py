@@ -1,5 +1,7 @@
 """fompi.jax has the strategies: jax.grad gives the gradients of their own backward, which other tests compare."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +118,18 @@ def test_under_jit(world, alone):
     )
 
 
+def test_a_trace_sends_rows_to_all_experts(world, monkeypatch):
+    """It runs a strategy on drawn values. With equal ones a single expert would have the rows of all ranks."""
+    kept, f, count = [], fompi.jax.moe, 4 * world.size
+    monkeypatch.setattr(f, "forward", lambda *a, _f=f.forward, **k: kept.append(_f(*a, **k)) or kept[-1])
+    here = len(experts_of(world.rank, world.size, count))
+    tensors = [drawn(64, 8), drawn(8, count), drawn(here, 8, 4), drawn(here, 4, 8)]
+    for kind in ("float32", "bfloat16"):
+        jax.eval_shape(lambda *t: f(*t, k=1, comm=world), *(jnp.asarray(t, kind) for t in tensors))
+        rows = kept[-1][1].tokens_per_expert
+        assert rows.sum() == 64 * world.size and rows.max() < 40 * world.size
+
+
 def test_what_is_refused_under_jit(world):
     """A sentence says it. Later calls work."""
     x, w = jnp.ones((4, 3)), jnp.ones((3, 2))
@@ -126,4 +140,10 @@ def test_what_is_refused_under_jit(world):
     for transform, words in ((jax.vmap, r"inside jax\.vmap"), (jax.hessian, "no grad of a grad")):
         with pytest.raises(fompi.TensorError, match=words):
             jax.jit(transform(lambda x: linear(jnp.atleast_2d(x)).sum()))(x)
+    of, tensors = call("attention", world, world)
+    packed = functools.partial(fompi.jax.attention, heads=3, kv_heads=1, causal=True, comm=world)
+    with pytest.raises(fompi.LayoutError, match=r"cu_seqlens= must be a Python value.*static_argnums"):
+        jax.jit(lambda ends, *t: packed(*t, cu_seqlens=ends))(jnp.array([0, 4, 7]), *tensors)
+    compiled = jax.jit(lambda ends, *t: packed(*t, cu_seqlens=ends), static_argnums=0)
+    close(compiled((0, 7), *tensors), of(*tensors), 1e-13)
     assert jax.jit(linear)(x).shape == (4, 2)

@@ -1,5 +1,8 @@
 """fompi.mpi.Comm: the collectives of mpi4py through fompi give what MPI gives, and only the rest goes to MPI."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -147,8 +150,10 @@ def test_requests_end_in_any_order(ours, end):
     x, n = rows(ours), ours.size
     sums = [np.zeros_like(x) for _ in range(4)]
     requests = [ours.Iallreduce((i + 1) * x, y) for i, y in enumerate(sums)]
-    gathered = np.zeros((n, len(x)))
+    gathered, moved, total = np.zeros((n, len(x))), x.copy(), x.copy()
     requests.append(ours.Iallgather(x, gathered))
+    requests.append(ours.Ibcast(moved, root=n - 1))
+    requests.append(ours.Iallreduce(MPI.IN_PLACE, total))
     if ours.rank % 2:
         requests.reverse()
     if end in ("Wait", "wait"):
@@ -160,13 +165,93 @@ def test_requests_end_in_any_order(ours, end):
             done = [getattr(request, end)() for request in left]
             left = [r for r, is_done in zip(left, done, strict=True) if not (is_done if end == "Test" else is_done[0])]
     elif end == "Waitany":
-        assert sorted(MPI.Request.Waitany(requests) for _ in requests) == list(range(5))
+        assert sorted(MPI.Request.Waitany(requests) for _ in requests) == list(range(7))
     elif end == "Waitall":
         MPI.Request.Waitall(requests)
     else:
         while not MPI.Request.Testall(requests):
             pass
     assert all(np.array_equal(y, (i + 1) * gathered.sum(0)) for i, y in enumerate(sums))
+    assert np.array_equal(moved, gathered[-1]) and np.array_equal(total, gathered.sum(0))
+
+
+def test_a_failed_broadcast_is_an_error(ours):
+    """Its result is never read on the root. So is its error, if the call fails after it has begun."""
+    request = ours.Ibcast(np.zeros(3))
+    request.Wait()
+    pending = request.pending
+    pending._task.error = fompi.FompiError("lost")
+    with pytest.raises(fompi.FompiError, match="lost"):
+        ours._bcast(np.zeros(3)).finish(pending)
+
+
+def test_two_threads_wait_for_a_result_in_place(ours):
+    """The second one finds no result to copy. It returns once the first one has copied it."""
+    x = np.full(1 << 16, 1.0)
+    pending = fompi.all_reduce.start(x, out=x, comm=ours)
+    while not pending.done():
+        pass
+    begun, going_on, copy = threading.Event(), threading.Event(), np.copyto
+
+    def slow_copy(target, y):
+        begun.set()
+        assert going_on.wait(10)
+        copy(target, y)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(np, "copyto", slow_copy)
+        first = pool.submit(lambda: pending.result)
+        if ours.size > 1:
+            assert begun.wait(10)
+        second = pool.submit(lambda: pending.result[-1])
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        going_on.set()
+        assert first.result() is x and second.result() == ours.size
+
+
+def test_memory_that_is_too_small(ours):
+    """Also empty memory, and types of the program. The last item may be shorter than its extent."""
+    every_second = MPI.DOUBLE.Create_resized(0, 16).Commit()
+    column = MPI.DOUBLE.Create_vector(3, 1, 4).Create_resized(0, 8).Commit()
+    for memory, count, datatype in (
+        (np.empty(0), 5, MPI.DOUBLE),
+        (np.empty(0), 5, every_second),
+        (np.empty(6), 4, every_second),
+        (np.empty(11), 4, column),
+        (np.empty(4), (2, -1), MPI.DOUBLE),  # from the item -1 on
+    ):
+        with pytest.raises(fompi.ShapeError):
+            ours.Bcast([memory, count, datatype])
+    y = np.arange(7.0) + ours.rank
+    ours.Bcast([y, 4, every_second])
+    assert y[::2].tolist() == [0, 2, 4, 6] and y[1] == 1 + ours.rank
+    y = np.arange(12.0) * (ours.rank == 0)
+    ours.Bcast([y, 4, column])
+    assert y.tolist() == list(range(12))
+    every_second.Free()
+    column.Free()
+
+
+class OnDevice:
+    """Says that its memory is on a device. It is not: a test that reads it does not end the process."""
+
+    def __init__(self, x):
+        self.x = x
+        self.__cuda_array_interface__ = {**x.__array_interface__, "version": 3}
+
+
+@pytest.mark.parametrize("here", ["sender", "receiver"])
+def test_memory_of_a_device(ours, monkeypatch, here):
+    """A library that does not take it would end the process."""
+    x, y = np.ones(2), np.zeros(2 * ours.size)
+    arguments = (OnDevice(x), y) if here == "sender" else (x, OnDevice(y))
+    monkeypatch.setenv("FOMPI_GPU_AWARE", "0")
+    with pytest.raises(fompi.TensorError if ours.rank == 0 else fompi.MismatchError, match="on a device"):
+        ours.Allgather(*(arguments if ours.rank == 0 else (x, y)))
+    monkeypatch.setenv("FOMPI_GPU_AWARE", "1")
+    ours.Allgather(*arguments)
+    assert y.tolist() == [1.0] * len(y)
 
 
 def test_a_wrong_argument_is_an_error_on_all_ranks(ours):
@@ -178,7 +263,50 @@ def test_a_wrong_argument_is_an_error_on_all_ranks(ours):
     gathered = np.zeros(2 * ours.size + (ours.rank == last))
     with pytest.raises(fompi.FompiError):
         ours.Allgather(np.zeros(2), gathered)
+    gap = 2 * np.arange(ours.size) + np.arange(ours.size)  # memory with gaps, for one item too many on the last rank
+    counts = [2] * (ours.size - 1) + [2 + (ours.rank == last)]
+    with pytest.raises(fompi.FompiError):
+        ours.Allgatherv(np.zeros(2), [np.zeros(4 * ours.size), counts, gap, MPI.DOUBLE])
+    with pytest.raises(fompi.FompiError):
+        scattered = np.zeros(3 if ours.rank == last else 5)
+        ours.Scatter(np.zeros(2 * ours.size), [scattered, 2 if ours.rank != last else 3, MPI.DOUBLE])
+    with pytest.raises(fompi.FompiError):
+        ours.Reduce_scatter(np.zeros(2 * ours.size), np.zeros(2 - (ours.rank == last)), [2] * ours.size)
     ours.Allreduce(np.zeros(3), np.zeros(3))
+
+
+def test_counts_with_the_right_sum(ours):
+    """Only the root knows what it wants from which rank: it alone gets the error."""
+    n, root = ours.size, ours.size - 1
+    counts = [3, 1, *[2] * (n - 2)] if n > 1 else [2]
+    want = [np.zeros(2 * n), counts] if ours.rank == root else None
+    if n > 1 and ours.rank == root:
+        with pytest.raises(fompi.ShapeError, match="bytes arrive"):
+            ours.Gatherv(np.ones(2), want, root=root)
+    else:
+        ours.Gatherv(np.ones(2), want, root=root)
+
+
+def test_creating_one_is_collective(ours, plain):
+    """So no call with I waits for the other ranks. Those of `Split` are created at their first call."""
+    made = mpi.Comm(plain.Dup())
+    last, y, n = made.size - 1, np.zeros(1), made.size
+    if made.communicator.engine.helper is None:  # then a call with I waits for its end
+        n = 1
+    if n > 1 and made.rank == 0:
+        request = made.Iallreduce(np.ones(1), y)
+        made.Recv(np.zeros(1), last)
+    elif n > 1 and made.rank == last:
+        made.Ssend(np.zeros(1), 0)
+    if n == 1 or made.rank:
+        request = made.Iallreduce(np.ones(1), y)
+    request.Wait()
+    assert y[0] == made.size
+    made.Free()
+    none = ours.Split(MPI.UNDEFINED if ours.rank == 0 else 0)
+    assert (mpi.Comm(none) == MPI.COMM_NULL) == (ours.rank == 0)
+    if ours.rank:
+        none.Free()
 
 
 def test_it_is_the_communicator(ours):

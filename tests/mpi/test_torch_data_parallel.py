@@ -140,6 +140,35 @@ def test_half_types_are_added_in_float32(world, dtype):
     model.close()
 
 
+def test_hooks_of_the_program_on_gradients_of_half_types(world):
+    """As with float32: hooks made before and after wrapping, on gradients, and on p.grad once it is added."""
+    found = []
+
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = torch.nn.Linear(4, 1, bias=False, dtype=dtype)
+        layer.weight.register_hook(lambda g: g * 2)
+        layer.weight.register_post_accumulate_grad_hook(halve)
+        model = DistributedDataParallel(layer, world)
+        handle = layer.weight.register_hook(lambda g: g * torch.tensor([1, 0, 3, 0], dtype=g.dtype))
+        gradients = []
+        for value in (1.0, 2.0):  # the second is added to the first
+            with model.no_sync():
+                model(torch.full((1, 4), value, dtype=dtype)).sum().backward()
+            model(torch.full((1, 4), value, dtype=dtype)).sum().backward()
+            gradients.append(layer.weight.grad.float().clone())
+        handle.remove()
+        torch.autograd.grad(model(torch.ones(1, 4, dtype=dtype)).sum(), layer.weight)  # adds nothing
+        model(torch.zeros(1, 4, dtype=dtype)).sum().backward()
+        gradients.append(layer.weight.grad.float().clone())
+        model.close()
+        found.append(gradients)
+    assert all(map(torch.equal, *found)), found
+    assert found[0][0].tolist() == [[1.5, 0, 4.5, 0]]
+
+
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "many buckets"])
 def test_unused_parameters(world, options):
     """On rank 0 only, on all ranks, and in a backward after no_sync. Each rank may use others."""

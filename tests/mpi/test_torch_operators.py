@@ -3,13 +3,14 @@
 All operations are in few programs, because each one that is compiled takes seconds.
 """
 
+import numpy as np
 import operators
 import pytest
 import torch
 from operators import CASES, drawn
 
 import fompi
-from fompi.base.errors import ShapeError
+from fompi.base.errors import LaunchError, LayoutError, MismatchError, PlanError, ShapeError
 
 MOVES = [name for name in CASES if "matmul" not in name and "gradient" not in name]
 PRODUCTS = [name for name in CASES if name not in MOVES]
@@ -160,3 +161,105 @@ def test_second_derivatives_of_a_replicated_loss(tp):
     how = {"comm": tp, "gradient": "replicated"}
     sums, products = fompi.torch.all_reduce(x.square(), **how), fompi.torch.matmul_all_reduce(x.square(), w, **how)
     assert torch.allclose(gradient(x, sums.pow(3).sum() + products.pow(3).sum()), expected[tp.rank], rtol=1e-10)
+
+
+def test_second_derivatives_through_results_of_each_rank(tp):
+    """With a replicated loss: a reduce-scatter or a reduce belongs to each rank, so its gradient does too."""
+    random = torch.Generator().manual_seed(7)
+    xs, vs = torch.randn(2, tp.size, 2 * tp.size, generator=random).double()
+    every = xs.clone().requires_grad_()
+    (g,) = torch.autograd.grad(every.sum(0).pow(3).sum(), every, create_graph=True)
+    (expected,) = torch.autograd.grad((g * vs).sum(), every)
+    how = {"comm": tp, "gradient": "replicated"}
+
+    def scattered(x):
+        return fompi.torch.all_gather(fompi.torch.reduce_scatter(x, **how), **how).pow(3).sum()
+
+    def reduced(x):
+        y = fompi.torch.reduce(x, **how)
+        return fompi.torch.broadcast(y if tp.rank == 0 else y.sum().expand(x.shape), **how).pow(3).sum()
+
+    def summed(x):
+        return fompi.torch.all_reduce(fompi.torch.reduce_scatter(x, **how).pow(3).sum(), **how)
+
+    for loss in (scattered, reduced, summed):
+        x = xs[tp.rank].clone().requires_grad_()
+        (g,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        (second,) = torch.autograd.grad(fompi.torch.all_reduce((g * vs[tp.rank]).sum(), **how), x)
+        assert torch.allclose(second, expected[tp.rank], rtol=1e-10), loss.__name__
+
+
+def test_arriving_is_compared_with_what_the_ranks_send(tp):
+    rank, size = tp.rank, tp.size
+    x = torch.ones(3 + rank, 2, requires_grad=True)
+    right = [3 + r for r in range(size)]
+    assert len(fompi.torch.all_gather(x, comm=tp, arriving=right)) == sum(right)
+    for wrong in (right[:-1], [*right, 0], [right[0] + 1, *right[1:]]):
+        with pytest.raises((ShapeError, MismatchError), match=r"arriving=\[.*\] must be the rows from each of"):
+            fompi.torch.all_gather(x, comm=tp, arriving=wrong)
+    if size == 1:
+        return
+    with pytest.raises(ShapeError, match="must be the rows from each of"):
+        fompi.torch.all_gather(x, comm=tp, arriving=right[::-1] if size == 2 else right[1:] + right[:1])
+    other = list(right)
+    other[1 - min(rank, 1)] += 1  # the entry of this rank is right, that of rank 0 or 1 is not
+    other[-1] -= size > 2 and rank < size - 1
+    with pytest.raises((ShapeError, MismatchError)):
+        fompi.torch.all_gather(x, comm=tp, arriving=other)
+    each, sent = torch.ones((1 + rank) * size, requires_grad=True), [1 + r for r in range(size)]
+    how = {"counts": [1 + rank] * size, "comm": tp}
+    assert len(fompi.torch.all_to_all(each, arriving=sent, **how)) == sum(sent)
+    skewed, (i, j) = list(sent), (rank, (rank + 1) % size)
+    if size > 2:  # the entry of this rank and the sum are right
+        i = (rank + 2) % size
+    skewed[i], skewed[j] = skewed[j], skewed[i]
+    with pytest.raises(ShapeError, match=r"rows arrive here, a number from each rank|must be the rows from each of"):
+        fompi.torch.all_to_all(each, arriving=skewed, **how)
+
+
+def test_what_one_rank_refuses_is_an_error_on_all(tp):
+    """Arguments that torch would refuse on this rank alone, or on which a shape cannot be computed."""
+    refuses, x = tp.rank == tp.size - 1, torch.ones(2, 2)
+
+    def check(error, call, wrong, right):
+        with pytest.raises(error if refuses else MismatchError):
+            call(**{**right, **(wrong if refuses else {})})
+
+    t, how = fompi.torch, {"x": x, "comm": tp}
+    check(ShapeError, t.all_gather, {"x": x.sum()}, how)
+    check(ShapeError, t.all_to_all, {"x": x.sum()}, {**how, "split_dim": 0, "concat_dim": 1})
+    check(ShapeError, t.all_gather_matmul, {"w": x.sum()}, {**how, "w": x})
+    for root in (None, "0", 0.0, tp.size):
+        check(LayoutError, t.broadcast, {"root": root}, how)
+    check(ShapeError, t.all_gather, {"dim": None}, how)
+    check(LayoutError, t.all_reduce, {"op": None}, how)
+    check(LayoutError, t.reduce_scatter, {"counts": 5}, {**how, "dim": 0})
+    check(LayoutError, t.gather, {"root": tp.size}, how)
+    check(TypeError, t.all_gather, {"arriving": 5}, how)
+    check(PlanError, t.all_gather, {"schedule": 5}, how)
+    check(PlanError, t.all_gather, {"slices": 2.5}, how)
+    check(LaunchError, t.all_gather, {"comm": 5}, {"x": x})
+    assert t.broadcast(x, root=np.int64(0), comm=tp).equal(x)
+    short = torch.ones(2 * tp.size, 2, 2)
+    for call in (
+        lambda x: t.all_to_all(x, split_dim=0, concat_dim=1, counts=[2] * (tp.size + 1), comm=tp),
+        lambda x: t.all_to_all(x.sum(), split_dim=0, concat_dim=1, comm=tp),
+        lambda x: t.all_gather(x.sum(), comm=tp),
+    ):
+        with pytest.raises((LayoutError, ShapeError)):
+            compiled(call)(short)
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, compiled], ids=["eager", "compiled"])
+def test_ranks_that_want_other_gradients_disagree_in_the_forward(tp, compile):
+    if tp.size == 1:
+        return
+    first = tp.rank == 0
+    x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=first)
+    with pytest.raises(MismatchError, match=r"for the gradient of x and w \(sum\).*for the gradient of x \(sum\)"):
+        compile(lambda x, w: fompi.torch.all_gather_matmul(x, w, comm=tp))(x, w)
+    convention = "sum" if first else "replicated"
+    with pytest.raises(MismatchError, match=r"gradient of x \(sum\).*gradient of x \(replicated\)"):
+        compile(lambda x: fompi.torch.all_reduce(x, comm=tp, gradient=convention))(x)
+    with torch.no_grad():
+        assert compile(lambda x: fompi.torch.all_reduce(x, comm=tp, gradient=convention))(x).sum() == 4 * tp.size

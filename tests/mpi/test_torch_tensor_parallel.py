@@ -237,11 +237,11 @@ def test_shapes_that_torch_pads_or_refuses(installed, mesh, rank, size):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(6, 2 * size + 1), nn.GELU(), nn.Linear(2 * size + 1, 6)).to(D)
     x = data(2 * size + 1, 2, 6)
-    for up, down, placement in (
-        ({"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}, Shard(0)),
-        ({}, {"output_layouts": Shard(-3)}, Replicate()),
-        ({"use_local_output": False}, {}, Shard(0)),
-        ({"output_layouts": Replicate()}, {"input_layouts": Replicate()}, Replicate()),
+    for up, down, placement, left in (
+        ({"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}, Shard(0), 0),
+        ({}, {"output_layouts": Shard(-3)}, Replicate(), 1),
+        ({"use_local_output": False}, {}, Shard(0), 0),
+        ({"output_layouts": Replicate()}, {"input_layouts": Replicate()}, Replicate(), 1),
     ):
         spread, alone = copy.deepcopy(net), copy.deepcopy(net)
         plan = {"0": ColwiseParallel(**up), "2": RowwiseParallel(**down, use_local_output=False)}
@@ -251,7 +251,7 @@ def test_shapes_that_torch_pads_or_refuses(installed, mesh, rank, size):
         y, z = spread(mine), alone(whole)
         y.square().sum().backward()
         z.square().sum().backward()
-        assert not since.as_torch
+        assert since.as_torch == ({"ColwiseLinear: the input is a replicated DTensor": 1} if left else {})
         assert_equal(full(y), z)
         assert_equal(full(mine.grad), whole.grad)
         for p, q in zip(spread.parameters(), alone.parameters(), strict=True):
@@ -294,9 +294,8 @@ def test_what_torch_does_instead_counts_with_a_reason(installed, mesh, size):
         dist.all_reduce(found)
         assert_equal(found, alone["cross"](x).detach())
         assert since.ran == {"all_gather_matmul_many": 1}
-        assert since.as_torch == (
-            {"PrepareModuleInput: a child does not read the gathered input": 1} if ran == 1 else {}
-        )
+        unread = {"PrepareModuleInput: a child does not read the gathered input": 1} if ran == 1 else {}
+        assert since.as_torch == {"ColwiseLinear: the input is a replicated DTensor": 1} | unread
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["DTensor", "local"])
@@ -321,7 +320,8 @@ def test_a_gathered_input_that_is_changed_in_place(installed, mesh, size, local)
     mine, since = x.chunk(size)[mesh.get_local_rank()], Since()
     assert_equal(net(mine.clone()), alone(x.clone()).chunk(size, 1)[mesh.get_local_rank()])
     assert since.ran == {"all_gather_matmul_many": 1}
-    assert since.as_torch == {"PrepareModuleInput: a child does not read the gathered input": 1}
+    expected = {"PrepareModuleInput: a child does not read the gathered input": 1}
+    assert since.as_torch == expected | ({} if local else {"ColwiseLinear: the input is a replicated DTensor": 1})
     again = parallelize_module(alone, mesh, {"": prepare, "[ab]": ColwiseParallel()})
     with pytest.raises(Exception, match="changes it in place"):
         torch.compile(again, fullgraph=True, backend="eager")(mine.clone())
@@ -338,8 +338,40 @@ def test_classes_change_nothing_of_torch(mesh, unfused):
     net(data(1, 2, 6)).sum().backward()
     assert not theirs.ran and not since.as_torch and ColwiseParallel._apply is before
     with fompi.torch.install():
-        assert ColwiseParallel._apply is not before
+        ours = ColwiseParallel._apply
+        with fompi.torch.install():
+            pass
+        assert ColwiseParallel._apply is ours is not before
+        with fompi.torch.install():
+            fompi.torch.uninstall()
+            assert ColwiseParallel._apply is before
     assert ColwiseParallel._apply is before
+
+
+def test_after_an_exception_in_a_forward(installed, mesh, rank, size):
+    """The next forward gathers once for all readers again."""
+    net, x = attention(), data(2, size, 24)
+    alone = copy.deepcopy(net)
+    parallelize_module(net, mesh, plan_of_attention(False))
+    mine, wk = x.chunk(size, 1)[rank], net[1].wk
+
+    def fail(*_):
+        raise ArithmeticError("of the user")
+
+    hook = wk.register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        net(mine)
+    hook.remove()
+    since = Since()
+    assert_equal(net(mine), alone(x).chunk(size, 1)[rank])
+    assert since.ran == {"all_gather_matmul_many": 1, "matmul_reduce_scatter": 1} and not since.as_torch
+    assert wk.forward.reads_gathered and wk.forward.taken is None
+
+
+def test_a_mesh_is_a_communicator_also_in_compiled_code(mesh, size):
+    x = torch.ones(2, 2)
+    for compile in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        assert compile(lambda x: fompi.torch.all_reduce(x, comm=mesh))(x).sum() == 4 * size
 
 
 def test_other_uses_of_a_module(installed, mesh, rank, size):

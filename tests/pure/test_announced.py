@@ -81,6 +81,7 @@ def program(*ops):
 
 
 SENT = Send(1, block("t", 0))
+COPY = Compute("copy", (block("t", 0),), (block("t", 5),))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,11 @@ SENT = Send(1, block("t", 0))
         ((product(0), SENT, product(1), Compute("own", (block("x"),), (block("t", 5),)), product(2)), (0, 2)),
         ((product(0), SENT, product(1), Recv(1, block("inbox", 2)), product(2, x="inbox"), product(3)), (0, 2)),
         ((product(0), SENT, product(0)), ()),  # a product waits for the message with the one before it
+        (
+            (product(0), COPY, Compute("matmul", (block("t", 5), block("w")), (block("t", 1),))),
+            (),
+        ),  # and so does a copy
+        ((product(0), SENT, product(1), COPY, product(5, x="t"), product(2)), (0, 2)),
         ((Compute("own", (block("x"),), (block("t", 5),)), product(0), SENT, product(1)), ()),
         ((Compute("copy", (block("x"),), (block("x", 1),)), product(0), SENT, product(1)), (1, 3)),
     ],

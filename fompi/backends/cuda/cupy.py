@@ -455,7 +455,8 @@ class CudaDevice(Failing):
             self.check()
             warnings.warn(f"products are not announced, because the kernel fails: {in_words(error)}", stacklevel=2)
             return None
-        made.launch = self._in_order(products[0].name, [made.launch], (products, made))
+        keep = products, made.tables, made.signals  # without `made`: nothing here may wait for the garbage collector
+        made.launch = self._in_order(products[0].name, [made.launch], keep)
         return made
 
     def needs_for_announced(self) -> str:
