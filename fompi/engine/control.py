@@ -10,7 +10,7 @@ from typing import Any
 from fompi.base.errors import FompiError, MismatchError, PeerError, text_of
 from fompi.base.layout import Sizes, integer
 from fompi.engine.engine import Engine
-from fompi.engine.tasks import ANYONE, CONTROL, Sent, Task
+from fompi.engine.tasks import ANYONE, CONTROL, ControlChannel, Sent, Task
 from fompi.mpi.link import Link
 
 
@@ -187,11 +187,19 @@ class Channel:
         """The world rank that this rank waits for, and what for, in words. -1: it waits for no single rank."""
         innermost = self.engine.waiting[-1:]  # one operation, since other threads begin and end waits
         if not innermost:
+            if self.engine.expired is not None:
+                expired_at, where, what = self.engine.expired
+                if perf_counter() - expired_at < 2 * ANSWER_SECONDS:  # ranks in a circle give up at about the same time
+                    return self._awaited(where, what)
             return -1, f"does not wait in fompi; its last call was {self.engine.last_call}"
         ((task, channel),) = innermost
         awaited = task.waits_for()
         if awaited is None:
             return -1, "works in fompi"
+        return self._awaited(channel, awaited)
+
+    def _awaited(self, channel: ControlChannel, awaited: tuple[int, str]) -> tuple[int, str]:
+        """The answer of a rank that waits for `awaited` on `channel`."""
         if awaited[0] == ANYONE:
             return ANYONE, f"waits for {awaited[1]}"
         awaited_rank = channel.link.world_ranks[awaited[0]]
@@ -226,6 +234,7 @@ class Channel:
             limit = f"{self.engine.timeout:g} s (FOMPI_TIMEOUT)" if self.timeout is None else f"{self.timeout:g} s"
             if awaited is None:
                 return f"rank {self.link.rank} made no progress for {limit}"
+            self.engine.expired = perf_counter() + ANSWER_SECONDS, self, awaited
             self._answers.clear()
             self.send_all(ASK, 0)
             end = perf_counter() + ANSWER_SECONDS

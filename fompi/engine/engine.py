@@ -79,6 +79,7 @@ class Engine(InFlight):
         self.report: Any = None  # notes finished calls, if FOMPI_REPORT is set (`fompi.runtime.report`)
         self.machine: Any = None  # the machine of all ranks, if FOMPI_MACHINE is set
         self.last_began: tuple[str, Any, int] | None = None  # the last call: its name, its communicator, its stamp
+        self.expired: tuple[float, ControlChannel, tuple[int, str]] | None = None  # the last wait that has expired
         self.works: list[str] = []  # what this process does together with others (`Communicator.joint`)
         # Kernels. `progress.Driven` describes what the helper reads.
         self.computing = 0
