@@ -155,6 +155,29 @@ fompi.all_reduce(np.ones(3), comm=(world, other)[rank])
     assert "these ranks wait for each other in a circle" in output
 
 
+def test_a_circle_of_ranks_that_give_up_one_after_the_other(launch):
+    """A rank that has just given up still says for whom it waited."""
+    output = run(
+        launch,
+        2,
+        """
+other = world.split(0, rank, "other")
+event()
+other.channel.timeout = 0.5
+try:
+    fompi.all_reduce(np.ones(3), comm=(world, other)[rank])
+except fompi.WaitTimeout:
+    if rank == 0:
+        raise
+    for _ in range(150):
+        world.engine.receive_control()
+        time.sleep(0.02)
+""",
+    )
+    assert "rank 0 waits for rank 1 to start call 2, all_reduce(" in output
+    assert "these ranks wait for each other in a circle" in output
+
+
 def test_a_communicator_that_not_all_ranks_create(launch):
     output = run(
         launch,
