@@ -181,6 +181,30 @@ CLAIMS = (
         ),
     ),
     Claim(
+        "ddp",
+        "DistributedDataParallel, ten shapes",
+        "Two hosts with one core each, 1 Gbit/s, stacks of residual MLP blocks, buckets of 1 MiB. `backend` is torch's "
+        "DistributedDataParallel on the backend fompi. `hidden` is the share of what the backward can hide. Asked "
+        "beside gloo: 1.0 in every row, and 1.3 where compute and messages take equally long.",
+        (
+            Pick("gloo / backend", " rows$", "^gloo / fompi$"),
+            Pick("gloo / fompi.torch", " rows$", r"^gloo / fompi\.torch$"),
+            Pick("backend: hidden", " rows$", "^fompi: hidden$"),
+            Pick("fompi.torch: hidden", " rows$", r"^fompi\.torch: hidden$"),
+        ),
+    ),
+    Claim(
+        "jit",
+        "Calls that JAX compiles",
+        "Two hosts, 500 Mbit/s. An all-reduce of 1 KiB above a bound one, and products beside one of 8 MiB.",
+        (
+            Pick("fompi.jax.jit, 1 KiB, above the bound one", "1 KiB", "^fompi.jax.jit, above"),
+            Pick("jax.jit, 1 KiB, above the bound one", "1 KiB", "^jax.jit, above"),
+            Pick("start and wait / the longer of both", "8 MiB", "^start and wait /"),
+            Pick("blocking / start and wait", "8 MiB", "^blocking / start"),
+        ),
+    ),
+    Claim(
         "peers",
         "Beside other libraries",
         "Two hosts, 1 Gbit/s, the same GEMMs. Peers: gloo, JAX (ppermute), mpi4py. The last two lines are rows in "

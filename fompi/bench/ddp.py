@@ -54,7 +54,8 @@ class Model(NamedTuple):
 
     @property
     def buckets(self) -> int:
-        return max(1, round(self.nbytes / (BUCKET_MB << 20)))
+        """A parameter is in one bucket, also if it is larger than a bucket should be."""
+        return max(1, round(self.nbytes / max(BUCKET_MB << 20, 4 * self.width * self.hidden)))
 
 
 MODELS = (
