@@ -160,7 +160,11 @@ class Executor(BoundPlan):
                 feeding.begin()
 
     def ready(self, name: str, part: int) -> None:
-        """Part `part` of the input `name` is written: the call may read it from now on."""
+        """Part `part` of the input `name` is written: the call may read it from now on.
+
+        On a device it must be in memory: wait for the stream that writes it first. The call follows only what the
+        program had enqueued before `start`.
+        """
         run, block = self._current(), self._block(name, part)
         names = self.compiled.named(name)
         for each in names if self._is_uploaded else ():
