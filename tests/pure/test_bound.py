@@ -45,7 +45,7 @@ def machines(draw):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("size", "dtype"), [(1, "float64"), (2, "bfloat16"), (3, "float64"), (4, "bfloat16"), (4, "float64")]
+    ("size", "dtype"), [(1, "float64"), (2, "bfloat16"), (3, "float64"), (4, "bfloat16")]
 )
 def test_no_schedule_is_faster(name, size, dtype):
     draw = Random(f"{name} {size}")
@@ -84,7 +84,7 @@ def test_nothing_to_move(name, rates):
             "all_gather_matmul": (Spec((rows, 8), "float32", Shard(0)), Spec((8, columns), "float32", Shard(1))),
             "all_reduce": (Spec((rows, columns), "float32", Partial()),),
         }.get(name, (Spec((rows, 8), "float32", Shard(1)), Spec((8, columns), "float32", Shard(0))))
-        explained = fompi.explain(name, *specs, ranks=4, machine=machine)
+        explained = fompi.explain(name, *specs, ranks=2, machine=machine)
         assert str(explained) and explained.winner.seconds < 0.1
 
 

@@ -45,12 +45,17 @@ def assert_close(got, wanted, what):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", RANKS)
 def test_every_plan_is_verified_and_computes_its_operation(size, name):
-    """All schedules with all slices. The distributions of rows, the windows and the interleavings take turns."""
+    """All schedules with all slices. The distributions of rows, the windows and the interleavings take turns.
+
+    From 5 ranks on, the slices take turns too.
+    """
     problem = catalogue.problems(size)[name]
     for call, (schedule, slices) in enumerate(product(registry.available(problem), SLICES)):
+        if size > 4 and call % 2 != size % 2:
+            continue
         plan = registry.write(problem, schedule, slices, window=WINDOWS[(call + size) % 3])
         verify(plan)
-        for distribution in sorted({ROWS[(call + size) % 5], ROWS[(call + size + (2 if size < 4 else 0)) % 5]}):
+        for distribution in sorted({ROWS[(call + size) % 5], ROWS[(call + size + 2 * (size < 4)) % 5]}):
             sizes = catalogue.sizes(problem, distribution)
             inputs = catalogue.inputs(problem, sizes, call)
             outputs = twin(plan, inputs, BACKEND, sizes=sizes, seed=call)
