@@ -60,7 +60,7 @@ def rows(comm: Any, options: Options) -> list[Row]:
     totals = QUICK_TOTALS if options.quick else TOTALS
     with Cluster(comm.link.comm) as cluster:
         cases = [(name, total) for name in OPERATIONS for total in totals]
-        shown = options.progress.each(cases, lambda case: _title(*case))
+        shown = options.each(cases, lambda case: _title(*case))
         return [measured(comm, cluster, *case, options.rounds) for case in shown]
 
 

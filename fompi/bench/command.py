@@ -26,6 +26,9 @@ DEVICES = ("cuda", "software")
 PRINTED = "-"
 """In place of a file's name: print it."""
 
+WITHOUT_SUMMARY = ("collectives", "parallel", "step", "ddp", "overhead", "jit")
+"""Suites whose rows do not depend on each other: `--row` selects some of them."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="?", choices=SUITES)
@@ -33,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, help="overlapped operations on buffers of a device")
     parser.add_argument("--ranks", type=int, default=2, help="with --like, outside of mpirun: how many to start (2)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     parser.add_argument(
         "--json", nargs="?", const=PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
@@ -52,14 +56,18 @@ def run(options: argparse.Namespace) -> int:
     name = options.suite if options.device is None else "device"
     if name is None:
         raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
+    if options.row and name not in WITHOUT_SUMMARY:
+        raise UsageError(f"bench: --row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
     trial.note_threads()
     json, markdown, plot = options.json, options.markdown, options.plot
     with fompi.Communicator() as comm:
         agree(comm, f"bench {name}", refusal(comm.rank, json, markdown, plot))
         with Progress.of_rank(comm.rank, f"bench {name}") as progress:
-            measure = Options(options.rounds, options.quick, progress)
+            measure = Options(options.rounds, options.quick, progress, options.row)
             more = () if options.device is None else (options.device, options.like)
             rows = import_module(f"fompi.bench.{name}").rows(comm, measure, *more)
+        if not rows:
+            raise FompiError(f"bench {name}: no row has {options.row!r} in its name")
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
             text = table.markdown(rows, facts)

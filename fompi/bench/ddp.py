@@ -83,7 +83,7 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
         try:
             group = distributed.new_group(backend="fompi")
             models = MODELS[:1] if options.quick else MODELS
-            return [measured(comm, cluster, group, model, options.rounds) for model in options.progress.each(models)]
+            return [measured(comm, cluster, group, model, options.rounds) for model in options.each(models)]
         finally:
             gloo.close()
 

@@ -40,7 +40,7 @@ def rows(comm: Any, options: Options) -> list[Row]:
         "all-reduce of 1 KiB under jit": short_calls,
         "product beside an all-reduce under jit": overlap,
     }
-    return [parts[name](comm, options) for name in options.progress.each([*parts])]
+    return [parts[name](comm, options) for name in options.each([*parts])]
 
 
 def _setup(comm: Any) -> dict[str, Any]:

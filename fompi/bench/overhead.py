@@ -42,7 +42,7 @@ def rows(comm: Any, options: Options) -> list[Row]:
         "new counts at every call": lambda: changing_sizes(comm, options),
         "plans and choices": lambda: planning(options),
     }
-    return [row for name in options.progress.each([*parts]) for row in parts[name]()]
+    return [row for name in options.each([*parts]) for row in parts[name]()]
 
 
 def _setup(comm: Any) -> dict[str, Any]:

@@ -115,14 +115,13 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
                 case = make(comm, accelerator)
                 if case is not None:
                     ratios = case.ratios[:1] if options.quick else case.ratios
-                    for ratio in options.progress.each(ratios, partial(_title, case)):
+                    for ratio in options.each(ratios, partial(_title, case)):
                         measured_rows.append(measured(comm, cluster, accelerator, case, ratio, options.rounds))
                     case.close()
-        options.progress.step("pipelines")
-        measured_rows.append(pipelines(comm, cluster, options.rounds))
+        more = {"pipelines": pipelines}
         if comm.size > 2 and comm.size % 2 == 0:
-            options.progress.step("data beside tensor")
-            measured_rows.append(data_beside_tensor(comm, cluster, options.rounds))
+            more["data beside tensor parallelism"] = data_beside_tensor
+        measured_rows += [more[name](comm, cluster, options.rounds) for name in options.each([*more])]
     return measured_rows
 
 

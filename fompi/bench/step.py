@@ -50,7 +50,7 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
     with Cluster(comm.link.comm) as cluster:
         gloo = Gloo(comm.link.comm, cluster.rendezvous())
         try:
-            for make in options.progress.each(CASES[:1] if options.quick else CASES, lambda f: f.__name__):
+            for make in options.each(CASES[:1] if options.quick else CASES, lambda f: f.__name__):
                 measured_rows.append(make(comm, cluster, options.rounds))
         finally:
             gloo.close()

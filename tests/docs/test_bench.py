@@ -214,6 +214,7 @@ def test_a_shape_as_json(mpirun, tmp_path):
     [
         ("--like 0,8,8", "fompi: M=0, K=8, N=8: each must be 1 or more"),
         ("--like 90000000,90000000,8", "fompi: Unable to allocate"),
+        ("jit --quick --row nothing", "fompi: bench jit: no row has 'nothing' in its name"),
         ("fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
         ("fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
     ],

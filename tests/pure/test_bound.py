@@ -44,9 +44,7 @@ def machines(draw):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("size", "dtype"), [(1, "float64"), (2, "bfloat16"), (3, "float64"), (4, "bfloat16")]
-)
+@pytest.mark.parametrize(("size", "dtype"), [(1, "float64"), (2, "bfloat16"), (3, "float64"), (4, "bfloat16")])
 def test_no_schedule_is_faster(name, size, dtype):
     draw = Random(f"{name} {size}")
     problem = catalogue.problems(size, dtype)[name]
