@@ -10,7 +10,8 @@ from fompi.cli import plan
 from fompi.cli.output import Table, is_pretty, show, show_json
 from fompi.model.pipeline import SCHEDULES
 from fompi.planner.layers import MODELS, Model
-from fompi.planner.layout import AXES, BATCH_TOKENS, COLUMNS, FREE, RECOMPUTE, TOP, Layouts, Predicted
+from fompi.planner.layout import BATCH_TOKENS, FREE, TOP, Layouts
+from fompi.planner.step import AXES, COLUMNS, RECOMPUTE, Predicted
 
 EXAMPLE = "{} layout --model llama-8b --ranks 64 --machine h100-ndr"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from fompi.base.layout import Sizes, Slices, cut, slices_in_words
-from fompi.model.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
+from fompi.model.bound import call_seconds, dealt, native_nbytes, row_nbytes, rows_worked
 from fompi.model.flow_shop import Groups, Job, announced, johnson, pieces
 from fompi.model.machine import Machine
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Workspace
@@ -246,7 +246,7 @@ def _has_even_pieces(sizes: Sizes) -> bool:
 
 def _default_order(problem: Problem, rank: int) -> Sequence[int]:
     """The other ranks, in the order in which the schedule sends to them."""
-    way = -1 if problem.moves in ("reduce_scatter", "all_reduce") else 1
+    way = -1 if problem.sums else 1
     return Workspace(rank, problem.size, 1).dests(way)
 
 
@@ -255,7 +255,9 @@ def _job(problem: Problem, sizes: Sizes, machine: Machine, rank: int, dest: int)
 
     A piece is multiplied by `rank` and sent to `dest`, or sent to `dest` and multiplied there.
     """
-    if sizes.pairs:
+    if problem.columns and problem.weights:  # as rows with the columns of all ranks
+        rows = dealt(problem, sizes).pairs[rank][dest] / max(1, sum(problem.columns))
+    elif sizes.pairs:
         rows = float(sizes.pairs[rank][dest])
     elif problem.moves == "all_gather":
         rows = float(sizes.rows[rank])

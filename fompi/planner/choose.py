@@ -135,7 +135,7 @@ def _by_rule(
     """
     if problem.size == 1:
         return "direct", 1
-    computes, sums = bool(problem.weights or problem.gradients), problem.moves in ("reduce_scatter", "all_reduce")
+    computes, sums = bool(problem.weights or problem.gradients), problem.sums
     nbytes = None if rows is None else layout.nbytes((rows, *problem.sent_row), problem.dtype)
     if crowded and computes:
         small_sum = sums and nbytes is not None and nbytes <= SMALL_NBYTES

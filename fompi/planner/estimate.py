@@ -40,7 +40,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         return whole + wire.seconds(candidate, [rows])
     messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
     sums = 0.0
-    if problem.moves in ("reduce_scatter", "all_reduce"):
+    if problem.sums:
         sums = 3 * (size - 1) * rows / size * wire.row / machine.memory_rate
         sums += (size - 1) * len(pieces) * machine.overhead
     if schedule == "unfused_p2p":
@@ -62,7 +62,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         return max(calls, first * size + messages)
     if problem.multiplies_first:
         return max(calls, first + messages)
-    if problem.moves == "reduce_scatter":  # without a product, only sums remain after the last message
+    if problem.sums:  # without a product, only sums remain after the last message
         last = sums * shares[-1] / sum(shares)
     return max(calls, messages + last)
 
