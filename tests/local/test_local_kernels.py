@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fompi.backends.emulated import Emulated
-from fompi.bench import parallel
+from fompi.bench import pipelines, strategies
 from fompi.model.machine import Machine
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
@@ -73,10 +73,10 @@ def test_pairs(rule, q_at):
 
 def test_flows():
     """The bounds of `bench parallel`, on cases that can be seen by eye."""
-    assert parallel.sent([1, 1], [3, 3]) == 7 and parallel.received([1, 1], [3, 3]) == 7
-    assert parallel.round_trip([0, 1, 0], [1, 2, 1], [0, 1, 0]) == 4  # everything hides behind 4 of kernels
-    assert parallel.round_trip([2], [1], [2]) == 5  # nothing hides
-    assert parallel.round_trip([1, 1, 1], [1, 1, 1], [1, 1, 1]) == 6  # the port out is busy until 3
+    assert strategies.sent([1, 1], [3, 3]) == 7 and strategies.received([1, 1], [3, 3]) == 7
+    assert strategies.round_trip([0, 1, 0], [1, 2, 1], [0, 1, 0]) == 4  # everything hides behind 4 of kernels
+    assert strategies.round_trip([2], [1], [2]) == 5  # nothing hides
+    assert strategies.round_trip([1, 1, 1], [1, 1, 1], [1, 1, 1]) == 6  # the port out is busy until 3
 
 
 @pytest.mark.parametrize(("schedule", "milliseconds"), [
@@ -88,4 +88,4 @@ def test_flows():
 ])  # fmt: skip
 def test_formulas_of_pipelines(schedule, milliseconds):
     chunks = 2 if schedule == "interleaved" else 1
-    assert parallel.formula(schedule, 4, 8, 1e-3, chunks) == pytest.approx(1e-3 * milliseconds)
+    assert pipelines.formula(schedule, 4, 8, 1e-3, chunks) == pytest.approx(1e-3 * milliseconds)

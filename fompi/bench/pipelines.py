@@ -1,0 +1,103 @@
+"""The row of `fompi bench parallel` with all schedules of a pipeline, each beside its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.emulated import Emulated
+from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS
+from fompi.bench.cluster import Cluster
+from fompi.bench.collectives import progress
+from fompi.engine.communicator import Communicator
+from fompi.parallel.pipeline import SCHEDULES, Pipeline
+from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks
+
+Array = np.ndarray[Any, Any]
+
+STAGE_SECONDS = {"F": 0.010, "B": 0.020, "I": 0.010, "W": 0.010}
+MICROBATCHES, CHUNKS = 8, 2
+ACTIVATION = (256, 256)
+MOST_BEYOND_FORMULA = 1.03
+
+
+class _Stage:
+    """A stage whose kernels only take time. It hands on what it was given."""
+
+    def __init__(self, width: int):
+        self.array = np.zeros((ACTIVATION[0], width), np.float32)
+
+    def forward(self, x: Array) -> tuple[Array, None]:
+        return self.array, None
+
+    def backward(self, saved: None, dy: Array) -> Array:
+        return self.array
+
+    def backward_input(self, saved: None, dy: Array) -> tuple[Array, None]:
+        return self.array, None
+
+    def backward_weight(self, rest: None) -> None:
+        pass
+
+
+def formula(schedule: str, p: int, m: int, c: float, chunks: int = 1) -> float:
+    """Seconds of a step on the busiest rank, with messages of c seconds (docs/concepts/strategies.md)."""
+    f, b, i, w = (STAGE_SECONDS[kind] for kind in "FBIW")
+    if schedule == "interleaved":  # a chunk has 1 / chunks of the work
+        return m * (f + b) + (p - 1) * (f + b) / chunks + 2 * (p * chunks - 1) * c
+    bubble = {"zb-h1": f + i - w, "zb-h2": f + i - 2 * w}.get(schedule, f + b)
+    messages = {"1f1b": 2 * (p - 1) * m / p + 2 * (p - 2), "zb-h1": 4 * (p - 1)}.get(schedule, 2 * (p - 1))
+    return m * (f + b) + (p - 1) * bubble + messages * c
+
+
+def pipelines(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
+    """All schedules of a pipeline, each with what its formula says. The time is that of the busiest rank's kernels."""
+    mpi, size = comm.link.comm, comm.size
+    spans: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    inputs = [np.zeros(ACTIVATION, np.float32)] * MICROBATCHES
+    pipes = {}
+    for name in SCHEDULES:
+        chunks = CHUNKS if name == "interleaved" else 1
+        pipes[name] = Pipeline(
+            [_Stage(ACTIVATION[1]) for _ in range(chunks)],
+            comm=comm,
+            microbatches=MICROBATCHES,
+            schedule=name,
+            activations=ACTIVATION,
+            loss=lambda y, target: (0.0, y),
+            seconds={kind: s / chunks for kind, s in STAGE_SECONDS.items()},
+            backend=Emulated(INSTANT),
+        )
+
+    def note(name: str, _: object) -> None:
+        kernels = [e for e in pipes[name].trace.events if e.is_compute and e.rank == comm.rank]
+        span = np.array([max(e.end for e in kernels) - min(e.start for e in kernels)])
+        spans[name].append(float(of_all_ranks(mpi, span).max()))
+
+    def hop() -> None:
+        cluster.exchange(int(np.prod(ACTIVATION)) * 4)
+
+    calls: dict[str, Callable[[], object]] = {name: partial(pipe.step, inputs, inputs) for name, pipe in pipes.items()}
+    alternate(mpi, calls, rounds, idle=cluster.idle, after=note)
+    c = 0.0 if cluster.shared else median(alternate(mpi, {"hop": hop}, PILOT_ROUNDS, idle=cluster.idle)["hop"])
+    samples = {name: spans[name][-rounds:] for name in SCHEDULES}
+    figures, predicted = [], {}
+    for name, pipe in pipes.items():
+        predicted[name] = formula(name, size, MICROBATCHES, c, CHUNKS if name == "interleaved" else 1)
+        most = None if cluster.shared else MOST_BEYOND_FORMULA
+        figures.append(Figure(f"{name}: time / formula", median(samples[name]) / predicted[name], most=most, limit=1.0))
+        pipe.close()
+    what = f"pipeline, {size} stages, {MICROBATCHES} micro-batches, a message {1e3 * c:.1f} ms"
+    return Row(
+        what,
+        str(cluster),
+        samples,
+        predicted=predicted,
+        figures=figures,
+        progress=progress(comm),
+        marks=["emulated accelerator"],
+    )
