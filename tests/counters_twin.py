@@ -1,129 +1,209 @@
-"""A product that raises counters, as a Numba kernel in Numba's simulator, while a host thread sends its groups by MPI.
+"""A kernel that announces its products, as a Numba kernel in Numba's simulator, while the host sends them by MPI.
 
-The kernel is the twin of the one in `fompi.backends.cuda.triton`. Two ranks run this file, with NUMBA_ENABLE_CUDASIM=1:
+The kernel is the twin of `multiply_groups` in `fompi.backends.cuda.triton`. Its table, counters and flags are made by
+`fompi.backends.cuda.announced`, for the products of a plan. Two ranks run this file, with NUMBA_ENABLE_CUDASIM=1:
 
-    mpirun -n 2 python tests/counters_twin.py reduce_scatter|all_to_all|all_reduce
+    mpirun -n 2 python tests/counters_twin.py
 """
 
+import ctypes
 import os
-import sys
 import threading
 import time
+from itertools import pairwise
+from math import prod
 
+import calls
+import catalogue
 import numpy as np
 from mpi4py import MPI
 from numba import cuda
 
-from fompi.backends.cuda.signal import Signals, Tiling, by_destination, by_owner, by_tile, received
+from fompi.backends.cuda import announced
+from fompi.backends.numpy import Numpy
+from fompi.base.layout import Sizes, offsets
+from fompi.plans.dependencies import constraints
+from fompi.plans.plan import Recv, Send
+from fompi.plans.problems import Form, problem
+from fompi.runtime.compiled import Compiled
+from fompi.schedules import registry
+from fompi.tensors.device_array import DeviceArray
 
-ROWS, COLUMNS, DEPTH, CALLS, SECONDS = 12, 10, 6, 3, 40
+DEPTH, COLUMNS, CALLS, SECONDS = 6, 10, 3, 40
+HIGH = BROAD = 4
+announced.tile_of = lambda w: (HIGH, BROAD, 1)  # the simulator has a thread of Python for each element of a tile
+
+SIZES = {
+    "reduce_scatter": Sizes((7, 5)),
+    "all_reduce": Sizes((7, 5)),
+    "all_to_all": Sizes(pairs=((5, 9), (2, 6))),  # unequal counts
+}
 
 
 @cuda.jit
-def multiply(a, b, c, place, group, need, count, flag, epoch, launched, share, shard, high, across):
-    """Block t computes the t-th tile of a @ b and stores its pieces. The last tile of a group raises its flag."""
+def multiply_groups(memory, base, tiles, w, need, count, flag, epoch, columns, depth, x_row, w_row, y_row):
+    """Block t computes the t-th tile of the table in `memory`, which begins at the address `base`."""
     t, i, j = cuda.blockIdx.x, cuda.threadIdx.y, cuda.threadIdx.x
-    m, n = launched[t] // across, launched[t] % across
-    owner, q, column = i // share, m * share + i % share, n * cuda.blockDim.x + j
-    of_shard = (shard + high - 1) // high
-    if q // high < of_shard:
+    x, y, column = (tiles[t, 0] - base) // 4, (tiles[t, 1] - base) // 4, tiles[t, 4] * cuda.blockDim.x + j
+    if i < tiles[t, 3] and column < columns:
         total = 0.0
-        if q < shard and column < b.shape[1]:
-            for k in range(b.shape[0]):
-                total += a[owner * shard + q, k] * b[k, column]
-        c[place[(owner * of_shard + q // high) * across + n], q % high, j] = total
+        for k in range(depth):
+            total += memory[x + i * x_row + k] * memory[(w - base) // 4 + k * w_row + column]
+        memory[y + i * y_row + column] = total
     cuda.threadfence()
     cuda.syncthreads()
     if i == 0 and j == 0:
-        g = group[t]
+        g = tiles[t, 5]
         if cuda.atomic.add(count, g, 1) == need[g] - 1:
             count[g] = 0
             cuda.threadfence_system()
             flag[g] = epoch
 
 
-def restored(pieces, index, shape):
-    high, broad = pieces.shape[1:]
-    across = -(-shape[1] // broad)
-    out = np.zeros(shape, pieces.dtype)
-    for p, slot in enumerate(index):
-        i, j = p // across * high, p % across * broad
-        part = out[i : i + high, j : j + broad]
-        part[...] = pieces[slot][: part.shape[0], : part.shape[1]]
-    return out
+def on_host(page):
+    """The memory of the simulator, which is that of the host."""
+    memory = (ctypes.c_uint8 * (prod(page.shape) * page.dtype.itemsize)).from_address(page.ctypes.data)
+    return np.ndarray(tuple(page.shape), page.dtype, memory)
 
 
-def main(moves):
-    comm = MPI.COMM_WORLD
-    rank, ranks = comm.rank, comm.size
-    tiling = Tiling(ROWS, COLUMNS, 4, 4, ranks if moves == "reduce_scatter" else 1, band=2)
-    sizes = (3, 4, tiling.tiles - 7)
-    destinations = [(np.arange(ROWS) * (3 + source) // 4) % ranks for source in range(ranks)]  # unequal counts
-    if moves == "reduce_scatter":
-        orders = [by_owner(tiling, sizes)] * ranks
-    elif moves == "all_reduce":
-        orders = [by_tile(tiling, sizes)] * ranks
-    else:
-        orders = [by_destination(tiling, sizes, to, ranks) for to in destinations]
-    order, groups = orders[rank], len(sizes)
-    receivers = order.counts.shape[1]  # 1 if all ranks take all
+class Simulator:
+    """What `announced.Announced` needs from a device. `enqueue` runs the kernel in a thread."""
 
-    flags, count = cuda.mapped_array(groups, np.int32), np.zeros(groups, np.int32)
-    c = cuda.mapped_array((len(order.place), order.high, tiling.broad), np.float64)
-    signals = Signals(flags)
-    for call in range(CALLS):
-        operands = [np.random.default_rng([call, source]) for source in range(ranks)]
-        operands = [
-            (g.integers(-9, 9, (ROWS, DEPTH)) + 0.0, g.integers(-9, 9, (DEPTH, COLUMNS)) + 0.0) for g in operands
-        ]
-        products = [a @ b for a, b in operands]
-        c[...] = np.nan
-        epoch = signals.begin()
-        failed = []
+    def __init__(self, memory):
+        self.library, self.memory, self.pages, self.kernel, self.failed = self, memory, {}, None, []
 
-        def run(epoch=epoch, operands=operands, failed=failed):
+    def storage(self, dtype):
+        return np.dtype(dtype)
+
+    def pinned(self, shape, dtype):
+        page = cuda.mapped_array(shape, dtype)
+        self.pages[page.ctypes.data] = page
+        return on_host(page)
+
+    def array(self, a):
+        page = self.pinned(a.shape, a.dtype)
+        page[...] = a
+        return DeviceArray(None, page)
+
+    def announced(self, form, tiles, arguments):
+        at, w, *pointers = arguments[: len(announced.GROUP_POINTERS)]
+        epoch, *numbers = arguments[len(announced.GROUP_POINTERS) :]
+        base = self.memory.ctypes.data
+
+        def run(epoch):
+            pages = [self.pages[pointer] for pointer in pointers]
             try:
-                multiply[tiling.tiles, (tiling.broad, tiling.high)](
-                    *operands[rank], c, order.place, order.group, order.need, count, flags, epoch, tiling.launched,
-                    tiling.share, tiling.shard, order.high, tiling.across,
-                )  # fmt: skip
-            except BaseException as error:
-                failed.append(error)
-
-        kernel = threading.Thread(target=run)
-        kernel.start()
-        peer, arrived, requests, early = 1 - rank, {}, [], 0
-        deadline = time.monotonic() + SECONDS
-        while not signals.all_seen:
-            assert time.monotonic() < deadline and not failed, failed
-            for g in signals.new():
-                mine, theirs = (
-                    order.run(g, peer % order.counts.shape[1]),
-                    orders[peer].run(g, rank % order.counts.shape[1]),
+                multiply_groups[tiles, (BROAD, HIGH)](
+                    self.memory, base, self.pages[at], w, *pages, epoch, *map(int, numbers)
                 )
-                arrived[g] = np.empty((len(theirs), order.high, tiling.broad))
-                requests += [comm.Irecv(arrived[g], peer, g), comm.Isend(c[mine.start : mine.stop], peer, g)]
-                early += g < groups - 1 and kernel.is_alive()
-            MPI.Request.Testall(requests)
+            except BaseException as error:
+                self.failed.append(error)
+
+        def enqueue(stream):
+            self.kernel = threading.Thread(target=run, args=[int(epoch)])
+            self.kernel.start()
+
+        return enqueue
+
+
+class Host:
+    """One rank of a plan: the products in one kernel, all other ops here, each once what it needs is done."""
+
+    def __init__(self, comm, plan):
+        self.comm, self.plan = comm, plan
+        self.compiled = Compiled(plan, comm.rank, "simulator")
+        sized = self.compiled.sized(plan.extents(comm.rank))
+        starts, shapes = sized.starts, sized.shapes
+        ends = np.cumsum([0, *map(prod, shapes.values())])
+        memory = cuda.mapped_array(int(ends[-1]), np.float32)
+        self.memory = on_host(memory)
+        parts = [self.memory[begin:end] for begin, end in pairwise(ends)]
+        self.arrays = {name: a.reshape(shape) for (name, shape), a in zip(shapes.items(), parts, strict=True)}
+        self.needs = constraints(self.compiled.ops, plan.pace).needs
+        self.actions = self.compiled.resolve(self.arrays, starts, Numpy())
+        self.device = Simulator(memory)
+        on_device = {name: DeviceArray(None, a) for name, a in self.arrays.items()}
+        products = self.compiled.products(on_device, starts)
+        self.layout = announced.layout(products, tf32=False)
+        self.kernel = announced.Announced(self.device, products, self.layout)
+        self.groups = {op: group for group, op in enumerate(self.compiled.announced)}
+
+    def check_owners(self):
+        """What a message takes is written by one group. Without sums at the end, it is all of the group.
+
+        Then all of its rows are the receiver's.
+        """
+        tiles, width = on_host(self.device.pages[self.kernel.tables[0].ptr]), 4 * self.layout.columns
+        x, sizes, rank = self.arrays["x"], self.plan.sizes, self.comm.rank
+        owned = offsets(sizes.rows or sizes.pairs[rank])
+        sends = [
+            i for i, op in enumerate(self.compiled.ops) if isinstance(op, Send) and {*self.needs[i]} & {*self.groups}
+        ]
+        for i in sends:
+            (product,), begin = {*self.needs[i]} & {*self.groups}, self.actions[i].ctypes.data
+            own = tiles[tiles[:, 5] == self.groups[product]]
+            sent = {*range(begin, begin + self.actions[i].nbytes, width)}
+            written = {int(y) + r * width for _, y, _, rows, *_ in own for r in range(rows)}
+            assert written.issuperset(sent)
+            if self.plan.problem.moves != "all_reduce":
+                first = (own[:, 0] - x.ctypes.data) // x.strides[0]
+                dest = self.compiled.peers[i]
+                assert written == sent and (owned[dest] <= first).all() and (first + own[:, 3] <= owned[dest + 1]).all()
+        assert len(sends) == 2  # two slices for the other rank
+
+    def run(self):
+        """One call. Returns how many messages left while the kernel ran."""
+        ops, deadline = self.compiled.ops, time.monotonic() + SECONDS
+        assert not any(self.needs[i] for i in self.groups)
+        epoch, done, begun, early = self.kernel.enqueue(None), set(), {}, 0
+        while len(done) < len(ops):
+            assert time.monotonic() < deadline and not self.device.failed, self.device.failed
+            for i, op in enumerate(ops):
+                if i in done:
+                    continue
+                if i in self.groups:
+                    is_done = self.kernel.is_raised(self.groups[i], epoch)
+                elif not done.issuperset(self.needs[i]):
+                    continue
+                elif isinstance(op, (Send, Recv)):
+                    if i not in begun:
+                        start = self.comm.Isend if isinstance(op, Send) else self.comm.Irecv
+                        begun[i] = start(self.actions[i], self.compiled.peers[i], self.compiled.numbers[i])
+                        early += isinstance(op, Send) and self.device.kernel.is_alive()
+                    is_done = begun[i].Test()
+                else:
+                    self.actions[i]()
+                    is_done = True
+                if is_done:
+                    done.add(i)
             time.sleep(1e-4)
-        kernel.join(SECONDS)
-        assert not kernel.is_alive() and not failed and not count.any(), (failed, count)
-        while not MPI.Request.Testall(requests):
-            assert time.monotonic() < deadline
-        theirs = np.concatenate([arrived[g] for g in range(groups)])
-        receiver = rank % receivers
-        own = np.concatenate([c[order.run(g, receiver).start : order.run(g, receiver).stop] for g in range(groups)])
-        if moves == "all_to_all":
-            got = restored(theirs, received(orders[peer], rank), ((destinations[peer] == rank).sum(), COLUMNS))
-            wanted = products[peer][destinations[peer] == rank]
-        else:
-            rows = slice(rank * tiling.shard, (rank + 1) * tiling.shard) if moves == "reduce_scatter" else slice(None)
-            wanted = sum(products)[rows]
-            got = restored(own + theirs, received(order, receiver), wanted.shape)
-        np.testing.assert_array_equal(got, wanted)
-        line = f"rank {rank}: call {epoch} is right, {early} groups left while the kernel ran\n"
+        self.device.kernel.join(SECONDS)
+        assert not self.device.kernel.is_alive() and not self.device.failed, self.device.failed
+        return epoch, early
+
+
+def whole_numbers(random, shape, dtype):
+    return random.integers(-9, 9, shape).astype(dtype)
+
+
+def main(comm, moves, sizes):
+    made = problem(f"matmul_{moves}", comm.size, Form((0, DEPTH), "float32"), [Form((DEPTH, COLUMNS), "float32")])
+    host = Host(comm, registry.write(made, "direct", (1, 2), sizes))
+    host.check_owners()
+    for call in range(CALLS):
+        inputs = catalogue.inputs(made, sizes, call, whole_numbers)
+        host.memory[...] = np.nan
+        for name, array in inputs[comm.rank].items():
+            host.arrays[name][...] = array
+        epoch, early = host.run()
+        wanted = calls.expected(made, inputs, sizes, comm.rank)["y"]
+        np.testing.assert_array_equal(host.arrays["y"], wanted)
+        counters = on_host(host.device.pages[host.kernel.tables[2].ptr])
+        assert epoch == call + 1 and not counters.any()
+        line = f"rank {comm.rank}: {moves} {epoch} is right, {early} messages left while the kernel ran\n"
         os.write(1, line.encode())  # one write: the ranks share the output
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for moves, sizes in SIZES.items():
+        main(MPI.COMM_WORLD, moves, sizes)

@@ -8,10 +8,11 @@ import weakref
 
 import numpy as np
 import pytest
+from device_mutants import plant
 
 import fompi
 from fompi.backends.cuda import announced, backend_of
-from fompi.backends.cuda.announced import layout
+from fompi.backends.cuda.announced import Announced, layout
 from fompi.backends.cuda.device import Product
 from fompi.backends.numpy import narrow, widen
 
@@ -223,3 +224,48 @@ def test_a_kernel_that_does_not_compile_is_a_warning(device, monkeypatch):
     monkeypatch.setattr(device.library, "_compiled", refuse)
     with pytest.warns(UserWarning, match="not announced, because the kernel fails: RuntimeError: ptxas failed"):
         assert backend_of(device).bind_announced(listed) is None
+
+
+ANNOUNCED, LAUNCHED = "fompi.backends.cuda.announced", "fompi.backends.cuda.signal:launched"
+
+PLANTED = {
+    "results go where x says": (f"{ANNOUNCED}:in_place", "run.y + first * y_row", "run.y + first * x_row"),
+    "tiles read the first rows": (f"{ANNOUNCED}:in_place", "run.x + first * x_row", "run.x"),
+    "tiles reach over the last row": (f"{ANNOUNCED}:in_place", "np.minimum(high, run.rows - first)", "high"),
+    "all tiles are of one group": (f"{ANNOUNCED}:in_place", "column, group", "column, 0"),
+    "a run of a group is left out": (f"{ANNOUNCED}:in_place", "for run in runs:", "for run in runs[:1]:"),
+    "the last tile is left out": (LAUNCHED, "for n in range(across)", "for n in range(across - 1)"),
+    "bands are rows": (LAUNCHED, "for m in rows", "for m in rows[:1]"),
+    "the count of a group is short": (f"{ANNOUNCED}:Announced.__init__", ".astype(np.int32)", ".astype(np.int32) - 1"),
+    "counters begin at one": (f"{ANNOUNCED}:Announced.__init__", "np.zeros_like(need)", "np.ones_like(need)"),
+    "the kernel gets no epoch": (f"{ANNOUNCED}:Announced.enqueue", "self._epoch[...] = epoch", "pass"),
+    "every product has a bias": (f"{ANNOUNCED}:_runs", "bias[0].ptr if bias else 0", "weight.ptr"),
+    "a weight is read by columns": (f"{ANNOUNCED}:layout", "=w.is_transposed", "=not w.is_transposed"),
+    "rows of x are as long as the weight": (f"{ANNOUNCED}:layout", "max(x_rows, default=w.rows)", "w.columns"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["none", *PLANTED])
+def test_planted_bugs_are_found(device, name):
+    """A kernel of three products, two calls: bits, flags and counters. The bug is in the code that makes its tables."""
+
+    def found():
+        listed, wanted = products(device, "float32", "bfloat16", "float32", "float32")
+        made = Announced(device, listed, announced.layout(listed, tf32=False))
+        for _ in range(2):
+            epoch = made.enqueue(device.stream("own"))
+            if not all(made.is_raised(group, epoch) for group in range(3)) or made.tables[2].get().any():
+                return True
+            results = [y.get() for product in listed for y in product.writes]
+            if any((a != b).any() for a, b in zip(results, (y for ys in wanted for y in ys), strict=True)):
+                return True
+        return False
+
+    undo = plant(*PLANTED[name]) if name != "none" else lambda: None
+    try:
+        is_found = found()
+    except (AssertionError, fompi.DeviceError, ValueError):  # the fake CUDA refuses the table
+        is_found = True
+    finally:
+        undo()
+    assert is_found == (name != "none")

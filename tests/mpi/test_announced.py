@@ -175,6 +175,17 @@ def test_calls_that_announce_nothing(world, device):
             assert step.announced or world.size == 1
 
 
+def test_calls_without_bind_announce_nothing(world, device, monkeypatch):
+    """Their tensors may have other addresses each time: nobody asks the device for a kernel with a table of them."""
+    asked = []
+    monkeypatch.setattr(SoftwareDevice, "announced", lambda *args: asked.append(args))
+    x, w = np.arange(ROWS * world.size * 3, dtype="f4").reshape(-1, 3) % 7, np.ones((3, 4), "f4")
+    for _ in range(2):
+        got = fompi.matmul_reduce_scatter(device.array(x), device.array(w), comm=world, schedule="direct", slices=2)
+        assert (got.get() == world.size * (x @ w)[ROWS * world.rank : ROWS * (world.rank + 1)]).all()
+    assert not asked
+
+
 @pytest.mark.parametrize("error", [OutOfMemory("full", 0), UserWarning("as an error")])
 def test_a_kernel_that_one_rank_cannot_make(world, device, error, monkeypatch):
     """The ranks have agreed on the plan by then. That rank has a kernel for each product."""

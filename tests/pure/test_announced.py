@@ -1,16 +1,10 @@
-"""Which products of a program one kernel may announce, and the table of their tiles."""
+"""Which products of a program one kernel may announce."""
 
 from __future__ import annotations
 
 import catalogue
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fompi.backends.cuda import signal
-from fompi.backends.cuda.signal import WORDS, Rows, Signals, in_place
-from fompi.base.errors import DeviceError
 from fompi.base.layout import Sizes
 from fompi.plans.dependencies import announced, constraints, lane
 from fompi.plans.plan import Buffer, Chunk, Compute, Pace, Program, Recv, Send
@@ -108,48 +102,3 @@ def test_where_a_run_ends(ops, wanted):
     made = program(*ops)
     assert found(made) == wanted
     assert all(lane(ops[i]) == ("compute", 0) for i in wanted)
-
-
-# ------------------------------------------------------------------------------------------------------------- tables
-
-SIZES = st.integers(1, 40)
-
-
-@given(st.lists(st.lists(SIZES, min_size=1, max_size=3), min_size=1, max_size=4), SIZES, st.integers(1, 9), SIZES)
-def test_tiles_cover_each_product_once(groups, columns, high, broad):
-    """Each element of each product lies in one tile of its group. Groups start one after the other."""
-    x_row, y_row, at, listed = 12, 8, 1000, []
-    for runs in groups:
-        listed.append([Rows(at + 7 * i, (at := at + 4000), 5 * i, rows) for i, rows in enumerate(runs)])
-    table = in_place(listed, columns, x_row, y_row, high, broad, band=2)
-    assert table.dtype == np.int64 and table.shape[1] == len(WORDS) and (np.diff(table[:, 5]) >= 0).all()
-    for group, runs in enumerate(listed):
-        for run in runs:
-            count = np.zeros((run.rows, columns), int)
-            for x, y, bias, rows, column, of in table.tolist():
-                if of == group and run.y <= y < run.y + run.rows * y_row:
-                    first, rest = divmod(y - run.y, y_row)
-                    assert rest == 0 and x == run.x + first * x_row and bias == run.bias and 0 < rows <= high
-                    count[first : first + rows, column * broad : (column + 1) * broad] += 1
-            assert (count == 1).all()
-
-
-def test_flags_of_older_and_newer_calls():
-    signals = Signals(np.zeros(2, np.int32))
-    first, second = signals.next(), signals.next()
-    assert not signals.is_raised(0, first) and not signals.is_raised(0, second)
-    signals.flags[0] = first
-    assert signals.is_raised(0, first) and not signals.is_raised(0, second)
-    signals.flags[0] = second
-    assert signals.is_raised(0, first) and signals.is_raised(0, second) and not signals.is_raised(1, first)
-    signals.epoch = signal.MOST_EPOCHS - 1
-    signals.flags[...] = signals.epoch
-    last, again = signals.next(), signals.next()
-    assert (last, again) == (signal.MOST_EPOCHS, 1)
-    assert not signals.is_raised(0, last) and not signals.is_raised(0, again)
-    signals.flags[...] = last, again
-    assert signals.is_raised(0, last) and not signals.is_raised(0, again)
-    assert signals.is_raised(1, last) and signals.is_raised(1, again)
-    signals.flags[1] = 5
-    with pytest.raises(DeviceError, match="the flag of group 1 is 5 in call 1: two kernels write it"):
-        signals.is_raised(1, again)

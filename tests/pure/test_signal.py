@@ -1,8 +1,14 @@
-"""The groups of tiles, the orders in which a product stores them, and the flags: exact on random shapes."""
+"""The table of the tiles of a kernel that announces its groups, its flags, and what runs of rows lose against tiles."""
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+import re
+from dataclasses import replace
+from itertools import product
+from math import ceil
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,216 +16,196 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fompi.backends.cuda import signal
-from fompi.backends.cuda.signal import Signals, Tiling, by_destination, by_owner, by_tile, inverse, received
-from fompi.base.errors import DeviceError, LayoutError, StateError
+from fompi.backends.cuda.announced import tile_of
+from fompi.backends.cuda.signal import WORDS, Rows, Signals, in_place, launched
+from fompi.base.errors import DeviceError
+from fompi.model.flow_shop import announced
+from fompi.model.machine import PRESETS, TILE
 
+# ------------------------------------------------------------------------------------------------------------- tables
 
-def compositions(total, parts):
-    if parts == 0:
-        return [()] if total == 0 else []
-    return [(n, *rest) for n in range(1, total + 1) for rest in compositions(total - n, parts - 1)]
-
-
-# -------------------------------------------------------------------------------------------------------------- waves
-
-
-def test_waves_by_example():
-    """Eight columns of tiles and six processors: one row of tiles needs two waves, three rows need four."""
-    assert [signal.waves(n, 6) for n in (0, 1, 6, 7, 24)] == [0, 1, 1, 2, 4]
-    assert signal.cost((8, 8, 8), 6) == 6 and signal.cost((24,), 6) == 4
-    assert signal.row_groups(6, 8, 6, 2) == (3, 3)
-    assert signal.tiles_of((1, 2, 1), 20, 6) == (6, 12, 2)
-    with pytest.raises(LayoutError, match="groups of \\(1, 2\\) waves are not the 4 waves"):
-        signal.tiles_of((1, 2), 20, 6)
-    with pytest.raises(LayoutError, match="2 rows of tiles cannot be cut into 3 groups"):
-        signal.row_groups(2, 8, 6, 3)
-
-
-@given(st.integers(1, 9), st.integers(1, 7), st.integers(1, 12), st.integers(1, 5))
-def test_row_groups_are_the_best_of_all(down, across, processors, groups):
-    if groups > down:
-        return
-    sizes = signal.row_groups(down, across, processors, groups)
-
-    def judged(cut):
-        return signal.cost([n * across for n in cut], processors), max(cut)
-
-    assert sum(sizes) == down and len(sizes) == groups
-    assert judged(sizes) == min(map(judged, compositions(down, groups)))
-
-
-@given(st.integers(1, 40), st.integers(1, 9), st.lists(st.integers(0, 9), min_size=41, max_size=41))
-def test_the_best_waves_of_all(tiles, processors, seconds):
-    """`seconds[n]` is the time to send n tiles."""
-    count = signal.waves(tiles, processors)
-    if count > 8:
-        return
-    best = signal.best_waves(tiles, processors, 3.0, seconds.__getitem__)
-
-    def ends(cut):
-        computed = sent = 0
-        for n in cut:
-            computed += 3 * n
-            sent = max(computed, sent) + seconds[min(n * processors, tiles)]
-        return sent
-
-    assert signal.tiles_of(best.sizes, tiles, processors)[-1] >= 1 and best.seconds == ends(best.sizes)
-    assert best.seconds == min(ends(cut) for k in range(1, count + 1) for cut in compositions(count, k))
-
-
-# ------------------------------------------------------------------------------------------------------------- orders
-
-
-@st.composite
-def tilings(draw, most_owners=1):
-    owners = draw(st.integers(1, most_owners))
-    rows, columns = owners * draw(st.integers(0, 12)), draw(st.integers(0, 20))
-    high, broad = owners * draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    tiling = Tiling(rows, columns, high, broad, owners, draw(st.integers(1, 4)))
-    cuts = draw(st.sets(st.integers(1, max(tiling.tiles - 1, 1)), max_size=4)) if tiling.tiles > 1 else ()
-    ends = [0, *sorted(cuts), tiling.tiles]
-    return tiling, tuple(b - a for a, b in pairwise(ends) if tiling.tiles)
-
-
-def stored(order, matrix):
-    """What the kernel writes, by the definition of a tiling: tile by tile, as they start. NaN where nothing lies."""
-    tiling, high = order.tiling, order.high
-    out = np.full((len(order.place), high, tiling.broad), np.nan)
-    written = np.zeros(len(order.place), int)
-    of_shard = -(-tiling.shard // high)
-    for tile in tiling.launched:
-        m, n = divmod(int(tile), tiling.across)
-        for owner, k in product(range(tiling.owners), range(tiling.share)):
-            i = m * tiling.share + k  # in the shard
-            if i // high >= of_shard:
-                continue
-            slot = order.place[(owner * of_shard + i // high) * tiling.across + n]
-            written[slot] += i % high == 0
-            if i < tiling.shard:
-                row = matrix[owner * tiling.shard + i, n * tiling.broad :][: tiling.broad]
-                out[slot, i % high, : len(row)] = row
-    assert (written == 1).all()
-    return out
-
-
-def restored(pieces, index, shape):
-    """As `gather` of kernels.py does it."""
-    _, high, broad = pieces.shape
-    across = -(-shape[1] // broad)
-    out = np.full(shape, np.nan)
-    for p, slot in enumerate(index):
-        i, j = p // across * high, p % across * broad
-        part = out[i : i + high, j : j + broad]
-        part[...] = pieces[slot][: part.shape[0], : part.shape[1]]
-    return out
-
-
-def check(order, ranks, rows_of):
-    """An order is a permutation, its groups and runs are complete and in one piece, and every rank gets its rows."""
-    tiling = order.tiling
-    count = len(order.place)
-    assert sorted(order.place) == [*range(count)] and order.place.dtype == np.int32
-    assert (inverse(order.place)[order.place] == np.arange(count)).all()
-    assert (order.place[inverse(order.place)] == np.arange(count)).all()
-    assert sorted(tiling.launched) == [*range(tiling.tiles)]
-    assert (np.bincount(order.group, minlength=len(order.need)) == order.need).all()
-    assert (np.diff(order.group) >= 0).all()
-
-    matrix = np.arange(1.0, 1 + tiling.rows * tiling.columns).reshape(tiling.rows, tiling.columns)
-    out = stored(order, matrix)
-    runs = [order.run(g, r) for g in range(len(order.need)) for r in range(ranks)]
-    assert [slot for run in runs for slot in run] == [*range(count)]
-    ready = set()
-    for g in range(len(order.need)):  # the elements of the tiles that have started until the end of the group
-        tiles = tiling.launched[order.group <= g]
-        for tile in tiles:
-            m, n = divmod(int(tile), tiling.across)
-            rows = [s * tiling.shard + i for s in range(tiling.owners)
-                    for i in range(m * tiling.share, min((m + 1) * tiling.share, tiling.shard))]  # fmt: skip
-            ready |= {matrix[i, j] for i in rows for j in range(tiling.columns)[n * tiling.broad :][: tiling.broad]}
-        sent = out[: order.run(g, ranks - 1).stop]
-        assert set(sent[~np.isnan(sent)]) == ready
-    for r in range(ranks):
-        arrived = [out[order.run(g, r).start : order.run(g, r).stop] for g in range(len(order.need))]
-        pieces = np.concatenate([np.zeros((0, order.high, tiling.broad)), *arrived])
-        mine = matrix[rows_of(r)]
-        np.testing.assert_array_equal(restored(pieces, received(order, r), mine.shape), mine)
-
-
-@given(tilings())
-def test_an_order_by_tile(drawn):
-    tiling, sizes = drawn
-    check(by_tile(tiling, sizes), 1, lambda r: slice(None))
-
-
-@given(tilings(most_owners=4))
-def test_an_order_by_owner_restores_the_owner_of_every_row(drawn):
-    tiling, sizes = drawn
-    order = by_owner(tiling, sizes)
-    check(order, tiling.owners, lambda r: slice(r * tiling.shard, (r + 1) * tiling.shard))
-    assert (order.counts == order.counts[:, :1]).all()  # equally much for every rank, as a reduce-scatter needs it
-
-
-@given(tilings(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_an_order_by_destination_with_unequal_counts(drawn, ranks, chance):
-    tiling, sizes = drawn
-    to = np.array([chance.randrange(ranks) ** 2 % ranks for _ in range(tiling.rows)], int)
-    check(by_destination(tiling, sizes, to, ranks), ranks, lambda r: np.flatnonzero(to == r))
+SIZES = st.integers(1, 40)
 
 
 def test_a_band_starts_tiles_that_share_operands():
     """Three rows of four tiles, in bands of two rows."""
-    assert Tiling(6, 8, 2, 2, band=2).launched.tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 9, 10, 11]
+    m, n = launched(3, 4, 2)
+    assert [*zip(m.tolist(), n.tolist(), strict=True)] == [
+        (0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3),
+    ]  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused():
-    tiling = Tiling(6, 8, 2, 2)
-    for make, words in (
-        (lambda: Tiling(6, 8, 4, 2, owners=4), "4 owners do not divide 6 rows and tiles of 4 rows"),
-        (lambda: Tiling(8, 8, 2, 2, owners=4), "4 owners do not divide 8 rows and tiles of 2 rows"),
-        (lambda: Tiling(8, 8, 0, 2), "at least 1"),
-        (lambda: by_tile(tiling, (6, 5)), "groups of \\(6, 5\\) tiles are not the 12 tiles"),
-        (lambda: by_tile(tiling, (12, 0)), "groups of"),
-        (lambda: by_tile(Tiling(8, 8, 4, 2, owners=2), (8,)), "one owner of all rows"),
-        (lambda: by_destination(tiling, (12,), [0, 1, 2, 0, 1, 3], 3), "each of 6 rows needs one destination below 3"),
-        (lambda: by_destination(tiling, (12,), [0], 3), "each of 6 rows"),
-    ):
-        with pytest.raises(LayoutError, match=words):
-            make()
+@given(st.lists(st.lists(SIZES, min_size=1, max_size=3), min_size=1, max_size=4), SIZES, st.integers(1, 9), SIZES)
+def test_tiles_cover_each_product_once(groups, columns, high, broad):
+    """Each element of each product lies in one tile of its group. Groups start one after the other."""
+    x_row, y_row, at, listed = 12, 8, 1000, []
+    for runs in groups:
+        listed.append([Rows(at + 7 * i, (at := at + 4000), 5 * i, rows) for i, rows in enumerate(runs)])
+    table = in_place(listed, columns, x_row, y_row, high, broad, band=2)
+    assert table.dtype == np.int64 and table.shape[1] == len(WORDS) and (np.diff(table[:, 5]) >= 0).all()
+    for group, runs in enumerate(listed):
+        for run in runs:
+            count = np.zeros((run.rows, columns), int)
+            for x, y, bias, rows, column, of in table.tolist():
+                if of == group and run.y <= y < run.y + run.rows * y_row:
+                    first, rest = divmod(y - run.y, y_row)
+                    assert rest == 0 and x == run.x + first * x_row and bias == run.bias and 0 < rows <= high
+                    count[first : first + rows, column * broad : (column + 1) * broad] += 1
+            assert (count == 1).all()
 
 
-# ------------------------------------------------------------------------------------------------------------ signals
+# -------------------------------------------------------------------------------------------------------------- flags
 
 
-@given(st.integers(1, 5), st.lists(st.randoms(use_true_random=False), min_size=1, max_size=4))
-def test_flags_are_seen_once_in_every_call(groups, calls):
-    signals = Signals(np.full(groups, 77, np.int32))
-    for number, chance in enumerate(calls, 1):
-        assert signals.begin() == number and not [*signals.new()]
-        left = [*range(groups)]
-        chance.shuffle(left)
-        while left:
-            raised = [left.pop() for _ in range(chance.randint(1, len(left)))]
-            with pytest.raises(StateError, match="has not announced its groups"):
-                signals.begin()
-            signals.flags[raised] = number
-            assert [*signals.new()] == sorted(raised) and not [*signals.new()]
-        assert signals.all_seen
-
-
-def test_epochs_begin_again_after_the_last_one():
-    signals = Signals(np.zeros(2, np.int32))
+def test_flags_of_older_and_newer_calls():
+    signals = Signals(np.full(2, 77, np.int32))
+    first, second = signals.next(), signals.next()
+    assert not signals.is_raised(0, first) and not signals.is_raised(0, second)
+    signals.flags[0] = first
+    assert signals.is_raised(0, first) and not signals.is_raised(0, second)
+    signals.flags[0] = second
+    assert signals.is_raised(0, first) and signals.is_raised(0, second) and not signals.is_raised(1, first)
     signals.epoch = signal.MOST_EPOCHS - 1
     signals.flags[...] = signals.epoch
-    for epoch in (signal.MOST_EPOCHS, 1, 2):
-        assert signals.begin() == epoch and not [*signals.new()]
-        signals.flags[...] = epoch
-        assert [*signals.new()] == [0, 1]
-
-
-def test_a_flag_that_no_kernel_of_this_call_wrote_is_an_error():
-    signals = Signals(np.zeros(2, np.int32))
-    signals.begin()
+    last, again = signals.next(), signals.next()
+    assert (last, again) == (signal.MOST_EPOCHS, 1)
+    assert not signals.is_raised(0, last) and not signals.is_raised(0, again)
+    signals.flags[...] = last, again
+    assert signals.is_raised(0, last) and not signals.is_raised(0, again)
+    assert signals.is_raised(1, last) and signals.is_raised(1, again)
     signals.flags[1] = 5
-    with pytest.raises(DeviceError, match="the flag of group 1 is 5 in call 1"):
-        [*signals.new()]
+    with pytest.raises(DeviceError, match="the flag of group 1 is 5 in call 1: two kernels write it"):
+        signals.is_raised(1, again)
+
+
+# --------------------------------------------------------------------------------- runs of rows against groups of tiles
+
+MACHINE = PRESETS["h100-nvlink"]
+PROCESSORS, (HIGH, BROAD, _) = MACHINE.wave // TILE, tile_of("bfloat16")
+ITEM = 2  # bytes of an element
+ROWS = (128, 256, 1024, 2048, 4096, 8192, 16384)
+SHAPES = ((4096, 4096), (4096, 14336), (8192, 8192), (8192, 28672))
+"""Columns of w, and its rows on all ranks: the products of Llama 8B and 70B that are summed after them."""
+RANKS = (2, 4, 8)
+SLICES = (1, 2, 4, 8, 16)
+ANY = ("all_reduce", "reduce_scatter", "all_to_all")
+
+
+class Case(NamedTuple):
+    """A product of one rank, and its messages. `counts` are the rows for each rank, its own first."""
+
+    moves: str
+    counts: tuple[int, ...]
+    columns: int
+    depth: int
+
+    @property
+    def rows(self):
+        return sum(self.counts)
+
+    @property
+    def across(self):
+        return ceil(self.columns / BROAD)
+
+    def computed(self, machine, tiles):
+        """When so many tiles are computed: a wave takes as long as its slowest tile."""
+        return machine.overhead + ceil(tiles / PROCESSORS) * 2 * machine.wave * self.depth / machine.flops_rate
+
+    def message(self, machine, rows):
+        return machine.link(0, 1).seconds(rows * self.columns * ITEM)
+
+    def sent(self, machine, rows):
+        """The messages of a group of `rows` rows, one after the other. Each other rank takes its part of the group."""
+        if self.moves == "all_reduce":  # terms, and then their sums
+            return 2 * (len(self.counts) - 1) * self.message(machine, rows / len(self.counts))
+        return sum(self.message(machine, rows * count / self.rows) for count in self.counts[1:])
+
+    def uncut(self, machine):
+        return self.computed(machine, ceil(self.rows / HIGH) * self.across) + self.sent(machine, self.rows)
+
+    def in_tiles(self, machine):
+        """The best groups of whole waves of any tiles. Tiles are moved to one run of memory for each receiver."""
+        tiles = ceil(self.rows / HIGH) * self.across
+        waves = ceil(tiles / PROCESSORS)
+        done = [self.computed(machine, (i + 1) * PROCESSORS) for i in range(waves)]
+        return announced(done, lambda n: self.sent(machine, min(1, n * PROCESSORS / tiles) * self.rows)).seconds
+
+    def restored(self, machine):
+        """One more pass through memory: what has arrived is read in the order of tiles, and written in that of rows."""
+        rows = self.counts[0] if self.moves == "reduce_scatter" else self.rows
+        return machine.kernel(0, 2 * rows * self.columns * ITEM)
+
+    def in_rows(self, machine):
+        """The best cut of a plan: all rows for an all-reduce, else the rows of each receiver, the own ones last."""
+        if self.moves == "all_reduce":
+            done = [self.computed(machine, (i + 1) * self.across) for i in range(ceil(self.rows / HIGH))]
+            cut = announced(done, lambda n: self.sent(machine, min(n * HIGH, self.rows))).seconds
+        else:
+            cut = min(self._in_slices(machine, slices) for slices in SLICES)
+        return min(cut, self.uncut(machine))
+
+    def _in_slices(self, machine, slices):
+        tiles = sent = 0
+        for count, i in product(self.counts[1:], range(slices)):
+            rows = count * (i + 1) // slices - count * i // slices
+            if rows:
+                tiles += ceil(rows / HIGH) * self.across
+                sent = max(sent, self.computed(machine, tiles)) + self.message(machine, rows)
+        return max(sent, self.computed(machine, tiles + ceil(self.counts[0] / HIGH) * self.across))
+
+
+def cases(moves, rows, is_equal=True):
+    for ranks, (columns, depth) in product(RANKS, SHAPES):
+        for seed in range(1 if is_equal else 5):
+            chance = Random(seed)
+            shares = [1.0 if is_equal else 0.05 + chance.random() ** 2 for _ in range(ranks)]
+            others = [int(rows * share / sum(shares)) for share in shares[1:]]
+            yield Case(moves, (rows - sum(others), *others), columns, depth // ranks)
+
+
+def losses(moves, rows, machine, is_equal=True):
+    """The most that rows lose against tiles: if restoring the order costs nothing, and if it is a pass of its own."""
+    free, whole = [], []
+    for case in cases(moves, rows, is_equal):
+        ours, theirs, uncut = case.in_rows(machine), case.in_tiles(machine), case.uncut(machine)
+        free.append(ours / theirs - 1)
+        whole.append(ours / min(theirs + case.restored(machine), uncut) - 1)
+    return max(free), max(whole)
+
+
+def test_the_tiles_of_a_cut_are_those_of_the_table():
+    """By `in_place`, as the kernel gets them: 300 rows for each of two ranks, in two slices."""
+    case = Case("reduce_scatter", (300, 300), 512, 64)
+    groups = [[Rows(0, 0, 0, rows)] for rows in (150, 150, 300)]
+    of = in_place(groups, case.columns, 128, 1024, HIGH, BROAD, band=8)[:, 5]
+    last = [int(np.flatnonzero(of == group)[-1]) + 1 for group in range(3)]
+    machine = replace(MACHINE, wave=TILE)
+    assert last == [8, 16, 28] and case.across == 4
+    sent = 0
+    for tiles in last[:2]:
+        sent = max(sent, case.computed(machine, tiles)) + case.message(machine, 150)
+    assert case._in_slices(machine, 2) == max(sent, case.computed(machine, 28))
+
+
+@pytest.mark.parametrize("latency", [MACHINE.latency, 0.0])
+@pytest.mark.parametrize("moves", ANY)
+def test_equal_shares_lose_nothing_in_rows(moves, latency):
+    """Even if the order of tiles were restored for nothing, and if messages had no latency."""
+    machine = replace(MACHINE, latency=latency)
+    assert max(losses(moves, rows, machine)[0] for rows in ROWS) < 1e-6
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "inside" / "design.md"
+
+
+def test_the_page_says_what_runs_of_rows_lose():
+    """The table of the page, computed. A message costs what the planner counts for it."""
+
+    def cell(moves, rows, is_equal=True):
+        return " / ".join(f"{100 * loss:.0f}".replace("-0", "0") for loss in losses(moves, rows, MACHINE, is_equal))
+
+    lines = [
+        f"| {rows:,} | {' | '.join(cell(moves, rows) for moves in ANY)} | {cell('all_to_all', rows, False)} |"
+        for rows in ROWS
+    ]
+    assert re.findall(r"^\| [\d,]+ \| .* / .* \|$", PAGE.read_text(), re.M) == lines, "\n".join(lines)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.cuda.device import Enqueue, Product
-from fompi.backends.cuda.products import matrix
+from fompi.backends.cuda.products import Matrix, matrix
 from fompi.backends.cuda.signal import Rows, Signals, in_place
 from fompi.base.version import __version__
 from fompi.plans.kernels import find
@@ -98,52 +98,63 @@ class Layout(NamedTuple):
 
 def layout(products: Sequence[Product], tf32: bool) -> Layout | None:
     """The operands as the kernel takes them. None: it does not."""
-    groups, strides, dtypes, weights, biases = (
-        [],
-        set[tuple[int, int]](),
-        set[tuple[str, str]](),
-        set[Any](),
-        set[str](),
+    found = [_runs(product) for product in products]
+    if not all(found):
+        return None
+    runs = [run for each in found for run in each or ()]
+    weights, dtypes, biases = (
+        {run.w for run in runs},
+        {run.dtypes for run in runs},
+        {run.of_bias for run in runs} - {""},
     )
-    for product in products:
-        kernel, runs = find(product.name), []
-        (weight, *bias), (of_weight, *of_bias) = kernel.wholes(product.reads), kernel.wholes(product.read_dtypes)
-        (xs,), (of_xs,) = kernel.rows(product.reads), kernel.rows(product.read_dtypes)
-        if any(not b.flags.c_contiguous for b in bias):
-            return None
-        biases.update(of_bias)
-        weights.add((matrix(weight), of_weight))
-        for x, of_x, y, of_y in zip(xs, of_xs, product.writes, product.write_dtypes, strict=True):
-            a, c = matrix(x), matrix(y)
-            if a is None or c is None or a.is_transposed or c.is_transposed:
-                return None
-            if a.rows:
-                strides.add((a.stride if a.rows > 1 else 0, c.stride if c.rows > 1 else 0))
-                dtypes.add((of_x, of_y))
-                runs.append(Rows(a.ptr, c.ptr, bias[0].ptr if bias else 0, a.rows))
-        groups.append(runs)
-    if len(weights) != 1 or len(dtypes) != 1 or len(biases) > 1 or not all(groups):
+    x_rows, y_rows = ({m.stride for m in each if m.rows > 1} for each in ([r.x for r in runs], [r.y for r in runs]))
+    if any(len(values) > 1 for values in (weights, dtypes, biases, x_rows, y_rows)):
         return None
-    ((b, w),), ((of_x, of_y),), bias_dtype = weights, dtypes, "".join(biases)
-    x_rows, y_rows = ({stride for stride in each if stride} for each in zip(*strides, strict=True))
-    if b is None or not b.rows or not b.columns or max(len(x_rows), len(y_rows)) > 1:
+    (w,), ((of_w, of_x, of_y),) = weights, dtypes
+    numbers = w.columns, w.rows, max(x_rows, default=w.rows), w.stride, max(y_rows, default=w.columns)
+    if not (w.rows and w.columns) or max(numbers) > MOST_COUNT:
         return None
-    if not {w, of_x, of_y, *biases} <= {*DTYPES} or w not in (of_x, "float32"):
+    if not {of_w, of_x, of_y, *biases} <= {*DTYPES} or of_w not in (of_x, "float32"):
         return None
-    x_row, y_row = max(x_rows, default=b.rows), max(y_rows, default=b.columns)
-    numbers = b.columns, b.rows, x_row, b.stride, y_row
-    if max(numbers) > MOST_COUNT:
-        return None
-    _, broad, deep = tile_of(w)
-    addresses = [b.ptr, *(address for runs in groups for run in runs for address in run[:2])]
+    _, broad, deep = tile_of(of_w)
+    addresses = (w.ptr, *(m.ptr for run in runs for m in (run.x, run.y)))
     form = Form(
-        w, of_x, of_y, bias_dtype,
-        even=not (b.columns % broad or b.rows % deep),
+        of_w, of_x, of_y, "".join(biases),
+        even=not (w.columns % broad or w.rows % deep),
         aligned=not any(number % 16 for number in (*numbers, *addresses)),
-        transposed=b.is_transposed,
-        tf32=tf32 and w == "float32",
+        transposed=w.is_transposed,
+        tf32=tf32 and of_w == "float32",
     )  # fmt: skip
-    return Layout(form, groups, b.ptr, *numbers)
+    groups = [[Rows(run.x.ptr, run.y.ptr, run.bias, run.x.rows) for run in each or ()] for each in found]
+    return Layout(form, groups, w.ptr, *numbers)
+
+
+class _Run(NamedTuple):
+    """A run of rows of a product, with the address of its bias (0: none). `dtypes` are those of w, x and y."""
+
+    x: Matrix
+    y: Matrix
+    w: Matrix
+    bias: int
+    dtypes: tuple[str, str, str]
+    of_bias: str
+
+
+def _runs(product: Product) -> list[_Run] | None:
+    """The runs of a product that have rows. None: the kernel cannot address an operand."""
+    kernel, runs = find(product.name), []
+    (weight, *bias), (of_w, *of_bias) = kernel.wholes(product.reads), kernel.wholes(product.read_dtypes)
+    (xs,), (of_xs,) = kernel.rows(product.reads), kernel.rows(product.read_dtypes)
+    w, bias_ptr = matrix(weight), bias[0].ptr if bias else 0
+    if w is None or any(not b.flags.c_contiguous for b in bias):
+        return None
+    for x, of_x, y, of_y in zip(xs, of_xs, product.writes, product.write_dtypes, strict=True):
+        a, c = matrix(x), matrix(y)
+        if a is None or c is None or a.is_transposed or c.is_transposed:
+            return None
+        if a.rows:
+            runs.append(_Run(a, c, w, bias_ptr, (of_w, of_x, of_y), "".join(of_bias)))
+    return runs
 
 
 class Announced:

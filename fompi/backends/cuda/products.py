@@ -2,6 +2,7 @@
 
     y = x @ w            one call for each run of rows
     y = x @ w + b        y = b in every row, then y += x @ w
+    y = c + x @ w        y += x @ w, where c is y; else y = c before
     g = (g +) a.T @ h    one call for each run of rows; each adds to g
 
 Operands of different dtypes are converted to float32. A result of a half type is rounded once: sums of several calls
@@ -114,8 +115,8 @@ def product(
 ) -> Product:
     """The product `name` of `fompi.plans.kernels` on these arrays."""
     kernel = find(name)
-    count = len(reads) - kernel.whole + (not kernel.reduces)  # the weight is the first whole operand
-    factors = dict.fromkeys(read_dtypes[:count])
+    factors = dict.fromkeys(kernel.rows(read_dtypes)[0])
+    factors |= dict.fromkeys(kernel.rows(read_dtypes)[1] if kernel.reduces else kernel.wholes(read_dtypes)[:1])
     dtype = next(iter(factors)) if len(factors) == 1 else "float32"
     if dtype not in TYPES or (len(factors) > 1 and not {*factors} <= {*HALF, "float32"}):
         raise DtypeError(f"cuBLAS has no product of {' and '.join(factors)}: it has {', '.join(TYPES)}")
@@ -124,12 +125,15 @@ def product(
     if kernel.reduces:
         _gradient(made, groups, of_rows, wholes, writes[0], read_dtypes[-1], write_dtypes[0])
         return made
-    weight, biases = made.matrix(wholes[0], of_wholes[0]), wholes[1:]
-    for x, of_x, y, dtype in zip(groups[0], of_rows[0], writes, write_dtypes, strict=True):
-        target, wide = made.target(y, dtype)
+    weight, biases, sums = made.matrix(wholes[0], of_wholes[0]), wholes[1:], groups[1:]
+    for i, (x, of_x, y, dtype) in enumerate(zip(groups[0], of_rows[0], writes, write_dtypes, strict=True)):
+        target, wide = made.target(y, dtype, 1 + len(sums))
         for bias in biases:
             made.copy(bias.broadcast_to(target.shape), target, read_dtypes[-1], wide)
-        made.multiply(made.matrix(x, of_x), weight, target, wide, bool(biases))
+        for chunks, dtypes in zip(sums, of_rows[1:], strict=True):
+            if target is not y or not chunks[i].same_memory(y):
+                made.copy(chunks[i], target, dtypes[i], wide)
+        made.multiply(made.matrix(x, of_x), weight, target, wide, bool(biases or sums))
         if target is not y:
             made.copy(target, y, wide, dtype)
     return made
