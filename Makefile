@@ -4,6 +4,7 @@
 # `make docs`  builds the documentation as HTML in build/site.
 # `make wheelhouse`  collects in build/wheelhouse all that an installation without a network needs. WITH names extras.
 # `make test-device`  compiles the kernels for GPUs, without a GPU: it needs NVRTC and Triton (700 MB).
+# `make test-torch VERSION=2.10.0`  tests the backend of torch.distributed on that version, in build/torch-2.10.0.
 # `make test-gpu`  runs tests/gpu on the GPU of this host. CUDA=12 takes the CuPy for CUDA 12.
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
@@ -25,8 +26,8 @@ GPU_PATHS ?= staged ipc
 TORCH_INDEX ?=
 FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
-.PHONY: run lab test test-device test-gpu test-gpu-here soak docs wheelhouse environments test-mpich test-openmpi lint \
-	format clean
+.PHONY: run lab test test-device test-torch test-gpu test-gpu-here soak docs wheelhouse environments test-mpich \
+	test-openmpi lint format clean
 
 run: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -44,6 +45,13 @@ test:
 
 test-device: .venv/.ready-nvrtc
 	.venv/bin/python -m pytest tests/wheels $(ARGS)
+
+# The other packages are those of .venv. TORCH_INDEX chooses a small wheel.
+test-torch: .venv/.ready-test
+	.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore \
+		$(TORCH_INDEX:%=--extra-index-url %) --target build/torch-$(VERSION) torch==$(VERSION)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" PYTHONPATH=build/torch-$(VERSION) OMP_NUM_THREADS=1 mpirun -n 2 \
+		python -m pytest -q --with-mpi -p no:cacheprovider tests/mpi/test_process_group.py $(ARGS)
 
 # Several ranks share the GPU. Only a host without one may leave the tests out.
 test-gpu:

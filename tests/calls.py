@@ -51,6 +51,13 @@ def with_gaps(array):
 def arguments(problem, given, sizes, rank):
     """The positional and the keyword arguments of the operation on one rank."""
     arrays, name = tensors(problem, given), problem.name
+    if problem.columns and problem.weights:
+        first, ranks, weight = problem.multiplies_first, range(problem.size), problem.weights[0]
+        w = np.concatenate([arrays[f"w{r}"] for r in ranks], int(first))
+        options = {"dim": -1, "columns": problem.columns} | ({} if first else {"counts": sizes.rows})
+        if weight.bias:
+            options["bias"] = np.concatenate([arrays[f"bias{r}"] for r in ranks]) if first else arrays["bias"]
+        return [arrays["x"], w], options
     if problem.columns:
         x = np.concatenate([arrays[f"x{r}"] for r in range(problem.size)], 1)
         return [x], {"split_dim": 1, "concat_dim": 0, "counts": problem.columns}

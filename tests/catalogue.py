@@ -73,6 +73,15 @@ def problems(size, dtype="float64"):
         "matmul_all_reduce bias": problem("matmul_all_reduce", size, x, [w], [b]),
         "matmul_all_to_all": problem("matmul_all_to_all", size, x, [w]),
         "matmul_all_to_all bias 3-d": problem("matmul_all_to_all", size, x3, [w], [b]),
+        "matmul_all_to_all dealt uneven bias 3-d": problem(
+            "matmul_all_to_all", size, x3, [form(3, 2 * size)], [form(2 * size)], columns=_uneven(size)
+        ),
+        "all_to_all_matmul dealt packed": problem(
+            "all_to_all_matmul", size, x, [w], columns=split(3, size), packed=True
+        ),
+        "all_to_all_matmul dealt uneven bias 3-d": problem(
+            "all_to_all_matmul", size, form(0, 2, 2 * size), [form(2 * size, 4)], [b], columns=_uneven(size)
+        ),
     }
     if dtype.startswith(("float", "bfloat")):
         listed["reduce to the last mean"] = problem("reduce", size, x, root=size - 1, op="mean")

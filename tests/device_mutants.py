@@ -50,7 +50,7 @@ MUTANTS = {
         "return Enqueued(self.queues['compute'],",
     ),
     "a kernel is done at once": (ANY, f"{BACKEND}:Enqueued.done", "if not self.event.done():", "if False:"),
-    "the caller's stream is not awaited": (ANY, f"{BACKEND}:OnDevice.enter", "queue.stream.wait(entry)", "pass"),
+    "the caller's stream is not awaited": (ANY, f"{BACKEND}:OnDevice.enter", "queue.stream.wait(entry.event)", "pass"),
     "the caller's stream is forgotten": (ANY, f"{BACKEND}:OnDevice.enter", "if entry is None:", "if True:"),
     "a copy is not awaited": (ANY, f"{BACKEND}:OnDevice.copy", "self.device.leave([event])", "pass"),
     "a copy does not wait": (ANY, f"{BACKEND}:OnDevice.copy", "self.enter()", "pass"),
@@ -109,6 +109,18 @@ MUTANTS = {
         "return behind <= (self.epoch - epoch) % MOST_EPOCHS",
         "return True",
     ),
+    "an epoch is used twice": (
+        ANY,
+        "fompi.backends.cuda.signal:Signals.next",
+        "self.epoch = self.epoch % MOST_EPOCHS + 1",
+        "self.epoch = 1",
+    ),
+    "a kernel that announces follows nothing": (
+        ANY,
+        f"{DISPATCH}:Dispatch._is_gathered",
+        "launch([tokens[j] for j in dict.fromkeys(j for k in ops for j in follows[k]) if j in tokens])",
+        "launch([])",
+    ),
     "the end of a kernel that announces comes before it": (
         ANY,
         f"{BACKEND}:OnDevice.bind_announced",
@@ -146,6 +158,24 @@ MUTANTS = {
         f"{PROGRAM}:Run._start_first",
         "if entry is not None:",
         "if False:",
+    ),
+    "kernels do not wait for a part that is still written": (
+        ANY,
+        f"{DISPATCH}:Dispatch._enqueue",
+        "*self.entries.pop(i, ())",
+        "",
+    ),
+    "messages do not wait for a part that is still written": (
+        UNSTAGED,
+        f"{DISPATCH}:Dispatch.ready_part",
+        "self.hold(entry, messages)",
+        "pass",
+    ),
+    "a part is not followed": (
+        ANY,
+        "fompi.runtime.executor:Executor.ready",
+        "run.ready_part(each, block, entry)",
+        "run.ready_part(each, block)",
     ),
     "no message counts as one of device memory": (
         UNSTAGED,
@@ -251,7 +281,7 @@ MUTANTS = {
     # the device
     "array() does not wait": (
         ANY,
-        f"{SOFTWARE}:SoftwareDevice._copied",
+        f"{SOFTWARE}:SoftwareDevice.run_once",
         "record(Event(self)).wait()",
         "record(Event(self))",
     ),
@@ -348,6 +378,19 @@ def cases(comm, device):
             device.call(kernel, "fill", [], [own])(stream)
             assert (fompi.all_gather_matmul(own, up(w), comm=comm, schedule="direct").get() == 36).all()
 
+    def in_parts():
+        plan = fompi.plan(fompi.all_gather, gathered[0], ranks=size, schedule="direct", slices=2)
+        stream, own, source = device.stream("mine"), up(x), up(x)
+        wanted = fompi.all_gather(x, comm=comm).tobytes()
+        step = fompi.bind(plan, comm=comm, x=own)
+        for _ in range(2):
+            step.start("x")  # it follows nothing: no message waits for what it follows
+            with device.using(stream):
+                for part in (slice(3, 6), slice(0, 3)):
+                    device.call(lambda r, w: np.copyto(w[0], r[0]), "fill", [source[part]], [own[part]])(stream)
+                    step.ready("x", part.start // 3)
+                assert step.wait().get().tobytes() == wanted
+
     def read_after_a_kernel():
         stream, own = device.stream("mine"), up(x)
         with device.using(stream):
@@ -378,6 +421,7 @@ def cases(comm, device):
         announced("float16", packed=True),  # copies in another stream come before the products
         after_a_kernel,
         in_place,
+        in_parts,
         read_after_a_kernel,
     ]
 

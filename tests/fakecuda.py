@@ -99,8 +99,9 @@ class Runtime:
         del self.failures[name]
         return failure[1]
 
-    def calls(self, name):
-        return [arguments for called, *arguments in self.log if called == name]
+    def calls(self, name, begun=0):
+        """The arguments of each call of a function, from entry number `begun` of the log on."""
+        return [arguments for called, *arguments in self.log[begun:] if called == name]
 
     # -- devices
     def _getDeviceCount(self):
@@ -190,6 +191,10 @@ class Runtime:
             assert (self.span(to, nbytes), self.span(source, nbytes)) == kinds
             assert stream in self.lives["stream"]
         ctypes.memmove(to, source, nbytes)
+
+    def _memsetAsync(self, ptr, value, nbytes, stream):
+        assert self.span(ptr, nbytes) == DEVICE and stream in self.lives["stream"]
+        ctypes.memset(ptr, value, nbytes)
 
     def _pointerGetAttributes(self, ptr):
         self.span(ptr, 1)
@@ -476,6 +481,11 @@ class Owner:
 
 def of_cupy(x):
     """The elements of an array of CuPy, as an array of NumPy."""
+    return view_of_cupy(x).copy()
+
+
+def view_of_cupy(x):
+    """An array of CuPy as one of NumPy, on the same memory."""
     interface = {
         "version": 3,
         "data": (x.data.ptr, False),
@@ -483,7 +493,7 @@ def of_cupy(x):
         "shape": x.shape,
         "strides": x.strides,
     }
-    return np.asarray(_At(interface)).copy()
+    return np.asarray(_At(interface))
 
 
 def overhead(rounds=2000):

@@ -21,7 +21,7 @@ K, N = 4, 3  # columns of x, columns of a weight
 class Case:
     """A call of `operation`. `weights` are the columns of each weight, `biased` says which weights have a bias.
 
-    `split` is the dimension that an all-to-all splits, if it is not `dim`.
+    `split` is the dimension that an all-to-all splits, if it is not `dim`. With dim=-1 columns are dealt.
     """
 
     operation: str
@@ -52,6 +52,10 @@ class Case:
         if self.split is not None:
             extent = given[0].shape[self.split]
             options |= {"split_dim": self.split, "concat_dim": options.pop("dim"), "counts": parts(extent, ranks)}
+        elif self.dim == -1:
+            options["columns"] = parts(weights[0].shape[self.operation == "matmul_all_to_all"], ranks)
+            if self.operation == "all_to_all_matmul":
+                options["counts"] = kept(ranks)
         elif "all_to_all" in self.operation:
             options["counts"] = exchanged(ranks)[rank]
         operation = getattr(namespace, self.operation)
@@ -114,6 +118,8 @@ CASES = [
     Case("matmul_all_to_all", (N,), (True,), dim=1, options=unfused),
     Case("all_to_all_matmul", (N,), (True,)),
     Case("all_to_all_matmul", (N,), (True,), dim=1, options=unfused),
+    Case("matmul_all_to_all", (N,), (True,), dim=-1),
+    Case("all_to_all_matmul", (N,), (True,), dim=-1),
 ]
 BASIC = [case for case in CASES if not case.options]
 """The cases with default options."""
@@ -144,6 +150,9 @@ def parts(extent, ranks):
 
 def shape(case, ranks, rank):
     """The shape of x on this rank: (rows, K), or (2, rows, K) if the rows are the second dimension."""
+    if case.dim == -1:
+        first = case.operation == "matmul_all_to_all"
+        return (own(ranks)[rank], 2, K) if first else (sum(kept(ranks)), 2, parts(K, ranks)[rank])
     if "all_to_all" in case.operation and case.split is None:
         rows = sum(exchanged(ranks)[rank])
     elif case.operation.startswith(("all_gather", "gather")) or case.split is not None:
@@ -238,6 +247,12 @@ def expected(case, given):
         total = xs[0].shape[dim]
         even = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
         results = [torch.cat(summed(even), dim)] * ranks
+    elif case.dim == -1 and case.operation == "matmul_all_to_all":
+        y = torch.cat([product(x, rank) for rank, x in enumerate(xs)])
+        results = y.split(parts(y.shape[-1], ranks), -1)
+    elif case.dim == -1:
+        mine = zip(*(x.split(kept(ranks)) for x in xs), strict=True)
+        results = [product(torch.cat(pieces, -1), rank) for rank, pieces in enumerate(mine)]
     elif case.operation == "matmul_all_to_all":
         results = exchange([product(x, rank) for rank, x in enumerate(xs)])
     else:

@@ -22,7 +22,9 @@ class Token(Protocol):
 
     begun: float
     due: float
-    queue: Any
+
+    @property
+    def queue(self) -> Any: ...
 
     def done(self) -> bool:
         """True once the kernel has run. Raises the error of the kernel, or of its device."""

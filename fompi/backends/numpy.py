@@ -176,6 +176,11 @@ def _matmul(groups: Groups, whole: Arrays, writes: Arrays) -> None:
             y += whole[1]
 
 
+def _matmul_add(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    for a, c, y in zip(*groups, writes, strict=True):
+        np.add(rows(c), rows(a) @ whole[0], out=rows(y))
+
+
 def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
     g, add = writes[0], bool(whole)
     if add and whole[0] is not g:
@@ -194,6 +199,7 @@ _KERNELS: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
     **{name: partial(_combine, function) for name, function in COMBINES.items()},
     "matmul": _matmul,
     "matmul_bias": _matmul,
+    "matmul_add": _matmul_add,
     "gradient": _gradient,
     "gradient_add": _gradient,
 }

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from fompi.base.layout import split
 from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
 from fompi.bench.cluster import IDLE_SECONDS
 from fompi.engine.communicator import Communicator, Mesh
 from fompi.model.flow_shop import Job, makespan
-from fompi.ops.operations import all_gather, reduce_scatter
+from fompi.ops.operations import all_gather, all_to_all, all_to_all_matmul, matmul_all_to_all, reduce_scatter
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.local import product
@@ -244,6 +245,29 @@ def _ulysses(comm: Communicator, what: str) -> Case:
     return Case(what, "T_m / T_c", (0.5, 1.0), call, bound)
 
 
+def ulysses_projections(comm: Communicator, accelerator: Accelerator) -> Case:
+    """The projections around Ulysses: of queries, keys and values before it, and of the results behind it.
+
+    Bound of each: T_m - (1 - 1/(N m)) T_c, with m pieces per rank.
+    """
+    rows, n = TOKENS // comm.size, HEADS * HEAD_DIM
+    x, own = np.zeros((rows, n), np.float32), np.zeros((TOKENS, split(n, comm.size)[comm.rank]), np.float32)
+    w, wo = np.zeros((n, 3 * n), np.float32), np.zeros((n, n), np.float32)
+
+    def call() -> None:
+        matmul_all_to_all(x, w, dim=-1, comm=comm)
+        all_to_all_matmul(own, wo, dim=-1, comm=comm)
+
+    def serial() -> None:
+        all_to_all(product.on(comm, x, w), split_dim=1, concat_dim=0, comm=comm)
+        product.on(comm, all_to_all(own, split_dim=0, concat_dim=1, comm=comm), wo)
+
+    def bound(t_c: float, t_m: float) -> float:
+        return max(0.0, t_m - (1 - 1 / comm.size / MOST_SLICES) * t_c)
+
+    return Case("Ulysses, projections", "T_m / T_c", (0.5, 1.0), call, bound, serial=serial)
+
+
 def usp(comm: Communicator, accelerator: Accelerator) -> Case | None:
     """Ulysses between two ranks, a ring round the others, whose links may be slower.
 
@@ -306,6 +330,7 @@ CASES: tuple[Callable[[Communicator, Accelerator], Case | None], ...] = (
     ring_backward,
     ulysses,
     ulysses_pairs,
+    ulysses_projections,
     usp,
     experts,
 )

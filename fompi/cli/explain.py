@@ -32,7 +32,8 @@ def run(options: argparse.Namespace) -> int:
     if options.top is not None and options.top < 1:
         raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
     machine = plan.machine_of(options)
-    explanation = fompi.explain(options.operation, *plan.specs_of(options), ranks=options.ranks, machine=machine)
+    how = {"ranks": options.ranks, "machine": machine, "dim": options.dim}
+    explanation = fompi.explain(options.operation, *plan.specs_of(options), **how)
     if options.json:
         show_json(_values(explanation, options.top))
     elif is_pretty():

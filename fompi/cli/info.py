@@ -156,7 +156,7 @@ def _counters(processes: Sequence[Process]) -> str | None:
     version = _version(("triton", "pytorch-triton"))
     triton = f"Triton {version}" if version else "Triton is not installed"
     when = {"0": "never", "1": "wherever it can", "auto": "where it was measured to be faster"}[choice]
-    return f"one kernel announces several products {when} (FOMPI_COUNTERS={choice}, {triton})"
+    return f"one kernel announces several products of a bound plan {when} (FOMPI_COUNTERS={choice}, {triton})"
 
 
 def blocks(facts: dict[str, Any]) -> list[Table | str]:

@@ -44,6 +44,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
+    parser.add_argument("--dim", type=int, default=0, help="-1: a product whose columns are dealt to the ranks (0)")
 
 
 def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,7 @@ def machine_of(options: argparse.Namespace) -> fompi.Machine:
 def specs_of(options: argparse.Namespace) -> list[Spec]:
     """The global tensors of the problem."""
     shapes = [_shape(text) for text in options.shapes]
-    layouts = problems.layouts(options.operation, len(shapes))
+    layouts = problems.layouts(options.operation, len(shapes), options.dim == -1)
     return [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
 
 
@@ -87,6 +88,7 @@ def plan_of(options: argparse.Namespace, machine: fompi.Machine | None) -> fompi
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,
+        dim=options.dim,
         machine=machine,
     )
     if options.staged:

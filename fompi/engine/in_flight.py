@@ -78,14 +78,16 @@ class InFlight:
                     raise
                 message.broke(error)
 
-    def give_up(self, task: Task) -> list[Any]:
-        """Test the requests of an abandoned task no more, and return them. Who keeps them keeps their memory alive.
+    def give_up(self, task: Task) -> list[tuple[Any, int]]:
+        """Test the requests of an abandoned task no more, and return them, each with its key.
+
+        Who keeps them keeps their memory alive.
 
         What waits for its turn is never sent.
         """
         self.port.forget(task)
         flights = list(zip(self._requests, self._owners, strict=True))
-        own = [request for request, (owner, _) in flights if owner.belongs_to is task]
+        own = [(request, key) for request, (owner, key) in flights if owner.belongs_to is task]
         kept = [(request, owner) for request, owner in flights if owner[0].belongs_to is not task]
         self._requests, self._owners = [request for request, _ in kept], [owner for _, owner in kept]
         self.send_held()  # what these messages have held back

@@ -31,9 +31,7 @@ KNOWN = {(0, 1): "jaxlib 0.5.0, 0.6.2", (0, 3): "jaxlib 0.10.2"}
 """The versions of the interface that these structures fit, and where they were tried."""
 
 SITES: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""site(inputs, outputs) by its number. `site.given` and `site.results` are the forms of the arrays.
-
-A site lives as long as a program or a trace that has it."""
+"""What a call runs, by its number: a `Target`. It lives as long as a program or a trace that has it."""
 
 EXECUTE = 3
 METADATA = 1
@@ -131,7 +129,7 @@ def _handle(version: tuple[int, int], address: int) -> Any:
         return None
     try:
         site = SITES[_word(_word(_word(frame[_ATTRIBUTES]) + 8))]
-        site(_arrays(frame[_ARGUMENTS], site.given), _arrays(frame[_RESULTS], site.results))
+        site.run(_addresses(frame[_ARGUMENTS], len(site.given)), _addresses(frame[_RESULTS], len(site.results)))
     except BaseException as error:  # nothing above this frame could take an exception
         message = in_words(error).encode()
         args = _Error(c.sizeof(_Error), None, message, INTERNAL)
@@ -144,14 +142,30 @@ def _word(address: int) -> int:
     return c.c_size_t.from_address(address).value
 
 
-def _arrays(buffers: int, forms: Sequence[Form]) -> list[Any]:
-    """The memory of XLA as arrays of these forms. They are valid during the call. The first buffer is the token."""
-    found = []
-    for i, form in enumerate(forms, 1):
-        shape, dtype, memory = _memory(form)
-        data = memory.from_address(_word(_word(buffers + 8 * i) + _DATA)) if memory is not None else None
-        found.append(np.ndarray(shape, dtype, data))
-    return found
+def _addresses(buffers: int, count: int) -> list[int]:
+    """The addresses of `count` buffers of XLA. They are valid during the call. The first buffer is the token."""
+    return [_word(_word(buffers + 8 * i) + _DATA) for i in range(1, count + 1)]
+
+
+def array_at(address: int, form: Form) -> Any:
+    """The memory at this address as an array of this form."""
+    shape, dtype, memory = _memory(form)
+    return np.ndarray(shape, dtype, memory.from_address(address) if memory is not None else None)
+
+
+class Target:
+    """What a call in a compiled program runs. `given` and `results` are the forms of what it takes and returns."""
+
+    given: list[Form]
+    results: list[Form]
+
+    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
+        """Run it on arrays, and write its results to arrays."""
+        raise NotImplementedError
+
+    def run(self, given: Sequence[int], results: Sequence[int]) -> None:
+        """Run it on memory at these addresses."""
+        self(list(map(array_at, given, self.given)), list(map(array_at, results, self.results)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,7 +26,7 @@ from fompi.base.layout import Extents, Sizes
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.jax import ffi
-from fompi.jax.ffi import Form
+from fompi.jax.ffi import Form, Target, array_at
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall, localise
 from fompi.ops.messages import sendrecv
@@ -35,7 +35,7 @@ from fompi.planner.choose import choose_schedule, encode_rows, is_even, window_o
 from fompi.plans.plan import Plan
 from fompi.plans.verify import verify
 from fompi.runtime.binding import check_tensors
-from fompi.runtime.compiled import Compiled
+from fompi.runtime.compiled import NATIVE, Compiled
 from fompi.runtime.executor import Executor
 from fompi.schedules.registry import REGISTERED, write
 from fompi.tensors import dlpack
@@ -43,14 +43,8 @@ from fompi.tensors import dlpack
 _NUMBERS = itertools.count()
 
 
-class Site:
+class Site(Target):
     """One operation at one place of a traced program."""
-
-    given: list[Form]
-    """What the call takes."""
-
-    results: list[Form]
-    """What the call returns."""
 
     nested: Any
     """The result of the operation, with a number in place of each tensor."""
@@ -76,10 +70,6 @@ class Site:
         self._lock = threading.Lock()
         ffi.SITES[self.number] = self
 
-    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
-        """Run the operation on arrays, and write its results to arrays."""
-        raise NotImplementedError
-
 
 def site_of(
     operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
@@ -95,7 +85,11 @@ def site_of(
 
 
 class BoundSite(Site):
-    """A site with a bound plan: a call copies its tensors to the memory of the plan, and the results from there."""
+    """A site with a bound plan. A call runs on the memory of XLA where the plan can use it.
+
+    Tensors whose rows are not their first dimension are copied to the memory of the plan, or from there. So is what a
+    collective of the MPI library reads or writes: MPI cannot take it back, if a call is given up.
+    """
 
     def __init__(
         self,
@@ -138,7 +132,8 @@ class BoundSite(Site):
             *(problem.name("h", i) for i in range(len(a.operands))),
         ]
         shapes = {name: array.shape for name, array in local.arrays.items()}
-        if problem.columns:
+        shapes |= problem.whole_shapes
+        if problem.columns and not problem.weights:
             shapes["x"] = dlpack.rows_first(np.empty(local.shape, bool), dim, local.split).shape
         memory = {
             name: arena.take(shapes[name], dlpack.STORAGE[dtype])
@@ -171,12 +166,36 @@ class BoundSite(Site):
         lent = {name: dlpack.Lent(memory[name], dtype) for name, dtype in tensors.items()}
         compiled, backend = Compiled(plan, self.comm.rank, ""), Numpy()
         self.step = Executor(compiled, self.comm, check_tensors(plan, self.comm, lent, backend), backend)
+        fixed = compiled.touched(i for i, kind in enumerate(compiled.kinds) if kind == NATIVE)
+        fixed |= problem.whole_shapes.keys()  # the plan has pieces of them
+
+        def is_free(name: str, array: Any) -> bool:
+            return name not in fixed and bool(array.flags.c_contiguous)
+
+        self._free = [
+            [i for i, (name, array) in enumerate(zip(by, arrays, strict=False)) if is_free(name, array)]
+            for by, arrays in ((names, self._inputs), (order, self._outputs))
+        ]
+        self._others = [
+            [i for i in range(len(arrays)) if i not in free]
+            for arrays, free in zip((self._inputs, self._outputs), self._free, strict=True)
+        ]
+        self._moving = self.step.moving(*(names[i] for i in self._free[0]), *(order[i] for i in self._free[1]))
 
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         with self._lock:  # two programs may have this site
             self.take(given)
             self.step()
             self.put(results)
+
+    def run(self, given: Sequence[int], results: Sequence[int]) -> None:
+        (free, free_results), (others, other_results) = self._free, self._others
+        with self._lock:
+            for i in others:
+                np.copyto(self._inputs[i], array_at(given[i], self.given[i]))
+            self._moving((*[given[i] for i in free], *[results[i] for i in free_results]))
+            for i in other_results:
+                np.copyto(array_at(results[i], self.results[i]), self._outputs[i])
 
     def take(self, given: Sequence[Any]) -> None:
         """Copy the tensors of a call to the memory of the plan."""
@@ -189,17 +208,13 @@ class BoundSite(Site):
             np.copyto(theirs, mine)
 
 
-class Opaque:
+class Opaque(Target):
     """A site that is no operation. It has no derivative, and no batch."""
 
     def __init__(self, name: str, given: list[Form], results: list[Form]):
         self.name, self.given, self.results = name, given, results
         self.number = next(_NUMBERS)
         ffi.SITES[self.number] = self
-
-    def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
-        """Run it on arrays, and write its results to arrays."""
-        raise NotImplementedError
 
 
 class Half(Opaque):

@@ -52,7 +52,7 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int]
     yield from (Bound(seconds, f"the kernels of rank {rank}") for rank, seconds in enumerate(kernels))
     if size == 1:
         return
-    if problem.moves in ("reduce_scatter", "all_reduce") and machine.lanes == 1:
+    if problem.sums and machine.lanes == 1:
         term, rounded = row_nbytes(problem)
         sums = (2 * term + rounded) * (size - 1) * sum(sizes.rows) / machine.memory_rate  # of all ranks
         yield Bound((sum(kernels) + sums) / size, "kernels and sums, on average over the ranks")
@@ -114,16 +114,34 @@ def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1)
 
 def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
     """The number of rows that a rank multiplies."""
+    if problem.columns and problem.weights:
+        return sizes.rows[rank]
     if not sizes.pairs:
         return sum(sizes.rows)
     return sum(sizes.pairs[rank]) if problem.multiplies_first else sum(row[rank] for row in sizes.pairs)
 
 
 def row_nbytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of a row in a message: of a term of a sum, which is not rounded yet, and of any other row."""
-    summed = problem.multiplies_first and problem.moves != "all_to_all"
+    """Bytes of a row in a message: of a term of a sum, which is not rounded yet, and of any other row.
+
+    Where the columns of a product are dealt, it is a row with the columns of all ranks.
+    """
+    summed = problem.multiplies_first and problem.sums
     width = prod(problem.sent_row)
+    if problem.columns and problem.weights:
+        width = prod(problem.row[:-1]) * sum(problem.columns)
     return width * itemsize(problem.accumulator if summed else problem.dtype), width * itemsize(problem.dtype)
+
+
+def dealt(problem: Problem, sizes: Sizes) -> Sizes:
+    """The elements of each pair of ranks, in the dimension that is dealt: the rows of one and the columns of the other.
+
+    A row that comes together belongs to the rank that receives it, every other row to the rank that sends it.
+    """
+    rows, columns = sizes.rows, problem.columns
+    if problem.moves == "reduce_scatter":
+        return Sizes(pairs=tuple(tuple(n * mine for n in rows) for mine in columns))
+    return Sizes(pairs=tuple(tuple(mine * n for n in columns) for mine in rows))
 
 
 def native_nbytes(problem: Problem, rows: float) -> float:
@@ -137,8 +155,8 @@ def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
     """The bytes that must move between groups of `ranks` ranks. 1: between ranks."""
     count, (term, each) = problem.size // ranks, row_nbytes(problem)
     if problem.columns:  # by element of the split dimension
-        each = prod(problem.row[1:]) * itemsize(problem.dtype)
-        sizes = Sizes(pairs=tuple(tuple(rows * n for n in problem.columns) for rows in sizes.rows))
+        each = prod(problem.row[:-1] if problem.weights else problem.row[1:]) * itemsize(problem.dtype)
+        sizes = dealt(problem, sizes)
     if sizes.pairs:
         enter, leave = [0.0] * count, [0.0] * count
         for source, row in enumerate(sizes.pairs):

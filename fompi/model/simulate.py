@@ -88,6 +88,9 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     counts = sizes.pairs or sizes.rows
     if size % step or step == size or len(set(map(machine.rate, range(size)))) > 1:
         return size
+    dealt = plan.problem.columns
+    if size <= FEW_RANKS and dealt[step:] + dealt[:step] != dealt:
+        return size
     if sizes.pairs:
         equal = all(row[-step:] + row[:-step] == counts[(r + step) % size] for r, row in enumerate(sizes.pairs))
     else:

@@ -43,13 +43,21 @@ def choose(wanted: str, same_host: bool, gpu_aware: bool) -> str:
     return DIRECT if gpu_aware or wanted == DIRECT else STAGED
 
 
-class Offer:
-    """The Token of a send by ipc. It is done when the receiver has copied the data."""
+class _Message:
+    """A Token that is a queue of its own: messages end in any order."""
 
     due = float("inf")
 
+    @property
+    def queue(self) -> Any:
+        return self  # not an attribute: that would be a circle, and memory would wait for the garbage collector
+
+
+class Offer(_Message):
+    """The Token of a send by ipc. It is done when the receiver has copied the data."""
+
     def __init__(self, link: Link, handle: bytes, peer: int, tag: int):
-        self.queue, self.begun = self, perf_counter()
+        self.begun = perf_counter()
         self._handle, self._answer = handle.ljust(HANDLE_NBYTES), np.empty(1, np.uint8)
         self._requests = [link.blocking.Irecv(self._answer, peer, tag), link.isend(self._handle, peer, tag)]
 
@@ -60,13 +68,11 @@ class Offer:
         return not self._requests
 
 
-class Pull:
+class Pull(_Message):
     """The Token of a receive by ipc. It is done when the data is there and the sender has been told."""
 
-    due = float("inf")
-
     def __init__(self, path: Ipc, data: DeviceArray | None, peer: int, tag: int, what: str):
-        self.queue, self.begun = self, perf_counter()
+        self.begun = perf_counter()
         self._path, self._data, self._peer, self._tag, self._what = path, data, peer, tag, what
         self._handle = bytearray(HANDLE_NBYTES)
         self._offered = path.link.irecv(self._handle, peer, tag)
@@ -112,11 +118,15 @@ class Ipc:
     def __init__(self, device: Any, link: Link):
         self.device, self.link, self.stream = device, link, device.stream("peers", -1)
 
-    def send(self, data: DeviceArray | None, peer: int, tag: int) -> Offer:
-        """Offer `data`. None: this rank has failed."""
-        handle = NOTHING if data is None else self.device.export(data)
+    def handle(self, data: DeviceArray) -> bytes:
+        """What the receiver must know to copy `data`. Raises the errors of the device."""
+        handle: bytes = self.device.export(data)
         if len(handle) > HANDLE_NBYTES:
             raise DeviceError(f"the handle of device memory has {len(handle)} bytes, at most {HANDLE_NBYTES} fit")
+        return handle
+
+    def send(self, handle: bytes, peer: int, tag: int) -> Offer:
+        """Offer the memory with this handle. NOTHING: this rank has failed."""
         return Offer(self.link, handle, peer, tag)
 
     def recv(self, data: DeviceArray | None, peer: int, tag: int, what: str) -> Pull:

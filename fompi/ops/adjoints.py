@@ -23,6 +23,11 @@ its own rows, as in tensor parallelism with sequence parallelism, do not divide.
 | matmul_all_reduce(x, w)       | the same, on reduce_scatter(dy)               |                                   |
 | matmul_all_to_all(x, w)       | both by all_to_all_matmul_weight_gradient(dy, w.T, x): one exchange               |
 | all_to_all_matmul(x, w)       | matmul_all_to_all(dy, w.T), counts transposed | all_to_all_weight_gradient(x, dy) |
+| matmul_all_to_all(dim=-1)     | all_to_all_matmul(dy, w.T, dim=-1)            | x.T @ back                        |
+| all_to_all_matmul(dim=-1)     | matmul_all_to_all(dy, w.T, dim=-1)            | back.T @ dy                       |
+
+`back` is all_to_all(dy or x), which gives all columns of the rows of this rank. Where dx needs it too, it travels once:
+dx is then back @ w.T, without a message of its own.
 
 A mean has 1/size of the gradient of the sum. The gradient of a maximum or minimum goes to the terms that are equal to
 it, in equal parts. A product is refused.
@@ -47,10 +52,10 @@ from math import prod
 from typing import Any, NoReturn
 
 from fompi.base.errors import FompiError, LayoutError, TensorError
-from fompi.base.layout import Extents
+from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
-from fompi.ops.arguments import Arguments, Peers
+from fompi.ops.arguments import Arguments, Peers, deals_columns
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation
 from fompi.ops.pending import Pending
@@ -371,14 +376,43 @@ def _matmul_all_reduce(call: Call, a: Arguments, grads: Sequence[Any], needs: Se
     return [*_gather_back(call, a, d, needs), *_bias(a, d)]
 
 
+def _collected(call: Call, x: Any) -> Any:
+    """The rows of this rank of `x`, of which each rank has some columns: the columns of all ranks."""
+    return call.run(operations.all_to_all, x, split_dim=0, concat_dim=-1, counts=call.extents.rows)
+
+
+def _deal(call: Call, a: Arguments, dy: Any, needs: Sequence[bool]) -> list[Any]:
+    """The gradients of a product whose columns are dealt."""
+    (w,), extents = a.weights, call.extents
+    if not needs[1] and not any(b is not None for b in a.biases):
+        columns = split(w.shape[1], extents.size) if a.columns is None else a.columns
+        return [call.run(operations.all_to_all_matmul, dy, w.T, counts=extents.rows, columns=columns), None]
+    back = _collected(call, dy)
+    return [back @ w.T if needs[0] else None, _rows(a.x).T @ _rows(back) if needs[1] else None, *_bias(a, back)]
+
+
+def _collect(call: Call, a: Arguments, dy: Any, needs: Sequence[bool]) -> list[Any]:
+    """The gradients of a product with columns that come together."""
+    (w,), dx = a.weights, None
+    if needs[0]:
+        columns = split(w.shape[0], call.extents.size) if a.columns is None else a.columns
+        dx = call.run(operations.matmul_all_to_all, dy, w.T, columns=columns)
+    dw = _rows(_collected(call, a.x)).T @ _rows(dy) if needs[1] else None
+    return [dx, dw, *_bias(a, dy)]
+
+
 def _matmul_all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     (w,) = a.weights
+    if deals_columns(call.operation.name, a.dim, len(call.shape)):
+        return _deal(call, a, grads[0], needs)
     back, dx, dw = call.run(operations.all_to_all_matmul_weight_gradient, grads[0], w.T, a.x, counts=call.extents.recv)
     return [dx, dw, *_bias(a, back)]
 
 
 def _all_to_all_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     (dy,), (w,), extents = grads, a.weights, call.extents
+    if deals_columns(call.operation.name, a.dim, len(call.shape)):
+        return _collect(call, a, dy, needs)
     dx = call.run(operations.matmul_all_to_all, dy, w.T, counts=extents.recv) if needs[0] else None
     dw = call.run(operations.all_to_all_weight_gradient, a.x, dy, counts=extents.send) if needs[1] else None
     return [dx, dw, *_bias(a, dy)]

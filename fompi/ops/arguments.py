@@ -18,7 +18,7 @@ from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import as_integer, integer, split
 from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
-from fompi.plans.problems import Form, Problem
+from fompi.plans.problems import MEANING, Form, Problem, deals_products
 from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -52,6 +52,7 @@ class Arguments:
     dim: int = 0
     split_dim: int | None = None  # the dimension that an all-to-all splits (None: dim)
     counts: Sequence[int] | None = None
+    columns: Sequence[int] | None = None  # how many columns each rank has, where dim=-1 deals columns
     root: int = 0
     op: str = "sum"
     peers: Peers | None = None
@@ -126,10 +127,15 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
             packing = (begun, perf_counter())
         x.array = x.array.reshape(-1)
     else:
-        dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
+        if deals_columns(operation, arguments.dim, x.array.ndim):
+            columns = _dealt_columns(operation, arguments.columns, x, weights[0], rank, size)
+        elif arguments.columns is not None:
+            raise LayoutError(f"{operation}: columns= is for dim=-1, which deals columns to the ranks")
+        else:
+            dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
         if arguments.split_dim is not None:
             split_at = _dimension(operation, arguments.split_dim, x.array, False, "split_dim")
-        if split_at in (-1, dim):
+        if split_at in (-1, dim):  # always for a product
             split_at = -1
         else:
             columns = _counts(operation, arguments.counts, shape[split_at], size, "what split_dim has")
@@ -137,10 +143,13 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         if dim and not columns:
             for tensor in (x, *operands):
                 tensor.array = dlpack.rows_first(tensor.array, dim)
+    form = _form(x)
+    if columns and weights and MEANING[operation].family == "gather":  # x has only the columns of this rank
+        form = Form((*form.shape[:-1], sum(columns)), form.dtype)
     problem = problems.problem(
         operation,
         size,
-        _form(x),
+        form,
         [_form(w) for w in weights] if weights else (),
         [None if b is None else _form(b) for b in biases] if biases else (),
         [_form(h) for h in operands] if operands else (),
@@ -152,9 +161,9 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     )
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
-    rows = _rows(problem, len(x.array), None if columns else arguments.counts, rank)
-    packed = not problem.multiplies_first and not columns and not x.array.flags.c_contiguous
-    arrays = problem.cut({"x": x.array})
+    rows = _rows(problem, len(x.array), None if columns and not weights else arguments.counts, rank)
+    packed = not problem.multiplies_first and not (columns and not weights) and not x.array.flags.c_contiguous
+    arrays = {"x": x.array}
     for i, w in enumerate(weights):
         arrays[problem.name("w", i)] = w.array
         bias = biases[i] if i < len(biases) else None
@@ -162,6 +171,8 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
             arrays[problem.name("bias", i)] = bias.array
     for i, h in enumerate(operands):
         arrays[problem.name("h", i)] = h.array
+    if columns:
+        arrays = problem.cut(arrays)
     expects = len(operands[0].array) if operands else arguments.expects
     in_place = False
     if out is not None:
@@ -209,6 +220,26 @@ def _dimension(operation: str, dim: int, x: Array, multiplied: bool, name: str =
     return dim
 
 
+def deals_columns(operation: str, dim: Any, dimensions: int) -> bool:
+    """True if a call deals columns to the ranks, instead of rows: `dim` is the last dimension, of a product."""
+    return deals_products(operation) and dimensions > 1 and integer(dim) in (-1, dimensions - 1)
+
+
+def _dealt_columns(
+    operation: str, columns: Sequence[int] | None, x: Tensor, w: Tensor, rank: int, size: int
+) -> tuple[int, ...]:
+    """How many columns each rank has: of the product, or of x."""
+    if w.array.ndim != 2:
+        raise ShapeError(f"{operation}: w needs two dimensions, not the shape {w.array.shape}")
+    if MEANING[operation].family == "scatter":
+        return _counts(operation, columns, w.array.shape[1], size, "the columns of w", "columns")
+    found = _counts(operation, columns, w.array.shape[0], size, "the rows of w", "columns")
+    if x.array.shape[-1] != found[rank]:
+        here = f"{operation}: x has {x.array.shape[-1]} columns on rank {rank}"
+        raise ShapeError(f"{here}, but columns={list(found)} give it {found[rank]}")
+    return found
+
+
 def _rows(problem: Problem, total: int, counts: Sequence[int] | None, rank: int) -> tuple[int, ...]:
     """A number of rows for each rank.
 
@@ -233,17 +264,19 @@ def _rows(problem: Problem, total: int, counts: Sequence[int] | None, rank: int)
     return _counts(problem.operation, counts, total, problem.size, "the rows of x")
 
 
-def _counts(operation: str, counts: Sequence[int] | None, total: int, size: int, what: str) -> tuple[int, ...]:
+def _counts(
+    operation: str, counts: Sequence[int] | None, total: int, size: int, what: str, name: str = "counts"
+) -> tuple[int, ...]:
     """A number for each rank, with the sum `total`: `counts`, or numbers as even as possible."""
     if counts is None:
         return split(total, size)
     try:
         rows = tuple(map(operator.index, counts))
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"{operation}: counts={counts!r}: {error}") from None
+        raise LayoutError(f"{operation}: {name}={counts!r}: {error}") from None
     if len(rows) != size or min(rows) < 0 or sum(rows) != total:
         raise LayoutError(
-            f"{operation}: counts={list(rows)} must be {size} numbers >= 0 that add up to {total}, {what}"
+            f"{operation}: {name}={list(rows)} must be {size} numbers >= 0 that add up to {total}, {what}"
         )
     return rows
 
@@ -283,9 +316,7 @@ def _check_out(
         if array.shape != wanted:
             raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {wanted}")
         return expects
-    row = problem.product_row(0) if problem.weights else problem.row
-    if problem.columns:
-        row = problem.columns_row(rank)
+    row = problem.result_row(rank)
     if array.ndim != 1 + len(row) or array.shape[1:] != row:
         raise ShapeError(f"{problem.operation}: out= has rows of the shape {array.shape[1:]}, the result has {row}")
     if problem.moves in ("all_gather", "all_to_all"):

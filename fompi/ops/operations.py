@@ -297,6 +297,7 @@ def matmul_all_to_all(
     bias: Any = None,
     dim: int = 0,
     counts: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
@@ -307,9 +308,16 @@ def matmul_all_to_all(
 
     It is the combine step of a mixture of experts. `counts` is the number of rows for each rank, by default as even as
     possible.
-    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
+
+    With dim=-1 the columns of the product are dealt, not its rows. x: (rows of this rank, ..., k), Shard(0). w: (k, n).
+    y: (rows of all ranks, ..., columns of this rank), Shard(-1). Ranks may have different numbers of rows. `columns` is
+    the number of columns for each rank, the same list on all ranks. By default it is as even as possible. It is a
+    projection before the attention of Ulysses (arXiv 2309.14509): the columns of one rank travel while those of the
+    next one are computed.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts` or
+    `columns`.
     """
-    return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, out=out)
 
 
 @Operation
@@ -320,6 +328,7 @@ def all_to_all_matmul(
     bias: Any = None,
     dim: int = 0,
     counts: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
@@ -330,9 +339,17 @@ def all_to_all_matmul(
 
     It is the dispatch step of a mixture of experts, with the product of the expert. `counts` is the number of rows for
     each rank, by default as even as possible.
-    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
+
+    With dim=-1 the rows go back to their owners, and their columns come together: the reverse of
+    `matmul_all_to_all(..., dim=-1)`. x: (rows of all ranks, ..., columns of this rank), Shard(-1). w: (columns of all
+    ranks, n). y: (rows of this rank, ..., n), Shard(0). `counts` is the number of rows for each rank, `columns` the
+    number of columns that each rank has, the same lists on all ranks. By default they are as even as possible. It is
+    the projection behind the attention of Ulysses. The product of the own columns is computed while the others arrive;
+    their products are added in float32 for half types.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts` or
+    `columns`.
     """
-    return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, out=out)
 
 
 @Operation
@@ -391,6 +408,7 @@ def plan(
     root: int = 0,
     packed: bool = False,
     split_dim: int | None = None,
+    dim: int = 0,
     machine: Machine | str | None = None,
 ) -> Plan:
     """The Plan of an operation on global tensors, without MPI and data.
@@ -408,12 +426,13 @@ def plan(
     - `root` is the root of a broadcast, gather, scatter or reduce.
     - `packed=True` is for an x that will be strided when the plan runs.
     - `split_dim` is the dimension that an all-to-all splits. In the plan it is the second dimension of x.
+    - `dim=-1` deals the columns of `matmul_all_to_all` and `all_to_all_matmul`. In other plans the rows come first.
     - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
 
     Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
-    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
+    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
     at, sizes = problems.from_specs(name, specs, ranks, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
@@ -430,6 +449,7 @@ def explain(
     root: int = 0,
     packed: bool = False,
     split_dim: int | None = None,
+    dim: int = 0,
 ) -> Explanation:
     """Which schedule is the best on a machine, and why, without MPI and data.
 
@@ -440,10 +460,10 @@ def explain(
     For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
-    `specs`, `ranks`, `bias`, `root`, `packed` and `split_dim` are those of `fompi.plan`. `machine` is a Machine, its
-    name or its file. Raises the same errors as `fompi.plan`.
+    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim` and `dim` are those of `fompi.plan`. `machine` is a
+    Machine, its name or its file. Raises the same errors as `fompi.plan`.
     """
-    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
+    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
     at, sizes = problems.from_specs(_name(operation), specs, ranks, **options)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS)
 

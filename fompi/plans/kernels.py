@@ -13,6 +13,7 @@
 | `mean4(a, b) -> c`           | c = (a + b) / 4, and the same with other numbers                     |
 | `matmul(x, w) -> y`          | y = x @ w, over the last dimension of x                              |
 | `matmul_bias(x, w, b) -> y`  | y = x @ w + b                                                        |
+| `matmul_add(x, c, w) -> y`   | y = c + x @ w                                                        |
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
 | `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
 
@@ -146,6 +147,7 @@ KERNELS: dict[str, Kernel] = {
     **{name: Kernel(2, 0, False, functools.partial(_combined, name)) for name in ("max", "min", "prod")},
     "matmul": Kernel(1, 1, False, lambda x, w: product("matmul", x, w)),
     "matmul_bias": Kernel(1, 2, False, lambda x, w, b: total(product("matmul", x, w), b)),
+    "matmul_add": Kernel(2, 1, False, lambda x, c, w: total(product("matmul", x, w), c)),
     "gradient": Kernel(2, 0, True, lambda a, h: product("gradient", a, h)),
     "gradient_add": Kernel(2, 1, True, lambda a, h: product("gradient", a, h)),
 }
@@ -202,13 +204,17 @@ def fits(op: Compute, row: Callable[[Chunk], tuple[int, ...]]) -> bool:
     w, *bias = whole
     if len(w) != 2 or bias not in ([], [w[1:]]):
         return False
-    return all(x and x[-1] == w[0] and y == (*x[:-1], w[1]) for x, y in zip(*groups, written, strict=True))
+    pairs = zip(groups[0], written, strict=True)
+    sums = groups[1:]  # what a product is added to
+    return all(x and x[-1] == w[0] and y == (*x[:-1], w[1]) for x, y in pairs) and all(c == written for c in sums)
 
 
 def in_place(op: Compute, read: int, write: int) -> bool:
     """True if the kernel may write its chunk number `write` over chunk number `read`. Only reductions allow this."""
     if op.kernel in REDUCTIONS.values() or divisor(op.kernel) is not None:
         return read % len(op.writes) == write
+    if op.kernel == "matmul_add":
+        return read == len(op.writes) + write
     return op.kernel == "gradient_add" and read == len(op.reads) - 1
 
 
@@ -257,7 +263,8 @@ def demand(name: str, reads: Sequence[Operand], writes: Sequence[Operand]) -> De
     kernel, packed, elements, products = find(name), 0, 0, 1
     if name.startswith(("matmul", "gradient")):
         runs, wholes = kernel.rows(reads), kernel.wholes(reads)
-        packed = sum(nbytes for group in runs for _, nbytes in group)
+        factors = runs if kernel.reduces else runs[:1]
+        packed = sum(nbytes for group in factors for _, nbytes in group)
         if not kernel.reduces:  # the first whole operand is the weight; in gradient_add it is the sum so far
             packed += len(runs[0]) * wholes[0][1]
         products = len(runs[0])

@@ -8,7 +8,9 @@ Every operation belongs to one of two families:
   distributed to the ranks (all-to-all).
 
 An all-to-all may split another dimension than it joins. Then the rows of all ranks travel as in an all-gather, but each
-rank gets only its columns of them (`Problem.columns`).
+rank gets only its columns of them (`Problem.columns`). With a product before it, the columns of the product are dealt
+to the ranks. With a product behind it, the rows go back to their owners, and their columns come together: the product
+there is the sum of the products of all pieces (`DEALT`).
 
 Three operations are others with rows on one rank only, the root. A `gather` is an all-to-all in which only the root
 receives, a `scatter` one in which only the root sends, and a `reduce` is a reduce-scatter of which the root keeps all.
@@ -21,6 +23,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -79,8 +82,10 @@ class Problem:
     several are called w0, w1, ... The names of biases, products and gradients follow the same rule. `op` is the
     reduction over the ranks (`kernels.REDUCTIONS`).
 
-    `columns[r]` is how much of the first dimension of a row rank r gets, in an all-to-all that splits this dimension
-    (empty: every other problem). Its inputs are the columns of x for each rank: x0, x1, ...
+    `columns` is not empty where columns are dealt to the ranks (`DEALT`). Without weights `columns[r]` is how much of
+    the first dimension of a row of x rank r gets. The inputs are the columns of x for each rank: x0, x1, ... With a
+    weight it is how many columns rank r has of the product, or of x. The weight is cut to fit them: w0, w1, ... Where x
+    is cut so, `row` has the columns of all ranks.
     """
 
     operation: str
@@ -97,7 +102,12 @@ class Problem:
 
     @cached_property
     def moves(self) -> str:
-        return "all_gather" if self.columns else MEANING[self.operation].moves
+        return (DEALT if self.columns else MEANING)[self.operation].moves
+
+    @property
+    def sums(self) -> bool:
+        """True if terms of several ranks travel and are summed."""
+        return self.moves in ("reduce_scatter", "all_reduce") and not self.columns
 
     @property
     def exchanges(self) -> bool:
@@ -105,12 +115,25 @@ class Problem:
         return self.moves == "all_to_all" or bool(self.columns)
 
     def cut(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """`tensors` by the names of the inputs: where columns are split, x becomes the columns for each rank."""
+        """`tensors` by the names of the inputs: where columns are dealt, x or the weight becomes its pieces."""
         given = dict(tensors)
-        if self.columns and "x" in given:
-            x, ends = given.pop("x"), offsets(self.columns)
-            given |= {f"x{r}": x[:, ends[r] : ends[r + 1]] for r in range(self.size)}
+        for name in [name for name in self.whole_shapes if name in given]:
+            tensor, ends = given.pop(name), offsets(self.columns)
+            pieces = [slice(*run) for run in pairwise(ends)]
+            by_rows = name == "bias" or (name == "w" and not self.multiplies_first)
+            given |= {f"{name}{r}": tensor[piece] if by_rows else tensor[:, piece] for r, piece in enumerate(pieces)}
         return given
+
+    @cached_property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of which `cut` makes pieces, with their shapes. Of x it is the shape of a row."""
+        if not self.columns:
+            return {}
+        if not self.weights:
+            return {"x": self.row}
+        n = self.weights[0].columns
+        biased = self.weights[0].bias and self.multiplies_first
+        return {"w": (self.row[-1], n)} | ({"bias": (n,)} if biased else {})
 
     @cached_property
     def multiplies_first(self) -> bool:
@@ -161,8 +184,14 @@ class Problem:
         return self.product_row(0) if self.multiplies_first else self.row
 
     def columns_row(self, rank: int) -> tuple[int, ...]:
-        """The shape of the columns of one row that `rank` gets."""
-        return (self.columns[rank], *self.row[1:])
+        """The shape of the columns of one row that `rank` gets, or has."""
+        return (*self.row[:-1], self.columns[rank]) if self.weights else (self.columns[rank], *self.row[1:])
+
+    def result_row(self, rank: int) -> tuple[int, ...]:
+        """The shape of one row of the (first) result with rows on `rank`."""
+        if self.columns and (self.multiplies_first or not self.weights):
+            return self.columns_row(rank)
+        return self.product_row(0) if self.weights else self.row
 
     def product_row(self, i: int) -> tuple[int, ...]:
         return (*self.row[:-1], self.weights[i].columns)
@@ -191,9 +220,8 @@ class Problem:
         work = Workspace(rank, self.size, parts, order)
         here, there = self.axes
         if self.columns:
-            for dest in range(self.size):
-                work.add(f"x{dest}", "input", here, self.columns_row(dest), self.dtype)
-            work.add("y", "output", there, self.columns_row(rank), self.dtype)
+            self._add_dealt(work, rank)
+            work.add("y", "output", there, self.result_row(rank), self.dtype)
             return work
         work.add("x", "input", here, self.row, self.dtype)
         for i, weight in enumerate(self.weights):
@@ -210,12 +238,35 @@ class Problem:
             work.add(self.name("g", i), "output", "whole", self.gradient_shape(i), self.dtype)
         return work
 
+    def _add_dealt(self, work: Workspace, rank: int) -> None:
+        """The inputs where columns are dealt."""
+        here, ranks = self.axes[0], range(self.size)
+        if not self.weights:
+            for dest in ranks:
+                work.add(f"x{dest}", "input", here, self.columns_row(dest), self.dtype)
+            return
+        weight, first = self.weights[0], self.multiplies_first
+        work.add("x", "input", here, self.row if first else self.columns_row(rank), self.dtype)
+        for r, n in enumerate(self.columns):
+            work.add(f"w{r}", "input", "whole", (self.row[-1], n) if first else (n, weight.columns), self.dtype)
+        for name, n in self.biases.items():
+            work.add(name, "input", "whole", (n,), self.dtype)
+
+    @cached_property
+    def biases(self) -> dict[str, int]:
+        """The biases where columns are dealt, and their lengths: one for each piece of the product, or one."""
+        if not (self.columns and self.weights and self.weights[0].bias):
+            return {}
+        if self.multiplies_first:
+            return {f"bias{r}": n for r, n in enumerate(self.columns)}
+        return {"bias": self.weights[0].columns}
+
     @cached_property
     def common(self) -> str:
         """What must be equal on all ranks: everything about the data that is sent."""
         if not self.multiplies_first:
             return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {self.columns}"
-        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias}"
+        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {self.columns}"
 
     @cached_property
     def _hash(self) -> int:
@@ -254,6 +305,7 @@ class OwnProblem:
     exchanges: ClassVar[bool] = False
     multiplies_first: ClassVar[bool] = False
     flat: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
     root: ClassVar[int] = 0
     op: ClassVar[str] = "sum"
 
@@ -336,8 +388,20 @@ MEANING: dict[str, Meaning] = {
 }
 
 
+DEALT: dict[str, Meaning] = {
+    "all_to_all": Meaning("gather", "all_gather", _ROWS, Shard(1)),
+    "matmul_all_to_all": Meaning("scatter", "all_gather", _ROWS, _COLUMNS, _ALL),
+    "all_to_all_matmul": Meaning("gather", "reduce_scatter", _COLUMNS, _ROWS, _ALL),
+}
+"""The same for operations that deal columns to the ranks. What travels is not summed: it has one owner."""
+
 ROOTED = ("broadcast", "gather", "scatter", "reduce")
 """The operations with a root."""
+
+
+def deals_products(operation: str) -> bool:
+    """True if the operation may deal the columns of its product, or of x, to the ranks (dim=-1)."""
+    return operation in DEALT and DEALT[operation].weight is not None
 
 
 def is_flat(operation: str) -> bool:
@@ -367,7 +431,8 @@ def problem(
 ) -> Problem:
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError.
 
-    With `columns` the second dimension of x is split: rank r gets `columns[r]` of it.
+    With `columns` rank r gets `columns[r]` of the second dimension of x, or of the columns of a product, or has so many
+    of x. In the last case x is that of all ranks together: it has all columns.
     """
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
@@ -430,9 +495,11 @@ def _problem(
         if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
             raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} may differ only in the last dimension")
     gradients = tuple(Gradient(h.shape, flipped) for h in operands)
-    if columns and (operation != "all_to_all" or len(columns) != size or not row or sum(columns) != row[0]):
-        raise LayoutError(f"{operation} of rows {row} on {size} ranks cannot split columns {list(columns)}")
-    packed = packed and not columns  # columns are packed in any case
+    if columns:
+        dealt = (checked[0].columns,) if operation == "matmul_all_to_all" else row[-1:] if checked else row[:1]
+        if operation not in DEALT or len(columns) != size or (sum(columns),) != dealt:
+            raise LayoutError(f"{operation} of rows {row} on {size} ranks cannot split columns {list(columns)}")
+    packed = packed and not (columns and not weights)  # columns of x are packed in any case
     return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns)
 
 
@@ -450,11 +517,14 @@ def _check_reduction(operation: str, op: str, dtype: str) -> None:
         raise DtypeError(f'{operation}: the mean of {dtype} is not an integer: use op="sum", or convert x to a float')
 
 
-def layouts(operation: str, count: int) -> list[layout.Layout]:
-    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h."""
+def layouts(operation: str, count: int, is_dealt: bool = False) -> list[layout.Layout]:
+    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h.
+
+    `is_dealt`: it deals columns to the ranks.
+    """
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
-    meaning = MEANING[operation]
+    meaning = (DEALT if is_dealt and operation in DEALT else MEANING)[operation]
     weights = count - 1 - (meaning.operand is not None)
     if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):
         names = ["x", *["w"] * (meaning.weight is not None), *["h"] * (meaning.operand is not None)]
@@ -472,14 +542,19 @@ def from_specs(
     root: int = 0,
     packed: bool = False,
     split_dim: int | None = None,
+    dim: int = 0,
 ) -> tuple[Callable[[int], Problem], Sizes]:
     """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
 
     The tensors are x, the weights and the operand h of a gradient, in this order. Rows and columns are distributed as
     evenly as possible. So the problems of two ranks may differ in columns that are not sent. `split_dim` is the
-    dimension of x that an all-to-all splits; by default it splits the rows.
+    dimension of x that an all-to-all splits; by default it splits the rows. `dim` is 0, or -1 for a product whose
+    columns are dealt.
     """
-    expected = layouts(operation, len(specs))
+    is_dealt = dim == -1 and deals_products(operation)
+    if dim != 0 and not is_dealt:
+        raise LayoutError(f"{operation} is planned with the rows first: leave out dim={dim!r}")
+    expected = layouts(operation, len(specs), is_dealt)
     ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
     if not 1 <= ranks <= MOST_RANKS:
         raise LayoutError(f"ranks={ranks!r} must be an integer from 1 to {MOST_RANKS}")
@@ -500,6 +575,8 @@ def from_specs(
         x, dim = specs[0], split_dim % len(specs[0].shape)
         columns = split(x.shape[dim], ranks)
         specs = [replace(x, shape=(x.shape[0], x.shape[dim], *x.shape[1:dim], *x.shape[dim + 1 :]))]
+    if is_dealt:
+        columns = split(specs[1 if DEALT[operation].family == "scatter" else 0].shape[-1], ranks)
     meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
     flipped = has_operand and meaning.weight is not None
 
@@ -511,7 +588,8 @@ def from_specs(
 
     @cache
     def at(rank: int) -> Problem:
-        return problem_of(*(_local_form(spec, rank, ranks) for spec in specs))
+        pieces = specs if is_dealt else [_local_form(spec, rank, ranks) for spec in specs]
+        return problem_of(*(Form(piece.shape, piece.dtype) for piece in pieces))
 
     problem_of(*(Form(spec.shape, spec.dtype) for spec in specs))  # pieces may fit by chance: check whole tensors
     first, x = at(0), specs[0]
@@ -573,6 +651,9 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
         return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
 
     everything = range(size * parts)
+    if problem.columns and problem.weights:
+        y = problem.workspace(rank, parts)["y"]
+        return {("y", b): _dealt_product(problem, rank, parts, b) for b in range(y.first, y.first + y.count)}
     if problem.moves == "reduce_scatter":
         return {("y", b): scattered(b) for b in range(rank * parts, (rank + 1) * parts)}
     if problem.moves == "all_reduce":
@@ -603,6 +684,15 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
     return result
 
 
+def _dealt_product(problem: Problem, rank: int, parts: int, b: int) -> Value:
+    """The value of block b of the result of a product whose columns are dealt."""
+    source = b // parts if problem.multiplies_first else rank  # who multiplies
+    pieces = [(source, rank)] if problem.multiplies_first else [(r, r) for r in range(problem.size)]
+    terms = [product("matmul", (("x", owner, b),), ((f"w{piece}", source, 0),)) for owner, piece in pieces]
+    bias = [f"bias{rank}" if problem.multiplies_first else "bias"] * problem.weights[0].bias
+    return total(*terms, *(((name, source, 0),) for name in bias))
+
+
 # ------------------------------------------------------------------------------------------------- the reference
 
 
@@ -623,8 +713,10 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
         y = x @ data[problem.name("w", i)]
         return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
 
-    if problem.columns:
+    if problem.columns and not problem.weights:
         return [{"y": xp.concatenate([data[f"x{rank}"] for data in inputs])} for rank in range(size)]
+    if problem.columns:
+        return [{"y": y} for y in _dealt_products(problem, inputs, [rows(sizes.rows, r) for r in range(size)], xp)]
     xs = [data["x"] for data in inputs]
     if problem.moves in ("reduce_scatter", "all_reduce"):
         if problem.multiplies_first:
@@ -664,4 +756,17 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
             flat = left.reshape(prod(left.shape[:-1]), left.shape[-1])
             result[problem.name("g", i)] = flat.T @ right.reshape(prod(right.shape[:-1]), right.shape[-1])
         results.append(result)
+    return results
+
+
+def _dealt_products(problem: Problem, inputs: Sequence[dict[str, Any]], rows: Sequence[slice], xp: Any) -> list[Any]:
+    """y of all ranks where the columns of a product, or those of x, are dealt. `rows[r]` are those of rank r."""
+    results = []
+    for r, mine in enumerate(inputs):
+        if problem.multiplies_first:
+            biases = [data[f"bias{r}"] if problem.weights[0].bias else 0 for data in inputs]
+            results.append(xp.concatenate([d["x"] @ d[f"w{r}"] + b for d, b in zip(inputs, biases, strict=True)]))
+        else:
+            terms = [data["x"][rows[r]] @ mine[f"w{s}"] for s, data in enumerate(inputs)]
+            results.append(sum(terms[1:], terms[0]) + (mine["bias"] if problem.weights[0].bias else 0))
     return results

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_char
 from dataclasses import replace
 from functools import cached_property, partial
+from math import prod
 from operator import gt, index
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import numpy as np
 from fompi.backends.base import Backend
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.base.errors import DeviceError, DtypeError, PlanError, ShapeError, TensorError
-from fompi.base.layout import Sizes
+from fompi.base.layout import CARRIERS, Sizes
 from fompi.engine.communicator import Communicator
 from fompi.mpi import environment
 from fompi.plans.plan import Collective, Plan, Send
@@ -28,7 +30,7 @@ from fompi.tensors.dlpack import Tensor
 
 
 class Memory(NamedTuple):
-    """`tensors`: those that the caller gave, by buffer. `shapes`: the shape that a flat result gets back.
+    """`tensors`: those that the caller gave, by buffer. `shapes`: their shapes, and that of a flat result.
 
     `arrays`: every buffer of the program as an array. Buffers that the caller did not give have fresh memory.
     """
@@ -36,6 +38,83 @@ class Memory(NamedTuple):
     tensors: dict[str, Tensor]
     shapes: dict[str, tuple[int, ...]]
     arrays: dict[str, Any]
+
+
+class Form(NamedTuple):
+    """What the tensor of a call must be like: as the bound one, or as the memory that bind took.
+
+    `storage` is the dtype of its array, `dtype` the logical one. `strides` is None for a contiguous tensor. `at` is the
+    shape that the plan gives the array. In a flat problem it is another one. `plain` is the dtype of an array of NumPy
+    whose address is taken at once. None: there is none.
+    """
+
+    plain: np.dtype[Any] | None
+    shape: tuple[int, ...]
+    storage: np.dtype[Any]
+    dtype: str
+    strides: tuple[int, ...] | None
+    is_output: bool
+    on_host: bool
+    at: tuple[int, ...]
+
+
+class On(NamedTuple):
+    """The memory of a call: every buffer of the program as an array, and what each op does with them.
+
+    `is_shared`: several calls have it. Then its arrays do not keep the tensors of the program alive.
+    """
+
+    arrays: dict[str, Any]
+    actions: list[Any]
+    is_shared: bool = False
+
+
+class Given:
+    """The tensors of one call, by buffer, as the program passed them, and the memory of the call.
+
+    `outputs`: the results among them, in the order of the plan. `copied`: those whose elements are copied to other
+    memory of a device before the call, or from there after it. `announcing`: the products that one kernel announces.
+    """
+
+    __slots__ = ("announcing", "copied", "on", "outputs", "owners")
+
+    def __init__(
+        self,
+        owners: Mapping[str, Any],
+        on: On,
+        outputs: tuple[str, ...],
+        copied: Mapping[str, Tensor] | None = None,
+        announcing: Announcing | None = None,
+    ):
+        self.owners, self.on, self.outputs, self.copied = owners, on, outputs, copied or {}
+        self.announcing = announcing
+
+    def forget_inputs(self) -> None:
+        """Keep the memory of the outputs only."""
+        self.owners = {name: self.owners[name] for name in self.outputs}
+        if not self.on.is_shared:
+            self.on = On({name: self.on.arrays[name] for name in self.outputs}, [])
+
+
+class Overlay:
+    """What changes in a call if these buffers are other memory than the bound one.
+
+    `forms` are theirs, and `outputs` the outputs among them. `ops` use the buffers. The pairs in `apart` must not share
+    memory. `known` has the memory of calls by the addresses of the buffers: the same few tensors, or the same places of
+    an allocator, are given again and again.
+    """
+
+    def __init__(self, compiled: Compiled, names: Sequence[str], forms: Sequence[Form]):
+        roles = {b.name: b.role for b in compiled.program.buffers if b.role != "scratch"}
+        pairs = {frozenset((a, b)) for a in names for b in roles if a != b and "output" in (roles[a], roles[b])}
+        self.names = names
+        self.ops, self.apart = compiled.users(names), [(a, b) for a, b in map(sorted, pairs)]
+        self.forms, self.outputs = forms, tuple(buffer.name for buffer in compiled.outputs if buffer.name in names)
+        self.known: dict[tuple[int, ...], On] = {}
+
+
+MOST_KNOWN = 256
+"""How many calls on other memory an executor remembers for each choice of buffers."""
 
 
 def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], backend: Backend) -> Memory:
@@ -47,15 +126,14 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     device = backend.device
     borrow = dlpack.borrow if device is None or device is not default_device() else upload
     borrowed = {name: borrow(value, name) for name, value in given.items()}
-    if plan.problem.columns and "x" in borrowed:
-        borrowed |= _columns(plan.problem, borrowed.pop("x"), extents.rows[comm.rank], comm.rank)
+    _cut(plan, borrowed, comm.rank)
+    shapes = {name: tensor.array.shape for name, tensor in borrowed.items()}
     given = dict.fromkeys(borrowed)
     if unknown := sorted(set(given) - set(named)):
         raise PlanError(f"{plan.problem.operation} has no tensor {unknown[0]!r}; it has {', '.join(named)}")
     if missing := [b.name for b in named.values() if b.role == "input" and b.name not in given]:
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
-    shapes = {}
     for name, tensor in borrowed.items():
         buffer = named[name]
         if tensor.device is not device:
@@ -98,12 +176,27 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     return Memory(borrowed, shapes, arrays)
 
 
-def _columns(problem: Any, x: Tensor, rows: int, rank: int) -> dict[str, Tensor]:
-    """The columns of x for each rank, by the name of the input."""
-    if x.array.shape != (rows, *problem.row):
-        raise ShapeError(f"x has the shape {x.array.shape}, the plan has {(rows, *problem.row)} on rank {rank}")
-    hosts = {} if x.host is None else problem.cut({"x": x.host})
-    return {name: replace(x, array=array, host=hosts.get(name)) for name, array in problem.cut({"x": x.array}).items()}
+def _cut(plan: Plan, tensors: dict[str, Tensor], rank: int) -> None:
+    """Replace the tensors of which the plan has pieces, because it deals columns (`Problem.cut`)."""
+    problem = plan.problem
+    for name in [name for name in tensors if problem.columns and name in problem.whole_shapes]:
+        whole, shape = tensors.pop(name), problem.whole_shapes[name]
+        wanted = (plan.sizes.rows[rank], *shape) if name == "x" else shape
+        if whole.array.shape != wanted:
+            raise ShapeError(f"{name} has the shape {whole.array.shape}, the plan has {wanted} on rank {rank}")
+        hosts = {} if whole.host is None else problem.cut({name: whole.host})
+        pieces = problem.cut({name: whole.array})
+        tensors |= {piece: replace(whole, array=array, host=hosts.get(piece)) for piece, array in pieces.items()}
+
+
+def _address(array: Any) -> int:
+    """The address of a contiguous array on the host. 0: it has no elements."""
+    if not array.size:
+        return 0
+    if array.flags.writeable:
+        return addressof(c_char.from_buffer(array))  # takes a fifth of the time of the next line
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 class BoundPlan:
@@ -129,6 +222,10 @@ class BoundPlan:
         self._like = self._tensors.get("x") or self._tensors.get("x0")
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
+        self._forms: dict[str, Form] = {}
+        self._overlays: dict[tuple[str, ...], Overlay] = {}  # by the buffers that are given
+        self._spare: dict[str, Any] = {}  # memory for tensors of a call that one kernel with announced products uses
+        self._spare_announcing: dict[tuple[str, ...], Announcing | None] = {}  # by the buffers that lie there
         self._use(self.plan.sizes)
 
     def _use(self, sizes: Sizes) -> None:
@@ -137,7 +234,11 @@ class BoundPlan:
         sized, native = self.compiled.sized(self._extents), self._link.collective
         self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
         self._is_small = not self.kernels and self.compiled.is_small(sized)  # a kernel of the caller may be slow
-        self._actions = self.compiled.resolve(self._arrays, sized.starts, self.backend, native, self.kernels)
+        self._resolve = partial(
+            self.compiled.resolve, starts=sized.starts, backend=self.backend, native=native, kernels=self.kernels
+        )
+        self._actions = self._resolve(self._arrays)
+        self._overlays.clear()
         self._announcing = self._announced_whole if sizes == self.plan.sizes else None  # other rows change too often
         self._outputs = []
         for buffer in self.compiled.outputs:
@@ -149,8 +250,139 @@ class BoundPlan:
             like = self._tensors.get(buffer.name) or self._like or dlpack.borrow(np.empty(0))
             self._outputs.append((array, buffer.dtype, like))
         self._results = () if self._is_copied_back else self._lent()
-        given = [self._tensors[b.name].owner for b in self.compiled.outputs if b.name in self._tensors]
-        self._written = [x for x in (*self._results, *given) if dlpack.framework_of(x) == "torch"]
+        self._names = [buffer.name for buffer in self.compiled.outputs]
+        written = [*zip(self._names, self._results, strict=False)]
+        written += [(name, self._tensors[name].owner) for name in self._names if name in self._tensors]
+        self._written = [(name, x) for name, x in written if dlpack.framework_of(x) == "torch"]
+
+    def _given(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
+        """The memory of a call on these tensors. `is_whole`: all inputs are ready when it starts.
+
+        Raises ShapeError, DtypeError or TensorError if one has not the form of the bound tensor, and PlanError if the
+        plan has no such tensor.
+        """
+        if self.backend.device is not None or self.plan.problem.columns:
+            return self._given_views(tensors, is_whole)
+        names, addresses = (*tensors,), []
+        overlay = self._overlays.get(names) or self._overlay(names)
+        for form, (name, value) in zip(overlay.forms, tensors.items(), strict=True):
+            is_plain = type(value) is np.ndarray and value.dtype is form.plain
+            if is_plain and value.shape == form.shape and value.flags.carray:
+                addresses.append(addressof(c_char.from_buffer(value)))
+                continue
+            tensor = dlpack.borrow(value, name)
+            self._check_form(name, tensor)
+            if form.strides is not None:
+                return self._given_views(tensors, is_whole)
+            addresses.append(_address(tensor.array))
+        return Given(tensors, self._at(overlay, (*addresses,)), overlay.outputs)
+
+    def _at(self, overlay: Overlay, addresses: tuple[int, ...]) -> On:
+        """The memory of a call in which these buffers are contiguous memory of the host at these addresses.
+
+        The arrays keep no memory alive. Who starts the call does so until it is finished.
+        """
+        on = overlay.known.get(addresses)
+        if on is None:
+            arrays = dict(self._arrays)
+            for name, form, address in zip(overlay.names, overlay.forms, addresses, strict=True):
+                nbytes = prod(form.at) * form.storage.itemsize
+                data: Any = (c_char * nbytes).from_address(address) if nbytes else None
+                arrays[name] = np.ndarray(form.at, form.storage, data)
+            on = self._on(overlay, arrays)._replace(is_shared=True)
+            if len(overlay.known) >= MOST_KNOWN:
+                overlay.known.clear()
+            overlay.known[addresses] = on
+        return on
+
+    def _given_views(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
+        """The same for tensors of a device, and for strided ones. The arrays keep their memory alive."""
+        borrowed = {name: dlpack.borrow(value, name) for name, value in tensors.items()}
+        _cut(self.plan, borrowed, self.comm.rank)
+        for name, tensor in borrowed.items():
+            self._check_form(name, tensor)
+        copied, spare, announcing = {}, {}, None
+        if self.backend.device is not None:
+            announcing = self._announcing if is_whole else None
+            announced = set() if announcing is None else self.compiled.touched(announcing.ops)
+            for name, tensor in borrowed.items():
+                if tensor.device is None:
+                    copied[name] = replace(tensor, array=self._arrays[name], host=tensor.array)
+                elif name in announced:
+                    copied[name], spare[name] = tensor, self._spare_memory(name)
+        direct = {name: tensor for name, tensor in borrowed.items() if name not in copied}
+        moved = {name: tensor.array.reshape(self._form(name).at) for name, tensor in direct.items()}
+        on = self._on(self._overlay((*direct, *spare)), {**self._arrays, **moved, **spare})
+        if spare:
+            if (*spare,) not in self._spare_announcing:
+                self._spare_announcing[*spare,] = self._announced_on(on.arrays)
+            announcing = self._spare_announcing[*spare,]
+        outputs = self._overlay((*borrowed,)).outputs
+        owners = {name: tensor.owner for name, tensor in borrowed.items()}
+        return Given(owners, on, outputs, copied, announcing)
+
+    def _spare_memory(self, name: str) -> Any:
+        """Memory like that of the buffer `name`. A kernel is bound to it once: tensors of a call are copied to it."""
+        if name not in self._spare:
+            buffer, mine = self.compiled.buffers[name], self._arrays[name]
+            arena = self.comm.engine.arena
+            self._spare[name] = self.backend.empty(arena, mine.shape, buffer.dtype, buffer.place)
+        return self._spare[name]
+
+    def _on(self, overlay: Overlay, arrays: dict[str, Any]) -> On:
+        """A call on these arrays. Raises TensorError if an output shares memory."""
+        for name, other in overlay.apart:
+            if dlpack.overlap(arrays[name], arrays[other]):
+                raise TensorError(f"{name} shares memory with {other}")
+        actions = self._actions.copy()
+        for i, action in zip(overlay.ops, self._resolve(arrays, only=overlay.ops), strict=True):
+            actions[i] = action
+        return On(arrays, actions)
+
+    def _overlay(self, names: tuple[str, ...]) -> Overlay:
+        if names not in self._overlays:
+            self._overlays[names] = Overlay(self.compiled, names, [*map(self._form, names)])
+        return self._overlays[names]
+
+    def _form(self, name: str) -> Form:
+        """What the tensor `name` of a call must be like. Raises PlanError if the plan has no such tensor."""
+        if name in self._forms:
+            return self._forms[name]
+        buffer = self.compiled.buffers.get(name)
+        if buffer is None or buffer.role == "scratch":
+            known = (b.name for b in self.compiled.program.buffers if b.role != "scratch")
+            raise PlanError(f"{self.compiled.title} has no tensor {name!r}; it has {', '.join(known)}")
+        bound, mine = self._tensors.get(name), self._arrays[name]
+        like, array = bound or self._like, mine if bound is None or bound.host is None else bound.host
+        storage, is_contiguous = dlpack.STORAGE[buffer.dtype], array.flags.c_contiguous
+        form = self._forms[name] = Form(
+            storage if buffer.dtype not in CARRIERS and is_contiguous and mine.size else None,
+            self._shapes.get(name, mine.shape),
+            storage,
+            buffer.dtype,
+            None if is_contiguous else array.strides,
+            buffer.role == "output",
+            self.backend.device is None or (like is not None and like.host is not None),
+            mine.shape,
+        )
+        return form
+
+    def _check_form(self, name: str, tensor: Tensor) -> None:
+        """Raise if the tensor of a call has not the form of the bound one."""
+        form, array = self._form(name), tensor.array
+        if (tensor.device is None) != form.on_host:
+            where = f"the {(tensor.device or self.backend.device).name}"
+            places = ("the host", where) if tensor.device is None else (where, "the host")
+            raise TensorError(f"{name} is on {places[0]}, but it was bound on {places[1]}")
+        if tensor.dtype != form.dtype:
+            raise DtypeError(f"{name} is {tensor.dtype}, but it was bound as {form.dtype}: bind another plan")
+        if array.shape != form.shape:
+            raise ShapeError(f"{name} has the shape {array.shape}, but was bound with {form.shape}: bind another plan")
+        if not (array.flags.c_contiguous if form.strides is None else array.strides == form.strides):
+            wanted = "contiguous" if form.strides is None else f"bound with {form.strides}"
+            raise TensorError(f"{name} has the strides {array.strides}, but it must be {wanted}: copy it")
+        if form.is_output and tensor.readonly:
+            raise TensorError(f"{name} is an output, but its memory is read-only")
 
     @cached_property
     def _announced_whole(self) -> Announcing | None:
@@ -159,12 +391,16 @@ class BoundPlan:
         It is for the rows of the plan. An error here belongs to this rank alone, and the ranks have agreed already. So
         it is the first call that fails, if the device is of no more use.
         """
+        return self._announced_on(self._arrays)
+
+    def _announced_on(self, arrays: Mapping[str, Any]) -> Announcing | None:
+        """The same on these arrays."""
         compiled, choice = self.compiled, environment.value("FOMPI_COUNTERS")
         names = {compiled.program.ops[i].kernel for i in compiled.announced}  # type: ignore[union-attr]
         if choice == "0" or self.backend.device is None or not names or names & {*(self.kernels or ())}:
             return None
         starts = compiled.sized(self.plan.extents(self.comm.rank)).starts
-        products, folder = compiled.products(self._arrays, starts), environment.cache_folder()
+        products, folder = compiled.products(arrays, starts), environment.cache_folder()
         try:
             launch = self.backend.bind_announced(products, choice == "1", folder)  # type: ignore[attr-defined]
         except Exception:
@@ -192,9 +428,9 @@ class BoundPlan:
             lent.append(dlpack.lend(array, dtype, like))
         return tuple(lent)
 
-    def _upload(self, name: str, block: int | None = None) -> None:
+    def _upload(self, tensors: Mapping[str, Tensor], name: str, block: int | None = None) -> None:
         """Copy an input, or one block of it, to the device, if the caller's tensor is on the host."""
-        tensor = self._tensors.get(name)
+        tensor = tensors.get(name)
         if tensor is not None and tensor.host is not None:
             array, host = self._arrays[name], tensor.host.reshape(self._arrays[name].shape)
             if block is not None:
@@ -203,10 +439,10 @@ class BoundPlan:
                 array, host = (a[starts[first] : starts[first + 1]] for a in (array, host))
             array.device.put(array, host)
 
-    def _download(self) -> None:
+    def _download(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy outputs back to the caller's tensors on the host."""
         for buffer in self.compiled.outputs:
-            tensor = self._tensors.get(buffer.name)
+            tensor = tensors.get(buffer.name)
             if tensor is not None and tensor.host is not None:
                 tensor.host[...] = tensor.array.get().reshape(tensor.host.shape)
 
@@ -248,6 +484,8 @@ class BoundPlan:
     def _release(self) -> None:
         """Give the memory of buffers back, and the communicator of the library's collectives."""
         self._arrays, self._actions, self._announcing = {}, [], None
+        for cache in (self._overlays, self._spare, self._spare_announcing):
+            cache.clear()
         self.__dict__.pop("_announced_whole", None)
         if self._link is not self.comm.link and self.comm.channel.broken is None:
             self._link.close()

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -198,9 +198,10 @@ class Compiled:
         return moved > LONG_NBYTES or kernels.cost(op.kernel, *shapes) > LONG_FLOPS
 
     def named(self, name: str) -> list[str]:
-        """The buffers that the user's program means by `name`: x is all columns of x."""
-        if name == "x" and name not in self.buffers:
-            return [buffer.name for buffer in self._xs] or [name]
+        """The buffers that the user's program means by `name`: of a tensor that the plan cuts, all pieces."""
+        problem = self.plan.problem
+        if problem.columns and name in problem.whole_shapes:
+            return [f"{name}{rank}" for rank in range(problem.size)]
         return [name]
 
     def readers(self, name: str) -> dict[int, list[int]]:
@@ -223,6 +224,14 @@ class Compiled:
                     ops.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
         return ops
 
+    def users(self, buffers: Collection[str]) -> list[int]:
+        """The ops that read or write one of these buffers."""
+        return [i for i in range(len(self.ops)) if not self.touched([i]).isdisjoint(buffers)]
+
+    def touched(self, ops: Iterable[int]) -> set[str]:
+        """The buffers that these ops read or write."""
+        return {place.buffer for i in ops for place in (*self._reads[i], *self._writes[i])}
+
     def resolve(
         self,
         arrays: Mapping[str, Array],
@@ -230,8 +239,9 @@ class Compiled:
         backend: Backend,
         native: Callable[..., Any] | None = None,
         kernels: Mapping[str, Callable[..., object]] | None = None,
+        only: Sequence[int] | None = None,
     ) -> list[Any]:
-        """What each op does with these arrays, in program order.
+        """What each op does with these arrays, in program order. `only`: the same for these ops.
 
         A send or receive has the bytes that it moves, or None if it has no rows. A kernel or a collective of the
         library has a call. `native` makes the call of a collective (`Link.collective`). `kernels` replaces kernels
@@ -240,7 +250,8 @@ class Compiled:
         """
         flat: dict[str, Array] = {}
         actions: list[Any] = []
-        for i, moved in enumerate(self._moved):
+        for i in range(len(self.ops)) if only is None else only:
+            moved = self._moved[i]
             if moved is not None:
                 name, start, stop, width = moved
                 if name in starts:
@@ -275,6 +286,21 @@ class Compiled:
                 else:
                     actions.append(backend.bind(op.kernel, reads, writes, *self._dtypes[i]))
         return actions
+
+    def examples(
+        self, names: Collection[str], arrays: Mapping[str, Array], starts: Mapping[str, list[int]]
+    ) -> list[tuple[str, list[Array], list[Array]]]:
+        """The kernels `names` with what they read and write: the smallest op for each choice of dtypes, dimensions."""
+        found: dict[Any, tuple[int, tuple[str, list[Array], list[Array]]]] = {}
+        for i, op in enumerate(self.ops):
+            if isinstance(op, Compute) and op.kernel in names:
+                reads, writes = self._operands(arrays, starts, i)
+                every = (*reads, *writes)
+                kind = op.kernel, len(reads), *((a.dtype, a.ndim) for a in every)
+                nbytes = sum(a.nbytes for a in every)
+                if all(a.size for a in every) and (kind not in found or nbytes < found[kind][0]):
+                    found[kind] = nbytes, (op.kernel, reads, writes)
+        return [example for _, example in found.values()]
 
     def products(self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]]) -> list[Product]:
         """The products that one kernel may announce, on these arrays."""

@@ -15,13 +15,16 @@ from fompi.backends.base import Token
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import QUIET, Task
-from fompi.mpi.paths import Paths
+from fompi.mpi.paths import NOTHING, Paths
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import COMPUTE, NATIVE, SEND, Compiled
 from fompi.tensors.device_array import DeviceArray
 
 ENTRY = -2
-"""The key of the event that a device reaches once it has done what the program had enqueued before the call."""
+"""The largest key of an event that a device reaches once it has done what the program had enqueued before.
+
+A call has one for its start, and one for each part of an input that became ready while the program still wrote it.
+"""
 
 
 class Announcing(NamedTuple):
@@ -68,6 +71,8 @@ class Dispatch(Task):
     is_small = False
     paths: Paths | None = None  # how messages move that a device reads or writes
     notes: dict[int, list[Callable[[], None]]] = {}  # noqa: RUF012  # for such messages in flight: call them at the end
+    entries: dict[int, tuple[Token, ...]] = {}  # noqa: RUF012  # kernel -> what the program had enqueued when its parts were ready
+    held_entry: dict[int, list[int]] = {}  # noqa: RUF012  # key -> messages of device memory that the program may still write
     listeners: tuple[Callable[[int], None], ...] = ()  # called with each op that is done; -1: abandoned
     on_finish: Callable[[], None] | None = None
     then: Callable[[], None] | None = None  # called once the kernels of a call that has returned are done
@@ -85,7 +90,7 @@ class Dispatch(Task):
         self.actions: list[Any] = []
         self.natives_left, self.forwards = compiled.natives, compiled.forwards
         if compiled.asynchronous:
-            self.tokens, self.notes = {}, {}
+            self.tokens, self.notes, self.entries, self.held_entry = {}, {}, {}, {}
 
     # -- what the call decides (`fompi.runtime.program.Run`)
     def has_turn(self, i: int) -> bool:
@@ -96,8 +101,8 @@ class Dispatch(Task):
         """The previous rank has started this call with the same label and counts."""
         raise NotImplementedError
 
-    def entered(self) -> None:
-        """The device has done what the program had enqueued before this call."""
+    def entered(self, key: int) -> None:
+        """The device has done what the program had enqueued (`hold`)."""
         raise NotImplementedError
 
     def native_started(self) -> None:
@@ -205,12 +210,15 @@ class Dispatch(Task):
         is_noted = is_send or not is_pulled  # a pull is a copy of the device, which notes it
         if is_noted and not self._may_move(i, reads, writes):
             return False
+        if is_pulled and is_send:
+            handle = self._handle(i, data)
+            if handle is None:
+                return False
+            engine.launched(paths.ipc.send(handle, peer, tag), self, i)
+            return True
         if is_pulled:
-            offered = data if isinstance(data, DeviceArray) and self.error is None else None
-            if is_send:
-                engine.launched(paths.ipc.send(offered, peer, tag), self, i)
-            else:
-                engine.launched(paths.ipc.recv(offered, peer, tag, str(self.compiled.ops[i])), self, i)
+            target = data if isinstance(data, DeviceArray) and self.error is None else None
+            engine.launched(paths.ipc.recv(target, peer, tag, str(self.compiled.ops[i])), self, i)
             return True
         call = link.irecv if not is_send else link.issend if self.compiled.is_paced else link.isend
         if isinstance(data, DeviceArray):
@@ -233,10 +241,28 @@ class Dispatch(Task):
             try:
                 self.notes[i] = [*(message(what, a, False) for a in reads), *(message(what, a, True) for a in writes)]
             except Exception as error:
-                self.kernel_failed(i, error)
-                if self.is_held(i):
-                    self.begun[i] = 0.0
-                    return False
+                return self._goes_on(i, error)
+        return True
+
+    def _handle(self, i: int, data: Any) -> bytes | None:
+        """The handle of memory that another rank will copy. An error of the device is one of this call.
+
+        None: the message has become worthless, and must not start yet (`is_held`).
+        """
+        if isinstance(data, DeviceArray) and self.error is None and self.paths is not None:
+            try:
+                return self.paths.ipc.handle(data)
+            except Exception as error:
+                if not self._goes_on(i, error):
+                    return None
+        return NOTHING
+
+    def _goes_on(self, i: int, error: Exception) -> bool:
+        """Message `i` has become worthless. False: another rank does not know it yet (`is_held`)."""
+        self.kernel_failed(i, error)
+        if self.is_held(i):
+            self.begun[i] = 0.0
+            return False
         return True
 
     def _merge(self, i: int) -> list[int]:
@@ -259,7 +285,8 @@ class Dispatch(Task):
             return
         if self.error is None:
             try:
-                token = self.actions[i]([self.tokens[j] for j in self.compiled.follows[i] if j in self.tokens])
+                after = [self.tokens[j] for j in self.compiled.follows[i] if j in self.tokens]
+                token = self.actions[i]([*after, *self.entries.pop(i, ())])
             except Exception as error:
                 self.kernel_failed(i, error)
             else:
@@ -327,7 +354,7 @@ class Dispatch(Task):
         if self.finished and not self.is_enqueued:  # the call was abandoned
             return
         if key < 0:
-            self.entered() if key == ENTRY else self.token_arrived()
+            self.entered(key) if key <= ENTRY else self.token_arrived()
             return
         free = self._complete(key)
         if key in self.tokens:
@@ -389,10 +416,28 @@ class Dispatch(Task):
                 self.kernel_failed_late(key, error)
         self.completed(key)
 
-    def ready_part(self, name: str, block: int) -> None:
-        """The program has written block `block` of the input `name`: the ops that read it may start."""
-        free = []
-        for i in self.unready.pop((name, block), ()):
+    def hold(self, entry: Token, messages: list[int]) -> None:
+        """Let these messages wait until the device has done what the program had enqueued, whose token is `entry`."""
+        key = min(self.held_entry, default=ENTRY + 1) - 1
+        self.held_entry[key] = messages
+        for i in messages:
+            self.blockers[i] += 1
+        self.comm.engine.launched(entry, self, key)
+
+    def ready_part(self, name: str, block: int, entry: Token | None = None) -> None:
+        """The program has written block `block` of the input `name`: the ops that read it may start.
+
+        On a device `entry` is the token of what the program has enqueued until now. Only the kernels that read the
+        block follow it. Messages that read the memory of the device wait for it.
+        """
+        free, readers = [], self.unready.pop((name, block), ())
+        if entry is not None:
+            for i in readers:
+                if self.compiled.kinds[i] == COMPUTE:
+                    self.entries[i] = (*self.entries.get(i, ()), entry)
+            if messages := [i for i in readers if self.compiled.moves_device_memory(i)]:
+                self.hold(entry, messages)
+        for i in readers:
             self.blockers[i] -= 1
             if self.blockers[i] == 0:
                 free.append(i)

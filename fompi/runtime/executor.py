@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from fompi.backends.base import Backend
@@ -20,16 +21,17 @@ from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import agree, digest
 from fompi.mpi import environment
 from fompi.plans.kernels import find
-from fompi.plans.plan import Plan, parts_in_words
+from fompi.plans.plan import Buffer, Plan, parts_in_words
 from fompi.plans.staged import for_device, is_mirror
 from fompi.runtime import baselines
-from fompi.runtime.binding import BoundPlan, Memory, check_tensors
+from fompi.runtime.binding import BoundPlan, Given, Memory, check_tensors
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device
 from fompi.runtime.feed import Feeding, Kernel
 from fompi.runtime.feed import copy as copy_block
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof, RankDependencies, prove
 from fompi.traces.trace import Trace
@@ -55,6 +57,15 @@ class Executor(BoundPlan):
     `start("x")` starts a call before x is written. `ready("x", i)` says that the i-th block of x on this rank is
     written; blocks may become ready in any order. `part("y", i)` waits for the i-th block of the result, and
     `arrived("y", i)` is True once it is there.
+
+        y = step(x=x, out=y); step.start(x=x, out=y)     # one call on other tensors
+
+    Tensors of a call are passed by the names of `bind`, any of them. They must have the form of the bound ones: shape,
+    dtype, device and strides. Nothing is copied and nothing is agreed: other ranks may pass other tensors, or none. The
+    other tensors of the call are the bound ones. Do not write to an input before the call is finished. A result lies in
+    the tensor that was given for it, else where it always lies. Raises ShapeError, DtypeError or TensorError for a
+    tensor of another form, and PlanError for a name that the plan does not have. This call then fails on all ranks:
+    the other ranks get a PeerError.
 
     Several executors may be in flight, and ranks may start them in different orders.
 
@@ -82,6 +93,7 @@ class Executor(BoundPlan):
         self._seconds: float | None = None  # the time of the last call on this rank
         self.drift: Drift | None = None  # compares calls with their prediction
         self._run: Run | None = None
+        self._call: Given | None = None  # the memory of the last call, if it had tensors of its own
         self._feeds: dict[str, Feed] = {}  # by the input that is fed
         self._feedings: list[Feeding] = []  # of the last call of this executor
         self._readers_of_result: list[Feeding] = []  # those that read the result of the last call
@@ -91,21 +103,52 @@ class Executor(BoundPlan):
         self._messages_alone: tuple[Any, float | None] = (None, None)
 
     # -- one call
-    def __call__(self, counts: Any = None, label: int | str | None = None) -> Any:
+    def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
-        self._start((), counts, label, awaited=True)
+        self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()
 
-    def start(self, *partial: str, counts: Any = None, label: int | str | None = None) -> Executor:
+    def moving(self, *names: str) -> Callable[[tuple[int, ...]], None]:
+        """A function that runs one call in which these buffers lie at other addresses. It gets them in this order.
+
+        They are contiguous memory of the host. When it returns or raises, nothing uses this memory any more.
+        """
+        overlay, nothing = self._overlay(names), MappingProxyType[str, Any]({})
+
+        def run(addresses: tuple[int, ...]) -> None:
+            try:
+                self._start(awaited=True, given=Given(nothing, self._at(overlay, addresses), ()))
+                self.wait()
+            except BaseException as error:
+                run = self._run
+                if run is not None:
+                    if not (run.finished or isinstance(error, Exception)):  # who interrupts does not wait for others
+                        self.comm.channel.fail(run, StateError(f"{run.title} was interrupted"))
+                    self.comm.engine.wait(run, self.comm.channel, patient=True)
+                    run.take_back()
+                raise
+
+        return run
+
+    def start(
+        self, *partial: str, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any
+    ) -> Executor:
         """Start a call and return at once. The inputs named in `partial` become ready block by block."""
-        self._start(partial, counts, label)
+        self._start(partial, counts, label, tensors=tensors if out is None else {**tensors, "y": out})
         self._returned_at = perf_counter()
         self.comm.engine.wake_helper()
         return self
 
     def _start(
-        self, partial: tuple[str, ...], counts: Any, label: int | str | None = None, awaited: bool = False
+        self,
+        partial: tuple[str, ...] = (),
+        counts: Any = None,
+        label: int | str | None = None,
+        awaited: bool = False,
+        tensors: Mapping[str, Any] | None = None,
+        given: Given | None = None,
     ) -> None:
+        """Start a call. `tensors` are those of this call, or `given` is its memory."""
         sizes = self._sizes_of(counts)
         self.check_start(partial, sizes)
         partial = (*partial, *(name for name in self._feeds if name not in partial))
@@ -116,6 +159,15 @@ class Executor(BoundPlan):
         self._end_feedings()
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
+        refusal: Exception | None = None
+        if tensors:
+            try:
+                if self._feeds and not self._feeds.keys().isdisjoint(tensors):
+                    raise PlanError(f"{self.compiled.title}: {', '.join(self._feeds)} come from feed()")
+                given = self._given(tensors, is_whole=not partial)
+            except Exception as error:
+                refusal = error  # the other ranks start the call
+        self._call = given
         unready = {(name, block): ops for name in partial for block, ops in self._readers_of(name).items()}
         self._in_parts = bool(unready)
         self._calls += 1
@@ -126,11 +178,13 @@ class Executor(BoundPlan):
         if self._is_uploaded:
             for name in self._inputs:
                 if name not in partial:
-                    self._upload(name)
+                    self._upload(self._mine, name)
         entry, failure, holds_all = None, None, False
         if self._paths is not None:
             holds_all = self._leave()
-            entry, failure = enter(engine, self.backend)
+            failure = self._copy_given(self._inputs) if given is not None and given.copied else None
+            entry, late = enter(engine, self.backend)
+            failure = failure or late
         with engine.lock:
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
@@ -141,37 +195,73 @@ class Executor(BoundPlan):
                     self.comm.channel.forget_marks()
             run.paths = self._paths
             if not unready:
-                run.announcing = self._announcing
+                run.announcing = self._announcing if given is None else given.announcing
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
             if engine.report is not None:
                 extents, backend, kernels = self._extents, self.backend, self.kernels
                 run.on_finish = lambda: engine.report.note(
                     run, run.trace(extents), extents, backend, kernels, returned_at=self._returned_at
                 )
-            for tensor in self._written:
-                dlpack.mark_written(tensor)
+            for name, tensor in self._written:
+                if given is None or name not in given.outputs:
+                    dlpack.mark_written(tensor)
+            if given is not None:
+                run.held = given.owners
+                for name in given.outputs:
+                    dlpack.mark_written(given.owners[name])
             self.comm.note_start(self.compiled.title, stamp)
             if self._feeds:
                 self._feedings = [self._feeding(name, feed, run) for name, feed in self._feeds.items()]
                 run.fed = dict(zip(self._feeds, self._feedings, strict=True))
-            run.start(self._actions, unready, self._is_long, self._is_small, failure, entry, holds_all)
+            actions = self._actions if given is None else given.on.actions
+            run.start(actions, unready, self._is_long, self._is_small, refusal or failure, entry, holds_all)
             for feed, feeding in zip(self._feeds.values(), self._feedings, strict=True):
                 feed.source._readers_of_result.append(feeding)
                 feeding.begin()
+        if refusal is not None:
+            engine.wake_helper()  # the call ends without this program
+            raise refusal
+
+    @property
+    def _mine(self) -> Mapping[str, Tensor]:
+        """The tensors that are copied between the host and the device in the last call, by buffer, and others."""
+        return self._tensors if self._call is None else {**self._tensors, **self._call.copied}
+
+    @property
+    def _used(self) -> Mapping[str, Any]:
+        """Every buffer as an array, in the last call."""
+        return self._arrays if self._call is None else self._call.on.arrays
+
+    def _copy_given(self, buffers: Sequence[str]) -> Exception | None:
+        """Copy tensors of this call to spare memory of a device, or from it. Returns the error of the device."""
+        copied = {} if self._call is None else self._call.copied
+        pairs = [(self._spare[n], t.array) for n, t in copied.items() if n in buffers and t.host is None]
+        if not pairs:
+            return None
+        if buffers is not self._inputs:
+            pairs = [(theirs, mine) for mine, theirs in pairs]
+        try:
+            self.backend.copy(*pairs)  # type: ignore[attr-defined]
+        except Exception as error:
+            return error
+        return None
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on.
 
-        On a device it must be in memory: wait for the stream that writes it first. The call follows only what the
-        program had enqueued before `start`.
+        On a device the caller's current stream may still write it: what reads the part follows what is enqueued there.
         """
         run, block = self._current(), self._block(name, part)
-        names = self.compiled.named(name)
+        names, entry, failure = self.compiled.named(name), None, None
         for each in names if self._is_uploaded else ():
-            self._upload(each, block)
+            self._upload(self._mine, each, block)
+        if self._paths is not None:
+            entry, failure = enter(self.comm.engine, self.backend, all_wait=False)
         with self.comm.engine.lock:
+            if failure is not None and run.error is None and not run.finished:
+                run.fail(failure, f"at ready({name!r}, {part})")
             for each in names:
-                run.ready_part(each, block)
+                run.ready_part(each, block, entry)
         if not run.finished:
             self.comm.engine.wake_helper()  # the helper thread may sleep, because nothing was in flight
 
@@ -220,7 +310,7 @@ class Executor(BoundPlan):
         first, starts = source.compiled.buffers[feed.output].first, mine.offsets(self._extents)
         writers = source.compiled.last_writers(feed.output)
         runs = [slice(a, b) for a, b in pairwise(starts)]
-        arrays = [(source._arrays[feed.output][at], self._arrays[name][at]) for at in runs]
+        arrays = [(source._used[feed.output][at], self._used[name][at]) for at in runs]
         blocks = range(mine.first, mine.first + mine.count)
         feed.last = source._current()
         return Feeding(
@@ -267,7 +357,7 @@ class Executor(BoundPlan):
         if self._paths is not None:
             self.wait()
         at = [buffer.name for buffer in self.compiled.outputs].index(name)
-        array, dtype, like = self._outputs[at]
+        array, dtype, like = self._output(at)
         starts = self.compiled.buffers[name].offsets(self._extents)
         first = self._block(name, part) - self.compiled.buffers[name].first
         rows = array.reshape(-1) if self.plan.problem.flat else array
@@ -321,6 +411,8 @@ class Executor(BoundPlan):
         if not self.comm.engine.wait(run, self.comm.channel, timeout):
             raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
         if run.error is not None:
+            if self._call is not None:
+                self._forget(run)
             raise run.error
         if self._paths is None:
             self._note_time(run)
@@ -332,10 +424,54 @@ class Executor(BoundPlan):
                     self._note_time(run)
             self._leave()
         if self._is_uploaded:
-            self._download()
+            self._download(self._mine)
         if self._is_uploaded or any(like.framework == "jax" for _, _, like in self._outputs):
             self._results = self._lent()
-        return self._results[0] if len(self._results) == 1 else self._results
+        results = self._results
+        if self._call is not None:
+            if self._call.outputs:
+                results = self._results_given(self._call)
+            self._forget(run)
+        return results[0] if len(results) == 1 else results
+
+    def _results_given(self, given: Given) -> tuple[Any, ...]:
+        """The results of a call with tensors of its own."""
+        error = self._copy_given(given.outputs) if given.copied else None
+        if error is not None:
+            raise error
+        if self._sizes is self.plan.sizes and len(given.outputs) == len(self._names):
+            return tuple([given.owners[name] for name in given.outputs])
+        results = [given.owners.get(name, y) for name, y in zip(self._names, self._results, strict=True)]
+        if self._sizes is not self.plan.sizes:
+            for at, (buffer, tensor) in enumerate(zip(self.compiled.outputs, results, strict=True)):
+                if buffer.name in given.outputs and buffer.axis != "whole":
+                    results[at] = self._rows_of(given, buffer, tensor)
+        return tuple(results)
+
+    def _rows_of(self, given: Given, buffer: Buffer, tensor: Any) -> Any:
+        """The rows of an output of a call that has fewer rows than the plan."""
+        mine = given.copied.get(buffer.name) or dlpack.borrow(tensor, buffer.name)
+        array = (mine.array if mine.host is None else mine.host).reshape(self._arrays[buffer.name].shape)
+        return dlpack.lend(array[: sum(self._extents.counts(buffer.axis))], buffer.dtype, mine)
+
+    def _output(self, at: int) -> tuple[Any, str, Tensor]:
+        """The array, the dtype and the framework of an output of the last call."""
+        array, dtype, like = self._outputs[at]
+        name, given = self.compiled.outputs[at].name, self._call
+        if given is None or name not in given.outputs or name in given.copied:
+            return array, dtype, like
+        tensor = dlpack.borrow(given.owners[name], name)
+        return tensor.array.reshape(self._arrays[name].shape)[: len(array)].reshape(array.shape), dtype, tensor
+
+    def _forget(self, run: Run) -> None:
+        """Keep the tensors of a finished call no longer, but for its outputs: `part` shows them."""
+        given = self._call
+        if given is not None and run.finished and not run.is_enqueued:
+            run.actions, run.held = self._actions, None
+            if given.outputs:
+                given.forget_inputs()
+            else:
+                self._call = None
 
     def _note_time(self, run: Run, is_whole: bool | None = None) -> None:
         """Note the time of a call. `is_whole` is what it was when the call ended, if that was earlier."""
@@ -389,7 +525,10 @@ class Executor(BoundPlan):
 
     @property
     def announced(self) -> int:
-        """How many products one kernel of the device computes and announces (FOMPI_COUNTERS). 0: none."""
+        """How many products one kernel of the device computes and announces (FOMPI_COUNTERS). 0: none.
+
+        Only a bound plan has such a kernel: it works on the addresses that it was made for.
+        """
         return 0 if self._announcing is None else len(self._announcing.ops)
 
     # -- what the last call took
@@ -472,6 +611,7 @@ class Executor(BoundPlan):
                 self._end_feedings()
             if run is not None:
                 run.settle()
+            self._call = None
             self._release()
             if self.backend.device is not None:
                 self.backend.device.tell()
@@ -514,6 +654,9 @@ def bind(
     Collective: the ranks agree here, once, and later calls need no handshake. `out` is the output `y`. Outputs that
     are not given get fresh memory. Every call writes its outputs to the same memory. `kernels={"matmul": f}` replaces
     a kernel by `f(reads, writes)` on lists of arrays. A kernel that the plan declares is `f(args, reads, writes)`.
+
+    On a device bind launches `f` once more, on scratch arrays full of zeros: what it compiles and loads must not stop
+    the first call. Its error is an error of bind, on all ranks. A kernel that the plan declares is not launched.
     """
     communicator = Communicator.of(comm)
     if out is not None:
@@ -544,6 +687,10 @@ def bind(
         memory = check_tensors(plan, communicator, tensors, backend)
         name = backend.name if device is None else paths.title
         compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "")
+        if device is not None and kernels and replaced:
+            starts = compiled.sized(plan.extents(communicator.rank)).starts
+            for of, reads, writes in compiled.examples(replaced, memory.arrays, starts):
+                backend.launch_once(kernels[of], of, reads, writes)  # type: ignore[attr-defined]
     except Exception as error:
         refusal = error
     text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes}){where}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -15,21 +16,25 @@ from fompi.engine.tasks import ANYONE, Sent, Task
 from fompi.plans.dependencies import track
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import NATIVE, RECV, SEND
-from fompi.runtime.dispatch import ENTRY, Dispatch
+from fompi.runtime.dispatch import Dispatch
 from fompi.traces.trace import Event, Interval, Trace
+
+TAKE_BACK_SECONDS = 1.0
+"""How long a call that was abandoned waits for its sends, if the memory goes away."""
 
 COMPARE_SECONDS = 1.0
 """How often a call that waits compares its label and its counts with the awaited rank, which may not have begun yet."""
 
 
-def enter(engine: Engine, backend: Any) -> tuple[Token | None, Exception | None]:
-    """The entry of a call on a device (`OnDevice.enter`), or the error of the device.
+def enter(engine: Engine, backend: Any, all_wait: bool = True) -> tuple[Token | None, Exception | None]:
+    """The token of what the program has enqueued on a device, or the error of the device.
 
-    The error is that of the call: the other ranks must hear of it. Memory and events of kernels that are done go back.
+    `all_wait`: all streams wait for it (`OnDevice.enter`). The error is that of the call: the other ranks must hear of
+    it. Memory and events of kernels that are done go back.
     """
     engine.poll_kernels()
     try:
-        return backend.enter(), None
+        return backend.enter() if all_wait else backend.entry(), None
     except Exception as error:
         return None, error
 
@@ -40,12 +45,13 @@ class Run(Dispatch):
     # As in Dispatch: rebound, never mutated.
     takes_turns = False  # True for unbound calls
     held_natives: Sequence[int] = ()  # collectives of the library that wait for the turn of this call
-    held_entry: Sequence[int] = ()  # messages of device memory that the program may still write
     held_ops: Sequence[int] = ()  # ops that would give other ranks worthless data before they know of the error
     notified: frozenset[int] = frozenset()  # the ranks to which this rank has sent its error
     informed: frozenset[int] = frozenset()  # the ranks that are known to know of an error
     marked = False  # True for a bound call with a label or counts
     awaits_token = False  # True until the previous rank is known to have the same mark
+    given_up: Sequence[tuple[Any, int]] = ()  # requests of an abandoned call, with their ops
+    held: object = None  # tensors of the program whose memory this call uses
     failed_here = False  # True if the error came from this rank, whatever its type
     fed: Mapping[str, Task] = {}  # inputs that another call fills, and what does it
     compared = 0.0  # when this call last compared its mark with that of another rank
@@ -102,10 +108,7 @@ class Run(Dispatch):
         first, compiled = self.compiled.first, self.compiled
         if entry is not None:
             held = compiled.is_message if holds_all else compiled.moves_device_memory
-            self.held_entry = [i for i in first if held(i)]
-            for i in self.held_entry:
-                self.blockers[i] += 1
-            self.comm.engine.launched(entry, self, ENTRY)
+            self.hold(entry, [i for i in first if held(i)])
         if unready:
             self.unready = dict(unready)
             for ops in unready.values():
@@ -139,8 +142,8 @@ class Run(Dispatch):
         held, self.held_natives = self.held_natives, ()
         self.start_ops(list(held))
 
-    def entered(self) -> None:
-        held, self.held_entry = self.held_entry, ()
+    def entered(self, key: int) -> None:
+        held = self.held_entry.pop(key)
         for i in held:
             self.blockers[i] -= 1
         self.start_ops([i for i in held if self.blockers[i] == 0])
@@ -170,7 +173,7 @@ class Run(Dispatch):
 
     # -- errors
     def kernel_failed(self, i: int, error: BaseException) -> None:
-        self.fail(error, "before its first op" if i < 0 else f"op {i}, {self.compiled.ops[i]}")
+        self.fail(error, "in what the program had enqueued" if i < 0 else f"op {i}, {self.compiled.ops[i]}")
         if self.paths is not None:
             self.paths.device.told()
 
@@ -239,7 +242,8 @@ class Run(Dispatch):
             self.comm.engine.kernels_done(self)
         self.unready = {}
         self.error = self.error or error
-        self.comm.link.given_up += self.comm.engine.give_up(self)
+        self.given_up = (*self.given_up, *self.comm.engine.give_up(self))
+        self.comm.link.given_up += [*self.given_up, self.actions, self.held]
         self.finish()
         self.comm.end_turn(self.stamp)
         for listener in self.listeners:
@@ -247,6 +251,20 @@ class Run(Dispatch):
 
     def broke(self, error: Exception) -> None:
         self.comm.channel.fail(self, error)
+
+    def take_back(self) -> None:
+        """Cancel the receives of an abandoned call, and wait for its sends, so that MPI uses their memory no more.
+
+        A message that has begun ends in a moment, if its other end lives. After `TAKE_BACK_SECONDS` this gives up: what
+        is left has no other end.
+        """
+        left, until = [*self.given_up], perf_counter() + TAKE_BACK_SECONDS
+        with suppress(Exception), self.comm.engine.lock:  # MPI may be the reason why the call was abandoned
+            for request, i in left:
+                if self.compiled.kinds[i] == RECV:
+                    request.Cancel()
+            while left and perf_counter() < until:
+                left = [(request, i) for request, i in left if not request.Test()]
 
     # -- what a wait reports
     def can_finish(self) -> bool:

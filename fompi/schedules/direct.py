@@ -10,6 +10,9 @@ Sources: TransformerEngine; PyTorch's async-TP; the attention of arXiv 2604.2401
 - `pairwise` is `direct` with another pace (`fompi.plans.plan.Pace`): no rank runs ahead, so that only one message at a
   time enters each port. Source: the pairwise exchange of MPICH (Thakur, Rabenseifner, Gropp 2005).
 - An all-to-all of columns packs the columns for each rank, and sends them while the next ones are packed.
+- A product whose columns are dealt is computed rank by rank; the columns of a rank travel while the next ones are
+  computed, its own ones are last. The reverse begins with the rank's own columns, and adds the product of the others as
+  they arrive.
 - `unfused_p2p` has the compute in one piece before or after the messages.
 - `sliced_p2p` has the compute in slices, as in `sliced`: one part of every shard at a time.
 - `exchange` is an all-reduce in one step, for small tensors.
@@ -21,7 +24,7 @@ from collections.abc import Iterable, Iterator
 
 from fompi.plans.plan import Chunk, Compute, Op, Recv, Send, Workspace
 from fompi.plans.problems import Problem
-from fompi.schedules.work import Gather, Scatter, skewed
+from fompi.schedules.work import Dealt, Gather, Scatter, skewed
 
 
 def direct(problem: Problem, work: Workspace) -> Iterator[Op]:
@@ -38,8 +41,12 @@ def sliced_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
 
 def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bool = False) -> Iterator[Op]:
     """The ops of a schedule. `whole`: compute in one piece. `by_slices`: compute one part of every shard at a time."""
-    if problem.columns:
+    if problem.columns and not problem.weights:
         yield from _columns(problem, work)
+    elif problem.columns:
+        dealt = Dealt(problem, work)
+        yield from dealt.begin()
+        yield from (_deal if problem.multiplies_first else _collect)(dealt, whole)
     elif problem.moves == "broadcast":
         yield from _broadcast(Gather(problem, work))
     elif problem.multiplies_first or problem.moves in ("reduce_scatter", "all_reduce"):
@@ -111,6 +118,60 @@ def _columns(problem: Problem, work: Workspace) -> Iterator[Op]:
             yield Compute("pack", (x[block],), (packed[block],))
             yield Send(dest, packed[block])
     yield Compute("pack", (work[f"x{rank}"][:],), (y[own.start : own.stop],))
+
+
+def _deal(local: Dealt, whole: bool) -> Iterator[Op]:
+    """The product of the columns of each rank, which leave for it. `whole`: no message leaves before all are there."""
+    rank, size, parts, own, y = local.rank, local.size, local.parts, local.own, local.work["y"]
+    for d in range(1, size):
+        source = (rank - d) % size
+        for part in range(parts):
+            yield Recv(source, y[source * parts + part])
+    dests = local.work.dests(1)
+    sent = local.pieces("sent", dests)
+    if whole and size > 1:
+        products = local.pieces("product", [*dests, rank])
+        for r, product in products.items():
+            yield local.product(r, local.x[own], product[own])
+        targets = [sent[dest][own] for dest in dests]
+        yield Compute("copy", tuple(product[own] for product in products.values()), (*targets, y[own]))
+    for dest in dests:
+        for block in range(own.start, own.stop):
+            if not whole:
+                yield local.product(dest, local.x[block], sent[dest][block])
+            yield Send(dest, sent[dest][block])
+    if not whole or size == 1:
+        yield local.product(rank, local.x[own], y[own])
+
+
+def _collect(local: Dealt, whole: bool) -> Iterator[Op]:
+    """The rows of this rank come back, columns by columns. Their products are summed: y = own @ w + arrived @ w + ...
+
+    `whole`: no product begins before all are there.
+    """
+    problem, work, rank, size, own = local.problem, local.work, local.rank, local.size, local.own
+    y, blocks, sources = work["y"], range(own.start, own.stop), [(rank - d) % size for d in range(1, size)]
+    total = y if problem.dtype == problem.accumulator else work.scratch("y_wide", "own", y.row, problem.accumulator)
+    arriving = local.pieces("arriving", sources)
+    for source in sources:
+        for block in blocks:
+            yield Recv(source, arriving[source][block])
+    for dest in work.dests(1):
+        for part in range(local.parts):
+            yield Send(dest, local.x[dest * local.parts + part])
+    first = local.x[own]
+    if whole and size > 1:
+        arrived = local.pieces("arrived", [rank, *sources])
+        taken = [first, *(arriving[source][own] for source in sources)]
+        yield Compute("copy", tuple(taken), tuple(arrived[r][own] for r in (rank, *sources)))
+        first, arriving = arrived[rank][own], arrived
+    yield local.product(rank, first, total[own])
+    for source in sources:
+        for block in blocks:
+            chunk = total[block]
+            yield Compute("matmul_add", (arriving[source][block], chunk, local.weights[source][:]), (chunk,))
+    if total is not y:
+        yield Compute("copy", (total[own],), (y[own],))
 
 
 class _Sums:

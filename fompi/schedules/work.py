@@ -58,7 +58,10 @@ class _LocalWork:
         self.problem, self.work = problem, work
         self.rank, self.size, self.parts = work.rank, work.size, work.parts
         self.x = work["x"]
-        self.weights = [work[problem.name("w", i)] for i in range(len(problem.weights))]
+        names = [problem.name("w", i) for i in range(len(problem.weights))]
+        if names and problem.columns:
+            names = [f"w{rank}" for rank in range(work.size)]
+        self.weights = [work[name] for name in names]
 
     def begin(self) -> Iterator[Op]:
         """Pack x and widen the weights, if needed."""
@@ -77,6 +80,27 @@ class _LocalWork:
             operands = (self.weights[i][:], self.work[self.problem.name("bias", i)][:])
             return Compute("matmul_bias", (*x, *operands), tuple(y))
         return Compute("matmul", (*x, self.weights[i][:]), tuple(y))
+
+
+class Dealt(_LocalWork):
+    """Products of which each rank has some columns, or with rows of which each rank has some columns."""
+
+    def __init__(self, problem: Problem, work: Workspace):
+        super().__init__(problem, work)
+        self.biases = [*problem.biases]
+        self.own = slice(self.rank * self.parts, (self.rank + 1) * self.parts)  # the blocks of this rank's rows
+
+    def product(self, i: int, x: Chunk, y: Chunk) -> Op:
+        """y = x @ the i-th piece of the weight, plus the bias that belongs to it, if there is one."""
+        if not self.biases:
+            return Compute("matmul", (x, self.weights[i][:]), (y,))
+        bias = self.work[self.biases[i if len(self.biases) > 1 else 0]]
+        return Compute("matmul_bias", (x, self.weights[i][:], bias[:]), (y,))
+
+    def pieces(self, name: str, ranks: Iterable[int]) -> dict[int, Buffer]:
+        """For each of these ranks a scratch buffer for the rows of this rank, with the columns of that rank."""
+        row, dtype = self.problem.columns_row, self.problem.dtype
+        return {r: self.work.scratch(f"{name}{r}", "own", row(r), dtype) for r in ranks}
 
 
 class Gather(_LocalWork):

@@ -15,7 +15,9 @@ def register() -> None:
 
     if not distributed.is_available() or "fompi" in distributed.Backend.backend_list:
         return
-    distributed.Backend.register_backend("fompi", _create, extended_api=True, devices=["cpu"])
+    before = dict(distributed.Backend.default_device_backend_map)
+    distributed.Backend.register_backend("fompi", _create, extended_api=True, devices=["cpu", "cuda"])
+    distributed.Backend.default_device_backend_map.update(before)
     from fompi.torch import private
 
     distributed.register_rendezvous_handler("fompi", _meet)

@@ -18,6 +18,7 @@ from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.parallel.differentiable import Differentiable
 from fompi.runtime.executor import Executor
+from fompi.torch import private
 from fompi.torch.operators import (
     CONVENTIONS,
     INTEGERS,
@@ -78,6 +79,9 @@ OUTSIDE = {
         "equal, or use fompi.torch.<operation>(..., counts=..., arriving=[the rows from each rank])"
     ),
     "tensor": _outside("all tensors must be torch tensors"),
+    "old": _outside(
+        "torch before 2.12 cannot read a fompi.Communicator: use fompi.torch.<operation>(..., comm=a group of torch)"
+    ),
     "comm": _outside("comm= must be a fompi.Communicator: use fompi.torch.communicator(group)"),
     "wrong": _outside("these arguments are refused"),
 }
@@ -133,6 +137,8 @@ def why_outside(
         comm = comm.group_name
     if comm is not None and not isinstance(comm, Communicator) and (gradient is None or not isinstance(comm, str)):
         return "comm"
+    if isinstance(comm, Communicator) and not private.COMPILES_OBJECTS:
+        return "old"
     given["comm"] = name_of(comm)
     if name == "all_gather_matmul_many":
         given["ws"], biases = list(given["ws"]), list(given.get("biases") or ())
@@ -148,8 +154,11 @@ def why_outside(
         value = given.get(key)
         if key in given and not isinstance(value, int) and (value is not None or key in NEEDED):
             return "wrong"
+    if given.get("columns") is not None:
+        given["columns"] = list(given["columns"])
     if given.get("counts") is not None:
-        if name in EXCHANGES and arriving is None and given.get("split_dim") is None:
+        is_dealt = "columns" in KEYWORDS[name] and given.get("dim") in (-1, given["x"].dim() - 1)
+        if name in EXCHANGES and arriving is None and given.get("split_dim") is None and not is_dealt:
             return "counts"
         given["counts"] = list(given["counts"])
     if given.get("op") == "prod" and torch.is_grad_enabled() and given["x"].requires_grad:

@@ -36,7 +36,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import HOOKS, CallOptions, Operation
-from fompi.plans.problems import MEANING
+from fompi.plans.problems import DEALT, MEANING
 from fompi.torch import private
 from fompi.torch.autograd import conjugate
 
@@ -64,10 +64,10 @@ def communicator(group: Any = None) -> Communicator:
             raise LayoutError(f"a mesh of the dimensions {group.mesh_dim_names} has several groups: choose a dimension")
         group = group.get_group()
     if isinstance(group, torch.distributed.ProcessGroup):
-        own = group if hasattr(group, "comm") else private.backend_on_host(group)
-        if not hasattr(own, "comm"):
+        own = private.with_communicator(group)
+        if own is None:
             raise LaunchError(
-                f"the group has the backend {own.name()}, not fompi: make it with "
+                f"the group has the backend {torch.distributed.get_backend(group)}, not fompi: make it with "
                 'torch.distributed.init_process_group("fompi") or new_group(backend="fompi")'
             )
         group = own.comm
@@ -114,6 +114,7 @@ PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
     "split_dim": ("int? split_dim=None", lambda a: a.split_dim),
     "concat_dim": ("int? concat_dim=None", lambda a: None if a.split_dim is None else a.dim),
     "counts": ("SymInt[]? counts=None", lambda a: a.counts),
+    "columns": ("SymInt[]? columns=None", lambda a: a.columns),
     "root": ("int root=0", lambda a: a.root),
     "op": ('str op="sum"', lambda a: a.op),
     "dest": ("int? dest", lambda a: a.peers.dest),  # type: ignore[union-attr]
@@ -190,6 +191,21 @@ class Operator:
         self.call: Callable[..., Any] = getattr(torch.ops.fompi, self.name).default
         self.names = [argument.name for argument in self.call._schema.arguments]
 
+    def moves_of(self, a: Arguments) -> str:
+        """The collective that moves the rows of this call."""
+        return DEALT[self.name].moves if self.deals(a) else self.moves
+
+    def deals(self, a: Arguments) -> bool:
+        """True if this call deals the columns of a product."""
+        return self.name in DEALT and _is_dealt(a)
+
+    def dealt(self, a: Arguments, size: int) -> tuple[Any, ...]:
+        """How many columns each rank has in a call that deals them. Empty: it deals none."""
+        if not self.deals(a):
+            return ()
+        total = a.weights[0].shape[-1 if DEALT[self.name].family == "scatter" else 0]
+        return split(total, size) if a.columns is None else tuple(a.columns)
+
     def _given(self, values: Sequence[Any]) -> Given:
         """The call with these values of all parameters."""
         options = dict(zip(self.names, values, strict=True))
@@ -218,8 +234,9 @@ class Operator:
             for name in INTEGERS:
                 if values.get(name) is not None:
                     values[name] = _integer(values[name])
-            if values.get("counts") is not None:
-                values["counts"] = [_integer(n) for n in values["counts"]]
+            for name in ("counts", "columns"):
+                if values.get(name) is not None:
+                    values[name] = [_integer(n) for n in values[name]]
             if self.planned:
                 slices = as_sizes(call_options.slices)
                 values.update(call_options._asdict(), slices=slices and [_integer(n) for n in slices])
@@ -277,7 +294,7 @@ class Operator:
     def _expect(self, given: Given) -> Exception | None:
         """Let the ranks compare the rows that arrive. Returns the error of an `arriving` that cannot be right here."""
         a, comm, arriving = given.arguments, given.comm, given.arriving
-        if self.moves not in ("all_gather", "all_to_all") or not self._has_rows(given):
+        if self.moves_of(a) not in ("all_gather", "all_to_all") or not self._has_rows(given):
             return None
         rows = rows_of(self, given)
         if arriving is not None:
@@ -331,7 +348,10 @@ class Operator:
         if a.keep or not (a.weights or a.operands):
             outputs["x_full" if a.keep else "y"] = _rows_first(a, rows, given.comm)
         for i, w in enumerate(a.weights):
-            outputs["y" if len(a.weights) == 1 else f"y{i}"] = _rows_first(a, rows, given.comm, w.shape[-1])
+            columns = w.shape[-1]
+            if self.deals(a) and DEALT[self.name].family == "scatter":
+                columns = self.dealt(a, given.comm.size)[given.comm.rank]
+            outputs["y" if len(a.weights) == 1 else f"y{i}"] = _rows_first(a, rows, given.comm, columns)
         for h in a.operands:
             k, n = a.x.shape[-1], h.shape[-1]
             outputs["g"] = a.x.new_empty((n, k) if a.flipped else (k, n))
@@ -344,7 +364,7 @@ class Operator:
         if a.op == "prod":
             raise TensorError(f'fompi.{self.name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
         known = rows_of(self, given).extents
-        apply = functools.partial(_apply, known)
+        apply = functools.partial(_apply, known, given.arguments.gradient)
         ctx.call = kind(self.operation, a, given.comm, given.call_options, apply)
         ctx.call._extents, ctx.names = known, self.names
         ctx.set_materialize_grads(False)
@@ -396,8 +416,15 @@ def columns_of(a: Arguments, size: int) -> tuple[Any, ...]:
     return split(a.x.shape[at], size) if a.counts is None else tuple(a.counts)
 
 
+def _is_dealt(a: Arguments) -> bool:
+    """True if a product deals columns. For every other operation the last dimension is an error."""
+    return bool(a.weights) and not a.operands and a.x.dim() > 1 and a.dim in (-1, a.x.dim() - 1)
+
+
 def _at(a: Arguments) -> int:
     """The dimension of the rows of x. A wrong one is an error of the operation."""
+    if _is_dealt(a):
+        return 0
     return a.dim % a.x.dim() if -a.x.dim() <= a.dim < a.x.dim() else 0
 
 
@@ -415,18 +442,20 @@ class Rows(NamedTuple):
 def rows_of(operator: Operator, given: Given) -> Rows:
     """The rows of a call. Where only the other ranks know them: `arriving`, or those of ranks like this one."""
     a, comm, arriving = given.arguments, given.comm, given.arriving
-    rank, size, moves = comm.rank, comm.size, operator.moves
+    rank, size, moves = comm.rank, comm.size, operator.moves_of(a)
     if moves in ("broadcast", "sendrecv") or operator.name in ("all_reduce", "reduce"):
         return Rows(Extents(rank, size, (1,)))
     total = a.x.shape[_at(a)]
     columns = split_at(a) is not None
     if moves == "all_gather" or columns:
         rows = tuple(arriving or (total,) * size)
-        return Rows(Extents(rank, size, (1,), rows, columns_of(a, size) if columns else ()), rows, sum(rows))
+        sent = columns_of(a, size) if columns else operator.dealt(a, size)
+        return Rows(Extents(rank, size, (1,), rows, sent), rows, sum(rows))
     here = split(total, size) if a.counts is None else tuple(a.counts)
     mine = here[rank] if len(here) == size else 0
     if moves in ("reduce_scatter", "all_reduce"):
-        return Rows(Extents(rank, size, (1,), rows=here), here, total if moves == "all_reduce" else mine)
+        sent = operator.dealt(a, size)
+        return Rows(Extents(rank, size, (1,), here, sent), here, total if moves == "all_reduce" else mine)
     is_root = a.root == rank
     none = (0,) * size
     if operator.name == "gather":
@@ -463,6 +492,7 @@ def _backward(ctx: Any, *grads: Any) -> Any:
 
 def _apply(
     forward: Extents,
+    words: str,
     operation: Operation[Any],
     arguments: Arguments,
     comm: Communicator,
@@ -470,14 +500,17 @@ def _apply(
 ) -> Any:
     """The result of an operation of the backward. The rows that arrive are those that the forward has sent.
 
-    It belongs to a variable of each rank, also if the loss of the forward is replicated: "sum" is its convention.
+    It belongs to a variable of each rank, also if the loss of the forward is replicated: "sum" is its convention. Its
+    words are those of the forward too: so the backward of one layer never meets that of another one.
     """
+    arguments.gradient = joined(arguments.gradient, words)
     operator, arriving = OPERATORS[operation.name], None
-    if operator.moves == "all_gather":
+    moves = operator.moves_of(arguments)
+    if moves == "all_gather":
         arriving = forward.rows
     elif arguments.split_dim is not None:
         arriving = forward.send
-    elif operator.moves == "all_to_all":
+    elif moves == "all_to_all":
         arriving = forward.recv if arguments.counts is forward.send else forward.send
     return operator(arguments, comm, call_options, arriving=list(arriving) if arriving else None)
 
@@ -555,12 +588,12 @@ def replicated_matmul(x: torch.Tensor, w: torch.Tensor, *, bias: Any = None, com
     return y
 
 
-def _product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, comm: str) -> torch.Tensor:
+def _product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, comm: str, words: str = "") -> torch.Tensor:
     return x @ w if bias is None else x @ w + bias
 
 
 def _keep_product(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    x, w, bias, ctx.comm = inputs
+    x, w, bias, ctx.comm, ctx.words = inputs
     ctx.save_for_backward(x, w)
     ctx.is_biased = bias is not None
 
@@ -568,16 +601,19 @@ def _keep_product(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 def _product_backward(ctx: Any, dy: torch.Tensor) -> Any:
     x, w = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    dx = torch.ops.fompi.matmul_all_reduce(dy, w.mH, comm=ctx.comm, gradient="replicated") if needs[0] else None
+    dx = None
+    if needs[0]:
+        words = joined("in the backward of replicated_matmul", ctx.words)
+        dx = torch.ops.fompi.matmul_all_reduce(dy, w.mH, comm=ctx.comm, gradient="replicated", words=words)
     dw = x.reshape(-1, x.shape[-1]).mH @ dy.reshape(-1, dy.shape[-1]) if needs[1] else None
-    return dx, dw, dy.sum(tuple(range(dy.dim() - 1))) if ctx.is_biased else None, None
+    return dx, dw, dy.sum(tuple(range(dy.dim() - 1))) if ctx.is_biased else None, None, None
 
 
 _made = torch.library.custom_op(
     "fompi::replicated_matmul",
     _product,
     mutates_args=(),
-    schema='(Tensor x, Tensor w, Tensor? bias=None, str comm="") -> Tensor',
+    schema='(Tensor x, Tensor w, Tensor? bias=None, str comm="", str words="") -> Tensor',
 )
 _made.register_fake(_product)
 _made.register_autograd(_product_backward, setup_context=_keep_product)

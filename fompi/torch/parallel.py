@@ -22,8 +22,9 @@ A loss that all ranks compute alike counts once, as everywhere in DTensor.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +35,11 @@ from torch.distributed.tensor.parallel import style as styles
 
 from fompi.plans.problems import MEANING
 from fompi.torch import operators, private
-from fompi.torch.process_group import Group
+from fompi.torch.process_group import on_device
 
 OPS = torch.ops.fompi
 REPLICATE, LAST = (Replicate(),), (Shard(-1),)
+GATHERS_INPUTS = private.has_gradient_placements()
 
 
 class FusedCalls(NamedTuple):
@@ -70,45 +72,64 @@ def _leave(reason: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the products
 
 
+_NUMBERS: defaultdict[str, count[int]] = defaultdict(count)
+"""How many modules have been parallelized on each group: the ranks of a group do so in one order."""
+
+
+def _next_number(mesh: Any) -> int:
+    return next(_NUMBERS[mesh.get_group().group_name])
+
+
+def _layer(number: int) -> str:
+    """Which layer calls, in the words that the ranks compare. In compiled code nothing: it would differ in each one."""
+    return "" if torch.compiler.is_compiling() else f"of parallel layer {number}"
+
+
 class _GatheredColumns(torch.autograd.Function):
     """full = all_gather(x, dim); return full, full @ w0, full @ w1, ...: one gather here, and two in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, group: str, dim: int, rows: list[int] | None, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: str, dim: int, rows: list[int] | None, words: str, x: Tensor, *ws: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *ws)
-        ctx.group, ctx.dim, ctx.rows = group, dim, rows
-        return _products(group, dim, rows, x, *ws)
+        ctx.group, ctx.dim, ctx.rows, ctx.words = group, dim, rows, words
+        return _products(group, dim, rows, words, x, *ws)
 
     @staticmethod
     def backward(ctx: Any, dfull: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
         x, *ws = ctx.saved_tensors
-        common: dict[str, Any] = {"dim": ctx.dim, "comm": ctx.group}
+        words = operators.joined("in the backward", ctx.words)
+        common: dict[str, Any] = {"dim": ctx.dim, "comm": ctx.group, "words": words}
         dx, dws = None, [None] * len(ws)
         read = [i for i, dy in enumerate(dys) if dy is not None]
         if read:
             dy, w = torch.cat([dys[i] for i in read], -1), torch.cat([ws[i] for i in read], 1)
-            if ctx.needs_input_grad[3]:
+            if ctx.needs_input_grad[4]:
                 dx = OPS.matmul_reduce_scatter(dy, w.mH, counts=ctx.rows, **common)
-            if any(ctx.needs_input_grad[4:]):
+            if any(ctx.needs_input_grad[5:]):
                 dw = OPS.all_gather_weight_gradient(x.conj().resolve_conj(), dy, arriving=ctx.rows, **common)
                 for i, part in zip(read, dw.split([ws[i].shape[1] for i in read], 1), strict=True):
                     dws[i] = part
-        if dfull is not None and ctx.needs_input_grad[3]:
+        if dfull is not None and ctx.needs_input_grad[4]:
             term = OPS.reduce_scatter(dfull, counts=ctx.rows, **common)
             dx = term if dx is None else dx + term
-        return None, None, None, dx, *dws
+        return None, None, None, None, dx, *dws
 
 
-def _products(group: str, dim: int, rows: list[int] | None, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
-    full, products = OPS.all_gather_matmul_many(x, list(ws), [], dim, comm=group, arriving=rows)
+def _products(group: str, dim: int, rows: list[int] | None, words: str, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
+    full, products = OPS.all_gather_matmul_many(x, list(ws), [], dim, comm=group, arriving=rows, words=words)
     return full, *products
 
 
-def _gathered_columns(group: str, dim: int, rows: list[int] | None, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
+def _gathered_columns(
+    group: str, dim: int, rows: list[int] | None, layer: str, x: Tensor, *ws: Tensor
+) -> tuple[Tensor, ...]:
     """`_GatheredColumns` if there will be a backward. torch.compile reads that class only then."""
+    words = operators.joined(operators.wanted({"x": x, "ws": list(ws)}, "sum"), layer)
     needs = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *ws))
-    return (_GatheredColumns.apply if needs else _products)(group, dim, rows, x, *ws)
+    return (_GatheredColumns.apply if needs else _products)(group, dim, rows, words, x, *ws)
 
 
 def _cast(*tensors: Tensor | None) -> list[Any]:
@@ -192,12 +213,16 @@ class _Linear:
     layout: tuple[Any, ...]
     """What torch makes of the input before the product."""
 
-    def __init__(self, style: Any, module: torch.nn.Module, mesh: Any):
-        self.style, self.module, self.mesh = style, module, mesh
+    def __init__(self, style: Any, module: torch.nn.Module, mesh: Any, number: int):
+        self.style, self.module, self.mesh, self.number = style, module, mesh, number
         self.group, self.size = mesh.get_group().group_name, mesh.size()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Linear:
-        return type(self)(self.style, memo[id(self.module)], self.mesh)
+        return type(self)(self.style, memo[id(self.module)], self.mesh, self.number)
+
+    def words(self, x: Tensor, w: Tensor, bias: Tensor | None, gradient: str = "sum") -> str:
+        """What the ranks compare: whose gradients a call wants, and which layer it is."""
+        return operators.joined(operators.wanted({"x": x, "w": w, "bias": bias}, gradient), _layer(self.number))
 
     def as_torch(self, x: Tensor, reason: str) -> Any:
         _leave(f"{type(self).__name__}: {reason}")
@@ -241,12 +266,13 @@ class ColwiseLinear(_Linear):
             return given
         x, w, bias = _cast(given.x, w, bias)
         if given.dim is not None:
-            y = OPS.all_gather_matmul(x, w.t(), bias, given.dim, comm=self.group, arriving=given.rows)
+            words = self.words(x, w, bias)
+            y = OPS.all_gather_matmul(x, w.t(), bias, given.dim, comm=self.group, arriving=given.rows, words=words)
             return y.contiguous()
         if isinstance(input, DTensor):  # torch sums the gradients of all readers of the input before it reduces them
             _leave("ColwiseLinear: the input is a replicated DTensor")
             return F.linear(_cast(_local(input, Partial()))[0], w, bias)
-        return OPS.replicated_matmul(x, w.t(), bias, self.group)
+        return OPS.replicated_matmul(x, w.t(), bias, self.group, _layer(self.number))
 
 
 class RowwiseLinear(_Linear):
@@ -268,9 +294,10 @@ class RowwiseLinear(_Linear):
         terms = Replicate() if dim is None else Partial()  # what each rank knows of the gradient of the bias
         x, w, bias = _cast(x, _local(self.module.weight), _local(self.module.bias, terms))
         if dim is None:
-            return OPS.matmul_all_reduce(x, w.t(), bias, comm=self.group, gradient="replicated")
-        counts = _uneven(x.shape[dim], self.size)
-        return OPS.matmul_reduce_scatter(x, w.t(), bias, dim, counts, self.group).contiguous()
+            words = self.words(x, w, bias, "replicated")
+            return OPS.matmul_all_reduce(x, w.t(), bias, comm=self.group, gradient="replicated", words=words)
+        counts, words = _uneven(x.shape[dim], self.size), self.words(x, w, bias)
+        return OPS.matmul_reduce_scatter(x, w.t(), bias, dim, counts, comm=self.group, words=words).contiguous()
 
     def columns(self, x: Tensor) -> Tensor:
         """A local tensor with the columns of this rank, or a DTensor whose last dimension is sharded."""
@@ -288,8 +315,9 @@ class _Gather:
     ColwiseLinear are expected to read the input, except those that did not do so before.
     """
 
-    def __init__(self, style: Any, module: torch.nn.Module):
+    def __init__(self, style: Any, module: torch.nn.Module, number: int):
         self.module, self.style, self.as_torch = module, style, private.prepare_argument(style)
+        self.number = number
 
     def begin(self, module: torch.nn.Module) -> None:
         """Before the forward of `module`. It may be a copy, which shares the hooks of the original."""
@@ -304,6 +332,8 @@ class _Gather:
         given = Gathered.of(input, layout, mesh)
         if not isinstance(given, str) and not readers:
             given = "no child is a ColwiseLinear that reads the input"
+        elif not isinstance(given, str) and not GATHERS_INPUTS:
+            given = f"torch {torch.__version__} has no DTensor.from_local(grad_placements=)"
         elif not isinstance(given, str) and _cast(given.x)[0].dtype != given.x.dtype:
             given = "autocast changes the dtype of the input"  # the module must see the dtype that it has now
         if isinstance(given, str) or given.dim is None:
@@ -312,7 +342,7 @@ class _Gather:
             return self.as_torch(input, mesh, layout, desired)
         x, *ws = _cast(given.x, *(_local(f.module.weight) for f in readers))
         group, dim, rows = readers[0].group, given.dim, given.rows
-        full, *products = _gathered_columns(group, dim, rows, x, *(w.t() for w in ws))
+        full, *products = _gathered_columns(group, dim, rows, _layer(self.number), x, *(w.t() for w in ws))
         full = DTensor.from_local(full, mesh, REPLICATE, run_check=False, grad_placements=(Partial(),))
         gathered = full.to_local() if self.style.use_local_output else full
         version = 0 if torch.compiler.is_compiling() else gathered._version
@@ -356,18 +386,23 @@ class PrepareModuleInput(styles.PrepareModuleInput):
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         original = _ORIGINAL[styles.PrepareModuleInput]
-        if not isinstance(device_mesh.get_group(), Group) or not private.is_plain(self, styles.PrepareModuleInput):
+        if not _is_ours(device_mesh) or not private.is_plain(self, styles.PrepareModuleInput):
             return original(self, module, device_mesh)
-        style, gather = copy.copy(self), _Gather(self, module)
+        style, gather = copy.copy(self), _Gather(self, module, _next_number(device_mesh))
         private.replace_argument(style, gather)
         module.register_forward_pre_hook(lambda module, _: gather.begin(module))
         module.register_forward_hook(lambda module, *_: gather.end(module))
         return original(style, module, device_mesh)
 
 
+def _is_ours(mesh: Any) -> bool:
+    """True if the collectives of this mesh run on fompi."""
+    return on_device(mesh.get_group(), mesh.device_type) is not None
+
+
 def _parallelize(style: Any, module: torch.nn.Module, mesh: Any, forward: type[_Linear], base: Any) -> torch.nn.Module:
     """Shard the parameters as torch does it. The forward is ours where it can be."""
-    if not isinstance(mesh.get_group(), Group):
+    if not _is_ours(mesh):
         reason = "the mesh is on another backend"
     elif type(module) is not torch.nn.Linear:
         reason = f"{type(module).__name__} instead of Linear"
@@ -375,7 +410,7 @@ def _parallelize(style: Any, module: torch.nn.Module, mesh: Any, forward: type[_
         reason = f"{type(style).__name__} has methods of its own"
     else:
         private.partition(style, module, mesh)
-        module.forward = forward(style, module, mesh)
+        module.forward = forward(style, module, mesh, _next_number(mesh))
         return module
     _leave(f"{base.__name__}: {reason}")
     return _ORIGINAL[base](style, module, mesh)

@@ -1,4 +1,4 @@
-"""The names of torch that are not public. Checked on torch 2.13.
+"""The names of torch that are not public. `CHECKED` says on which versions.
 
 Other files of fompi use these names through this one. Two have their own: `import fompi` marks a function for the
 compiler without torch, and `process_group` has methods that torch calls. `missing` says what a version of torch has
@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,8 @@ from fompi.base.errors import LaunchError, StateError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-CHECKED = ("2.13",)
-"""The versions of torch with which this room has been tested."""
+CHECKED = ("2.6", "2.8", "2.10", "2.12", "2.13", "2.14", "2.15")
+"""The versions of torch with which the process group has been tested (`make test-torch`)."""
 
 NAMES: tuple[tuple[str, Any, str], ...] = (
     ("torch._C._distributed_c10d.Work", c10d, "Work"),
@@ -37,6 +39,17 @@ NAMES: tuple[tuple[str, Any, str], ...] = (
         sys.modules["torch.distributed.distributed_c10d"],
         "_resolve_process_group",
     ),
+    (
+        "torch.distributed.distributed_c10d._new_process_group_helper",
+        sys.modules["torch.distributed.distributed_c10d"],
+        "_new_process_group_helper",
+    ),
+    (
+        "torch.utils._python_dispatch._pop_mode_temporarily",
+        sys.modules["torch.utils._python_dispatch"],
+        "_pop_mode_temporarily",
+    ),
+    ("torch._C._len_torch_dispatch_stack", torch._C, "_len_torch_dispatch_stack"),
 )
 """In words, and where: what must exist."""
 
@@ -52,6 +65,21 @@ ALIASES = {
 }
 """Methods of a ProcessGroup: the name in torch 2.13, and that in 2.6 to 2.12."""
 
+OPERATORS = {
+    **{"allreduce": "allreduce_", "allreduce_coalesced": "allreduce_coalesced_", "reduce": "reduce_"},
+    **{"reduce_scatter": "reduce_scatter_", "reduce_scatter_single": "_reduce_scatter_base_"},
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
+    **{
+        "allgather": "allgather_",
+        "all_gather_single": "_allgather_base_",
+        "allgather_coalesced": "allgather_coalesced_",
+    },
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
+    **{"broadcast": "broadcast_", "gather": "gather_", "scatter": "scatter_"},
+    **{"alltoall": "alltoall_", "all_to_all_single": "alltoall_base_"},
+}
+"""Methods of a ProcessGroup, and the operators of `torch.ops.c10d` by which C++ calls them of a backend in C++."""
+
 
 def group_named(name: str) -> Any:
     """The ProcessGroup with this name: `group.group_name`. Raises LaunchError if there is none."""
@@ -61,9 +89,99 @@ def group_named(name: str) -> Any:
         raise LaunchError(f"torch.distributed has no group of the name {name!r}") from error
 
 
-def backend_on_host(group: Any) -> Any:
-    """The backend that carries out the calls of a ProcessGroup on tensors of the host."""
-    return group._get_backend(torch.device("cpu"))
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int("".join(filter(str.isdigit, part))) for part in version.split(".")[:2])
+
+
+BACKEND: Any = c10d.Backend if release(torch.__version__) >= (2, 14) else None
+"""The base class of a backend for one device of a group. Before torch 2.14, Python cannot make one."""
+
+
+KEEPS_WORK = release(torch.__version__) >= (2, 8)
+"""True if torch keeps the Python half of a Work as long as its C++ half, which waits for the call."""
+
+
+def backend_of(group: Any, device: str) -> Any:
+    """The backend that carries out the calls of a ProcessGroup on tensors on `device`. None: it has none."""
+    try:
+        return group._get_backend(torch.device(device))
+    except (RuntimeError, ValueError):  # with "cpu:gloo" a group has no backend for "cuda"
+        return None
+
+
+def with_communicator(group: Any) -> Any:
+    """The backend of a ProcessGroup that has a communicator of fompi. None: it has other backends only."""
+    found = [group, *(backend_of(group, device) for device in ("cpu", "cuda"))]
+    return next((each for each in found if hasattr(each, "comm")), None)
+
+
+def backends_of_new_group() -> dict[str, str]:
+    """The backend of each device, of the group that torch is making.
+
+    torch tells a backend nothing of the others. So this reads the variable of the function that calls it.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("backend_config")
+    return {} if config is None else {device: str(name) for device, name in config.get_device_backend_map().items()}
+
+
+class _Operator:
+    """`torch.ops.c10d.<name>` as a CommDebugMode wants it: what it counts, and what it calls, which is `call`."""
+
+    def __init__(self, name: str, call: Callable[[], Any]):
+        self._overloadpacket, self._name, self._call = getattr(torch.ops.c10d, name), name, call
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        call, self._call = self._call, lambda: None  # the mode keeps this object: it must not keep the tensors
+        return call()
+
+    def __str__(self) -> str:
+        return f"c10d.{self._name}.default"
+
+
+def _counted(name: str, call: Callable[[], Any]) -> Any:
+    if not torch._C._len_torch_dispatch_stack():
+        return call()
+    debug = sys.modules.get("torch.distributed.tensor.debug")
+    with sys.modules["torch.utils._python_dispatch"]._pop_mode_temporarily() as mode:
+        if debug is None or not isinstance(mode, debug.CommDebugMode):
+            return _counted(name, call)
+        return mode.__torch_dispatch__(_Operator(name, lambda: _counted(name, call)), ())
+
+
+def counted(method: F, name: str) -> F:
+    """`method` of a group, of which each `CommDebugMode` that is on counts a call, as one of `torch.ops.c10d.<name>`.
+
+    The mode sees operators. It does not see the methods of a group in Python, which torch calls without one.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        return _counted(name, lambda: method(*args, **options))
+
+    return cast(F, call)
+
+
+def named(group: Any, name: str) -> Any:
+    """Give the C++ half of a group a name. From torch 2.15 on its flight recorder wants it, and asks a backend.
+
+    Returns what must live as long as the group.
+    """
+    if release(torch.__version__) < (2, 15):
+        return None
+    kind = type("Named", (BACKEND,), {"getBackendName": lambda self: "fompi"})
+    backend = kind(group.rank(), group.size())
+    backend._set_group_uid(name)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.UNDEFINED, backend)
+    return backend
+
+
+def factor_of(op: Any) -> Any:
+    """The factor of a ReduceOp PREMUL_SUM. Older versions of torch tell it only to pickle."""
+    return op.factor if hasattr(op, "factor") else op.__getstate__()[1]
 
 
 def keep_in_order(operator: Any) -> None:
@@ -165,6 +283,17 @@ def run_by_the_compiler(function: F) -> F:
     return function
 
 
+COMPILES_OBJECTS = release(torch.__version__) >= (2, 12)
+"""True if what `run_by_the_compiler` runs may have an argument that is no constant of torch, as a communicator."""
+
+
+def has_gradient_placements() -> bool:
+    """True if `DTensor.from_local` takes grad_placements=. Older versions of torch do not."""
+    from torch.distributed.tensor import DTensor
+
+    return "grad_placements" in signature(DTensor.from_local).parameters
+
+
 def refuse_changed(x: Any) -> None:
     """While torch.compile reads a function: raise StateError if it has changed x in place before."""
     from torch._dynamo.comptime import comptime
@@ -212,7 +341,11 @@ def reads_gradients_at_once(module: Any, dtype: torch.dtype) -> bool:
     """True if FSDP2 reads the gradients of `module` right after their reduce-scatter, whose result has `dtype`."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13 there was one, or None
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    for group in groups:
         if isinstance(group.mesh_info, DDPMeshInfo) or group._all_reduce_hook is not None:
             return True
         for parameter in group.fsdp_params:

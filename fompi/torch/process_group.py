@@ -4,11 +4,16 @@
     torch.distributed.init_process_group("fompi")      # rank and size come from MPI; no MASTER_ADDR
     model = torch.nn.parallel.DistributedDataParallel(model)
 
-- `work`: a call in flight. `store`: how the ranks find each other. `autoload`: how torch finds this file.
+- `work`: a call in flight. `streams`: its order on a GPU.
+- `store`: how the ranks find each other. `autoload`: how torch finds this file.
 - `private`: the names of torch that are not public.
 
-It is a subclass of ProcessGroup, because a Backend cannot be written in Python before torch 2.14. The methods have the
-names of torch 2.13, and those of 2.6 to 2.12 as aliases. What they mean is in the documentation of `torch.distributed`.
+`Group` is a subclass of ProcessGroup: it has all devices. A ProcessGroup with several backends, as of
+"cpu:fompi,cuda:nccl", takes a Backend for each device. `OfDevices` is that, from torch 2.14 on: before, a Backend
+cannot be written in Python.
+
+The methods have the names of torch 2.13, and those of 2.6 to 2.12 as aliases. What they mean is in the documentation of
+`torch.distributed`. They write to `t.data`: as with the other backends, autograd does not see it.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi import environment, launcher
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
-from fompi.torch import private
+from fompi.torch import private, streams
 from fompi.torch.work import FromAnyone, Work, in_words_of_torch
 
 MEETING, MONITORED = messages.MOST_TAG, messages.MOST_TAG - 1
@@ -42,13 +47,13 @@ _R = dist.ReduceOp
 
 def flat(t: Tensor) -> Tensor:
     """The elements of `t` in one row: the memory of `t` if it is contiguous, else a copy."""
-    t = t.detach().resolve_conj().resolve_neg()
+    t = t.data.resolve_conj().resolve_neg()
     return t.contiguous().view(-1)
 
 
 def rows(t: Tensor) -> Tensor:
     """`t` in contiguous memory, with at least one dimension."""
-    t = t.detach().resolve_conj().resolve_neg().contiguous()
+    t = t.data.resolve_conj().resolve_neg().contiguous()
     return t.view(1) if t.dim() == 0 else t
 
 
@@ -65,7 +70,7 @@ def is_place_for(out: Tensor, x: Tensor) -> bool:
 def copy_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
     """Copy the elements of `whole` to the tensors `parts`, one after the other."""
     for part, piece in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
-        part.copy_(piece.view(part.shape))
+        part.data.copy_(piece.view(part.shape))
 
 
 # --------------------------------------------------------------------------------------------------------- reductions
@@ -121,18 +126,18 @@ def reduction(op: Any, x: Tensor, size: int) -> Reduction:
             return Reduction(after=lambda y: y.div(size, rounding_mode="trunc"))
         return Reduction("mean")
     if op == _R.PREMUL_SUM:
-        return Reduction(before=lambda x: x * op.factor)
+        return Reduction(before=lambda x: x * private.factor_of(op))
     raise ValueError(f"the backend fompi does not know {op}")
 
 
 # -------------------------------------------------------------------------------------------------------------- group
 
 
-class Group(dist.ProcessGroup):
-    """The ranks of `comm` as a ProcessGroup of torch."""
+class Collectives:
+    """The methods that torch calls, on the ranks of `comm`, for tensors on the host and on the GPU of the rank."""
 
     def __init__(self, comm: Communicator, name: str, store: Any, timeout: timedelta):
-        super().__init__(comm.rank, comm.size)
+        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm, self._name, self._desc, self._store = comm, name, "", store
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
         self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
@@ -164,9 +169,13 @@ class Group(dist.ProcessGroup):
         pendings: Sequence[Any],
         finish: Callable[..., object] | None = None,
         value: Any = None,
+        given: Any = (),
     ) -> Work:
-        """The Work of a call. If the program does not wait for it at once, it progresses and ends by itself."""
-        work = Work(what, self.comm, pendings, finish, value)
+        """The Work of a call on the tensors `value` and `given`.
+
+        If the program does not wait for it at once, it progresses and ends by itself.
+        """
+        work = Work(what, self.comm, pendings, finish, value, streams.order_of(value, given))
         if getattr(opts, "asyncOp", True):
             for pending in pendings:
                 pending.leave()
@@ -182,10 +191,10 @@ class Group(dist.ProcessGroup):
         if how.fold is not None:
             mine = options.get("root", self.comm.rank) == self.comm.rank
             pending = self._start(operations.all_gather, x.view(1, -1))
-            return pending, lambda y: mine and t.copy_(how.taken(y).view(t.shape))
+            return pending, lambda y: mine and t.data.copy_(how.taken(y).view(t.shape))
         place = how.in_place and x.data_ptr() == t.data_ptr() and operation is operations.all_reduce
         pending = self._start(operation, how.given(x), op=how.op, out=x if place else None, **options)
-        return pending, lambda y: None if place or y.shape != x.shape else t.copy_(how.taken(y).view(t.shape))
+        return pending, lambda y: None if place or y.shape != x.shape else t.data.copy_(how.taken(y).view(t.shape))
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors, op = _listed(tensors), _op_of(opts)
@@ -206,11 +215,11 @@ class Group(dist.ProcessGroup):
         if how.fold is not None:
             counts = counts or [out.numel()] * self.comm.size
             pending = self._start(operations.all_gather, x.view(1, -1))
-            return pending, lambda y: out.copy_(how.taken(y).split(list(counts))[self.comm.rank].view(out.shape))
+            return pending, lambda y: out.data.copy_(how.taken(y).split(list(counts))[self.comm.rank].view(out.shape))
         place = how.after is None and is_place_for(out, x)
-        given = out.detach().view(-1) if place else None
+        given = out.data.view(-1) if place else None
         pending = self._start(operations.reduce_scatter, how.given(x), op=how.op, counts=counts, out=given)
-        return pending, lambda y: None if place else out.copy_(how.taken(y).view(out.shape))
+        return pending, lambda y: None if place else out.data.copy_(how.taken(y).view(out.shape))
 
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         outs, ins, op = _listed(outs), _nested(ins), _op_of(opts)
@@ -242,13 +251,13 @@ class Group(dist.ProcessGroup):
             x = flat(t)
             place = x.data_ptr() == t.data_ptr()
             pending = self._start(operations.broadcast, x, root=root, out=x if place else None)
-            calls.append((pending, lambda y, t=t, place=place: None if place else t.copy_(y.view(t.shape))))
+            calls.append((pending, lambda y, t=t, place=place: None if place else t.data.copy_(y.view(t.shape))))
         return self._work("broadcast", opts, *_merged(calls), tensors)
 
     def _all_gather(self, out: Tensor, x: Tensor) -> tuple[Any, Callable[[Tensor], object]]:
         place = is_place_for(out, x)
-        pending = self._start(operations.all_gather, flat(x), out=out.detach().view(-1) if place else None)
-        return pending, lambda y: None if place else out.copy_(y.view(out.shape))
+        pending = self._start(operations.all_gather, flat(x), out=out.data.view(-1) if place else None)
+        return pending, lambda y: None if place else out.data.copy_(y.view(out.shape))
 
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
         calls = [self._all_gather(out, x) for out, x in zip(outs, ins, strict=True)]
@@ -277,7 +286,7 @@ class Group(dist.ProcessGroup):
         outs, ins, root = _nested(outs), _listed(ins), _root_of(opts)
         pending = self._start(operations.gather, flat(ins[0]), root=root)
         parts = outs[0] if self.comm.rank == root else []
-        return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs)
+        return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs, ins)
 
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Work:
         outs, root, (out, *_) = _listed(outs), _root_of(opts), _listed(outs)
@@ -286,7 +295,7 @@ class Group(dist.ProcessGroup):
             parts = _nested(ins)[0]
             x, counts = torch.cat([flat(t) for t in parts]), [t.numel() for t in parts]
         pending = self._start(operations.scatter, x, root=root, counts=counts)
-        return self._work("scatter", opts, [pending], lambda y: out.copy_(y.view(out.shape)), outs)
+        return self._work("scatter", opts, [pending], lambda y: out.data.copy_(y.view(out.shape)), outs)
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         x, counts = torch.cat([flat(t) for t in ins]), [t.numel() for t in ins]
@@ -303,13 +312,13 @@ class Group(dist.ProcessGroup):
                 self._refuse(operations.all_to_all, error)
         expected = list(out_splits) or [len(out) // size] * size
         place = is_place_for(out, x)
-        pending = self._start(operations.all_to_all, x_rows, counts=counts, out=out.detach() if place else None)
+        pending = self._start(operations.all_to_all, x_rows, counts=counts, out=out.data if place else None)
 
         def finish(y: Tensor) -> None:
             if list(pending.counts) != expected:
                 raise ShapeError(f"all_to_all: rows {list(pending.counts)} arrive, but the output takes {expected}")
             if not place:
-                out.copy_(y.view(out.shape))
+                out.data.copy_(y.view(out.shape))
 
         return self._work("all_to_all", opts, [pending], finish, out)
 
@@ -325,7 +334,7 @@ class Group(dist.ProcessGroup):
 
     def _receive(self, t: Tensor, source: int, tag: int) -> Any:
         place = t.is_contiguous() and not (t.is_conj() or t.is_neg())
-        out = t.detach() if place else torch.empty_like(t, memory_format=torch.contiguous_format, requires_grad=False)
+        out = t.data if place else torch.empty_like(t, memory_format=torch.contiguous_format, requires_grad=False)
         return self._start(messages.recv, source, tag=tag, out=out.view(-1))
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
@@ -336,12 +345,14 @@ class Group(dist.ProcessGroup):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         (t,) = tensors = _listed(tensors)
         pending = FromAnyone(self.comm, self._tag(tag), lambda source: self._receive(t, source, tag))
-        work = Work("recv from any rank", self.comm, [pending], _received(tensors), tensors)
+        work = Work("recv from any rank", self.comm, [pending], _received(tensors), tensors, streams.order_of(tensors))
         work.find_source = lambda: pending.source
         return work
 
     # -- barriers
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        """It waits for all ranks, and for what the current stream of the device that `opts` names has to do."""
+        streams.drain(getattr(opts, "device", None))
         return self._work("barrier", opts, [self._start(operations.all_reduce, np.zeros(1, np.int32))])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -349,6 +360,7 @@ class Group(dist.ProcessGroup):
 
         `torch.distributed.monitored_barrier` refuses all backends but gloo: call this method of the group.
         """
+        timeout = getattr(timeout, "timeout", timeout)  # torch gives a Backend the options of a barrier
         comm, seconds = self.comm, timeout.total_seconds() if timeout else self.comm.channel.timeout
         note = np.zeros(1, np.uint8)
         late: list[int] = []
@@ -389,7 +401,8 @@ class Group(dist.ProcessGroup):
     def _end_coalescing(self, device: Any = None) -> Work:
         parts, self._parts = self._parts or [], None
         pendings = [pending for part in parts for pending in part._pendings]
-        return Work("coalesced calls", self.comm, pendings, lambda *_: [part.wait() for part in parts])
+        order = streams.order_of([part.value for part in parts])
+        return Work("coalesced calls", self.comm, pendings, lambda *_: [part.wait() for part in parts], order=order)
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
     supports_splitting = supports_coalescing = supports_time_estimate = property(lambda self: False)
@@ -423,11 +436,6 @@ class Group(dist.ProcessGroup):
     def get_group_store(self) -> Any:
         return self._store
 
-    def _get_backend(self, device: Any) -> Any:
-        return self
-
-    _device_types = property(lambda self: [torch.device("cpu")])
-
     def set_timeout(self, timeout: timedelta) -> None:
         """A call fails if it makes no progress for so long. If FOMPI_TIMEOUT is set, the shorter time counts."""
         seconds = timeout.total_seconds()
@@ -441,16 +449,62 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Finish the calls in flight and close the communicator. Collective over the group."""
+        _KEPT.discard(self)
         self.comm.close()
 
     def abort(self) -> None:
         """Close the group on this rank alone: waits of the other ranks for it end with an error."""
+        _KEPT.discard(self)
         error = StateError("the group was aborted")
         self.comm.__exit__(type(error), error, None)
 
 
+for _new, _old in private.OPERATORS.items():
+    setattr(Collectives, _new, private.counted(getattr(Collectives, _new), _old))
+
 for _new, _old in private.ALIASES.items():
-    setattr(Group, _old, getattr(Group, _new))
+    setattr(Collectives, _old, getattr(Collectives, _new))
+
+
+class Group(Collectives, dist.ProcessGroup):
+    """The ranks of `comm` as a ProcessGroup of torch, for tensors on all devices."""
+
+    def __init__(self, comm: Communicator, name: str, store: Any, timeout: timedelta):
+        super().__init__(comm, name, store, timeout)
+        self._named = private.named(self, name)
+
+    def _get_backend(self, device: Any) -> Any:
+        return self
+
+    _device_types = property(lambda self: [torch.device(kind) for kind in ("cpu", *["cuda"] * streams.has_gpu())])
+
+
+OfDevices: Any = None
+"""The class of a Backend for one device of a ProcessGroup that has several. None: this torch cannot have it."""
+
+if private.BACKEND is not None:
+
+    class OfDevices(Collectives, private.BACKEND):  # type: ignore[no-redef]
+        """The ranks of `comm` as a Backend of torch, for the tensors on one device.
+
+        torch hands a Work on without its Python methods: only `wait` and `get_future` are left of it.
+        """
+
+        def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+            raise StateError(
+                "recv from any rank: torch does not ask a backend for one device which rank has sent. Name the source, "
+                'or receive in a group of fompi alone: new_group(backend="fompi")'
+            )
+
+
+_KEPT: set[Any] = set()
+"""The backends in use. The C++ half of a Backend does not keep its Python half alive."""
+
+
+def on_device(group: Any, device: str) -> Any:
+    """The Group, or the OfDevices of a group for tensors on `device`. None: it has another backend there."""
+    own = group if isinstance(group, Collectives) else private.backend_of(group, device)
+    return own if isinstance(own, Collectives) else None
 
 
 def _listed(tensors: Any) -> list[Tensor]:
@@ -488,7 +542,7 @@ def _received(tensors: Sequence[Tensor]) -> Callable[..., None]:
     def finish(*arrived: Tensor) -> None:
         for t, y in zip(tensors, arrived, strict=True):
             if y.data_ptr() != t.data_ptr():
-                t.copy_(y.view(t.shape))
+                t.data.copy_(y.view(t.shape))
 
     return finish
 
@@ -496,17 +550,27 @@ def _received(tensors: Sequence[Tensor]) -> Callable[..., None]:
 # ----------------------------------------------------------------------------------------------------------- creation
 
 
-def create(opts: Any, _: Any = None) -> Group:
+def create(opts: Any, _: Any = None) -> Any:
     """The group of torch's `init_process_group("fompi")` or `new_group`. Only its members call it.
 
-    Raises LaunchError if torch and MPI number the ranks differently, and DistBackendError if a member does not come.
+    Raises LaunchError if torch and MPI number the ranks differently or this torch has one backend for all devices of a
+    group, and DistBackendError if a member does not come.
     """
+    by_device = private.backends_of_new_group()
+    has_others = len(set(by_device.values())) > 1
+    if has_others and OfDevices is None:
+        text = ",".join(f"{device}:{backend}" for device, backend in by_device.items())
+        raise LaunchError(
+            f"the backend {text!r} needs torch 2.14 or later, but this is {torch.__version__}: before, a backend in "
+            'Python has all devices of a group. Use init_process_group("fompi"), or another backend with '
+            'new_group(backend="fompi") beside it'
+        )
     ranks, name = list(opts.global_ranks_in_group), str(opts.group_id)
     if ranks:
         _meet_members(ranks)
-        made = of_members(ranks, zlib.crc32(name.encode()) % 30000)
-        comm = Communicator(made, f"torch {name}")
-        made.Free()
+        members = of_members(ranks, zlib.crc32(name.encode()) % 30000)
+        comm = Communicator(members, f"torch {name}")
+        members.Free()
     else:
         comm = Communicator(None, "torch")
     refusal = None
@@ -516,13 +580,15 @@ def create(opts: Any, _: Any = None) -> Group:
             "unset RANK, WORLD_SIZE and MASTER_ADDR, or set them as MPI numbers the ranks"
         )
     comm.agree(f"torch {name}", refusal)
-    return Group(comm, name, opts.store, opts.timeout)
+    made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)
+    _KEPT.add(made)
+    return made
 
 
 def _meet_members(ranks: Sequence[int]) -> None:
     """Wait until all members are here, with a deadline: MPI makes their communicator without one."""
-    world = dist.group.WORLD
-    if not isinstance(world, Group):
+    world = private.with_communicator(dist.group.WORLD)
+    if world is None:
         return
     note, root, here = np.zeros(1, np.uint8), ranks[0], world.comm.rank
     others = [rank for rank in ranks if rank != root] if here == root else [root]

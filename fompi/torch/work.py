@@ -4,6 +4,7 @@
       -> Pending, Transfer, FromAnyone   the operations of fompi that carry out the call
       -> finish(*results)                copies what did not go straight to the tensors of the program
       -> a future                        only if somebody asks for it
+      -> Order                           the streams of a GPU (`streams`)
 
 Whoever finds that the operations are finished ends the work: a thread that waits, or the helper of the engine. No
 thread polls for it.
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from fompi.base.errors import PeerError, StateError, WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.ops import messages
-from fompi.torch import private
+from fompi.torch import private, streams
 
 
 def in_words_of_torch(error: BaseException, what: str) -> BaseException:
@@ -37,8 +38,26 @@ def in_words_of_torch(error: BaseException, what: str) -> BaseException:
     return said
 
 
+_HELD: dict[Work, None] = {}
+"""For a torch that does not keep them: the works that it may still wait for."""
+
+MOST_HELD = 1024
+"""So many ended works are held for programs that do not wait. What ended first is dropped."""
+
+
+def _hold(work: Work) -> None:
+    _HELD[work] = None
+    if len(_HELD) > MOST_HELD:
+        for old in [each for each in list(_HELD) if each._ended][: len(_HELD) - MOST_HELD]:
+            _HELD.pop(old, None)
+
+
 class Work(private.WORK):
-    """The call `what` on a group. `value` is what its future holds, the tensors that the call writes."""
+    """The call `what` on a group. `value` is what its future holds, the tensors that the call writes.
+
+    On a GPU it is finished once its messages are done and its kernels are enqueued: `wait` lets the current stream of
+    the caller wait for them.
+    """
 
     def __init__(
         self,
@@ -47,9 +66,10 @@ class Work(private.WORK):
         pendings: Sequence[Any],
         finish: Callable[..., object] | None = None,
         value: Any = None,
+        order: streams.Order = streams.HOST,
     ):
         super().__init__()
-        self.what, self.value = what, value
+        self.what, self.value, self._order = what, value, order
         self._comm, self._pendings, self._finish = comm, list(pendings), finish
         self._lock = RLock()
         self._ended = self._watched = False
@@ -57,6 +77,8 @@ class Work(private.WORK):
         self._future: Future | None = None
         self.find_source: Callable[[], int] | None = None
         self._unfinished = len(self._pendings)
+        if not private.KEEPS_WORK:
+            _hold(self)
 
     def watch(self) -> None:
         """From now on the work ends without a wait."""
@@ -80,8 +102,10 @@ class Work(private.WORK):
             if self._ended:
                 return
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._order.writing() as kept:
+                    kept += [*self._pendings], self.value
                     results = [pending.result for pending in self._pendings]
+                    kept += results
                     if self._finish is not None:
                         self._finish(*results)
             except Exception as error:
@@ -91,12 +115,14 @@ class Work(private.WORK):
             future = self._future
         if future is not None:
             self._fulfil(future)
+            _HELD.pop(self, None)
 
     def _fulfil(self, future: Future) -> None:
         if self._error is not None:
             future.set_exception(self._error)
         else:
-            future.set_result(self.value)
+            with self._order.inside():
+                future.set_result(self.value)
 
     # -- as torch calls it
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -112,14 +138,16 @@ class Work(private.WORK):
             except Exception:  # it is the error of the call: `end` notes it
                 continue
         self.end()
+        _HELD.pop(self, None)
         if self._error is not None:
             raise self._error
+        self._order.follow()
         return True
 
     def is_completed(self) -> bool:
         if not self._ended and all([pending.done() for pending in list(self._pendings)]):
             self.end()
-        return self._ended
+        return self._ended and self._order.is_done()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -143,6 +171,7 @@ class Work(private.WORK):
         assert future is not None
         if made and ended:
             self._fulfil(future)
+            _HELD.pop(self, None)
         elif made:
             self.watch()
             if self._comm.engine.helper is None:
@@ -163,7 +192,7 @@ class Future(torch.futures.Future):
     """A future of torch whose wait drives fompi: the thread that waits may be the helper, in a callback."""
 
     def __init__(self, work: Work):
-        super().__init__()
+        super().__init__(devices=work._order.devices)
         self._work = work
 
     def wait(self) -> Any:

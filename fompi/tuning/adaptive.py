@@ -196,7 +196,7 @@ def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
     """
     if problem.gradients:
         return one._replace(window=None) == other._replace(window=None)
-    if problem.moves not in ("reduce_scatter", "all_reduce") or one == other:
+    if not problem.sums or one == other:
         return True
     if one.rows != other.rows or not {one.schedule, other.schedule} <= {*IN_RING_ORDER}:
         return (one.schedule, one.slices, one.rows) == (other.schedule, other.slices, other.rows)
@@ -239,14 +239,16 @@ class Adaptive:
         judged = self.binding.explanation.judged
         return next(each.seconds for each in judged if each.candidate == candidate)
 
-    def __call__(self, counts: Any = None, label: int | str | None = None) -> Any:
+    def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         self._before(())
-        return self._note(self.step(counts, label))
+        return self._note(self.step(counts, label, out, **tensors))
 
-    def start(self, *partial: str, counts: Any = None, label: int | str | None = None) -> Adaptive:
+    def start(
+        self, *partial: str, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any
+    ) -> Adaptive:
         """`Executor.start`. The plan may change before the call starts."""
         self._before(partial)
-        self.step.start(*partial, counts=counts, label=label)
+        self.step.start(*partial, counts=counts, label=label, out=out, **tensors)
         return self
 
     def wait(self, timeout: float | None = None) -> Any:

@@ -190,6 +190,8 @@ PRODUCTS = {
     "matmul_bias of two runs": lambda x, w, b, h, g: ("matmul_bias", [x[:1], x[2:], w, b], 2),
     "no rows": lambda x, w, b, h, g: ("matmul_bias", [x[:0], x[2:], w, b], 2),
     "no columns": lambda x, w, b, h, g: ("matmul_bias", [x[:, :0], w[:0], b], 1),
+    "matmul_add": lambda x, w, b, h, g: ("matmul_add", [x, h, w], 1),
+    "matmul_add of two runs": lambda x, w, b, h, g: ("matmul_add", [x[:1], x[2:], h[:1], h[2:], w], 2),
     "gradient": lambda x, w, b, h, g: ("gradient", [x, h], 1),
     "gradient of two runs": lambda x, w, b, h, g: ("gradient", [x[:2], x[3:], h[:2], h[3:]], 1),
     "gradient of no rows": lambda x, w, b, h, g: ("gradient", [x[:0], h[:0]], 1),
@@ -772,6 +774,69 @@ def test_a_process_has_one_device_for_a_gpu(fakecuda, monkeypatch):
     monkeypatch.setattr(cuda, "_devices", {})
     monkeypatch.setattr(cuda, "_chosen", {})
     assert fompi.Device("cuda:3") is made[3] and fompi.Device("cuda").number == 3, "the first one is the rank's"
+
+
+def test_the_current_stream_is_asked_for_by_the_number_of_the_gpu(device, monkeypatch):
+    """The program may have made another GPU the current one."""
+    asked = []
+    streams = SimpleNamespace(get_current_stream=lambda number=-1: asked.append(number) or SimpleNamespace(ptr=5))
+    monkeypatch.setattr(device, "cupy", SimpleNamespace(cuda=streams))
+    of_torch = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_stream=lambda number: asked.append(number) or SimpleNamespace(cuda_stream=6),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=of_torch))
+    assert library.Library(device, None).current() == [5, 6] and asked == [device.number] * 2
+
+
+def test_a_new_thread_makes_no_context_on_another_gpu(fakecuda):
+    """The first call of CUDA on a thread makes a context on its current GPU, which is number 0."""
+    made = fakecuda.device(devices=2, number=1)
+    stream, first = made.stream("mine"), made.event()
+    stream.record(first)
+    for work in (first.done, lambda: stream.record(first), lambda: stream.wait(first), made.departing):
+        before = len(made.runtime.log)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        names = [name for name, *_ in made.runtime.log[before:]]
+        assert names[:1] in ([], ["setDevice"]) and (names or work == made.departing), names
+
+
+def test_messages_in_parts_lend_nothing(device):
+    """A part is given to MPI as the whole is: its memory does not count as lent, and no stream waits."""
+    x = device.array(np.arange(8, dtype="u1"))
+    part = device.memory(x)[2:6]
+    interface = part.__cuda_array_interface__
+    assert (part.ptr, part.nbytes, interface["stream"], x.memory.is_lent) == (x.ptr + 2, 4, None, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("ipcOpenMemHandle", 217, "PeerAccessUnsupported.*FOMPI_PATH=staged"),
+        ("ipcOpenMemHandle", 205, "FOMPI_PATH=staged"),
+        ("ipcGetMemHandle", 801, "NotSupported.*FOMPI_PATH=staged"),
+        ("eventQuery", 900, "CUDA graph is being captured"),
+        ("streamQuery", 906, "CUDA graph is being captured"),
+        ("eventRecord", 901, "CUDA graph is being captured"),
+    ],
+)
+def test_calls_that_are_refused_leave_the_device_whole(device, name, status, words):
+    event = device.stream("mine").record(device.event())
+    device.library.streams = [77]
+    calls = {
+        "ipcOpenMemHandle": lambda: device.open(f"{'00' * 64} 0 100".encode(), 100),
+        "ipcGetMemHandle": lambda: device.export(device.empty((100,), "u1")),
+        "eventQuery": event.done,
+        "streamQuery": device.entry,
+        "eventRecord": lambda: device.array(random(3)),
+    }
+    device.runtime.fails(name, 1, status)
+    with pytest.raises(fompi.DeviceError, match=words):
+        calls[name]()
+    assert device.fault is None
+    device.library.streams = [0]
 
 
 def test_the_current_stream_of_cupy_is_ours_during_a_product(device, monkeypatch):

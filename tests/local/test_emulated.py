@@ -22,6 +22,7 @@ SHAPES = {
     **dict.fromkeys(("add", "max", "min", "prod"), ([(ROWS, K), (ROWS, K)], [(ROWS, K)])),
     "matmul": ([(ROWS, BATCH, K), (2, BATCH, K), (K, N)], [(ROWS, BATCH, N), (2, BATCH, N)]),
     "matmul_bias": ([(ROWS, K), (K, N), (N,)], [(ROWS, N)]),
+    "matmul_add": ([(ROWS, K), (2, K), (ROWS, N), (2, N), (K, N)], [(ROWS, N), (2, N)]),
     "gradient": ([(ROWS, K), (ROWS, N)], [(K, N)]),
     "gradient_add": ([(ROWS, K), (2, K), (ROWS, N), (2, N), (K, N)], [(K, N)]),
 }
@@ -38,6 +39,8 @@ def meaning(kernel, reads):
         return [x @ reads[-1] for x in reads[:-1]]
     if kernel == "matmul_bias":
         return [reads[0] @ reads[1] + reads[2]]
+    if kernel == "matmul_add":
+        return [x @ reads[-1] + c for x, c in zip(reads[:2], reads[2:4], strict=True)]
     if kernel == "gradient":
         return [reads[0].T @ reads[1]]
     return [reads[0].T @ reads[2] + reads[1].T @ reads[3] + reads[4]]

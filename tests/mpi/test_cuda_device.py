@@ -15,6 +15,7 @@ from device_calls import result_of
 from mpi4py import MPI
 
 import fompi
+from fompi.backends.cuda.cupy import NOT_READY
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.mpi.paths import IPC, STAGED
 from fompi.ops import pending
@@ -93,6 +94,89 @@ def test_bound_plans(world, device, fakecuda, path):
             del step
 
 
+def test_parts_that_the_program_still_writes(world, device, fakecuda, path, monkeypatch):
+    """Only the streams that read a part wait for the program's stream. So does a message of device memory.
+
+    Events are used again.
+    """
+    runtime, library, late = device.runtime, device.library, set()
+    plan = fompi.plan(
+        fompi.all_gather, fompi.Spec((4 * world.size, 3), "float32", fompi.Shard(0)), ranks=world.size,
+        schedule="direct", slices=2,
+    )  # fmt: skip
+    monkeypatch.setattr(device, "query", lambda event: NOT_READY if event in late else 0)
+    runtime.lives["stream"].add(77)
+    monkeypatch.setattr(library, "streams", [77])
+    x = np.arange(12, dtype="f4").reshape(4, 3) + world.rank
+    wanted = fompi.all_gather(x, comm=world).tobytes()
+    with fompi.bind(plan, comm=world, x=fakecuda.as_cupy(device, x)) as step:
+        made = len(runtime.lives["event"])
+        for _ in range(5):
+            step.start("x")
+            runtime.busy.add(77)
+            begun = len(runtime.log)
+            for part in (1, 0):
+                step.ready("x", part)
+                late |= {event for event, stream in runtime.calls("eventRecord", begun) if stream == 77}
+            names = {queue.stream.ptr: name for name, queue in step.backend.queues.items()}
+            waits = {(names[stream], event) for stream, event in runtime.calls("streamWaitEvent", begun)}
+            reading = {"merge", "download"} if path == STAGED and world.size > 1 else {"merge"}
+            assert {name for name, event in waits if event in late} == reading and len(late) == 2
+            assert {event for name, event in waits if name == "merge"} >= late, "the copy reads both parts"
+            assert path == STAGED or world.size == 1 or not step.done()
+            runtime.busy.clear()
+            late.clear()
+            assert fakecuda.of_cupy(step.wait()).tobytes() == wanted
+        assert len(runtime.lives["event"]) - made <= 3 + 2 * (world.size - 1), "one for each thing in flight"
+    own = fompi.Communicator(name="own")
+    step = fompi.bind(plan, comm=own, x=fakecuda.as_cupy(device, x))
+    runtime.busy.add(77)
+    step.start("x").ready("x", 0)
+    if world.rank == world.size - 1:
+        runtime.fails("eventRecord", 1, 719)
+    step.ready("x", 1)
+    with pytest.raises((fompi.DeviceError, fompi.PeerError), match="cudaErrorLaunchFailure"):
+        step.wait()
+    device.fault = None
+    assert fompi.all_reduce(np.ones(3), comm=own).tolist() == [world.size] * 3
+    runtime.busy.clear()
+    runtime.lives["stream"].remove(77)
+    del step
+
+
+def test_bind_launches_kernels_of_the_user(world, device, fakecuda):
+    """Once, on arrays of CuPy full of zeros, not on those of the program. Its error is one of bind, on all ranks."""
+    seen, last = [], world.rank == world.size - 1
+
+    def matmul(reads, writes):
+        a, b, c = map(fakecuda.view_of_cupy, (*reads, *writes))
+        seen.append((a.shape, b.shape, c.shape, a.any() or b.any()))
+        np.matmul(a, b, out=c)
+        if last and "fails" in seen:
+            raise ZeroDivisionError("boom")
+        if last and "breaks" in seen:
+            device.runtime.fails("eventQuery", 1, 700)
+
+    specs = (
+        fompi.Spec((2 * world.size, 3), "float32", fompi.Shard(0)),
+        fompi.Spec((3, 4 * world.size), "float32", fompi.Shard(1)),
+    )
+    plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=world.size, schedule="direct")
+    x, w = (fakecuda.as_cupy(device, np.ones(shape, "f4")) for shape in ((2, 3), (3, 4)))
+    with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, x=x, w=w) as step:
+        assert seen == [((2, 3), (3, 4), (2, 4), False)]
+        assert (fakecuda.of_cupy(step()) == 3).all() and len(seen) == 1 + world.size
+    seen.append("fails")
+    with pytest.raises((fompi.DeviceError, fompi.MismatchError), match=r"kernel 'matmul' of kernels= .*boom"):
+        fompi.bind(plan, comm=world, kernels={"matmul": matmul}, x=x, w=w)
+    assert (fakecuda.of_cupy(fompi.all_gather(x, comm=world)) == 1).all(), "the device is of use, and the ranks are"
+    seen[:] = ["breaks"]
+    with pytest.raises((fompi.DeviceError, fompi.MismatchError), match=r"kernel 'matmul' .*cudaErrorIllegalAddress"):
+        fompi.bind(plan, comm=world, kernels={"matmul": matmul}, x=x, w=w)
+    device.fault = None
+    del step
+
+
 def test_products_that_are_announced(world, device, fakecuda, monkeypatch):
     """One launch of the kernel for all products of a call, with the bits of the host. No Triton: an error."""
     monkeypatch.setenv("FOMPI_COUNTERS", "1")
@@ -128,6 +212,17 @@ def test_a_kernel_that_fails_on_one_rank(world, device, fakecuda):
         fompi.matmul_all_reduce(x, fakecuda.as_cupy(device, np.ones((6, 5), "f4")), comm=own)
     assert fompi.all_reduce(np.ones(3), comm=own).tolist() == [world.size] * 3
     device.fault = None
+
+
+def test_memory_that_cannot_be_exported(world, device, fakecuda, path):
+    """By ipc it is an error on all ranks, and the communicator goes on."""
+    own, x = fompi.Communicator(name="own"), fakecuda.as_cupy(device, np.ones((4, 6), "f4"))
+    if world.rank == world.size - 1:
+        device.runtime.fails("ipcGetMemHandle", 1, 2)
+    if path == IPC and world.size > 1:
+        with pytest.raises((fompi.DeviceError, fompi.PeerError), match="out of memory"):
+            fompi.all_gather(x, comm=own)
+    assert (fakecuda.of_cupy(fompi.all_gather(x, comm=own)) == 1).all()
 
 
 @pytest.mark.parametrize("schedule", ["direct", "unfused"])

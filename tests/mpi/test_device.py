@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import threading
-from itertools import product
+from itertools import pairwise, product
 
 import calls
 import catalogue
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import fompi
 from fompi.backends.cuda import backend_of
@@ -73,17 +74,36 @@ def variants(problem, most):
     return every[:: -(-len(every) // most)]
 
 
-@pytest.mark.parametrize("name", calls.NAMES)
-def test_every_schedule(world, device, path, name, without_verification):
+def compare(world, device, name, schedule, slices, form, seed):
+    """One call on the device, and the same on the host."""
     problem = catalogue.problems(world.size, "float32")[name]
-    for number, (schedule, slices) in enumerate(variants(problem, 20 if world.size < 4 else 7)):
-        sizes = calls.row_sizes(problem, ("uneven", "even")[number % 2], seed=number)
-        mine = catalogue.inputs(problem, sizes, number)[world.rank]
-        wanted = calls.call(problem, mine, sizes, world, schedule=schedule, slices=slices)
-        got = call_on(device, problem, mine, sizes, world, schedule=schedule, slices=slices)
-        assert got.keys() == wanted.keys()
-        for key, array in wanted.items():
-            assert got[key].tobytes() == array.tobytes(), (schedule, slices, key)
+    sizes = calls.row_sizes(problem, form, seed=seed)
+    mine = catalogue.inputs(problem, sizes, seed)[world.rank]
+    wanted = calls.call(problem, mine, sizes, world, schedule=schedule, slices=slices)
+    got = call_on(device, problem, mine, sizes, world, schedule=schedule, slices=slices)
+    assert got.keys() == wanted.keys()
+    for key, array in wanted.items():
+        assert got[key].tobytes() == array.tobytes(), (name, schedule, slices, key, seed)
+
+
+SEEDS = 3
+
+
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_every_schedule(world, path, name, without_verification):
+    """With the checker on, and delays by three seeds: each operation sees all of them over each path.
+
+    Each schedule with its slices sees all of them, too, over the three paths.
+    """
+    devices = [SoftwareDevice(seed=SEEDS * world.rank + seed) for seed in range(SEEDS)]
+    cases = variants(catalogue.problems(world.size, "float32")[name], 20 if world.size < 4 else 7)
+    assert len(cases) >= SEEDS
+    for number, (schedule, slices) in enumerate(cases):
+        device = devices[(number + PATHS.index(path)) % SEEDS]
+        compare(world, device, name, schedule, slices, ("uneven", "even")[number % 2], number)
+    for device in devices:
+        device.check()
+        assert not device.reports
 
 
 @pytest.mark.parametrize(
@@ -169,8 +189,49 @@ def test_work_that_was_enqueued_before(world, device, path):
     mine.record(device.event()).wait()
 
 
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "all_to_all"])
+def test_parts_that_the_program_still_writes(world, device, path, name):
+    """`ready` follows what the current stream of the program still does. So does whoever reads the result there."""
+    problem, mine = catalogue.problems(world.size, "float32")[name], device.stream("mine")
+    sizes = calls.row_sizes(problem, "even")
+    given = catalogue.inputs(problem, sizes)[world.rank]
+
+    def copied(source, to):
+        device.call(lambda reads, writes: np.copyto(writes[0], reads[0]), "fill", [source], [to])(mine)
+
+    for schedule in sorted({"direct", "ring", "sliced"} & {*registry.available(problem)}):
+        plan = registry.write(problem, schedule, 2, sizes)
+        starts = next(b for b in plan.programs[world.rank].buffers if b.name == "x").offsets(plan.extents(world.rank))
+        blocks = [slice(*ends) for ends in pairwise(starts)]
+        with fompi.bind(plan, comm=world, **given) as step:
+            wanted = step()
+        tensors = {key: device.array(x) for key, x in given.items()}
+        x, source = tensors["x"], device.array(given["x"])
+        y, z = (device.empty(wanted.shape, wanted.dtype) for _ in range(2))
+        with device.using(mine), fompi.bind(plan, comm=world, out=y, **tensors) as step:
+            for _ in range(3):
+                step.start("x")
+                for i in reversed(range(len(blocks))):
+                    copied(source[blocks[i]], x[blocks[i]])
+                    step.ready("x", i)
+                assert step.wait().ptr == y.ptr
+                copied(y, z)  # the next call writes y
+            assert z.get().tobytes() == wanted.tobytes(), schedule
+            step.start("x")
+            for i, block in enumerate(blocks):
+                copied(source[block], x[block])
+                with device.using(device.stream("another")):
+                    step.ready("x", i)
+            with pytest.raises((fompi.RaceError, fompi.PeerError), match="nothing orders them"):
+                step.wait()
+            mine.record(device.event()).wait()
+
+
 def test_kernels_of_the_user(world, device, path):
+    seen = []
+
     def matmul(reads, writes):
+        seen.append([a.shape for a in (*reads, *writes)])
         np.matmul(reads[0], reads[1], out=writes[0])
         writes[0] += 1
 
@@ -181,17 +242,56 @@ def test_kernels_of_the_user(world, device, path):
     )
     plan = fompi.plan(fompi.all_gather_matmul, *spec, ranks=world.size, schedule="direct")
     tensors = {"x": device.array(x), "w": device.array(w)}
-    with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, **tensors) as step:
-        assert (step().get() == 4).all()
+    y = device.array(np.full((2 * world.size, 4), 7, "f4"))
+    with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, out=y, **tensors) as step:
+        assert seen == [[(2, 3), (3, 4), (2, 4)]], "bind has launched it once"
+        assert (y.get() == 7).all(), "not on tensors of the program"
+        assert (step().get() == 4).all() and len(seen) == 1 + world.size
+    given = {**tensors, "y": y}
+    needed = sum(t.nbytes for t in given.values()) + device_nbytes(step.plan, step.plan.extents(world.rank), given)
+    tight = SoftwareDevice(delay=0, capacity=needed + 40)
+    tensors = {name: tight.array(t.get()) for name, t in tensors.items()}
+    seen.clear()
+    fompi.bind(plan, comm=world, kernels={"matmul": matmul}, out=tight.array(y.get()), **tensors).close()
+    assert not seen, "no memory to launch it"
+
+
+def test_a_kernel_that_bind_cannot_launch(world):
+    """All ranks raise its error, which names the kernel."""
+    own, last = fompi.Communicator(name="own"), world.rank == world.size - 1
+
+    def add(reads, writes):
+        if last:
+            raise ZeroDivisionError("boom")
+        np.add(*reads, out=writes[0])
+
+    plan = fompi.plan(
+        fompi.all_reduce, fompi.Spec((8,), "float32", fompi.Partial()), ranks=world.size, schedule="direct"
+    )
+    device = SoftwareDevice(delay=0)
+    if world.size > 1:
+        with pytest.raises((fompi.DeviceError, fompi.MismatchError), match=r"kernel 'add' of kernels= .*boom"):
+            fompi.bind(plan, comm=own, x=device.array(np.ones(8, "f4")), kernels={"add": add})
+        device.tell()  # nothing: the program has got the error
+    assert fompi.all_reduce(np.ones(3), comm=own).tolist() == [world.size] * 3
+
+
+def after_the_first(fails):
+    """A product that fails in a call, if it `fails`: not when bind launches it."""
+    launches = []
+
+    def matmul(reads, writes):
+        launches.append(1)
+        if fails and len(launches) > 1:
+            raise ZeroDivisionError("boom")
+        np.matmul(reads[0], reads[1], out=writes[0])
+
+    return matmul
 
 
 def test_a_kernel_that_fails(world, path):
     """All ranks get an error that names the op, and nothing hangs. The device refuses everything afterwards."""
-
-    def matmul(reads, writes):
-        if world.rank == world.size - 1:
-            raise ZeroDivisionError("boom")
-        np.matmul(reads[0], reads[1], out=writes[0])
+    matmul = after_the_first(world.rank == world.size - 1)
 
     device, own = SoftwareDevice(delay=0), fompi.Communicator(name="own")
     x, w = (
@@ -271,15 +371,16 @@ def test_a_kernel_that_fails_after_the_call_has_returned(world, path):
     named = r"ZeroDivisionError: boom\. It was launched by op \d+, matmul\(.*all_gather_matmul by direct"
 
     def begun(device):
-        gate = threading.Event()
+        gate, product = threading.Event(), after_the_first(fails)
 
         def matmul(reads, writes):
-            if fails:
-                gate.wait(20)
-                raise ZeroDivisionError("boom")
+            gate.wait(20)
+            product(reads, writes)
 
         tensors = {"x": device.array(np.ones((2, 3), "f4")), "w": device.array(np.ones((3, 4), "f4"))}
+        gate.set()  # for bind
         step = fompi.bind(plan, comm=own, kernels={"matmul": matmul}, **tensors)
+        gate.clear()
         y = step()
         gate.set()
         return step, y, tensors["x"]
@@ -477,19 +578,39 @@ def test_gradients(world, monkeypatch, number):
     assert device.clocks.of["the host"]["the host"] > 3 and not device.reports
 
 
+def late(world, seed):
+    """A device whose streams are late by chance, and which checks nothing."""
+    return SoftwareDevice(seed=seed * world.size + world.rank, delay=2e-3, check=False)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size not in (2, 3), reason="one rank has no messages, more take longer")
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "all_reduce", "matmul_all_to_all"])
+def test_random_delays_without_the_checker(world, path, name, without_verification):
+    """What the checker finds in order must also be right in time. Ten seeds take turns with the schedules."""
+    cases = variants(catalogue.problems(world.size, "float32")[name], 20)
+    for seed in range(10):
+        compare(world, late(world, seed), name, *cases[3 * seed % len(cases)], "uneven", seed)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(10))
-def test_random_delays_without_the_checker(world, path, seed, without_verification):
-    """What the checker finds in order must also be right in time: every stream is late by chance."""
-    device = SoftwareDevice(seed=seed * world.size + world.rank, delay=2e-3, check=False)
+def test_all_random_delays_without_the_checker(world, path, seed, without_verification):
+    """The same with every operation."""
+    device = late(world, seed)
     for name in calls.NAMES:
-        problem = catalogue.problems(world.size, "float32")[name]
-        for number, (schedule, slices) in enumerate(variants(problem, 5)):
-            sizes = calls.row_sizes(problem, "uneven", seed=seed)
-            mine = catalogue.inputs(problem, sizes, seed)[world.rank]
-            wanted = calls.call(problem, mine, sizes, world, schedule=schedule, slices=slices)
-            got = call_on(device, problem, mine, sizes, world, schedule=schedule, slices=slices)
-            assert {key: a.tobytes() for key, a in got.items()} == {key: a.tobytes() for key, a in wanted.items()}, (
-                number
-            )
+        for schedule, slices in variants(catalogue.problems(world.size, "float32")[name], 5):
+            compare(world, device, name, schedule, slices, "uneven", seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_every_schedule_with_every_seed(world, path, seed, without_verification):
+    """The checker is on. Nothing takes turns."""
+    device = SoftwareDevice(seed=seed * world.size + world.rank)
+    for name in calls.NAMES:
+        for number, (schedule, slices) in enumerate(variants(catalogue.problems(world.size, "float32")[name], 100)):
+            compare(world, device, name, schedule, slices, ("uneven", "even")[number % 2], number + seed)
+    device.check()
+    assert not device.reports

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from meanings import BASIC, CASES
+from mpi4py import MPI
 
 import fompi
 import fompi.jax
 from fompi.jax import ffi, private, sites
 
-TAKEN = [case for case in BASIC if not case.dim] + [case for case in CASES if str(case).endswith("-dim1-bias-direct-2")]
+TAKEN = [case for case in BASIC if case.dim != 1]
+TAKEN += [case for case in CASES if str(case).endswith("-dim1-bias-direct-2")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -280,6 +282,7 @@ def test_transformations(tp):
             jax.vmap(product)(many, jnp.stack([w, w + 1, w + 2])),
             jax.vmap(jax.grad(lambda x: jnp.sin(product(x, w)).sum()))(many),
             jax.vmap(lambda x: fompi.jax.all_to_all(x, counts=[2] + [0] * (n - 1), dim=-2, comm=tp))(many),
+            jax.vmap(lambda x: fompi.jax.matmul_all_to_all(x, w, dim=-1, columns=[3] + [0] * (n - 1), comm=tp))(many),
             jax.vmap(lambda x: fompi.jax.reduce(x, comm=tp), 1)(many),
             jax.vmap(lambda x: fompi.jax.sendrecv(x, (tp.rank + 1) % n, (tp.rank - 1) % n, comm=tp))(many),
         )
@@ -298,6 +301,7 @@ def test_transformations(tp):
         fulls @ np.stack([w, w + 1, w + 2]),
         sum(np.cos(many @ v) @ v.T for v in ws),
         manys.transpose(1, 0, 2, 3).reshape(3, -1, 4) if tp.rank == 0 else np.empty((3, 0, 4)),
+        np.concatenate([mine @ v for mine, v in zip(manys, ws, strict=True)], 1)[..., : 0 if tp.rank else 3],
         np.moveaxis(manys.sum(0), 1, 0) if tp.rank == 0 else np.empty((2, 0, 4)),
         manys[tp.rank - 1],
     ]
@@ -415,8 +419,8 @@ def test_a_program_with_a_token_of_its_own(tp):
 
 def test_a_call_without_used_results_runs(tp, monkeypatch):
     """In a program that returns nothing, and in one whose result a program around it does not use."""
-    ran, put, x = [], sites.BoundSite.put, jnp.ones(3)
-    monkeypatch.setattr(sites.BoundSite, "put", lambda site, results: (ran.append(site), put(site, results)))
+    ran, run, x = [], sites.BoundSite.run, jnp.ones(3)
+    monkeypatch.setattr(sites.BoundSite, "run", lambda site, *memory: (ran.append(site), run(site, *memory)))
 
     def summed(x):
         return fompi.jax.all_reduce(x, comm=tp)
@@ -554,6 +558,44 @@ def test_errors_of_a_compiled_program(tp):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"ShapeError: recv on rank {tp.rank} .* from rank {behind}"):
         call(jnp.ones(2 + tp.rank)).block_until_ready()
     close(call(jnp.full(2, float(tp.rank))), np.full(2, behind))
+
+
+def test_calls_run_on_the_memory_of_xla(tp, monkeypatch):
+    """No tensor is copied, but those whose rows are not their first dimension."""
+    copied = []
+    monkeypatch.setattr(sites, "array_at", lambda address, form: (copied.append(form), ffi.array_at(address, form))[1])
+    x, w = of_rank(tp.rank, 3, 4), of_rank(0, 4, 2, call=1)
+
+    def program(x, w):
+        y = fompi.jax.all_gather_matmul(x, w, comm=tp, schedule="direct")
+        return y, fompi.jax.all_reduce(2 * x, comm=tp, schedule="direct"), fompi.jax.all_gather(x, dim=1, comm=tp)
+
+    call = fompi.jax.jit(program)
+    for _ in range(3):
+        y, total, gathered = call(jnp.asarray(x), jnp.asarray(w))
+        close(y, of_all(tp, 3, 4).reshape(-1, 4) @ w), close(total, 2 * of_all(tp, 3, 4).sum(0))
+        close(gathered, np.concatenate(list(of_all(tp, 3, 4)), 1))
+    assert [form.shape for form in copied] == 3 * [(3, 4), (3, 4 * tp.size)]
+
+
+def test_a_call_that_is_given_up_uses_no_memory_of_xla(tp, comm):
+    """Rank 0 calls alone, and its wait expires. MPI then holds none of its receives."""
+    if tp.size == 1:
+        return
+    own = fompi.Communicator(comm, "own")
+    call = jax.jit(lambda x: fompi.jax.all_gather(x, comm=own, schedule="direct"))
+    x = jnp.full(3, float(tp.rank))
+    close(call(x), np.repeat(np.arange(float(tp.size)), 3))
+    step = ffi.SITES[max(ffi.SITES)].step
+    own.channel.timeout = 0.3
+    if tp.rank == 0:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"WaitTimeout: .* rank 0 waits"):
+            call(x).block_until_ready()
+        given_up = step._run.given_up
+        assert len(given_up) >= tp.size - 1 and all(request == MPI.REQUEST_NULL for request, _ in given_up)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="WaitTimeout"):  # the communicator is of no more use
+            call(x).block_until_ready()
+    comm.Barrier()
 
 
 def test_several_devices_in_one_process_are_refused(tp):

@@ -11,7 +11,7 @@ from meanings import BASIC, CASES
 
 import fompi
 
-WEIGHTED = [case for case in BASIC if case.weights and not case.dim]
+WEIGHTED = [case for case in BASIC if case.weights and case.dim != 1]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.uint8]
 ADDING = ("reduce", "reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -498,3 +498,30 @@ def test_a_module_without_a_backward_waits(mesh, size):
     x, y = torch.ones(2 * size), torch.zeros(2)
     comm(y, x, dist.group.WORLD, dist.ReduceOp.AVG)
     assert torch.equal(y, torch.ones(2))
+
+
+def test_ranks_at_other_layers_or_with_other_gradients_disagree(rank, size, mesh, installed):
+    """All of them get an error, in the forward and in the backward, and the next call is right."""
+    if size == 1:
+        return
+
+    def layer(style):
+        return parallelize_module(nn.Linear(4, 4, bias=False, dtype=D), mesh, style)
+
+    x, first = torch.ones(2 * size, 4, dtype=D), rank == 0
+    for style in (ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(), RowwiseParallel(output_layouts=Shard(0))):
+        one, other = layer(style), layer(style)
+        given = x[:, : 4 // size] if isinstance(style, RowwiseParallel) else x
+        with pytest.raises(fompi.MismatchError, match=r"of parallel layer \d+"):
+            (one if first else other)(given)
+        one.requires_grad_(first)
+        with pytest.raises(fompi.MismatchError, match="for the gradient of w"):
+            one(given)
+        assert one.requires_grad_()(given).isfinite().all()
+    ys = [each(x) for each in (layer(ColwiseParallel(input_layouts=Shard(0))) for _ in range(2))]
+    with pytest.raises(fompi.MismatchError, match=r"in the backward.*of parallel layer \d+"):
+        ys[first].sum().backward()
+    columns = [layer(ColwiseParallel()) for _ in range(2)]
+    x.requires_grad_()
+    with pytest.raises(fompi.MismatchError, match=r"in the backward of replicated_matmul of parallel layer \d+"):
+        columns[first](x).sum().backward()

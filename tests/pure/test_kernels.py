@@ -21,6 +21,7 @@ MEANING = {
     "prod": lambda a, b: a * b,
     "matmul": lambda x, w: x @ w,
     "matmul_bias": lambda x, w, b: x @ w + b,
+    "matmul_add": lambda x, c, w: c + x @ w,
     "gradient": lambda a, h: np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
     "gradient_add": lambda a, h, g: g + np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
 }
@@ -28,6 +29,7 @@ SHAPES = {
     "copy": ["rk"], "pack": ["rk"], "download": ["rk"], "upload": ["rk"],
     **{name: ["rk", "rk"] for name in ("add", "max", "min", "prod")},
     "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
+    "matmul_add": ["rk", "rn", "kn"],
     "gradient": ["rk", "rn"], "gradient_add": ["rk", "rn", "kn"],
 }  # fmt: skip
 BACKEND = Numpy()
@@ -58,17 +60,17 @@ def test_every_kernel_computes_its_definition(kernel, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "bfloat16"])
-@pytest.mark.parametrize("kernel", ["add", "gradient_add"])
+@pytest.mark.parametrize("kernel", ["add", "matmul_add", "gradient_add"])
 def test_sums_in_place(kernel, dtype):
     """The result replaces an operand."""
-    for place in (0, 1) if kernel == "add" else (2,):
+    for place in {"add": (0, 1), "matmul_add": (1,), "gradient_add": (2,)}[kernel]:
         reads = operands(kernel, 5, (), 3, 4, dtype)
         expected = MEANING[kernel](*(wide(a, dtype) for a in reads))
         got = run(kernel, reads, reads[place], [dtype] * len(reads), dtype)
         np.testing.assert_allclose(wide(got, dtype), wide(rounded(expected, dtype), dtype), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["copy", "add", "matmul", "matmul_bias", "gradient", "gradient_add"])
+@pytest.mark.parametrize("kernel", ["copy", "add", "matmul", "matmul_bias", "matmul_add", "gradient", "gradient_add"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_rows_in_several_runs(kernel, dtype):
     """A call on three runs of rows, one of them empty, gives the same as a call on all rows."""
@@ -124,6 +126,7 @@ def test_cost():
     """A product has two operations per multiplication, a sum one per element, a copy none."""
     assert cost("matmul", [(5, 3), (3, 4)], [(5, 4)]) == 2 * 5 * 3 * 4
     assert cost("matmul", [(5, 3), (2, 3), (3, 4)], [(5, 4), (2, 4)]) == 2 * 7 * 3 * 4
+    assert cost("matmul_add", [(5, 3), (5, 4), (3, 4)], [(5, 4)]) == 2 * 5 * 3 * 4
     assert cost("matmul_bias", [(5, 2, 3), (3, 4), (4,)], [(5, 2, 4)]) == 2 * 10 * 3 * 4
     assert cost("gradient", [(5, 3), (5, 4)], [(3, 4)]) == 2 * 5 * 3 * 4
     assert cost("gradient_add", [(5, 3), (2, 3), (5, 4), (2, 4), (3, 4)], [(3, 4)]) == 2 * 7 * 3 * 4
@@ -180,11 +183,13 @@ def test_strided_rows_are_read_when_the_kernel_runs():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_demand_of_each_kernel(name):
-    """Products pack the operands that they multiply, but no bias and no gradient sum. Other kernels pack nothing."""
-    sizes, multiplied = {"r": 5, "k": 4, "n": 3}, 2 if name.startswith(("matmul", "gradient")) else 0
+    """Products pack the operands that they multiply, but no bias and no sum so far. Other kernels pack nothing."""
+    sizes, multiplied = {"r": 5, "k": 4, "n": 3}, [0, 1] if name.startswith(("matmul", "gradient")) else []
+    if name == "matmul_add":
+        multiplied = [0, 2]
     reads = [(tuple(sizes[letter] for letter in text), 100 + i) for i, text in enumerate(SHAPES[name])]
     operations, nbytes, packed, elements, products = demand(name, reads, [((5, 3), 1000)])
-    assert (nbytes, packed) == (1000 + sum(n for _, n in reads), sum(n for _, n in reads[:multiplied]))
+    assert (nbytes, packed) == (1000 + sum(n for _, n in reads), sum(reads[i][1] for i in multiplied))
     assert operations == cost(name, [shape for shape, _ in reads], [(5, 3)])
     assert (elements, products) == ((15, 1) if multiplied else (0, 1))
 

@@ -9,9 +9,9 @@
 | `library` | what needs CuPy beyond its runtime: cuBLAS and compiled kernels |
 | `products` | products as calls of cuBLAS |
 | `kernels` | all other kernels, in CUDA C |
-| `signal` | products whose groups of tiles are announced while the kernel runs: groups, orders, counters |
-| `triton` | such products as kernels of Triton |
-| `announced` | the products of a plan as one such kernel on a GPU: what it takes, its tables, whether it is faster |
+| `signal` | products that one kernel announces while it runs: the table of its tiles, and its flags |
+| `triton` | this kernel, in Triton |
+| `announced` | the products of a plan as this kernel on a GPU: what it takes, its tables, whether it is faster |
 | `backend` | the Backend on any device: a stream for each lane, ordered by events |
 """
 

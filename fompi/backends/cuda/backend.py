@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.cuda.device import AnyArray, Device, Product
+from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import DeviceError
+from fompi.base.errors import DeviceError, in_words
 from fompi.plans.dependencies import lane_of
 from fompi.tensors.device_array import DeviceArray
 
@@ -94,14 +95,19 @@ class OnDevice:
 
     def enter(self) -> Enqueued | None:
         """Let all streams wait for what the caller's current stream has enqueued. Returns its token, or None."""
-        while self._kept and self._kept[0][0].done():
-            self._kept.popleft()
-        entry = self.device.entry()
+        entry = self.entry()
         if entry is None:
             return None
         for queue in self.queues.values():
-            queue.stream.wait(entry)
-        return Enqueued(Queue(None), entry)
+            queue.stream.wait(entry.event)
+        return entry
+
+    def entry(self) -> Enqueued | None:
+        """The token of what the caller's current stream has enqueued. None: all of that is done."""
+        while self._kept and self._kept[0][0].done():
+            self._kept.popleft()
+        event = self.device.entry()
+        return None if event is None else Enqueued(Queue(None), event)
 
     def leave(self, tokens: Sequence[Enqueued]) -> None:
         """Let the caller's current stream wait for these kernels, in the order of their launches."""
@@ -190,6 +196,26 @@ class OnDevice:
     ) -> Callable[..., Enqueued]:
         """As `bind`, for a kernel of the user: `function(reads, writes)`."""
         return self._enqueuer(kernel, self.device.call(function, kernel, reads, writes))
+
+    def launch_once(
+        self, function: Callable[..., object], kernel: str, reads: Sequence[Any], writes: Sequence[Any]
+    ) -> None:
+        """Launch a kernel of the user on scratch arrays like these, and wait: its code is compiled and loaded now.
+
+        In a step a load would take the lock of the context, and stop the copies of other streams. Without memory for
+        the arrays nothing is launched. Raises DeviceError with the name of the kernel.
+        """
+        device = self.device
+        try:
+            inside, outside = ([device.zeros(a.shape, a.dtype) for a in arrays] for arrays in (reads, writes))
+        except OutOfMemory:
+            return
+        try:
+            device.run_once(device.call(function, kernel, inside, outside))
+        except Exception as error:
+            device.told()
+            words = f"the kernel {kernel!r} of kernels= has failed when bind launched it once: {in_words(error)}"
+            raise DeviceError(words) from error
 
     def _enqueuer(self, kernel: str, enqueue: Callable[[Any], None]) -> Callable[..., Enqueued]:
         queue, event, spare = self.queues[lane_of(kernel)], self.device.event(), self.device.event()

@@ -29,7 +29,7 @@ import numpy as np
 
 from fompi.backends.cuda import announced
 from fompi.backends.cuda.announced import Announced
-from fompi.backends.cuda.device import AnyArray, Array, Enqueue, Product
+from fompi.backends.cuda.device import WAIT_SECONDS, AnyArray, Array, Enqueue, Product
 from fompi.backends.cuda.failures import Failing, OutOfMemory
 from fompi.backends.cuda.library import Library, wheel
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
@@ -41,17 +41,23 @@ from fompi.tensors.device_array import DeviceArray
 SUCCESS, NOT_READY = 0, 600
 NO_DEVICE, INSUFFICIENT_DRIVER = 100, 35
 
-HARMLESS = {1, OUT_OF_MEMORY, 9, 98, 101, 201, 400, 701, 801}
-"""CUDA errors of a call that was refused. After any other error the context is of no more use."""
+CAPTURING = range(900, 909)
+"""The errors of a call that CUDA refuses while a CUDA graph is captured."""
+
+HARMLESS = {
+    *(1, OUT_OF_MEMORY, 9, 98, 101, 200, 201, 205, 209, 217, 218, 221, 222, 400),
+    *(500, 701, 704, 705, 711, 712, 800, 801, *CAPTURING),
+}
+"""CUDA errors of a call that was refused. After any other error the context is of no more use.
+
+They are wrong arguments, memory that cannot be opened, GPUs that cannot read each other, and code for another GPU.
+"""
 
 DISABLE_TIMING, NON_BLOCKING, PORTABLE = 2, 1, 1
 TO_DEVICE, TO_HOST, WITHIN_DEVICE = 1, 2, 3
 
 MOST_OPENED = 64
 """So much memory of other processes stays open. What was unused for longest is closed first."""
-
-WAIT_SECONDS = 300.0
-"""The deadline of `array`, `get` and `export`, which wait for a copy."""
 
 POLL_SECONDS = 1e-5
 
@@ -79,11 +85,12 @@ class Event:
         device = self.device
         if device.fault is not None:
             device.check()
+        device.begin()
         status = device.query(self.ptr)
         if status == SUCCESS:
             return True
         if status != NOT_READY:
-            raise device.broken(status)
+            raise device.reported(status)
         return False
 
     def wait(self) -> None:
@@ -91,7 +98,7 @@ class Event:
         end = time.monotonic() + WAIT_SECONDS
         while not self.done():
             if time.monotonic() > end:
-                raise DeviceError(f"{self.device!r} has not finished a copy after {WAIT_SECONDS:g} s")
+                raise DeviceError(f"{self.device!r} has not finished a copy or a kernel after {WAIT_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
 
     def __del__(self) -> None:
@@ -116,6 +123,7 @@ class Stream:
         return 0, self.ptr
 
     def record(self, event: Event) -> Event:
+        self.device.begin()
         try:
             self._record(event.ptr, self.ptr)
         except Exception as error:
@@ -123,6 +131,7 @@ class Stream:
         return event
 
     def wait(self, event: Event) -> None:
+        self.device.begin()
         try:
             self._wait(self.ptr, event.ptr)
         except Exception as error:
@@ -205,6 +214,11 @@ class CudaDevice(Failing):
         elif runtime.getDevice() != self.number:  # the program has changed it
             self.ask(runtime.setDevice, self.number)
 
+    def begin(self) -> None:
+        """Let a new thread use this device: its first call of CUDA makes a context on the current one, which is 0."""
+        if not hasattr(self._thread, "seen"):
+            self.use()
+
     def close(self) -> None:
         """Give everything back to CUDA. No tensor of fompi may be in use."""
         self.use()
@@ -237,6 +251,12 @@ class CudaDevice(Failing):
             )
         return self.failed()
 
+    def reported(self, status: int) -> DeviceError:
+        """The error to raise for what CUDA says of an event or a stream."""
+        if status in CAPTURING:  # the device has not failed
+            return DeviceError(f"{self!r} cannot be asked: {self.in_words(status)}. {CAPTURED}")
+        return self.broken(status)
+
     def failure(self, error: BaseException, what: str) -> BaseException:
         """The DeviceError for what a call of CUDA has raised."""
         if isinstance(error, FompiError):
@@ -247,8 +267,15 @@ class CudaDevice(Failing):
             return self.out_of_memory(0, None)
         if is_cuda and status not in HARMLESS:
             return self.broken(int(status))  # type: ignore[arg-type]
-        remedy = ". Another thread may have changed its current CUDA device" if is_cuda and status == 400 else ""
-        return DeviceError(f"{what} on {self!r} was refused: {in_words(error)}{remedy}")
+        if is_cuda and status in CAPTURING:
+            remedy = CAPTURED
+        elif what.startswith("ipc"):
+            remedy = "FOMPI_PATH=staged sends through the memory of the host"
+        elif is_cuda and status == 400:
+            remedy = "Another thread may have changed its current CUDA device"
+        else:
+            remedy = ""
+        return DeviceError(f"{what} on {self!r} was refused: {in_words(error)}" + (f". {remedy}" if remedy else ""))
 
     def in_words(self, status: int) -> str:
         return str(self.runtime.CUDARuntimeError(status))
@@ -309,7 +336,7 @@ class CudaDevice(Failing):
             return True
         status = self.runtime.streamQuery(ptr)
         if status not in (SUCCESS, NOT_READY):
-            raise self.broken(status)
+            raise self.reported(status)
         return bool(status == NOT_READY)
 
     def _mark(self, ptr: int) -> Event:
@@ -350,6 +377,7 @@ class CudaDevice(Failing):
         return int(self._departures.ptr)
 
     def _busy_streams(self) -> list[Stream]:
+        self.begin()
         queues = () if self.backend is None else self.backend.queues.values()
         return [queue.stream for queue in queues if self._is_busy(queue.stream.ptr)]
 
@@ -375,6 +403,11 @@ class CudaDevice(Failing):
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         return DeviceArray.of(self.pool.take(prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        made, clear = self.empty(shape, dtype), self.runtime.memsetAsync
+        self.run_once(self._in_order("memset", [lambda stream: clear(made.ptr, 0, made.nbytes, stream.ptr)], made))
+        return made
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
         dtype = np.dtype(dtype)
@@ -417,10 +450,12 @@ class CudaDevice(Failing):
         self.run_once(self.copy(to, source))
 
     def run_once(self, enqueue: Enqueue) -> None:
-        """Run a kernel now, and wait for it."""
+        """Run a kernel now, and wait for it. After an error, too: what it has enqueued uses its arrays."""
         self.use()
-        enqueue(self._own)
-        self._own.record(Event(self)).wait()
+        try:
+            enqueue(self._own)
+        finally:
+            self._own.record(Event(self)).wait()
 
     # -- kernels
     def kernel(
@@ -612,9 +647,15 @@ class _ForMessages(DeviceArray):
 
     __slots__ = ()
 
+    def __getitem__(self, key: Any) -> DeviceArray:
+        return _ForMessages(self.memory, self._at[key])  # a large message goes in parts
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {**self.interface, "version": 3, "stream": None}
+
+
+CAPTURED = "A CUDA graph is being captured: wait for the calls of fompi before, and call it again afterwards"
 
 
 def _nothing() -> None:

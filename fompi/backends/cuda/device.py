@@ -20,6 +20,9 @@ from fompi.tensors.device_array import DeviceArray
 Array = np.ndarray[Any, Any]
 AnyArray = Array | DeviceArray
 
+WAIT_SECONDS = 300.0
+"""The deadline of what waits for a device: `array`, `get`, `export`, and the first launch of a kernel of the user."""
+
 Enqueue = Callable[[Any], None]
 """`enqueue(stream)`: give a kernel or a copy to a stream. It raises the errors of the device."""
 
@@ -80,6 +83,10 @@ class Device(Protocol):
     backend: Any
     """The Backend on this device, once it was asked for (`fompi.backends.cuda.backend_of`)."""
 
+    def told(self) -> None:
+        """The program gets the error of this device, if it has one, from what has failed."""
+        ...
+
     def is_known_to_mpi(self) -> bool:
         """True if the MPI library takes addresses of this device. The same on all ranks."""
         ...
@@ -106,6 +113,10 @@ class Device(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         """New memory of the device."""
+        ...
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        """New memory of the device, full of zeros. Waits for it."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
@@ -142,6 +153,10 @@ class Device(Protocol):
 
     def copy(self, to: AnyArray, source: AnyArray) -> Enqueue:
         """A copy between arrays of equally many bytes in C order: of this device, or page-locked."""
+        ...
+
+    def run_once(self, enqueue: Enqueue) -> None:
+        """Run a kernel now, on a stream of its own, and wait for it."""
         ...
 
     def array(self, x: Any) -> DeviceArray:

@@ -19,7 +19,7 @@
 
 `gather` and `rmsnorm` also read pieces, and `scatter` writes them: if x has the shape (pieces, high, broad), y is the
 matrix that has piece number index[p] where its p-th piece of high x broad elements is, row by row. Pieces at the edge
-may reach over it. So they undo the order in which a product stored its tiles (`fompi.backends.cuda.signal`).
+may reach over it. So they undo the order in which a kernel of the user has stored its tiles.
 
 Half types are computed in float32 and rounded once, to the nearest even. No result may overlap an operand, except that
 the result of an elementwise kernel or of `merge` may replace one.

@@ -53,10 +53,11 @@ class Library:
 
     def current(self) -> list[int]:
         """The current streams of the calling thread, by address: that of CuPy, and that of torch if it uses CUDA."""
-        found = [self.device.cupy.cuda.get_current_stream().ptr]
+        number = self.device.number  # the program may have made another GPU the current one
+        found = [self.device.cupy.cuda.get_current_stream(number).ptr]
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            found.append(torch.cuda.current_stream(self.device.number).cuda_stream)
+            found.append(torch.cuda.current_stream(number).cuda_stream)
         return found
 
     def using(self, stream: Any) -> Any:

@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fompi.backends.cuda.device import AnyArray, Array, Enqueue, Product
+from fompi.backends.cuda.device import WAIT_SECONDS, AnyArray, Array, Enqueue, Product
 from fompi.backends.cuda.failures import Failing, OutOfMemory
 from fompi.backends.cuda.signal import Signals
 from fompi.backends.numpy import Numpy
@@ -267,8 +267,11 @@ class Event:
         return True
 
     def wait(self) -> None:
-        """Wait until the stream has reached it, or the device has failed."""
+        """Wait until the stream has reached it. Raises DeviceError if the device fails, or after WAIT_SECONDS."""
+        end = time.monotonic() + WAIT_SECONDS
         while not self.done():
+            if time.monotonic() > end:
+                raise DeviceError(f"the {self.device.name} has not finished a kernel after {WAIT_SECONDS:g} s")
             time.sleep(2e-5)
 
 
@@ -492,6 +495,9 @@ class SoftwareDevice(Failing):
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         return DeviceArray.of(DeviceMemory(self, prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
 
+    def zeros(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        return self.array(np.zeros(shape, dtype))
+
     def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
         dtype, nbytes = np.dtype(dtype), prod(shape) * np.dtype(dtype).itemsize
         base = np.full(max(nbytes, 1), 0xFF, np.uint8)
@@ -551,8 +557,13 @@ class SoftwareDevice(Failing):
         entry = self.entry()
         if entry is not None:
             self._own.wait(entry)
-        self.copy(to, source)(self._own)
-        self._own.record(Event(self)).wait()
+        self.run_once(self.copy(to, source))
+
+    def run_once(self, enqueue: Enqueue) -> None:
+        try:
+            enqueue(self._own)
+        finally:
+            self._own.record(Event(self)).wait()
 
     # -- kernels
     def kernel(
