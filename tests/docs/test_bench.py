@@ -73,7 +73,7 @@ def test_strategies(mpirun, suite, ranks):
     done = mpirun(ranks, "-m", "fompi", "bench", suite, "--quick", "--rounds", "1", "--json", seconds=90)
     assert done.returncode == 0 and not done.left_behind, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == {"parallel": 11, "step": 1, "ddp": 1}[suite]
+    assert len(rows) == {"parallel": 12, "step": 1, "ddp": 1}[suite]
     for row in rows:
         assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 3
         assert row["figures"] and row["reached"] is None and "fompi" in row["progress"]
