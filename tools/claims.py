@@ -107,6 +107,7 @@ _STRATEGIES = {
     "ring attention": ("ring attention", "k / a", (0.5, 1, 1.3)),
     "ring attention, backward": ("ring attention, backward", "k / a", (0.5, 1, 1.3)),
     "Ulysses": ("Ulysses attention", "T_m / T_c", (0.5, 1)),
+    "Ulysses, N = 2": ("Ulysses attention, N = 2", "T_m / T_c", (0.5, 1)),
     "USP 2x2": ("USP 2x2", "T_m / T_c", (0.5,)),
     "experts": ("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1)),
 }
