@@ -120,7 +120,7 @@ def test_activations_and_weights(world, activation, normalize):
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_capacity(world, policy, normalize, microbatches):
-    rows = [6, 0, 4, 3][: world.size]
+    rows = [6, 0, 4, 3, 2, 5, 0, 1][: world.size]
     tensors = layer(world.size, rows)
     tensors[1][:, 1] *= 3  # a popular expert
     options = {"k": 2, "capacity_factor": 0.5, "policy": policy, "normalize": normalize}
@@ -176,7 +176,7 @@ def test_a_full_expert_with_ties_keeps_the_first_rows():
 
 def test_any_number_of_micro_batches(world):
     """More than rows, too."""
-    rows = [40, 0, 33, 7][: world.size]
+    rows = [40, 0, 33, 7, 5, 21, 0, 12][: world.size]
     tensors = layer(world.size, rows, shared=True, experts=6, h=8, f=16, n=8)
     for microbatches in (1, 2, 50):
         check(world, tensors, rows, gradients=False, k=2, microbatches=microbatches)
