@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
 OPERATIONS = ("communicator", "operations", "torch")
 SUBSET = (
-    *(*OPERATIONS, "counts", "device", "labels", "local_errors"),
+    *(*OPERATIONS, "counts", "labels", "local_errors"),
     *("messages", "reductions", "refusals", "tensors", "values"),
 )
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
@@ -40,7 +40,7 @@ FOUR = (
 
 SIZES = {
     "mpich": {
-        1: SUBSET,
+        1: (*SUBSET, "device"),
         2: (),
         3: (*OPERATIONS, "counts"),
         4: (*SUBSET, *STRATEGIES, *FOUR),
@@ -49,7 +49,7 @@ SIZES = {
     "openmpi": {
         1: OPERATIONS,
         2: (),
-        3: (*SUBSET, *STRATEGIES),
+        3: (*SUBSET, "device", *STRATEGIES),
         4: (*OPERATIONS, "lifetime", "priorities"),
         8: ("communicator",),
     },

@@ -26,7 +26,7 @@ DEVICES = ("cuda", "software")
 PRINTED = "-"
 """In place of a file's name: print it."""
 
-WITHOUT_SUMMARY = ("collectives", "parallel", "step", "ddp", "overhead", "jit")
+WITHOUT_SUMMARY = ("collectives", "papers", "parallel", "step", "ddp", "overhead", "jit")
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
 
 

@@ -112,7 +112,7 @@ def rows(comm: Any, options: Options) -> list[Row]:
         for operation in OPERATIONS if not options.quick else OPERATIONS[:1]:
             setting = Setting(operation, comm.rank, comm.size)
             exchange = best_exchange(comm, cluster, setting)
-            for ratio in options.progress.each(RATIOS, partial(_title, setting)):
+            for ratio in options.each(RATIOS, partial(_title, setting)):
                 measured_rows.append(measured(comm, cluster, setting, exchange, ratio, options.rounds))
     return measured_rows
 

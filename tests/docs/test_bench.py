@@ -131,11 +131,12 @@ def test_fused(mpirun):
 
 @pytest.mark.timeout(120)
 def test_papers(mpirun):
-    """The three settings of the paper, with kernels that take their time and no core. The rows do not divide by 3."""
-    done = mpirun(3, "-m", "fompi", "bench", "papers", "--quick", "--rounds", "2", "--json", seconds=110)
+    """One setting of the paper, with kernels that take their time and no core. The rows do not divide by 3."""
+    command = ["bench", "papers", "--row", "0.56", "--quick", "--rounds", "2", "--json"]
+    done = mpirun(3, "-m", "fompi", *command, seconds=110)
     assert done.returncode == 0, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert [row["what"].partition(" = ")[2] for row in rows] == ["0.56", "1", "2"]
+    assert [row["what"].partition(" = ")[2] for row in rows] == ["0.56"]
     for row in rows:
         assert "emulated accelerator" in row["marks"] and SHARED in row["setup"] and row["reached"] is None
         assert row["samples"].keys() >= {"kernel alone", "bare exchange", "unfused, P2P paced", *SLICES}
@@ -246,13 +247,12 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_shape_of_ones_own(mpirun, ranks):
+def test_a_shape_of_ones_own(mpirun):
     """`bench --like` is `try`: one table with four operations, and a verdict. "Nothing gained" is a verdict too."""
-    done = mpirun(ranks, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", seconds=50)
+    done = mpirun(2, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", seconds=50)
     assert done.returncode == 0, done.output
     head, columns, *lines = filter(None, done.stdout.splitlines())
-    assert head == f"x[96, 96] @ w[96, 96], {ranks} ranks, {SHARED}, float32"
+    assert head == f"x[96, 96] @ w[96, 96], 2 ranks, {SHARED}, float32"
     assert columns.split() == ["what", "runs", "ms", "spread", "gain"]
     verdict = next(number for number, line in enumerate(lines) if line.startswith("verdict: "))
     table, groups = lines[:verdict], lines[0:verdict:5]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from itertools import product
 
+import pytest
 
+
+@pytest.mark.one_mpi
 def test_messages_leave_while_the_kernel_runs(mpirun):
     """The products of plans with unequal rows, three calls each with the same counters. The data are whole numbers."""
     done = mpirun(2, "tests/counters_twin.py", seconds=50, env={"NUMBA_ENABLE_CUDASIM": "1"})

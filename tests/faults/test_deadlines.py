@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 TIMEOUT = 2.0
 
 
@@ -70,6 +72,7 @@ step()
     assert "rank 1" in output.partition("FOMPI_TIMEOUT")[2] and "does not answer" in output
 
 
+@pytest.mark.one_mpi
 def test_a_part_that_is_never_ready(launch):
     """Rank 1 makes progress in fompi, but its program never says that x is ready."""
     output = run(
@@ -90,6 +93,7 @@ step()
     assert "root cause: rank 1 does not wait in fompi; its last call was all_reduce by ring (bound 1, call 1)" in output
 
 
+@pytest.mark.one_mpi
 def test_a_chain(launch):
     """Rank 0 waits for rank 1, rank 1 waits for rank 2 in another operation, and rank 2 computes."""
     output = run(
@@ -116,6 +120,7 @@ time.sleep(30)
     assert "; root cause: rank 2 does not answer" in output
 
 
+@pytest.mark.one_mpi
 def test_a_chain_over_communicators(launch):
     """Each wait is on another communicator. Rank 2 is not in the communicator on which rank 0 waits."""
     output = run(
@@ -140,6 +145,7 @@ time.sleep(30)
     assert "(on pair 12, where that is world rank 2); world rank 2 is not in pair 01" in output
 
 
+@pytest.mark.one_mpi
 def test_a_circle(launch):
     """Two ranks wait for each other on two communicators."""
     output = run(
@@ -155,6 +161,7 @@ fompi.all_reduce(np.ones(3), comm=(world, other)[rank])
     assert "these ranks wait for each other in a circle" in output
 
 
+@pytest.mark.one_mpi
 def test_a_circle_of_ranks_that_give_up_one_after_the_other(launch):
     """A rank that has just given up still says for whom it waited."""
     output = run(
@@ -178,6 +185,7 @@ except fompi.WaitTimeout:
     assert "these ranks wait for each other in a circle" in output
 
 
+@pytest.mark.one_mpi
 def test_a_communicator_that_not_all_ranks_create(launch):
     output = run(
         launch,
@@ -209,6 +217,7 @@ fompi.Communicator()
     assert "WaitTimeout: rank " in output
 
 
+@pytest.mark.one_mpi
 def test_a_mesh_that_not_all_ranks_create(launch):
     output = run(launch, 3, "event()\nif rank == 1:\n    time.sleep(30)\nfompi.Mesh(world.link.comm, a=size)")
     assert "FOMPI_TIMEOUT" in output
@@ -236,6 +245,7 @@ time.sleep(30)
     assert "root cause: rank 0 does not answer" in output
 
 
+@pytest.mark.one_mpi
 def test_an_abandoned_call_ends_on_all_ranks(launch):
     """The late rank gets an error when it starts the call. A new communicator works."""
     ended = launch(
@@ -266,6 +276,7 @@ with fompi.Communicator(name="next") as other:
     assert "abandoned the call: no progress for 2 s (FOMPI_TIMEOUT)" in caught[1]
 
 
+@pytest.mark.one_mpi
 def test_calls_in_another_order(launch):
     """Unbound calls that do not match raise an error. The ranks do not wait for each other."""
     ended = launch(
@@ -281,6 +292,7 @@ for call in reversed(calls) if rank == 1 else calls:
     ended.assert_failed("MismatchError: the ranks disagree in call 1 of world", "rank 1 calls all_gather_matmul(")
 
 
+@pytest.mark.one_mpi
 def test_a_timeout_that_is_not_a_positive_number(launch):
     for text in ("soon", "0", "-1"):
         ended = launch(1, "", timeout=text)

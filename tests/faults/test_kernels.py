@@ -50,6 +50,7 @@ def script(operation="matmul_all_reduce", schedules=ALL, culprit="rank == size -
     return text.replace("CULPRIT", culprit).replace("CALLS", str(calls))
 
 
+@pytest.mark.one_mpi
 def test_caught_with_schedules_that_pace_their_sends(launch):
     """A send that waits for a message is not delayed by the error."""
     ended = launch(4, script("matmul_all_to_all", (("pairwise", 2), ("direct", 2)), each="2"))
@@ -75,6 +76,7 @@ def test_caught_on_all_ranks(launch, operation):
         assert lines[3].startswith("3 ValueError a bad weight fompi: on rank 3 in ")
 
 
+@pytest.mark.one_mpi
 def test_two_ranks_fail_at_once(launch):
     """Each raises its own error, unless the other rank's error arrives first. The third rank gets one of the two."""
     ended = launch(3, script(schedules=(("ring", 1), ("direct", 1)), culprit="rank >= 1"))
@@ -84,6 +86,7 @@ def test_two_ranks_fail_at_once(launch):
     assert caught & {("1", "ValueError"), ("2", "ValueError")}
 
 
+@pytest.mark.one_mpi
 def test_the_other_ranks_start_the_call_late(launch):
     """The rank that failed does not wait for them. Its next call does, and works."""
     ended = launch(
@@ -184,6 +187,7 @@ for call in range(20):
     ended.assert_clean()
 
 
+@pytest.mark.one_mpi
 def test_arrived_raises_too(launch):
     """A program that only calls `arrived` must not loop for ever."""
     ended = launch(
@@ -235,6 +239,7 @@ assert not world.channel.active and not world.channel.failures
 """
 
 
+@pytest.mark.one_mpi
 def test_a_small_sum(launch):
     """It runs in the thread that releases it, and is not handed out as a kernel. Its error is reported the same way."""
     ended = launch(3, SMALL)

@@ -229,6 +229,7 @@ emit("MODE", world.engine.progress_mode, threading.active_count())
     assert ended.lines("MODE") == ["poll 1"] * 2
 
 
+@pytest.mark.one_mpi
 def test_an_unknown_mode(launch):
     ended = launch(1, "", env={"FOMPI_PROGRESS": "nonsense"})
     assert ended.finished.returncode != 0
@@ -261,6 +262,7 @@ assert (pending.wait() == size).all()
     assert "root cause: rank 1 does not answer: it computes outside fompi" in ended.output
 
 
+@pytest.mark.one_mpi
 def test_all_ranks_that_do_not_answer_are_named(launch):
     ended = launch(
         4,
@@ -296,6 +298,7 @@ assert (step.wait() == size).all()
     ended.assert_clean()
 
 
+@pytest.mark.one_mpi
 def test_a_communicator_after_an_abandoned_call(launch):
     """Every call on it raises a StateError at once. The error quotes the reason."""
     ended = launch(

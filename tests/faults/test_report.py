@@ -42,6 +42,7 @@ def test_the_report_is_printed_once(reporting, ranks):
         assert not [line for line in lines if "waited" in line and "rank 1" in line]
 
 
+@pytest.mark.one_mpi
 def test_the_full_report_has_a_line_for_each_rank(reporting):
     ranks = 3
     finished = reporting(ranks, WORK, to="full").finished
@@ -56,6 +57,7 @@ def test_the_full_report_has_a_line_for_each_rank(reporting):
             assert 0 < p50 <= p99 and len(rest) == 7
 
 
+@pytest.mark.one_mpi
 def test_only_one_rank_has_fompi_report(launch):
     """A launcher may not forward the environment. This is an error at the start, instead of a wait at the end."""
     ended = launch(
@@ -72,6 +74,7 @@ fompi.all_reduce(np.ones(3))
     assert "with FOMPI_REPORT" in ended.output and "MismatchError" in ended.output
 
 
+@pytest.mark.one_mpi
 def test_a_closed_communicator_is_in_the_report(reporting, tmp_path):
     """Its baselines were measured when it was closed. The report goes to the file, and nothing to stderr."""
     ended = reporting(
@@ -94,6 +97,7 @@ with fompi.Communicator(name="inner") as inner:
         )
 
 
+@pytest.mark.one_mpi
 def test_an_overlap_that_did_not_happen(reporting):
     """Rank 1 is later than its messages take. Rank 0 prints one warning that says for which rank it waits."""
     ended = reporting(
@@ -122,6 +126,7 @@ step.compute_seconds()
     assert "ms for full[1] from rank 1" in warning and ". Progress: " in warning, ended.output
 
 
+@pytest.mark.one_mpi
 def test_no_report_after_a_failure(reporting):
     """The report does not delay the end of the job."""
     ended = reporting(3, WORK + """

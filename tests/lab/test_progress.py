@@ -88,6 +88,7 @@ with Cluster(world.link.comm) as cluster:
 """
 
 
+@pytest.mark.soak
 @pytest.mark.one_mpi
 @pytest.mark.timeout(100)
 def test_a_row_of_a_suite_misses_its_target_without_overlap(netlab):
