@@ -54,7 +54,7 @@ class Differentiable:
         self.forward, self.backward = forward, backward
         self.tensors, self.inputs = tuple(tensors), inputs
         self._backward_input, self._backward_weight = backward_input, backward_weight
-        self._signature = inspect.signature(forward)
+        self.__signature__ = inspect.signature(forward).replace(return_annotation=Any)  # y without `saved`
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if "torch._dynamo" in sys.modules and is_compiling():
@@ -82,7 +82,7 @@ class Differentiable:
 
     def read(self, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, with the defaults."""
-        bound = self._signature.bind(*args, **options)
+        bound = self.__signature__.bind(*args, **options)
         bound.apply_defaults()
         return bound.arguments
 

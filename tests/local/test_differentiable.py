@@ -1,5 +1,8 @@
 """Strategies in frameworks: one adapter makes a forward and a backward a node of autograd, and a custom_vjp of JAX."""
 
+import inspect
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -44,6 +47,7 @@ def test_it_is_a_function_with_a_forward_and_a_backward():
     assert np.array_equal(dx, gradients[0]) and f.backward_weight(rest)[0] is rest[0]
     assert [g.shape for g in flatten(gradients[:3])] == [(2, 3), (3, 4), (2, 4), (2, 4)] and gradients[3] is None
     assert f.__doc__.startswith("y =") and repr(f).endswith(".f>")
+    assert inspect.signature(f).return_annotation is Any, "a call returns y alone, not the pair of `forward`"
 
 
 def test_halves_of_its_own():
