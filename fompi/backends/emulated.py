@@ -109,9 +109,9 @@ class Emulated:
         """A kernel of the user, which takes these seconds. It runs on the host when it is enqueued."""
         return self._on(self._products, compute, seconds)
 
-    def spend(self, flops: float, nbytes: float) -> None:
-        """Run a kernel of this cost on the stream of products, and wait for its end."""
-        token = self._on(self._products, _nothing, self.machine.kernel(flops, nbytes))(())
+    def spend(self, flops: float, nbytes: float = 0.0, compute: Callable[[], object] = _nothing) -> None:
+        """Run a kernel of this cost on the stream of products, and wait for its end. `compute` runs in its time."""
+        token = self._on(self._products, compute, self.machine.kernel(flops, nbytes))(())
         sleep(max(0.0, token.due - perf_counter()))
 
     def _on(self, stream: Stream, compute: Callable[[], object], seconds: float) -> Callable[..., Enqueued]:

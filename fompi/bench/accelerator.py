@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,13 +32,13 @@ class Accelerator(Emulated):
         self.machine = replace(INSTANT, flops_rate=flops_rate)
         self.serial = serial
 
-    def spend(self, flops: float, nbytes: float = 0.0) -> None:
+    def spend(self, flops: float, nbytes: float = 0.0, compute: Callable[[], object] = lambda: None) -> None:
         self.flops += flops
         if self.serial:
             for comm in self.comms:
                 while busy := [task for task in [*comm.channel.active.values()] if not task.finished]:
                     comm.engine.wait(busy[0], comm.channel)
-        super().spend(flops, nbytes)
+        super().spend(flops, nbytes, compute)
 
     def bind(self, kernel: str, reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> Any:
         if kernel.startswith(("matmul", "gradient")):

@@ -118,6 +118,7 @@ class Exchange:
         expert = choice.experts[token, slot]
         order = np.argsort(expert, kind="stable")
         self.comm, self.token, self.slot, expert = comm, token[order], slot[order], expert[order]
+        self.run = slice(rows.start, rows.stop)
         stays = (expert >= mine.start) & (expert < mine.stop) if apart else np.zeros(len(expert), bool)
         self.here, self.away = np.flatnonzero(stays), np.flatnonzero(~stays)
         self.own = np.bincount(expert[self.here] - mine.start, minlength=len(mine))
@@ -139,9 +140,8 @@ class Exchange:
         self.order = np.argsort(expert, kind="stable")  # from the order of arrival to expert by expert
 
     def go(self, values: Array, dtype: str) -> Any:
-        """Send the values of the rows that travel to their experts: to one rank after the other."""
-        x = values[self.away]
-        return start(all_to_all, x, counts=self.send, dtype=dtype, comm=self.comm, schedule="pairwise")
+        """Send the values of the rows that travel (`away`) to their experts: to one rank after the other."""
+        return start(all_to_all, values, counts=self.send, dtype=dtype, comm=self.comm, schedule="pairwise")
 
     def came(self, pending: Any) -> Array:
         """The values that have arrived, expert by expert."""
@@ -170,11 +170,19 @@ class Exchange:
         if self.send[behind]:
             into[self.away[first : first + self.send[behind]]] = values
 
-    def add(self, values: Array, y: Array) -> None:
-        """Add the values of all rows to the rows of y that they belong to, slot by slot: in a fixed order."""
+    def add(self, values: Array, y: Array, weights: Array | None = None) -> None:
+        """Add the values of all rows to the rows of y that they belong to, slot by slot: in a fixed order.
+
+        With `weights`, those of all rows of y by slot, y[token] += weights[token, slot] * values.
+        """
         for slot in range(self.slot.max(initial=-1) + 1):
             at = np.flatnonzero(self.slot == slot)
-            y[self.token[at]] += values[at]  # a row of y occurs once in each slot
+            at = at[np.argsort(self.token[at])]  # a row of y occurs once in each slot, mostly all of them do
+            tokens, terms = self.token[at], values[at]
+            if weights is not None:
+                terms *= weights[tokens, slot][:, None]
+            into = self.run if len(tokens) == self.run.stop - self.run.start else tokens
+            y[into] += terms
 
 
 def halves(counts: Array) -> list[tuple[Array, Array]]:

@@ -114,23 +114,23 @@ class Part:
             self.batches.append(batch)
             return out
 
-        rows = layer.x.array[exchange.token]
-        pending = exchange.go(rows, dtype)
+        x, token = layer.x.array, exchange.token
+        pending = exchange.go(x[token[exchange.away]], dtype)
         yield
         (first, first_counts), (last, last_counts) = self.halves
-        back[first] = compute(rows[first], first_counts)
+        back[first] = compute(x[token[first]], first_counts)
         exchange.settle()
         answers = [
             exchange.answer(source, compute(arrived_from(pending, source), exchange.table[source]), travels)
             for source in exchange.sources
         ]
-        back[last] = compute(rows[last], last_counts)
+        back[last] = compute(x[token[last]], last_counts)
         yield
         pending.wait()
         for answer in answers:
             exchange.answered(answer, back)
         self.back = back
-        exchange.add(layer.choice.weights[exchange.token, exchange.slot][:, None] * back, y)
+        exchange.add(back, y, layer.choice.weights)
 
     def backward(self, dy: Array, dweights: Array, dx: Array, use: Callable[[list[Term]], None]) -> Iterator[None]:
         """Adds to dx, and passes the terms of the weight gradients to `use` while the gradients go back."""
@@ -139,7 +139,7 @@ class Part:
         w1, w2 = layer.wide(layer.w1), layer.wide(layer.w2)
         given = dy[exchange.token]
         dweights[exchange.token, exchange.slot] = (given * self.back).sum(1)
-        given = layer.choice.weights[exchange.token, exchange.slot][:, None] * given
+        given *= layer.choice.weights[exchange.token, exchange.slot][:, None]
         drows = np.empty((len(given), w1.shape[1]), given.dtype)
         terms = []
 
@@ -148,7 +148,7 @@ class Part:
             terms.append((batch, d, dz))
             return out
 
-        pending = exchange.go(given, travels)
+        pending = exchange.go(given[exchange.away], travels)
         yield
         (first, _), (last, _) = self.halves
         own_first, *others, own_last = self.batches

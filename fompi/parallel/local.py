@@ -40,10 +40,9 @@ class LocalKernel:
         emulated = getattr(comm.backend, "spend", None)
         if emulated is None:
             return self.function(*args)
-        work = self.work(*args)
-        emulated(work.flops, work.nbytes)
-        results = tuple(np.zeros(shape, dtype) for shape, dtype in work.results)
-        return results if len(results) > 1 else results[0] if results else None
+        work, results = self.work(*args), list[Array]()
+        emulated(work.flops, work.nbytes, lambda: results.extend(np.zeros(*form) for form in work.results))
+        return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def local_kernel(work: Callable[..., Work]) -> Callable[[Callable[..., Any]], LocalKernel]:

@@ -224,7 +224,7 @@ def _combine(y: Any, route: Route, weights: Any = None) -> tuple[Any, Moved]:
     exchange, dtype = route.exchange, ty.dtype
     back = widen(arrived(exchange.go_back(ty.array, dtype)), dtype)
     out = np.zeros((len(route.choice.kept), ty.array.shape[1]), accumulator(dtype))
-    exchange.add(tw.array[exchange.token, exchange.slot][:, None] * back, out)
+    exchange.add(back, out, tw.array)
     return give(out, ty), Moved(route, (ty, tw), out.shape, back=back)
 
 

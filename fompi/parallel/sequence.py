@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -172,8 +172,12 @@ def _ring_run_backward(
         k, v, at = widen(key, dtype), widen(value, dtype), step.at
         more, dk, dv = attend_backward.on(comm, q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
         dq += more
-        own = np.concatenate([dk, dv], 2)
-        total = own if travels is None else arrived(travels) + own
+        if travels is None:
+            total = np.concatenate([dk, dv], 2)
+        else:
+            total = arrived(travels)
+            total[..., :width] += dk
+            total[..., width:] += dv
         travels = _shift(total, wide, comm) if comm.size > 1 else None
     if travels is not None:
         total = arrived(travels)
@@ -259,27 +263,38 @@ def _query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
     return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", **how)
 
 
-def _to_heads(arrays: Sequence[tuple[Array, list[range]]], dtype: str, comm: Communicator) -> Pending:
-    """Each rank gets its heads of these arrays, (tokens of this rank, all heads, width), in one message from each rank.
+class ToHeads:
+    """Each rank gets its heads of arrays (tokens of this rank, all heads, width), in one message from each rank.
 
-    Each array comes with the heads of all ranks, which may have some in common. The next rank gets its heads first.
+    Each array comes with the heads of all ranks, which may have some in common. `rows`: the tokens of each rank. The
+    next rank gets its heads first.
     """
-    packed = [
-        np.concatenate([x[:, heads[rank].start : heads[rank].stop].reshape(-1) for x, heads in arrays])
-        for rank in range(comm.size)
-    ]
-    counts = [len(part) for part in packed]
-    return start(all_to_all, np.concatenate(packed), counts=counts, dtype=dtype, comm=comm, schedule="pairwise")
 
+    def __init__(
+        self, arrays: Sequence[tuple[Array, list[range]]], rows: Sequence[int], dtype: str, comm: Communicator
+    ):
+        self.arrays, self.rows, self.comm = arrays, rows, comm
+        parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]
+        counts = [sum(part.size for part in of_rank) for of_rank in parts]
+        packed, first = np.empty(sum(counts), arrays[0][0].dtype), 0
+        for part in chain.from_iterable(parts):
+            packed[first : first + part.size].reshape(part.shape)[...] = part
+            first += part.size
+        self.pending = start(all_to_all, packed, counts=counts, dtype=dtype, comm=comm, schedule="pairwise")
 
-def _of_heads(pending: Pending, source: int, forms: Sequence[tuple[int, ...]]) -> list[Array]:
-    """What `_to_heads` sent from `source`, as arrays of these shapes, as soon as it is there."""
-    flat, first = arrived_from(pending, source), 0
-    arrays = []
-    for shape in forms:
-        arrays.append(flat[first : first + prod(shape)].reshape(shape))
-        first += prod(shape)
-    return arrays
+    def _heads_of(self, rank: int) -> list[Array]:
+        return [x[:, heads[rank].start : heads[rank].stop] for x, heads in self.arrays]
+
+    def of(self, source: int) -> list[Array]:
+        """The heads of this rank of the tokens of `source`, as soon as they are there."""
+        if source == self.comm.rank:
+            return self._heads_of(source)
+        flat, first, found = arrived_from(self.pending, source), 0, []
+        for x, heads in self.arrays:
+            shape = self.rows[source], len(heads[self.comm.rank]), x.shape[2]
+            found.append(flat[first : first + prod(shape)].reshape(shape))
+            first += prod(shape)
+        return found
 
 
 class Returns:
@@ -371,41 +386,31 @@ def _ulysses(
     group, saved, _ = enter("ulysses_attention", comm, check)
     saved.comms = (group,)
     dtype, rank, (q, k, v) = saved.dtype, group.rank, (tensor.array for tensor in saved.tensors)
-    deal, rows, width = Deal(q.shape[1], k.shape[1], group), sharding.rows, k.shape[2]
+    deal, rows = Deal(q.shape[1], k.shape[1], group), sharding.rows
     queries, keys, reads = deal.queries, deal.keys, deal.reads
-    kv = np.concatenate([k, v], 2)
-    pending = _to_heads([(q, queries), (kv, keys)], dtype, group)
+    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, group)
 
     sources = [(rank - d) % group.size for d in range(group.size)]
     ends = offsets(rows[source] for source in sources)
     runs = [slice(a, b) for a, b in pairwise(ends)]
     heads, kv_heads = len(queries[rank]), len(keys[rank])
     at = np.concatenate([sharding.indices(source) for source in sources])
-    full_q = np.empty((ends[-1], heads, width), q.dtype)
-    full_kv = np.empty((ends[-1], kv_heads, kv.shape[2]), q.dtype)
+    full_q = np.empty((ends[-1], heads, q.shape[2]), q.dtype)
+    full_k, full_v = (np.empty((ends[-1], kv_heads, x.shape[2]), q.dtype) for x in (k, v))
     o = np.empty((ends[-1], heads, v.shape[2]), accumulator(dtype))
     lse = np.empty(o.shape[:2], o.dtype)
     result = np.zeros(saved.shape, o.dtype)
     returns = Returns(rows, queries, result, dtype, group)
 
     def partial(of: slice, over: slice) -> tuple[Array, Array]:
-        block = widen(full_kv[over], dtype)
-        return attend.on(
-            group, widen(full_q[of], dtype), block[..., :width], block[..., width:], reads, at[of], at[over], saved.rule
-        )
+        wide = (widen(x, dtype) for x in (full_q[of], full_k[over], full_v[over]))
+        return attend.on(group, *wide, reads, at[of], at[over], saved.rule)
 
     def more(of: slice, over: slice) -> None:
         merge.on(group, o[of], lse[of], *partial(of, over))
 
     for number, (source, run) in enumerate(zip(sources, runs, strict=True)):
-        if source == rank:
-            mine = queries[rank], keys[rank]
-            full_q[run], full_kv[run] = (
-                x[:, own.start : own.stop] for x, own in zip((q, kv), mine, strict=True)
-            )  # fmt: skip
-        else:
-            forms = (rows[source], heads, width), (rows[source], kv_heads, kv.shape[2])
-            full_q[run], full_kv[run] = _of_heads(pending, source, forms)
+        full_q[run], full_k[run], full_v[run] = to_heads.of(source)
         o[run], lse[run] = partial(run, slice(0, run.stop))
         if 0 < number < len(sources) - 1:
             more(slice(0, run.start), run)
@@ -414,10 +419,8 @@ def _ulysses(
         if run is not last:
             more(run, last)
         returns.send(source, o[run])
-    pending.wait()
-    saved.steps = UlyssesStep(
-        deal, rows, sources, runs, at, full_q, full_kv[..., :width], full_kv[..., width:], narrow(o, dtype), lse
-    )
+    to_heads.pending.wait()
+    saved.steps = UlyssesStep(deal, rows, sources, runs, at, full_q, full_k, full_v, narrow(o, dtype), lse)
     returns.add()
     return give(result, saved.tensors[0]), saved
 
@@ -430,7 +433,8 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     pending = _query_heads(array, deal, dtype)
     q, k, v, o = (widen(a, dtype) for a in (step.q, step.k, step.v, step.o))
     given = np.empty_like(o)
-    dq, dkv = np.zeros_like(q), np.zeros((*k.shape[:2], k.shape[2] + v.shape[2]), q.dtype)
+    width = k.shape[2]
+    dq, dkv = np.zeros_like(q), np.zeros((*k.shape[:2], width + v.shape[2]), q.dtype)
     own = deal.queries[group.rank]
     given[runs[0]] = widen(array[:, own.start : own.stop], dtype)
     sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
@@ -444,8 +448,8 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
             group, q[of], k[over], v[over], o[of], step.lse[of], given[of],
             deal.reads, step.at[of], step.at[over], saved.rule,
         )  # fmt: skip
-        dq[of] += gradients[0]
-        dkv[over] += np.concatenate(gradients[1:], 2)
+        for into, gradient in zip((dq[of], dkv[over, :, :width], dkv[over, :, width:]), gradients, strict=True):
+            into += gradient
 
     here, others = runs[0], slice(runs[0].stop, len(q))
     last = len(runs) - 1
@@ -466,7 +470,6 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     pending.wait()
     keys.add()
     queries.add()
-    width = k.shape[2]
     return _give((all_q, all_kv[..., :width], all_kv[..., width:]), saved)
 
 
@@ -518,15 +521,12 @@ def _usp(
     deal = Deal(q.shape[1], k.shape[1], across)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
     queries, keys = deal.queries, deal.keys
-    kv, width = np.concatenate([k, v], 2), k.shape[2]
-    pending = _to_heads([(q, queries), (kv, keys)], dtype, across)
-    mine = len(queries[across.rank]), len(keys[across.rank])
-    forms = [((n, mine[0], width), (n, mine[1], kv.shape[2])) for n in rows]
-    parts = [_of_heads(pending, rank, forms[rank]) for rank in range(across.size)]
-    full_q, full_kv = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
-    pending.wait()
+    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across)
+    parts = [to_heads.of(rank) for rank in range(across.size)]
+    full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
+    to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = _ring_run(full_q, full_kv[..., :width], full_kv[..., width:], at, deal.reads, saved.rule, dtype, around)
+    o, step = _ring_run(full_q, full_k, full_v, at, deal.reads, saved.rule, dtype, around)
     result = np.zeros(saved.shape, accumulator(dtype))
     _return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
     saved.steps = step, deal, rows
