@@ -13,20 +13,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.numpy import narrow, widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, offsets, split
+from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
-from fompi.ops.operations import all_to_all
-from fompi.ops.pending import Pending
 from fompi.parallel.arrays import (
     Array,
     arrived,
@@ -35,11 +32,11 @@ from fompi.parallel.arrays import (
     borrow_gradient,
     enter,
     give,
-    start,
-    transfer,
 )
 from fompi.parallel.attention import Rule, attend, attend_backward, check_heads, merge
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
+from fompi.parallel.ring import ring_run, ring_run_backward
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_tokens, in_few_words
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -117,73 +114,6 @@ def _give(gradients: Sequence[Array], saved: Saved) -> Gradients:
 # ----------------------------------------------------------------------------------------------------------- ring
 
 
-@dataclass
-class RingStep:
-    """What the ring keeps. q, k, v and o have the storage of q's dtype."""
-
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-    at: list[Array]  # the positions of the tokens of each rank
-    reads: list[int]
-
-
-def _shift(array: Array, dtype: str, comm: Communicator) -> Any:
-    """The array travels to the next rank, and that of the rank before comes."""
-    return transfer(array, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, dtype, comm)
-
-
-def _circle(k: Array, v: Array, dtype: str, comm: Communicator) -> Iterator[tuple[int, Array, Array]]:
-    """(source, keys, values) of each rank in turn, this one first. The next block travels while one is used."""
-    block, width = np.concatenate([k, v], 2), k.shape[2]
-    for step in range(comm.size):
-        travels = _shift(block, dtype, comm) if step + 1 < comm.size else None
-        yield (comm.rank - step) % comm.size, block[..., :width], block[..., width:]
-        if travels is not None:
-            block = arrived(travels)
-
-
-def _ring_run(
-    q: Array, k: Array, v: Array, at: list[Array], reads: list[int], rule: Rule, dtype: str, comm: Communicator
-) -> tuple[Array, RingStep]:
-    """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
-    mine, o, lse = widen(q, dtype), None, None
-    for source, key, value in _circle(k, v, dtype, comm):
-        part = attend.on(comm, mine, widen(key, dtype), widen(value, dtype), reads, at[comm.rank], at[source], rule)
-        if o is None or lse is None:
-            o, lse = part
-        else:
-            merge.on(comm, o, lse, *part)
-    assert o is not None and lse is not None
-    o = narrow(o, dtype)
-    return o, RingStep(q, k, v, o, lse, at, reads)
-
-
-def _ring_run_backward(
-    step: RingStep, do: Array, rule: Rule, dtype: str, comm: Communicator
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own."""
-    q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
-    dq, width, wide = np.zeros_like(q), step.k.shape[2], accumulator(dtype)
-    travels = None
-    for source, key, value in _circle(step.k, step.v, dtype, comm):
-        k, v, at = widen(key, dtype), widen(value, dtype), step.at
-        more, dk, dv = attend_backward.on(comm, q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
-        dq += more
-        if travels is None:
-            total = np.concatenate([dk, dv], 2)
-        else:
-            total = arrived(travels)
-            total[..., :width] += dk
-            total[..., width:] += dv
-        travels = _shift(total, wide, comm) if comm.size > 1 else None
-    if travels is not None:
-        total = arrived(travels)
-    return dq, total[..., :width], total[..., width:]
-
-
 def _ring(
     q: Any,
     k: Any,
@@ -214,130 +144,16 @@ def _ring(
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
     reads = _reads(q.shape[1], k.shape[1])
-    o, saved.steps = _ring_run(q, k, v, at, reads, saved.rule, saved.dtype, group)
+    o, saved.steps = ring_run(q, k, v, at, reads, saved.rule, saved.dtype, group)
     return dlpack.lend(o.copy(), saved.dtype, saved.tensors[0]), saved  # the backward needs o as it is
 
 
 def _ring_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
-    return _give(_ring_run_backward(saved.steps, array, saved.rule, saved.dtype, saved.comms[0]), saved)
+    return _give(ring_run_backward(saved.steps, array, saved.rule, saved.dtype, saved.comms[0]), saved)
 
 
 # -------------------------------------------------------------------------------------------------------- Ulysses
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Which rank has which heads, and how many rows each rank has of a slice of the tokens."""
-
-    heads: int
-    kv_heads: int
-    comm: Communicator
-
-    @property
-    def queries(self) -> list[range]:
-        first = offsets(split(self.heads, self.comm.size))
-        return [range(a, b) for a, b in pairwise(first)]
-
-    @property
-    def keys(self) -> list[range]:
-        """The key/value heads that the query heads of each rank read."""
-        group = self.heads // self.kv_heads
-        return [range(mine[0] // group, mine[-1] // group + 1) if mine else range(0) for mine in self.queries]
-
-    @property
-    def reads(self) -> list[int]:
-        """Which of the key/value heads of this rank each of its query heads reads."""
-        group, keys = self.heads // self.kv_heads, self.keys[self.comm.rank]
-        return [head // group - keys.start for head in self.queries[self.comm.rank]]
-
-    @property
-    def shares(self) -> bool:
-        """True if several ranks have the same key/value head. Their gradients are then summed."""
-        return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
-
-
-def _query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
-    """Each rank gets its query heads of `array`, (tokens of this rank, all heads, width), of the tokens of all."""
-    how: dict[str, Any] = {"split_dim": 1, "concat_dim": 0, "counts": [*map(len, deal.queries)]}
-    return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", **how)
-
-
-class ToHeads:
-    """Each rank gets its heads of arrays (tokens of this rank, all heads, width), in one message from each rank.
-
-    Each array comes with the heads of all ranks, which may have some in common. `rows`: the tokens of each rank. The
-    next rank gets its heads first.
-    """
-
-    def __init__(
-        self, arrays: Sequence[tuple[Array, list[range]]], rows: Sequence[int], dtype: str, comm: Communicator
-    ):
-        self.arrays, self.rows, self.comm = arrays, rows, comm
-        parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]
-        counts = [sum(part.size for part in of_rank) for of_rank in parts]
-        packed, first = np.empty(sum(counts), arrays[0][0].dtype), 0
-        for part in chain.from_iterable(parts):
-            packed[first : first + part.size].reshape(part.shape)[...] = part
-            first += part.size
-        self.pending = start(all_to_all, packed, counts=counts, dtype=dtype, comm=comm, schedule="pairwise")
-
-    def _heads_of(self, rank: int) -> list[Array]:
-        return [x[:, heads[rank].start : heads[rank].stop] for x, heads in self.arrays]
-
-    def of(self, source: int) -> list[Array]:
-        """The heads of this rank of the tokens of `source`, as soon as they are there."""
-        if source == self.comm.rank:
-            return self._heads_of(source)
-        flat, first, found = arrived_from(self.pending, source), 0, []
-        for x, heads in self.arrays:
-            shape = self.rows[source], len(heads[self.comm.rank]), x.shape[2]
-            found.append(flat[first : first + prod(shape)].reshape(shape))
-            first += prod(shape)
-        return found
-
-
-class Returns:
-    """Arrays that go back to the ranks of their tokens, one by one, and are added up there.
-
-    `rows`: the tokens of each rank. `heads`: the heads that each rank has computed. `into`: (tokens of this rank, all
-    heads, width), in the dtype of sums. Arrays travel in `dtype`.
-    """
-
-    def __init__(self, rows: Sequence[int], heads: list[range], into: Array, dtype: str, comm: Communicator):
-        self.rows, self.heads, self.into, self.dtype, self.comm = rows, heads, into, dtype, comm
-        self.arrays: dict[int, Any] = {}  # by the rank that has computed them: what is here, or in flight
-
-    def send(self, owner: int, array: Array) -> None:
-        """`array` leaves for rank `owner`, which is d ranks ahead. That of the rank d ranks behind comes."""
-        rank, size = self.comm.rank, self.comm.size
-        if owner == rank:
-            self.arrays[rank] = array
-            return
-        source = (2 * rank - owner) % size
-        there = owner if array.size else None
-        here = source if self.rows[rank] and len(self.heads[source]) else None
-        pending = transfer(narrow(array, self.dtype).reshape(-1), there, here, self.dtype, self.comm)
-        self.arrays[source] = pending, here is not None
-
-    def add(self) -> None:
-        """Wait for all of them, and add them up in the order of the ranks."""
-        for source, run in enumerate(self.heads):
-            if source == self.comm.rank:
-                self.into[:, run.start : run.stop] += self.arrays[source]
-                continue
-            pending, comes = self.arrays[source]
-            array = widen(arrived(pending), self.dtype)
-            if comes:
-                self.into[:, run.start : run.stop] += array.reshape(len(self.into), len(run), self.into.shape[2])
-
-
-def _return_all(array: Array, returns: Returns) -> None:
-    """Send the tokens of all ranks, which are in order, to their ranks, and add up what comes."""
-    ends, rank, size = offsets(returns.rows), returns.comm.rank, returns.comm.size
-    for owner in ((rank + d) % size for d in range(size)):
-        returns.send(owner, array[ends[owner] : ends[owner + 1]])
-    returns.add()
 
 
 @dataclass
@@ -430,7 +246,7 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ulysses_attention", saved, do)
     step, dtype, group, (tq, tk, _) = saved.steps, saved.dtype, saved.comms[0], saved.tensors
     deal, rows, wide, runs = step.deal, step.rows, accumulator(saved.dtype), step.runs
-    pending = _query_heads(array, deal, dtype)
+    pending = query_heads(array, deal, dtype)
     q, k, v, o = (widen(a, dtype) for a in (step.q, step.k, step.v, step.o))
     given = np.empty_like(o)
     width = k.shape[2]
@@ -526,9 +342,9 @@ def _usp(
     full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = _ring_run(full_q, full_k, full_v, at, deal.reads, saved.rule, dtype, around)
+    o, step = ring_run(full_q, full_k, full_v, at, deal.reads, saved.rule, dtype, around)
     result = np.zeros(saved.shape, accumulator(dtype))
-    _return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
+    return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
     saved.steps = step, deal, rows
     return give(result, saved.tensors[0]), saved
 
@@ -538,13 +354,13 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     (step, deal, rows), dtype, (across, around), (tq, tk, tv) = saved.steps, saved.dtype, saved.comms, saved.tensors
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
-    do = arrived(_query_heads(array, deal, dtype))
-    full_dq, dk, dv = _ring_run_backward(step, do, saved.rule, dtype, around)
+    do = arrived(query_heads(array, deal, dtype))
+    full_dq, dk, dv = ring_run_backward(step, do, saved.rule, dtype, around)
     dq = np.zeros(tq.array.shape, wide)
     dkv = np.zeros((*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide)
-    _return_all(full_dq, Returns(rows, queries, dq, dtype, across))
+    return_all(full_dq, Returns(rows, queries, dq, dtype, across))
     sent = wide if deal.shares else dtype
-    _return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across))
+    return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across))
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 
 

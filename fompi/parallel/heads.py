@@ -1,0 +1,135 @@
+"""Tokens for heads, and back: each rank gets all tokens of some heads, and their results return to their tokens.
+
+It is the all-to-all of Ulysses (arXiv 2309.14509), rank by rank: what has arrived is used, what is done leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import narrow, widen
+from fompi.base.layout import offsets, split
+from fompi.engine.communicator import Communicator
+from fompi.ops.operations import all_to_all
+from fompi.ops.pending import Pending
+from fompi.parallel.arrays import Array, arrived, arrived_from, start, transfer
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rank has which heads, and how many rows each rank has of a slice of the tokens."""
+
+    heads: int
+    kv_heads: int
+    comm: Communicator
+
+    @property
+    def queries(self) -> list[range]:
+        first = offsets(split(self.heads, self.comm.size))
+        return [range(a, b) for a, b in pairwise(first)]
+
+    @property
+    def keys(self) -> list[range]:
+        """The key/value heads that the query heads of each rank read."""
+        group = self.heads // self.kv_heads
+        return [range(mine[0] // group, mine[-1] // group + 1) if mine else range(0) for mine in self.queries]
+
+    @property
+    def reads(self) -> list[int]:
+        """Which of the key/value heads of this rank each of its query heads reads."""
+        group, keys = self.heads // self.kv_heads, self.keys[self.comm.rank]
+        return [head // group - keys.start for head in self.queries[self.comm.rank]]
+
+    @property
+    def shares(self) -> bool:
+        """True if several ranks have the same key/value head. Their gradients are then summed."""
+        return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
+
+
+def query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
+    """Each rank gets its query heads of `array`, (tokens of this rank, all heads, width), of the tokens of all."""
+    how: dict[str, Any] = {"split_dim": 1, "concat_dim": 0, "counts": [*map(len, deal.queries)]}
+    return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", **how)
+
+
+class ToHeads:
+    """Each rank gets its heads of arrays (tokens of this rank, all heads, width), in one message from each rank.
+
+    Each array comes with the heads of all ranks, which may have some in common. `rows`: the tokens of each rank. The
+    next rank gets its heads first.
+    """
+
+    def __init__(
+        self, arrays: Sequence[tuple[Array, list[range]]], rows: Sequence[int], dtype: str, comm: Communicator
+    ):
+        self.arrays, self.rows, self.comm = arrays, rows, comm
+        parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]
+        counts = [sum(part.size for part in of_rank) for of_rank in parts]
+        packed, first = np.empty(sum(counts), arrays[0][0].dtype), 0
+        for part in chain.from_iterable(parts):
+            packed[first : first + part.size].reshape(part.shape)[...] = part
+            first += part.size
+        self.pending = start(all_to_all, packed, counts=counts, dtype=dtype, comm=comm, schedule="pairwise")
+
+    def _heads_of(self, rank: int) -> list[Array]:
+        return [x[:, heads[rank].start : heads[rank].stop] for x, heads in self.arrays]
+
+    def of(self, source: int) -> list[Array]:
+        """The heads of this rank of the tokens of `source`, as soon as they are there."""
+        if source == self.comm.rank:
+            return self._heads_of(source)
+        flat, first, found = arrived_from(self.pending, source), 0, []
+        for x, heads in self.arrays:
+            shape = self.rows[source], len(heads[self.comm.rank]), x.shape[2]
+            found.append(flat[first : first + prod(shape)].reshape(shape))
+            first += prod(shape)
+        return found
+
+
+class Returns:
+    """Arrays that go back to the ranks of their tokens, one by one, and are added up there.
+
+    `rows`: the tokens of each rank. `heads`: the heads that each rank has computed. `into`: (tokens of this rank, all
+    heads, width), in the dtype of sums. Arrays travel in `dtype`.
+    """
+
+    def __init__(self, rows: Sequence[int], heads: list[range], into: Array, dtype: str, comm: Communicator):
+        self.rows, self.heads, self.into, self.dtype, self.comm = rows, heads, into, dtype, comm
+        self.arrays: dict[int, Any] = {}  # by the rank that has computed them: what is here, or in flight
+
+    def send(self, owner: int, array: Array) -> None:
+        """`array` leaves for rank `owner`, which is d ranks ahead. That of the rank d ranks behind comes."""
+        rank, size = self.comm.rank, self.comm.size
+        if owner == rank:
+            self.arrays[rank] = array
+            return
+        source = (2 * rank - owner) % size
+        there = owner if array.size else None
+        here = source if self.rows[rank] and len(self.heads[source]) else None
+        pending = transfer(narrow(array, self.dtype).reshape(-1), there, here, self.dtype, self.comm)
+        self.arrays[source] = pending, here is not None
+
+    def add(self) -> None:
+        """Wait for all of them, and add them up in the order of the ranks."""
+        for source, run in enumerate(self.heads):
+            if source == self.comm.rank:
+                self.into[:, run.start : run.stop] += self.arrays[source]
+                continue
+            pending, comes = self.arrays[source]
+            array = widen(arrived(pending), self.dtype)
+            if comes:
+                self.into[:, run.start : run.stop] += array.reshape(len(self.into), len(run), self.into.shape[2])
+
+
+def return_all(array: Array, returns: Returns) -> None:
+    """Send the tokens of all ranks, which are in order, to their ranks, and add up what comes."""
+    ends, rank, size = offsets(returns.rows), returns.comm.rank, returns.comm.size
+    for owner in ((rank + d) % size for d in range(size)):
+        returns.send(owner, array[ends[owner] : ends[owner + 1]])
+    returns.add()

@@ -1,0 +1,87 @@
+"""Keys and values go round the ranks: the attention of the queries of one rank over the tokens of all.
+
+    step 0: own block | step 1: that of rank - 1 | step 2: that of rank - 2 | ...     the next one travels meanwhile
+
+Results are merged by their log-sum-exp, in the dtype of sums (ring attention, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numpy import narrow, widen
+from fompi.base.layout import accumulator
+from fompi.engine.communicator import Communicator
+from fompi.parallel.arrays import Array, arrived, transfer
+from fompi.parallel.attention import Rule, attend, attend_backward, merge
+
+
+@dataclass
+class RingStep:
+    """What the ring keeps. q, k, v and o have the storage of q's dtype."""
+
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array
+    at: list[Array]  # the positions of the tokens of each rank
+    reads: list[int]
+
+
+def _shift(array: Array, dtype: str, comm: Communicator) -> Any:
+    """The array travels to the next rank, and that of the rank before comes."""
+    return transfer(array, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, dtype, comm)
+
+
+def _circle(k: Array, v: Array, dtype: str, comm: Communicator) -> Iterator[tuple[int, Array, Array]]:
+    """(source, keys, values) of each rank in turn, this one first. The next block travels while one is used."""
+    block, width = np.concatenate([k, v], 2), k.shape[2]
+    for step in range(comm.size):
+        travels = _shift(block, dtype, comm) if step + 1 < comm.size else None
+        yield (comm.rank - step) % comm.size, block[..., :width], block[..., width:]
+        if travels is not None:
+            block = arrived(travels)
+
+
+def ring_run(
+    q: Array, k: Array, v: Array, at: list[Array], reads: list[int], rule: Rule, dtype: str, comm: Communicator
+) -> tuple[Array, RingStep]:
+    """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
+    mine, o, lse = widen(q, dtype), None, None
+    for source, key, value in _circle(k, v, dtype, comm):
+        part = attend.on(comm, mine, widen(key, dtype), widen(value, dtype), reads, at[comm.rank], at[source], rule)
+        if o is None or lse is None:
+            o, lse = part
+        else:
+            merge.on(comm, o, lse, *part)
+    assert o is not None and lse is not None
+    o = narrow(o, dtype)
+    return o, RingStep(q, k, v, o, lse, at, reads)
+
+
+def ring_run_backward(
+    step: RingStep, do: Array, rule: Rule, dtype: str, comm: Communicator
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own."""
+    q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
+    dq, width, wide = np.zeros_like(q), step.k.shape[2], accumulator(dtype)
+    travels = None
+    for source, key, value in _circle(step.k, step.v, dtype, comm):
+        k, v, at = widen(key, dtype), widen(value, dtype), step.at
+        more, dk, dv = attend_backward.on(comm, q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
+        dq += more
+        if travels is None:
+            total = np.concatenate([dk, dv], 2)
+        else:
+            total = arrived(travels)
+            total[..., :width] += dk
+            total[..., width:] += dv
+        travels = _shift(total, wide, comm) if comm.size > 1 else None
+    if travels is not None:
+        total = arrived(travels)
+    return dq, total[..., :width], total[..., width:]
