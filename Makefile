@@ -46,12 +46,16 @@ test:
 test-device: .venv/.ready-nvrtc
 	.venv/bin/python -m pytest tests/wheels $(ARGS)
 
-# The other packages are those of .venv. TORCH_INDEX chooses a small wheel.
-test-torch: .venv/.ready-test
-	.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore \
-		$(TORCH_INDEX:%=--extra-index-url %) --target build/torch-$(VERSION) torch==$(VERSION)
-	PATH="$(CURDIR)/.venv/bin:$$PATH" PYTHONPATH=build/torch-$(VERSION) OMP_NUM_THREADS=1 mpirun -n 2 \
+# The other packages are those of .venv. TORCH_INDEX chooses a small wheel. A version is installed once.
+test-torch: .venv/.ready-test build/torch-$(VERSION)/.ready
+	PATH="$(CURDIR)/.venv/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/torch-$(VERSION)" OMP_NUM_THREADS=1 mpirun -n 2 \
 		python -m pytest -q --with-mpi -p no:cacheprovider tests/mpi/test_process_group.py $(ARGS)
+
+build/torch-%/.ready: | .venv/.ready-test
+	@echo "Installing torch $* in $(@D) (7 GB with CUDA)"
+	.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action=ignore --upgrade \
+		$(TORCH_INDEX:%=--extra-index-url %) --target $(@D) torch==$*
+	@touch $@
 
 # Several ranks share the GPU. Only a host without one may leave the tests out.
 test-gpu:

@@ -11,6 +11,7 @@ a communicator of mpi4py or fompi, by default all ranks. `op` is an operation of
 | a message with `MPI.ANY_TAG` has the tag 0        | any                                                          |
 | `MPI.ANY_SOURCE` is refused                       | any                                                          |
 | `sendrecv` has one tag, and one shape and dtype   | two                                                          |
+| `sendrecv` has a forward mode (`jax.jvp`)         | it is refused                                                |
 """
 
 from __future__ import annotations
@@ -27,21 +28,9 @@ from fompi.jax import custom_vjp
 from fompi.mpi.transport import start_mpi
 
 __all__ = [
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "bcast",
-    "gather",
-    "has_cuda_support",
-    "has_sycl_support",
-    "recv",
-    "reduce",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-]
+    "allgather", "allreduce", "alltoall", "barrier", "bcast", "gather", "has_cuda_support", "has_sycl_support", "recv",
+    "reduce", "scan", "scatter", "send", "sendrecv",
+]  # fmt: skip
 
 ours: Any = custom_vjp
 """The operations of `fompi.jax`."""
@@ -50,17 +39,10 @@ REDUCED = {"SUM": "sum", "MAX": "max", "MIN": "min", "PROD": "prod"}
 """Operations of MPI that fompi has too."""
 
 FOLDED: dict[str, Any] = {
-    "SUM": jnp.add,
-    "MAX": jnp.maximum,
-    "MIN": jnp.minimum,
-    "PROD": jnp.multiply,
-    "LAND": jnp.logical_and,
-    "LOR": jnp.logical_or,
-    "LXOR": jnp.logical_xor,
-    "BAND": jnp.bitwise_and,
-    "BOR": jnp.bitwise_or,
-    "BXOR": jnp.bitwise_xor,
-}
+    "SUM": jnp.add, "MAX": jnp.maximum, "MIN": jnp.minimum, "PROD": jnp.multiply,
+    "LAND": jnp.logical_and, "LOR": jnp.logical_or, "LXOR": jnp.logical_xor,
+    "BAND": jnp.bitwise_and, "BOR": jnp.bitwise_or, "BXOR": jnp.bitwise_xor,
+}  # fmt: skip
 """Operations of MPI on two arrays."""
 
 

@@ -110,7 +110,8 @@ def reduction(op: Any, x: Tensor, size: int) -> Reduction:
     """How `op` reduces tensors like `x` over `size` ranks. Raises ValueError or TypeError if there is no way."""
     is_bool, is_integer = x.dtype == torch.bool, not (x.is_floating_point() or x.is_complex())
     if x.layout != torch.strided:
-        raise TypeError(f"the backend fompi does not reduce tensors of the layout {x.layout}: call to_dense() before")
+        words = f"of tensors of the layout {x.layout} the backend fompi has only the all-reduce of COO with SUM"
+        raise TypeError(f"{words}: call to_dense() before")
     if is_bool and op == _R.AVG:
         raise TypeError("torch.bool has no average")
     for known, name in _BY_FOMPI:
@@ -170,12 +171,14 @@ class Collectives:
         finish: Callable[..., object] | None = None,
         value: Any = None,
         given: Any = (),
+        timeout: timedelta | None = None,
     ) -> Work:
         """The Work of a call on the tensors `value` and `given`.
 
         If the program does not wait for it at once, it progresses and ends by itself.
         """
         work = Work(what, self.comm, pendings, finish, value, streams.order_of(value, given))
+        work.limit = timeout or _limit_of(opts)
         if getattr(opts, "asyncOp", True):
             for pending in pendings:
                 pending.leave()
@@ -196,17 +199,29 @@ class Collectives:
         pending = self._start(operation, how.given(x), op=how.op, out=x if place else None, **options)
         return pending, lambda y: None if place or y.shape != x.shape else t.data.copy_(how.taken(y).view(t.shape))
 
+    def _sum_of_sparse(self, t: Tensor) -> list[tuple[Any, Callable[[Tensor], object]]]:
+        """The calls that add tensors in COO format: they gather the entries of all ranks."""
+        x, places = t.detach().coalesce(), list[Tensor]()
+
+        def finish(values: Tensor) -> None:
+            t.copy_(torch.sparse_coo_tensor(places[0].T, values, t.shape).coalesce())
+
+        calls = ((x.indices().T, places.append), (x.values(), finish))
+        return [(self._start(operations.all_gather, rows(each)), then) for each, then in calls]
+
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        tensors, op = _listed(tensors), _op_of(opts)
-        calls = [self._reduce(operations.all_reduce, t, op) for t in tensors]
-        return self._work("all_reduce", opts, *_merged(calls), tensors)
+        tensors, op, calls = _listed(tensors), _op_of(opts), []
+        for t in tensors:
+            is_sparse_sum = t.layout == torch.sparse_coo and op == _R.SUM
+            calls += self._sum_of_sparse(t) if is_sparse_sum else [self._reduce(operations.all_reduce, t, op)]
+        return self._work("all_reduce", opts, *_merged(calls), tensors, timeout=timeout)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any, op: Any = _R.SUM, timeout: Any = None) -> Work:
         tensors, root = _listed(tensors), _root_of(opts)
         calls = [self._reduce(operations.reduce, t, getattr(opts, "reduceOp", op), root=root) for t in tensors]
-        return self._work("reduce", opts, *_merged(calls), tensors)
+        return self._work("reduce", opts, *_merged(calls), tensors, timeout=timeout)
 
     def _reduce_scatter(
         self, x: Tensor, out: Tensor, op: Any, counts: Sequence[int] | None
@@ -227,7 +242,7 @@ class Collectives:
             self._reduce_scatter(torch.cat([flat(t) for t in parts]), out, op, [t.numel() for t in parts])
             for out, parts in zip(outs, ins, strict=True)
         ]
-        return self._work("reduce_scatter", opts, *_merged(calls), outs)
+        return self._work("reduce_scatter", opts, *_merged(calls), outs, timeout=timeout)
 
     def reduce_scatter_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
         for out, x in zip(outs, ins, strict=True):
@@ -252,7 +267,7 @@ class Collectives:
             place = x.data_ptr() == t.data_ptr()
             pending = self._start(operations.broadcast, x, root=root, out=x if place else None)
             calls.append((pending, lambda y, t=t, place=place: None if place else t.data.copy_(y.view(t.shape))))
-        return self._work("broadcast", opts, *_merged(calls), tensors)
+        return self._work("broadcast", opts, *_merged(calls), tensors, timeout=timeout)
 
     def _all_gather(self, out: Tensor, x: Tensor) -> tuple[Any, Callable[[Tensor], object]]:
         place = is_place_for(out, x)
@@ -272,7 +287,7 @@ class Collectives:
         outs, ins = _nested(outs), _listed(ins)
         pendings = [self._start(operations.all_gather, flat(x)) for x in ins]
         calls = [(p, lambda y, parts=parts: copy_parts(parts, y)) for p, parts in zip(pendings, outs, strict=True)]
-        return self._work("all_gather", opts, *_merged(calls), outs)
+        return self._work("all_gather", opts, *_merged(calls), outs, timeout=timeout)
 
     def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
         """outs[rank][i] is ins[i] of that rank."""
@@ -286,7 +301,7 @@ class Collectives:
         outs, ins, root = _nested(outs), _listed(ins), _root_of(opts)
         pending = self._start(operations.gather, flat(ins[0]), root=root)
         parts = outs[0] if self.comm.rank == root else []
-        return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs, ins)
+        return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs, ins, timeout)
 
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Work:
         outs, root, (out, *_) = _listed(outs), _root_of(opts), _listed(outs)
@@ -295,12 +310,14 @@ class Collectives:
             parts = _nested(ins)[0]
             x, counts = torch.cat([flat(t) for t in parts]), [t.numel() for t in parts]
         pending = self._start(operations.scatter, x, root=root, counts=counts)
-        return self._work("scatter", opts, [pending], lambda y: out.data.copy_(y.view(out.shape)), outs)
+        return self._work(
+            "scatter", opts, [pending], lambda y: out.data.copy_(y.view(out.shape)), outs, timeout=timeout
+        )
 
     def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         x, counts = torch.cat([flat(t) for t in ins]), [t.numel() for t in ins]
         pending = self._start(operations.all_to_all, x, counts=counts)
-        return self._work("all_to_all", opts, [pending], lambda y: copy_parts(outs, y), outs)
+        return self._work("all_to_all", opts, [pending], lambda y: copy_parts(outs, y), outs, timeout=timeout)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_splits: Any, in_splits: Any, opts: Any = None, timeout: Any = None
@@ -320,7 +337,7 @@ class Collectives:
             if not place:
                 out.data.copy_(y.view(out.shape))
 
-        return self._work("all_to_all", opts, [pending], finish, out)
+        return self._work("all_to_all", opts, [pending], finish, out, timeout=timeout)
 
     # -- messages of two ranks
     def _tag(self, tag: int) -> int:
@@ -353,7 +370,8 @@ class Collectives:
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """It waits for all ranks, and for what the current stream of the device that `opts` names has to do."""
         streams.drain(getattr(opts, "device", None))
-        return self._work("barrier", opts, [self._start(operations.all_reduce, np.zeros(1, np.int32))])
+        pending = self._start(operations.all_reduce, np.zeros(1, np.int32))
+        return self._work("barrier", opts, [pending], timeout=timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that raises a DistBackendError on rank 0 which names the rank that does not come, or all of them.
@@ -361,18 +379,24 @@ class Collectives:
         `torch.distributed.monitored_barrier` refuses all backends but gloo: call this method of the group.
         """
         timeout = getattr(timeout, "timeout", timeout)  # torch gives a Backend the options of a barrier
-        comm, seconds = self.comm, timeout.total_seconds() if timeout else self.comm.channel.timeout
+        comm, seconds = self.comm, self.comm.channel.timeout
+        if timeout is not None and timeout >= timedelta(0):
+            seconds = timeout.total_seconds()
         note = np.zeros(1, np.uint8)
         late: list[int] = []
-        if comm.rank:
-            answer = self._start(messages.recv, 0, tag=MONITORED)
-            self._work("monitored_barrier", None, [self._start(messages.send, note, 0, tag=MONITORED)])
-            Work("monitored_barrier", comm, [answer]).wait(timedelta(seconds=seconds or 0))
-            return
-        others = range(1, comm.size)
+        others = [0] if comm.rank else range(1, comm.size)
         for rank in others:
             if rank not in self._reports:  # else one of an earlier barrier, for which that rank was late
                 self._reports[rank] = self._start(messages.recv, rank, tag=MONITORED)
+        if comm.rank:
+            self._work("monitored_barrier", None, [self._start(messages.send, note, 0, tag=MONITORED)])
+            try:
+                self._reports[0].wait(seconds)
+                del self._reports[0]
+            except Exception as error:
+                words = "successfully reached monitoredBarrier, but received errors while waiting for send/recv from"
+                raise dist.DistBackendError(f"[Rank {comm.rank}]: Rank {comm.rank} {words} rank 0: {error}") from error
+            return
         for rank in others:
             try:
                 self._reports[rank].wait(0.0 if late else seconds)
@@ -388,9 +412,9 @@ class Collectives:
 
     def _late(self, ranks: Sequence[int], seconds: float | None) -> Exception:
         who = f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        limit = f"{1e3 * seconds:g} ms" if seconds else "time"
+        limit = "time" if seconds is None else f"{1e3 * seconds:g} ms"
         error: Exception = dist.DistBackendError(
-            f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit}: rank 0 timed out waiting"
+            f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit}. Rank 0 timed out in monitoredBarrier"
         )
         return error
 
@@ -450,6 +474,8 @@ class Collectives:
     def shutdown(self) -> None:
         """Finish the calls in flight and close the communicator. Collective over the group."""
         _KEPT.discard(self)
+        for report in self._reports.values():  # nobody sends it: a barrier has failed
+            report.give_up()
         self.comm.close()
 
     def abort(self) -> None:
@@ -519,6 +545,12 @@ def _nested(tensors: Any) -> list[list[Tensor]]:
 def _op_of(opts: Any) -> Any:
     """The ReduceOp of an options object, or `opts` itself if it is one."""
     return getattr(opts, "reduceOp", _R.SUM if opts is None else opts)
+
+
+def _limit_of(opts: Any) -> timedelta | None:
+    """The time limit in an options object, or `opts` itself if it is one. torch writes -1 ms for none."""
+    limit = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+    return limit if limit and limit > timedelta(0) else None
 
 
 def _root_of(opts: Any) -> int:

@@ -76,6 +76,7 @@ class Work(private.WORK):
         self._error: BaseException | None = None
         self._future: Future | None = None
         self.find_source: Callable[[], int] | None = None
+        self.limit: timedelta | None = None  # what a wait for this call lasts at most, if the program gave a time-out
         self._unfinished = len(self._pendings)
         if not private.KEEPS_WORK:
             _hold(self)
@@ -126,7 +127,8 @@ class Work(private.WORK):
 
     # -- as torch calls it
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Drive fompi until the call is finished. Raises its error, and DistBackendError after `timeout`."""
+        """Drive fompi until the call is finished. Raises its error, and DistBackendError after `timeout` or `limit`."""
+        timeout = timeout or self.limit
         seconds = timeout.total_seconds() if timeout else 0.0
         limit = perf_counter() + seconds if seconds > 0 else None
         for pending in list(self._pendings):

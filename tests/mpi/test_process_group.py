@@ -15,24 +15,7 @@ from fompi.torch import private, store, work
 
 R = dist.ReduceOp
 RELEASE = private.release(torch.__version__)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.set_num_threads(1)
-    dist.init_process_group("fompi")
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def rank(group):
-    return dist.get_rank()
-
-
-@pytest.fixture
-def size(group):
-    return dist.get_world_size()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 def test_rank_and_size_come_from_mpi_and_nobody_connects(world, group):
@@ -212,7 +195,7 @@ def test_unknown_reductions_are_refused_on_all_ranks(rank):
         with pytest.raises((ValueError, TypeError)):
             dist.all_reduce(of(rank, dtype), op)
     with pytest.raises(TypeError, match="to_dense"):
-        dist.all_reduce(of(rank).to_sparse())
+        dist.all_reduce(of(rank).to_sparse(), R.MAX)
     dist.barrier()  # and the group is usable
 
 
@@ -372,14 +355,30 @@ def test_a_message_from_any_rank(rank, size):
 
 
 def test_monitored_barrier(rank, size, group):
-    """It names the ranks that do not come, and works again once they have come."""
+    """It names the ranks that do not come, and works again once they have come. The words are those of gloo."""
     group.monitored_barrier(timedelta(seconds=5))
     if size > 1:
+        late = r"Ranks? 1.* failed to pass monitoredBarrier.*Rank 0 timed out in monitoredBarrier"
         if rank == 0:
-            with pytest.raises(dist.DistBackendError, match=r"Ranks? 1.* failed to pass monitoredBarrier.*timed out"):
-                group.monitored_barrier(timedelta(milliseconds=20), wait_all_ranks=True)
+            for limit in (timedelta(milliseconds=20), timedelta(0)):  # 0 is a limit, too
+                with pytest.raises(dist.DistBackendError, match=late):
+                    group.monitored_barrier(limit, wait_all_ranks=True)
         dist.barrier()
         group.monitored_barrier(timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["used on", "closed"])
+def test_a_monitored_barrier_that_fails(rank, size, is_closed):
+    """Only rank 0 and the last one come. The group can be used after it, and closed at once, whatever its time-out."""
+    group = dist.new_group(timeout=timedelta(minutes=20))
+    words = f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv"
+    if size > 2 and rank in (0, size - 1):
+        with pytest.raises(dist.DistBackendError, match=r"Rank 1 failed" if rank == 0 else f"{words} from rank 0"):
+            group.monitored_barrier(timedelta(milliseconds=20))
+    dist.barrier()
+    for _ in range(0 if is_closed else 3):
+        group.monitored_barrier(timedelta(seconds=60))
+    dist.destroy_process_group(group)
 
 
 def test_a_wait_with_a_limit(rank, size):
@@ -396,6 +395,26 @@ def test_a_wait_with_a_limit(rank, size):
         if rank == 0:
             work.wait()
             assert y.sum() == 3
+
+
+def test_the_time_limit_of_a_call(rank, size, group):
+    """Rank 0 waits for the others, which wait for its message. Its calls go on after the error."""
+    limit, x = timedelta(milliseconds=20), torch.ones(2)
+    options = dist.distributed_c10d.BarrierOptions()
+    options.timeout = limit
+    begin = [lambda: group.barrier(options), lambda: group.barrier(limit), lambda: group.allreduce([x], R.SUM, limit)]
+    if rank and size > 1:
+        dist.recv(torch.zeros(1), 0)
+    works = [call() for call in begin]
+    if rank == 0 and size > 1:
+        for work in works:
+            with pytest.raises(dist.DistBackendError, match=r"Timed out waiting: .* is not finished after"):
+                work.wait()
+        for other in range(1, size):
+            dist.send(torch.zeros(1), other)
+    for work in works:
+        work.wait(timedelta(seconds=60))
+    assert x.tolist() == [size, size]
 
 
 def test_the_time_limit_of_a_group(rank, size):
@@ -489,6 +508,36 @@ def test_distributed_data_parallel(rank, size, data, options):
     """Many small buckets: all of them in flight at once, completed by futures."""
     net = torch.nn.parallel.DistributedDataParallel(model(4), bucket_cap_mb=0.001, **options)
     assert_equal(train(step_on_rows(net, *data, rank, size), list(net.parameters())), alone(model(4), *data))
+
+
+def test_sums_of_sparse_tensors(rank, size):
+    """Entries at one place are added. Ranks may have entries at other places, several at one place, or none."""
+    places, many = [[rank, rank, size]], 3 * (rank % 2)
+    for values in (torch.ones(3), torch.full((3, 2), rank + 1.0), torch.arange(3)):
+        shape = (size + 1, *values.shape[1:])
+        t = torch.sparse_coo_tensor(torch.tensor(places)[:, :many], values[:many], shape)
+        whole = t.to_dense()
+        dist.all_reduce(whole)
+        dist.all_reduce(t)
+        assert t.is_sparse and torch.equal(t.to_dense(), whole)
+
+
+def test_distributed_data_parallel_with_a_sparse_gradient(rank, size):
+    ids, goal = torch.arange(3 * size).view(size, 3) * 5 % 7, torch.linspace(0, 1, size, dtype=torch.float64)
+
+    def trained(wrap, rows):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.EmbeddingBag(7, 4, sparse=True), torch.nn.Linear(4, 1)).double()
+        wrapped = wrap(net)
+
+        def step():
+            F.mse_loss(wrapped(ids[rows]).flatten(), goal[rows]).backward()
+
+        return train(step, list(net.parameters()), torch.Tensor.to_dense, steps=3)[1:]
+
+    found = trained(torch.nn.parallel.DistributedDataParallel, slice(rank, rank + 1))
+    for mine, theirs in zip(found, trained(lambda net: net, slice(None)), strict=True):
+        assert_equal(mine, theirs)
 
 
 @pytest.mark.skipif(RELEASE < (2, 8), reason="FSDP2 of this torch needs a GPU")
