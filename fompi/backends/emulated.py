@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import Numpy
+from fompi.backends.base import Dtypes, Kernel
+from fompi.backends.numpy import Arrays, Numpy
 from fompi.model.machine import Machine
 from fompi.plans import kernels
 from fompi.plans.dependencies import lane_of
@@ -33,7 +34,7 @@ CORNER = 4
 def corner(a: Array, whole: bool = False) -> Array:
     """A view of the first elements of each row. For an operand that a kernel takes `whole`, only of the first rows."""
     if whole:
-        return a[:CORNER, :CORNER] if a.ndim == 2 else a[:CORNER]
+        return a[..., :CORNER, :CORNER] if a.ndim > 1 else a[:CORNER]
     return a[..., :CORNER] if a.ndim > 1 else a
 
 
@@ -89,14 +90,7 @@ class Emulated:
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
         return self._host.empty(arena, shape, dtype, place, aligned)
 
-    def bind(
-        self,
-        kernel: str,
-        reads: Sequence[Array],
-        writes: Sequence[Array],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
-    ) -> Callable[..., Enqueued]:
+    def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
         count = len(reads) - kernels.find(kernel).whole
         read_corners = [corner(a, whole=i >= count) for i, a in enumerate(reads)]
         write_corners = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]

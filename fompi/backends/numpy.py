@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.base import Kernel
+from fompi.backends.base import Dtypes, Kernel
 from fompi.base.layout import CARRIERS, HALF
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import MOVES, find
 
 Array = np.ndarray[Any, Any]
+Arrays = Sequence[Array]
 
 
 @cache
@@ -76,14 +77,7 @@ class Numpy:
         array: Array = arena.take(tuple(shape), storage(dtype), aligned)
         return array
 
-    def bind(
-        self,
-        kernel: str,
-        reads: Sequence[Array],
-        writes: Sequence[Array],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
-    ) -> Kernel:
+    def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
         dtypes = {*read_dtypes, *write_dtypes}
         moves = kernel in MOVES and len(dtypes) == 1
         plain = moves or dtypes.isdisjoint(HALF)
@@ -119,7 +113,7 @@ def _numba() -> Any:
     return import_module("fompi.backends.numba") if find_spec("numba") else None
 
 
-def _compiled(kernel: str, reads: Sequence[Array], writes: Sequence[Array], dtypes: Sequence[str]) -> Kernel | None:
+def _compiled(kernel: str, reads: Arrays, writes: Arrays, dtypes: Dtypes) -> Kernel | None:
     """The compiled kernel for a sum or copy of large bfloat16 arrays, else None. It compiles at its first call."""
     arrays = (*reads, *writes)
     if kernel not in ("add", "copy") or len(writes) > 1 or writes[0].size < LARGE or "float16" in dtypes:
@@ -130,12 +124,7 @@ def _compiled(kernel: str, reads: Sequence[Array], writes: Sequence[Array], dtyp
 
 
 def _half(
-    compute: Callable[..., None],
-    kernel: str,
-    reads: Sequence[Array],
-    writes: Sequence[Array],
-    read_dtypes: Sequence[str],
-    write_dtypes: Sequence[str],
+    compute: Callable[..., None], kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes
 ) -> None:
     """Run `compute` in float32 on widened operands, then round the results that have a half type."""
     wide = [widen(a, d) for a, d in zip(reads, read_dtypes, strict=True)]
@@ -148,8 +137,6 @@ def _half(
 
 Groups = Sequence[Sequence[Array]]
 """Operands that are split into chunks of rows: one sequence of chunks per operand."""
-
-Arrays = Sequence[Array]
 
 
 def _copy(groups: Groups, whole: Arrays, writes: Arrays) -> None:
@@ -194,6 +181,17 @@ def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
         add = True
 
 
+def _matmul_grouped(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    for x, w, y in zip(groups[0], whole[0], writes, strict=True):
+        np.matmul(rows(x), w, out=rows(y))
+
+
+def _gradient_grouped(groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    in_place = bool(whole) and np.may_share_memory(whole[0], writes[0])
+    for i, (a, h, g) in enumerate(zip(*groups, writes[0], strict=True)):
+        _gradient([[a], [h]], [g] if in_place else [sums[i] for sums in whole], [g])
+
+
 _KERNELS: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
     **dict.fromkeys(MOVES, _copy),
     **{name: partial(_combine, function) for name, function in COMBINES.items()},
@@ -202,5 +200,8 @@ _KERNELS: dict[str, Callable[[Groups, Arrays, Arrays], None]] = {
     "matmul_add": _matmul_add,
     "gradient": _gradient,
     "gradient_add": _gradient,
+    "matmul_grouped": _matmul_grouped,
+    "gradient_grouped": _gradient_grouped,
+    "gradient_grouped_add": _gradient_grouped,
 }
 """Each kernel of `fompi.plans.kernels` as a function of its chunked operands, its whole operands and its results."""

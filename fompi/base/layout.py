@@ -155,7 +155,7 @@ def offsets(counts: Iterable[int]) -> list[int]:
 Symbol = tuple[str | int, ...]
 """A name for the number of rows of a block. Two blocks with equal symbols have equally many rows in every call."""
 
-AXES = ("rows", "own", "copies", "slices", "send", "recv", "whole")
+AXES = ("rows", "own", "copies", "slices", "send", "recv", "experts", "whole")
 """The axis of a buffer says what its blocks are. For a buffer of `rank`:
 
 | axis     | block b is                           | its rows are                                             |
@@ -166,7 +166,11 @@ AXES = ("rows", "own", "copies", "slices", "send", "recv", "whole")
 | `slices` | part b // size of owner b % size     | the rows of this block of the partition                  |
 | `send`   | part b % parts for dest b // parts   | rows that `rank` sends to dest                           |
 | `recv`   | part b % parts of source b // parts  | rows that source sends to `rank`                         |
+| `experts`| expert b of `rank`                   | one row: the matrix of this expert                       |
 | `whole`  | the only block                       | the whole buffer, whose shape is fixed                   |
+
+A pair has `parts` blocks. Where rows go to experts, the pair has a run of rows for each expert of the rank that
+multiplies. Each run is cut into slices: part e * slices + i is slice i of expert e.
 """
 
 
@@ -182,20 +186,26 @@ def symbol(axis: str, rank: int, size: int, parts: int, block: int) -> Symbol:
         return ("pair", rank, *divmod(block, parts))
     if axis == "recv":
         return ("pair", block // parts, rank, block % parts)
-    return ("whole",)
+    return ("expert",) if axis == "experts" else ("whole",)
 
 
-def blocks(axis: str, rank: int, size: int, parts: int) -> range:
-    """The block numbers of a buffer with this axis on `rank`."""
+def blocks(axis: str, rank: int, size: int, parts: int, experts: int = 0) -> range:
+    """The block numbers of a buffer with this axis on `rank`, which has so many experts."""
     if axis == "whole":
         return range(1)
+    if axis == "experts":
+        return range(experts)
     if axis == "own":
         return range(rank * parts, (rank + 1) * parts)
     return range(size * parts)
 
 
 class Extents(NamedTuple):
-    """The rows of one call, as `rank` needs them: `rows[owner]`, or `send[dest]` and `recv[source]`."""
+    """The rows of one call, as `rank` needs them: `rows[owner]`, or `send[dest]` and `recv[source]`.
+
+    Where rows go to experts, rank r has `experts[r]` of them. Then `send` and `recv` have a number for each run of each
+    pair: as many runs for every pair as a rank has experts at most. `is_late`: the rank that receives rows multiplies.
+    """
 
     rank: int
     size: int
@@ -203,6 +213,8 @@ class Extents(NamedTuple):
     rows: tuple[int, ...] = ()
     send: tuple[int, ...] = ()
     recv: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    is_late: bool = True
 
     def counts(self, axis: str) -> Sequence[int]:
         """The rows of each block of a buffer with this axis, in the order of the blocks."""
@@ -216,16 +228,48 @@ class Extents(NamedTuple):
         if axis == "slices":
             blocks_of = [cut(n, self.shares) for n in self.rows]
             return [blocks_of[owner][part] for part in range(len(self.shares)) for owner in range(self.size)]
+        if axis == "experts":
+            return (1,) * sum(self.experts[self.rank : self.rank + 1])
         raise LayoutError(f"a buffer of the axis {axis!r} has a fixed shape, not rows")
+
+    def by_peer(self, axis: str) -> tuple[Any, ...]:
+        """The rows for or from each rank: a number, or where rows go to experts a number for each of them.
+
+        `axis` is send or recv.
+        """
+        counts: tuple[int, ...] = getattr(self, axis)
+        if not self.experts:
+            return counts
+        runs = len(counts) // self.size
+        mine = (axis == "recv") == self.is_late  # this rank multiplies them
+        return tuple(counts[r * runs :][: self.experts[self.rank if mine else r]] for r in range(self.size))
 
 
 class Sizes(NamedTuple):
-    """The rows of all ranks in one call: `rows[owner]`, or `pairs[source][dest]` for an all-to-all."""
+    """The rows of all ranks in one call: `rows[owner]`, or `pairs[source][dest]` for an all-to-all.
+
+    Where rows go to experts, `runs[source][dest]` has a number for each expert. `grouped` makes both from these.
+    """
 
     rows: tuple[int, ...] = ()
     pairs: tuple[tuple[int, ...], ...] = ()
+    runs: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
-    def extents(self, rank: int, shares: tuple[int, ...]) -> Extents:
+    @classmethod
+    def grouped(cls, runs: Iterable[Iterable[Iterable[int]]]) -> Sizes:
+        """The Sizes with these `runs`. Shorter ones are filled up with 0."""
+        table = [[tuple(run) for run in row] for row in runs]
+        most = max(len(run) for row in table for run in row)
+        filled = tuple(tuple(run + (0,) * (most - len(run)) for run in row) for row in table)
+        return cls(pairs=tuple(tuple(map(sum, row)) for row in filled), runs=filled)
+
+    def extents(
+        self, rank: int, shares: tuple[int, ...], experts: tuple[int, ...] = (), is_late: bool = True
+    ) -> Extents:
+        if self.runs:
+            send = tuple(n for run in self.runs[rank] for n in run)
+            recv = tuple(n for row in self.runs for n in row[rank])
+            return Extents(rank, len(self.pairs), shares, (), send, recv, experts, is_late)
         if self.pairs:
             received = tuple(row[rank] for row in self.pairs)
             return Extents(rank, len(self.pairs), shares, send=self.pairs[rank], recv=received)

@@ -75,7 +75,8 @@ def machine_of(options: argparse.Namespace) -> fompi.Machine:
 def specs_of(options: argparse.Namespace) -> list[Spec]:
     """The global tensors of the problem."""
     shapes = [_shape(text) for text in options.shapes]
-    layouts = problems.layouts(options.operation, len(shapes), options.dim == -1)
+    grouped = options.operation in problems.GROUPED and len(shapes) > 1 and len(shapes[1]) == 3
+    layouts = problems.layouts(options.operation, len(shapes), options.dim == -1, grouped)
     return [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
 
 

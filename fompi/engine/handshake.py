@@ -90,6 +90,9 @@ class Agreement(Task):
     afterwards whether they are the same on all. `hint` is a number of 7 bits; `hints` holds the numbers of all ranks
     afterwards.
 
+    `runs` says how the rows for each rank are divided: equally many numbers for every rank. The ranks exchange them in
+    a second round, and `arrived` has those of each source.
+
     `expects` is how many rows must arrive on this rank (-1: any number). With `equal_totals` the same number arrives on
     every rank, so each rank can check all of them. Without it each rank knows only its own total, and confirms it in a
     second round.
@@ -100,6 +103,8 @@ class Agreement(Task):
     rows: Sequence[int] = ()
     same_signature = True
     hints: Sequence[int] = ()
+    runs: Sequence[Sequence[int]] = ()
+    arrived: Sequence[Sequence[int]] = ()
     arriving: Sequence[int] | None = None  # beside `expects`, without `equal_totals`: the rows from each rank
     then: Callable[[Agreement], None] | None = None
     begun = 0.0  # when this rank started it, in seconds of perf_counter
@@ -141,7 +146,9 @@ class Agreement(Task):
         own_digest = REFUSED if self.refusal is not None else self.digest
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
         headers = [pack(stamp, own_digest, rows | hint, expects) for rows in self.outgoing]
-        self._exchange(_HEADER.size, round, headers)
+        if self.runs and round == CONFIRMATION:
+            headers = [header + struct.pack(f"<{len(n)}q", *n) for header, n in zip(headers, self.runs, strict=True)]
+        self._exchange(len(headers[0]), round, headers)
 
     def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
         """Send `messages[peer]` to each rank, and receive one message of `nbytes` from each, in rank order.
@@ -181,6 +188,8 @@ class Agreement(Task):
             self._disagree()
             return
         size = self.comm.size
+        if self.runs and self._round == CONFIRMATION:
+            self._inbox = self._take_runs()
         fields = struct.unpack(f"<{4 * size}q", self._inbox)
         stamps, digests, rows, expected = fields[::4], fields[1::4], fields[2::4], fields[3::4]
         if digests[0] != REFUSED and stamps.count(self.stamp) == digests.count(digests[0]) == size:
@@ -190,7 +199,7 @@ class Agreement(Task):
                     self.hints = [n >> _ROWS_BITS & (1 << HINT_BITS) - 1 for n in rows]
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
-                if max(expected) >= 0 and self._check_expected(expected):
+                if (max(expected) >= 0 and self._check_expected(expected)) or self.runs:
                     self._exchange_headers(CONFIRMATION)
                     return
             self._finish()
@@ -199,6 +208,14 @@ class Agreement(Task):
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
+
+    def _take_runs(self) -> bytearray:
+        """Take the runs out of what has arrived. Returns the headers."""
+        inbox, count = self._inbox, len(self.runs[0])
+        each = _HEADER.size + 8 * count
+        starts = range(0, len(inbox), each)
+        self.arrived = [struct.unpack_from(f"<{count}q", inbox, at + _HEADER.size) for at in starts]
+        return bytearray().join(inbox[at : at + _HEADER.size] for at in starts)
 
     def _check_expected(self, expected: Sequence[int]) -> bool:
         """Compare the rows that arrive with `expected`. True: a second round must confirm that they fit everywhere."""

@@ -156,7 +156,7 @@ class BoundSite(Site):
                 tensors[buffer.name] = buffer.dtype
                 if problem.flat:
                     array = array.reshape(problem.result_shape(local.shape, self.comm.rank))
-                elif buffer.axis != "whole":
+                elif buffer.axis not in ("whole", "experts"):
                     array = dlpack.rows_at(array, dim, local.split)
                 outputs[buffer.name] = Form(array.shape, buffer.dtype), array
         self.nested = self.arguments.result({name: (name,) for name in outputs})
@@ -307,17 +307,22 @@ def _sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
     moves = local.problem.moves
     if moves not in ("all_gather", "all_to_all"):
         return Sizes(local.rows)
-    mine = np.array([[*local.rows, local.expects]], np.int64)
+    sent = [n for run in local.runs for n in run] or local.rows
+    mine = np.array([[*sent, local.expects]], np.int64)
     table = operations.all_gather(mine, comm=comm).tolist()
+    sizes = Sizes(pairs=tuple(tuple(rows) for *rows, _ in table))
+    if local.runs:
+        most = local.problem.runs
+        sizes = Sizes.grouped([[rows[at : at + most] for at in range(0, len(rows), most)] for *rows, _ in table])
     for rank, (*_, expects) in enumerate(table):
-        arriving = sum(row[rank] for row in table)
+        arriving = sum(row[rank] for row in sizes.pairs)
         if expects not in (-1, arriving):
             raise ShapeError(
                 f"{local.problem.operation}: the operand on rank {rank} has {expects} rows, but {arriving} arrive there"
             )
     if moves == "all_gather":
         return Sizes(tuple(row[0] for row in table))
-    return Sizes(pairs=tuple(tuple(rows) for *rows, _ in table))
+    return sizes
 
 
 def _plan_of(comm: Communicator, local: LocalCall, sizes: Sizes, call_options: CallOptions) -> Plan:

@@ -96,8 +96,10 @@ def _lag(ports: Sequence[Level]) -> float:
 def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1) -> float:
     """Seconds of the kernels of a problem on `rows` rows, in one call each.
 
-    `runs` is the number of separate pieces of these rows. Each piece is a product that packs the weight again.
+    `runs` is the number of separate pieces of these rows. Each piece is a product that packs the weight again. Where
+    rows go to experts, each piece is a product for each of them.
     """
+    runs *= problem.runs
     width, item = prod(problem.row), itemsize(problem.dtype)
     wide = itemsize(problem.accumulator)
     seconds = 0.0

@@ -85,14 +85,14 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     if plan.order or plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation in ROOTED:
         return size
     step = lcm(max((level.ranks for level in machine.levels if level.ranks < size), default=1), plan.group_size)
-    counts = sizes.pairs or sizes.rows
+    counts = sizes.runs or sizes.pairs
     if size % step or step == size or len(set(map(machine.rate, range(size)))) > 1:
         return size
-    dealt = plan.problem.columns
+    dealt = plan.problem.columns or plan.problem.experts
     if size <= FEW_RANKS and dealt[step:] + dealt[:step] != dealt:
         return size
-    if sizes.pairs:
-        equal = all(row[-step:] + row[:-step] == counts[(r + step) % size] for r, row in enumerate(sizes.pairs))
+    if counts:
+        equal = all(row[-step:] + row[:-step] == counts[(r + step) % size] for r, row in enumerate(counts))
     else:
         equal = all(n == sizes.rows[(r + step) % size] for r, n in enumerate(sizes.rows))
     if not equal:

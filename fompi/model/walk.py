@@ -36,6 +36,11 @@ def check_sizes(plan: Plan, sizes: Sizes) -> None:
     if bool(sizes.pairs) != by_pair or any(len(row) != plan.size for row in sizes.pairs):
         wanted = f"pairs of {plan.size} x {plan.size} ranks" if by_pair else "rows of each rank"
         raise LayoutError(f"{plan.problem.operation} takes Sizes with the {wanted}, not {sizes}")
+    runs = [run for row in sizes.runs for run in row]
+    if (by_pair and bool(runs) != bool(plan.problem.experts)) or {*map(len, runs)} - {plan.problem.runs}:
+        raise LayoutError(
+            f"{plan.problem.operation}: {sizes} must have {plan.problem.runs} runs for each pair of ranks"
+        )
     if min((n for row in sizes.pairs or (sizes.rows,) for n in row), default=0) < 0:
         raise LayoutError(f"{sizes}: rows must be 0 or more")
 

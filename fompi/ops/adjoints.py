@@ -40,6 +40,8 @@ The weight gradients have gradients too, so gradients of gradients are right, of
 | all_to_all_weight_gradient(x, h) | matmul_all_to_all(h, dg.T)     | all_to_all_matmul(x, dg) |
 
 The operations with a product and a weight gradient have the sum of the terms of both.
+
+Where rows go to experts, w.T and dg.T are the transposed matrices of the experts, and the table is the same.
 """
 
 from __future__ import annotations
@@ -401,20 +403,27 @@ def _collect(call: Call, a: Arguments, dy: Any, needs: Sequence[bool]) -> list[A
     return [dx, dw, *_bias(a, dy)]
 
 
+def _exchanged(call: Call, a: Arguments, operation: Operation, axis: str, *tensors: Any) -> Any:
+    """An exchange of the backward with the rows that the forward has sent, or received (`axis`)."""
+    experts = {"experts": sum(call.extents.experts)} if call.extents.experts else {}
+    counts = call.extents.by_peer(axis) if experts else getattr(call.extents, axis)
+    return call.run(operation, *tensors, counts=counts, **experts)
+
+
 def _matmul_all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     (w,) = a.weights
     if deals_columns(call.operation.name, a.dim, len(call.shape)):
         return _deal(call, a, grads[0], needs)
-    back, dx, dw = call.run(operations.all_to_all_matmul_weight_gradient, grads[0], w.T, a.x, counts=call.extents.recv)
+    back, dx, dw = _exchanged(call, a, operations.all_to_all_matmul_weight_gradient, "recv", grads[0], w.mT, a.x)
     return [dx, dw, *_bias(a, back)]
 
 
 def _all_to_all_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    (dy,), (w,), extents = grads, a.weights, call.extents
+    (dy,), (w,) = grads, a.weights
     if deals_columns(call.operation.name, a.dim, len(call.shape)):
         return _collect(call, a, dy, needs)
-    dx = call.run(operations.matmul_all_to_all, dy, w.T, counts=extents.recv) if needs[0] else None
-    dw = call.run(operations.all_to_all_weight_gradient, a.x, dy, counts=extents.send) if needs[1] else None
+    dx = _exchanged(call, a, operations.matmul_all_to_all, "recv", dy, w.mT) if needs[0] else None
+    dw = _exchanged(call, a, operations.all_to_all_weight_gradient, "send", a.x, dy) if needs[1] else None
     return [dx, dw, *_bias(a, dy)]
 
 
@@ -441,9 +450,9 @@ def _all_gather_matmul_weight_gradient(
 
 
 def _all_to_all_weight_gradient(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    (dg,), (h,), extents = grads, a.operands, call.extents
-    dx = call.run(operations.matmul_all_to_all, h, dg.T, counts=extents.recv) if needs[0] else None
-    dh = call.run(operations.all_to_all_matmul, a.x, dg, counts=extents.send) if needs[1] else None
+    (dg,), (h,) = grads, a.operands
+    dx = _exchanged(call, a, operations.matmul_all_to_all, "recv", h, dg.mT) if needs[0] else None
+    dh = _exchanged(call, a, operations.all_to_all_matmul, "send", a.x, dg) if needs[1] else None
     return [dx, dh]
 
 
@@ -452,13 +461,19 @@ def _all_to_all_matmul_weight_gradient(
 ) -> list[Any]:
     (dback, dy, dg), (w,), (h,), extents = grads, a.weights, a.operands, call.extents
     dx = dw = dh = None
-    if needs[0]:
+    if needs[0] and extents.experts:  # three exchanges: only an operation multiplies the rows of experts
+        pairs = [(d, v) for d, v in ((dy, w.mT), (h, dg)) if d is not None and v is not None]
+        terms = [_exchanged(call, a, operations.matmul_all_to_all, "recv", *pair) for pair in pairs]
+        if dback is not None:
+            terms.append(call.run(operations.all_to_all, dback, counts=[*map(sum, extents.by_peer("recv"))]))
+        dx = _sum(terms)
+    elif needs[0]:
         terms = [dback, None if dy is None else dy @ w.T, None if dg is None else h @ dg]
         dx = call.run(operations.all_to_all, _sum(terms), counts=extents.recv)
     if needs[1] and dy is not None:
-        dw = call.run(operations.all_to_all_weight_gradient, a.x, dy, counts=extents.send)
+        dw = _exchanged(call, a, operations.all_to_all_weight_gradient, "send", a.x, dy)
     if needs[2] and dg is not None:
-        dh = call.run(operations.all_to_all_matmul, a.x, dg.T, counts=extents.send)
+        dh = _exchanged(call, a, operations.all_to_all_matmul, "send", a.x, dg.mT)
     return [dx, dw, dh]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import as_integer, integer, split
 from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
-from fompi.plans.problems import MEANING, Form, Problem, deals_products
+from fompi.plans.problems import GROUPED, MEANING, Form, Problem, deals_products
 from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -51,8 +52,9 @@ class Arguments:
     operands: Sequence[Any] = ()  # h of a weight gradient
     dim: int = 0
     split_dim: int | None = None  # the dimension that an all-to-all splits (None: dim)
-    counts: Sequence[int] | None = None
+    counts: Sequence[Any] | None = None  # the rows for each rank; where rows go to experts: a list for each rank
     columns: Sequence[int] | None = None  # how many columns each rank has, where dim=-1 deals columns
+    experts: int | None = None  # of all ranks, where rows go to experts; None: as many on every rank
     root: int = 0
     op: str = "sum"
     peers: Peers | None = None
@@ -97,6 +99,7 @@ class LocalCall(NamedTuple):
     in_place: bool  # out is x: the result is written over it once the call is finished
     device: Any  # whose memory the tensors have; None: the host
     packing: tuple[float, float] | None  # when x was packed before the call began, in seconds of perf_counter
+    runs: Sequence[Sequence[int]] = ()  # where rows go to experts: the rows of each run, for each rank
 
 
 def localise(operation: str, arguments: Arguments, rank: int, size: int) -> LocalCall:
@@ -120,6 +123,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     flat = not weights and problems.is_flat(operation)
     shape, packing, dim, split_at = x.array.shape, None, 0, -1
     columns: tuple[int, ...] = ()
+    experts = _experts(operation, arguments.experts, weights, rank, size)
     if flat:
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
@@ -127,7 +131,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
             packing = (begun, perf_counter())
         x.array = x.array.reshape(-1)
     else:
-        if deals_columns(operation, arguments.dim, x.array.ndim):
+        if not experts and deals_columns(operation, arguments.dim, x.array.ndim):
             columns = _dealt_columns(operation, arguments.columns, x, weights[0], rank, size)
         elif arguments.columns is not None:
             raise LayoutError(f"{operation}: columns= is for dim=-1, which deals columns to the ranks")
@@ -158,10 +162,16 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         root=arguments.root if type(arguments.root) is int else as_integer(arguments.root, f"{operation}: root"),
         op=arguments.op,
         columns=columns,
+        experts=experts,
     )
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
-    rows = _rows(problem, len(x.array), None if columns and not weights else arguments.counts, rank)
+    runs: Sequence[Sequence[int]] = ()
+    counts = None if columns and not weights else arguments.counts
+    if experts:
+        runs = _runs(problem, len(x.array), counts, rank)
+        counts = [sum(run) for run in runs]
+    rows = _rows(problem, len(x.array), counts, rank)
     packed = not problem.multiplies_first and not (columns and not weights) and not x.array.flags.c_contiguous
     arrays = {"x": x.array}
     for i, w in enumerate(weights):
@@ -180,7 +190,8 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         if not in_place and any(_overlap(out, tensor) for tensor in (x, *weights, *biases, *operands)):
             raise TensorError(f"{operation}: out= shares memory with another operand")
         expects = _check_out(problem, out, shape, dim, split_at, rank, rows, expects)
-    return LocalCall(problem, packed, arrays, x, shape, dim, split_at, rows, expects, out, in_place, device, packing)
+    where = (out, in_place, device, packing)
+    return LocalCall(problem, packed, arrays, x, shape, dim, split_at, rows, expects, *where, runs)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -223,6 +234,49 @@ def _dimension(operation: str, dim: int, x: Array, multiplied: bool, name: str =
 def deals_columns(operation: str, dim: Any, dimensions: int) -> bool:
     """True if a call deals columns to the ranks, instead of rows: `dim` is the last dimension, of a product."""
     return deals_products(operation) and dimensions > 1 and integer(dim) in (-1, dimensions - 1)
+
+
+def has_experts(operation: str, experts: Any, dimensions: Sequence[int]) -> bool:
+    """True if the rows of a call go to experts. Its weights have so many `dimensions`."""
+    return experts is not None or (operation in GROUPED and 3 in dimensions)
+
+
+def _experts(operation: str, total: int | None, weights: Sequence[Tensor], rank: int, size: int) -> tuple[int, ...]:
+    """How many experts each rank has, if the rows of this call go to experts. Else empty."""
+    if not has_experts(operation, total, [w.array.ndim for w in weights]):
+        return ()
+    if total is None:
+        total = size * len(weights[0].array)
+    experts = split(as_integer(total, f"{operation}: experts"), size)
+    if sum(experts) < 1 or min(experts) < 0:
+        raise LayoutError(f"{operation}: experts={total} must be a number >= 1, of the experts of all ranks")
+    for w in weights:
+        if w.array.ndim == 3 and len(w.array) != experts[rank]:
+            raise LayoutError(
+                f"{operation}: w has {len(w.array)} experts, but {total} experts on {size} ranks are "
+                f"{list(experts)}: rank {rank} has {experts[rank]}. Pass experts= if ranks have different numbers"
+            )
+    return experts
+
+
+def _runs(problem: Problem, total: int, counts: Sequence[Any] | None, rank: int) -> Sequence[Sequence[int]]:
+    """The rows of each run, for each rank: `counts`, or numbers as even as possible. Shorter lists get zeros."""
+    experts, most = problem.experts, problem.runs
+    runs: Sequence[tuple[int, ...]] = ()
+    wanted = [experts[rank if problem.multiplies_first else r] for r in range(problem.size)]
+    if counts is None:
+        runs = problem.even_runs(rank, total)
+    else:
+        with suppress(TypeError, ValueError):
+            runs = [tuple(map(operator.index, run)) for run in counts]
+    known = [n for run in runs for n in run]
+    if [*map(len, runs)] != wanted or min(known, default=0) < 0 or sum(known) != total:
+        given = "" if counts is None else f"counts={counts} must be "
+        raise LayoutError(
+            f"{problem.operation}: {given}{problem.size} lists of {wanted} numbers >= 0 that add up to {total}, the "
+            "rows of x: for each rank, the rows of each expert"
+        )
+    return [run + (0,) * (most - len(run)) for run in runs]
 
 
 def _dealt_columns(
@@ -312,7 +366,7 @@ def _check_out(
             raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {wanted}")
         return expects
     if problem.gradients:
-        wanted = problem.gradient_shape(0)
+        wanted = (*problem.experts[rank : rank + 1], *problem.gradient_shape(0))
         if array.shape != wanted:
             raise ShapeError(f"{problem.operation}: out= has the shape {array.shape}, the result has {wanted}")
         return expects

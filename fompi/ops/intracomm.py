@@ -35,7 +35,7 @@ from fompi.mpi import environment
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
 from fompi.ops import operations
 from fompi.ops.operation import Operation
-from fompi.tensors import dlpack
+from fompi.tensors.capsules import code_on_host
 
 MPI: Any = load_mpi()
 
@@ -201,7 +201,7 @@ def _code_and_place(memory: Any) -> tuple[str, bool]:
     try:
         return memoryview(memory).format, True
     except TypeError:
-        known = dlpack.code_on_host(memory) if hasattr(memory, "__dlpack_device__") else None
+        known = code_on_host(memory) if hasattr(memory, "__dlpack_device__") else None
         if known is not None:
             code, bits, lanes = known
             kind = "c" if (code, lanes) == (2, 2) else KINDS[code]  # so are the longest complex numbers exported
@@ -305,8 +305,8 @@ class Comm(MPI.Intracomm):
     """The ranks of `comm`, a communicator of mpi4py (None: all ranks), with collectives of fompi.
 
     Creating it is collective. It has the handle of `comm`: nothing is copied, and freeing one frees both. Everything
-    else is as in mpi4py. What its own `Dup` or `Split` returns is a Comm too, but not ready: its first collective waits
-    for all its ranks, also one with I. `mpi.Comm(comm.Split(...))` is ready.
+    else is as in mpi4py. What its own `Dup`, `Split` or `Create` return is a Comm too, but not ready: its first
+    collective waits for all its ranks, also one with I. `mpi.Comm(comm.Split(...))` is ready.
     """
 
     def __new__(cls, comm: Any = None) -> Comm:
@@ -317,6 +317,23 @@ class Comm(MPI.Intracomm):
     def __init__(self, comm: Any = None):
         if self != MPI.COMM_NULL:
             Communicator.of(self)
+
+    def Split(self, color: int = 0, key: int = 0) -> Comm:
+        return self._of(super().Split(color, key))
+
+    def Split_type(self, split_type: int, key: int = 0, info: Any = MPI.INFO_NULL) -> Comm:
+        return self._of(super().Split_type(split_type, key, info))
+
+    def Create(self, group: Any) -> Comm:
+        return self._of(super().Create(group))
+
+    def Create_group(self, group: Any, tag: int = 0) -> Comm:
+        return self._of(super().Create_group(group, tag))
+
+    def _of(self, comm: Any) -> Comm:
+        """`comm`, which mpi4py has made as an Intracomm, as one of this class. It is not ready."""
+        made: Comm = MPI.Intracomm.__new__(type(self), comm)
+        return made
 
     @property
     def communicator(self) -> Communicator:

@@ -312,6 +312,17 @@ class Transfer:
         """The program goes on with other work: the messages must progress by themselves."""
         self._comm.engine.wake_helper()
 
+    def give_up(self) -> None:
+        """End a `recv` whose message nobody will send: cancel it. The communicator may be closed then."""
+        kept: list[Any] = self._comm.link.given_up
+        with self._comm.engine.lock:
+            before = len(kept)
+            for task in self._tasks:
+                task.abandon(StateError(f"fompi.{self._name} was given up"))
+            for request, _ in kept[before:]:
+                request.Cancel()
+            kept[before:] = [(request, key) for request, key in kept[before:] if not request.Test()]
+
     def done(self) -> bool:
         """True once the messages are through. Progresses everything in flight."""
         if not all(task.finished for task in self._tasks):

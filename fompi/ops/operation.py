@@ -133,6 +133,10 @@ class Operation(Generic[P]):
                     raise TypeError(f"fompi.{self.name} has no argument {name!r}{hint}")
             return self._arguments(*args, **options), comm, call_options
         except Exception as error:
+            for given in args:
+                if isinstance(given, Communicator):  # the other ranks meet there
+                    words = f"fompi.{self.name}: a communicator is given by its name: write comm=..."
+                    self.refuse(TypeError(words), given)
             self.refuse(error, comm)
             raise
 

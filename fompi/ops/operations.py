@@ -296,8 +296,9 @@ def matmul_all_to_all(
     *,
     bias: Any = None,
     dim: int = 0,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[Any] | None = None,
     columns: Sequence[int] | None = None,
+    experts: int | None = None,
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
@@ -309,6 +310,11 @@ def matmul_all_to_all(
     It is the combine step of a mixture of experts. `counts` is the number of rows for each rank, by default as even as
     possible.
 
+    With w of the shape (experts of this rank, k, n), Shard(0), the rows for a rank stand expert by expert, and each is
+    multiplied with the matrix of its expert: `counts[dest][expert]`, of the experts of this rank. y: rank by rank, in
+    it expert by expert of that rank. `experts` is the number of experts of all ranks, as even as possible; by default
+    all ranks have as many. Counts may be 0. There is no bias.
+
     With dim=-1 the columns of the product are dealt, not its rows. x: (rows of this rank, ..., k), Shard(0). w: (k, n).
     y: (rows of all ranks, ..., columns of this rank), Shard(-1). Ranks may have different numbers of rows. `columns` is
     the number of columns for each rank, the same list on all ranks. By default it is as even as possible. It is a
@@ -317,7 +323,7 @@ def matmul_all_to_all(
     Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts` or
     `columns`.
     """
-    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, out=out)
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, experts=experts, out=out)
 
 
 @Operation
@@ -327,8 +333,9 @@ def all_to_all_matmul(
     *,
     bias: Any = None,
     dim: int = 0,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[Any] | None = None,
     columns: Sequence[int] | None = None,
+    experts: int | None = None,
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
@@ -340,6 +347,12 @@ def all_to_all_matmul(
     It is the dispatch step of a mixture of experts, with the product of the expert. `counts` is the number of rows for
     each rank, by default as even as possible.
 
+    With w of the shape (experts of this rank, k, n), Shard(0), the rows for a rank stand expert by expert:
+    `counts[dest][expert]`, of the experts of rank `dest`. y: rank by rank, in it expert by expert of this rank, each
+    multiplied with the matrix of its expert. `pending.counts[source][expert]` says how many rows they are. `experts` is
+    the number of experts of all ranks, as even as possible; by default all ranks have as many. Counts may be 0. There
+    is no bias.
+
     With dim=-1 the rows go back to their owners, and their columns come together: the reverse of
     `matmul_all_to_all(..., dim=-1)`. x: (rows of all ranks, ..., columns of this rank), Shard(-1). w: (columns of all
     ranks, n). y: (rows of this rank, ..., n), Shard(0). `counts` is the number of rows for each rank, `columns` the
@@ -349,27 +362,44 @@ def all_to_all_matmul(
     Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts` or
     `columns`.
     """
-    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, out=out)
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, experts=experts, out=out)
 
 
 @Operation
 def all_to_all_weight_gradient(
-    x: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, out: Any = None, **how: Unpack[CallKeywords]
+    x: Any,
+    h: Any,
+    *,
+    dim: int = 0,
+    counts: Sequence[Any] | None = None,
+    experts: int | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
 ) -> Arguments:
     """g = einsum("...k,...n->kn", all_to_all(x, dim, counts), h)
 
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). h: (rows that arrive here, ..., n), Shard(dim).
     g: (k, n), a different one on each rank. Any dtype but bool, the same for all tensors.
 
-    It is the gradient of the weight of `all_to_all_matmul`, where h is the gradient of y.
+    It is the gradient of the weight of `all_to_all_matmul`, where h is the gradient of y. With `experts`, the number of
+    experts of all ranks, `counts` is that of `all_to_all_matmul` with experts, and g is (experts of this rank, k, n).
     Raises ShapeError if h does not have as many rows as arrive here.
     """
-    return Arguments(x, operands=[h], dim=dim, counts=counts, out=out, result=lambda outputs: outputs["g"])
+    return Arguments(
+        x, operands=[h], dim=dim, counts=counts, experts=experts, out=out, result=lambda outputs: outputs["g"]
+    )
 
 
 @Operation
 def all_to_all_matmul_weight_gradient(
-    d: Any, w: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, **how: Unpack[CallKeywords]
+    d: Any,
+    w: Any,
+    h: Any,
+    *,
+    dim: int = 0,
+    counts: Sequence[Any] | None = None,
+    experts: int | None = None,
+    **how: Unpack[CallKeywords],
 ) -> Arguments:
     """back = all_to_all(d, dim, counts); return back, back @ w, einsum("...k,...n->kn", h, back)
 
@@ -378,7 +408,8 @@ def all_to_all_matmul_weight_gradient(
     (k, n). Any dtype but bool, the same for all tensors.
 
     It is the backward of `matmul_all_to_all(x, v)` with one exchange: d is the gradient of y, w is v.T, h is x. The
-    results are the gradients of x @ v, x and v.
+    results are the gradients of x @ v, x and v. With w of the shape (experts of this rank, n, k) `counts` is
+    `counts[dest][expert]`, and the last result is (experts of this rank, k, n).
     Raises ShapeError if h does not have as many rows as arrive here.
     """
     return Arguments(
@@ -387,6 +418,7 @@ def all_to_all_matmul_weight_gradient(
         operands=[h],
         dim=dim,
         counts=counts,
+        experts=experts,
         flipped=True,
         keep=True,
         result=lambda outputs: (outputs["x_full"], outputs["y"], outputs["g"]),
@@ -409,6 +441,8 @@ def plan(
     packed: bool = False,
     split_dim: int | None = None,
     dim: int = 0,
+    experts: int | None = None,
+    counts: Any = None,
     machine: Machine | str | None = None,
 ) -> Plan:
     """The Plan of an operation on global tensors, without MPI and data.
@@ -427,13 +461,16 @@ def plan(
     - `packed=True` is for an x that will be strided when the plan runs.
     - `split_dim` is the dimension that an all-to-all splits. In the plan it is the second dimension of x.
     - `dim=-1` deals the columns of `matmul_all_to_all` and `all_to_all_matmul`. In other plans the rows come first.
+    - `experts` is the number of experts of all ranks, for an `all_to_all_weight_gradient` of them. Elsewhere a weight
+      with the layout Shard(0) and the shape (experts, k, n) says it.
+    - `counts[source][dest][expert]` are the rows that go to each expert. By default they are as even as possible.
     - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
 
     Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
-    at, sizes = problems.from_specs(name, specs, ranks, **options)
+    at, sizes = problems.from_specs(name, specs, ranks, experts=experts, counts=counts, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
@@ -450,6 +487,8 @@ def explain(
     packed: bool = False,
     split_dim: int | None = None,
     dim: int = 0,
+    experts: int | None = None,
+    counts: Any = None,
 ) -> Explanation:
     """Which schedule is the best on a machine, and why, without MPI and data.
 
@@ -460,11 +499,11 @@ def explain(
     For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
-    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim` and `dim` are those of `fompi.plan`. `machine` is a
-    Machine, its name or its file. Raises the same errors as `fompi.plan`.
+    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `dim`, `experts` and `counts` are those of `fompi.plan`.
+    `machine` is a Machine, its name or its file. Raises the same errors as `fompi.plan`.
     """
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
-    at, sizes = problems.from_specs(_name(operation), specs, ranks, **options)
+    at, sizes = problems.from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, **options)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS)
 
 

@@ -161,7 +161,8 @@ class Pending:
             self._stamp, self._slot = comm.next_call()
             comm.note_start(name, self._stamp)
             if comm.size == 1 and refusal is None:
-                self._launch([sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]])  # type: ignore[union-attr]
+                mine = [sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]]  # type: ignore[union-attr]
+                self._launch(mine, runs=local.runs)  # type: ignore[union-attr]
                 return
             number, rows, expects, equal_totals, signature, hint = 0, (0,) * comm.size, -1, True, 0, 0
             if local is not None:
@@ -176,6 +177,8 @@ class Pending:
                 comm, self._stamp, number, self._describe, rows, expects, refusal, equal_totals, signature, hint
             )
             agreement.arriving = self._arguments.arriving
+            if local is not None and local.runs:
+                agreement.runs = local.runs
             agreement.then = self._agreed
             agreement.start()
         if refusal is not None:
@@ -216,7 +219,7 @@ class Pending:
         if agreement.error is None:
             self._handshake = agreement.begun, agreement.moved_at, agreement.last
             try:
-                self._launch(agreement.rows, agreement.same_signature, agreement.hints)
+                self._launch(agreement.rows, agreement.same_signature, agreement.hints, agreement.arrived)
             except Exception as error:
                 if self._run is None:
                     self._comm.channel.fail(agreement, error)
@@ -224,11 +227,18 @@ class Pending:
         if self._run is None:
             self._comm.end_turn(self._stamp)
 
-    def _launch(self, incoming: Sequence[int], same_problem: bool = True, hints: Sequence[int] = ()) -> None:
+    def _launch(
+        self,
+        incoming: Sequence[int],
+        same_problem: bool = True,
+        hints: Sequence[int] = (),
+        runs: Sequence[Sequence[int]] = (),
+    ) -> None:
         """All ranks agree: choose a plan, take memory for the results, and start.
 
         `incoming[source]` is how many rows come from each rank. `same_problem`: all ranks have the same problem.
-        `hints[source]` is the size of what each rank sends in an all-to-all (`choose.encode_rows`).
+        `hints[source]` is the size of what each rank sends in an all-to-all (`choose.encode_rows`). `runs[source]` are
+        the rows of each run, where rows go to experts.
         """
         comm, local = self._comm, self._local
         assert local is not None
@@ -240,7 +250,11 @@ class Pending:
             total, even = sum(sizes.rows), bool(problem.columns) and all(map(is_even, (sizes.rows, problem.columns)))
         program, refusal = self._program(problem, total, same_problem, even)
         shares = program.plan.shares
-        if sizes is None:
+        if problem.experts:
+            send, recv = (tuple(n for run in table for n in run) for table in (local.runs, runs))
+            is_late = not problem.multiplies_first
+            extents = Extents(comm.rank, comm.size, shares, (), send, recv, problem.experts, is_late)
+        elif sizes is None:
             extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(incoming))
         else:
             extents = sizes.extents(comm.rank, shares)
@@ -384,7 +398,9 @@ class Pending:
         else:
             array = dlpack.rows_at(self._outputs["y"], local.dim, local.split)
         assert run is not None
-        rows = self.extents.recv or self.extents.rows  # type: ignore[union-attr]
+        assert self.extents is not None
+        rows = self.extents.by_peer("recv") or self.extents.rows
+        rows = tuple(map(sum, rows)) if local.problem.experts else rows
         first = sum(rows[:rank])
         where = (slice(None),) * local.dim + (slice(first, first + rows[rank]),)
         return dlpack.lend(array[where], run.compiled.buffers["y"].dtype, local.like)
@@ -425,17 +441,20 @@ class Pending:
             array = self._outputs[buffer.name]
             if local.problem.flat:
                 array = array.reshape(local.problem.result_shape(local.shape, self._comm.rank))
-            elif (dim or local.split >= 0) and buffer.axis != "whole":
+            elif (dim or local.split >= 0) and buffer.axis not in ("whole", "experts"):
                 array = dlpack.rows_at(array, dim, local.split)
             outputs[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
         return self._arguments.result(outputs)
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """How many rows came from each rank, in a finished all-gather or all-to-all. Else the rows of each rank."""
+    def counts(self) -> tuple[Any, ...]:
+        """How many rows came from each rank, in a finished all-gather or all-to-all. Else the rows of each rank.
+
+        Where rows go to experts, it is a list of numbers for each rank: the rows of each expert.
+        """
         if self.extents is None or not self._task.finished:
             raise StateError(f"fompi.{self._name} is not finished: there are no counts yet")
-        return self.extents.recv or self.extents.rows
+        return self.extents.by_peer("recv") or self.extents.rows
 
     @property
     def trace(self) -> Trace:

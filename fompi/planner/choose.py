@@ -98,7 +98,7 @@ def decode_rows(hints: Sequence[int]) -> tuple[int, bool]:
 @lru_cache(maxsize=4096)
 def _by_model(problem: Problem, rows: int, machine: Machine, even: bool = True) -> tuple[str, Slices]:
     size = problem.size  # all ranks get equal rows, so that a few ranks represent all in the simulation
-    if problem.operation in ROOTED:
+    if problem.operation in ROOTED or problem.experts:
         sizes = problem.spread((max(1, rows // size),) * size)
     elif problem.moves == "all_to_all":
         sizes = Sizes(pairs=((max(1, rows // size**2),) * size,) * size)

@@ -17,6 +17,14 @@
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
 | `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
 
+Where rows go to experts, w and g have a matrix for each expert. The i-th chunk of rows belongs to the i-th of them:
+
+| kernel                                        | means                                               |
+|-----------------------------------------------|-----------------------------------------------------|
+| `matmul_grouped(x0, x1, w) -> y0, y1`         | y0 = x0 @ w[0], y1 = x1 @ w[1]                      |
+| `gradient_grouped(a0, a1, h0, h1) -> g`       | g[0] = a0.T @ h0, g[1] = a1.T @ h1                  |
+| `gradient_grouped_add(a0, a1, h0, h1, g) -> g`| g[0] += a0.T @ h0, g[1] += a1.T @ h1                |
+
 A plan may declare other kernels (`plan.UserKernel`). Their results are opaque: each is one term (kernel, arguments,
 operands, number of the output).
 
@@ -150,7 +158,13 @@ KERNELS: dict[str, Kernel] = {
     "matmul_add": Kernel(2, 1, False, lambda x, c, w: total(product("matmul", x, w), c)),
     "gradient": Kernel(2, 0, True, lambda a, h: product("gradient", a, h)),
     "gradient_add": Kernel(2, 1, True, lambda a, h: product("gradient", a, h)),
+    "matmul_grouped": Kernel(1, 1, False, lambda x, w: product("matmul", x, w)),
+    "gradient_grouped": Kernel(2, 0, True, lambda a, h: product("gradient", a, h)),
+    "gradient_grouped_add": Kernel(2, 1, True, lambda a, h: product("gradient", a, h)),
 }
+
+GROUPED = ("matmul_grouped", "gradient_grouped", "gradient_grouped_add")
+"""Kernels that take a run of rows for each expert, and the matrices of these experts."""
 
 
 MOVES = ("copy", "pack", "download", "upload")
@@ -215,7 +229,7 @@ def in_place(op: Compute, read: int, write: int) -> bool:
         return read % len(op.writes) == write
     if op.kernel == "matmul_add":
         return read == len(op.writes) + write
-    return op.kernel == "gradient_add" and read == len(op.reads) - 1
+    return op.kernel in ("gradient_add", "gradient_grouped_add") and read == len(op.reads) - 1
 
 
 def evaluate_opaque(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
@@ -234,11 +248,26 @@ def evaluate_opaque(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[V
 def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
     """The values of the blocks that `op` writes, in order. `read` returns the values of a chunk."""
     kernel = find(op.kernel)
+    if op.kernel in GROUPED:
+        return _evaluate_grouped(op, kernel, read)
     whole = [read(chunk)[0] for chunk in kernel.wholes(op.reads)]
     groups = [[value for chunk in chunks for value in read(chunk)] for chunks in kernel.rows(op.reads)]
     if kernel.reduces:
         return [total(*(kernel.meaning(*row) for row in zip(*groups, strict=True)), *whole)]
     return [kernel.meaning(*row, *whole) for row in zip(*groups, strict=True)]
+
+
+def _evaluate_grouped(op: Compute, kernel: Kernel, read: Callable[[Chunk], list[Value]]) -> list[Value]:
+    """The same for a kernel that takes a chunk of rows for each expert."""
+    matrices = [read(chunk) for chunk in kernel.wholes(op.reads)]
+    values: list[Value] = []
+    for i, chunks in enumerate(zip(*kernel.rows(op.reads), strict=True)):
+        whole, blocks = [of[i] for of in matrices], zip(*map(read, chunks), strict=True)
+        if kernel.reduces:
+            values.append(total(*(kernel.meaning(*block) for block in blocks), *whole))
+        else:
+            values += [kernel.meaning(*block, *whole) for block in blocks]
+    return values
 
 
 Operand = tuple[tuple[int, ...], int]
@@ -265,10 +294,10 @@ def demand(name: str, reads: Sequence[Operand], writes: Sequence[Operand]) -> De
         runs, wholes = kernel.rows(reads), kernel.wholes(reads)
         factors = runs if kernel.reduces else runs[:1]
         packed = sum(nbytes for group in factors for _, nbytes in group)
+        products, is_grouped = len(runs[0]), name in GROUPED
         if not kernel.reduces:  # the first whole operand is the weight; in gradient_add it is the sum so far
-            packed += len(runs[0]) * wholes[0][1]
-        products = len(runs[0])
-        elements = sum(prod(shape) for shape, _ in writes) * (products if kernel.reduces else 1)
+            packed += wholes[0][1] * (1 if is_grouped else products)
+        elements = sum(prod(shape) for shape, _ in writes) * (products if kernel.reduces and not is_grouped else 1)
     operations = cost(name, [shape for shape, _ in reads], [shape for shape, _ in writes])
     return Demand(operations, sum(nbytes for _, nbytes in (*reads, *writes)), packed, elements, products)
 

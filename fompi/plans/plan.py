@@ -234,8 +234,8 @@ class Program:
 class Workspace:
     """The buffers of one rank while its program is written: `work["x"]`, `work.scratch(...)`."""
 
-    def __init__(self, rank: int, size: int, parts: int, order: Sequence[int] = ()):
-        self.rank, self.size, self.parts = rank, size, parts
+    def __init__(self, rank: int, size: int, parts: int, order: Sequence[int] = (), experts: int = 0):
+        self.rank, self.size, self.parts, self.experts = rank, size, parts, experts
         self._order = order
         self._buffers: dict[str, Buffer] = {}
 
@@ -247,7 +247,7 @@ class Workspace:
         return self._order or [(self.rank + way * d) % self.size for d in range(1, self.size)]
 
     def add(self, name: str, role: str, axis: str, row: Sequence[int], dtype: str) -> Buffer:
-        numbers = layout.blocks(axis, self.rank, self.size, self.parts)
+        numbers = layout.blocks(axis, self.rank, self.size, self.parts, self.experts)
         buffer = Buffer(name, role, axis, tuple(row), dtype, numbers.start, len(numbers))
         return self._buffers.setdefault(name, buffer)
 
@@ -342,8 +342,8 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Blocks per shard."""
-        return len(self.shares)
+        """Blocks per shard, or per pair of ranks."""
+        return len(self.shares) * int(self.problem.runs)
 
     @property
     def size(self) -> int:
@@ -376,7 +376,8 @@ class Plan:
 
     def extents(self, rank: int, sizes: Sizes | None = None) -> Extents:
         """The rows of every block for these sizes (None: the sizes that the plan was made for)."""
-        return (sizes or self.sizes).extents(rank, self.shares)
+        problem = self.problem
+        return (sizes or self.sizes).extents(rank, self.shares, problem.experts, not problem.multiplies_first)
 
     def with_program(self, program: Program) -> Plan:
         """The same plan with another program for one rank."""
@@ -408,11 +409,15 @@ def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         data = json.loads(text)
         size, shares = len(data["programs"]), tuple(map(int, data["shares"]))
+        parts = len(shares) * max(data["problem"].get("experts") or (1,))
         programs = tuple(
-            Program(rank, size, len(shares), tuple(_buffer(b) for b in p["buffers"]), tuple(map(parse, p["ops"])))
+            Program(rank, size, parts, tuple(_buffer(b) for b in p["buffers"]), tuple(map(parse, p["ops"])))
             for rank, p in enumerate(data["programs"])
         )
-        sizes = Sizes(tuple(data["sizes"]["rows"]), tuple(tuple(row) for row in data["sizes"]["pairs"]))
+        pairs = tuple(tuple(row) for row in data["sizes"]["pairs"])
+        sizes = Sizes(tuple(data["sizes"]["rows"]), pairs)
+        if data["sizes"].get("runs"):
+            sizes = Sizes.grouped(data["sizes"]["runs"])
         order = tuple(tuple(map(int, dests)) for dests in data["order"])
         fields = {"schedule": data["schedule"], "shares": shares, "sizes": sizes, "window": data["window"]}
         kernels = tuple(UserKernel(each["name"], tuple(each["seconds"])) for each in data.get("kernels", ()))
@@ -511,7 +516,7 @@ def _relative(program: Program) -> list[object]:
 
     def relative(chunk: Chunk) -> object:
         axis = program.buffer(chunk.buffer).axis
-        if axis in ("copies", "whole"):
+        if axis in ("copies", "experts", "whole"):
             return chunk
         places = (
             divmod(b, size)[::-1] if axis == "slices" else divmod(b, parts) for b in range(chunk.start, chunk.stop)

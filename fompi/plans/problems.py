@@ -12,6 +12,9 @@ rank gets only its columns of them (`Problem.columns`). With a product before it
 to the ranks. With a product behind it, the rows go back to their owners, and their columns come together: the product
 there is the sum of the products of all pieces (`DEALT`).
 
+Rows may go to experts (`Problem.experts`). Each rank has some of them, each with a weight of its own. Then the rows of
+a pair of ranks are in runs, one for each expert of the rank that multiplies.
+
 Three operations are others with rows on one rank only, the root. A `gather` is an all-to-all in which only the root
 receives, a `scatter` one in which only the root sends, and a `reduce` is a reduce-scatter of which the root keeps all.
 `Problem.is_empty` says which blocks have no rows then. Their plans leave such blocks out.
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import prod
+from operator import index
 from typing import Any, ClassVar, NamedTuple
 
 from fompi.base import layout
@@ -86,6 +90,9 @@ class Problem:
     the first dimension of a row of x rank r gets. The inputs are the columns of x for each rank: x0, x1, ... With a
     weight it is how many columns rank r has of the product, or of x. The weight is cut to fit them: w0, w1, ... Where x
     is cut so, `row` has the columns of all ranks.
+
+    `experts` is not empty where rows go to experts: rank r has `experts[r]` of them. Its weight and its gradient are
+    tensors with a matrix for each.
     """
 
     operation: str
@@ -99,6 +106,7 @@ class Problem:
     packed: bool = False
     op: str = "sum"
     columns: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
 
     @cached_property
     def moves(self) -> str:
@@ -136,6 +144,11 @@ class Problem:
         return {"w": (self.row[-1], n)} | ({"bias": (n,)} if biased else {})
 
     @cached_property
+    def runs(self) -> int:
+        """How many runs of rows a pair of ranks has: one for each expert, as many as a rank has at most."""
+        return max(self.experts, default=1)
+
+    @cached_property
     def multiplies_first(self) -> bool:
         return MEANING[self.operation].family == "scatter" and bool(self.weights)
 
@@ -160,9 +173,33 @@ class Problem:
             return Sizes(pairs=tuple(_at(root, size, n) for n in rows))
         if self.operation == "scatter":
             return Sizes(pairs=tuple(tuple(rows) if r == root else (0,) * size for r in range(size)))
+        if self.experts:
+            return Sizes.grouped(self.even_runs(r, n) for r, n in enumerate(rows))
         if self.moves == "all_to_all":
             return Sizes(pairs=tuple(split(n, size) for n in rows))
         return Sizes(rows=tuple(rows))
+
+    def grouped(self, counts: Any) -> Sizes:
+        """The sizes of a call with the rows `counts[source][dest][expert]`. Raises ShapeError if they do not fit."""
+        ranks, first = range(self.size), self.multiplies_first
+        wanted = [[self.experts[source if first else dest] for dest in ranks] for source in ranks]
+        form = f"rows[source][dest][expert], for {self.size} ranks with {list(self.experts)} experts"
+        try:
+            table = [[tuple(map(index, run)) for run in row] for row in counts]
+        except TypeError as error:
+            raise ShapeError(f"counts must be {form}: {error}") from None
+        least = min((n for row in table for run in row for n in run), default=0)
+        if [[*map(len, row)] for row in table] != wanted or least < 0:
+            raise ShapeError(f"counts must be {form}, not {counts}")
+        return Sizes.grouped(table)
+
+    def even_runs(self, rank: int, rows: int) -> tuple[tuple[int, ...], ...]:
+        """`rows` rows of a rank, as even as possible over the runs that it has for each rank."""
+        if self.multiplies_first:
+            mine = self.experts[rank]
+            return tuple(split(n, mine) if mine else () for n in split(rows, self.size))
+        runs, ends = split(rows, sum(self.experts)), offsets(self.experts)
+        return tuple(runs[a:b] for a, b in pairwise(ends))
 
     def result_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """The shape of the result of a flat problem, for x of this shape. Of a reduce only the root has rows."""
@@ -217,15 +254,16 @@ class Problem:
 
     def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
         """The input and output buffers of one rank."""
-        work = Workspace(rank, self.size, parts, order)
+        work = Workspace(rank, self.size, parts, order, self.experts[rank] if self.experts else 0)
         here, there = self.axes
+        whole = "experts" if self.experts else "whole"
         if self.columns:
             self._add_dealt(work, rank)
             work.add("y", "output", there, self.result_row(rank), self.dtype)
             return work
         work.add("x", "input", here, self.row, self.dtype)
         for i, weight in enumerate(self.weights):
-            work.add(self.name("w", i), "input", "whole", (self.row[-1], weight.columns), self.dtype)
+            work.add(self.name("w", i), "input", whole, (self.row[-1], weight.columns), self.dtype)
             if weight.bias:
                 work.add(self.name("bias", i), "input", "whole", (weight.columns,), self.dtype)
         for i, gradient in enumerate(self.gradients):
@@ -235,7 +273,7 @@ class Problem:
         for i in range(len(self.weights)):
             work.add(self.name("y", i), "output", there, self.product_row(i), self.dtype)
         for i in range(len(self.gradients)):
-            work.add(self.name("g", i), "output", "whole", self.gradient_shape(i), self.dtype)
+            work.add(self.name("g", i), "output", whole, self.gradient_shape(i), self.dtype)
         return work
 
     def _add_dealt(self, work: Workspace, rank: int) -> None:
@@ -264,9 +302,10 @@ class Problem:
     @cached_property
     def common(self) -> str:
         """What must be equal on all ranks: everything about the data that is sent."""
+        dealt = f"{self.columns} {self.experts}"
         if not self.multiplies_first:
-            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {self.columns}"
-        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {self.columns}"
+            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {dealt}"
+        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {dealt}"
 
     @cached_property
     def _hash(self) -> int:
@@ -284,6 +323,7 @@ class Problem:
         parts += ["keep"] * self.keep + [f"root {self.root}"] * (self.operation in ROOTED)
         parts += [self.op] * (self.op != "sum")
         parts += [f"columns {', '.join(map(str, self.columns))}"] * bool(self.columns)
+        parts += [f"experts {', '.join(map(str, self.experts))}"] * bool(self.experts)
         return f"{self.operation}({', '.join(parts)}{', packed' if self.packed else ''})"
 
 
@@ -302,6 +342,8 @@ class OwnProblem:
     weights: ClassVar[tuple[Weight, ...]] = ()
     gradients: ClassVar[tuple[Gradient, ...]] = ()
     columns: ClassVar[tuple[int, ...]] = ()
+    experts: ClassVar[tuple[int, ...]] = ()
+    runs: ClassVar[int] = 1
     exchanges: ClassVar[bool] = False
     multiplies_first: ClassVar[bool] = False
     flat: ClassVar[bool] = False
@@ -395,6 +437,14 @@ DEALT: dict[str, Meaning] = {
 }
 """The same for operations that deal columns to the ranks. What travels is not summed: it has one owner."""
 
+GROUPED = (
+    "all_to_all_matmul",
+    "matmul_all_to_all",
+    "all_to_all_weight_gradient",
+    "all_to_all_matmul_weight_gradient",
+)
+"""The operations whose rows may go to experts. The weight, Replicate above, is then Shard(0): the experts."""
+
 ROOTED = ("broadcast", "gather", "scatter", "reduce")
 """The operations with a root."""
 
@@ -428,11 +478,13 @@ def problem(
     packed: bool = False,
     op: str = "sum",
     columns: Sequence[int] = (),
+    experts: Sequence[int] = (),
 ) -> Problem:
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError.
 
     With `columns` rank r gets `columns[r]` of the second dimension of x, or of the columns of a product, or has so many
-    of x. In the last case x is that of all ranks together: it has all columns.
+    of x. In the last case x is that of all ranks together: it has all columns. With `experts` rank r has `experts[r]`
+    of them, and a weight has a matrix for each.
     """
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
@@ -445,8 +497,29 @@ def problem(
     else:
         raise ShapeError(f"{operation}: x has no dimensions, so it has no rows to distribute")
     operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
+    if experts:
+        _check_experts(operation, size, row, weights, biases, experts)
+        weights = [Form(w.shape[1:], w.dtype) for w in weights]
     others = tuple(weights), tuple(biases), tuple(operand_rows)
-    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed, op, tuple(columns))
+    dealt = tuple(columns), tuple(experts)
+    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed, op, *dealt)
+
+
+def _check_experts(
+    operation: str,
+    size: int,
+    row: tuple[int, ...],
+    weights: Sequence[Form],
+    biases: Sequence[Form | None],
+    experts: Sequence[int],
+) -> None:
+    if operation not in GROUPED or len(experts) != size or min(experts) < 0 or not sum(experts):
+        raise LayoutError(f"{operation} on {size} ranks takes no rows for experts {list(experts)}")
+    if any(bias is not None for bias in biases):
+        raise LayoutError(f"{operation}: experts have no bias; add it to the rows of each expert afterwards")
+    for w in weights:
+        if len(w.shape) != 3:
+            raise ShapeError(f"{operation}: w needs the shape (experts of this rank, {row[-1]}, n), not {w.shape}")
 
 
 @lru_cache(maxsize=4096)
@@ -464,6 +537,7 @@ def _problem(
     packed: bool,
     op: str,
     columns: tuple[int, ...],
+    experts: tuple[int, ...],
 ) -> Problem:
     """The same from the shapes of rows. Calls that differ only in the number of rows share one object."""
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
@@ -500,7 +574,7 @@ def _problem(
         if operation not in DEALT or len(columns) != size or (sum(columns),) != dealt:
             raise LayoutError(f"{operation} of rows {row} on {size} ranks cannot split columns {list(columns)}")
     packed = packed and not (columns and not weights)  # columns of x are packed in any case
-    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns)
+    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns, experts)
 
 
 def _check_reduction(operation: str, op: str, dtype: str) -> None:
@@ -517,10 +591,10 @@ def _check_reduction(operation: str, op: str, dtype: str) -> None:
         raise DtypeError(f'{operation}: the mean of {dtype} is not an integer: use op="sum", or convert x to a float')
 
 
-def layouts(operation: str, count: int, is_dealt: bool = False) -> list[layout.Layout]:
+def layouts(operation: str, count: int, is_dealt: bool = False, is_grouped: bool = False) -> list[layout.Layout]:
     """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h.
 
-    `is_dealt`: it deals columns to the ranks.
+    `is_dealt`: it deals columns to the ranks. `is_grouped`: its rows go to experts.
     """
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
@@ -529,7 +603,8 @@ def layouts(operation: str, count: int, is_dealt: bool = False) -> list[layout.L
     if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):
         names = ["x", *["w"] * (meaning.weight is not None), *["h"] * (meaning.operand is not None)]
         raise LayoutError(f"{operation} takes {', '.join(names)}; got {count} tensor{'s' * (count != 1)}")
-    expected = [meaning.x, *[meaning.weight] * weights, meaning.operand]
+    weight = _ROWS if is_grouped else meaning.weight
+    expected = [meaning.x, *[weight] * weights, meaning.operand]
     return [wanted for wanted in expected if wanted is not None]
 
 
@@ -543,18 +618,24 @@ def from_specs(
     packed: bool = False,
     split_dim: int | None = None,
     dim: int = 0,
+    experts: int | None = None,
+    counts: Any = None,
 ) -> tuple[Callable[[int], Problem], Sizes]:
     """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
 
     The tensors are x, the weights and the operand h of a gradient, in this order. Rows and columns are distributed as
     evenly as possible. So the problems of two ranks may differ in columns that are not sent. `split_dim` is the
     dimension of x that an all-to-all splits; by default it splits the rows. `dim` is 0, or -1 for a product whose
-    columns are dealt.
+    columns are dealt. `experts` is how many experts a weight gradient is for; a weight says it itself.
+    `counts[source][dest][expert]` are the rows, where they go to experts; by default they are even.
     """
     is_dealt = dim == -1 and deals_products(operation)
     if dim != 0 and not is_dealt:
         raise LayoutError(f"{operation} is planned with the rows first: leave out dim={dim!r}")
-    expected = layouts(operation, len(specs), is_dealt)
+    has_experts = operation in GROUPED and len(specs) > 1 and len(getattr(specs[1], "shape", ())) == 3
+    if has_experts and MEANING[operation].weight is not None:
+        experts = specs[1].shape[0] if experts is None else experts
+    expected = layouts(operation, len(specs), is_dealt, experts is not None)
     ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
     if not 1 <= ranks <= MOST_RANKS:
         raise LayoutError(f"ranks={ranks!r} must be an integer from 1 to {MOST_RANKS}")
@@ -584,6 +665,8 @@ def from_specs(
         weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
         biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
         options: dict[str, Any] = {"flipped": flipped, "keep": meaning.keeps, "packed": packed, "columns": columns}
+        if experts is not None:
+            options["experts"] = split(experts, ranks)
         return problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
 
     @cache
@@ -595,7 +678,17 @@ def from_specs(
     first, x = at(0), specs[0]
     if has_operand and specs[-1].shape[0] != x.shape[0]:
         raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but h has {specs[-1].shape[0]}")
+    if counts is not None:
+        if not first.experts:
+            raise LayoutError(f"{operation} is planned with even rows: only rows that go to experts take counts=")
+        sizes = first.grouped(counts)
+        if sum(map(sum, sizes.pairs)) != x.shape[0]:
+            raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but counts= have {sum(map(sum, sizes.pairs))}")
+        return at, sizes
     rows = split(prod(x.shape) if first.flat else x.shape[0], ranks)
+    if first.experts and first.multiplies_first:  # a rank without experts has no rows
+        active = sum(map(bool, first.experts))
+        rows = (*split(x.shape[0], active), *(0,) * (ranks - active))
     return at, first.spread(rows)
 
 
@@ -637,10 +730,10 @@ def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[st
 
 def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
     """The same, with the blocks that never have rows."""
-    size = problem.size
+    size, slices = problem.size, parts // problem.runs
 
-    def weighted(x: Value, i: int, at: int, bias: bool = True) -> Value:
-        y = product("matmul", x, ((problem.name("w", i), at, 0),))
+    def weighted(x: Value, i: int, at: int, bias: bool = True, expert: int = 0) -> Value:
+        y = product("matmul", x, ((problem.name("w", i), at, expert),))
         return total(y, ((problem.name("bias", i), at, 0),)) if bias and problem.weights[i].bias else y
 
     def scattered(b: int) -> Value:
@@ -650,7 +743,7 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
         owner = rank if problem.moves == "reduce_scatter" else b % size  # the owner of the rows adds the bias
         return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
 
-    everything = range(size * parts)
+    everything: Sequence[int] = range(size * parts)
     if problem.columns and problem.weights:
         y = problem.workspace(rank, parts)["y"]
         return {("y", b): _dealt_product(problem, rank, parts, b) for b in range(y.first, y.first + y.count)}
@@ -666,8 +759,16 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
             return ((f"x{rank}" if problem.columns else "x", b // parts, b),)
         source, part = divmod(b, parts)
         x: Value = (("x", source, rank * parts + part),)
-        return weighted(x, 0, source) if problem.multiplies_first else x
+        return weighted(x, 0, source, expert=part // slices) if problem.multiplies_first else x
 
+    def expert(b: int) -> int:
+        return b % parts // slices
+
+    experts = range(1)
+    if problem.experts:
+        experts = range(problem.experts[rank])
+        many = [problem.experts[b // parts if problem.multiplies_first else rank] for b in everything]
+        everything = [b for b in everything if expert(b) < many[b]]  # the other blocks never have rows
     if problem.multiplies_first:
         return {("y", b): arrives(b) for b in everything}
     result: dict[tuple[str, int], Value] = {}
@@ -675,12 +776,13 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
         if problem.keep or not (problem.weights or problem.gradients):
             result[problem.kept, b] = arrives(b)
         for i in range(len(problem.weights)):
-            result[problem.name("y", i), b] = weighted(arrives(b), i, rank)
+            result[problem.name("y", i), b] = weighted(arrives(b), i, rank, expert=expert(b))
     for i, gradient in enumerate(problem.gradients):
         h = problem.name("h", i)
-        pairs = [(arrives(b), ((h, rank, b),)) for b in everything]
-        terms = [product("gradient", *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
-        result[problem.name("g", i), 0] = total(*terms)
+        for e in experts:
+            pairs = [(arrives(b), ((h, rank, b),)) for b in everything if expert(b) == e]
+            terms = [product("gradient", *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
+            result[problem.name("g", i), e] = total(*terms)
     return result
 
 
@@ -717,6 +819,8 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
         return [{"y": xp.concatenate([data[f"x{rank}"] for data in inputs])} for rank in range(size)]
     if problem.columns:
         return [{"y": y} for y in _dealt_products(problem, inputs, [rows(sizes.rows, r) for r in range(size)], xp)]
+    if problem.experts:
+        return _grouped_reference(problem, inputs, sizes, xp)
     xs = [data["x"] for data in inputs]
     if problem.moves in ("reduce_scatter", "all_reduce"):
         if problem.multiplies_first:
@@ -755,6 +859,47 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
             left, right = (h, x) if gradient.flipped else (x, h)
             flat = left.reshape(prod(left.shape[:-1]), left.shape[-1])
             result[problem.name("g", i)] = flat.T @ right.reshape(prod(right.shape[:-1]), right.shape[-1])
+        results.append(result)
+    return results
+
+
+def _grouped_reference(
+    problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any
+) -> list[dict[str, Any]]:
+    """The outputs of all ranks where rows go to experts, run by run."""
+    size = problem.size
+
+    def cut(x: Any, runs: Sequence[Sequence[int]]) -> list[list[Any]]:
+        """x by peer and expert."""
+        ends = iter(pairwise(offsets(n for run in runs for n in run)))
+        return [[x[slice(*next(ends))] for _ in run] for run in runs]
+
+    def multiplied(pieces: list[list[Any]], w: Any, n: int) -> list[list[Any]]:
+        return [[x @ w[e] for e, x in enumerate(run[:n])] for run in pieces]
+
+    def joined(pieces: list[list[Any]], row: tuple[int, ...], like: Any) -> Any:
+        return xp.concatenate([like[:0, ..., :0].reshape(0, *row), *(x for run in pieces for x in run)])
+
+    sent = [cut(data["x"], sizes.runs[rank]) for rank, data in enumerate(inputs)]
+    if problem.multiplies_first:
+        sent = [multiplied(p, d["w"], n) for p, d, n in zip(sent, inputs, problem.experts, strict=True)]
+        return [{"y": joined([p[r] for p in sent], problem.sent_row, inputs[r]["x"])} for r in range(size)]
+    results = []
+    for rank, data in enumerate(inputs):
+        arrived, experts, result = [pieces[rank] for pieces in sent], range(problem.experts[rank]), {}
+        if problem.keep:
+            result["x_full"] = joined(arrived, problem.row, data["x"])
+        if problem.weights:
+            products = multiplied(arrived, data["w"], len(experts))
+            result["y"] = joined(products, problem.product_row(0), data["x"])
+        for i, gradient in enumerate(problem.gradients):
+            h = cut(data[problem.name("h", i)], [row[rank] for row in sizes.runs])
+            g = result[problem.name("g", i)] = xp.zeros((len(experts), *problem.gradient_shape(i)), data["x"].dtype)
+            for e in experts:
+                for x, y in zip([run[e] for run in arrived], [run[e] for run in h], strict=True):
+                    left, right = (y, x) if gradient.flipped else (x, y)
+                    left, right = (a.reshape(prod(a.shape[:-1]), a.shape[-1]) for a in (left, right))
+                    g[e] += left.T @ right
         results.append(result)
     return results
 

@@ -68,8 +68,8 @@ def _widens(program: Program, op: Op) -> bool:
     if not isinstance(op, Compute) or op.kernel != "copy":
         return False
     weight, wide = program.buffer(op.reads[0].buffer), program.buffer(op.writes[0].buffer)
-    is_weight = weight.role == "input" and weight.axis == "whole" and weight.dtype in HALF
-    return is_weight and wide.role == "scratch" and wide.axis == "whole" and wide.dtype == accumulator(weight.dtype)
+    is_weight = weight.role == "input" and weight.axis in ("whole", "experts") and weight.dtype in HALF
+    return is_weight and wide.role == "scratch" and wide.axis == weight.axis and wide.dtype == accumulator(weight.dtype)
 
 
 def is_mirror(buffer: Buffer) -> bool:

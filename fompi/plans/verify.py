@@ -28,6 +28,7 @@ from fompi.base.errors import PlanError
 from fompi.base.layout import AXES, COLLECTIVES, HALF, NATIVE_SUMS, Symbol
 from fompi.plans.dependencies import Frontier, constraints
 from fompi.plans.kernels import (
+    GROUPED,
     MOVES,
     Term,
     Value,
@@ -106,7 +107,8 @@ def _check_program(plan: Plan, rank: int, program: Program) -> None:
             raise PlanError(f"rank {rank}: {why}", rank, chunk=str(wanted[:]))
     for b in program.buffers:
         numbers = range(b.first, b.first + b.count)
-        if b.axis not in AXES or numbers != layout.blocks(b.axis, rank, plan.size, plan.parts):
+        experts = plan.problem.experts[rank] if plan.problem.experts else 0
+        if b.axis not in AXES or numbers != layout.blocks(b.axis, rank, plan.size, plan.parts, experts):
             why = f"{b[:]} are not the blocks of a buffer with the axis {b.axis!r}"
             raise PlanError(f"rank {rank}: {why}", rank, chunk=str(b[:]))
         if b.dtype not in (plan.problem.dtype, plan.problem.accumulator):
@@ -183,7 +185,10 @@ def _check_kernel(program: Program, i: int, op: Compute) -> None:
         if [_symbols(program, chunk) for chunk in group] != first:
             raise _error(rank, i, op, group[0], "its operands do not have equally many rows")
     for chunk in (*kernel.wholes(op.reads), *(op.writes if kernel.reduces else ())):
-        if program.buffer(chunk.buffer).axis != "whole":
+        axis = program.buffer(chunk.buffer).axis
+        if op.kernel in GROUPED and (axis != "experts" or chunk.stop - chunk.start != len(groups[0])):
+            raise _error(rank, i, op, chunk, f"{chunk} does not have a matrix for each of {len(groups[0])} runs")
+        if op.kernel not in GROUPED and axis != "whole":
             raise _error(rank, i, op, chunk, f"{chunk} has rows, but the kernel takes an operand without rows there")
     if not fits(op, lambda chunk: program.buffer(chunk.buffer).row):
         rows = ", ".join(f"{chunk} {list(program.buffer(chunk.buffer).row)}" for chunk in (*op.reads, *op.writes))

@@ -451,6 +451,8 @@ class BoundPlan:
         most = self.plan.sizes
         if counts is None:
             return most
+        if most.runs:
+            return self._runs_of(counts)
         form = "rows[source][dest]" if most.pairs else "the rows of every rank"
         try:
             table = [tuple(map(index, row)) for row in (counts if most.pairs else (counts,))]
@@ -464,6 +466,15 @@ class BoundPlan:
                 rank, n = next((r, n) for r, n in enumerate(row) if not 0 <= n <= limits[r])
                 raise ShapeError(f"counts have {n} rows for rank {rank}, but the plan allows 0 to {limits[rank]}")
         sizes = Sizes(pairs=tuple(table)) if most.pairs else Sizes(table[0])
+        return most if sizes == most else sizes
+
+    def _runs_of(self, counts: Any) -> Sizes:
+        """The rows of a call whose rows go to experts. Raises ShapeError on all ranks."""
+        most, sizes = self.plan.sizes, self.plan.problem.grouped(counts)
+        pairs = [(n, limit) for of in zip(sizes.runs, most.runs, strict=True) for runs in zip(*of, strict=True)
+                 for n, limit in zip(*runs, strict=True)]  # fmt: skip
+        if over := [pair for pair in pairs if pair[0] > pair[1]]:
+            raise ShapeError(f"counts have {over[0][0]} rows for an expert, but the plan allows 0 to {over[0][1]}")
         return most if sizes == most else sizes
 
     def _block(self, name: str, part: int) -> int:

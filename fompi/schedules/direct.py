@@ -92,12 +92,11 @@ def _gather(local: Gather, by_slices: bool) -> Iterator[Op]:
 
 def _all_to_all(local: Scatter) -> Iterator[Op]:
     """matmul, then all-to-all. Each product is sent as soon as it is computed. The rank's own product is last."""
-    rank, size, parts, y = local.rank, local.size, range(local.parts), local.work["y"]
-    out = local.problem.dtype
+    rank, size, parts, out = local.rank, local.size, range(local.parts), local.problem.dtype
     for d in range(1, size):
         source = (rank - d) % size
         for part in parts:
-            yield Recv(source, y[source * local.parts + part])
+            yield Recv(source, local.arriving(source, part))
     for dest, part in local.order(local.work.dests(1)):
         term = yield from local.term(dest, part, out)
         yield Send(dest, term)

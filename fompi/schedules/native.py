@@ -48,11 +48,11 @@ def _gather(local: Gather) -> Iterator[Op]:
 
 def _all_to_all(local: Scatter) -> Iterator[Op]:
     yield from local.begin()
-    partial, y, ranks = local.partial(local.problem.dtype), local.work["y"], range(local.size)
+    partial, ranks = local.partial(local.problem.dtype), range(local.size)
     for part in range(local.parts):
-        blocks = [rank * local.parts + part for rank in ranks]
-        yield from local.products([local.x[b] for b in blocks], [partial[b] for b in blocks])
-        yield Collective("all_to_all", tuple(partial[b] for b in blocks), tuple(y[b] for b in blocks))
+        x, y = ([local.outgoing(buffer, dest, part) for dest in ranks] for buffer in (local.x, partial))
+        yield from local.products(x, y)
+        yield Collective("all_to_all", tuple(y), tuple(local.arriving(source, part) for source in ranks))
 
 
 def _reduce(local: Scatter) -> Iterator[Op]:

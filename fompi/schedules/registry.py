@@ -120,7 +120,7 @@ def write(
 
     def program(rank: int) -> Program:
         local_problem = problem if at is None else at(rank)
-        work = local_problem.workspace(rank, len(shares), order[rank] if order else ())
+        work = local_problem.workspace(rank, len(shares) * problem.runs, order[rank] if order else ())
         return _without_empty(problem, work.program(_generator(schedule)(local_problem, work)))
 
     empty = problem.spread((0,) * size)
@@ -131,6 +131,9 @@ def write(
 
 def _without_empty(problem: Problem, program: Program) -> Program:
     """The program without the ops all of whose blocks have no rows, except for those that a collective needs."""
+    if problem.experts:  # a rank without experts takes no messages, and multiplies nothing
+        ops = (op for op in program.ops if all(chunk.start < chunk.stop for chunk in (*op.reads, *op.writes)))
+        return replace(program, ops=tuple(ops))
     if problem.operation not in ("gather", "scatter", "reduce"):
         return program
 
@@ -172,6 +175,8 @@ def available(problem: Problem) -> list[str]:
     """The schedules for this problem: the built-in ones, then those of users."""
     if problem.columns:
         return [*COLUMNS]
+    if problem.experts:
+        return [name for name in _available("all_to_all", problem.size, problem.dtype, "sum") if _takes(problem, name)]
     return _available(problem.moves, problem.size, problem.dtype, problem.op)
 
 
@@ -190,10 +195,20 @@ def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
     return [*names, *groups, *(name for name, known in REGISTERED.items() if moves in known)]
 
 
+def _takes(problem: Problem, schedule: str) -> bool:
+    """True unless rows go to experts, and the schedule does not know runs of rows."""
+    if not problem.experts:
+        return True
+    is_joint = schedule in ("unfused", "sliced", PAIRWISE)  # every rank takes part in every step
+    return schedule not in REGISTERED and (not is_joint or min(problem.experts) > 0)
+
+
 def is_available(problem: Problem, schedule: str) -> bool:
     """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
     if problem.columns:
         return schedule in COLUMNS
+    if not _takes(problem, schedule):
+        return False
     return can_move(schedule, problem.moves, problem.size, problem.dtype, problem.op)
 
 
@@ -209,7 +224,9 @@ def can_move(schedule: str, moves: str, size: int, dtype: str = "float32", op: s
 def alternatives(problem: Problem, schedule: str) -> str:
     """The end of an error message: why the problem does not have this schedule, if known, and which ones it has."""
     why = ""
-    if schedule in ("unfused", "sliced") and problem.op != "sum":
+    if not _takes(problem, schedule):
+        why = ": it does not know experts" if schedule in REGISTERED else ": a rank without experts takes no part"
+    elif schedule in ("unfused", "sliced") and problem.op != "sum":
         why = f": the MPI library only sums, because its {problem.op} may differ from NumPy's"
     elif schedule in ("unfused", "sliced") and problem.dtype not in NATIVE_SUMS:
         rule = "in float32" if problem.half else "as NumPy does: some saturate"

@@ -7,6 +7,7 @@ These classes yield the kernels that belong to the messages. So one loop serves 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
+from itertools import groupby
 
 from fompi.base.layout import accumulator
 from fompi.plans.kernels import REDUCTIONS, last_kernel
@@ -52,11 +53,16 @@ def skewed(pieces: Iterable[Iterator[Op | None]]) -> Iterator[Op]:
 
 
 class _LocalWork:
-    """The beginning of both families: a strided x is packed, and weights of half type are widened once."""
+    """The beginning of both families: a strided x is packed, and weights of half type are widened once.
+
+    `parts` is the number of messages to each rank. Where rows go to experts, a message has several blocks: with s
+    slices and e experts a pair has s e blocks, and each of its s messages has e of them. So few messages carry many
+    runs.
+    """
 
     def __init__(self, problem: Problem, work: Workspace):
         self.problem, self.work = problem, work
-        self.rank, self.size, self.parts = work.rank, work.size, work.parts
+        self.rank, self.size, self.parts = work.rank, work.size, work.parts // problem.runs
         self.x = work["x"]
         names = [problem.name("w", i) for i in range(len(problem.weights))]
         if names and problem.columns:
@@ -67,19 +73,50 @@ class _LocalWork:
         """Pack x and widen the weights, if needed."""
         if self.problem.packed:
             self.x = self.work.scratch("x_packed", self.x.axis, self.x.row, self.x.dtype)
-            for block in range(self.x.first, self.x.first + self.x.count):
-                yield Compute("pack", (self.work["x"][block],), (self.x[block],))
+            step = self.problem.runs
+            for block in range(self.x.first, self.x.first + self.x.count, step):
+                yield Compute("pack", (self.work["x"][block : block + step],), (self.x[block : block + step],))
         for i, weight in enumerate(self.weights):
-            if self.problem.half:
-                self.weights[i] = self.work.scratch(f"{weight.name}_wide", "whole", weight.row, "float32")
+            if self.problem.half and weight.count:
+                self.weights[i] = self.work.scratch(f"{weight.name}_wide", weight.axis, weight.row, "float32")
                 yield Compute("copy", (weight[:],), (self.weights[i][:],))
 
-    def multiply(self, i: int, x: Iterable[Chunk], y: Iterable[Chunk], bias: bool) -> Op:
+    def message(self, buffer: Buffer, peer: int, part: int, worker: int) -> Chunk:
+        """The rows of a message to or from `peer`. `worker` multiplies them. Without experts it has no blocks."""
+        if not self.problem.experts:
+            return buffer[peer * self.parts + part]
+        experts = self.problem.experts[worker]
+        first = peer * self.work.parts + part * experts
+        return buffer[first : first + experts]
+
+    def multiply(self, i: int, x: Iterable[Chunk], y: Iterable[Chunk], bias: bool) -> Iterator[Op]:
         """y = x @ w of the i-th weight, plus its bias if `bias`."""
         if bias:
             operands = (self.weights[i][:], self.work[self.problem.name("bias", i)][:])
-            return Compute("matmul_bias", (*x, *operands), tuple(y))
-        return Compute("matmul", (*x, self.weights[i][:]), tuple(y))
+            yield Compute("matmul_bias", (*x, *operands), tuple(y))
+        elif self.problem.experts:
+            for experts, (rows, products) in self.by_expert(x, y):
+                yield Compute("matmul_grouped", (*rows, self.weights[i][experts]), products)
+        else:
+            yield Compute("matmul", (*x, self.weights[i][:]), tuple(y))
+
+    def by_expert(self, *columns: Iterable[Chunk]) -> Iterator[tuple[slice, list[tuple[Chunk, ...]]]]:
+        """The chunks of each column cut at the ends of runs: for each peer its experts, and a chunk for each of them.
+
+        The numbers of the last column say which blocks they are.
+        """
+        runs: dict[tuple[int, int], list[tuple[Chunk, ...]]] = {}
+        for chunks in zip(*columns, strict=True):
+            for at in range(chunks[-1].stop - chunks[-1].start):
+                peer, part = divmod(chunks[-1].start + at, self.work.parts)
+                block = tuple(c._replace(start=c.start + at, stop=c.start + at + 1) for c in chunks)
+                runs.setdefault((peer, part // self.parts), []).append(block)
+        there = [key for key in runs if key[1] < self.work.experts]
+        for _, keys in groupby(there, key=lambda key: key[0]):
+            experts = [*keys]
+            ends = [zip(runs[key][0], runs[key][-1], strict=True) for key in experts]
+            pieces = [tuple(a._replace(stop=b.stop) for a, b in pairs) for pairs in ends]
+            yield slice(experts[0][1], experts[-1][1] + 1), list(zip(*pieces, strict=True))
 
 
 class Dealt(_LocalWork):
@@ -119,16 +156,16 @@ class Gather(_LocalWork):
             self.full = work.scratch("full", axis, problem.row, problem.dtype)
         self.late = late and bool(problem.weights or problem.gradients)
         self.sums: list[Buffer] = []
-        self.started: set[int] = set()  # the gradients whose sum has a first term
+        self.started: set[tuple[int, int]] = set()  # gradient and expert: the sums that have a first term
 
     def outgoing(self, dest: int, part: int) -> Chunk:
         """The block that this rank sends to `dest`."""
         owner = dest if self.x.axis == "send" else self.rank
-        return self.x[owner * self.parts + part]
+        return self.message(self.x, owner, part, dest)
 
     def place(self, source: int, part: int) -> Chunk:
         """The place of the block of `source` among the gathered rows."""
-        return self.full[source * self.parts + part]
+        return self.message(self.full, source, part, self.rank)
 
     def _own(self) -> tuple[Chunk, Chunk]:
         """The rank's own blocks in x, and their place among the gathered rows."""
@@ -175,23 +212,40 @@ class Gather(_LocalWork):
         places = tuple(places)
         for i, weight in enumerate(self.problem.weights):
             y = [place._replace(buffer=self.problem.name("y", i)) for place in places]
-            yield self.multiply(i, rows, y, weight.bias)
+            yield from self.multiply(i, rows, y, weight.bias)
         for i, gradient in enumerate(self.problem.gradients):
-            g = self._sum(i)
             h = [place._replace(buffer=self.problem.name("h", i)) for place in places]
-            operands = (*h, *rows) if gradient.flipped else (*rows, *h)
-            if i in self.started:
-                yield Compute("gradient_add", (*operands, g[:]), (g[:],))
+            operands = (h, rows) if gradient.flipped else (rows, h)
+            if self.problem.experts:
+                for experts, chunks in self.by_expert(*operands):
+                    yield from self._add_grouped(i, experts, chunks)
             else:
-                yield Compute("gradient", operands, (g[:],))
-            self.started.add(i)
+                yield self._add("gradient", i, range(1), [chunk for group in operands for chunk in group])
+
+    def _add_grouped(self, i: int, experts: slice, chunks: list[tuple[Chunk, ...]]) -> Iterator[Op]:
+        """The terms of the i-th gradient for these experts. Some of them may have a first term already."""
+        numbers = range(experts.start, experts.stop)
+        for _, run in groupby(numbers, key=lambda e: (i, e) in self.started):
+            those = [*run]
+            cut = slice(those[0] - experts.start, those[-1] + 1 - experts.start)
+            operands = [chunk for group in chunks for chunk in group[cut]]
+            yield self._add("gradient_grouped", i, range(those[0], those[-1] + 1), operands)
+
+    def _add(self, kernel: str, i: int, experts: range, operands: list[Chunk]) -> Op:
+        """Add a term to the i-th gradient, or write the first one. Without experts it is that of expert 0."""
+        g = self._sum(i)[experts.start : experts.stop]
+        is_started = (i, experts[0]) in self.started
+        self.started.update((i, e) for e in experts)
+        if is_started:
+            return Compute(f"{kernel}_add", (*operands, g), (g,))
+        return Compute(kernel, tuple(operands), (g,))
 
     def _sum(self, i: int) -> Buffer:
         """The buffer in which a gradient is summed: the result, or a float32 buffer if the result has a half type."""
         if len(self.sums) <= i:
             g = self.work[self.problem.name("g", i)]
             wide = accumulator(g.dtype)
-            self.sums.append(g if wide == g.dtype else self.work.scratch(f"{g.name}_wide", "whole", g.row, wide))
+            self.sums.append(g if wide == g.dtype else self.work.scratch(f"{g.name}_wide", g.axis, g.row, wide))
         return self.sums[i]
 
 
@@ -255,30 +309,41 @@ class Scatter(_LocalWork):
             matching = [i for i, chunk in enumerate(x) if self.has_bias(chunk.start) == bias]
             if matching:
                 rows, products = merged((x[i] for i in matching), (y[i] for i in matching))
-                yield self.multiply(0, rows, products, bias)
+                yield from self.multiply(0, rows, products, bias)
 
     def term(self, owner: int, part: int, dtype: str) -> Generator[Op, None, Chunk]:
         """Compute the term of one block, unless it exists. Returns its chunk, which has this dtype."""
-        block = self.block(owner, part)
-        x = self.x[block]
+        x = self.outgoing(self.x, owner, part)
         if self.computed:
-            return self.partial(dtype)[block]
+            return self.outgoing(self.partial(dtype), owner, part)
         if self.by_slices:
             yield from self.slice(part, dtype)
         elif self.problem.multiplies_first:
-            yield self.multiply(0, [x], [self.partial(dtype)[block]], self.has_bias(block))
+            y = self.outgoing(self.partial(dtype), owner, part)
+            yield from self.multiply(0, [x], [y], self.has_bias(self.block(owner, part)))
         elif dtype != self.problem.dtype:
-            yield Compute("copy", (x,), (self.partial(dtype)[block],))
+            yield Compute("copy", (x,), (self.outgoing(self.partial(dtype), owner, part),))
         else:
             return x
-        return self.partial(dtype)[block]
+        return self.outgoing(self.partial(dtype), owner, part)
+
+    def outgoing(self, buffer: Buffer, owner: int, part: int) -> Chunk:
+        """The block for `owner`, or its blocks where rows come from experts."""
+        if self.problem.experts:
+            return self.message(buffer, owner, part, self.rank)
+        return buffer[self.block(owner, part)]
+
+    def arriving(self, source: int, part: int) -> Chunk:
+        """The place of what `source` sends in an all-to-all."""
+        return self.message(self.work["y"], source, part, source)
 
     def slice(self, part: int, dtype: str) -> Iterator[Op]:
         """Compute the terms of one part of every shard, once."""
         if part not in self.computed_slices:
             self.computed_slices.add(part)
-            blocks = [self.block(owner, part) for owner in range(self.size)]
-            yield from self.products([self.x[b] for b in blocks], [self.partial(dtype)[b] for b in blocks])
+            owners, partial = range(self.size), self.partial(dtype)
+            x, y = ([self.outgoing(buffer, owner, part) for owner in owners] for buffer in (self.x, partial))
+            yield from self.products(x, y)
 
     def own_terms(self, dtype: str) -> Generator[Op, None, list[Chunk]]:
         """Compute the terms of the rank's own blocks in one call: no message waits for them. Returns their chunks."""
@@ -289,18 +354,18 @@ class Scatter(_LocalWork):
             return terms
         first, partial = self.block(self.rank, 0), self.partial(dtype)
         run = slice(first, first + self.parts)
-        yield self.multiply(0, [self.x[run]], [partial[run]], self.has_bias(first))
+        yield from self.multiply(0, [self.x[run]], [partial[run]], self.has_bias(first))
         return [partial[block] for block in range(run.start, run.stop)]
 
     def own_into(self, target: Chunk) -> Iterator[Op]:
         """Compute the terms of the rank's own blocks and write them to `target`."""
-        run = slice(self.rank * self.parts, (self.rank + 1) * self.parts)
+        run = slice(target.start, target.stop)
         if self.computed or self.by_slices:
             for part in range(self.parts if self.by_slices else 0):
                 yield from self.slice(part, self.wire)
             yield Compute("copy", (self.partial(self.wire)[run],), (target,))
         elif self.problem.multiplies_first:
-            yield self.multiply(0, [self.x[run]], [target], self.has_bias(run.start))
+            yield from self.multiply(0, [self.x[run]], [target], self.has_bias(run.start))
         else:
             yield Compute("copy", (self.x[run],), (target,))
 
@@ -316,4 +381,5 @@ class Scatter(_LocalWork):
     @property
     def targets(self) -> Chunk:
         """The place of all blocks of this rank in the result."""
-        return self.work["y"][self.rank * self.parts : (self.rank + 1) * self.parts]
+        first, experts = self.rank * self.work.parts, self.work.experts if self.problem.experts else 1
+        return self.work["y"][first : first + self.parts * experts]

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fompi.engine.communicator import Communicator
+from fompi.ops.arguments import has_experts
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
@@ -78,6 +79,7 @@ OUTSIDE = {
         "only the other ranks know how many rows the counts= of an all-to-all bring; leave counts= out if all are "
         "equal, or use fompi.torch.<operation>(..., counts=..., arriving=[the rows from each rank])"
     ),
+    "experts": _outside("only the other ranks know how many rows go to the experts of this rank"),
     "tensor": _outside("all tensors must be torch tensors"),
     "old": _outside(
         "torch before 2.12 cannot read a fompi.Communicator: use fompi.torch.<operation>(..., comm=a group of torch)"
@@ -154,6 +156,8 @@ def why_outside(
         value = given.get(key)
         if key in given and not isinstance(value, int) and (value is not None or key in NEEDED):
             return "wrong"
+    if has_experts(name, given.pop("experts", None), [given["w"].dim()] if "w" in given else []):
+        return "experts"
     if given.get("columns") is not None:
         given["columns"] = list(given["columns"])
     if given.get("counts") is not None:

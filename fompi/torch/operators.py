@@ -6,7 +6,7 @@ torch.compile reads it.
 
 | argument                              | meaning                                                               |
 |---------------------------------------|-----------------------------------------------------------------------|
-| those of the operation, without `out` | as in `fompi.<operation>`                                             |
+| those of the operation, without `out` | as in `fompi.<operation>`. Rows that go to experts: no operator        |
 | comm                                  | the name of a communicator (`name_of`) or of a group of torch; "": all ranks |
 | gradient                              | "sum": of the losses of all ranks; "replicated": of one loss that all have |
 | arriving                              | the rows from each rank; None: x has the same shape on all ranks      |
@@ -34,7 +34,7 @@ from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, 
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
-from fompi.ops.arguments import Arguments
+from fompi.ops.arguments import Arguments, has_experts
 from fompi.ops.operation import HOOKS, CallOptions, Operation
 from fompi.plans.problems import DEALT, MEANING
 from fompi.torch import private
@@ -562,6 +562,10 @@ def _public(operation: Operation[Any]) -> Callable[..., Any]:
         arguments, comm, call_options = operation.read(args, {**options, "comm": comm})
         try:
             operator.check(arguments, gradient)
+            if has_experts(operation.name, arguments.experts, [w.dim() for w in arguments.weights]):
+                if arriving is not None:
+                    raise LayoutError(f"fompi.torch.{operation.name} takes no arriving= for rows that go to experts")
+                return operation.run(arguments, comm, call_options)  # no operator, but a node of autograd
             given = None if arriving is None else list(map(index, arriving))
         except Exception as error:
             operation.refuse(error, comm)
@@ -605,7 +609,7 @@ def _product_backward(ctx: Any, dy: torch.Tensor) -> Any:
     if needs[0]:
         words = joined("in the backward of replicated_matmul", ctx.words)
         dx = torch.ops.fompi.matmul_all_reduce(dy, w.mH, comm=ctx.comm, gradient="replicated", words=words)
-    dw = x.reshape(-1, x.shape[-1]).mH @ dy.reshape(-1, dy.shape[-1]) if needs[1] else None
+    dw = x.flatten(0, -2).mH @ dy.flatten(0, -2) if needs[1] else None  # reshape cannot tell -1 from no columns
     return dx, dw, dy.sum(tuple(range(dy.dim() - 1))) if ctx.is_biased else None, None, None
 
 
