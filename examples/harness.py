@@ -388,12 +388,15 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 def prepare(description):
     """(options, mesh, text). By default an even number of ranks has tp=2, what is left has pp=2 if it is even."""
-    comm, parser = fompi.Communicator(), argparse.ArgumentParser(description=description)
+    comm, layout = fompi.Communicator(), argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=layout)
     for axis in ("dp", "pp", "tp"):
         parser.add_argument(f"--{axis}", type=int, help=f"ranks along {axis}")
     parser.add_argument("--steps", type=int, default=40, help="(40)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps is 1 or more")
     tp = options.tp or 2 - comm.size % 2
     pp = options.pp or 2 - comm.size // tp % 2
     mesh = fompi.Mesh(comm, dp=options.dp or comm.size // (tp * pp), pp=pp, tp=tp)
@@ -412,13 +415,13 @@ def python_source(comm, nbytes=1 << 18):
 def batches(text, steps, length, comm, shape):
     """For each step inputs and targets of this rank, of the shape (micro-batches, length, rows): the next byte each.
 
-    `shape` is (micro-batches, rows). The batches of all ranks together are the same for any number of them.
+    `shape` is (micro-batches, rows of all ranks). The ranks of `comm` deal out the rows.
     """
     import torch
 
     random = np.random.default_rng(0)
     for _ in range(steps):
-        at = random.integers(len(text) - length, size=(comm.size, shape[0], 1, shape[1]))[comm.rank]
+        at = random.integers(len(text) - length, size=(shape[0], 1, shape[1]))[..., comm.rank :: comm.size]
         read = torch.from_numpy(text[at + np.arange(length + 1)[:, None]].astype(np.int64))
         yield read[:, :-1], read[:, 1:]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fompi.base.errors import FompiError
+from fompi.base.version import __version__
 from fompi.cli.output import UsageError
 from fompi.mpi import environment
 
@@ -94,6 +95,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         epilog=f"for example: {program()} try 1024,1024,1024 --ranks 4",
         **layout,
     )
+    parser.add_argument("--version", action="version", version=f"fompi {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {
         name: commands.add_parser(name, help=command.summary, description=command.summary, **layout)

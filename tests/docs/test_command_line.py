@@ -17,7 +17,7 @@ import pytest
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.cli.calibrate import described_instead
-from fompi.cli.main import COMMANDS
+from fompi.cli.main import COMMANDS, main
 from fompi.cli.output import DEFAULT_COLUMNS, Progress, Table, show
 from fompi.ops.operations import OPERATIONS
 from fompi.plans.plan import Plan, programs_from_json
@@ -165,7 +165,7 @@ MISSPELT = {
     "bench": "bench: name a suite (collectives, ",
     "bench everything": "invalid choice: 'everything'",
     "try": "the following arguments are required: M,K,N",
-    "try 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
+    "try 64,64,64 --ranks 1": "--ranks is 2 or more: one rank has no messages to hide",
     "simulate step --ranks 4 --schedule ring": "simulate step takes --model, --parallel, --ranks",
     "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
     "calibrate --limit 0": "--limit 0: give a number of seconds above 0",
@@ -217,6 +217,12 @@ def test_help_names_every_command():
     text, _ = run("--help")
     assert all(re.search(rf"^ +{command}\b", text, re.MULTILINE) for command in COMMANDS)
     assert text.splitlines()[-1] == "for example: python -m fompi try 1024,1024,1024 --ranks 4"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"fompi {fompi.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "plan --json"])
