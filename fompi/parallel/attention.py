@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import LayoutError
+from fompi.base.layout import integer
 from fompi.parallel.local import Work, local_kernel
 
 Array = np.ndarray[Any, Any]
@@ -46,6 +47,8 @@ def check_documents(cu_seqlens: Any, length: int | None) -> tuple[int, ...] | No
 
 def check_heads(heads: int, kv_heads: int) -> None:
     """Raise LayoutError if the query heads cannot be dealt out to the key/value heads."""
+    if integer(heads) is None or integer(kv_heads) is None:
+        raise LayoutError(f"heads={heads!r} and kv_heads={kv_heads!r} must be integers")
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise LayoutError(f"{heads} query heads cannot be dealt out to {kv_heads} key/value heads: choose a multiple")
 
@@ -57,6 +60,10 @@ class Rule:
     causal: bool = False
     scale: float | None = None
     cu_seqlens: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not hasattr(self.scale, "__float__"):
+            raise LayoutError(f"scale={self.scale!r} must be None or a number")
 
     def scale_of(self, head_dim: int) -> float:
         return max(head_dim, 1) ** -0.5 if self.scale is None else self.scale

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,8 @@ def detached(x: Any) -> Any:
 
 
 def borrowed(params: Mapping[str, Any]) -> dict[str, Tensor]:
+    if not isinstance(params, Mapping):
+        raise ShapeError(f"params must map names to tensors, not {type(params).__name__}: pass dict(name=tensor, ...)")
     tensors = {name: dlpack.borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
     if not tensors:
         raise ShapeError("DataParallel needs at least one parameter")
@@ -182,6 +184,31 @@ def holders(name: str, value: Any) -> int | Array:
     if counts.size and counts.min() < 1:
         raise LayoutError(f"replicated= says that {counts.min():g} ranks hold an element of {name!r}: at least 1 does")
     return counts
+
+
+def axes_of(over: Any) -> tuple[Communicator, ...]:
+    """One communicator or several, as a tuple; () for None."""
+    listed = () if over is None else over if isinstance(over, (tuple, list)) else (over,)
+    return tuple(map(Communicator.of, listed))
+
+
+def check_axes(axes: Sequence[Communicator]) -> None:
+    """Raise LayoutError if two axes have more ranks in common than this one."""
+    for one, other in combinations(axes, 2):
+        if len({*one.link.world_ranks} & {*other.link.world_ranks}) > 1:
+            raise LayoutError(
+                f"the axes {one.name!r} and {other.name!r} have more ranks in common than this one: comm=, replicas= "
+                "and over= must be different axes of a mesh"
+            )
+
+
+def check_clip(clip: Any) -> None:
+    try:
+        fits = clip is None or bool(clip >= 0)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise LayoutError(f"clip={clip!r} must be None or a number of at least 0, the largest norm")
 
 
 def check_options(
@@ -238,3 +265,9 @@ def in_words(tensors: Mapping[str, Tensor]) -> str:
     more = ", ..." if len(listed) > MOST_NAMED else ""
     named = f"{', '.join(listed[:MOST_NAMED])}{more} (all: {digest(str(listed)):x})"
     return f"{len(listed)} parameters: {named}, values {values:x}"
+
+
+def held_in_words(holders: Mapping[str, int | Array]) -> str:
+    """How many ranks hold each parameter, with a checksum where the elements differ."""
+    held = {name: n if isinstance(n, int) else f"{zlib.crc32(n.tobytes()):x}" for name, n in holders.items()}
+    return f", replicated={held}" if held else ""

@@ -75,6 +75,15 @@ def is_positive(n: Any) -> bool:
     return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and int(n) > 0
 
 
+def check_choice(experts: int, k: Any, capacity_factor: Any, policy: Any) -> None:
+    if not is_positive(k) or k > experts:
+        raise LayoutError(f"k={k!r} must be an integer from 1 to {experts}, the number of experts")
+    if policy not in POLICIES:
+        raise PlanError(f"policy={policy!r} must be one of {', '.join(POLICIES)}")
+    if capacity_factor is not None and not (hasattr(capacity_factor, "__float__") and 0 < capacity_factor < math.inf):
+        raise LayoutError(f"capacity_factor={capacity_factor!r} must be a number > 0, or None to drop no row")
+
+
 def check_route(
     x: Any, router: Any, k: int, normalize: bool, capacity_factor: float | None, policy: str
 ) -> tuple[Tensor, Tensor, str]:
@@ -84,12 +93,7 @@ def check_route(
     h, experts = tr.array.shape
     if tx.array.shape[1] != h:
         raise ShapeError(f"x has {tx.array.shape[1]} features, but the router has {h} rows: they must be equal")
-    if not is_positive(k) or k > experts:
-        raise LayoutError(f"k={k!r} must be an integer from 1 to {experts}, the number of experts")
-    if policy not in POLICIES:
-        raise PlanError(f"policy={policy!r} must be one of {', '.join(POLICIES)}")
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-        raise LayoutError(f"capacity_factor={capacity_factor!r} must be a number > 0, or None to drop no row")
+    check_choice(experts, k, capacity_factor, policy)
     return (
         tx,
         tr,

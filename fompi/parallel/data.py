@@ -34,11 +34,15 @@ from fompi.parallel.buckets import (
     MOST_NAMED,
     Bucket,
     Buckets,
+    axes_of,
     borrowed,
     buckets,
+    check_axes,
+    check_clip,
     check_options,
     cut,
     detached,
+    held_in_words,
     holders,
     in_words,
 )
@@ -74,6 +78,8 @@ class DataParallel:
     in; None is float32, or float64 for float64. `ahead_nbytes`: how much is gathered ahead; None is two buckets, or one
     with zero=3.
     `check_for_nan`: look at every gradient; a NaN is a TensorError that names parameter and rank.
+    `over`: a communicator or several, of other axes whose ranks hold other parts of the model. `step` takes them too.
+    Give them here, so that an error in the first step reaches these ranks as well.
 
     Creating one, `step` and `close` are collective. If one rank refuses a call, it raises the error once the other
     ranks are at the end of their step, and `step` raises MismatchError there. Gradients are forgotten then, nothing
@@ -95,16 +101,24 @@ class DataParallel:
         wire_dtype: str | None = None,
         ahead_nbytes: int | None = None,
         check_for_nan: bool = False,
+        over: Any = (),
     ):
         self.comm = Communicator.of(comm)
-        self.replicas = None if replicas is None else Communicator.of(replicas)
+        self.replicas: Communicator | None = None
         self.zero, self.optimizer, self.check_for_nan = zero, optimizer, check_for_nan
         self.microbatches = microbatches
         self.waited = 0.0  # seconds for which this rank has waited for messages and for other ranks: what was exposed
         tensors: dict[str, Tensor] = {}
         counts: Sequence[int] = ()
         error: Exception | None = None
+        self._holders: dict[str, int | Array] = {}
+        self._known: tuple[Communicator, ...] = ()  # the axes of a step that names none
         try:
+            self.replicas = None if replicas is None else Communicator.of(replicas)
+            self._known = axes_of(over)
+            check_axes([self.comm, *self._others(self._known)])
+            if not callable(getattr(optimizer, "state", None)) or not callable(getattr(optimizer, "update", None)):
+                raise LayoutError(f"optimizer={optimizer!r} must be an optimizer such as AdamW(1e-3)")
             self._holders = {name: holders(name, value) for name, value in (replicated or {}).items()}
             tensors = borrowed(params)
             counts = cut(tensors, bucket_nbytes)
@@ -114,7 +128,10 @@ class DataParallel:
         how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
         options = f"zero={zero}, average={average}, wire_dtype={wire_dtype}, ahead_nbytes={ahead_nbytes}"
         options += f", microbatches={microbatches}" if microbatches != 1 else ""
-        text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)})"
+        options += "" if self.replicas is None else f", {self.replicas.size} replicas"
+        options += f", over={[axis.name for axis in self._known]}" if self._known else ""
+        text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)}"
+        text += f"{held_in_words(self._holders)})"
         agree_everywhere([self.comm, *([self.replicas] if self.replicas else [])], text, error)
 
         self._sums, self._gathers = (
@@ -137,7 +154,7 @@ class DataParallel:
         self._gathered = 0  # gathers started
         self._next = last  # the next bucket that leaves
         self._is_syncing, self._used, self._steps = True, set[str](), 0
-        self._over: tuple[Communicator, ...] = ()  # the axes of the last step
+        self._over = self._known  # the axes of the last step
         self.closed = False
 
     # ---------------------------------------------------------------------------------------------- parameters
@@ -281,7 +298,10 @@ class DataParallel:
             raise TensorError(f"the gradient of {name!r} is on a device: DataParallel works on the host")
         array: Array = widen(tensor.array, tensor.dtype)
         if self.check_for_nan and np.isnan(array).any():
-            raise TensorError(f"the gradient of {name!r} has a NaN on rank {self.comm.rank}")
+            raise TensorError(
+                f"the gradient of {name!r} has a NaN on rank {self.comm.rank}. No rank has updated anything: leave "
+                "this batch out, or take a smaller learning rate"
+            )
         return array
 
     def _leave(self, most: int | None = None) -> None:
@@ -322,16 +342,24 @@ class DataParallel:
     def step(self, clip: float | None = None, over: Any = ()) -> float:
         """Update the parameters. Returns the norm of the whole gradient, before it is clipped to `clip`.
 
-        `over`: communicators of other axes that hold other parts of the model. The norm counts those too.
+        `over`: communicators of other axes that hold other parts of the model, if the constructor did not get them.
+        The norm counts those too.
         A parameter that no rank has announced is left alone.
         """
         self._check_open()
-        axes = over if isinstance(over, (tuple, list)) else (over,)
-        self._over = tuple(map(Communicator.of, axes))
+        try:
+            check_clip(clip)
+            axes = axes_of(over) or self._known
+            if axes != self._over:
+                check_axes([self.comm, *self._others(axes)])
+        except Exception as error:
+            self._fail(error)
+        self._over = axes
         self._leave(most=len(self.buckets))
         self._end_cycle()
         begun = perf_counter()
-        agree_everywhere(self._axes, f"step {self._steps} of DataParallel, clip={clip}", None, self._reset)
+        text = f"step {self._steps} of DataParallel, clip={clip}, over {[axis.name for axis in axes]}"
+        agree_everywhere([self._gathers, *self._others(axes)], text, None, self._reset)
         self.waited += perf_counter() - begun
         for bucket in reversed(self.buckets):
             self._collect(bucket)
@@ -399,9 +427,9 @@ class DataParallel:
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
 
     # --------------------------------------------------------------------------------------------------- errors
-    @property
-    def _axes(self) -> list[Communicator]:
-        return [self._gathers, *([self.replicas] if self.replicas is not None else []), *self._over]
+    def _others(self, over: Sequence[Communicator]) -> list[Communicator]:
+        """The axes beside that of this DataParallel."""
+        return [*([self.replicas] if self.replicas is not None else []), *over]
 
     def _bucket_of(self, name: str) -> Bucket:
         if name not in self._index:
@@ -422,7 +450,7 @@ class DataParallel:
                     begun = False
             if not begun:
                 self._at, self._gathered = 0, self._gathered - 1
-            axes = self._axes if begun else self._axes[1:]
+            axes = [*([self._gathers] if begun else []), *self._others(self._over)]
             with suppress(FompiError):
                 agree_everywhere(axes, "a refused step", error)
             for _ in range(self._next + 1):

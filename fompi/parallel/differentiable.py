@@ -82,7 +82,10 @@ class Differentiable:
 
     def read(self, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, with the defaults."""
-        bound = self.__signature__.bind(*args, **options)
+        try:
+            bound = self.__signature__.bind(*args, **options)
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}: {error}") from None
         bound.apply_defaults()
         return bound.arguments
 

@@ -85,6 +85,8 @@ class Pipeline:
         refusal, text = None, "a pipeline"
         try:
             self.stages = [*stages]
+            if not self.stages:
+                raise PlanError("stages is empty: every rank needs the same number of stages, at least one")
             size, rank = self.comm.size, self.comm.rank
             self.plan: Plan = plan(
                 schedule,
@@ -104,10 +106,10 @@ class Pipeline:
                     if not kernel.seconds:
                         raise PlanError(f"seconds= lacks the seconds of {kernel.name}, which the {backend.name} needs")
             self._check_methods()
-            order_of_all = (
-                schedule if self.plan.schedule in SCHEDULES else order(schedule, size, microbatches, len(self.stages))
-            )
-            text = f"{self.problem} with {self.problem.activations} by {order_of_all}, checked {checked}"
+            by = self.plan.schedule
+            if by not in SCHEDULES:
+                by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
+            text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
         except FompiError as error:
             refusal = error
         except TypeError as error:
@@ -118,13 +120,7 @@ class Pipeline:
         self._targets: Sequence[Any] = ()
         self._refusal: Exception | None = None
         self._forget()
-        kernels = {
-            "forward": self._forward,
-            "backward": self._backward,
-            "backward_input": self._backward_input,
-            "backward_weight": self._backward_weight,
-        }
-        used = {kernel.name: self._noting(kernels[kernel.name]) for kernel in self.plan.kernels}
+        used = {kernel.name: getattr(self, f"_{kernel.name}") for kernel in self.plan.kernels}
         self.executor = executor.bind(self.plan, comm=self.comm, kernels=used, backend=backend or Numpy())
 
     def _check_methods(self) -> None:
@@ -167,8 +163,8 @@ class Pipeline:
                 self.executor()
         except Exception as error:
             if self.checked:
-                is_theirs = isinstance(error, PeerError) and error is not self._raised
                 with suppress(FompiError):  # the error of the step says more
+                    is_theirs = isinstance(error, PeerError) and not self.executor.failed_here
                     self._confirm(error.origin if is_theirs else self.comm.rank)  # type: ignore[attr-defined]
             raise
         else:
@@ -221,21 +217,8 @@ class Pipeline:
         self._loss_gradients: dict[int, Any] = {}
         self._losses: list[Any] = [None] * self.microbatches
         self._inputs, self._targets, self._refusal = (), (), None
-        self._raised: Exception | None = None
 
     # -- the kernels of the plan
-    def _noting(self, kernel: Callable[..., None]) -> Callable[..., None]:
-        """The kernel, which notes its error: a PeerError of a stage counts ranks of another communicator."""
-
-        def noting(args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
-            try:
-                kernel(args, reads, writes)
-            except Exception as error:
-                self._raised = error
-                raise
-
-        return noting
-
     def _forward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
         if self._refusal is not None:
             raise self._refusal

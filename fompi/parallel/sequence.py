@@ -37,7 +37,7 @@ from fompi.parallel.attention import Rule, attend, attend_backward, check_heads,
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
 from fompi.parallel.ring import ring_run, ring_run_backward
-from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_tokens, in_few_words
+from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -316,6 +316,7 @@ def _usp(
     def check(comm: Communicator) -> tuple[str, int, Saved]:
         if refusal is not None:
             raise refusal
+        check_sharding(sharding)
         around, across = Communicator.of(ring), Communicator.of(ulysses)
         if (around.size, across.size) != (sharding.ring, sharding.ulysses):
             raise LayoutError(

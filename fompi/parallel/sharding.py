@@ -124,7 +124,13 @@ def in_few_words(sharding: Sharding) -> str:
     )
 
 
+def check_sharding(sharding: Any) -> None:
+    if not isinstance(sharding, Sharding):
+        raise LayoutError(f"sharding must be a Sharding(length, ring=, ulysses=), not {type(sharding).__name__}")
+
+
 def check_ranks(sharding: Sharding, size: int) -> None:
+    check_sharding(sharding)
     if sharding.ranks != size:
         raise LayoutError(
             f"the sharding is for {sharding.ring} * {sharding.ulysses} = {sharding.ranks} ranks (ring * ulysses), but "

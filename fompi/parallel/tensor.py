@@ -121,7 +121,7 @@ def _attention(
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, tuple[Tensor, ...], int, Any]]:
+    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, tuple[Tensor, ...], int, Rule]]:
         tx = borrow(x, "x")
         weights = tuple(borrow(w, name, tx, 2) for w, name in ((wq, "wq"), (wk, "wk"), (wv, "wv"), (wo, "wo")))
         mine, keys = heads_of(comm.rank, comm.size, heads, kv_heads)
@@ -136,17 +136,17 @@ def _attention(
                     f"{name} has the shape {tensor.array.shape}, but rank {comm.rank} has {len(mine)} of {heads} query "
                     f"heads and {len(keys)} of {kv_heads} key/value heads: with heads of {d} numbers it must be {shape}"
                 )
-        documents = check_documents(cu_seqlens, None)
+        rule = Rule(causal, scale, check_documents(cu_seqlens, None))
         text = f"{tx.dtype}, x (rows, {tx.array.shape[1:]}), n={out}, {heads=}, {kv_heads=}, {causal=}, {scale=}, "
-        text += f"{query_split=}, cu_seqlens={documents}"
+        text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}"
         text += f", {d} numbers a head" if heads >= comm.size else ""
-        return text, len(tx.array), (tx, weights, d, documents)
+        return text, len(tx.array), (tx, weights, d, rule)
 
-    group, (tx, weights, d, documents), counts = enter("attention", comm, check)
+    group, (tx, weights, d, rule), counts = enter("attention", comm, check)
     if heads < group.size:  # a rank without heads does not know how long they are
         d = max(enter("attention: the length of a head", group, lambda _: ("", d, None))[2])
-    if documents is not None:
-        check_documents(documents, sum(counts))
+    if rule.cu_seqlens is not None:
+        check_documents(rule.cu_seqlens, sum(counts))
     rank, size, dtype = group.rank, group.size, tx.dtype
     mine, keys = heads_of(rank, size, heads, kv_heads)
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
@@ -154,7 +154,7 @@ def _attention(
     _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
     q, k, v = (a.reshape(total, batch * len(have), d) for a, have in zip(projected, (mine, keys, keys), strict=True))
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
-    rule, at = Rule(causal, scale, documents), np.arange(total)
+    at = np.arange(total)
     wide_k, wide_v = widen(k, dtype), widen(v, dtype)
     o, lse = np.empty_like(q), np.empty(q.shape[:2], accumulator(dtype))
 

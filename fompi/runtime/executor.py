@@ -27,7 +27,7 @@ from fompi.runtime import baselines
 from fompi.runtime.binding import BoundPlan, Given, Memory, check_tensors
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device
-from fompi.runtime.feed import Feeding, Kernel
+from fompi.runtime.feed import Feeding, Kernel, check_rows
 from fompi.runtime.feed import copy as copy_block
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
@@ -45,6 +45,7 @@ class Feed:
     output: str
     kernel: Kernel
     last: Run | None = None  # the call of `source` that has fed the last call
+    fitting: tuple[Sizes, Sizes] | None = None  # the last rows of both for which the blocks fit
 
 
 class Executor(BoundPlan):
@@ -278,7 +279,7 @@ class Executor(BoundPlan):
         call of this executor needs a new call of `source`, which is started before. Both have the same rows.
 
         An error of the kernel, or of `source`, is an error of this call on all ranks. Raises PlanError if the blocks of
-        both do not have the same rows, or if the kernels of one of them run on a device.
+        both do not have the same rows on all ranks, or if the kernels of one of them run on a device.
         """
         for each in (self, source):
             if each.backend.asynchronous or each.backend.device is not None:
@@ -296,13 +297,13 @@ class Executor(BoundPlan):
         return self
 
     def _check_rows(self, name: str, feed: Feed, mine: Sizes, theirs: Sizes) -> None:
-        """Compare the blocks of both, in calls with these rows."""
-        starts = [
-            step.compiled.buffers[of].offsets(step.plan.extents(step.comm.rank, sizes))
-            for step, of, sizes in ((self, name, mine), (feed.source, feed.output, theirs))
-        ]
-        if starts[0] != starts[1]:
-            raise PlanError(f"feed: the blocks of {name} and {feed.output} have different rows: they begin at {starts}")
+        """Compare the blocks of both on all ranks, in calls with these rows, so that all ranks refuse."""
+        if feed.fitting != (mine, theirs):
+            source, comm = feed.source, self.comm
+            ranks = range(comm.size) if source.comm is comm else (comm.rank,)
+            result = source.compiled.buffers[feed.output]
+            check_rows((self.plan, self.compiled.buffers[name], mine), (source.plan, result, theirs), ranks)
+            feed.fitting = mine, theirs
 
     def _feeding(self, name: str, feed: Feed, run: Run) -> Feeding:
         """What makes the input `name` of this call from the last call of another executor."""
@@ -313,10 +314,8 @@ class Executor(BoundPlan):
         arrays = [(source._used[feed.output][at], self._used[name][at]) for at in runs]
         blocks = range(mine.first, mine.first + mine.count)
         feed.last = source._current()
-        return Feeding(
-            self.comm.engine, feed.last, run, name, [writers[first + i] for i in range(mine.count)], blocks, arrays,
-            feed.kernel,
-        )  # fmt: skip
+        ops = [writers.get(first + i, 0) for i in range(mine.count)]  # one that no op writes never has rows
+        return Feeding(self.comm.engine, feed.last, run, name, ops, blocks, arrays, feed.kernel)
 
     def _end_feedings(self) -> None:
         """Wait until no kernel of a feed uses the memory of the last call. Raises an error of those that read it."""
@@ -369,7 +368,7 @@ class Executor(BoundPlan):
             if name not in [b.name for b in self.compiled.outputs]:
                 raise PlanError(f"{name!r} is no output of {self.compiled.title}")
             self._writers[name] = self.compiled.last_writers(name)
-        return self._writers[name][self._block(name, part)]
+        return self._writers[name].get(self._block(name, part), 0)  # a block that no op writes never has rows
 
     def progress(self) -> bool:
         """Progress everything in flight. Returns True once this call is finished."""
@@ -541,6 +540,11 @@ class Executor(BoundPlan):
         return not self._in_parts and self._sizes == self.plan.sizes
 
     @property
+    def failed_here(self) -> bool:
+        """True if this rank has failed in the last call, whatever the type of its error."""
+        return self._current().failed_here
+
+    @property
     def trace(self) -> Trace:
         """The Trace of the last call on this rank. On a device it waits for the kernels."""
         run = self._current()
@@ -673,9 +677,11 @@ def bind(
                 raise LaunchError(f"FOMPI_COUNTERS=1 cannot be done: {missing}")
             if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
                 plan = for_device(plan, paths.is_staged)
-        for name in kernels or ():
+        for name, function in (kernels or {}).items():
             if plan.kernel(name) is None:
                 find(name)
+                if not callable(function):
+                    raise PlanError(f"kernels={{{name!r}: {function!r}}}: give a function of (reads, writes)")
         for kernel in plan.kernels:
             if not callable((kernels or {}).get(kernel.name)):
                 raise PlanError(

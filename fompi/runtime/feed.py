@@ -8,16 +8,18 @@ z = second.wait()
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import StateError
+from fompi.base.errors import PlanError, StateError
+from fompi.base.layout import Sizes
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import Task
+from fompi.plans.plan import Buffer, Plan
 from fompi.runtime.program import Run
 
 Kernel = Callable[[Any, Any], object]
@@ -26,6 +28,23 @@ Kernel = Callable[[Any, Any], object]
 
 def copy(y: Any, x: Any) -> None:
     np.copyto(x, y)
+
+
+Side = tuple[Plan, Buffer, Sizes]
+"""The input that is fed, or the result that feeds it: its plan, its buffer, and the rows of a call."""
+
+
+def check_rows(into: Side, source: Side, ranks: Iterable[int]) -> None:
+    """Raise PlanError if their blocks have different rows on one of `ranks`. No message is needed for that."""
+    for rank in ranks:
+        starts = [buffer.offsets(plan.extents(rank, sizes)) for plan, buffer, sizes in (into, source)]
+        if starts[0] != starts[1]:
+            name, output = into[1].name, source[1].name
+            raise PlanError(
+                f"feed: the blocks of {name} and {output} have different rows on rank {rank}: they begin at {starts}. "
+                "Both plans need the same rows, slices and counts",
+                rank,
+            )
 
 
 class Feeding(Task):

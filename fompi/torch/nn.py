@@ -29,6 +29,7 @@ from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
 from fompi.parallel.arrays import same_bits
 from fompi.parallel.attention import check_heads
+from fompi.parallel.choices import check_choice
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
 from fompi.torch.sharded import (
     Layout,
@@ -440,8 +441,7 @@ class MoE(torch.nn.Module):
 
         def check() -> None:
             check_activation(activation)
-            if k > experts:
-                raise LayoutError(f"k={k} must be at most {experts}, the number of experts")
+            check_choice(experts, k, capacity_factor, policy)
 
         factory = {"device": device, "dtype": dtype}
         self.options = {

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from strategies import close, slopes
 
 import fompi
 from fompi import Replicate, Shard, Spec
@@ -89,6 +90,21 @@ def test_gradients_of_some_tensors(world, wanted):
     assert len(found) == 2 + 2 * len(wanted)
     for actual, expected in zip(found, gradients(False), strict=True):
         np.testing.assert_array_equal(actual.detach(), expected.detach())
+
+
+def test_gradients_are_finite_differences(world):
+    """Of the loss of all ranks, through both products: uneven rows and columns, none on some rank."""
+    size, rank = world.size, world.rank
+    rows, columns = [r % 3 for r in range(size)], [0, *split(N, size - 1)] if size > 1 else [N]
+    x, w, v, c = drawn(sum(rows), 3), drawn(3, N), drawn(N, 2), drawn(sum(rows), N)
+    leaves = [torch.from_numpy(t).requires_grad_() for t in (x[piece(rows, rank)].copy(), w, v)]
+    y = fompi.matmul_all_to_all(*leaves[:2], dim=-1, columns=columns, comm=world)
+    z = fompi.all_to_all_matmul(y, leaves[2], dim=-1, columns=columns, counts=rows, comm=world)
+    ((z * z).sum() + (y * y * torch.from_numpy(c[:, piece(columns, rank)])).sum()).backward()
+    expected = slopes(lambda x, w, v: ((x @ w @ v) ** 2).sum() + ((x @ w) ** 2 * c).sum(), (x, w, v))
+    close(leaves[0].grad, expected[0][piece(rows, rank)])
+    for leaf, slope in zip(leaves[1:], expected[1:], strict=True):  # each rank has the term of its rows
+        close(fompi.all_reduce(leaf.grad, comm=world), slope)
 
 
 def test_calls_that_are_refused(world):

@@ -124,6 +124,36 @@ def test_what_does_not_fit(world):
         step.close()
 
 
+def test_rows_that_differ_on_some_ranks_only(world):
+    """All ranks refuse: those whose own rows fit would wait for the others."""
+    size, rank = world.size, world.rank
+
+    def own(rows):
+        return np.zeros((split(rows, size)[rank], K))
+
+    def result(rows):
+        specs = Spec((rows, 2 * size), "float64", Shard(1)), Spec((2 * size, K), "float64", Shard(0))
+        plan = fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=size, schedule="direct")
+        return fompi.bind(plan, comm=world, x=np.ones((rows, 2)), w=np.ones((2, K)))
+
+    specs = Spec((ROWS, K), "float64", Shard(0)), Spec((K, size), "float64", Shard(1))
+    plan = fompi.plan(fompi.all_gather_matmul, *specs, ranks=size, schedule="direct")
+    second = fompi.bind(plan, comm=world, x=own(ROWS), w=np.ones((K, 1)))
+    first, other = result(ROWS), result(ROWS + 1)
+    with pytest.raises(fompi.PlanError, match=f"different rows on rank {ROWS % size}"):
+        second.feed("x", other, "y")
+    second.feed("x", first, "y")
+    fewer = [*split(ROWS, size)]
+    fewer[-1] -= 1
+    first.start(counts=fewer)
+    with pytest.raises(fompi.PlanError, match=f"different rows on rank {size - 1}"):
+        second.start()
+    second.start(counts=fewer)
+    assert (second.wait() == 2 * size * K).all()
+    for step in (first, second, other):
+        step.close()
+
+
 def test_counts(world):
     """Both calls have the same rows: those of this call, not those of the last one."""
     x, w1, w2, first, second = bound(world)
@@ -208,6 +238,7 @@ def test_an_error_of_another_communicator(world):
     for _ in range(20):
         with pytest.raises(fompi.PeerError, match="of another communicator"):
             step()
-        if world.rank == world.size - 1:
+        assert step.failed_here == (world.rank == world.size - 1)
+        if step.failed_here:
             assert step._run.informed == {*range(world.size)}
     step.close()

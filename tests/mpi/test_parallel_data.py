@@ -10,9 +10,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from strategies import close, slopes
 
 import fompi
-from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
+from fompi.base.errors import (
+    DtypeError,
+    FompiError,
+    LaunchError,
+    LayoutError,
+    MismatchError,
+    ShapeError,
+    StateError,
+    TensorError,
+)
 from fompi.parallel.data import SGD, AdamW, Buckets, DataParallel
 
 ZEROS = [0, 1, 2, 3]
@@ -138,6 +148,22 @@ def close_to(found, expected):
 )
 def test_as_a_single_process(world, zero, options):
     close_to(run(world, zero, **options), single())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_update_is_a_finite_difference(world, zero):
+    """SGD with lr = 1 takes off the slope of the mean of the losses of all ranks."""
+    given, (x, target) = parameters(), batch(0)
+
+    def loss(*tensors):
+        y = forward(dict(zip(given, tensors, strict=True)).__getitem__, x)[-1]
+        return ((y - target) ** 2).sum() / 2 / ROWS / world.size
+
+    with DataParallel(given, optimizer=SGD(1.0), comm=world, zero=zero, bucket_nbytes=300) as dp:
+        announce(dp, world, 0)
+        dp.step()
+        for (name, p), slope in zip(given.items(), slopes(loss, given.values()), strict=True):
+            close(p - dp[name], slope)
 
 
 @pytest.mark.parametrize("zero", ZEROS)
@@ -334,6 +360,10 @@ def test_norms_over_other_axes(world):
             dp.ready("part", np.full(2, 1.0 + tp.rank))
             dp.ready("bias", np.array([3.0]))
             norm = dp.step(over=(tp,))
+        with DataParallel(params, optimizer=SGD(1.0), comm=dp_axis, replicated={"bias": tp}, over=tp) as dp:
+            dp.ready("part", np.full(2, 1.0 + tp.rank))
+            dp.ready("bias", np.array([3.0]))
+            assert dp.step() == norm
         assert norm == pytest.approx(np.sqrt(2 * sum((1 + r) ** 2 for r in range(tp.size)) + 9))
 
 
@@ -434,6 +464,11 @@ CONSTRUCTIONS = [
     (lambda p: p, {"replicated": {"nobody": None}}, LayoutError),
     (lambda p: p, {"wire_dtype": "bfloat16"}, DtypeError),  # the parameters are float64
     (lambda p: p, {"ahead_nbytes": -1}, LayoutError),
+    (lambda p: p, {"replicas": "pp"}, LaunchError),
+    (lambda p: p, {"over": "tp"}, LaunchError),
+    (lambda p: p, {"replicated": {"w0": np.full((5, 7), 2.0)}}, LayoutError),  # the others hold it once
+    (lambda p: p, {"optimizer": None}, LayoutError),
+    (lambda p: [*p.values()], {}, ShapeError),
 ]
 
 
@@ -449,6 +484,34 @@ def test_ranks_that_construct_different_things(world, number):
     with pytest.raises((MismatchError, error)) as caught:
         DataParallel(params, **arguments)
     assert differs or isinstance(caught.value, MismatchError)
+
+
+ALIKE = [
+    ({"params": None}, ShapeError, "params must map names to tensors, not NoneType"),
+    ({"optimizer": 0.1}, LayoutError, "optimizer=0.1 must be"),
+    ({"replicas": "pp"}, LaunchError, "not 'pp'"),
+    ({"replicated": {"w0": "tp"}}, LaunchError, "not 'tp'"),
+    ({"over": ["tp"]}, LaunchError, "not 'tp'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), ALIKE, ids=str)
+def test_wrong_arguments_on_all_ranks(world, wrong, error, words):
+    with pytest.raises(error, match=words):
+        DataParallel(**{"params": parameters(), "optimizer": SGD(0.1), "comm": world} | wrong)
+
+
+def test_axes_that_share_ranks(world):
+    """Gradients would be summed twice, or counted twice in the norm."""
+    if world.size == 1:
+        return
+    with fompi.Mesh(a=world.size, b=1) as mesh:
+        for wrong in ({"replicas": mesh["a"]}, {"over": (mesh["b"], mesh["a"])}):
+            with pytest.raises(LayoutError, match=r"the axes '(world|a|b)' and 'a' have more ranks in common"):
+                DataParallel(parameters(), optimizer=SGD(0.1), comm=world, **wrong)
+        replicas = mesh["b"] if world.rank else None  # of one rank each
+        with pytest.raises(MismatchError, match="1 replicas"):
+            DataParallel(parameters(), optimizer=SGD(0.1), comm=world, replicas=replicas)
 
 
 def twice(dp):
@@ -474,6 +537,9 @@ WRONG = {
     "narrow": (lambda dp: dp.ready("b0", np.zeros(7, np.float32)), DtypeError, "'b0' is float32"),
     "no tensor": (lambda dp: dp.ready("b0", [0.0] * 7), TensorError, "np.asarray"),
     "nan": (lambda dp: dp.ready("b0", np.full(7, np.nan)), TensorError, "'b0' has a NaN on rank"),
+    "clip": (lambda dp: dp.step(clip=-1.0), LayoutError, "clip=-1.0 must be"),
+    "clip text": (lambda dp: dp.step(clip="1"), LayoutError, "clip='1' must be"),
+    "over": (lambda dp: dp.step(over="tp"), LaunchError, "not 'tp'"),
 }
 
 
@@ -543,14 +609,16 @@ def test_two_ranks_refuse_in_different_micro_batches(world):
 
 
 def test_all_ranks_refuse_on_a_grid(world):
-    """A refusal reaches the ranks of the other axes too."""
+    """A refusal reaches the ranks of the other axes too: also in the first step, if they are known before it."""
     if world.size != 4:
         pytest.skip("needs a grid of 2 x 2")
     with fompi.Mesh(a=2, b=2) as mesh:
-        for options, over in [({"replicas": mesh["a"]}, ()), ({}, (mesh["a"],))]:
+        a = mesh["a"]
+        for options, over, done in [({"replicas": a}, (), 0), ({}, a, 1), ({"over": a}, (), 0), ({"over": a}, a, 0)]:
             with DataParallel(parameters(), optimizer=SGD(0.1), comm=mesh["b"], bucket_nbytes=300, **options) as dp:
-                announce(dp, world, 0)
-                dp.step(over=over)
+                for _ in range(done):
+                    announce(dp, world, 0)
+                    dp.step(over=over)
                 with pytest.raises(FompiError) as caught:
                     if world.rank == 2:
                         dp.ready("w9", np.zeros(1))

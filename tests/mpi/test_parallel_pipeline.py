@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from strategies import close, slopes
 
 import fompi
 from fompi.backends.emulated import Emulated
@@ -79,6 +80,19 @@ def one_process(weights, inputs, targets):
             stage.backward_weight(rest)
         gradients.append(dy)
     return losses, gradients, [stage.dw for stage in stages]
+
+
+def test_the_gradients_of_one_process_are_finite_differences():
+    """All pipelines are compared with them."""
+    weights, inputs, targets, _ = drawn(3, 2)
+
+    def total(*tensors):
+        return sum(one_process(tensors[:3], tensors[3:], targets)[0])
+
+    _, input_gradients, weight_gradients = one_process(weights, inputs, targets)
+    expected = slopes(total, [*weights, *inputs])
+    for actual, slope in zip([*weight_gradients, *input_gradients], expected, strict=True):
+        close(actual, slope)
 
 
 def run(world, schedule, microbatches, chunks=1, kind=Linear, seed=0, steps=2, **how):
@@ -327,23 +341,25 @@ def test_a_stage_that_raises(world, schedule, method):
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_an_error_at_the_very_end(world, checked):
-    """The other ranks have done their part. They hear of it, unless they return without asking."""
+@pytest.mark.parametrize("error", [ZeroDivisionError("too late"), PeerError("too late", 0)], ids=["own", "of tp"])
+def test_an_error_at_the_very_end(world, checked, error):
+    """The other ranks have done their part. They hear of it, unless they return without asking.
+
+    A PeerError of another communicator is one of this rank, too.
+    """
     last = world.size - 1
 
     class Late(Linear):
         def backward_weight(self, rest):
             super().backward_weight(rest)
             if world.rank == last and self.calls.count("W") == 4:
-                raise ZeroDivisionError("too late")
+                raise error
 
     pipe, inputs, targets = pipe_of(world, Late, schedule="zb-h1", checked=checked)
     if checked:
-        assert_fails(
-            world, pipe, inputs, targets, ZeroDivisionError, last, "failed in" if world.rank < last else "late"
-        )
+        assert_fails(world, pipe, inputs, targets, type(error), last, "failed in" if world.rank < last else "late")
     else:
-        errors = ZeroDivisionError if world.rank == last else PeerError
+        errors = type(error) if world.rank == last else PeerError
         try:
             pipe.step(inputs, targets)
             assert world.rank < last
@@ -418,6 +434,11 @@ def test_arguments_that_do_not_fit(world, changes, error, text):
         pipe_of(world, Linear, **changes)
 
 
+def test_no_stages(world):
+    with pytest.raises(PlanError, match="stages is empty"):
+        Pipeline([], comm=world, microbatches=2, activations=(2, 3), loss=loss)
+
+
 def test_an_argument_that_only_one_rank_refuses(world):
     class Poor:
         def __init__(self, w):
@@ -435,3 +456,6 @@ def test_ranks_that_differ(world):
             pipe_of(world, Linear, microbatches=4 + (world.rank == 1))
         with pytest.raises(MismatchError):
             pipe_of(world, Linear, schedule="gpipe" if world.rank else "1f1b")
+        orders = [order(name, world.size, 4) for name in ("gpipe", "1f1b")]
+        with pytest.raises(MismatchError, match="0F0 0F1 0F2 0F3 0B0"):
+            pipe_of(world, Linear, schedule=orders[world.rank > 0])

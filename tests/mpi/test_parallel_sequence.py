@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from strategies import close, drawn, same_bits, slopes, softmax_attention
+from strategies import close, drawn, refused, same_bits, slopes, softmax_attention
 
 import fompi
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
@@ -122,14 +122,6 @@ def test_many_tokens_and_strided_tensors(world):
 # -------------------------------------------------------------------------------------------------------- errors
 
 
-def refused(world, rank, error, call, words):
-    """All ranks raise: `rank` the error (None: all of them), the others a MismatchError that quotes it."""
-    expected = error if rank in (None, world.rank) else fompi.MismatchError
-    with pytest.raises(expected, match=words):
-        call()
-    assert fompi.all_reduce(np.ones(1), comm=world)[0] == world.size  # the communicator still works
-
-
 @pytest.mark.parametrize("f", STRATEGIES, ids=repr)
 def test_all_ranks_refuse(f, world, meshes):
     for ring, ulysses, comms in grids(f, meshes, world.size):
@@ -148,6 +140,8 @@ def refusals(f, world, ring, ulysses, comms):
     refused(world, None, fompi.LayoutError, lambda: call(x[:, :3], x[:, :2], x[:, :2]), "cannot be dealt out")
     refused(world, None, fompi.ShapeError, lambda: call(x, x, x[:, :2]), "they must be")
     refused(world, None, fompi.LayoutError, lambda: call(sharding=Sharding(3 * size, ring, ulysses + 1)), "ring")
+    refused(world, None, fompi.LayoutError, lambda: call(sharding=(3 * size, ring)), "must be a Sharding")
+    refused(world, None, fompi.LayoutError, lambda: call(scale="1"), "scale='1' must be")
     refused(world, None, fompi.DtypeError, lambda: call(x, x, x.astype(np.float32)), "float32")
     if size > 1:
         refused_everywhere(world, None, fompi.MismatchError, lambda: call(causal=world.rank == last), "disagree")

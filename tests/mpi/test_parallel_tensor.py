@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from strategies import close, cycled, drawn, runs, same_bits, slopes, softmax_attention, uneven
+from strategies import close, cycled, drawn, refused, runs, same_bits, slopes, softmax_attention, uneven
 
 import fompi
 from fompi.base.layout import split
@@ -401,14 +401,6 @@ def test_half_types(world):
 # -------------------------------------------------------------------------------------------------------- errors
 
 
-def refused(world, rank, error, call, words=""):
-    """All ranks raise: `rank` the error, the others one that quotes it."""
-    expected = error if rank in (None, world.rank) else fompi.MismatchError
-    with pytest.raises(expected, match=words):
-        call()
-    assert fompi.all_reduce(np.ones(1), comm=world)[0] == world.size  # the communicator still works
-
-
 def test_all_ranks_refuse(world):
     x, w, last = np.ones((2, 3)), np.ones((3, 4)), world.size - 1
     bad = np.ones((2, 5)) if world.rank == last else x
@@ -443,6 +435,7 @@ def test_heads_that_do_not_fit(world):
 
     refused(world, None, fompi.LayoutError, lambda: call(3, 2), "3 query heads cannot be dealt out")
     refused(world, None, fompi.LayoutError, lambda: call(2 * size, size, cu_seqlens=[0, 3]), "end with")
+    refused(world, None, fompi.LayoutError, lambda: call(2 * size, size, scale="1"), "scale='1' must be")
     refused(world, None, fompi.LayoutError, lambda: call(2 * size, size, cu_seqlens=[1, 2 * size]), "begin with 0")
     if size > 1:
         wider = 2 + (world.rank == 0)

@@ -16,18 +16,14 @@ HEADS, KV_HEADS, HIDDEN = 4, 1, 12  # the key head is shared by all ranks
 MICROBATCHES, ROWS, RATE, CLIP = 2, 2, 0.01, 0.5
 MESHES = {
     2: [(3, 2, 1, 1), (3, 1, 2, 1), (3, 1, 1, 2)],
+    3: [(2, 1, 1, 3), (2, 1, 3, 1)],
     4: [(4, 2, 1, 2), (4, 1, 2, 2)],
+    6: [(2, 1, 2, 3), (2, 3, 1, 2)],
     8: [(20, 2, 2, 2)],
 }
 """Steps, and dp, pp, tp, for each number of ranks. Steps are slow where many ranks share a core."""
 
-
-@pytest.fixture(scope="module", autouse=True)
-def float64():
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Attention(torch.nn.Module):

@@ -10,14 +10,7 @@ from fompi.parallel.data import SGD
 from fompi.torch import DistributedDataParallel, ZeroDataParallel, nn
 
 SMALL = {"bucket_nbytes": 64}  # many buckets
-
-
-@pytest.fixture(scope="module", autouse=True)
-def float64():
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Branches(torch.nn.Module):
@@ -90,7 +83,7 @@ def test_training(world, options, set_to_none):
 
 def test_uneven_rows_and_accumulation(world):
     """Two micro-batches inside no_sync, one outside. Then two backward passes, each with its sums."""
-    rows = [3, 0, 5, 1][: world.size]
+    rows = [3, 0, 5, 1, 0, 2, 1, 4][: world.size]
     whole, model = made(), DistributedDataParallel(made(), world, **SMALL)
     x, mine = batch(world, rows)
     for _ in range(2):  # gradients stay from the first to the second

@@ -9,6 +9,7 @@ from fompi.torch.nn import full_state_dict, load_full_state_dict
 
 TOKENS = torch.tensor([3, 10, 0, 4, 3, 7, 9])
 TARGET = torch.linspace(-1, 1, 42, dtype=torch.float64).view(7, 6)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Attention(torch.nn.Module):
@@ -95,14 +96,6 @@ class Parts(torch.nn.Module):
         x = x + self.mlp[1](self.mlp[0](x))
         x = x + self.glu[1](self.glu[0](x))
         return self.scale * (x + self.moe(x))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def float64():
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def made(comm, seed=0):
@@ -236,7 +229,7 @@ def test_replicated_rows(world):
 
 
 def test_uneven_rows_and_half_types(world):
-    counts = [5, 0, 2, 1][: world.size]
+    counts = [5, 0, 2, 1, 0, 3, 1, 2][: world.size]
     torch.manual_seed(0)
     up = nn.ColumnParallelLinear(4, 6, dtype=torch.bfloat16, comm=world)
     down = nn.RowParallelLinear(6, 4, dtype=torch.bfloat16, comm=world)
@@ -313,6 +306,8 @@ def test_the_text_of_a_module_has_both_sizes(world):
         (lambda comm: nn.ParallelAttention(7, 2, comm=comm), fompi.LayoutError),
         (lambda comm: nn.VocabParallelEmbedding(4, 2.5, comm=comm), fompi.LayoutError),
         (lambda comm: nn.MoE(4, 4, 2, 3, comm=comm), fompi.LayoutError),
+        (lambda comm: nn.MoE(4, 4, 2, 1, capacity_factor=-1.0, comm=comm), fompi.LayoutError),
+        (lambda comm: nn.MoE(4, 4, 2, 1, policy="best", comm=comm), fompi.PlanError),
         (lambda comm: nn.LayerNorm(0, comm=comm), fompi.LayoutError),
     ],
 )

@@ -26,24 +26,7 @@ from fompi.torch.process_group import Group
 from fompi.torch.work import Work
 
 D = torch.float64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.set_num_threads(1)
-    dist.init_process_group("fompi")
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def rank(group):
-    return dist.get_rank()
-
-
-@pytest.fixture
-def size(group):
-    return dist.get_world_size()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.fixture
@@ -88,7 +71,7 @@ class Since:
 class Block(nn.Module):
     def __init__(self, bias, n=6):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(n), nn.Linear(n, 12, bias=bias), nn.Linear(12, n, bias=bias)
+        self.norm, self.up, self.down = nn.LayerNorm(n), nn.Linear(n, 24, bias=bias), nn.Linear(24, n, bias=bias)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(self.norm(x))))
@@ -97,7 +80,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, bias):
         super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(24, 24, bias=bias) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(48, 48, bias=bias) for _ in range(4))
 
     def forward(self, x):
         batch, tokens, _ = x.shape
@@ -113,7 +96,7 @@ def blocks(bias=True, count=2):
 
 def attention(bias=True):
     torch.manual_seed(5)
-    return nn.Sequential(nn.LayerNorm(24), Attention(bias)).to(D)
+    return nn.Sequential(nn.LayerNorm(48), Attention(bias)).to(D)
 
 
 def plan_of_blocks(dim, count=2, colwise=ColwiseParallel, rowwise=RowwiseParallel):
@@ -205,10 +188,23 @@ def test_blocks(installed, mesh, unfused, dim, bias):
     assert ran == (REPLICATED if dim is None else SEQUENCE) and not others
 
 
+@pytest.mark.parametrize("dim", [None, 0], ids=["replicated", "rows"])
+def test_fewer_features_than_ranks(installed, mesh, dim):
+    """The last rank has no column of the first weight, and no row of the second one."""
+    hidden = max(1, mesh.size() - 1)
+    net = nn.Sequential(nn.Linear(3, hidden, bias=False), nn.GELU(), nn.Linear(hidden, 3, bias=False)).to(D)
+    rows = {} if dim is None else {"input_layouts": Shard(0)}, {} if dim is None else {"output_layouts": Shard(0)}
+    plan = {"0": ColwiseParallel(**rows[0]), "2": RowwiseParallel(**rows[1])}
+    torch.manual_seed(5)
+    for weight in net.parameters():
+        nn.init.normal_(weight)
+    check(net, plan, data(mesh.size(), 2, 3), dim, mesh)
+
+
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
 @pytest.mark.parametrize("local", [False, True], ids=["DTensor", "local"])
 def test_one_gather_for_queries_keys_and_values(installed, mesh, unfused, local, hooks):
-    net, x = attention(), data(2, 3 * mesh.size(), 24)
+    net, x = attention(), data(2, 3 * mesh.size(), 48)
     if hooks:  # torch then wraps the input of each module anew
         for module in net.modules():
             module.register_full_backward_hook(lambda *_: None)
@@ -220,12 +216,12 @@ def test_one_gather_for_queries_keys_and_values(installed, mesh, unfused, local,
 def test_compiled(installed, mesh, unfused):
     """Without a graph break, and the same operations run."""
     size = mesh.size()
-    both = nn.Sequential(*attention(), Block(True, 24)).to(D)
+    both = nn.Sequential(*attention(), Block(True, 48)).to(D)
     plan = plan_of_attention(False) | {name.replace("0", "2", 1): each for name, each in plan_of_blocks(1, 1).items()}
     in_both = Counter(QKV) + Counter({name: calls // 2 for name, calls in SEQUENCE.items()})
     for net, styles, x, dim, expected in (
         (blocks(count=1), plan_of_blocks(None, 1), data(size, 2, 6), None, {"matmul_all_reduce": 2}),
-        (both, plan, data(2, size, 24), 1, in_both),
+        (both, plan, data(2, size, 48), 1, in_both),
     ):
         torch._dynamo.reset()
         ran, others = check(net, styles, x, dim, mesh, compiled=True, unfused=unfused)
@@ -350,7 +346,7 @@ def test_classes_change_nothing_of_torch(mesh, unfused):
 
 def test_after_an_exception_in_a_forward(installed, mesh, rank, size):
     """The next forward gathers once for all readers again."""
-    net, x = attention(), data(2, size, 24)
+    net, x = attention(), data(2, size, 48)
     alone = copy.deepcopy(net)
     parallelize_module(net, mesh, plan_of_attention(False))
     mine, wk = x.chunk(size, 1)[rank], net[1].wk
@@ -384,7 +380,7 @@ def test_other_uses_of_a_module(installed, mesh, rank, size):
             p.zero_()
         assert_equal(twin(x), torch.zeros_like(x))
     assert list(net.state_dict()) == list(alone.state_dict())
-    heads, tokens = parallelize_module(attention(), mesh, plan_of_attention(True)), data(1, size, 24)
+    heads, tokens = parallelize_module(attention(), mesh, plan_of_attention(True)), data(1, size, 48)
     twin, mine, since = copy.deepcopy(heads), tokens.chunk(size, 1)[rank], Since()
     for p in twin.parameters():
         p.data.mul_(2)
@@ -505,13 +501,15 @@ def test_ranks_at_other_layers_or_with_other_gradients_disagree(rank, size, mesh
     if size == 1:
         return
 
-    def layer(style):
-        return parallelize_module(nn.Linear(4, 4, bias=False, dtype=D), mesh, style)
+    n = 2 * size
 
-    x, first = torch.ones(2 * size, 4, dtype=D), rank == 0
+    def layer(style):
+        return parallelize_module(nn.Linear(n, n, bias=False, dtype=D), mesh, style)
+
+    x, first = torch.ones(n, n, dtype=D), rank == 0
     for style in (ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(), RowwiseParallel(output_layouts=Shard(0))):
         one, other = layer(style), layer(style)
-        given = x[:, : 4 // size] if isinstance(style, RowwiseParallel) else x
+        given = x[:, :2] if isinstance(style, RowwiseParallel) else x
         with pytest.raises(fompi.MismatchError, match=r"of parallel layer \d+"):
             (one if first else other)(given)
         one.requires_grad_(first)
