@@ -1,6 +1,7 @@
 """For all tests: a deadline that also works inside C code, and a way to launch a job of ranks."""
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -48,6 +49,33 @@ def mpirun():
         return job.run(command, seconds, env=env, cwd=cwd)
 
     return launch
+
+
+@pytest.fixture(scope="module")
+def x64():
+    """Enable float64 and int64 in JAX. They are off by default."""
+    import jax
+
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def fakecuda():
+    """The module fakecuda, imported late: CuPy is in the environment of one MPI library only."""
+    import fakecuda
+
+    return fakecuda
+
+
+@pytest.fixture
+def no_collection():
+    """No garbage collection during a test that counts memory."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

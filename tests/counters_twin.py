@@ -67,7 +67,7 @@ def on_host(page):
 
 
 class Simulator:
-    """What `announced.Announced` needs from a device. `enqueue` runs the kernel in a thread."""
+    """What `announced.CudaAnnouncer` needs from a device. `enqueue` runs the kernel in a thread."""
 
     def __init__(self, memory):
         self.library, self.memory, self.pages, self.kernel, self.failed = self, memory, {}, None, []
@@ -125,7 +125,7 @@ class Host:
         on_device = {name: DeviceArray(None, a) for name, a in self.arrays.items()}
         products = self.compiled.products(on_device, starts)
         self.layout = announced.layout(products, tf32=False)
-        self.kernel = announced.Announced(self.device, products, self.layout)
+        self.kernel = announced.CudaAnnouncer(self.device, products, self.layout)
         self.groups = {op: group for group, op in enumerate(self.compiled.announced)}
 
     def check_owners(self):

@@ -23,7 +23,7 @@ import cupy
 import numpy as np
 
 from fompi.backends.cuda.announced import GROUP_NUMBERS, GROUP_POINTERS, Form
-from fompi.backends.cuda.cupy import NOT_READY, CudaDevice, Stream
+from fompi.backends.cuda.cupy import CudaDevice
 from fompi.backends.cuda.library import Library
 from fompi.backends.cuda.signal import WORDS
 from fompi.backends.numpy import Numpy, narrow, widen
@@ -41,12 +41,12 @@ Error.__name__ = "CUDARuntimeError"
 
 
 class Runtime:
-    """`cupy.cuda.runtime` without a GPU. `checked=False` leaves the checks out, for measurements."""
+    """`cupy.cuda.runtime` without a GPU."""
 
     CUDARuntimeError = Error
 
-    def __init__(self, devices=1, total=1 << 33, checked=True):
-        self.devices, self.total, self.checked = devices, total, checked
+    def __init__(self, devices=1, total=1 << 33):
+        self.devices, self.total = devices, total
         self.log, self.memory, self.addresses, self.failures = [], {}, [], {}
         self.numbers, self.thread = count(0x1000), threading.local()
         self.busy = set()  # streams that still have to do something
@@ -61,9 +61,6 @@ class Runtime:
             raise AttributeError(name)
         real = getattr(REAL, name)  # AttributeError: CuPy has no such function
         work = getattr(type(self), "_" + name).__get__(self)
-        if not self.checked:
-            self.__dict__[name] = work
-            return work
         signature = re.match(rf"{name}\((.*?)\)", real.__doc__)
         parameters = [p for p in signature.group(1).split(", ") if p]
         least = sum("=" not in p for p in parameters)
@@ -186,10 +183,8 @@ class Runtime:
         return self.total - self.used, self.total
 
     def _memcpyAsync(self, to, source, nbytes, kind, stream):
-        if self.checked:
-            kinds = {1: (DEVICE, HOST), 2: (HOST, DEVICE), 3: (DEVICE, DEVICE)}[kind]
-            assert (self.span(to, nbytes), self.span(source, nbytes)) == kinds
-            assert stream in self.lives["stream"]
+        kinds = {1: (DEVICE, HOST), 2: (HOST, DEVICE), 3: (DEVICE, DEVICE)}[kind]
+        assert (self.span(to, nbytes), self.span(source, nbytes)) == kinds and stream in self.lives["stream"]
         ctypes.memmove(to, source, nbytes)
 
     def _memsetAsync(self, ptr, value, nbytes, stream):
@@ -230,8 +225,7 @@ class Runtime:
         self.lives["event"].remove(event)
 
     def _eventRecord(self, event, stream):
-        if self.checked:
-            assert event in self.lives["event"] and (stream < 3 or stream in self.lives["stream"])
+        assert event in self.lives["event"] and (stream < 3 or stream in self.lives["stream"])
 
     def _eventQuery(self, event):
         return 0
@@ -247,8 +241,7 @@ class Runtime:
         return 600 if stream in self.busy else 0
 
     def _streamWaitEvent(self, stream, event, flags=0):
-        if self.checked:
-            assert event in self.lives["event"]
+        assert event in self.lives["event"]
 
 
 GEMM = (
@@ -494,52 +487,3 @@ def view_of_cupy(x):
         "strides": x.strides,
     }
     return np.asarray(_At(interface))
-
-
-def overhead(rounds=2000):
-    """The Python time of one call, in seconds: ({kernel: launch}, {tokens in flight: poll}). It checks nothing.
-
-    A launch waits for a kernel of another stream. The runtime does nothing, so what CUDA takes is not counted.
-    """
-    import time
-
-    from fompi.backends.cuda import backend_of
-    from fompi.engine.in_flight import InFlight as Flights
-
-    class Nothing:
-        def __getattr__(self, name):
-            return lambda *arguments: 1
-
-    made = device(checked=False)
-    made.library = Library(made, Nothing(), Nothing())
-    made.library._function = made.library.using = lambda argument: nullcontext() if type(argument) is Stream else 1
-    backend = backend_of(made)
-    x, y, page = made.empty((8, 8), "f4"), made.empty((8, 8), "f4"), made.pinned((8, 8), "f4")
-    add = backend.bind("add", [x, x], [y], ["float32"] * 2, ["float32"])
-    pairs = {
-        "add": (add, backend.bind("matmul", [x, x], [y], ["float32"] * 2, ["float32"])),
-        "matmul": (backend.bind("matmul", [x, x], [y], ["float32"] * 2, ["float32"]), add),
-        "download": (backend.bind("download", [y], [page], ["float32"], ["float32"]), add),
-    }
-    launches = {}
-    for name, (launch, other) in pairs.items():
-        token, times = other([]), []
-        for _ in range(5):
-            begun = time.perf_counter()
-            for _ in range(rounds):
-                launch([token])
-            times.append((time.perf_counter() - begun) / rounds)
-        launches[name] = min(times)
-    made.query = lambda event: NOT_READY
-    polls = {}
-    for number in (1, 10, 100, 1000):
-        flying = Flights.__new__(Flights)
-        flying._launched = {}
-        for key in range(number):
-            flying.launched(add([]), None, key)
-        poll = flying._finish_launched
-        begun = time.perf_counter()
-        for _ in range(rounds):
-            poll()
-        polls[number] = (time.perf_counter() - begun) / rounds
-    return launches, polls

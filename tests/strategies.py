@@ -3,6 +3,9 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
+
+import fompi
 
 STEP = np.longdouble(1e-6)
 
@@ -75,3 +78,11 @@ def same_bits(a, b):
         (x is None and y is None) or np.asarray(x).tobytes() == np.asarray(y).tobytes()
         for x, y in zip(a, b, strict=True)
     )
+
+
+def refused(world, rank, error, call, words=""):
+    """All ranks raise: `rank` the error (None: all of them), the others a MismatchError that quotes it."""
+    expected = error if rank in (None, world.rank) else fompi.MismatchError
+    with pytest.raises(expected, match=words):
+        call()
+    assert fompi.all_reduce(np.ones(1), comm=world)[0] == world.size  # the communicator still works

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+Arrays = Sequence[Any]
+Dtypes = Sequence[str]
+"""The operands or the results of a kernel, and their logical dtypes."""
+
 Kernel = Callable[..., Any]
 """A kernel bound to its operands. `kernel()` runs it.
 
@@ -55,13 +59,6 @@ class Backend(Protocol):
         """
         ...
 
-    def bind(
-        self,
-        kernel: str,
-        reads: Sequence[Any],
-        writes: Sequence[Any],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
-    ) -> Kernel:
+    def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
         """The kernel named `kernel`, bound to these arrays."""
         ...

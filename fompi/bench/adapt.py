@@ -20,7 +20,7 @@ from fompi.bench.collectives import MIB, problem_of, progress
 from fompi.bench.options import Options
 from fompi.bench.planner import explained_for
 from fompi.tuning.calibrate import calibrate
-from fompi.tuning.rounds import Contestant, Figure, Row, alternate, checked, meet, relative_error
+from fompi.tuning.rounds import Contestant, Figure, Row, alternate, calls_of, checked, meet, relative_error
 
 OPERATIONS = {"all_gather": 17, "reduce_scatter": 20, "all_reduce": 22}
 """How many calls there are before the link drops. They differ because ranks compare times after every eighth call."""
@@ -66,7 +66,7 @@ def _measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: i
         with fompi.bind(now, comm=comm, x=x) as fresh:
             contestants = {"adapted": Contestant(step, error), "fresh plan": Contestant(fresh, error)}
             errors, before = checked(mpi, contestants), len(step.changes)
-            samples = alternate(mpi, {name: c.call for name, c in contestants.items()}, rounds, idle=cluster.idle)
+            samples = alternate(mpi, calls_of(contestants), rounds, idle=cluster.idle)
         last, refits = step.changes[-1], len(step.changes) - before
     _set_rate(comm, full)
     marks = [f"from {first.candidate} to {last.candidate}, fresh: {now.winner.candidate}"]

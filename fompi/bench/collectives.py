@@ -24,7 +24,7 @@ from fompi.bench.cluster import Cluster
 from fompi.bench.options import Options
 from fompi.plans import problems
 from fompi.schedules.registry import can_move
-from fompi.tuning.rounds import Contestant, Row, alternate, checked, relative_error
+from fompi.tuning.rounds import Contestant, Row, alternate, calls_of, checked, relative_error
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: in
                 contestants[name] = Contestant(step, error)
         contestants[DEFAULT] = Contestant(partial(getattr(fompi, operation), x, comm=comm), error)
         errors = checked(comm.link.comm, contestants)
-        calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
+        calls = calls_of(contestants)
         if not cluster.shared:
             sent = total * (size - 1) // size * (2 if operation == "all_reduce" else 1)
             calls["wire"] = lambda: cluster.exchange(sent)

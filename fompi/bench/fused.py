@@ -34,7 +34,7 @@ from fompi.bench.rivals.exchange import bare_exchange
 from fompi.bench.rivals.rival import OPERATIONS, Rival
 from fompi.planner.candidates import UNEVEN
 from fompi.runtime.report import lower_quartile
-from fompi.tuning.rounds import Contestant, Figure, Row, alternate, checked, geometric_mean, relative_error
+from fompi.tuning.rounds import Contestant, Figure, Row, alternate, calls_of, checked, geometric_mean, relative_error
 
 SLICES = (2, 4, 8)
 
@@ -100,17 +100,11 @@ def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:
             **{f"{s} slices, P2P": bind_rival(plain_mpi.pairwise(operation, mpi, x, w, s)) for s in even},
         }
         errors = checked(mpi, candidates | others)
-        pilot = alternate(
-            mpi,
-            {name: c.call for name, c in candidates.items()},
-            PILOT_ROUNDS,
-            idle=cluster.idle,
-            monitor=cluster.monitor,
-        )
+        pilot = alternate(mpi, calls_of(candidates), PILOT_ROUNDS, idle=cluster.idle, monitor=cluster.monitor)
         best = min(pilot, key=lambda name: min(pilot[name]))  # too few rounds for a median
         exchange = exchange_of(cluster.own, case, comm.size)
         yardsticks: dict[str, Callable[[], object]] = {KERNEL: kernel_of(case), BARE: exchange}
-        calls = yardsticks | {best: candidates[best].call} | {name: c.call for name, c in others.items()}
+        calls = yardsticks | calls_of({best: candidates[best], **others})
         samples = alternate(mpi, calls, rounds, idle=cluster.idle, monitor=cluster.monitor)
         cpu = cpu_seconds(mpi, exchange, cluster.idle)
     return evaluated(comm, cluster, case, best, cpu, replace(Row(str(case), str(cluster), samples), errors=errors))

@@ -35,6 +35,7 @@ from fompi.tuning.rounds import (
     Figure,
     Row,
     alternate,
+    calls_of,
     checked,
     geometric_mean,
     relative_error,
@@ -205,7 +206,7 @@ def measured(
 ) -> Row:
     """Check the contestants, time them in turns with the bare kernel and the bare wire, and compare."""
     errors = checked(comm.link.comm, contestants)
-    calls: dict[str, Callable[[], object]] = {name: contestant.call for name, contestant in contestants.items()}
+    calls = calls_of(contestants)
     calls[KERNEL] = kernel_of(case)
     if not cluster.shared:
         calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))

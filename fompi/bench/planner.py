@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ from fompi.tuning.rounds import (
     Row,
     alternate,
     best_of,
+    calls_of,
     checked,
     median_interval,
     over_best,
@@ -154,7 +155,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
             step = held.enter_context(fompi.bind(explained.plan_of(candidate), comm=comm, x=x, w=w))
             contestants[str(candidate)] = Contestant(step, error)
         errors = checked(mpi, contestants)
-        calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
+        calls = calls_of(contestants)
         calls[KERNEL] = kernel_of(case)
         chosen = str(explained.winner.candidate)
         first = Row(f"{case}, first rounds", str(cluster), times(calls, max(1, rounds // 2)), chosen, errors=errors)
@@ -281,7 +282,7 @@ def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, t
             step = held.enter_context(fompi.bind(explained.plan_of(candidate), comm=comm, x=x))
             contestants[str(candidate)] = Contestant(step, error)
         errors = checked(comm.link.comm, contestants)
-        calls: dict[str, Callable[[], object]] = {name: c.call for name, c in contestants.items()}
+        calls = calls_of(contestants)
         samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
     row = Row(f"{operation} of {total // MIB} MiB", str(cluster), samples, str(chosen), errors=errors)
     blind = row.best(str(c) for c in rivals if c.schedule != "unfused")

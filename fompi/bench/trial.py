@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.rounds < 1 or options.ranks < 1:
-        raise UsageError("try: --rounds and --ranks are 1 or more")
+    if options.rounds < 1 or options.ranks < 2:
+        raise UsageError("try: --rounds is 1 or more, --ranks is 2 or more: one rank has no messages to hide")
     return run_shape(options.shape, options.ranks, options.rounds, options.json)
 
 

@@ -151,7 +151,7 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
     )
     inner = _scaled(machine.innermost, fastest.get(0, 1.0))
     rates = rates if min(rates) < 1 else ()
-    now = replace(machine, bandwidth=inner.bandwidth, curve=inner.curve, levels=levels, rates=rates)
+    now = machine.with_links(inner, levels, rates=rates)
     slower = min(speed_of(machine, *pair) for pair in speeds) / min(speed_of(now, *pair) for pair in speeds)
     return replace(
         now,

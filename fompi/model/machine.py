@@ -174,6 +174,12 @@ class Machine:
         """The link between ranks of one innermost group."""
         return Level(1, self.latency, self.bandwidth, False, self.curve, self.burst)
 
+    def with_links(self, innermost: Level, levels: Sequence[Level], **changes: Any) -> Machine:
+        """This machine with other links, and other changes."""
+        _, latency, bandwidth, _, curve, burst = innermost
+        inner: dict[str, Any] = {"latency": latency, "bandwidth": bandwidth, "curve": curve, "burst": burst}
+        return replace(self, **inner, levels=tuple(levels), **changes)
+
     def link(self, source: int, dest: int) -> Link:
         """The link between two ranks: the outermost level that separates them."""
         number, level = -1, self.innermost
@@ -304,18 +310,9 @@ class Machine:
         if even and ranks[0] % max(step, crossed[-1].ranks) < step:  # aligned with the groups
             inner = next(level for level in reversed(all_levels) if level.ranks <= step)
             levels = [level._replace(ranks=level.ranks // step) for level in all_levels if level.ranks > step]
-        return replace(
-            self,
-            latency=inner.latency,
-            bandwidth=inner.bandwidth,
-            curve=inner.curve,
-            burst=inner.burst,
-            levels=tuple(level for level in levels if level.ranks < len(ranks)),
-            rates=rates,
-            ports=self.ports if inner == self.innermost else 1,
-            natives={},
-            natives_behind={},
-        )
+        levels = [level for level in levels if level.ranks < len(ranks)]
+        ports = self.ports if inner == self.innermost else 1
+        return self.with_links(inner, levels, rates=rates, ports=ports, natives={}, natives_behind={})
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")

@@ -18,17 +18,8 @@ SECONDS = 60
 """How long the child may take. It starts Python, MPI and the device."""
 
 LAUNCHERS = (
-    "PMI_",
-    "PMIX_",
-    "PMI2_",
-    "OMPI_COMM_WORLD_",
-    "OMPI_MCA_ess",
-    "PRTE_",
-    "MPI_LOCAL",
-    "HYDI_",
-    "SLURM_",
-    "PALS_",
-)
+    "PMI_", "PMIX_", "PMI2_", "OMPI_COMM_WORLD_", "OMPI_MCA_ess", "PRTE_", "MPI_LOCAL", "HYDI_", "SLURM_", "PALS_"
+)  # fmt: skip
 """The beginnings of the variables with which a launcher tells a process which rank it is."""
 
 _CHILD = """

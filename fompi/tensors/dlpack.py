@@ -14,7 +14,6 @@ that fompi gives it; a consumer gives fompi its stream. `DEVICES` says which dev
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,23 +25,26 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import DtypeError, FompiError, TensorError
-from fompi.base.layout import CARRIERS, FLOAT8
+from fompi.base.layout import CARRIERS
+from fompi.tensors.capsules import (
+    CODES,
+    CUDA,
+    DEVICE_NAMES,
+    HOST,
+    NAMES,
+    READ_ONLY,
+    Capsule,
+    Export,
+    export,
+    lent,
+    opened,
+    rename,
+)
 from fompi.tensors.device_array import DeviceArray
 
 # ── dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-_CODES: dict[str, tuple[int, int]] = {  # name -> DLPack's type code, bits
-    **{f"int{bits}": (0, bits) for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": (1, bits) for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": (2, bits) for bits in (16, 32, 64)},
-    "bfloat16": (4, 16),
-    **{f"complex{bits}": (5, bits) for bits in (64, 128)},
-    "bool": (6, 8),
-    **{name: (code, 8) for code, name in enumerate(FLOAT8, start=7)},
-}
-_NAMES = {code: name for name, code in _CODES.items()}
-
-STORAGE: dict[str, np.dtype] = {name: np.dtype(CARRIERS.get(name, name)) for name in _CODES}
+STORAGE: dict[str, np.dtype] = {name: np.dtype(CARRIERS.get(name, name)) for name in CODES}
 """Logical dtype -> dtype of the array that holds it: uint16 for bfloat16, uint8 for float8, else the same dtype."""
 
 
@@ -95,9 +97,7 @@ def borrow(x: Any, name: str = "x") -> Tensor:
     family = _family(type(x))
     if family == "numpy":
         array = x if type(x) is np.ndarray else x.view(np.ndarray)
-        dtype = _numpy_name(array.dtype)
-        if dtype is None:
-            raise _unknown_dtype(name, array.dtype)
+        dtype = _known(array.dtype, name)
         storage = STORAGE[dtype]
         if array.dtype is not storage:  # bits in unsigned integers, or `long long` of 64 bits
             array = array.view(storage)
@@ -105,9 +105,7 @@ def borrow(x: Any, name: str = "x") -> Tensor:
     if family == "torch":
         return _borrow_torch(x, name)
     if family == "device":
-        dtype = _numpy_name(x.dtype)
-        if dtype is None:
-            raise _unknown_dtype(name, x.dtype)
+        dtype = _known(x.dtype, name)
         return Tensor(x if x.dtype == STORAGE[dtype] else x.view(STORAGE[dtype]), dtype, "device", False, x)
     if family == "cupy":
         return _borrow_cupy(x, name)
@@ -123,8 +121,7 @@ def borrow(x: Any, name: str = "x") -> Tensor:
     if family == "jax":
         if x.is_deleted():
             raise TensorError(f"{name} is a JAX array that has been deleted or donated")
-        if _numpy_name(x.dtype) is None:
-            raise _unknown_dtype(name, x.dtype)
+        _known(x.dtype, name)
     return _borrow_capsule(x, name, family)
 
 
@@ -164,7 +161,7 @@ def device_of(x: Any) -> Any:
     if family == "torch":
         is_on_gpu = bool(x.is_cuda)
     elif family in ("jax", "dlpack") and hasattr(x, "__dlpack_device__") and not isinstance(x, np.ndarray):
-        is_on_gpu = x.__dlpack_device__()[0] in _CUDA
+        is_on_gpu = x.__dlpack_device__()[0] in CUDA
     else:
         is_on_gpu = family in ("cupy", "numba") or (family == "dlpack" and hasattr(x, "__cuda_array_interface__"))
     return DEVICES["cuda"]() if is_on_gpu and "cuda" in DEVICES else None
@@ -223,7 +220,7 @@ _family: Callable[[type], str] = lru_cache(maxsize=256)(_family_of_class)
 
 def _exports(x: Any) -> bool:
     """True if `x` can be read through DLPack: it exports a capsule, or it is one."""
-    return type(x) is _Capsule or (hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray))
+    return type(x) is Capsule or (hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray))
 
 
 def _borrow_torch(x: Any, name: str) -> Tensor:
@@ -249,17 +246,9 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
 
 def _borrow_cupy(x: Any, name: str) -> Tensor:
     """An array of CuPy. What still writes it is in CuPy's current stream, which the device follows at each call."""
-    dtype = _numpy_name(x.dtype)
-    if dtype is None:
-        raise _unknown_dtype(name, x.dtype)
-    device, storage = _device(name, x.data.device_id), STORAGE[dtype]
-    interface = {
-        "version": 3,
-        "data": (x.data.ptr, False),
-        "typestr": storage.str,
-        "shape": x.shape,
-        "strides": x.strides,
-    }
+    dtype = _known(x.dtype, name)
+    device = _device(name, x.data.device_id)
+    interface = _interface(x.data.ptr, False, STORAGE[dtype], x.shape, x.strides)
     return Tensor(DeviceArray.foreign(device, np.asarray(_Address(interface)), x), dtype, "cupy", False, x)
 
 
@@ -281,6 +270,11 @@ def _borrow_cuda_interface(x: Any, name: str, framework: str) -> Tensor:
         device.arrived(stream)
     at = np.asarray(_Address({**interface, "version": 3}))
     return Tensor(DeviceArray.foreign(device, at, x), dtype, framework, readonly, x)
+
+
+def _interface(ptr: int, readonly: bool, storage: np.dtype, shape: Any, strides: Any) -> dict[str, Any]:
+    """The value of `__array_interface__`, with strides in bytes (None: in C order)."""
+    return {"version": 3, "data": (ptr, readonly), "typestr": storage.str, "shape": shape, "strides": strides}
 
 
 class _Address:
@@ -347,8 +341,16 @@ class _Exported:
         return self.capsule
 
 
+def _known(dtype: Any, name: str) -> str:
+    """The logical dtype of an array of NumPy, or one that has such dtypes."""
+    known = _numpy_name(dtype)
+    if known is None:
+        raise _unknown_dtype(name, dtype)
+    return known
+
+
 def _unknown_dtype(name: str, dtype: object) -> DtypeError:
-    return DtypeError(f"{name} has dtype {dtype}; fompi supports, in native byte order: {', '.join(_CODES)}")
+    return DtypeError(f"{name} has dtype {dtype}; fompi supports, in native byte order: {', '.join(CODES)}")
 
 
 def _not_a_tensor(x: Any, name: str) -> TensorError:
@@ -361,127 +363,38 @@ def _not_a_tensor(x: Any, name: str) -> TensorError:
     return TensorError(f"{name} has type {type(x).__name__}, which is not a tensor: {remedy}")
 
 
-# ── DLPack's capsules ───────────────────────────────────────────────────────────────────────────────────────
-
-
-class _DLTensor(ctypes.Structure):
-    """DLTensor of dlpack.h (https://github.com/dmlc/dlpack)."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; null means C-contiguous
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Managed(ctypes.Structure):
-    """DLManagedTensor: the form before DLPack 1.0."""
-
-    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-    major, flags = 0, 0
-
-
-class _ManagedVersioned(ctypes.Structure):
-    """DLManagedTensorVersioned: the form since DLPack 1.0."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    )
-
-
-_READ_ONLY = 1
-"""The bit of `flags` that forbids writing."""
-
-_FORMS = (
-    (b"dltensor_versioned", b"used_dltensor_versioned", _ManagedVersioned),
-    (b"dltensor", b"used_dltensor", _Managed),
-)
-"""For each kind of capsule: its name, its name once it is consumed, and the struct that it contains."""
-
-_DEVICES = {2: "cuda", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm", 13: "cuda (managed)", 14: "oneapi"}
-_CUDA = (2, 13)
-"""DLPack's device types of memory that CUDA's kernels use: of a GPU, or managed."""
-
-_HOST = (1, 3, 11)
-"""DLPack's device types of host memory: ordinary, page-locked for CUDA, page-locked for ROCm."""
-
-_Capsule = type(np.empty(0).__array_struct__)  # before Python 3.13 the class has no public name
-_Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-
-
-def _c_function(name: str, result: Any) -> Any:
-    return ctypes.PYFUNCTYPE(result, ctypes.py_object, ctypes.c_char_p)((name, ctypes.pythonapi))
-
-
-_capsule_is = _c_function("PyCapsule_IsValid", ctypes.c_int)
-_capsule_pointer = _c_function("PyCapsule_GetPointer", ctypes.c_void_p)
-_capsule_rename = _c_function("PyCapsule_SetName", ctypes.c_int)
-
-
-class _Export:
-    """An exported tensor. NumPy makes an array of it. The deleter runs when the last view of that array has died."""
-
-    __slots__ = ("__array_interface__", "_address", "_delete")
-
-    def __init__(self, interface: dict[str, Any], managed: Any):
-        self._address = ctypes.addressof(managed)
-        self._delete: Callable[[int], None] | None = _Deleter(managed.deleter) if managed.deleter else None
-        self.__array_interface__ = interface
-
-    def __del__(self) -> None:
-        if self._delete is not None:
-            self._delete(self._address)
-
-
 def _borrow_capsule(x: Any, name: str, framework: str) -> Tensor:
-    capsule = x if type(x) is _Capsule else _capsule_of(x, name)
-    managed, used_name = _open(capsule, name)
+    capsule = x if type(x) is Capsule else _capsule_of(x, name)
+    managed, used_name = opened(capsule, name)
     if managed.major > 1:
         raise TensorError(f"{name} was exported in the format of DLPack {managed.major}; fompi reads versions up to 1")
     tensor, device = managed.tensor, None
-    if tensor.device_type in _CUDA:
+    if tensor.device_type in CUDA:
         device = _device(name, tensor.device_id)
         if capsule is x:
             device.arrived(1)  # nobody has told its producer of a stream: it is the default one
-    elif tensor.device_type not in _HOST:
+    elif tensor.device_type not in HOST:
         raise _on_device(name, tensor.device_type, tensor.device_id)
-    dtype = _NAMES.get((tensor.code, tensor.bits))
+    dtype = NAMES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise _unknown_dtype(name, f"{tensor.code}:{tensor.bits}x{tensor.lanes} (DLPack's code:bits x lanes)")
     storage = STORAGE[dtype]
-    readonly = framework == "jax" or bool(managed.flags & _READ_ONLY)
+    readonly = framework == "jax" or bool(managed.flags & READ_ONLY)
     shape, strides = tensor.shape[: tensor.ndim], tensor.strides and tensor.strides[: tensor.ndim]
-    interface = {
-        "version": 3,
-        "data": ((tensor.data or 0) + tensor.byte_offset, readonly),
-        "typestr": storage.str,
-        "shape": tuple(shape),
-        "strides": tuple(stride * storage.itemsize for stride in strides) if strides else None,
-    }
-    _capsule_rename(capsule, used_name)  # consumed: from now on _Export must call the deleter
-    array: Any = np.asarray(_Export(interface, managed))
+    in_bytes = tuple(stride * storage.itemsize for stride in strides) if strides else None
+    interface = _interface((tensor.data or 0) + tensor.byte_offset, readonly, storage, tuple(shape), in_bytes)
+    rename(capsule, used_name)  # consumed: from now on Export must call the deleter
+    array: Any = np.asarray(Export(interface, managed))
     return Tensor(array if device is None else DeviceArray.foreign(device, array, x), dtype, framework, readonly, x)
 
 
 def _capsule_of(x: Any, name: str) -> Any:
     try:
         device_type, device_id = x.__dlpack_device__()
-        if device_type in _HOST:
-            return _export(x, max_version=(1, 0))
-        if device_type in _CUDA:  # on this thread: torch orders the work of the thread's current stream
-            return _export_from(x, _device(name, device_id).arriving())
+        if device_type in HOST:
+            return export(x)
+        if device_type in CUDA:  # on this thread: torch orders the work of the thread's current stream
+            return export(x, stream=_device(name, device_id).arriving())
     except FompiError:
         raise
     except Exception as error:
@@ -489,41 +402,8 @@ def _capsule_of(x: Any, name: str) -> Any:
     raise _on_device(name, int(device_type), device_id)
 
 
-def _export(x: Any, **keywords: Any) -> Any:
-    """`x.__dlpack__(**keywords)`, or `x.__dlpack__()` if the producer is older than DLPack 1.0."""
-    try:
-        return x.__dlpack__(**keywords)
-    except TypeError:
-        return x.__dlpack__()
-
-
-def _export_from(x: Any, stream: int) -> Any:
-    """A capsule of a tensor on a GPU. Its producer lets `stream` wait for what still writes it."""
-    try:
-        return x.__dlpack__(stream=stream, max_version=(1, 0))
-    except TypeError:  # older than DLPack 1.0
-        return x.__dlpack__(stream=stream)
-
-
-def _open(capsule: Any, name: str) -> tuple[Any, bytes]:
-    """The struct in a capsule, and the name that the capsule gets once it is consumed."""
-    for fresh_name, used_name, form in _FORMS:
-        if _capsule_is(capsule, fresh_name):
-            return form.from_address(_capsule_pointer(capsule, fresh_name)), used_name
-    raise TensorError(f"{name} exported {capsule!r}: a capsule can be consumed only once; export the tensor again")
-
-
-def code_on_host(x: Any) -> tuple[int, int, int] | None:
-    """DLPack's type code, bits and lanes of a tensor in memory of the host. None: it is on a device."""
-    if x.__dlpack_device__()[0] not in _HOST:
-        return None
-    capsule = _export(x, max_version=(1, 0))
-    tensor = _open(capsule, "the buffer")[0].tensor
-    return tensor.code, tensor.bits, tensor.lanes
-
-
 def _on_device(name: str, device_type: int, device_id: int) -> TensorError:
-    device = _DEVICES.get(device_type, f"DLPack device {device_type}")
+    device = DEVICE_NAMES.get(device_type, f"DLPack device {device_type}")
     return TensorError(f"{name} is on {device}:{device_id}, but fompi works on host memory and CUDA devices")
 
 
@@ -542,12 +422,12 @@ def lend(array: Any, dtype: str, like: Tensor | str) -> Any:
     framework = like if isinstance(like, str) else like.framework
     if isinstance(array, DeviceArray):
         if framework == "device":
-            return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
+            return _as_ml_dtypes(array, dtype)
         if isinstance(like, Tensor) and like.host is None:
             return _lend_on_device(array, dtype, framework)
         array = array.get()
     if framework == "numpy":
-        return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
+        return _as_ml_dtypes(array, dtype)
     if framework == "torch":
         if not array.flags.writeable or min(array.strides, default=0) < 0:
             array = array.copy()
@@ -561,6 +441,11 @@ def lend(array: Any, dtype: str, like: Tensor | str) -> Any:
     if framework == "dlpack":
         return Lent(array, dtype)
     raise TensorError(f"host memory cannot become a tensor of {framework}")
+
+
+def _as_ml_dtypes(array: Any, dtype: str) -> Any:
+    """An array whose dtype NumPy does not have, as one of the package ml_dtypes."""
+    return array.view(getattr(_module("ml_dtypes"), dtype)) if dtype in CARRIERS else array
 
 
 def _lend_on_device(array: DeviceArray, dtype: str, framework: str) -> Any:
@@ -578,11 +463,7 @@ def _lend_on_device(array: DeviceArray, dtype: str, framework: str) -> Any:
 
 
 class Lent:
-    """An array of fompi for any consumer of DLPack: `torch.from_dlpack(lent)`, `cupy.from_dlpack(lent)`, ...
-
-    NumPy makes the capsule. NumPy's deleter is written in C and is safe on any thread and at exit. Only the dtype is
-    corrected here.
-    """
+    """An array of fompi for any consumer of DLPack: `torch.from_dlpack(lent)`, `cupy.from_dlpack(lent)`, ..."""
 
     __slots__ = ("__weakref__", "array", "dtype")
 
@@ -604,12 +485,7 @@ class Lent:
         """A capsule of the array. `stream` has no meaning on the host, but some consumers pass it."""
         if dl_device not in (None, self.__dlpack_device__()):
             raise BufferError(f"this tensor is on device {self.__dlpack_device__()}, not {dl_device}")
-        array = self.array.copy() if copy else self.array
-        capsule = _export(array, max_version=max_version) if max_version else array.__dlpack__()
-        if self.dtype in CARRIERS:
-            tensor = _open(capsule, "a lent array")[0].tensor
-            tensor.code, tensor.bits = _CODES[self.dtype]
-        return capsule
+        return lent(self.array.copy() if copy else self.array, self.dtype, max_version)
 
     def __repr__(self) -> str:
         return f"Lent({self.dtype}{list(self.array.shape)})"
@@ -618,8 +494,7 @@ class Lent:
 class LentOnDevice:
     """An array of fompi on a GPU, for any consumer of DLPack.
 
-    A consumer gives its stream. The stream then waits for what fompi has enqueued. NumPy makes the capsule, as for
-    `Lent`. The device and the dtype are corrected here.
+    A consumer gives its stream. The stream then waits for what fompi has enqueued.
     """
 
     __slots__ = ("__weakref__", "array", "dtype")
@@ -647,12 +522,7 @@ class LentOnDevice:
             self.array.device.lend_to(1 if stream is None else int(stream))
         memory: Any = self.array.memory
         memory.is_lent = True
-        array = np.asarray(_Held(self.array))
-        capsule = _export(array, max_version=max_version) if max_version else array.__dlpack__()
-        tensor = _open(capsule, "a lent array")[0].tensor
-        tensor.device_type, tensor.device_id = self.__dlpack_device__()
-        tensor.code, tensor.bits = _CODES[self.dtype]
-        return capsule
+        return lent(np.asarray(_Held(self.array)), self.dtype, max_version, self.__dlpack_device__())
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

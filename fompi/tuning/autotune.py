@@ -14,13 +14,10 @@ written, only the time of the first call changes.
 from __future__ import annotations
 
 import json
-import os
 import platform
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -28,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from fompi.base import kept
 from fompi.base.layout import Sizes, Slices
 from fompi.base.version import __version__
 from fompi.engine.communicator import Communicator
@@ -63,7 +61,10 @@ def measured_schedule(
     one agreement more than a call with effort="plan".
     """
     problem = local.problem
-    sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)
+    if problem.experts:
+        sizes = problem.spread((sum(local.rows),) * comm.size)
+    else:
+        sizes = Sizes(pairs=(local.rows,) * comm.size) if problem.moves == "all_to_all" else Sizes(local.rows)
     own = digest(str(problem)) % (1 << VALUE_BITS - HINT_BITS) << HINT_BITS | encode_rows(local.rows, comm.rank)
     values = agree(comm, f'{problem.operation}(..., effort="measure")', value=own)
     rows, even = decode_rows([value % (1 << HINT_BITS) for value in values])
@@ -191,38 +192,21 @@ def _conditions(comm: Communicator, key: str) -> dict[str, Any]:
 
 def _file(conditions: dict[str, Any]) -> Path | None:
     """The file of the choice that was made under these conditions. None: choices are not kept on disk."""
-    kept = environment.cache_folder()
-    name = blake2b(json.dumps(conditions, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return None if kept is None else kept / f"{name}.json"
+    return kept.file_of(environment.cache_folder(), conditions)
 
 
 def _load(comm: Communicator, key: str, is_usable: Callable[[Candidate], bool]) -> Candidate | None:
     conditions = _conditions(comm, key)
-    path = _file(conditions)
-    if path is None:
-        return None
-    try:
-        data = json.loads(path.read_text())
-        candidate = _candidate(data["choice"])
+    with suppress(Exception):  # nothing is kept, or no candidate of this version: measure again
+        candidate = _candidate(kept.load(_file(conditions), conditions, "choice"))
         shares_of(candidate.schedule, candidate.slices)
-        return candidate if data["about"] == conditions and is_usable(candidate) else None
-    except Exception:  # a missing or damaged file: measure again
-        return None
+        return candidate if is_usable(candidate) else None
+    return None
 
 
 def _store(comm: Communicator, key: str, best: Candidate) -> None:
     conditions = _conditions(comm, key)
-    path = _file(conditions)
-    if path is None:
-        return
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-        try:
-            draft.write_text(json.dumps({"about": conditions, "choice": list(best)}, indent=1))
-            os.replace(draft, path)  # replaces the whole file at once: other jobs may read it
-        finally:
-            draft.unlink(missing_ok=True)
+    kept.store(_file(conditions), conditions, "choice", list(best))
 
 
 HOOKS.measure = measured_schedule

@@ -263,17 +263,10 @@ class _Calibration:
         for number, ranks in enumerate((*topology.groups, self.size)):
             self.say(f"links inside groups of {ranks} ranks")
             levels.append(self.messages.level(topology, number))
-        self.inner = inner = levels[0]
-        return replace(
-            machine,
-            latency=inner.latency,
-            bandwidth=inner.bandwidth,
-            curve=inner.curve,
-            burst=inner.burst,
-            levels=tuple(levels[1:]),
-            rates=topology.rates if min(topology.rates) < 1 else (),
-            ports=self.messages.ports(topology.groups[0] if topology.groups else self.size),
-        )
+        self.inner = levels[0]
+        rates = topology.rates if min(topology.rates) < 1 else ()
+        ports = self.messages.ports(topology.groups[0] if topology.groups else self.size)
+        return machine.with_links(levels[0], levels[1:], rates=rates, ports=ports)
 
     def _cpu(self, machine: Machine) -> tuple[float, float]:
         """CPU seconds per message that a rank sends or receives, and per byte.

@@ -198,6 +198,11 @@ class Contestant(NamedTuple):
     error: Callable[[Any], float] | None = None
 
 
+def calls_of(contestants: Mapping[str, Contestant]) -> dict[str, Callable[[], object]]:
+    """The calls by name, as `alternate` takes them."""
+    return {name: contestant.call for name, contestant in contestants.items()}
+
+
 def relative_error(result: Any, reference: np.ndarray) -> float:
     """The largest difference, divided by the largest element of the reference. Infinite if the shapes differ."""
     result = np.asarray(result)

@@ -85,8 +85,7 @@ def others_in_words(others: float, cores: int) -> str | None:
 def _changes(what: str, factor: float, noted: float, ruinous: float) -> Iterator[Disturbance]:
     change = max(factor, 1 / factor) if factor > 0 else float("inf")
     if change > noted:
-        way = "long" if factor > 1 else "short"
-        yield Disturbance(f"{what} took {change:.1f} times as {way} at the end as before", change > ruinous)
+        yield Disturbance(f"{what} took {round(factor, 2)} times as long at the end as before", change > ruinous)
 
 
 def _impossible(machine: Machine) -> Iterator[Disturbance]:

@@ -17,17 +17,14 @@ def run(launch, ranks, code, **options):
 
 
 def test_a_rank_that_computes(launch):
-    output = run(
-        launch,
-        3,
-        """
+    code = """
 fompi.all_reduce(np.ones(3), comm=world)
 event()
 if rank == 1:
     time.sleep(30)
 fompi.all_reduce(np.ones(3), comm=world)
-""",
-    )
+"""
+    output = run(launch, 3, code)
     assert "WaitTimeout: no progress for 2 s (FOMPI_TIMEOUT): rank " in output
     assert "waits for rank 1 to start call 2, all_reduce(" in output
     assert "root cause: rank 1 does not answer: it computes outside fompi, is stopped or dead, or cannot be" in output
@@ -35,10 +32,7 @@ fompi.all_reduce(np.ones(3), comm=world)
 
 def test_a_rank_that_is_stopped(launch):
     """A signal stops it in the middle of a bound operation."""
-    output = run(
-        launch,
-        3,
-        """
+    code = """
 plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="ring")
 step = fompi.bind(plan, comm=world, x=np.ones(9))
 step()
@@ -46,18 +40,15 @@ event()
 if rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
 step()
-""",
-    )
+"""
+    output = run(launch, 3, code)
     assert "root cause: rank 2 does not answer" in output
     assert "waits for rank 2 to send in all_reduce by ring (bound 1, call 2), op " in output
 
 
 def test_a_collective_of_the_library(launch):
     """The MPI library does not say which rank is missing, so all ranks are asked."""
-    output = run(
-        launch,
-        3,
-        """
+    code = """
 spec = fompi.Spec((9,), "float64", fompi.Partial())
 plan = fompi.plan(fompi.all_reduce, spec, ranks=size, schedule="unfused")
 step = fompi.bind(plan, comm=world, x=np.ones(9))
@@ -66,8 +57,8 @@ event()
 if rank == 1:
     time.sleep(30)
 step()
-""",
-    )
+"""
+    output = run(launch, 3, code)
     assert "waits for all ranks to start all_reduce by unfused (bound 1, call 2), op " in output
     assert "rank 1" in output.partition("FOMPI_TIMEOUT")[2] and "does not answer" in output
 
@@ -75,10 +66,7 @@ step()
 @pytest.mark.one_mpi
 def test_a_part_that_is_never_ready(launch):
     """Rank 1 makes progress in fompi, but its program never says that x is ready."""
-    output = run(
-        launch,
-        2,
-        """
+    code = """
 plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="ring")
 step = fompi.bind(plan, comm=world, x=np.ones(9))
 event()
@@ -87,8 +75,8 @@ if rank == 1:
     while True:
         step.progress()
 step()
-""",
-    )
+"""
+    output = run(launch, 2, code)
     assert "rank 0 waits for rank 1 to send in all_reduce by ring (bound 1, call 1), op " in output
     assert "root cause: rank 1 does not wait in fompi; its last call was all_reduce by ring (bound 1, call 1)" in output
 
@@ -96,10 +84,7 @@ step()
 @pytest.mark.one_mpi
 def test_a_chain(launch):
     """Rank 0 waits for rank 1, rank 1 waits for rank 2 in another operation, and rank 2 computes."""
-    output = run(
-        launch,
-        3,
-        """
+    code = """
 def broadcast_from(root):
     spec = fompi.Spec((9,), "float64", fompi.Replicate())
     plan = fompi.plan(fompi.broadcast, spec, ranks=size, schedule="direct", root=root)
@@ -113,8 +98,8 @@ if rank == 1:
     time.sleep(0.7)
     second()
 time.sleep(30)
-""",
-    )
+"""
+    output = run(launch, 3, code)
     assert "(FOMPI_TIMEOUT): rank 0 waits for rank 1 to send in broadcast by direct (bound 1, call 1), op " in output
     assert "; rank 1 waits for rank 2 to send in broadcast by direct (bound 2, call 1), op " in output
     assert "; root cause: rank 2 does not answer" in output
@@ -123,10 +108,7 @@ time.sleep(30)
 @pytest.mark.one_mpi
 def test_a_chain_over_communicators(launch):
     """Each wait is on another communicator. Rank 2 is not in the communicator on which rank 0 waits."""
-    output = run(
-        launch,
-        3,
-        """
+    code = """
 pairs = {}
 for a, b in ((0, 1), (1, 2)):
     pair = world.split(0 if rank in (a, b) else 1 + rank, rank, f"pair {a}{b}")
@@ -138,8 +120,8 @@ if rank == 1:
     time.sleep(0.5)
     fompi.all_reduce(np.ones(3), comm=pairs[1, 2])
 time.sleep(30)
-""",
-    )
+"""
+    output = run(launch, 3, code)
     assert "rank 0 waits for rank 1 to start call 1, all_reduce(" in output
     assert "; rank 1 waits for rank 1 to start call 1, all_reduce(float64[:])" in output
     assert "(on pair 12, where that is world rank 2); world rank 2 is not in pair 01" in output
@@ -148,15 +130,12 @@ time.sleep(30)
 @pytest.mark.one_mpi
 def test_a_circle(launch):
     """Two ranks wait for each other on two communicators."""
-    output = run(
-        launch,
-        2,
-        """
+    code = """
 other = world.split(0, rank, "other")
 event()
 fompi.all_reduce(np.ones(3), comm=(world, other)[rank])
-""",
-    )
+"""
+    output = run(launch, 2, code)
     assert "rank 0 waits for rank 1 to start call 2, all_reduce(" in output
     assert "these ranks wait for each other in a circle" in output
 
@@ -164,10 +143,7 @@ fompi.all_reduce(np.ones(3), comm=(world, other)[rank])
 @pytest.mark.one_mpi
 def test_a_circle_of_ranks_that_give_up_one_after_the_other(launch):
     """A rank that has just given up still says for whom it waited."""
-    output = run(
-        launch,
-        2,
-        """
+    code = """
 other = world.split(0, rank, "other")
 event()
 other.channel.timeout = 0.5
@@ -179,41 +155,34 @@ except fompi.WaitTimeout:
     for _ in range(150):
         world.engine.receive_control()
         time.sleep(0.02)
-""",
-    )
+"""
+    output = run(launch, 2, code)
     assert "rank 0 waits for rank 1 to start call 2, all_reduce(" in output
     assert "these ranks wait for each other in a circle" in output
 
 
 @pytest.mark.one_mpi
 def test_a_communicator_that_not_all_ranks_create(launch):
-    output = run(
-        launch,
-        3,
-        """
+    code = """
 from mpi4py import MPI
 event()
 if rank == 1:
     time.sleep(30)
 fompi.Communicator(MPI.COMM_WORLD)
-""",
-    )
+"""
+    output = run(launch, 3, code)
     assert "of 3 waited 2 s (FOMPI_TIMEOUT) for all ranks to create a communicator" in output
 
 
 def test_a_rank_that_never_creates_its_first_communicator(launch):
-    output = run(
-        launch,
-        3,
-        """
+    code = """
 from mpi4py import MPI
 event()
 if MPI.COMM_WORLD.rank == 1:
     time.sleep(30)
 fompi.Communicator()
-""",
-        world=False,
-    )
+"""
+    output = run(launch, 3, code, world=False)
     assert "WaitTimeout: rank " in output
 
 
@@ -230,17 +199,14 @@ def test_a_split_that_not_all_ranks_call(launch):
 
 def test_a_missing_call(launch):
     """Rank 0 skips one call. Rank 1 is one call ahead, so it waits in a call that rank 0 never starts."""
-    output = run(
-        launch,
-        2,
-        """
+    code = """
 if rank == 1:
     fompi.all_reduce(np.ones(3), comm=world)
 event()
 fompi.all_reduce(np.ones(3), comm=world)
 time.sleep(30)
-""",
-    )
+"""
+    output = run(launch, 2, code)
     assert "rank 1 waits for rank 0 to start call 2, all_reduce(" in output
     assert "root cause: rank 0 does not answer" in output
 
@@ -248,9 +214,7 @@ time.sleep(30)
 @pytest.mark.one_mpi
 def test_an_abandoned_call_ends_on_all_ranks(launch):
     """The late rank gets an error when it starts the call. A new communicator works."""
-    ended = launch(
-        3,
-        """
+    code = """
 if rank == 1:
     time.sleep(3.5)
 try:
@@ -267,9 +231,8 @@ world.engine.timeout = 20
 with fompi.Communicator(name="next") as other:
     for schedule in ("auto", "ring", "unfused"):
         assert (fompi.all_reduce(np.ones(3), comm=other, schedule=schedule) == size).all()
-""",
-        timeout=TIMEOUT,
-    )
+"""
+    ended = launch(3, code, timeout=TIMEOUT)
     ended.assert_clean()
     caught = ended.lines("CAUGHT")
     assert len(caught) == 3 and sum("WaitTimeout" in line for line in caught) >= 1
@@ -279,16 +242,14 @@ with fompi.Communicator(name="next") as other:
 @pytest.mark.one_mpi
 def test_calls_in_another_order(launch):
     """Unbound calls that do not match raise an error. The ranks do not wait for each other."""
-    ended = launch(
-        3,
-        """
+    code = """
 x, w = np.ones((3, 3)), np.eye(3)
 calls = [lambda: fompi.all_reduce(x, comm=world), lambda: fompi.all_gather_matmul(x, w, comm=world)]
 event()
 for call in reversed(calls) if rank == 1 else calls:
     call()
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("MismatchError: the ranks disagree in call 1 of world", "rank 1 calls all_gather_matmul(")
 
 

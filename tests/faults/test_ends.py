@@ -20,42 +20,34 @@ def go_on():
 
 
 def test_before_the_first_operation(launch):
-    ended = launch(
-        3,
-        STEPS
-        + """
+    code = """
 if rank == 1:
     time.sleep(0.3)
     event()
     raise RuntimeError("the original error")
 go_on()
-""",
-    )
+"""
+    ended = launch(3, STEPS + code)
     ended.assert_failed("RuntimeError: the original error")
 
 
 def test_between_operations(launch):
     """The last rank fails while the other ranks are already in the next operation."""
-    ended = launch(
-        4,
-        STEPS
-        + """
+    code = """
 steps(20)
 if rank == size - 1:
     event()
     raise RuntimeError("the original error")
 go_on()
-""",
-    )
+"""
+    ended = launch(4, STEPS + code)
     ended.assert_failed("RuntimeError: the original error")
 
 
 @pytest.mark.parametrize("schedule", ["ring", "unfused"])
 def test_inside_an_operation(launch, schedule):
     """The other ranks get a PeerError, which they do not catch. It is not printed."""
-    ended = launch(
-        4,
-        f"""
+    code = f"""
 from fompi import Partial, Shard, Spec
 
 def matmul(reads, writes):
@@ -69,17 +61,15 @@ plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=size, schedule={schedul
 step = fompi.bind(plan, comm=world, x=np.ones((8, 2)), w=np.ones((2, 3)), kernels={{"matmul": matmul}})
 for call in range(1000):
     step()
-""",
-    )
+"""
+    ended = launch(4, code)
     ended.assert_failed("RuntimeError: a bad product", "fompi: on rank 2 in matmul_all_reduce by")
     assert "PeerError" not in ended.output
 
 
 def test_inside_an_operation_that_the_other_ranks_start_late(launch):
     """The error is raised before they start it."""
-    ended = launch(
-        3,
-        """
+    code = """
 from fompi import Partial, Shard, Spec
 
 def matmul(reads, writes):
@@ -92,56 +82,46 @@ with fompi.bind(plan, comm=world, x=np.ones((8, 2)), w=np.ones((2, 3)), kernels=
     if rank != 2:
         time.sleep(30)
     step()
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("RuntimeError: a bad product")
 
 
 def test_on_all_ranks_at_once(launch):
     """Only one rank, the lowest, prints its traceback."""
-    ended = launch(
-        4,
-        """
+    code = """
 fompi.all_reduce(np.ones(1), comm=world)
 event()
 raise RuntimeError(f"raised by {rank}")
-""",
-    )
+"""
+    ended = launch(4, code)
     ended.assert_failed("RuntimeError: raised by ")
 
 
 def test_all_ranks_disagree(launch):
     """All ranks get the same error. It is printed once."""
-    ended = launch(
-        4,
-        """
+    code = """
 event()
 fompi.all_reduce(np.ones(rank), comm=world)
-""",
-    )
+"""
+    ended = launch(4, code)
     ended.assert_failed("MismatchError: the ranks disagree in call 1 of world: rank 0 calls all_reduce(")
 
 
 def test_on_ranks_whose_numbers_differ(launch):
     """Two communicators number the ranks in opposite orders. Still only one rank prints its traceback."""
-    ended = launch(
-        3,
-        """
+    code = """
 other = world.split(0, -rank, "reversed")
 fompi.all_reduce(np.ones(1), comm=other)
 fompi.all_reduce(np.ones(1), comm=world)
 event()
 raise RuntimeError("the original error")
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("RuntimeError: the original error")
 
 
-def test_an_error_that_wraps_a_peer_error(launch):
-    """A program may wrap a PeerError in its own error. Only the original error of the other rank is printed."""
-    ended = launch(
-        3,
-        """
+BAD_SUM = """
 from fompi import Partial, Spec
 
 def add(reads, writes):
@@ -152,45 +132,37 @@ def add(reads, writes):
 
 plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
 step = fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})
+"""
+
+
+def test_an_error_that_wraps_a_peer_error(launch):
+    """A program may wrap a PeerError in its own error. Only the original error of the other rank is printed."""
+    code = """
 try:
     step()
 except fompi.PeerError as error:
     raise RuntimeError("training failed") from error
-""",
-    )
+"""
+    ended = launch(3, BAD_SUM + code)
     ended.assert_failed("ValueError: the original error")
 
 
 def test_a_peer_error_if_the_failed_rank_catches_its_own(launch):
     """The rank that failed catches its error. Then one of the other ranks prints its traceback."""
-    ended = launch(
-        3,
-        """
-from fompi import Partial, Spec
-
-def add(reads, writes):
-    if rank == 2:
-        event()
-        raise ValueError("the original error")
-    np.add(*reads, out=writes[0])
-
-plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
-step = fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})
+    code = """
 try:
     step()
 except ValueError:
     time.sleep(30)
-""",
-    )
+"""
+    ended = launch(3, BAD_SUM + code)
     ended.assert_failed("PeerError: rank 2 failed in all_reduce by ring", "ValueError: the original error")
 
 
 @pytest.mark.parametrize("world", [True, False])
 def test_an_error_that_leaves_a_with_block_and_is_caught(launch, world):
     """A notebook or a job server catches it. The other ranks do not wait for their deadline, and nobody at exit."""
-    ended = launch(
-        3,
-        """
+    code = """
 try:
     with fompi.Communicator(name="own") as own:
         rank = own.rank
@@ -208,9 +180,8 @@ except RuntimeError:
     except fompi.StateError as error:
         print(f"rank {rank}: {error}", flush=True)
 time.sleep(1)
-""",
-        world=world,
-    )
+"""
+    ended = launch(3, code, world=world)
     ended.assert_clean()
     assert ended.finished.seconds < 15, "FOMPI_TIMEOUT is 20 s"
     assert (
@@ -220,10 +191,7 @@ time.sleep(1)
 
 
 def test_in_a_thread(launch):
-    ended = launch(
-        3,
-        STEPS
-        + """
+    code = """
 def work():
     time.sleep(0.3)
     event()
@@ -232,16 +200,14 @@ def work():
 if rank == 1:
     threading.Thread(target=work, name="worker").start()
 go_on()
-""",
-    )
+"""
+    ended = launch(3, STEPS + code)
     ended.assert_failed("Exception in thread worker", "RuntimeError: the original error")
 
 
 def test_in_a_thread_while_all_main_threads_compute(launch):
     """No rank is inside fompi or MPI."""
-    ended = launch(
-        3,
-        """
+    code = """
 def work():
     event()
     raise RuntimeError("the original error")
@@ -251,30 +217,26 @@ if rank == 1:
     threading.Thread(target=work, name="worker").start()
 while True:
     sum(range(1000))
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("RuntimeError: the original error")
 
 
 def test_while_the_other_ranks_compute(launch):
-    ended = launch(
-        3,
-        """
+    code = """
 fompi.all_reduce(np.ones(1), comm=world)
 if rank == 1:
     event()
     raise RuntimeError("the original error")
 time.sleep(30)
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("RuntimeError: the original error")
 
 
 def test_an_interrupt_while_waiting(launch):
     """One rank gets SIGINT inside a wait, as on Ctrl-C."""
-    ended = launch(
-        3,
-        """
+    code = """
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def interrupt():
     event()
@@ -285,15 +247,13 @@ if rank == 0:
     fompi.all_reduce(np.ones(1), comm=world)
 else:
     time.sleep(30)
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("KeyboardInterrupt")
 
 
 def test_an_interrupt_inside_a_kernel(launch):
-    ended = launch(
-        3,
-        """
+    code = """
 from fompi import Partial, Spec
 
 def add(reads, writes):
@@ -304,16 +264,14 @@ def add(reads, writes):
 
 plan = fompi.plan(fompi.all_reduce, Spec((9,), "float64", Partial()), ranks=size, schedule="ring")
 fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})()
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("KeyboardInterrupt")
 
 
 def test_in_a_program_with_its_own_exception_hook(launch):
     """The hook that the program installed before is called."""
-    ended = launch(
-        2,
-        """
+    code = """
 def hook(kind, error, trace):
     print("HOOKED", error, file=sys.stderr, flush=True)
 
@@ -323,9 +281,8 @@ event()
 if world.rank == 1:
     raise RuntimeError("the original error")
 time.sleep(30)
-""",
-        world=False,
-    )
+"""
+    ended = launch(2, code, world=False)
     assert ended.finished.returncode != 0 and ended.output.count("HOOKED the original error") == 1
     assert not ended.finished.timed_out
 
@@ -335,17 +292,14 @@ time.sleep(30)
 
 def test_exit_with_a_status_on_one_rank(launch):
     """The other ranks wait for it, and get an error. The error is printed once."""
-    ended = launch(
-        3,
-        STEPS
-        + """
+    code = """
 steps(3)
 if rank == 1:
     event()
     sys.exit(3)
 go_on()
-""",
-    )
+"""
+    ended = launch(3, STEPS + code)
     ended.assert_failed("PeerError: rank ", "but rank 1 has ended; its last call was all_reduce (call 6 of world)")
 
 
@@ -361,9 +315,7 @@ def test_exit_with_a_status_at_the_end(launch):
 )
 def test_a_rank_that_ends_before_the_others(launch, call):
     """It makes one call fewer than the other ranks."""
-    ended = launch(
-        3,
-        f"""
+    code = f"""
 plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="ring")
 step = fompi.bind(plan, comm=world, x=np.ones(9))
 plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="unfused")
@@ -373,23 +325,20 @@ if rank == 0:
     event()
 else:
     {call}
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_failed("rank 0 has ended; its last call was all_reduce by ring (bound 1, call 1)")
 
 
 def test_exit_of_a_thread(launch):
     """SystemExit in a thread ends the thread, not the job."""
-    ended = launch(
-        2,
-        STEPS
-        + """
+    code = """
 thread = threading.Thread(target=sys.exit)
 thread.start()
 thread.join()
 steps(3)
-""",
-    )
+"""
+    ended = launch(2, STEPS + code)
     ended.assert_clean()
 
 

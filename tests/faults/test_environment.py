@@ -13,9 +13,7 @@ import pytest
 def test_a_bad_value_ends_all_ranks(launch, name, text, ranks):
     """Also if only one rank has it. The error names the variable, the value and what is allowed."""
     here = "True" if ranks == "all" else "rank == 1"
-    ended = launch(
-        3,
-        f"""
+    code = f"""
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 if {here}:
@@ -24,9 +22,8 @@ try:
     fompi.Communicator()
 except fompi.FompiError as error:
     emit("CAUGHT", type(error).__name__, error)
-""",
-        world=False,
-    )
+"""
+    ended = launch(3, code, world=False)
     caught = ended.lines("CAUGHT")
     assert len(caught) == 3 and all(f"{name}={text}: give " in line for line in caught), ended.output
     assert sum(line.startswith("LaunchError") for line in caught) == (3 if ranks == "all" else 1)

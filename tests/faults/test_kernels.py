@@ -89,9 +89,7 @@ def test_two_ranks_fail_at_once(launch):
 @pytest.mark.one_mpi
 def test_the_other_ranks_start_the_call_late(launch):
     """The rank that failed does not wait for them. Its next call does, and works."""
-    ended = launch(
-        3,
-        """
+    code = """
 from fompi import Shard, Spec
 failing = False
 
@@ -120,16 +118,14 @@ for schedule in ("ring", "unfused"):
         assert (step() == 2 * size).all()
     step.close()
 assert (fompi.all_reduce(np.ones(3), comm=world) == size).all()
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_clean()
 
 
 def test_an_unbound_operation(launch):
     """After the error the next call works."""
-    ended = launch(
-        3,
-        """
+    code = """
 from fompi.ops import pending
 bind, failing = pending.Pending._backend.bind, False
 
@@ -149,16 +145,14 @@ for number in range(30):
     except fompi.PeerError as error:
         assert failing and error.origin == 1 and "ZeroDivisionError: division by zero" in str(error)
         assert f"(call {number + 1} of world), op " in str(error)
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_clean()
 
 
 def test_one_of_several_in_flight(launch):
     """Only the call that failed ends with an error."""
-    ended = launch(
-        3,
-        """
+    code = """
 from fompi import Partial, Spec
 
 def bad(reads, writes):
@@ -182,17 +176,15 @@ for call in range(20):
         assert "a bad sum" in str(error)
     else:
         raise AssertionError("no error")
-""",
-    )
+"""
+    ended = launch(3, code)
     ended.assert_clean()
 
 
 @pytest.mark.one_mpi
 def test_arrived_raises_too(launch):
     """A program that only calls `arrived` must not loop for ever."""
-    ended = launch(
-        2,
-        """
+    code = """
 from fompi import Partial, Spec
 
 def bad(reads, writes):
@@ -206,8 +198,8 @@ try:
         pass
 except (fompi.PeerError if rank == 0 else ValueError):
     emit("CAUGHT", rank)
-""",
-    )
+"""
+    ended = launch(2, code)
     ended.assert_clean()
     assert ended.lines("CAUGHT") == ["0", "1"]
 

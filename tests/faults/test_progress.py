@@ -88,43 +88,34 @@ def test_an_exit_status_while_the_helper_works(launch):
 
 def test_an_exception_while_the_helper_works(launch):
     """One rank fails. The others compute outside fompi with an operation in flight."""
-    ended = launch(
-        3,
-        IN_FLIGHT
-        + """
+    code = """
 if rank == 1:
     time.sleep(0.3)
     event()
     raise RuntimeError("the original error")
 pending = fompi.all_reduce.start(np.ones(50_000), comm=world)
 time.sleep(30)
-""",
-    )
+"""
+    ended = launch(3, IN_FLIGHT + code)
     ended.assert_failed("RuntimeError: the original error")
 
 
 def test_a_rank_that_leaves_while_only_the_helper_of_another_rank_works(launch):
     """The helper raises no error, because the program does not wait yet. The program's wait raises it."""
-    ended = launch(
-        2,
-        IN_FLIGHT
-        + """
+    code = """
 if rank == 0:
     pending = fompi.all_reduce.start(np.ones(9), comm=world)
     time.sleep(1)
     event()
     pending.wait()
-""",
-    )
+"""
+    ended = launch(2, IN_FLIGHT + code)
     ended.assert_failed("PeerError: rank 0 waits for rank 1 to start call 1", "but rank 1 has ended")
 
 
 def test_a_rank_whose_helper_works_answers(launch):
     """It computes outside fompi with an operation in flight. It answers with the name of its last call."""
-    ended = launch(
-        3,
-        IN_FLIGHT
-        + """
+    code = """
 other = world.split(0 if rank < 2 else 1, name="pair")
 pending = fompi.all_reduce.start(np.ones(9), comm=other)
 if rank == 1:
@@ -135,9 +126,8 @@ event()
 fompi.bind(
     fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=2), comm=other, x=np.ones(9)
 ) if rank == 0 else time.sleep(30)
-""",
-        timeout=2.0,
-    )
+"""
+    ended = launch(3, IN_FLIGHT + code, timeout=2.0)
     assert ended.finished.returncode != 0 and ended.tracebacks == 1 and not ended.finished.timed_out, ended.output
     assert "rank 0 waits for rank 1 to start call 2, bind(" in ended.output
     assert "root cause: rank 1 does not wait in fompi; its last call was all_gather (call 2 of world)" in ended.output
@@ -148,10 +138,7 @@ def test_a_forked_child(launch):
 
     The child leaves by os._exit, as children of multiprocessing do. On a normal exit mpi4py would finalise MPI in it.
     """
-    ended = launch(
-        2,
-        IN_FLIGHT
-        + """
+    code = """
 import multiprocessing, warnings
 warnings.simplefilter("ignore")  # Python warns about a fork in a process with threads
 
@@ -170,8 +157,8 @@ assert child.exitcode == 0 and os.waitpid(other, 0)[1] == 0
 assert (step.wait() == size).all()
 assert (fompi.all_reduce(np.ones(9), comm=world) == size).all()
 emit("PARENT", rank)
-""",
-    )
+"""
+    ended = launch(2, IN_FLIGHT + code)
     ended.assert_clean()
     assert ended.lines("CHILD") == ["1 18.0"] * 4 and ended.lines("PARENT") == ["0", "1"]
 
@@ -181,18 +168,15 @@ emit("PARENT", rank)
 
 @pytest.mark.parametrize("mode", ["auto", "helper", "native", "poll"])
 def test_every_mode_works(launch, mode):
-    ended = launch(
-        2,
-        """
+    code = """
 for schedule in ("ring", "direct", "unfused"):
     pending = fompi.all_reduce.start(np.ones(50_000), comm=world, schedule=schedule)
     time.sleep(0.01)
     assert (pending.wait() == size).all()
     assert (fompi.all_reduce(np.ones((600, 600)), comm=world, schedule=schedule) == size).all()
 emit("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate() if t.name != "MainThread"))
-""",
-        env={"FOMPI_PROGRESS": mode},
-    )
+"""
+    ended = launch(2, code, env={"FOMPI_PROGRESS": mode})
     ended.assert_clean()
     wanted = {"poll": "poll", "native": "native fompi progress"}.get(mode, "helper fompi progress")
     assert ended.lines("MODE") == [wanted] * 2
@@ -213,18 +197,14 @@ emit("MODE", world.engine.progress_mode, world.engine.helper.pause, y[0])
 
 def test_mpi_for_one_thread_has_no_helper(launch):
     """The program may be inside MPI at any time, so a second thread must not call it."""
-    ended = launch(
-        2,
-        """
+    code = """
 import mpi4py
 mpi4py.rc.thread_level = "serialized"
 world = fompi.Communicator()
 assert (fompi.all_reduce.start(np.ones(9), comm=world).wait() == 2).all()
 emit("MODE", world.engine.progress_mode, threading.active_count())
-""",
-        world=False,
-        env={"FOMPI_PROGRESS": "helper"},
-    )
+"""
+    ended = launch(2, code, world=False, env={"FOMPI_PROGRESS": "helper"})
     ended.assert_clean()
     assert ended.lines("MODE") == ["poll 1"] * 2
 
@@ -242,18 +222,14 @@ def test_an_unknown_mode(launch):
 @pytest.mark.parametrize("mode", ["helper", "poll"])
 def test_a_collective_of_the_library_on_a_rank_that_computes(launch, mode):
     """That rank has agreed to the call, but its program makes no progress. A helper makes progress for it."""
-    ended = launch(
-        3,
-        """
+    code = """
 pending = fompi.all_reduce.start(np.ones(3), comm=world, schedule="unfused")
 event()
 if rank == 1:
     time.sleep(30 if os.environ["FOMPI_PROGRESS"] == "poll" else 3)
 assert (pending.wait() == size).all()
-""",
-        timeout=2.0,
-        env={"FOMPI_PROGRESS": mode},
-    )
+"""
+    ended = launch(3, code, timeout=2.0, env={"FOMPI_PROGRESS": mode})
     if mode == "helper":
         ended.assert_clean()
         return
@@ -264,27 +240,21 @@ assert (pending.wait() == size).all()
 
 @pytest.mark.one_mpi
 def test_all_ranks_that_do_not_answer_are_named(launch):
-    ended = launch(
-        4,
-        """
+    code = """
 fompi.all_reduce(np.ones(3), comm=world)
 event()
 if rank > 0:
     time.sleep(30)
 fompi.all_reduce(np.ones(3), comm=world)
-""",
-        timeout=1.0,
-    )
+"""
+    ended = launch(4, code, timeout=1.0)
     assert ended.finished.returncode != 0 and ended.tracebacks == 1, ended.output
     assert "root cause: rank 1 does not answer (nor does rank 2, 3): it computes" in ended.output
 
 
 def test_a_kernel_that_takes_longer_than_the_deadline(launch):
     """While the kernel of a call runs on one thread, a wait for that call on another thread has no deadline."""
-    ended = launch(
-        2,
-        IN_FLIGHT
-        + """
+    code = """
 def add(reads, writes):
     time.sleep(2.5)
     np.add(*reads, out=writes[0])
@@ -292,18 +262,15 @@ def add(reads, writes):
 step = begin(60, {"add": add})
 time.sleep(0.5)
 assert (step.wait() == size).all()
-""",
-        timeout=1.0,
-    )
+"""
+    ended = launch(2, IN_FLIGHT + code, timeout=1.0)
     ended.assert_clean()
 
 
 @pytest.mark.one_mpi
 def test_a_communicator_after_an_abandoned_call(launch):
     """Every call on it raises a StateError at once. The error quotes the reason."""
-    ended = launch(
-        2,
-        """
+    code = """
 plan = fompi.plan(fompi.all_reduce, fompi.Spec((9,), "float64", fompi.Partial()), ranks=size, schedule="ring")
 step = fompi.bind(plan, comm=world, x=np.ones(9))
 if rank == 1:
@@ -334,7 +301,6 @@ for name, call in calls.items():
     else:
         raise AssertionError(f"{name} raised no error")
 assert time.perf_counter() - begun < 0.5
-""",
-        timeout=1.0,
-    )
+"""
+    ended = launch(2, code, timeout=1.0)
     ended.assert_clean()

@@ -60,16 +60,13 @@ def test_the_full_report_has_a_line_for_each_rank(reporting):
 @pytest.mark.one_mpi
 def test_only_one_rank_has_fompi_report(launch):
     """A launcher may not forward the environment. This is an error at the start, instead of a wait at the end."""
-    ended = launch(
-        2,
-        """
+    code = """
 import os
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
     os.environ["FOMPI_REPORT"] = "1"
 fompi.all_reduce(np.ones(3))
-""",
-        world=False,
-    )
+"""
+    ended = launch(2, code, world=False)
     assert ended.finished.returncode != 0 and not ended.finished.timed_out, ended.output
     assert "with FOMPI_REPORT" in ended.output and "MismatchError" in ended.output
 
@@ -77,14 +74,11 @@ fompi.all_reduce(np.ones(3))
 @pytest.mark.one_mpi
 def test_a_closed_communicator_is_in_the_report(reporting, tmp_path):
     """Its baselines were measured when it was closed. The report goes to the file, and nothing to stderr."""
-    ended = reporting(
-        2,
-        """
+    code = """
 with fompi.Communicator(name="inner") as inner:
     fompi.all_gather(np.ones((50, 2)), comm=inner)
-""",
-        to=str(tmp_path / "report.json"),
-    )
+"""
+    ended = reporting(2, code, to=str(tmp_path / "report.json"))
     ended.assert_clean()
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["size"] == 2 and [rank["rank"] for rank in written["ranks"]] == [0, 1]
@@ -100,9 +94,7 @@ with fompi.Communicator(name="inner") as inner:
 @pytest.mark.one_mpi
 def test_an_overlap_that_did_not_happen(reporting):
     """Rank 1 is later than its messages take. Rank 0 prints one warning that says for which rank it waits."""
-    ended = reporting(
-        2,
-        """
+    code = """
 from fompi import Shard, Spec
 
 def matmul(reads, writes):
@@ -118,8 +110,8 @@ for _ in range(9):
     time.sleep(0.02 * rank)
     step()
 step.compute_seconds()
-""",
-    )
+"""
+    ended = reporting(2, code)
     assert ended.finished.returncode == 0 and ended.tracebacks == 0, ended.output
     (warning,) = [line for line in ended.finished.stderr.splitlines() if "OverlapWarning: " in line]
     assert "all_gather_matmul by direct: " in warning and " on rank 0: " in warning, ended.output

@@ -23,13 +23,11 @@ assert (pending.wait() == size).all()
 def test_failing_runs_end_on_all_ranks(launch):
     """A rank that raises ends the job, with one traceback, every time."""
     for _ in range(20):
-        ended = launch(
-            3,
-            """
+        code = """
 if rank == 1:
     raise RuntimeError("on purpose")
 fompi.all_reduce(np.ones(1 << 16), comm=world)
-""",
-        )
+"""
+        ended = launch(3, code)
         assert ended.finished.returncode != 0 and ended.tracebacks == 1, ended.output
         assert not ended.finished.timed_out and not ended.finished.left_behind, ended.output

@@ -12,31 +12,13 @@ from device_mutants import plant
 
 import fompi
 from fompi.backends.cuda import announced, backend_of
-from fompi.backends.cuda.announced import Announced, layout
+from fompi.backends.cuda.announced import CudaAnnouncer, layout
 from fompi.backends.cuda.device import Product
 from fompi.backends.numpy import narrow, widen
 
 pytestmark = pytest.mark.one_mpi  # CuPy is in the environment of one MPI library only
 
 ROWS, DEPTH, COLUMNS = (5, 300, 1), 24, 200
-
-
-@pytest.fixture
-def fakecuda():
-    import fakecuda
-
-    return fakecuda
-
-
-@pytest.fixture
-def device(fakecuda):
-    made = fakecuda.device()
-    yield made
-    runtime, driver = made.runtime, made.library.driver
-    made.fault, runtime.sticky = None, 0
-    gc.collect()
-    made.close()
-    assert runtime.memory == {} and runtime.lives == {"event": set(), "stream": set()} and not driver.loaded
 
 
 def products(device, of_w="float32", of_x="float32", of_y="float32", of_bias="", transposed=False):
@@ -236,9 +218,11 @@ PLANTED = {
     "a run of a group is left out": (f"{ANNOUNCED}:in_place", "for run in runs:", "for run in runs[:1]:"),
     "the last tile is left out": (LAUNCHED, "for n in range(across)", "for n in range(across - 1)"),
     "bands are rows": (LAUNCHED, "for m in rows", "for m in rows[:1]"),
-    "the count of a group is short": (f"{ANNOUNCED}:Announced.__init__", ".astype(np.int32)", ".astype(np.int32) - 1"),
-    "counters begin at one": (f"{ANNOUNCED}:Announced.__init__", "np.zeros_like(need)", "np.ones_like(need)"),
-    "the kernel gets no epoch": (f"{ANNOUNCED}:Announced.enqueue", "self._epoch[...] = epoch", "pass"),
+    "the count of a group is short": (
+        f"{ANNOUNCED}:CudaAnnouncer.__init__", ".astype(np.int32)", ".astype(np.int32) - 1"
+    ),
+    "counters begin at one": (f"{ANNOUNCED}:CudaAnnouncer.__init__", "np.zeros_like(need)", "np.ones_like(need)"),
+    "the kernel gets no epoch": (f"{ANNOUNCED}:CudaAnnouncer.enqueue", "self._epoch[...] = epoch", "pass"),
     "every product has a bias": (f"{ANNOUNCED}:_runs", "bias[0].ptr if bias else 0", "weight.ptr"),
     "a weight is read by columns": (f"{ANNOUNCED}:layout", "=w.is_transposed", "=not w.is_transposed"),
     "rows of x are as long as the weight": (f"{ANNOUNCED}:layout", "max(x_rows, default=w.rows)", "w.columns"),
@@ -251,7 +235,7 @@ def test_planted_bugs_are_found(device, name):
 
     def found():
         listed, wanted = products(device, "float32", "bfloat16", "float32", "float32")
-        made = Announced(device, listed, announced.layout(listed, tf32=False))
+        made = CudaAnnouncer(device, listed, announced.layout(listed, tf32=False))
         for _ in range(2):
             epoch = made.enqueue(device.stream("own"))
             if not all(made.is_raised(group, epoch) for group in range(3)) or made.tables[2].get().any():

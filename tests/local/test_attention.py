@@ -139,6 +139,13 @@ def test_heads_that_cannot_be_dealt_out(heads, kv_heads):
         check_heads(heads, kv_heads)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [("4", 2), (4, 2.0), (None, 1)])
+def test_heads_that_are_no_integers(heads, kv_heads):
+    with pytest.raises(LayoutError, match="must be integers"):
+        check_heads(heads, kv_heads)
+    check_heads(np.int64(4), 2)
+
+
 # ----------------------------------------------------------------------------------------------------- activations
 
 

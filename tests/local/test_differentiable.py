@@ -50,6 +50,11 @@ def test_it_is_a_function_with_a_forward_and_a_backward():
     assert inspect.signature(f).return_annotation is Any, "a call returns y alone, not the pair of `forward`"
 
 
+def test_arguments_that_do_not_fit_name_the_function():
+    with pytest.raises(TypeError, match="f: missing a required argument"):
+        strategy(name="f")(X)
+
+
 def test_halves_of_its_own():
     f = strategy(backward_input=lambda saved, dy: (("dx",), saved), backward_weight=lambda rest: ("dw", rest))
     assert f.backward_input(1, 2) == (("dx",), 1) and f.backward_weight(3) == ("dw", 3)

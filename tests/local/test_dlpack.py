@@ -25,15 +25,7 @@ JAX = [dtype for dtype in STORAGE if hasattr(jnp, dtype)]
 EVERY = [("numpy", dtype) for dtype in STORAGE]
 EVERY += [("torch", dtype) for dtype in TORCH]
 EVERY += [("jax", dtype) for dtype in JAX]
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    """Enable float64 and int64 in JAX. They are off by default."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def numpy_dtype(dtype):

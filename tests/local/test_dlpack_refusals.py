@@ -72,19 +72,7 @@ def test_objects_that_are_not_tensors(x, remedy):
     assert not is_tracer(x) and not requires_grad(x)
 
 
-UNKNOWN = [
-    ">f4",
-    ">i8",
-    object,
-    "U3",
-    "S2",
-    "M8[s]",
-    "m8[s]",
-    [("a", "f4")],
-    "V2",
-    np.longdouble,
-    np.clongdouble,
-]
+UNKNOWN = [">f4", ">i8", object, "U3", "S2", "M8[s]", "m8[s]", [("a", "f4")], "V2", np.longdouble, np.clongdouble]
 UNKNOWN += [ml_dtypes.int4, ml_dtypes.float4_e2m1fn]
 
 

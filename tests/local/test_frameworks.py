@@ -20,14 +20,7 @@ import fompi.jax
 from fompi.ops.operations import OPERATIONS
 from fompi.tensors.dlpack import Lent
 
-
-@pytest.fixture(scope="module", autouse=True)
-def x64():
-    """Without this setting JAX has no float64."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture(scope="module")

@@ -30,20 +30,9 @@ ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).with_name("mpirun")
 RUN = [sys.executable, "-c", "import sys; from fompi.cli.main import main; sys.exit(main(['info', *sys.argv[1:]]))"]
 OF_LAUNCHERS = (
-    "SLURM_",
-    "PALS_",
-    "PBS_",
-    "LSB_",
-    "FLUX_",
-    "NSLOTS",
-    "PMI_",
-    "PMIX_",
-    "MPI_LOCAL",
-    "OMPI_COMM_",
-    "HYD",
-    "TORCHELASTIC_",
-    "LOCAL_RANK",
-)
+    "SLURM_", "PALS_", "PBS_", "LSB_", "FLUX_", "NSLOTS", "PMI_", "PMIX_", "MPI_LOCAL", "OMPI_COMM_", "HYD",
+    "TORCHELASTIC_", "LOCAL_RANK",
+)  # fmt: skip
 OPENMPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fompi
+from fompi.backends.cuda import staging
 from fompi.backends.cuda.software import SoftwareDevice, seen
 from fompi.base.errors import DeviceError, RaceError
 
@@ -409,9 +410,7 @@ def test_the_exporter_has_died(device):
 
 def test_many_handles_stay_open(device, monkeypatch):
     """The one unused for longest is closed. A handle of new memory with the same descriptor is another handle."""
-    from fompi.backends.cuda import software
-
-    monkeypatch.setattr(software, "MOST_OPENED", 3)
+    monkeypatch.setattr(staging, "MOST_OPENED", 3)
     for number in range(10):
         x = device.array(np.full(4, float(number)))
         opened = device.open(device.export(x), 32)

@@ -22,8 +22,8 @@ MACHINE = replace(Machine.load("gigabit"), curve=((1024.0, 1e-4),))
         ({"others": 0.5, "cores": 2}, "disturbed, but usable: others used 0.5 of 2 cores", True),
         ({"others": 0.9, "cores": 1}, "disturbed beyond use: others used 0.9 of 1 core. Measure again", False),
         ({"kernels": 1.2}, "disturbed, but usable: kernels took 1.2 times as long at the end as before", True),
-        ({"kernels": 0.5}, "disturbed beyond use: kernels took 2.0 times as short at the end", False),
-        ({"links": 0.0}, "disturbed beyond use: messages took inf times", False),
+        ({"kernels": 0.5}, "disturbed beyond use: kernels took 0.5 times as long at the end", False),
+        ({"links": 0.0}, "disturbed beyond use: messages took 0.0 times as long at the end", False),
         ({"kernels": 1.2, "links": 3.0}, "disturbed beyond use: messages took 3.0 times as long at the end", False),
     ],
 )

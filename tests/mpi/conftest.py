@@ -18,7 +18,9 @@ import pytest
 from mpi4py import MPI
 
 import fompi
+from fompi.backends.cuda.software import SoftwareDevice
 from fompi.model.machine import Machine
+from fompi.ops import pending
 from fompi.tuning import autotune, calibrate, links
 
 GRACE_SECONDS = 10  # how long a rank that failed waits for the other ranks
@@ -41,11 +43,65 @@ def world():
     return fompi.Communicator.of(None)
 
 
+@pytest.fixture(scope="session")
+def tp(world):
+    """The same, as tests of tensor parallelism call it. Its cache has the plans of other tests, which saves time."""
+    return world
+
+
 @pytest.fixture
 def own(comm):
     """A new communicator, for which no schedule has been chosen yet."""
     with fompi.Communicator(comm) as made:
         yield made
+
+
+@pytest.fixture
+def device(world):
+    """A device without delays: the checker does not need them."""
+    made = SoftwareDevice(seed=world.rank, delay=0)
+    yield made
+    made.check()
+    assert not made.reports
+
+
+@pytest.fixture(scope="module")
+def float64():
+    """Tensors of torch have this dtype by default."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def group():
+    """The group of all ranks of torch.distributed, on fompi. `rank` and `size` are this rank's there."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fompi")
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank(group):
+    return group.rank()
+
+
+@pytest.fixture
+def size(group):
+    return group.size()
+
+
+@pytest.fixture
+def without_verification(monkeypatch):
+    """Skip the verification of plans: `tests/pure` has verified them, and it would take most of the time."""
+    monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
 
 
 @pytest.fixture

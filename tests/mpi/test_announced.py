@@ -28,14 +28,6 @@ def counters(monkeypatch):
     monkeypatch.setenv("FOMPI_COUNTERS", "1")
 
 
-@pytest.fixture
-def device(world):
-    made = SoftwareDevice(seed=world.rank, delay=0)
-    yield made
-    made.check()
-    assert not made.reports
-
-
 def small(random, shape, dtype):
     """Whole numbers: every order of a sum gives the same bits, also in half types."""
     return catalogue.rounded(random.integers(-3, 4, shape).astype(float), dtype)
@@ -124,13 +116,13 @@ def hold(monkeypatch, product, work):
             own[0] = (lambda: (work(), tile())), places
         return own
 
-    class made(software.Announced):
+    class made(software.SoftwareAnnouncer):
         def __init__(self, device, products):
             made.products = products
             super().__init__(device, products)
 
     monkeypatch.setattr(SoftwareDevice, "tiles", tiles)
-    monkeypatch.setattr(software, "Announced", made)
+    monkeypatch.setattr(software, "SoftwareAnnouncer", made)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import fompi
 from fompi.backends.numpy import Numpy
+from fompi.base import kept
 from fompi.mpi import environment
 from fompi.planner.candidates import UNFUSED, Candidate
 from fompi.tuning import autotune
@@ -74,7 +75,7 @@ def test_an_impossible_choice_on_disk_is_measured_again(own, comm, cache, slices
     if own.size == 1:
         return
     choice = ["bidirectional", slices, None, None, []]
-    x, w, y = keep_and_change(own, comm, lambda kept: json.dumps({**json.loads(kept), "choice": choice}))
+    x, w, y = keep_and_change(own, comm, lambda text: json.dumps({**json.loads(text), "choice": choice}))
     with fompi.Communicator(comm) as other:
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
         (again,) = other.choices.values()
@@ -86,7 +87,7 @@ def test_an_impossible_choice_on_disk_is_measured_again(own, comm, cache, slices
 def test_after_a_damaged_file_the_choice_is_measured_again(own, comm, cache, content, monkeypatch):
     if own.size == 1:
         return
-    x, w, y = keep_and_change(own, comm, lambda kept: content)
+    x, w, y = keep_and_change(own, comm, lambda text: content)
     with fompi.Communicator(comm) as other:
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()
     if own.rank == 0:
@@ -225,7 +226,7 @@ def test_a_full_disk(own, comm, cache, monkeypatch):
     def full(self, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(autotune.Path, "write_text", full)
+    monkeypatch.setattr(kept.Path, "write_text", full)
     _, x, w, y = scatter(own)
     assert (fompi.matmul_reduce_scatter(x, w, comm=own, effort="measure") == y).all()
     comm.Barrier()

@@ -18,18 +18,10 @@ import fompi
 from fompi.backends.cuda.cupy import NOT_READY
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.mpi.paths import IPC, STAGED
-from fompi.ops import pending
 from fompi.schedules import registry
 from fompi.tensors import dlpack
 
 pytestmark = pytest.mark.one_mpi  # CuPy is in the environment of one MPI library only
-
-
-@pytest.fixture
-def fakecuda():
-    import fakecuda
-
-    return fakecuda
 
 
 @pytest.fixture(params=[STAGED, IPC])
@@ -54,8 +46,7 @@ def device(fakecuda, monkeypatch, world, comm, path):
 @pytest.mark.skipif(MPI.COMM_WORLD.size > 2, reason="more ranks take longer and test nothing new")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", calls.NAMES)
-def test_operations_have_the_bits_of_the_software_device(world, device, fakecuda, name, dtype, monkeypatch):
-    monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
+def test_operations_have_the_bits_of_the_software_device(world, device, fakecuda, name, dtype, without_verification):
     problem = catalogue.problems(world.size, dtype)[name]
     software = SoftwareDevice(seed=world.rank, delay=0)
 

@@ -20,7 +20,6 @@ import fompi
 from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.mpi.paths import DIRECT, IPC, STAGED
-from fompi.ops import pending
 from fompi.plans.plan import Compute
 from fompi.runtime.needs import device_nbytes
 from fompi.schedules import registry
@@ -32,20 +31,6 @@ PATHS = [STAGED, DIRECT, IPC]
 def path(request, monkeypatch):
     monkeypatch.setenv("FOMPI_PATH", request.param)
     return request.param
-
-
-@pytest.fixture
-def device(world):
-    """A device without delays: the checker does not need them."""
-    made = SoftwareDevice(seed=world.rank, delay=0)
-    yield made
-    made.check()
-    assert not made.reports
-
-
-@pytest.fixture
-def without_verification(monkeypatch):
-    monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
 
 
 def uploaded(device, x):

@@ -1,7 +1,5 @@
 """JAX arrays, and fompi.jax in jax.grad and jax.vjp: results, gradients, memory, and errors in other transforms."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import meanings
@@ -18,29 +16,7 @@ INTEGERS = ["int64", "int32", "uint8"]
 TAKEN = [case for case in CASES if not case.options or str(case).endswith("-bias-ring")]
 """Most schedules are left out: the backward is the same for all frameworks, and test_torch has all of them."""
 ADDING = ("reduce", "reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def x64():
-    """Without this setting JAX has no float64 and int64."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture(scope="module")
-def tp(comm):
-    """The Communicator of all ranks. Its cache has the plans of other tests, which saves time."""
-    return fompi.Communicator.of(comm)
-
-
-@pytest.fixture
-def no_collection():
-    """No garbage collection during a test that counts memory."""
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def random_tensor(tp, *shape, call=0):

@@ -24,20 +24,7 @@ from fompi.jax import ffi, private, sites
 
 TAKEN = [case for case in BASIC if case.dim != 1]
 TAKEN += [case for case in CASES if str(case).endswith("-dim1-bias-direct-2")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def x64():
-    """Without this setting JAX has no float64."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture(scope="module")
-def tp(comm):
-    return fompi.Communicator.of(comm)
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def of_rank(rank, *shape, call=0):

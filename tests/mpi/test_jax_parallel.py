@@ -16,14 +16,7 @@ from fompi.parallel.sequence import Sharding
 from fompi.parallel.tensor import heads_of
 
 TOKENS = np.array([0, 4, 2, 2, 1])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def x64():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture(scope="module")

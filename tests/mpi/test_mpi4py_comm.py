@@ -309,6 +309,21 @@ def test_creating_one_is_collective(ours, plain):
         none.Free()
 
 
+def test_what_it_makes_is_of_its_class(ours):
+    """mpi4py makes an Intracomm of each, except of Dup."""
+    group = ours.Get_group()
+    makers = [ours.Dup, ours.Split, lambda: ours.Split_type(MPI.COMM_TYPE_SHARED), lambda: ours.Create(group)]
+    for make in [*makers, lambda: ours.Create_group(group)]:
+        made, y = make(), np.zeros(1)
+        assert type(made) is mpi.Comm and made.size == ours.size
+        made.Allreduce(np.ones(1), y)
+        assert y[0] == made.size
+        made.Free()
+    group.Free()
+    none = ours.Split(MPI.UNDEFINED)
+    assert type(none) is mpi.Comm and none == MPI.COMM_NULL
+
+
 def test_it_is_the_communicator(ours):
     assert mpi.Comm() == MPI.COMM_WORLD and (ours.rank, ours.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     assert fompi.all_reduce(np.ones(1), comm=ours)[0] == ours.size

@@ -11,7 +11,6 @@ import pytest
 
 import fompi
 from fompi.base.layout import FLOAT8, HALF, ITEMSIZE
-from fompi.ops import pending
 from fompi.schedules import registry
 
 
@@ -20,12 +19,6 @@ def assert_same(got, wanted, what):
     assert got.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(got[name], array, err_msg=f"{name}, {what}", strict=True)
-
-
-@pytest.fixture
-def without_verification(monkeypatch):
-    """Skip the verification of plans: `tests/pure` has verified them, and here it would take most of the time."""
-    monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
 
 
 def variants(problem, turn=0, most=20):

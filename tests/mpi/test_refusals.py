@@ -242,6 +242,8 @@ def test_kernels_that_cannot_be_replaced(world):
     x, machine = np.ones(3), fompi.Machine.load("laptop")
     with pytest.raises(fompi.PlanError, match="unknown kernel 'matmull'"):
         fompi.bind(plan, comm=world, x=x, kernels={"matmull": print})
+    with pytest.raises(fompi.PlanError, match="'add': 3}: give a function"):
+        fompi.bind(plan, comm=world, x=x, kernels={"add": 3})
     with pytest.raises(fompi.PlanError, match="emulated accelerator has its own"):
         fompi.bind(plan, comm=world, x=x, kernels={"add": print}, backend=Emulated(machine))
 
@@ -392,6 +394,14 @@ def test_arguments_that_cannot_even_be_read(world, last, wrong, error):
     with pytest.raises(error):
         wrong()
     assert np.array_equal(fompi.all_gather(X), np.concatenate([X] * world.size))
+
+
+def test_a_communicator_without_its_name(world, last):
+    """The ranks meet on it, also those that have written its name, and the error says what to write."""
+    with world.split(0) as other:
+        with pytest.raises(TypeError if last else fompi.MismatchError, match="write comm="):
+            fompi.all_gather(X, other) if last else fompi.all_gather(X, comm=other)
+        assert len(fompi.all_gather(X, comm=other)) == world.size * len(X)
 
 
 def test_none_and_generators_are_weights_too(world):

@@ -9,11 +9,6 @@ import torch
 import fompi
 
 
-@pytest.fixture(scope="module")
-def tp(comm):
-    return fompi.Communicator.of(comm)
-
-
 def numbers(tp, *shape, call=0, rank=None):
     random = np.random.default_rng([call, tp.rank if rank is None else rank])
     return random.standard_normal(shape)

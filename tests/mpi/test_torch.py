@@ -1,6 +1,5 @@
 """Torch tensors and autograd: results, gradients, memory and refusals, compared with one process in float64."""
 
-import gc
 import weakref
 
 import meanings
@@ -20,20 +19,6 @@ ADDING = ("reduce", "reduce_scatter", "all_reduce", "matmul_reduce_scatter", "ma
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tp(comm):
-    """The Communicator of all ranks. Its cache has the plans of other tests, which saves time."""
-    return fompi.Communicator.of(comm)
-
-
-@pytest.fixture
-def no_collection():
-    """No garbage collection during a test that counts memory."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def random_tensor(tp, *shape, call=0, rank=None):

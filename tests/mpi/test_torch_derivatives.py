@@ -11,11 +11,6 @@ import fompi
 WEIGHTED = [case for case in BASIC if case.weights and not case.dim]
 
 
-@pytest.fixture(scope="module")
-def tp(comm):
-    return fompi.Communicator.of(comm)
-
-
 def random_tensor(tp, *shape, call=0, rank=None):
     random = np.random.default_rng([call, tp.rank if rank is None else rank])
     return torch.from_numpy(random.standard_normal(shape))

@@ -12,11 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import fompi
 
 
-@pytest.fixture(scope="module")
-def tp(comm):
-    return fompi.Communicator.of(comm)
-
-
 class Block(torch.nn.Module):
     """Two fused operations with local operations between them, as in tensor parallelism."""
 

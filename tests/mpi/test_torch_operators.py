@@ -15,10 +15,7 @@ from fompi.base.errors import LaunchError, LayoutError, MismatchError, PlanError
 MOVES = [name for name in CASES if "matmul" not in name and "gradient" not in name]
 PRODUCTS = [name for name in CASES if name not in MOVES]
 
-
-@pytest.fixture(scope="module")
-def tp(comm):
-    return fompi.Communicator.of(comm)
+pytestmark = pytest.mark.one_mpi
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +69,21 @@ def test_calls_run_on_all_ranks_used_or_not(tp):
         y.sum().backward()
         assert tp.calls - before == 4 and x.grad.tolist() == [tp.size] * 3
         assert y.tolist() == [tp.size + 3 * tp.size * (tp.rank == 0)] * 3
+
+
+def test_rows_that_go_to_experts_are_outside_of_the_graph(tp):
+    """The call runs as without the compiler. `fompi.torch` takes no arriving= for it."""
+
+    def program(x, w):
+        y = fompi.all_to_all_matmul(2 * x, w, counts=[[1, 2]] * tp.size, comm=tp)
+        return fompi.torch.all_to_all_matmul(y, w.mT, counts=[[1, 2]] * tp.size, comm=tp).square().sum()
+
+    x, w = torch.ones(3 * tp.size, 2, requires_grad=True), torch.ones(2, 2, 4, requires_grad=True)
+    expected = torch.autograd.grad(program(x, w), (x, w))
+    actual = torch.autograd.grad(torch.compile(program, backend="eager")(x, w), (x, w))
+    assert all(map(torch.equal, actual, expected))
+    with pytest.raises(LayoutError, match="takes no arriving="):
+        fompi.torch.all_to_all_matmul(x, w, counts=[[1, 2]] * tp.size, arriving=[3] * tp.size, comm=tp)
 
 
 def test_uneven_rows(tp):

@@ -24,6 +24,9 @@ MEANING = {
     "matmul_add": lambda x, c, w: c + x @ w,
     "gradient": lambda a, h: np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
     "gradient_add": lambda a, h, g: g + np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
+    "matmul_grouped": lambda x, w: x @ w[0],
+    "gradient_grouped": lambda a, h: np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1)))[None],
+    "gradient_grouped_add": lambda a, h, g: g + np.tensordot(a, h, (range(a.ndim - 1), range(h.ndim - 1))),
 }
 SHAPES = {
     "copy": ["rk"], "pack": ["rk"], "download": ["rk"], "upload": ["rk"],
@@ -31,12 +34,13 @@ SHAPES = {
     "matmul": ["rk", "kn"], "matmul_bias": ["rk", "kn", "n"],
     "matmul_add": ["rk", "rn", "kn"],
     "gradient": ["rk", "rn"], "gradient_add": ["rk", "rn", "kn"],
+    "matmul_grouped": ["rk", "ekn"], "gradient_grouped": ["rk", "rn"], "gradient_grouped_add": ["rk", "rn", "ekn"],
 }  # fmt: skip
 BACKEND = Numpy()
 
 
 def operands(kernel, rows, between, k, n, dtype):
-    sizes = {"r": (rows, *between), "k": (k,), "n": (n,)}
+    sizes = {"r": (rows, *between), "k": (k,), "n": (n,), "e": (1,)}
     random = np.random.default_rng(7)
     fill = catalogue.integers if dtype in ("float16", "bfloat16") else catalogue.distinct
     shapes = [sum((sizes[letter] for letter in text), ()) for text in SHAPES[kernel]]
@@ -60,10 +64,10 @@ def test_every_kernel_computes_its_definition(kernel, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "bfloat16"])
-@pytest.mark.parametrize("kernel", ["add", "matmul_add", "gradient_add"])
+@pytest.mark.parametrize("kernel", ["add", "matmul_add", "gradient_add", "gradient_grouped_add"])
 def test_sums_in_place(kernel, dtype):
     """The result replaces an operand."""
-    for place in {"add": (0, 1), "matmul_add": (1,), "gradient_add": (2,)}[kernel]:
+    for place in {"add": (0, 1), "matmul_add": (1,), "gradient_add": (2,), "gradient_grouped_add": (2,)}[kernel]:
         reads = operands(kernel, 5, (), 3, 4, dtype)
         expected = MEANING[kernel](*(wide(a, dtype) for a in reads))
         got = run(kernel, reads, reads[place], [dtype] * len(reads), dtype)
@@ -184,7 +188,7 @@ def test_strided_rows_are_read_when_the_kernel_runs():
 @pytest.mark.parametrize("name", KERNELS)
 def test_demand_of_each_kernel(name):
     """Products pack the operands that they multiply, but no bias and no sum so far. Other kernels pack nothing."""
-    sizes, multiplied = {"r": 5, "k": 4, "n": 3}, [0, 1] if name.startswith(("matmul", "gradient")) else []
+    sizes, multiplied = {"r": 5, "k": 4, "n": 3, "e": 1}, [0, 1] if name.startswith(("matmul", "gradient")) else []
     if name == "matmul_add":
         multiplied = [0, 2]
     reads = [(tuple(sizes[letter] for letter in text), 100 + i) for i, text in enumerate(SHAPES[name])]
@@ -204,3 +208,14 @@ def test_each_run_of_rows_packs_the_weight_again(bias):
     assert demand("gradient", [x, x, y, y], [w])[2] == 2 * (100 + 60)
     assert demand(name, [x, x, w, *bias], [y, y])[3:] == (30, 2)
     assert demand("gradient", [x, x, y, y], [w])[3:] == (24, 2), "each product has all elements of the sum"
+
+
+def test_each_expert_has_its_own_weight():
+    """A grouped product packs each weight once, and each expert has a gradient of its own."""
+    x, w, y = ((5, 4), 100), ((2, 4, 3), 96), ((5, 3), 60)
+    assert demand("matmul_grouped", [x, x, w], [y, y])[2:] == (200 + 96, 30, 2)
+    assert demand("gradient_grouped", [x, x, y, y], [w])[2:] == (2 * (100 + 60), 24, 2)
+    a, b = np.arange(12.0).reshape(3, 4), np.arange(24.0).reshape(2, 4, 3)
+    c = np.empty((3, 3))
+    Numpy().bind("matmul_grouped", [a[:1], a[1:], b], [c[:1], c[1:]], ["float64"] * 3, ["float64"] * 2)()
+    np.testing.assert_array_equal(c, [a[0] @ b[0], *(a[1:] @ b[1])])

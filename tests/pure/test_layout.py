@@ -86,6 +86,19 @@ def test_rows_of_an_axis_add_up(given_sizes, shares):
         assert sum(paired.counts("recv")) == sum(row[rank] for row in by_pair.pairs)
 
 
+def test_rows_of_experts_by_example():
+    """Rank 0 has two experts, rank 1 has one. Each run is cut into two slices, and all pairs have two runs."""
+    sizes = Sizes.grouped([[[1, 2], [3]], [[4, 5], [6]]])
+    assert sizes.pairs == ((3, 3), (9, 6)) and sizes.runs[0] == ((1, 2), (3, 0))
+    extents = sizes.extents(1, (1, 1), (2, 1))
+    assert extents.counts("send") == [2, 2, 3, 2, 3, 3, 0, 0]
+    assert extents.counts("recv") == [2, 1, 0, 0, 3, 3, 0, 0]
+    assert extents.counts("experts") == (1,) and [*blocks("experts", 1, 2, 4, 1)] == [0]
+    assert (extents.by_peer("send"), extents.by_peer("recv")) == (((4, 5), (6,)), ((3,), (6,)))
+    early = extents._replace(is_late=False)  # the rank that sends multiplies
+    assert (early.by_peer("send"), early.by_peer("recv")) == (((4,), (6,)), ((3, 0), (6,)))
+
+
 def test_each_axis_by_example():
     """Rank 1 of 3 ranks with 4, 3 and 0 rows, in 2 parts."""
     extents = Sizes(rows=(4, 3, 0)).extents(1, (1, 1))

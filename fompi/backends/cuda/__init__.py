@@ -3,8 +3,9 @@
 | file | what it holds |
 |---|---|
 | `device` | the protocols of a device, its streams and its events |
-| `software` | a device without hardware, with a checker for races |
-| `cupy` | a GPU of NVIDIA, by CuPy |
+| `software`, `races` | a device without hardware; its checker of races |
+| `cupy`, `driver` | a GPU of NVIDIA, by CuPy; how CUDA starts, or why it does not |
+| `staging`, `failures` | what both devices do alike: copies that wait; what follows after a kernel has failed |
 | `memory` | blocks of CUDA's memory, kept and used again |
 | `library` | what needs CuPy beyond its runtime: cuBLAS and compiled kernels |
 | `products` | products as calls of cuBLAS |
@@ -63,7 +64,8 @@ def device_of(kind: str, number: int | None = None, **options: Any) -> Any:
 
     The first GPU that is asked for becomes that of the rank.
     """
-    from fompi.backends.cuda.cupy import CudaDevice, visible_devices
+    from fompi.backends.cuda.cupy import CudaDevice
+    from fompi.backends.cuda.driver import visible_devices
 
     with _devices_lock:
         if number is None and kind not in _chosen:

@@ -1,6 +1,6 @@
 """Several products as one kernel of a GPU, which raises a flag after each of them.
 
-    made = Announced(device, products, layout(products, tf32=False))
+    made = CudaAnnouncer(device, products, layout(products, tf32=False))
     epoch = made.enqueue(stream)
     while not made.is_raised(0, epoch): ...       # then the first product is written
 
@@ -14,11 +14,8 @@ earlier waits for the end of the kernel.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -30,6 +27,7 @@ import numpy as np
 from fompi.backends.cuda.device import Enqueue, Product
 from fompi.backends.cuda.products import Matrix, matrix
 from fompi.backends.cuda.signal import Rows, Signals, in_place
+from fompi.base import kept
 from fompi.base.version import __version__
 from fompi.plans.kernels import find
 
@@ -157,7 +155,7 @@ def _runs(product: Product) -> list[_Run] | None:
     return runs
 
 
-class Announced:
+class CudaAnnouncer:
     """The kernel on the arrays of these products."""
 
     def __init__(self, device: Any, products: Sequence[Product], found: Layout):
@@ -201,14 +199,13 @@ def is_faster(device: Any, products: Sequence[Product], found: Layout, folder: P
         "fompi": __version__, "triton": metadata.version("triton"), "card": device.card(), "form": list(found.form),
         "rows": [[run.rows for run in runs] for runs in found.groups], "columns": found.columns, "depth": found.depth,
     }  # fmt: skip
-    name = blake2b(json.dumps(about).encode(), digest_size=16).hexdigest()
-    path = None if folder is None else folder / f"counters-{name}.json"
-    seconds = _kept(path, about)
-    if seconds is None:
-        seconds = measured(device, products)
-        if path is not None:
-            _keep(path, {"about": about, "seconds": seconds})
-    return seconds[0] < seconds[1]
+    path = kept.file_of(folder, about, "counters-")
+    with suppress(TypeError, ValueError):  # nothing is kept
+        one, calls = map(float, kept.load(path, about, "seconds"))
+        return one < calls
+    one, calls = measured(device, products)
+    kept.store(path, about, "seconds", (one, calls))
+    return one < calls
 
 
 def measured(device: Any, products: Sequence[Product]) -> tuple[float, float]:
@@ -216,7 +213,7 @@ def measured(device: Any, products: Sequence[Product]) -> tuple[float, float]:
     own = [product._replace(writes=[device.empty(y.shape, y.dtype) for y in product.writes]) for product in products]
     found = layout(own, device.tf32)
     assert found is not None
-    one, calls = Announced(device, own, found), [device.kernel(*product) for product in own]
+    one, calls = CudaAnnouncer(device, own, found), [device.kernel(*product) for product in own]
     stream = device.stream("measured")
 
     def each() -> None:
@@ -237,20 +234,3 @@ def _seconds(way: Callable[[], object], device: Any, stream: Any) -> float:
     while not event.done():
         pass
     return perf_counter() - begun
-
-
-def _kept(path: Path | None, about: dict[str, Any]) -> tuple[float, float] | None:
-    try:
-        data = json.loads(path.read_text()) if path is not None else {}
-        one, calls = map(float, data["seconds"])
-        return (one, calls) if data["about"] == about else None
-    except Exception:  # a missing or damaged file: measure again
-        return None
-
-
-def _keep(path: Path, data: dict[str, Any]) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(data, indent=1))
-        os.replace(draft, path)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.cuda.device import AnyArray, Device, Product
+from fompi.backends.base import Arrays, Dtypes, Kernel
+from fompi.backends.cuda.device import AnyArray, Device, Enqueue, Product
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, in_words
@@ -52,7 +53,7 @@ class Enqueued:
         return True
 
 
-class Announced(Enqueued):
+class AnnouncedProduct(Enqueued):
     """The Token of one product of a kernel that raises flags. `event` is the end of the whole kernel.
 
     Kernels that need this product must be enqueued after `done()`: then no stream has to wait for `event`.
@@ -150,17 +151,10 @@ class OnDevice:
         array[...] = values
         return array
 
-    def bind(
-        self,
-        kernel: str,
-        reads: Sequence[AnyArray],
-        writes: Sequence[AnyArray],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
-    ) -> Callable[..., Enqueued]:
+    def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
         if kernel in ("download", "upload"):
             return self._enqueuer(kernel, self.device.copy(writes[0], reads[0]))
-        work = self.device.kernel(kernel, reads, writes, read_dtypes, write_dtypes)  # type: ignore[arg-type]
+        work = self.device.kernel(kernel, reads, writes, read_dtypes, write_dtypes)
         return self._enqueuer(kernel, work)
 
     def bind_announced(
@@ -184,22 +178,16 @@ class OnDevice:
                     stream.wait(token.event)
             epoch = made.enqueue(stream)
             stream.record(event)
-            tokens = [
-                Announced(queue, event, partial(made.is_raised, group, epoch)) for group in range(len(products) - 1)
-            ]
-            return [*tokens, Enqueued(queue, event)]
+            flags = (partial(made.is_raised, group, epoch) for group in range(len(products) - 1))
+            return [*(AnnouncedProduct(queue, event, is_raised) for is_raised in flags), Enqueued(queue, event)]
 
         return launch
 
-    def bind_user(
-        self, function: Callable[..., object], kernel: str, reads: Sequence[Any], writes: Sequence[Any]
-    ) -> Callable[..., Enqueued]:
+    def bind_user(self, function: Callable[..., object], kernel: str, reads: Arrays, writes: Arrays) -> Kernel:
         """As `bind`, for a kernel of the user: `function(reads, writes)`."""
         return self._enqueuer(kernel, self.device.call(function, kernel, reads, writes))
 
-    def launch_once(
-        self, function: Callable[..., object], kernel: str, reads: Sequence[Any], writes: Sequence[Any]
-    ) -> None:
+    def launch_once(self, function: Callable[..., object], kernel: str, reads: Arrays, writes: Arrays) -> None:
         """Launch a kernel of the user on scratch arrays like these, and wait: its code is compiled and loaded now.
 
         In a step a load would take the lock of the context, and stop the copies of other streams. Without memory for
@@ -217,7 +205,7 @@ class OnDevice:
             words = f"the kernel {kernel!r} of kernels= has failed when bind launched it once: {in_words(error)}"
             raise DeviceError(words) from error
 
-    def _enqueuer(self, kernel: str, enqueue: Callable[[Any], None]) -> Callable[..., Enqueued]:
+    def _enqueuer(self, kernel: str, enqueue: Enqueue) -> Kernel:
         queue, event, spare = self.queues[lane_of(kernel)], self.device.event(), self.device.event()
         stream = queue.stream
 

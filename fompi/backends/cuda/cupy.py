@@ -15,31 +15,30 @@ CUDA says what it means of several GPUs by the current device of a thread: `use`
 from __future__ import annotations
 
 import threading
-import time
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fompi.backends.base import Dtypes
 from fompi.backends.cuda import announced
-from fompi.backends.cuda.announced import Announced
-from fompi.backends.cuda.device import WAIT_SECONDS, AnyArray, Array, Enqueue, Product
-from fompi.backends.cuda.failures import Failing, OutOfMemory
-from fompi.backends.cuda.library import Library, wheel
+from fompi.backends.cuda.announced import CudaAnnouncer
+from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, Product
+from fompi.backends.cuda.driver import device_count, load_cupy
+from fompi.backends.cuda.failures import OutOfMemory, nothing
+from fompi.backends.cuda.library import Library
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
+from fompi.backends.cuda.staging import Mark, Staging
 from fompi.backends.numpy import storage
-from fompi.base.errors import DeviceError, FompiError, LaunchError, in_words
+from fompi.base.errors import DeviceError, FompiError, in_words
 from fompi.tensors.device_array import DeviceArray
 
 SUCCESS, NOT_READY = 0, 600
-NO_DEVICE, INSUFFICIENT_DRIVER = 100, 35
 
 CAPTURING = range(900, 909)
 """The errors of a call that CUDA refuses while a CUDA graph is captured."""
@@ -56,11 +55,6 @@ They are wrong arguments, memory that cannot be opened, GPUs that cannot read ea
 DISABLE_TIMING, NON_BLOCKING, PORTABLE = 2, 1, 1
 TO_DEVICE, TO_HOST, WITHIN_DEVICE = 1, 2, 3
 
-MOST_OPENED = 64
-"""So much memory of other processes stays open. What was unused for longest is closed first."""
-
-POLL_SECONDS = 1e-5
-
 LEGACY = 1
 """The address of CUDA's legacy default stream, also in DLPack. CuPy writes 0."""
 
@@ -68,7 +62,7 @@ LEGACY = 1
 # ---------------------------------------------------------------------------------------------- streams and events
 
 
-class Event:
+class Event(Mark):
     """A mark in a stream. CUDA events are used again, because to make one takes some microseconds."""
 
     __slots__ = ("device", "ptr")
@@ -92,14 +86,6 @@ class Event:
         if status != NOT_READY:
             raise device.reported(status)
         return False
-
-    def wait(self) -> None:
-        """Wait until the stream has reached it. Raises DeviceError if the device fails, or after WAIT_SECONDS."""
-        end = time.monotonic() + WAIT_SECONDS
-        while not self.done():
-            if time.monotonic() > end:
-                raise DeviceError(f"{self.device!r} has not finished a copy or a kernel after {WAIT_SECONDS:g} s")
-            time.sleep(POLL_SECONDS)
 
     def __del__(self) -> None:
         if hasattr(self, "ptr"):
@@ -145,7 +131,7 @@ class Stream:
 # ------------------------------------------------------------------------------------------------------- the device
 
 
-class CudaDevice(Failing):
+class CudaDevice(Staging):
     """The GPU `number` of this process.
 
         device = fompi.Device("cuda", number=0)
@@ -172,10 +158,10 @@ class CudaDevice(Failing):
         known_to_mpi: bool = False,
     ):
         super().__init__()
-        self.cupy = _cupy() if cupy is None else cupy
+        self.cupy = load_cupy() if cupy is None else cupy
         self.runtime = self.cupy.cuda.runtime if runtime is None else runtime
         self.number, self.tf32, self._known_to_mpi = number, tf32, known_to_mpi
-        self.count = _device_count(self.runtime)
+        self.count = device_count(self.runtime)
         if not 0 <= number < self.count:
             raise DeviceError(f"there is no CUDA device {number}: this process sees {self.count}, numbered from 0")
         self.backend: Any = None
@@ -195,7 +181,6 @@ class CudaDevice(Failing):
         self._arrivals = Stream(self, "arrivals", -1)  # waits for the producers of tensors
         self._departures: Stream | None = None  # waits for fompi, for consumers that wait for a stream
         self._exported: dict[bytes, Slab] = {}
-        self._opened: OrderedDict[bytes, Opened] = OrderedDict()
         self._opening = threading.Lock()
 
     def __repr__(self) -> str:
@@ -423,49 +408,8 @@ class CudaDevice(Failing):
         self.pool.release()
         self.pages.release()
 
-    def array(self, x: Any) -> DeviceArray:
-        source = np.asarray(x)
-        made = self.empty(source.shape, source.dtype)
-        self.put(made, source)
-        return made
-
-    def put(self, array: DeviceArray, x: Any) -> None:
-        staging = self.pinned(array.shape, array.dtype)
-        staging[...] = x
-        self._copied(array, staging)
-
-    def get(self, array: DeviceArray) -> Array:
-        staging = self.pinned(array.shape, array.dtype)
-        self._copied(staging, array)
-        return staging.copy()
-
-    def _copied(self, to: AnyArray, source: AnyArray) -> None:
-        """Copy what the caller's current stream has written, and wait."""
-        entry = self.entry()
-        if entry is not None:
-            self._own.wait(entry)
-        self._copy_on_own(to, source)
-
-    def _copy_on_own(self, to: AnyArray, source: AnyArray) -> None:
-        self.run_once(self.copy(to, source))
-
-    def run_once(self, enqueue: Enqueue) -> None:
-        """Run a kernel now, and wait for it. After an error, too: what it has enqueued uses its arrays."""
-        self.use()
-        try:
-            enqueue(self._own)
-        finally:
-            self._own.record(Event(self)).wait()
-
     # -- kernels
-    def kernel(
-        self,
-        name: str,
-        reads: Sequence[DeviceArray],
-        writes: Sequence[DeviceArray],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
-    ) -> Enqueue:
+    def kernel(self, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Enqueue:
         self._check_place(*reads, *writes)
         if name.startswith(("matmul", "gradient")):
             made = product(self, name, reads, writes, read_dtypes, write_dtypes)
@@ -473,7 +417,7 @@ class CudaDevice(Failing):
         steps = self.library.elementwise(name, reads, writes, read_dtypes, write_dtypes)
         return self._in_order(name, steps, (reads, writes))
 
-    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announced | None:
+    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> CudaAnnouncer | None:
         """As in the protocol. A kernel that does not compile is a warning: each product then is a call of cuBLAS."""
         self._check_place(*(a for product in products for a in (*product.reads, *product.writes)))
         if not self.library.has_triton or (found := announced.layout(products, self.tf32)) is None:
@@ -481,7 +425,7 @@ class CudaDevice(Failing):
         if not forced and announced.flops(found) < announced.LEAST_FLOPS:
             return None
         try:
-            made = Announced(self, products, found)
+            made = CudaAnnouncer(self, products, found)
             if not forced and not announced.is_faster(self, products, found, folder):
                 return None
         except OutOfMemory:
@@ -506,9 +450,7 @@ class CudaDevice(Failing):
         name = self.ask(self.runtime.getDeviceProperties, self.number)["name"].decode()
         return f"{name}, CUDA {self.runtime.driverGetVersion()}"
 
-    def call(
-        self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]
-    ) -> Enqueue:
+    def call(self, function: Callable[..., object], name: str, reads: Arrays, writes: Arrays) -> Enqueue:
         """As in the protocol. The function gets arrays of CuPy, and the stream is CuPy's current one."""
         self._check_place(*reads, *writes)
         inside, outside = [*map(self.as_cupy, reads)], [*map(self.as_cupy, writes)]
@@ -589,7 +531,7 @@ class CudaDevice(Failing):
         return _ForMessages(array.memory, array._at)  # mpi4py takes what has `__cuda_array_interface__`
 
     def message(self, what: str, array: AnyArray, writes: bool) -> Callable[[], None]:
-        return _nothing
+        return nothing
 
     def touch(self, what: str, array: AnyArray, writes: bool) -> None:
         pass
@@ -616,7 +558,7 @@ class CudaDevice(Failing):
             memory.mirror = self.empty((memory.nbytes,), np.uint8)
         low, high = array.extent
         mirror: DeviceArray = memory.mirror[low:high]
-        self._copy_on_own(mirror, DeviceArray.of(memory, (high - low,), np.uint8, low))
+        self.run_once(self.copy(mirror, DeviceArray.of(memory, (high - low,), np.uint8, low)))
         return mirror
 
     def open(self, handle: bytes, nbytes: int) -> DeviceArray:
@@ -627,15 +569,12 @@ class CudaDevice(Failing):
             slab = self._exported.get(key)  # CUDA does not open what the same process has exported
             if slab is not None:
                 return DeviceArray.of(Opened(self, slab.ptr, slab.nbytes, None), (nbytes,), np.uint8, int(offset))
-            memory = self._opened.get(key)
-            if memory is None:
-                self.use()
-                ptr = self.ask(self.runtime.ipcOpenMemHandle, key)
-                memory = self._opened[key] = Opened(self, ptr, int(whole), self.dropped_opened)
-                if len(self._opened) > MOST_OPENED:
-                    self._opened.popitem(last=False)
-            self._opened.move_to_end(key)
+            memory = self.opened_once(key, lambda: self._opened_by(key, int(whole)))
         return DeviceArray.of(memory, (nbytes,), np.uint8, int(offset))
+
+    def _opened_by(self, key: bytes, nbytes: int) -> Opened:
+        self.use()
+        return Opened(self, self.ask(self.runtime.ipcOpenMemHandle, key), nbytes, self.dropped_opened)
 
     def _close_dropped(self) -> None:
         while self.dropped_opened:
@@ -658,57 +597,6 @@ class _ForMessages(DeviceArray):
 CAPTURED = "A CUDA graph is being captured: wait for the calls of fompi before, and call it again afterwards"
 
 
-def _nothing() -> None:
-    pass
-
-
 def address(array: AnyArray) -> int:
     """The address of the first element."""
     return array.ptr if isinstance(array, DeviceArray) else int(array.__array_interface__["data"][0])
-
-
-def _cupy() -> Any:
-    try:
-        return import_module("cupy")
-    except ImportError as error:
-        raise LaunchError(
-            f"a CUDA device needs CuPy ({error}): pip install '.[cuda13]', or '.[cuda12]' for an older driver"
-        ) from error
-
-
-def visible_devices() -> int:
-    """How many GPUs this process sees. Raises LaunchError as CudaDevice does."""
-    return _device_count(_cupy().cuda.runtime)
-
-
-def _device_count(runtime: Any) -> int:
-    """The number of GPUs. Raises LaunchError if there is no driver or GPU, or CuPy is for a newer CUDA."""
-    try:
-        count = int(runtime.getDeviceCount())
-    except Exception as error:
-        raise LaunchError(_refusal(runtime, error)) from error
-    if not count:
-        raise LaunchError(NO_GPU)
-    return count
-
-
-NO_GPU = "there is no CUDA device: CUDA_VISIBLE_DEVICES or the job's allocation (--gpus) hides it, or the host has none"
-
-
-def _refusal(runtime: Any, error: Exception) -> str:
-    """Why CUDA does not start, and what helps."""
-    status = getattr(error, "status", None)
-    if status == NO_DEVICE:
-        return NO_GPU
-    if status != INSUFFICIENT_DRIVER:
-        return f"CUDA does not start: {in_words(error)}. Try nvidia-smi on this host"
-    built, driver = int(runtime.runtimeGetVersion()), 0
-    with suppress(Exception):
-        driver = int(runtime.driverGetVersion())
-    if not driver:
-        return "there is no CUDA driver on this host: run on a host with a GPU (nvidia-smi must work)"
-    have, want = (f"{version // 1000}.{version % 1000 // 10}" for version in (driver, built))
-    return (
-        f"the driver of this host is for CUDA {have}, but CuPy is for CUDA {want}: update the driver, or install the "
-        f"CuPy for it: pip uninstall {wheel()} && pip install 'cupy-cuda{driver // 1000}x'"
-    )

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fompi.backends.base import Dtypes
 from fompi.tensors.device_array import DeviceArray
 
 Array = np.ndarray[Any, Any]
 AnyArray = Array | DeviceArray
+Arrays = Sequence[DeviceArray]
 
 WAIT_SECONDS = 300.0
 """The deadline of what waits for a device: `array`, `get`, `export`, and the first launch of a kernel of the user."""
@@ -37,7 +39,7 @@ class Product(NamedTuple):
     write_dtypes: Sequence[str]
 
 
-class Announced(Protocol):
+class Announcer(Protocol):
     """A kernel that computes several products, and raises a flag in page-locked memory after each of them."""
 
     def enqueue(self, stream: Any) -> int:
@@ -123,18 +125,11 @@ class Device(Protocol):
         """New page-locked host memory: only such memory is copied beside kernels."""
         ...
 
-    def kernel(
-        self,
-        name: str,
-        reads: Sequence[DeviceArray],
-        writes: Sequence[DeviceArray],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
-    ) -> Enqueue:
+    def kernel(self, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Enqueue:
         """The kernel `name` of `fompi.plans.kernels` on these arrays."""
         ...
 
-    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announced | None:
+    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announcer | None:
         """One kernel for all of these products. They have the same weight. None: a kernel for each is better.
 
         `forced`: the device need not show that the one kernel ends earlier. What it has measured is kept in `folder`.
@@ -145,9 +140,7 @@ class Device(Protocol):
         """What is missing for `announced`, in words. Empty: nothing."""
         ...
 
-    def call(
-        self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]
-    ) -> Enqueue:
+    def call(self, function: Callable[..., object], name: str, reads: Arrays, writes: Arrays) -> Enqueue:
         """A kernel of the user: `function(reads, writes)`, on arrays as the user's framework takes them."""
         ...
 

@@ -30,7 +30,7 @@ class Failing:
     _is_told = False
 
     def __init__(self) -> None:
-        self.on_fault = _nothing
+        self.on_fault = nothing
         self._blamed: dict[str, str] = {}
 
     def in_words_of_fault(self) -> str:
@@ -75,5 +75,5 @@ class Failing:
         return True
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Does nothing, where a device has nothing to note."""

@@ -35,6 +35,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fompi.backends.base import Dtypes
+from fompi.backends.cuda.device import Arrays
 from fompi.base.errors import DeviceError, DtypeError, ShapeError
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import find
@@ -97,10 +99,10 @@ def part_of(function: str) -> int:
 
 def launches(
     name: str,
-    reads: Sequence[DeviceArray],
-    writes: Sequence[DeviceArray],
-    read_dtypes: Sequence[str],
-    write_dtypes: Sequence[str],
+    reads: Arrays,
+    writes: Arrays,
+    read_dtypes: Dtypes,
+    write_dtypes: Dtypes,
     *,
     factor: float = 1.0,
     eps: float = 1e-6,
@@ -136,7 +138,7 @@ ELEMENTWISE = {"scale": 1, "bias": 2, "gelu": 1, "gelu_tanh": 1, "silu": 1, "swi
 
 
 def _elementwise(
-    name: str, c: DeviceArray, operands: Sequence[DeviceArray], dtype: str, dtypes: Sequence[str], *scalars: Any
+    name: str, c: DeviceArray, operands: Arrays, dtype: str, dtypes: Sequence[str], *scalars: Any
 ) -> list[Launch]:
     all_of, count = (dtype, *dtypes), divisor(name)
     if name in ("copy", "pack") and set(all_of) == {dtype}:
@@ -362,7 +364,7 @@ def _merge(reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> list
     return _launch(f"merge_{TYPES[dtype]}", 32 * rows, *args)
 
 
-def _rmsnorm(reads: Sequence[DeviceArray], y: DeviceArray, dtypes: Sequence[str], eps: float) -> list[Launch]:
+def _rmsnorm(reads: Arrays, y: DeviceArray, dtypes: Sequence[str], eps: float) -> list[Launch]:
     x, weight, index = reads
     _check("rmsnorm", len({*dtypes}) == 1 and dtypes[0] in FLOATS, (dtypes[-1], *dtypes[:-1]))
     matrix = Rows.of("rmsnorm", y)

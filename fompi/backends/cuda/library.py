@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.base import Dtypes
 from fompi.backends.cuda.announced import MOST_STAGES, STAGE_NBYTES, WARPS, Form
-from fompi.backends.cuda.device import Array, Enqueue
+from fompi.backends.cuda.device import Array, Arrays, Enqueue
 from fompi.backends.cuda.products import TYPES, Matrix
 from fompi.base.errors import DeviceError, in_words
-from fompi.tensors.device_array import DeviceArray
 
 COMPUTE_32F, COMPUTE_32F_TF32, COMPUTE_64F = 68, 77, 70
 SCALES = {"float64": "f8", "complex64": "c8", "complex128": "c16"}
@@ -158,12 +158,7 @@ class Library:
             ) from error
 
     def elementwise(
-        self,
-        name: str,
-        reads: Sequence[DeviceArray],
-        writes: Sequence[DeviceArray],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
+        self, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes
     ) -> list[Enqueue]:
         """The kernel `name` of `fompi.backends.cuda.kernels` on these arrays."""
         kernels = import_module("fompi.backends.cuda.kernels")

@@ -5,6 +5,8 @@
     y = c + x @ w        y += x @ w, where c is y; else y = c before
     g = (g +) a.T @ h    one call for each run of rows; each adds to g
 
+Where rows go to experts, each run has a matrix of its own: one call for each run.
+
 Operands of different dtypes are converted to float32. A result of a half type is rounded once: sums of several calls
 are kept in float32.
 """
@@ -15,10 +17,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from fompi.backends.cuda.device import Enqueue
+from fompi.backends.base import Dtypes
+from fompi.backends.cuda.device import Arrays, Enqueue
 from fompi.base.errors import DtypeError
 from fompi.base.layout import HALF
-from fompi.plans.kernels import find
+from fompi.plans.kernels import GROUPED, find
 from fompi.tensors.device_array import DeviceArray
 
 TYPES = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
@@ -106,12 +109,7 @@ class Product:
 
 
 def product(
-    device: Any,
-    name: str,
-    reads: Sequence[DeviceArray],
-    writes: Sequence[DeviceArray],
-    read_dtypes: Sequence[str],
-    write_dtypes: Sequence[str],
+    device: Any, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes
 ) -> Product:
     """The product `name` of `fompi.plans.kernels` on these arrays."""
     kernel = find(name)
@@ -122,10 +120,17 @@ def product(
         raise DtypeError(f"cuBLAS has no product of {' and '.join(factors)}: it has {', '.join(TYPES)}")
     made, groups, wholes = Product(device, name, dtype), kernel.rows(reads), kernel.wholes(reads)
     of_rows, of_wholes = kernel.rows(read_dtypes), kernel.wholes(read_dtypes)
+    is_grouped = name in GROUPED
+    if is_grouped and kernel.reduces:
+        for i in range(len(writes[0])):
+            run, dtypes_of_run, so_far = [[g[i]] for g in groups], [[g[i]] for g in of_rows], [g[i] for g in wholes]
+            _gradient(made, run, dtypes_of_run, so_far, writes[0][i], read_dtypes[-1], write_dtypes[0])
+        return made
     if kernel.reduces:
         _gradient(made, groups, of_rows, wholes, writes[0], read_dtypes[-1], write_dtypes[0])
         return made
-    weight, biases, sums = made.matrix(wholes[0], of_wholes[0]), wholes[1:], groups[1:]
+    matrices = [wholes[0][e] for e in range(len(wholes[0]))] if is_grouped else wholes[:1]
+    weights, biases, sums = [made.matrix(w, of_wholes[0]) for w in matrices], wholes[1:], groups[1:]
     for i, (x, of_x, y, dtype) in enumerate(zip(groups[0], of_rows[0], writes, write_dtypes, strict=True)):
         target, wide = made.target(y, dtype, 1 + len(sums))
         for bias in biases:
@@ -133,7 +138,7 @@ def product(
         for chunks, dtypes in zip(sums, of_rows[1:], strict=True):
             if target is not y or not chunks[i].same_memory(y):
                 made.copy(chunks[i], target, dtypes[i], wide)
-        made.multiply(made.matrix(x, of_x), weight, target, wide, bool(biases or sums))
+        made.multiply(made.matrix(x, of_x), weights[i if is_grouped else 0], target, wide, bool(biases or sums))
         if target is not y:
             made.copy(target, y, wide, dtype)
     return made
@@ -141,9 +146,9 @@ def product(
 
 def _gradient(
     made: Product,
-    groups: Sequence[Sequence[DeviceArray]],
-    dtypes: Sequence[Sequence[str]],
-    wholes: Sequence[DeviceArray],
+    groups: Sequence[Arrays],
+    dtypes: Sequence[Dtypes],
+    wholes: Arrays,
     g: DeviceArray,
     whole_dtype: str,
     dtype: str,

@@ -3,9 +3,8 @@
 * Streams are threads. Every kernel and copy starts after a random delay with a fixed seed.
 * Device memory is mapped twice: at `ptr`, where a host access ends in SIGSEGV as on a GPU, and at a shadow address that
   only kernels and copies use. New memory is full of NaN.
-* A checker with vector clocks (Fidge and Mattern, 1988) knows what happens before what: launches, `record`, `wait`,
-  `done`, and messages. Two accesses to the same bytes, one of them a write, that nothing orders are a RaceError. It
-  names both operations. It does not depend on how the threads happen to run.
+* Two accesses to the same bytes, one of them a write, that nothing orders are a RaceError, which names both operations
+  (`fompi.backends.cuda.races`). It does not depend on how the threads happen to run.
 * A kernel that announces its products raises a flag after each. The host knows a product once it has seen its flag.
 * Other errors: memory that is used after it was freed, or freed while a stream uses it; an event that was never
   recorded; memory that is read before it is written; a copy from pageable memory. After a kernel has failed, the device
@@ -23,7 +22,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right, insort
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -33,133 +32,27 @@ from typing import Any, cast
 
 import numpy as np
 
-from fompi.backends.cuda.device import WAIT_SECONDS, AnyArray, Array, Enqueue, Product
-from fompi.backends.cuda.failures import Failing, OutOfMemory
+from fompi.backends.base import Dtypes
+from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, Product
+from fompi.backends.cuda.failures import OutOfMemory, nothing
+from fompi.backends.cuda.races import HOST, Clocks, Place, Span, freed_in_use
 from fompi.backends.cuda.signal import Signals
+from fompi.backends.cuda.staging import Mark, Staging
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import DeviceError, RaceError, in_words
+from fompi.base.errors import DeviceError, in_words
 from fompi.plans.kernels import find
 from fompi.tensors.device_array import DeviceArray, byte_bounds
-
-HOST = "the host"
 
 DELAY_SECONDS = 1e-4
 """The longest delay before a kernel or copy. The third power of a random number makes most delays short."""
 
 CAPACITY = 8 << 30
 
-MOST_OPENED = 64
-"""So much memory of other processes stays open. What was unused for longest is closed first."""
-
 _PROT_NONE = 0  # `mmap` has no name for it
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-# ------------------------------------------------------------------------------------------------------ the checker
-
-
-class Access:
-    """`what` touched the bytes from `start` to `stop`, as act number `tick` of `actor`."""
-
-    __slots__ = ("actor", "start", "stop", "tick", "what", "writes")
-
-    def __init__(self, actor: str, tick: int, what: str, start: int, stop: int, writes: bool):
-        self.actor, self.tick, self.what, self.start, self.stop, self.writes = actor, tick, what, start, stop, writes
-
-    @property
-    def verb(self) -> str:
-        return "writes" if self.writes else "reads"
-
-
-class Clocks:
-    """A vector clock for each actor: the host, a stream, or a message in flight. It knows acts of the others."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.of: dict[str, dict[str, int]] = {HOST: {HOST: 0}}
-
-    def join(self, actor: str, other: dict[str, int]) -> None:
-        """`actor` knows from now on what `other` knew."""
-        mine = self.of.setdefault(actor, {})
-        for who, n in other.items():
-            if n > mine.get(who, 0):
-                mine[who] = n
-
-    def tick(self, actor: str) -> int:
-        """The number of the next act of `actor`."""
-        mine = self.of.setdefault(actor, {})
-        mine[actor] = mine.get(actor, 0) + 1
-        return mine[actor]
-
-    def note(self, actor: str, what: str, places: Sequence[Place]) -> list[Access]:
-        """`actor` does `what`, which touches these places. All are checked before any is kept."""
-        tick = self.tick(actor)
-        accesses = [Access(actor, tick, what, start, stop, writes) for _, start, stop, writes in places]
-        for (span, *_), access in zip(places, accesses, strict=True):
-            span.check(self, access)
-        for (span, *_), access in zip(places, accesses, strict=True):
-            span.keep(self, access)
-        return accesses
-
-    def knows(self, actor: str, access: Access) -> bool:
-        """True if `access` happens before what `actor` does next."""
-        return access.actor == actor or self.of[actor].get(access.actor, 0) >= access.tick
-
-
-class Span:
-    """An allocation, and which operations have touched its bytes: those that later ones can still conflict with."""
-
-    def __init__(self, device: SoftwareDevice, nbytes: int, kind: str, written: bool = False):
-        self.device, self.nbytes, self.kind = device, nbytes, kind
-        self.ptr = self.shadow = 0
-        self.freed = self.is_lent = False
-        self.accesses: list[Access] = []
-        self._written = written
-        self.number = next(device.numbers)
-
-    def __str__(self) -> str:
-        return f"{self.kind} memory {self.number} ({self.nbytes} bytes)"
-
-    def check(self, clocks: Clocks, access: Access) -> None:
-        """Raise the error of an access that is not allowed."""
-        if self.freed:
-            raise DeviceError(f"{access.what} uses {self}, which was freed")
-        for old in self.accesses:
-            overlap = old.start < access.stop and access.start < old.stop
-            if overlap and (old.writes or access.writes) and not clocks.knows(access.actor, old):
-                raise RaceError(
-                    f"{access.what} {access.verb} bytes {access.start} to {access.stop} of {self}, and {old.what} "
-                    f"{old.verb} {old.start} to {old.stop}: nothing orders them. Wait for the event of the earlier one"
-                )
-        if not (self._written or access.writes or access.start == access.stop):
-            raise DeviceError(f"{access.what} reads {self}, which nothing has written")
-
-    def keep(self, clocks: Clocks, access: Access) -> None:
-        """Note an access. It replaces those that can conflict with nothing that does not conflict with it."""
-        if access.start < access.stop:
-
-            def is_replaced(old: Access) -> bool:
-                inside = access.start <= old.start and old.stop <= access.stop
-                as_strong = access.writes or (old.actor == access.actor and not old.writes)
-                return inside and as_strong and clocks.knows(access.actor, old)
-
-            self.accesses = [*(old for old in self.accesses if not is_replaced(old)), access]
-            self._written = self._written or access.writes
-
-    def in_use(self, clocks: Clocks) -> Access | None:
-        """An access of which the host does not know whether it is done."""
-        return next((a for a in self.accesses if not clocks.knows(HOST, a)), None)
-
-
-def _freed_in_use(span: Span, user: Access) -> DeviceError:
-    return DeviceError(f"{span} is freed, but the host does not know whether {user.what} is done")
-
-
-Place = tuple[Span, int, int, bool]
-"""A span, the first and the end of the bytes that are used, and whether they are written."""
 
 
 # ---------------------------------------------------------------------------------------------------- device memory
@@ -207,7 +100,7 @@ class DeviceMemory(Span):
         with clocks.lock:
             user = self.in_use(clocks) if self.device.checks else None
         if user is not None:
-            raise _freed_in_use(self, user)
+            raise freed_in_use(self, user)
         self._unmap()
 
     def _unmap(self) -> None:
@@ -246,7 +139,7 @@ def seen(array: AnyArray) -> Array:
     return shadow if shadow.dtype == array.dtype else shadow.view(array.dtype)  # dtypes of ml_dtypes
 
 
-class Event:
+class Event(Mark):
     """A mark in a stream. Once `done()` is True, the host knows all that the stream knew at the mark."""
 
     __slots__ = ("clock", "device", "reached")
@@ -265,14 +158,6 @@ class Event:
         with self.device.clocks.lock:
             self.device.clocks.join(HOST, self.clock)
         return True
-
-    def wait(self) -> None:
-        """Wait until the stream has reached it. Raises DeviceError if the device fails, or after WAIT_SECONDS."""
-        end = time.monotonic() + WAIT_SECONDS
-        while not self.done():
-            if time.monotonic() > end:
-                raise DeviceError(f"the {self.device.name} has not finished a kernel after {WAIT_SECONDS:g} s")
-            time.sleep(2e-5)
 
 
 class Stream:
@@ -334,7 +219,7 @@ def _run(todo: Any, device: Any, chance: random.Random, delay: float) -> None:
 # --------------------------------------------------------------------------------------- kernels that announce products
 
 
-class Announced:
+class SoftwareAnnouncer:
     """One kernel for several products, each of them in tiles of rows. After the last tile it raises a flag.
 
     For the checker each product is an actor. So a flag says nothing of the other products of the kernel. Once the host
@@ -399,7 +284,7 @@ class Announced:
 # -------------------------------------------------------------------------------------------------------- the device
 
 
-class SoftwareDevice(Failing):
+class SoftwareDevice(Staging):
     """A device without hardware. With `check=True` every race is an error at the launch; without, it just happens.
 
         device = fompi.Device("software")
@@ -426,7 +311,6 @@ class SoftwareDevice(Failing):
         self._pinned: dict[int, Span] = {}
         self._addresses: list[int] = []  # of page-locked memory, sorted
         self._dropped: deque[Span] = deque()
-        self._opened: OrderedDict[bytes, DeviceMemory] = OrderedDict()
         self._own = Stream(self, "own")  # for `array` and `get`
         self._default = Stream(self, "default")  # the current stream of a program that has chosen none
         self._left: Event | None = None  # the last mark in it
@@ -516,7 +400,7 @@ class SoftwareDevice(Failing):
             span = self._dropped.popleft()
             user = span.in_use(self.clocks) if self.checks else None
             if user is not None:
-                self.reports.append(_freed_in_use(span, user))
+                self.reports.append(freed_in_use(span, user))
             del self._pinned[span.ptr]
             self._addresses.remove(span.ptr)
 
@@ -535,53 +419,16 @@ class SoftwareDevice(Failing):
             raise DeviceError("a copy from or to pageable memory would wait for the device: use memory of pinned()")
         return span, low - span.ptr, high - span.ptr, writes
 
-    def array(self, x: Any) -> DeviceArray:
-        source = np.asarray(x)
-        made = self.empty(source.shape, source.dtype)
-        self.put(made, source)
-        return made
-
-    def put(self, array: DeviceArray, x: Any) -> None:
-        staging = self.pinned(array.shape, array.dtype)
-        self.touch("put()", staging, True)
-        staging[...] = x
-        self._copied(array, staging)
-
-    def get(self, array: DeviceArray) -> Array:
-        staging = self.pinned(array.shape, array.dtype)
-        self._copied(staging, array)
-        self.touch("get()", staging, False)
-        return staging.copy()
-
-    def _copied(self, to: AnyArray, source: AnyArray) -> None:
-        entry = self.entry()
-        if entry is not None:
-            self._own.wait(entry)
-        self.run_once(self.copy(to, source))
-
-    def run_once(self, enqueue: Enqueue) -> None:
-        try:
-            enqueue(self._own)
-        finally:
-            self._own.record(Event(self)).wait()
-
     # -- kernels
-    def kernel(
-        self,
-        name: str,
-        reads: Sequence[DeviceArray],
-        writes: Sequence[DeviceArray],
-        read_dtypes: Sequence[str],
-        write_dtypes: Sequence[str],
-    ) -> Enqueue:
+    def kernel(self, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Enqueue:
         work = self._host.bind(name, [*map(seen, reads)], [*map(seen, writes)], read_dtypes, write_dtypes)
         return self._enqueue(name, work, reads, writes)
 
-    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announced | None:
+    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> SoftwareAnnouncer | None:
         """Only if it is forced: it is slow, and nothing to measure."""
         if not forced or not all(array.size for product in products for array in (*product.reads, *product.writes)):
             return None
-        return Announced(self, products)
+        return SoftwareAnnouncer(self, products)
 
     def needs_for_announced(self) -> str:
         return ""
@@ -601,9 +448,7 @@ class SoftwareDevice(Failing):
                     )
                     yield work, [*(self.place(a, False) for a in operands), self.place(result, True)]
 
-    def call(
-        self, function: Callable[..., object], name: str, reads: Sequence[DeviceArray], writes: Sequence[DeviceArray]
-    ) -> Enqueue:
+    def call(self, function: Callable[..., object], name: str, reads: Arrays, writes: Arrays) -> Enqueue:
         inside, outside = [*map(seen, reads)], [*map(seen, writes)]
         return self._enqueue(name, lambda: function(inside, outside), reads, writes)
 
@@ -628,7 +473,7 @@ class SoftwareDevice(Failing):
 
     def message(self, what: str, array: AnyArray, writes: bool) -> Callable[[], None]:
         if not self.checks:
-            return _nothing
+            return nothing
         self.check()
         place, actor, clocks = self.place(array, writes), f"message {next(self.numbers)}", self.clocks
         with clocks.lock:
@@ -663,14 +508,5 @@ class SoftwareDevice(Failing):
     def open(self, handle: bytes, nbytes: int) -> DeviceArray:
         path, number, whole, offset = handle.split()
         key = path + b" " + number  # the number: another file may get the same descriptor
-        memory = self._opened.get(key)
-        if memory is None:
-            memory = self._opened[key] = DeviceMemory(self, int(whole), path.decode())
-            if len(self._opened) > MOST_OPENED:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(key)
+        memory = self.opened_once(key, lambda: DeviceMemory(self, int(whole), path.decode()))
         return DeviceArray.of(memory, (nbytes,), np.uint8, int(offset))
-
-
-def _nothing() -> None:
-    pass
