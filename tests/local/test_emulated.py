@@ -25,6 +25,9 @@ SHAPES = {
     "matmul_add": ([(ROWS, K), (2, K), (ROWS, N), (2, N), (K, N)], [(ROWS, N), (2, N)]),
     "gradient": ([(ROWS, K), (ROWS, N)], [(K, N)]),
     "gradient_add": ([(ROWS, K), (2, K), (ROWS, N), (2, N), (K, N)], [(K, N)]),
+    "matmul_grouped": ([(ROWS, K), (2, K), (2, K, N)], [(ROWS, N), (2, N)]),
+    "gradient_grouped": ([(ROWS, K), (2, K), (ROWS, N), (2, N)], [(2, K, N)]),
+    "gradient_grouped_add": ([(ROWS, K), (2, K), (ROWS, N), (2, N), (2, K, N)], [(2, K, N)]),
 }
 """The shapes of the operands and results of each kernel. Some have rows in two chunks, or a batch dimension."""
 
@@ -41,6 +44,11 @@ def meaning(kernel, reads):
         return [reads[0] @ reads[1] + reads[2]]
     if kernel == "matmul_add":
         return [x @ reads[-1] + c for x, c in zip(reads[:2], reads[2:4], strict=True)]
+    if kernel == "matmul_grouped":
+        return [x @ w for x, w in zip(reads[:2], reads[2], strict=True)]
+    if kernel.startswith("gradient_grouped"):
+        terms = np.stack([a.T @ h for a, h in zip(reads[:2], reads[2:4], strict=True)])
+        return [sum(reads[4:], terms)]
     if kernel == "gradient":
         return [reads[0].T @ reads[1]]
     return [reads[0].T @ reads[2] + reads[1].T @ reads[3] + reads[4]]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fompi
-from fompi.backends.cuda.software import RaceError, SoftwareDevice
+from fompi.backends.cuda.software import SoftwareDevice
+from fompi.base.errors import RaceError
 from fompi.torch import streams
 from fompi.torch.work import Work
 
