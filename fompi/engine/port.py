@@ -9,9 +9,12 @@ Urgency 0 is the most urgent. These are the rules:
 3. At most `window` bytes of the others are in flight: an urgent message waits for no more than these on the link.
 4. A message moves if one of its parts has left or arrived in the last `HOLD_SECONDS`. Otherwise it probably waits for
    its receiver. Then it holds no other message back, and sends no further part until its receiver has taken the last.
-5. Each urgency sends at least one part per `HOLD_SECONDS`, even if more urgent ones move all the time.
+5. A part that takes much longer than others did shows that the link is busy with what this rank does not see: urgent
+   bytes that MPI has handed to the kernel, or those of other ranks. If urgent messages have moved just now, the others
+   pause, longer each time (as a scavenger does, LEDBAT, RFC 6817).
+6. Each urgency sends at least one part per `STARVE_SECONDS`, even if more urgent ones move all the time.
 
-No wait is for ever, because of 4 and 5: a receiver that first waits for a held message gets it. An MPI library cannot
+No wait is for ever, because of 4 and 6: a receiver that first waits for a held message gets it. An MPI library cannot
 say whether bytes move or a receiver is late, so 4 needs a time. In it a link of 170 Mbit/s carries 1 MiB.
 """
 
@@ -19,13 +22,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from fompi.engine.tasks import Task
 
 HOLD_SECONDS = 0.05
-"""So long a message without progress holds back others, and so long an urgency is held back."""
+"""So long a message without progress holds back others."""
+
+STARVE_SECONDS = 0.5
+"""So long an urgency is held back, if more urgent messages move all the time."""
 
 PART_NBYTES, PART_SECONDS = 64 << 10, 1e-3
 """Messages are cut into parts of this size, or of what a link carries in 1 ms if FOMPI_MACHINE says more."""
@@ -46,6 +53,13 @@ An urgent message would wait as long.
 """
 
 
+SLOW, DRIFT = 3.0, 1.01
+"""A part is slow if it takes this many times as long as the fastest one. That time grows by a part of each part's."""
+
+LEAST_PAUSE, MOST_PAUSE = 5e-3, 0.2
+"""The pause after a slow part, in seconds. It doubles with each slow part."""
+
+
 def part_nbytes(urgency: int, bandwidth: float) -> int:
     """The most bytes of a part of a message. Both ends of the message must cut it at the same places.
 
@@ -53,6 +67,14 @@ def part_nbytes(urgency: int, bandwidth: float) -> int:
     """
     nbytes = max(PART_NBYTES, int(bandwidth * PART_SECONDS))
     return nbytes if urgency else URGENT_PARTS * nbytes
+
+
+class Flight(NamedTuple):
+    """A part in flight."""
+
+    nbytes: int
+    left_at: float
+    ahead: int  # bytes of the port that were in flight when it had left, this part included
 
 
 class Queued(Task):
@@ -66,7 +88,7 @@ class Queued(Task):
     ):
         self.urgency, self.stream, self.parts, self.start = urgency, stream, parts, start
         self.task, self.key = task, key
-        self.flying: deque[tuple[int, float]] = deque()  # bytes of the parts in flight, and when they have left
+        self.flying: deque[Flight] = deque()  # the parts in flight
         self.moved_at = 0.0  # when it was offered, or a part has left or arrived
         self.port: Port | None = None  # where it waits
         self.is_posted = False
@@ -104,6 +126,8 @@ class Port:
         self._flying: list[Queued] = []  # messages with parts in flight
         self._left_at: dict[int, float] = {}  # by urgency: when a part has left
         self._moved_at: dict[int, float] = {}  # by urgency: when a part has left or arrived
+        self._fastest = inf  # seconds per byte of the fastest part
+        self._pause, self._resume_at = LEAST_PAUSE, 0.0
 
     def add(self, message: Queued, now: float) -> None:
         """`message` wants to leave."""
@@ -121,8 +145,9 @@ class Port:
             message = next(self._able(queue, now), None)
             if message is None:
                 continue
-            overdue = now - max(self._left_at.get(urgency, 0.0), message.moved_at) > HOLD_SECONDS
-            if not urgency or overdue or (self._has_room(message, now) and not self._is_held(urgency, now)):
+            overdue = now - max(self._left_at.get(urgency, 0.0), message.moved_at) > STARVE_SECONDS
+            may_leave = now >= self._resume_at and self._has_room(message, now) and not self._is_held(urgency, now)
+            if not urgency or overdue or may_leave:
                 self._leave(message, now)
                 return message
         return None
@@ -132,14 +157,28 @@ class Port:
         if message not in self._flying:  # it was forgotten
             return
         urgency = message.urgency
-        _, left_at = message.flying.popleft()
+        part = message.flying.popleft()
         message.moved_at = self._moved_at[urgency] = now
         if not message.flying:
             self._flying.remove(message)
-        if urgency and self._queues[urgency] and not self._in_window(now) and not self._is_held(urgency, now):
-            last_urgent = max((at for level, at in self._moved_at.items() if level < urgency), default=0.0)
-            if now - left_at <= GROW_SECONDS or now - last_urgent > HOLD_SECONDS:
-                self.window = min(2 * self.window, MOST_WINDOW)
+        if not urgency:
+            return
+        last_urgent = max((at for level, at in self._moved_at.items() if level < urgency), default=-inf)
+        is_alone = now - last_urgent > HOLD_SECONDS
+        self._note(part, now, is_alone)
+        was_idle = not self._in_window(now) and (is_alone or now - part.left_at <= GROW_SECONDS)
+        if was_idle and self._queues[urgency] and not self._is_held(urgency, now):
+            self.window = min(2 * self.window, MOST_WINDOW)
+
+    def _note(self, part: Flight, now: float, is_alone: bool) -> None:
+        """Pause if `part` was slow, unless nothing more urgent has moved for a while."""
+        seconds = (now - part.left_at) / max(part.ahead, 1)
+        self._fastest = min(DRIFT * self._fastest, seconds)
+        if is_alone or seconds <= SLOW * self._fastest:
+            self._pause, self._resume_at = LEAST_PAUSE, 0.0
+        else:
+            self._resume_at = now + self._pause
+            self._pause, self.window = min(2 * self._pause, MOST_PAUSE), LEAST_WINDOW
 
     def forget(self, task: Task) -> None:
         """Parts of the messages of `task` that have not left never leave, and those in flight hold nothing back."""
@@ -153,7 +192,8 @@ class Port:
         urgency = message.urgency
         if not message.flying:
             self._flying.append(message)
-        message.flying.append((message.parts[0].nbytes, now))
+        nbytes = message.parts[0].nbytes
+        message.flying.append(Flight(nbytes, now, nbytes + (self._in_window(now) if urgency else 0)))
         message.moved_at = self._left_at[urgency] = self._moved_at[urgency] = now
         if len(message.parts) == 1:
             self._queues[urgency].remove(message)
@@ -177,7 +217,7 @@ class Port:
     def _in_window(self, now: float) -> int:
         """The bytes in flight of messages that move and are not of urgency 0."""
         moving = (message for message in self._flying if message.urgency and _moves(message, now))
-        return sum(nbytes for message in moving for nbytes, _ in message.flying)
+        return sum(part.nbytes for message in moving for part in message.flying)
 
     def _has_room(self, message: Queued, now: float) -> bool:
         flying = self._in_window(now)
