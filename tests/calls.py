@@ -8,7 +8,8 @@ import numpy as np
 
 import fompi
 from fompi.base.layout import Sizes, split
-from fompi.plans.problems import ROOTED, reference
+from fompi.plans.conditions import reference
+from fompi.plans.problems import ROOTED
 from fompi.schedules import registry
 
 NAMES = [name for name in catalogue.problems(1) if "weight_gradient flipped" not in name]

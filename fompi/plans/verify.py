@@ -26,6 +26,7 @@ from itertools import count
 from fompi.base import layout
 from fompi.base.errors import PlanError
 from fompi.base.layout import AXES, COLLECTIVES, HALF, NATIVE_SUMS, Symbol
+from fompi.plans.conditions import after, before
 from fompi.plans.dependencies import Frontier, constraints
 from fompi.plans.kernels import (
     GROUPED,
@@ -44,7 +45,6 @@ from fompi.plans.kernels import (
     total,
 )
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
-from fompi.plans.problems import after, before
 
 Partner = tuple[int, int]
 """A send or a receive, as (rank, op)."""

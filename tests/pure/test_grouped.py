@@ -13,9 +13,10 @@ from fompi import LayoutError, PlanError, Replicate, ShapeError, Shard, Spec
 from fompi.backends.numpy import Numpy
 from fompi.base.layout import Sizes, split
 from fompi.model.twin import twin
+from fompi.plans.conditions import reference
 from fompi.plans.kernels import GROUPED
 from fompi.plans.plan import Compute, Send, programs_from_json
-from fompi.plans.problems import Form, Problem, problem, reference
+from fompi.plans.problems import Form, Problem, problem
 from fompi.plans.staged import for_device
 from fompi.schedules.registry import available, write
 

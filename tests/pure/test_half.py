@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fompi.backends.numpy import Numpy, narrow, widen
 from fompi.base.layout import HALF
 from fompi.model.twin import twin
-from fompi.plans.problems import reference
+from fompi.plans.conditions import reference
 from fompi.schedules import registry
 
 BACKEND = Numpy()

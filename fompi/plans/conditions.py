@@ -1,0 +1,230 @@
+"""What a plan must do: the values before and after it as terms, for the proof, and a reference on arrays, for tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from fompi.base.layout import Sizes, offsets
+from fompi.plans.kernels import Value, product, reduced, total
+from fompi.plans.plan import Program
+from fompi.plans.problems import OwnProblem, Problem
+
+# ------------------------------------------------------------------------------------------- before and after
+
+
+def before(problem: Problem | OwnProblem, program: Program) -> dict[tuple[str, int], Value]:
+    """The values of the inputs of a rank. Each block is a term of its own. In a broadcast only the root has inputs.
+
+    Blocks without rows hold a term too: a collective of the MPI library reads them.
+    """
+    if isinstance(problem, OwnProblem):
+        return problem.before(program)
+    if problem.moves == "broadcast" and program.rank != problem.root:
+        return {}
+    inputs = [b for b in program.buffers if b.role == "input"]
+    return {(b.name, i): ((b.name, program.rank, i),) for b in inputs for i in range(b.first, b.first + b.count)}
+
+
+def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+    """The values that the outputs of a rank must have at the end."""
+    if isinstance(problem, OwnProblem):
+        return problem.after(rank, parts)
+    size = problem.size
+    if problem.operation in ("gather", "scatter", "reduce"):
+        whole = _after(problem, rank, parts)
+        y = problem.workspace(rank, parts)["y"]
+        return {at: value for at, value in whole.items() if not problem.is_empty(y.symbol(rank, size, parts, at[1]))}
+    return _after(problem, rank, parts)
+
+
+def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+    """The same, with the blocks that never have rows."""
+    size, slices = problem.size, parts // problem.runs
+
+    def weighted(x: Value, i: int, at: int, bias: bool = True, expert: int = 0) -> Value:
+        y = product("matmul", x, ((problem.name("w", i), at, expert),))
+        return total(y, ((problem.name("bias", i), at, 0),)) if bias and problem.weights[i].bias else y
+
+    def scattered(b: int) -> Value:
+        terms = [((("x", r, b),)) for r in range(size)]
+        if not problem.multiplies_first:
+            return reduced(problem.op, terms)
+        owner = rank if problem.moves == "reduce_scatter" else b % size  # the owner of the rows adds the bias
+        return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
+
+    everything: Sequence[int] = range(size * parts)
+    if problem.columns and problem.weights:
+        y = problem.workspace(rank, parts)["y"]
+        return {("y", b): _dealt_product(problem, rank, parts, b) for b in range(y.first, y.first + y.count)}
+    if problem.moves == "reduce_scatter":
+        return {("y", b): scattered(b) for b in range(rank * parts, (rank + 1) * parts)}
+    if problem.moves == "all_reduce":
+        return {("y", b): scattered(b) for b in everything}
+
+    def arrives(b: int) -> Value:
+        if problem.moves == "broadcast":
+            return (("x", problem.root, b),)
+        if problem.moves == "all_gather":
+            return ((f"x{rank}" if problem.columns else "x", b // parts, b),)
+        source, part = divmod(b, parts)
+        x: Value = (("x", source, rank * parts + part),)
+        return weighted(x, 0, source, expert=part // slices) if problem.multiplies_first else x
+
+    def expert(b: int) -> int:
+        return b % parts // slices
+
+    experts = range(1)
+    if problem.experts:
+        experts = range(problem.experts[rank])
+        many = [problem.experts[b // parts if problem.multiplies_first else rank] for b in everything]
+        everything = [b for b in everything if expert(b) < many[b]]  # the other blocks never have rows
+    if problem.multiplies_first:
+        return {("y", b): arrives(b) for b in everything}
+    result: dict[tuple[str, int], Value] = {}
+    for b in everything:
+        if problem.keep or not (problem.weights or problem.gradients):
+            result[problem.kept, b] = arrives(b)
+        for i in range(len(problem.weights)):
+            result[problem.name("y", i), b] = weighted(arrives(b), i, rank, expert=expert(b))
+    for i, gradient in enumerate(problem.gradients):
+        h = problem.name("h", i)
+        for e in experts:
+            pairs = [(arrives(b), ((h, rank, b),)) for b in everything if expert(b) == e]
+            terms = [product("gradient", *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
+            result[problem.name("g", i), e] = total(*terms)
+    return result
+
+
+def _dealt_product(problem: Problem, rank: int, parts: int, b: int) -> Value:
+    """The value of block b of the result of a product whose columns are dealt."""
+    source = b // parts if problem.multiplies_first else rank  # who multiplies
+    pieces = [(source, rank)] if problem.multiplies_first else [(r, r) for r in range(problem.size)]
+    terms = [product("matmul", (("x", owner, b),), ((f"w{piece}", source, 0),)) for owner, piece in pieces]
+    bias = [f"bias{rank}" if problem.multiplies_first else "bias"] * problem.weights[0].bias
+    return total(*terms, *(((name, source, 0),) for name in bias))
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+def _reduced(problem: Problem, xs: Sequence[Any], xp: Any) -> Any:
+    combine = {"max": xp.maximum, "min": xp.minimum, "prod": xp.multiply}.get(problem.op, xp.add)
+    y = functools.reduce(combine, xs)
+    return y / problem.size if problem.op == "mean" else y
+
+
+def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any) -> list[dict[str, Any]]:
+    """The outputs of all ranks, computed unfused from the inputs of all ranks in the array namespace `xp`."""
+    size = problem.size
+
+    def rows(counts: Sequence[int], i: int) -> slice:
+        return slice(sum(counts[:i]), sum(counts[: i + 1]))
+
+    def weighted(x: Any, data: dict[str, Any], i: int) -> Any:
+        y = x @ data[problem.name("w", i)]
+        return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
+
+    if problem.columns and not problem.weights:
+        return [{"y": xp.concatenate([data[f"x{rank}"] for data in inputs])} for rank in range(size)]
+    if problem.columns:
+        return [{"y": y} for y in _dealt_products(problem, inputs, [rows(sizes.rows, r) for r in range(size)], xp)]
+    if problem.experts:
+        return _grouped_reference(problem, inputs, sizes, xp)
+    xs = [data["x"] for data in inputs]
+    if problem.moves in ("reduce_scatter", "all_reduce"):
+        if problem.multiplies_first:
+            without = [x @ data["w"] for x, data in zip(xs, inputs, strict=True)]
+            summed = sum(without[1:], without[0])
+            if problem.weights[0].bias and problem.moves == "all_reduce":  # the bias is the same on all ranks
+                summed = summed + inputs[0]["bias"]
+            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
+            if problem.weights[0].bias and problem.moves == "reduce_scatter":
+                owners = [y + data["bias"] for y, data in zip(owners, inputs, strict=True)]
+        else:
+            summed = _reduced(problem, xs, xp)
+            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
+        if problem.moves == "reduce_scatter":
+            return [{"y": y} for y in owners]
+        return [{"y": xp.concatenate(owners)} for _ in range(size)]
+    if problem.multiplies_first:
+        xs = [weighted(x, data, 0) for x, data in zip(xs, inputs, strict=True)]
+    if problem.moves == "broadcast":
+        arrived = [xs[problem.root]] * size
+    elif problem.moves == "all_gather":
+        arrived = [xp.concatenate(xs)] * size
+    else:
+        arrived = [
+            xp.concatenate([xs[s][rows(sizes.pairs[s], r)] for s in range(size)]) for r in range(size)
+        ]  # fmt: skip
+    if problem.multiplies_first:
+        return [{"y": y} for y in arrived]
+    results = []
+    for data, x in zip(inputs, arrived, strict=True):
+        result = {problem.kept: x} if problem.keep or not (problem.weights or problem.gradients) else {}
+        for i in range(len(problem.weights)):
+            result[problem.name("y", i)] = weighted(x, data, i)
+        for i, gradient in enumerate(problem.gradients):
+            h = data[problem.name("h", i)]
+            left, right = (h, x) if gradient.flipped else (x, h)
+            flat = left.reshape(prod(left.shape[:-1]), left.shape[-1])
+            result[problem.name("g", i)] = flat.T @ right.reshape(prod(right.shape[:-1]), right.shape[-1])
+        results.append(result)
+    return results
+
+
+def _grouped_reference(
+    problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any
+) -> list[dict[str, Any]]:
+    """The outputs of all ranks where rows go to experts, run by run."""
+    size = problem.size
+
+    def cut(x: Any, runs: Sequence[Sequence[int]]) -> list[list[Any]]:
+        """x by peer and expert."""
+        ends = iter(pairwise(offsets(n for run in runs for n in run)))
+        return [[x[slice(*next(ends))] for _ in run] for run in runs]
+
+    def multiplied(pieces: list[list[Any]], w: Any, n: int) -> list[list[Any]]:
+        return [[x @ w[e] for e, x in enumerate(run[:n])] for run in pieces]
+
+    def joined(pieces: list[list[Any]], row: tuple[int, ...], like: Any) -> Any:
+        return xp.concatenate([like[:0, ..., :0].reshape(0, *row), *(x for run in pieces for x in run)])
+
+    sent = [cut(data["x"], sizes.runs[rank]) for rank, data in enumerate(inputs)]
+    if problem.multiplies_first:
+        sent = [multiplied(p, d["w"], n) for p, d, n in zip(sent, inputs, problem.experts, strict=True)]
+        return [{"y": joined([p[r] for p in sent], problem.sent_row, inputs[r]["x"])} for r in range(size)]
+    results = []
+    for rank, data in enumerate(inputs):
+        arrived, experts, result = [pieces[rank] for pieces in sent], range(problem.experts[rank]), {}
+        if problem.keep:
+            result["x_full"] = joined(arrived, problem.row, data["x"])
+        if problem.weights:
+            products = multiplied(arrived, data["w"], len(experts))
+            result["y"] = joined(products, problem.product_row(0), data["x"])
+        for i, gradient in enumerate(problem.gradients):
+            h = cut(data[problem.name("h", i)], [row[rank] for row in sizes.runs])
+            g = result[problem.name("g", i)] = xp.zeros((len(experts), *problem.gradient_shape(i)), data["x"].dtype)
+            for e in experts:
+                for x, y in zip([run[e] for run in arrived], [run[e] for run in h], strict=True):
+                    left, right = (y, x) if gradient.flipped else (x, y)
+                    left, right = (a.reshape(prod(a.shape[:-1]), a.shape[-1]) for a in (left, right))
+                    g[e] += left.T @ right
+        results.append(result)
+    return results
+
+
+def _dealt_products(problem: Problem, inputs: Sequence[dict[str, Any]], rows: Sequence[slice], xp: Any) -> list[Any]:
+    """y of all ranks where the columns of a product, or those of x, are dealt. `rows[r]` are those of rank r."""
+    results = []
+    for r, mine in enumerate(inputs):
+        if problem.multiplies_first:
+            biases = [data[f"bias{r}"] if problem.weights[0].bias else 0 for data in inputs]
+            results.append(xp.concatenate([d["x"] @ d[f"w{r}"] + b for d, b in zip(inputs, biases, strict=True)]))
+        else:
+            terms = [data["x"][rows[r]] @ mine[f"w{s}"] for s, data in enumerate(inputs)]
+            results.append(sum(terms[1:], terms[0]) + (mine["bias"] if problem.weights[0].bias else 0))
+    return results
