@@ -24,7 +24,10 @@ fi
 mkdir -p "$(dirname "$prefix")"
 mkdir "$prefix" 2>/dev/null || die "$prefix exists: down.sh $prefix, or another prefix"
 : >"$prefix/pids"
-trap 'trap "" INT TERM HUP; "$here/down.sh" "$prefix" >&2 || true; exit 130' INT TERM HUP
+# A signal ends this through EXIT. bash may fail to parse the trap of a signal that comes while it expands $(...) ("unexpected
+# EOF", status 2): EXIT is left then too.
+trap 'status=$?; trap "" INT TERM HUP; [[ $status == 0 ]] || "$here/down.sh" "$prefix" >&2 || true; exit $status' EXIT
+trap 'exit 130' INT TERM HUP
 mkdir "$prefix"/{state,spool,log,pid,tmp}
 
 # Slurm's plug-in opens the name libpmix.so, which only the package for developers has.
@@ -96,7 +99,7 @@ daemon() {
     env -i PATH="$PATH" HOME="${HOME:-/}" LANG="${LANG:-C.UTF-8}" SLURM_CONF="$SLURM_CONF" setsid "$@" </dev/null >>"$prefix/log/out" 2>&1 &
     echo "$! $(awk '{print $22}' "/proc/$!/stat") $name" >>"$prefix/pids"
 }
-stop() { "$here/down.sh" "$prefix" --keep-logs >&2 || true; }
+stop() { "$here/down.sh" "$prefix" --keep-logs >&2 || true; trap - EXIT; exit 1; }
 daemon slurmctld slurmctld -D -c -f "$SLURM_CONF"
 for ((i = 1; i <= nodes; i++)); do
     if [[ $(id -u) == 0 ]]; then
@@ -116,11 +119,9 @@ for ((t = 0; t < 150; t++)); do
         echo "up.sh: $name has ended:" >&2
         tail -3 "$prefix/log/out" >&2
         stop
-        exit 1
     done <"$prefix/pids"
     sleep 0.2
 done
 echo "up.sh: the nodes are not idle after 30 s:" >&2
 sinfo -N -l >&2 || true
 stop
-exit 1
