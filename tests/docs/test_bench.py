@@ -162,7 +162,8 @@ def test_overhead(mpirun, tmp_path):
         assert all(figure["most"] and figure["unit"] in ("us", "ms") for figure in row["figures"])
         assert row["base"] is None or row["base"] in row["samples"]
     text = page.read_text()
-    assert text.count("| median us |") == 5 and text.count("| median ms |") == 2
+    units = text.count("| median us |"), text.count("| median ms |")
+    assert sum(units) == 7 and min(units) >= 2, text  # on a busy machine a call takes milliseconds
 
 
 @pytest.mark.timeout(90)
