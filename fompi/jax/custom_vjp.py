@@ -86,7 +86,7 @@ def run(
 ) -> Any:
     """The result of a call, which JAX can differentiate."""
     tensors = arguments.tensors
-    if any(map(private.is_abstract, tensors)) or any(map(private.is_forward, tensors)):
+    if private.is_staged(tensors) or any(map(private.is_forward, tensors)):
         return under_trace(operation, arguments, comm, call_options, gradient)[1]
     kind = ReplicatedCall if gradient == "replicated" else Call
     return _apply(kind(operation, arguments, comm, call_options, _run), tensors)

@@ -3,6 +3,9 @@
 A call in a program has a number as its attribute `site`. The handler looks the site up and calls it with the arrays of
 the call. The structures are those of `xla/ffi/api/c_api.h`, which lies in jaxlib. XLA refuses a handler of another
 version than its own. So the version is read from that header, and one that was not tried is refused here.
+
+JAX may drop a program that still runs: its last call has returned before. So the sites of a program live as long as
+what XLA runs. XLA calls the handler when it makes that (`_keep`), and marks what it has freed (`release`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ KNOWN = {(0, 1): "jaxlib 0.5.0, 0.6.2", (0, 3): "jaxlib 0.10.2"}
 SITES: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """What a call runs, by its number: a `Target`. It lives as long as a program or a trace that has it."""
 
+INSTANTIATE = 0
 EXECUTE = 3
 METADATA = 1
 INTERNAL = 13
@@ -40,7 +44,7 @@ INTERNAL = 13
 _FRAME = struct.Struct("21Q")
 """A call frame as words of 8 bytes: each field has one. The next lines say where some of them are."""
 
-_EXTENSION, _API, _STAGE, _ARGUMENTS, _RESULTS, _ATTRIBUTES = 1, 2, 4, 9, 14, 20
+_EXTENSION, _API, _CONTEXT, _STAGE, _ARGUMENTS, _RESULTS, _ATTRIBUTES = 1, 2, 3, 4, 9, 14, 20
 
 _DATA = 24
 """Where in a buffer the address of its data is."""
@@ -72,7 +76,26 @@ _ErrorCreate = c.CFUNCTYPE(_P, _P)
 
 
 class _Api(c.Structure):
-    _fields_ = (*_HEAD, ("version", _Version), ("internal", _P), ("error_create", _ErrorCreate))
+    _fields_ = (
+        *(*_HEAD, ("version", _Version), ("internal", _P), ("error_create", _ErrorCreate)),
+        *(("others", _P * 4), ("type_register", _ErrorCreate), ("context_get", _P), ("state_set", _ErrorCreate)),
+    )
+
+
+class _TypeInfo(c.Structure):
+    _fields_ = (*_HEAD, ("deleter", _P))
+
+
+class _TypeRegister(c.Structure):
+    """The last field is there from the version 0.3 on."""
+
+    _fields_ = (*_HEAD, ("name", c.c_char_p), ("length", c.c_size_t), ("type_id", _P), ("type_info", _P))
+
+
+class _StateSet(c.Structure):
+    """The words behind the context are (type, state, deleter) in the version 0.1, (stage, type, state) in 0.3."""
+
+    _fields_ = (*_HEAD, ("context", _P), ("words", _P * 3))
 
 
 class _Error(c.Structure):
@@ -107,8 +130,9 @@ def register() -> None:
     check_version(version)
     handler = _Handler(functools.partial(_handle, version))
     _KEPT.append(handler)
-    address = c.cast(handler, _P).value
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="cpu", api_version=1)
+    capsule = jax.ffi.pycapsule(c.cast(handler, _P).value)
+    stages = {"instantiate": capsule, "execute": capsule}
+    jax.ffi.register_ffi_target(TARGET, stages, platform="cpu", api_version=1)
 
 
 _KEPT: list[Any] = []
@@ -125,16 +149,55 @@ def _handle(version: tuple[int, int], address: int) -> Any:
         if extension.type == METADATA:
             extension.metadata.contents.version.major, extension.metadata.contents.version.minor = version
             return None
-    if frame[_STAGE] & 0xFFFFFFFF != EXECUTE:
-        return None
+    stage = frame[_STAGE] & 0xFFFFFFFF
     try:
         site = SITES[_word(_word(_word(frame[_ATTRIBUTES]) + 8))]
-        site.run(_addresses(frame[_ARGUMENTS], len(site.given)), _addresses(frame[_RESULTS], len(site.results)))
+        if stage == EXECUTE:
+            site.run(_addresses(frame[_ARGUMENTS], len(site.given)), _addresses(frame[_RESULTS], len(site.results)))
+        elif stage == INSTANTIATE:
+            return _keep(version, _Api.from_address(frame[_API]), frame[_CONTEXT], site)
     except BaseException as error:  # nothing above this frame could take an exception
         message = in_words(error).encode()
         args = _Error(c.sizeof(_Error), None, message, INTERNAL)
         return _Api.from_address(frame[_API]).error_create(c.addressof(args))
     return None
+
+
+_ALIVE: dict[int, tuple[Any, Any]] = {}
+"""The sites that XLA may run, and a word of memory for each: 0 until XLA has freed the call. By the word's address."""
+
+
+def _keep(version: tuple[int, int], api: Any, context: int, site: Any) -> Any:
+    """Keep a site until XLA frees the call: give it a state, which it deletes. Returns None, or an error of XLA.
+
+    Its deleter is C's `time`, which writes a number other than 0 to the state. It runs nothing of Python: XLA may free
+    a call on a thread of its own, or while Python ends.
+    """
+    deleted, new = c.c_int64(0), version >= (0, 3)
+    address, deleter, kind = c.addressof(deleted), c.cast(c.CDLL(None).time, _P).value, c.addressof(_TYPE)
+    _ALIVE[address] = deleted, site
+    if not _TYPE.value:
+        name, info = b"fompi.site", _TypeInfo(c.sizeof(_TypeInfo), None, deleter)
+        size = c.sizeof(_TypeRegister) if new else _TypeRegister.type_info.offset
+        register = _TypeRegister(size, None, name, len(name), kind, c.addressof(info))
+        _KEPT.append(info)
+        error = api.type_register(c.addressof(register))
+        if error:
+            return error
+    words = (_P * 3)(*((INSTANTIATE, kind, address) if new else (kind, address, deleter)))
+    state = _StateSet(c.sizeof(_StateSet), None, context, words)
+    return api.state_set(c.addressof(state))
+
+
+_TYPE = c.c_int64(0)
+"""The number of the type of the states. XLA chooses it."""
+
+
+def release() -> None:
+    """Forget the sites of programs that have ended, and that JAX has dropped."""
+    for address, (deleted, _) in list(_ALIVE.items()):
+        if deleted.value:
+            _ALIVE.pop(address, None)
 
 
 def _word(address: int) -> int:

@@ -30,13 +30,13 @@ import numpy as np
 
 from fompi.base.errors import StateError, TensorError
 from fompi.jax import ffi, private
-from fompi.jax.ffi import Form
+from fompi.jax.ffi import Target
 from fompi.jax.replicated import ReplicatedCall
 from fompi.jax.sites import Half, Opaque, Site, filled, flat, site_of
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments, deals_columns
 from fompi.ops.operation import CallOptions, Operation
-from fompi.plans.problems import is_flat
+from fompi.plans.meaning import is_flat
 from fompi.tensors import dlpack
 
 CALL = jax.extend.core.Primitive("fompi")
@@ -57,10 +57,26 @@ def traced(
 ) -> tuple[Site, list[Any]]:
     """The site of a call on tracers, and its tensors."""
     ready()
-    tensors = [t if isinstance(t, jax.Array) else jnp.asarray(t) for t in arguments.tensors]
+    tensors: list[Any] = []
+    try:
+        tensors += map(_as_array, arguments.tensors)
+    except TensorError as error:
+        operation.refuse(error, comm)
     site = site_of(operation, arguments.with_tensors(tensors), comm, call_options, gradient)
     _finish_at_exit()
     return site, tensors
+
+
+def _as_array(x: Any) -> Any:
+    """x as an array of JAX. Raises TensorError for what is no array."""
+    if isinstance(x, jax.Array):
+        return x
+    if not hasattr(x, "dtype"):
+        raise TensorError(f"{type(x).__name__} is not a tensor: pass an array of JAX or NumPy")
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise TensorError(str(error)) from error
 
 
 @functools.cache
@@ -79,9 +95,14 @@ def ready() -> None:
             f"{', '.join(private.CHECKED)}: install it, or call fompi.jax outside of jax.jit"
         )
     effect = private.ordered_effect("fompi")
-    CALL.def_effectful_abstract_eval(lambda *avals, site: (_avals(site.results), {effect}))
+
+    def abstract(*avals: Any, site: Target, wanted: Any = None) -> Any:
+        like = private.variation(avals)
+        return [jax.core.ShapedArray(f.shape, np.dtype(f.dtype), **like) for f in site.results], {effect}
+
+    CALL.def_effectful_abstract_eval(abstract)
     CALL.def_impl(_run)
-    TANGENT.def_effectful_abstract_eval(lambda *avals, site, wanted: (_avals(site.results), {effect}))
+    TANGENT.def_effectful_abstract_eval(abstract)
     TANGENT.def_impl(_pushed)
 
     def lower(ctx: Any, *operands: Any, site: Site) -> Any:
@@ -90,10 +111,6 @@ def ready() -> None:
     private.register(CALL, jvp=_jvp, transpose=_transpose_call, batch=_batch, lower=lower)
     push = private.lowered(_pushed)
     private.register(TANGENT, jvp=_jvp_of_tangent, transpose=_transpose, batch=_batch_of_tangent, lower=push)
-
-
-def _avals(forms: Sequence[Form]) -> list[Any]:
-    return [jax.core.ShapedArray(form.shape, np.dtype(form.dtype)) for form in forms]
 
 
 def _run(*tensors: Any, site: Site | Opaque) -> list[Any]:
@@ -111,18 +128,23 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, site: Site) -> tupl
     results = CALL.bind(*primals, site=site)
     wanted = tuple(not private.is_zero(t) for t in tangents)
     if isinstance(site, Half) and any(wanted):
-        name = f"fompi.jax.{site.name.removesuffix('.start')}"
-        raise TensorError(f"{name}.start has no gradient: call {name}(...), or pass jax.lax.stop_gradient(x)")
+        raise no_gradient(site.site.operation)
     if isinstance(site, Opaque) and any(wanted):
         raise TensorError(f"fompi.jax.{site.name} has no forward mode, and no grad of a grad, under jax.jit")
     if not any(wanted):
-        return results, private.zeros(_avals(site.results))
+        return results, private.zeros([y.aval for y in results])
     call = call_of(site)
     if site.arguments.op == "prod":
         raise TensorError(f'fompi.{site.operation.name}: op="prod" has no gradient: use jax.lax.stop_gradient(x)')
     moving = [t for t, is_wanted in zip(tangents, wanted, strict=True) if is_wanted]
     kept = primals if call.keeps else ()
     return results, TANGENT.bind(*moving, *kept, site=site, wanted=wanted)
+
+
+def no_gradient(operation: Operation[Any]) -> TensorError:
+    """The error of a gradient of a call that was started."""
+    name = f"fompi.jax.{operation.name}"
+    return TensorError(f"{name}.start has no gradient: call {name}(...), or pass jax.lax.stop_gradient(x)")
 
 
 def call_of(site: Site) -> Call:
@@ -201,7 +223,8 @@ def _jvp_of_tangent(primals: Sequence[Any], tangents: Sequence[Any], *, site: Si
         return _pushed(*(new.get(i, t) for i, t in enumerate(primals)), site=site, wanted=wanted)
 
     if not moving:
-        return TANGENT.bind(*primals, site=site, wanted=wanted), private.zeros(_avals(site.results))
+        results = TANGENT.bind(*primals, site=site, wanted=wanted)
+        return results, private.zeros([y.aval for y in results])
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from fompi.base.errors import TensorError
@@ -60,9 +61,42 @@ def is_abstract(x: Any) -> bool:
     return value is not None and value() is None
 
 
+def is_staged(tensors: Any) -> bool:
+    """True if a call on these tensors belongs to a program that JAX traces.
+
+    So does a call on arrays alone there, such as constants of the program.
+    """
+    if any(map(is_abstract, tensors)):
+        return True
+    return not outside_of_traces()() and is_abstract(jax.lax.neg(np.float32(0)))
+
+
 def is_zero(tangent: Any) -> bool:
     """True for a tangent or cotangent that JAX knows to be zero."""
     return type(tangent) is ad.Zero
+
+
+def variation(avals: Any) -> dict[str, Any]:
+    """Over which axes of a mesh the tensors of a call vary inside jax.shard_map, as keywords of ShapedArray.
+
+    All must vary over the same ones, and the results then do too. Raises TensorError otherwise: JAX would not sum the
+    gradient of a tensor that varies less than the others.
+    """
+    slots = jax.core.ShapedArray.__slots__
+    name = next((name for name in ("manual_axis_type", "vma") if name in slots), None)
+    if name is None:  # before 0.6
+        return {}
+    kinds = [getattr(aval, name) for aval in avals]
+    if any(kind != kinds[0] for kind in kinds):
+        axes = ", ".join(str(sorted(getattr(kind, "varying", kind))) for kind in kinds)
+        raise TensorError(
+            f"fompi under jax.shard_map: the tensors of a call vary over different axes of the mesh: {axes}. Make them "
+            f'alike by jax.lax.pcast(w, axis, to="varying"), or pass check_vma=False to jax.shard_map'
+        )
+    if name == "vma" or not kinds:
+        return dict(zip([name], kinds, strict=False))
+    sharding = jax.sharding.NamedSharding(avals[0].sharding.mesh, jax.sharding.PartitionSpec())
+    return {name: kinds[0], "sharding": sharding}
 
 
 def is_undefined(x: Any) -> bool:

@@ -56,7 +56,12 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (fast if is_outside() else plain)(*args, **kwargs)
+        try:
+            return (fast if is_outside() else plain)(*args, **kwargs)
+        except ValueError as error:  # so JAX raises an error of a program that it starts in C++
+            if str(error).startswith("INTERNAL: "):
+                raise jax.errors.JaxRuntimeError(str(error)) from None
+            raise
 
     def clear_cache() -> None:
         fast.clear_cache()

@@ -5,7 +5,7 @@
 
 The ranks agree when a call is traced: on the operation and on the rows of all ranks. So the shapes of all results are
 known, and a call of the compiled program needs no agreement. A site lives as long as the trace or the program that has
-it. Its memory goes back to the arena then.
+it, and until that program has ended. Its memory goes back to the arena then, or when the next call is traced.
 
 `sendrecv` has no plan. Its site sends and receives messages, and only the ranks that take part trace it.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import PlanError, ShapeError, TensorError
+from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError
 from fompi.base.layout import Extents, Sizes
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -41,6 +41,16 @@ from fompi.schedules.registry import REGISTERED, write
 from fompi.tensors import dlpack
 
 _NUMBERS = itertools.count()
+
+
+def form_of(tensor: Any) -> Form:
+    """The form of an array or a tracer. Raises DtypeError for one that has no dtype of fompi."""
+    name = str(tensor.dtype)
+    if name.startswith("key<"):
+        raise DtypeError(f"a tensor has dtype {name}: pass jax.random.key_data(key)")
+    if name not in dlpack.STORAGE:
+        raise DtypeError(f"a tensor has dtype {name}; fompi supports: {', '.join(dlpack.STORAGE)}")
+    return Form(tuple(tensor.shape), name)
 
 
 class Site(Target):
@@ -64,9 +74,10 @@ class Site(Target):
         gradient: str,
     ):
         self.operation, self.comm, self.call_options, self.gradient = operation, comm, call_options, gradient
-        self.given = [Form(tuple(t.shape), np.dtype(t.dtype).name) for t in arguments.tensors]
+        self.given = list(map(form_of, arguments.tensors))
         self.arguments = arguments.with_tensors([...] * len(self.given))
         self.number = next(_NUMBERS)
+        ffi.release()
         self._lock = threading.Lock()
         ffi.SITES[self.number] = self
 
@@ -214,6 +225,7 @@ class Opaque(Target):
     def __init__(self, name: str, given: list[Form], results: list[Form]):
         self.name, self.given, self.results = name, given, results
         self.number = next(_NUMBERS)
+        ffi.release()
         ffi.SITES[self.number] = self
 
 

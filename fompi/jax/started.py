@@ -8,10 +8,11 @@ import jax
 
 from fompi.base.errors import TensorError
 from fompi.jax import private
-from fompi.jax.primitive import CALL, traced
+from fompi.jax.primitive import CALL, no_gradient, traced
 from fompi.jax.sites import BoundSite, End, Start, filled
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
+from fompi.tensors.dlpack import is_tracer
 
 
 class Started:
@@ -54,7 +55,9 @@ jax.tree_util.register_pytree_node(
 
 def start(operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions) -> Started:
     """Start a call, on arrays or under a trace."""
-    if not any(map(private.is_abstract, arguments.tensors)):
+    if not private.is_staged(arguments.tensors):
+        if any(map(is_tracer, arguments.tensors)):  # inside jax.grad
+            operation.refuse(no_gradient(operation), comm)
         pending: Any = operation.begin(arguments, comm, call_options)
         pending.leave()
         return Started(pending, None)

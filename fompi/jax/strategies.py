@@ -20,7 +20,7 @@ from fompi.base.errors import LayoutError, StateError
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Form
 from fompi.jax.primitive import CALL, ready
-from fompi.jax.sites import Opaque
+from fompi.jax.sites import Opaque, form_of
 from fompi.parallel.differentiable import Differentiable, flatten, unflatten
 from fompi.tensors import dlpack
 
@@ -57,7 +57,7 @@ def differentiable(f: Differentiable, given: dict[str, Any]) -> Any:
         gradients = [*flatten(f.backward(saved, dy)), *(None for _ in traced)]
         return [g for g, is_there in zip(gradients, present, strict=True) if is_there]
 
-    if any(map(private.is_abstract, tensors)):
+    if private.is_staged(tensors):
         return _under_trace(f.__name__, forward, backward, [jnp.asarray(t) for t in tensors])
 
     def keeping(*tensors: Any) -> tuple[Any, _Kept]:
@@ -76,7 +76,7 @@ def _under_trace(name: str, forward: Callable[..., Any], backward: Callable[...,
     """The result of a strategy on tracers. Collective: the ranks trace alike."""
     ready()
     ffi.register()
-    given = [Form(tuple(t.shape), np.dtype(t.dtype).name) for t in tensors]
+    given = list(map(form_of, tensors))
     y, saved = forward(*itertools.starmap(_drawn, enumerate(given)))
     nested = y if isinstance(y, tuple) else (y,)
     results = list(map(_form, flatten(nested)))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi.base.errors import LayoutError, ShapeError, TensorError
+from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.mpi import environment
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
@@ -84,7 +84,7 @@ class Buffer:
         else:
             self.owner = MPI.buffer(memory)
             nbytes, (code, self.on_host) = self.owner.nbytes, _code_and_place(memory)
-            datatype = datatype or MPI.Datatype.fromcode(code)
+            datatype = MPI.Datatype.fromcode(code) if datatype is None else datatype
         self.datatype, self.size, self.extent = datatype, datatype.Get_size(), datatype.Get_extent()[1]
         self.is_plain = self.on_host and datatype.is_predefined and self.size == self.extent
         several, first = max(1, parts), 0
@@ -176,7 +176,7 @@ class Buffer:
             begin, end = end, end + nbytes
             if count:
                 at = (0 if self.owner is None else self.owner.address) + displacement * self.extent
-                place = MPI.buffer.fromaddress(at, count * self.extent)
+                place = MPI.buffer.fromaddress(at, count * self.extent) if at else MPI.BOTTOM
                 ends = [[place, count, self.datatype], [packed[begin:end], nbytes, MPI.PACKED]]
                 there, here = ends[::-1] if to_program else ends
                 with _PACKING:
@@ -284,9 +284,12 @@ class Request(MPI.Grequest):
         with suppress(Exception):  # `end` raises it
             self.pending.wait() if wait else self.pending.done()
         try:
-            return end(status)
+            ended = end(status)
         except MPI.Exception as error:
             raise (self.failures or [error])[0] from None
+        if self.failures and self == MPI.REQUEST_NULL:  # a function of MPI has ended it, without these words
+            raise self.failures[0]
+        return ended
 
     def Wait(self, status: Any = None) -> Any:
         return self._ended(True, super().Wait, status)
@@ -337,7 +340,9 @@ class Comm(MPI.Intracomm):
 
     @property
     def communicator(self) -> Communicator:
-        """The Communicator that carries out the collectives."""
+        """The Communicator that carries out the collectives. Raises StateError if this is MPI.COMM_NULL."""
+        if self == MPI.COMM_NULL:
+            raise StateError("this fompi.mpi.Comm is MPI.COMM_NULL: it was freed, or this rank has no part in it")
         return Communicator.of(self)
 
     # -- moves: bytes

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import random
+import time
 from types import SimpleNamespace
 
 import jax
@@ -302,6 +303,27 @@ def test_transformations(tp):
         close(jax.jit(mapped)(x), xs.mean(0))
 
 
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="JAX has jax.shard_map from 0.6 on")
+def test_axes_of_shard_map(tp):
+    """With check_vma=True results vary as the tensors do: gradients and loops work. Tensors that differ are refused."""
+    mesh, spec, whole = jax.sharding.Mesh(jax.devices()[:1], ("i",)), *map(jax.sharding.PartitionSpec, ("i", None))
+    x, w, total = of_rank(tp.rank, 2, 4), of_rank(0, 4, 3), of_all(tp, 2, 4).sum(0)
+
+    def summed(x):
+        return fompi.jax.all_reduce(x, comm=tp)
+
+    def program(x):
+        y, _ = jax.lax.scan(lambda c, _: (fompi.jax.all_reduce(c, op="mean", comm=tp), None), x, length=2)
+        started = fompi.jax.all_reduce.start(x, comm=tp).wait()
+        return y, jax.grad(lambda x: (summed(x) ** 2).sum())(x), jax.jvp(summed, (x,), (x,))[1] + 0 * started
+
+    y, slope, pushed = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    close(y, total / tp.size), close(slope, 2 * tp.size * total), close(pushed, total)
+    product = functools.partial(fompi.jax.all_gather_matmul, comm=tp)
+    with pytest.raises(fompi.TensorError, match=r"vary over different axes of the mesh: \['i'\], \[\]"):
+        jax.eval_shape(jax.shard_map(product, mesh=mesh, in_specs=(spec, whole), out_specs=spec), x, w)
+
+
 def test_dtypes_and_donated_buffers(tp):
     """Whole numbers are exact in every dtype, also where x is donated and the result may have its memory."""
     kinds = ["float64", "float32", "float16", "bfloat16", "complex64", "int64", "int32", "uint8"]
@@ -335,9 +357,30 @@ def test_start_and_wait(tp):
         for _ in range(2):
             y, product, z = call(jnp.asarray(x), jnp.asarray(a))
             close(y, of_all(tp, 2, 4).reshape(-1, 4)), close(product, a @ a), close(z, of_all(tp, 2, 4).sum(0))
-    for transform, words in ((jax.grad, "has no gradient"), (jax.vmap, r"inside jax\.vmap")):
-        with pytest.raises(fompi.TensorError, match=words):
-            jax.jit(transform(lambda x: program(x, a)[0].sum()))(x)
+    for transform, words in ((jax.grad, r"all_gather\.start has no gradient"), (jax.vmap, r"inside jax\.vmap")):
+        for jit in (jax.jit, lambda f: f):
+            with pytest.raises(fompi.TensorError, match=words):
+                jit(transform(lambda x: program(x, a)[0].sum()))(jnp.asarray(x))
+
+
+def test_constants_of_a_program(tp):
+    """A call on arrays alone belongs to the program that JAX traces. Outside of one it runs at once."""
+    x, w = jnp.asarray(of_rank(tp.rank, 2, 3)), jnp.asarray(of_rank(0, 3, 2))
+    total, before = of_all(tp, 2, 3).sum(0), len(ffi.SITES)
+
+    def program(y):
+        summed = fompi.jax.all_reduce(x, comm=tp) + fompi.jax.all_reduce(np.asarray(x), comm=tp)
+        started = fompi.jax.all_reduce.start(x, comm=tp).wait()
+        return y * summed, y * started, fompi.jax.column_parallel_linear(x, w, comm=tp) + 0 * y
+
+    for kind in (jax.jit, fompi.jax.jit):
+        summed, started, product = kind(program)(2.0)
+        close(summed, 4 * total), close(started, 2 * total), close(product, of_all(tp, 2, 3).reshape(-1, 3) @ w)
+    assert len(ffi.SITES) > before
+    close(jax.jit(jax.grad(lambda y: (y * fompi.jax.all_reduce(x, comm=tp)).sum()))(2.0), total.sum())
+    sites = len(ffi.SITES)
+    close(jax.grad(lambda y: (y * fompi.jax.all_reduce(x, comm=tp)).sum())(2.0), total.sum())
+    assert len(ffi.SITES) <= sites
 
 
 # ----------------------------------------------------------------------------------------------------------- order
@@ -433,35 +476,56 @@ def test_a_call_without_used_results_runs(tp, monkeypatch):
 # --------------------------------------------------------------------------------------------------------- life time
 
 
+def collect():
+    gc.collect()
+    ffi.release()  # as the next trace does
+
+
+@pytest.mark.parametrize("jit", [jax.jit, fompi.jax.jit], ids=["jax", "fompi"])
+def test_a_program_that_is_dropped_while_it_runs(tp, jit):
+    """Its sites live until it has ended."""
+    collect()
+    before, x = len(ffi.SITES), jnp.ones((600, 600))
+    program = jit(lambda x: fompi.jax.all_reduce((x @ x @ x @ x)[0, :3] / 600**3, comm=tp))
+    y = program(x)
+    del program
+    collect()
+    close(y, np.full(3, tp.size))
+    deadline = time.monotonic() + 10  # a thread of XLA frees them
+    while len(ffi.SITES) > before and time.monotonic() < deadline:
+        collect()
+    assert len(ffi.SITES) == before
+
+
 @pytest.mark.parametrize("jit", [jax.jit, fompi.jax.jit], ids=["jax", "fompi"])
 def test_sites_die_with_the_program(tp, jit):
     """Memory goes back to the arena when the compiled function is freed."""
-    gc.collect()
+    collect()
     sites, lent = len(ffi.SITES), tp.engine.arena.stats().lent_nbytes
     program = jit(lambda x: fompi.jax.all_reduce(x, comm=tp))
     for _ in range(3):
         close(program(jnp.ones(1 << 12)), np.full(1 << 12, tp.size))
-        gc.collect()
+        collect()
     assert len(ffi.SITES) == sites + 1 and tp.engine.arena.stats().lent_nbytes >= lent + (1 << 15)
     compiled = program.lower(jnp.ones(1 << 12)).compile()
     del program
-    gc.collect()
+    collect()
     close(compiled(jnp.ones(1 << 12)), np.full(1 << 12, tp.size))  # it keeps its sites
     del compiled
-    gc.collect()
+    collect()
     assert len(ffi.SITES) == sites and tp.engine.arena.stats().lent_nbytes == lent
 
 
 def test_clear_cache_frees_the_sites(tp):
     """Those of the program, and those that it has inside of other traces."""
-    gc.collect()
+    collect()
     before, x = len(ffi.SITES), jnp.ones(3)
     program = fompi.jax.jit(lambda x: fompi.jax.all_reduce(x, comm=tp))
     close(program(x), np.full(3, tp.size)), close(jax.vmap(program)(x), np.full(3, tp.size))
-    gc.collect()
+    collect()
     assert len(ffi.SITES) > before + 1
     program.clear_cache()
-    gc.collect()
+    collect()
     assert len(ffi.SITES) == before
     close(program(x), np.full(3, tp.size))
 
@@ -486,7 +550,7 @@ def test_the_cache_on_disk_holds_no_call_of_another_run(tp, tmp_path, monkeypatc
             close(program(x), np.full(3, expected))
             entries.append(sorted(path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")))
             del program
-            gc.collect()
+            collect()
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
@@ -512,6 +576,12 @@ def test_errors_while_tracing(tp):
         traced(effort="measure")
     with pytest.raises(fompi.PlanError, match="no schedule 'nothing'"):
         traced(schedule="nothing")
+    with pytest.raises(fompi.DtypeError, match=r"key<fry>: pass jax\.random\.key_data"):
+        jax.eval_shape(lambda k: fompi.jax.all_gather(k, comm=tp), jax.random.split(jax.random.key(0)))
+    with pytest.raises(fompi.DtypeError, match="a tensor has dtype int4; fompi supports: int8"):
+        jax.eval_shape(lambda x: fompi.jax.all_gather(x, comm=tp), x.astype("int4"))
+    with pytest.raises(fompi.TensorError if tp.rank == 0 else fompi.MismatchError, match="dict is not a tensor"):
+        jax.eval_shape(lambda x: fompi.jax.all_reduce(x if tp.rank else {"x": x}, comm=tp), x)
     with pytest.raises(fompi.TensorError, match='op="prod" has no gradient'):
         jax.eval_shape(jax.grad(lambda x: fompi.jax.all_reduce(x, op="prod", comm=tp).sum()), x)
     for forward in (jax.hessian, jax.jacfwd):
@@ -545,6 +615,17 @@ def test_errors_of_a_compiled_program(tp):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"ShapeError: recv on rank {tp.rank} .* from rank {behind}"):
         call(jnp.ones(2 + tp.rank)).block_until_ready()
     close(call(jnp.full(2, float(tp.rank))), np.full(2, behind))
+
+
+def test_errors_of_a_program_that_jax_starts_in_cpp(tp, comm):
+    """They have the same type as others."""
+    own = fompi.Communicator(comm, "own")
+    call = fompi.jax.jit(lambda x: fompi.jax.all_reduce(x, comm=own))
+    close(call(jnp.ones(2)), np.full(2, tp.size))
+    own.close()
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="StateError: the communicator 'own' is closed"):
+            call(jnp.ones(2)).block_until_ready()
 
 
 def test_calls_run_on_the_memory_of_xla(tp, monkeypatch):

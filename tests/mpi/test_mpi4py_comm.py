@@ -110,6 +110,45 @@ def test_a_layout_of_one_rank_only(ours):
         ours.Allreduce(np.zeros((4, 4))[:, ::2], np.zeros(8))  # as in mpi4py: no such buffer
 
 
+def test_memory_at_addresses(ours, plain):
+    """MPI.BOTTOM with a type that has addresses: what a rank sends, receives, and both."""
+    n, here = ours.size, ours.rank == 0
+    for comm in (plain, ours):
+        a, every, mine = np.arange(3.0) + ours.rank, np.zeros((n, 3)), np.zeros(3)
+        types = [MPI.Datatype.Create_struct([3], [MPI.Get_address(x)], [MPI.DOUBLE]).Commit() for x in (a, mine)]
+        comm.Allgather([MPI.BOTTOM, 1, types[0]], every)
+        comm.Scatter(every if here else None, [MPI.BOTTOM, 1, types[1]])
+        comm.Bcast([MPI.BOTTOM, 1, types[0]])
+        for datatype in types:
+            datatype.Free()
+        assert np.array_equal(every, np.arange(3.0) + np.arange(n)[:, None])
+        assert np.array_equal(mine, every[ours.rank]) and a.tolist() == [0, 1, 2]
+
+
+def test_no_communicator_and_no_type(ours):
+    """It says which of them is missing. With no type all ranks get an error."""
+    freed = ours.Dup()
+    freed.Free()
+    for nothing in (freed, mpi.Comm(MPI.COMM_NULL)):
+        with pytest.raises(fompi.StateError, match=r"is MPI\.COMM_NULL: it was freed"):
+            nothing.Allreduce(np.ones(1), np.ones(1))
+    with pytest.raises((MPI.Exception, fompi.MismatchError)):
+        ours.Bcast([np.zeros(3), 3, MPI.DATATYPE_NULL if ours.rank == 0 else MPI.DOUBLE])
+
+
+def test_errors_of_requests(ours):
+    """The functions of MPI say only that there is one. The request then has the words."""
+    if ours.size == 1:
+        return
+    requests = [ours.Ibcast(np.zeros(2 + (ours.rank == 0))), ours.Iallreduce(np.ones(1), np.zeros(1))]
+    with pytest.raises(MPI.Exception):
+        MPI.Request.Waitall(requests)
+    for end in (requests[0].Wait, requests[0].Test):
+        with pytest.raises(fompi.MismatchError, match="the ranks disagree"):
+            end()
+    requests[1].Wait()
+
+
 def test_in_place(ours):
     n, rank = ours.size, ours.rank
     y = np.arange(2.0 * n) + rank
