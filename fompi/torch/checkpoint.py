@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import sqrt
 from typing import Any
 
 import torch
 
-from fompi.base.errors import LayoutError, ShapeError
+from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_reduce
 from fompi.parallel.arrays import same_bits
+from fompi.parallel.buckets import clip_factor
 from fompi.parallel.data import agree_everywhere
 from fompi.torch.sharded import Layout, Sharded
 
@@ -51,7 +53,8 @@ def load_full_state_dict(
 
     `state` has the names and shapes of the unsharded model: a checkpoint of it, or what `full_state_dict` returned on
     any number of ranks. All ranks pass all of it. `strict` and `assign` are those of torch. Collective. Raises
-    LayoutError for names that are missing or unknown, and ShapeError for wrong shapes; nothing is loaded then.
+    LayoutError for names that are missing or unknown, ShapeError for wrong shapes, and TensorError for values that are
+    no tensors; nothing is loaded then.
     """
     layouts, own = _layouts(module), module.state_dict()
 
@@ -64,6 +67,8 @@ def load_full_state_dict(
         for name, value in state.items():
             here = own.get(name)
             expected = layouts[name][1].shape if name in layouts else getattr(here, "shape", None)
+            if name in own and expected is not None and not isinstance(value, torch.Tensor):
+                raise TensorError(f"{name!r} has type {type(value).__name__}, but the model has a tensor there")
             if name in own and expected is not None and tuple(value.shape) != tuple(expected):
                 raise ShapeError(f"{name!r} has the shape {tuple(value.shape)}, but the model has {tuple(expected)}")
 
@@ -94,7 +99,8 @@ def _agree(what: str, layouts: Mapping[str, tuple[Communicator, Layout]], check:
         error = refusal
     axes = [*dict.fromkeys(comm for comm, _ in layouts.values())]
     for_each = {name: layout.shape for name, (_, layout) in layouts.items()}
-    agree_everywhere(axes, f"{what} of {len(for_each)} sharded parameters ({digest(str(for_each)):x})", error)
+    text = f"{what} of {len(for_each)} sharded parameters ({digest(str(for_each)):x})"
+    agree_everywhere([(axis, text) for axis in axes], error)
 
 
 def _check_parts(state: Mapping[str, Any], layouts: Mapping[str, tuple[Communicator, Layout]]) -> None:
@@ -127,9 +133,18 @@ def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` of the unsharded model: the norm before, and gradients of at most `max_norm`
 
     What several ranks hold counts once. Gradients of other modules count on each rank as they are: they must be the
-    same on all ranks. Collective; the same norm on all ranks.
+    same on all ranks. A norm that is NaN makes all gradients NaN, as in torch. Collective; the same norm on all ranks.
+    Raises LayoutError if `max_norm` is no number of at least 0, and MismatchError if it is not the same on all ranks.
     """
-    layouts = _layouts(module)
+    layouts, most = _layouts(module), float("nan")
+    with suppress(TypeError, ValueError):
+        most = float(max_norm)
+
+    def check() -> None:
+        if not most >= 0:
+            raise LayoutError(f"max_norm={max_norm!r} must be a number of at least 0")
+
+    _agree(f"clip_grad_norm_ with max_norm={most}", layouts, check)
     sums = dict.fromkeys((comm for comm, _ in layouts.values()), 0.0)
     total, gradients = 0.0, []
     for name, gradient in _gradients(module):
@@ -142,7 +157,7 @@ def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
     for comm, square in sums.items():
         total += float(all_reduce(torch.tensor([square], dtype=torch.float64), comm=comm, schedule=same_bits(comm)))
     norm = torch.tensor(sqrt(total), dtype=torch.float64)
-    factor = min(1.0, max_norm / (float(norm) + 1e-6))
+    factor = clip_factor(float(norm), most)
     for gradient in gradients:
         gradient.mul_(factor)
     return norm

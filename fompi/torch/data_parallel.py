@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fompi.base.errors import FompiError, LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import integer
@@ -143,13 +144,13 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
         group = Communicator.of(comm)
-        parameters = [p for p in module.parameters() if p.requires_grad]
         refusal = None
         if integer(bucket_nbytes) is None or bucket_nbytes < 1:
             refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")
         _enter(module, group, f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}", refusal)
         self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
         _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+        parameters = [p for p in module.parameters() if p.requires_grad]
         counts = cut_by_bytes([p.numel() * p.element_size() for p in parameters], bucket_nbytes)
         changes = {i for i in range(1, len(parameters)) if parameters[i].dtype != parameters[i - 1].dtype}
         edges = sorted({0, *changes, *accumulate(counts)})
@@ -284,11 +285,11 @@ class ZeroDataParallel(torch.nn.Module):
     ):
         super().__init__()
         self.module, self.comm, self.overlap = module, Communicator.of(comm), bool(overlap)
-        self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         refusal = None
         if zero not in (0, 1, 2):
             refusal = LayoutError(f"zero={zero!r} must be 0, 1 or 2: for 3 use fompi.parallel.data.DataParallel")
         _enter(module, self.comm, f"ZeroDataParallel({zero=}, overlap={self.overlap}", refusal)
+        self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
         if options.get("replicated") is None:
             options["replicated"] = {name: held for name, held in replicated(module).items() if name in self._named}
@@ -358,16 +359,22 @@ def _copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> No
 
 def _enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Exception | None) -> None:
     """All ranks wrap the same module with the same options, or all raise."""
+    listed = []
     try:
         _check(module)
-    except FompiError as error:
+        named = (*module.named_parameters(), *module.named_buffers())
+        listed = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in named]
+    except Exception as error:
         refusal = refusal or error
-    named = (*module.named_parameters(), *module.named_buffers())
-    listed = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in named]
     agree(comm, f"{text}, {len(listed)} tensors ({digest(str(listed)):x}))", refusal)
 
 
 def _check(module: torch.nn.Module) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TensorError(f"module={module!r} must be a torch.nn.Module")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ShapeError(f"{name!r} has no shape yet: run the module once before it is wrapped")
     if not any(p.requires_grad for p in module.parameters()):
         raise ShapeError("data parallelism needs at least one parameter that requires grad")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

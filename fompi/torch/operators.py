@@ -36,7 +36,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
 from fompi.ops.arguments import Arguments, has_experts
 from fompi.ops.operation import HOOKS, CallOptions, Operation
-from fompi.plans.problems import DEALT, MEANING
+from fompi.plans.meaning import DEALT, MEANING
 from fompi.torch import private
 from fompi.torch.autograd import conjugate
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import style as styles
 
-from fompi.plans.problems import MEANING
+from fompi.plans.meaning import MEANING
 from fompi.torch import operators, private
 from fompi.torch.process_group import on_device
 

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, WaitTimeout
+from fompi.base.errors import (
+    DtypeError,
+    LaunchError,
+    LayoutError,
+    MismatchError,
+    ShapeError,
+    StateError,
+    WaitTimeout,
+)
 from fompi.engine.communicator import Communicator
 from fompi.mpi import environment, launcher
 from fompi.mpi.link import of_members
@@ -47,12 +57,14 @@ _R = dist.ReduceOp
 
 def flat(t: Tensor) -> Tensor:
     """The elements of `t` in one row: the memory of `t` if it is contiguous, else a copy."""
-    t = t.data.resolve_conj().resolve_neg()
-    return t.contiguous().view(-1)
+    return rows(t).view(-1)
 
 
 def rows(t: Tensor) -> Tensor:
-    """`t` in contiguous memory, with at least one dimension."""
+    """`t` in contiguous memory, with at least one dimension. Raises TypeError for a layout that is not strided."""
+    if t.layout != torch.strided:
+        words = f"of tensors of the layout {t.layout} the backend fompi has only the all-reduce of COO with SUM"
+        raise TypeError(f"{words}: call to_dense() before")
     t = t.data.resolve_conj().resolve_neg().contiguous()
     return t.view(1) if t.dim() == 0 else t
 
@@ -77,9 +89,13 @@ def copy_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
 
 
 class Reduction(NamedTuple):
-    """after(reduce(before(x))) for a ReduceOp: `op` is what fompi reduces by, or `fold` reduces the gathered terms."""
+    """after(reduce(before(x))) for a ReduceOp: `op` is what fompi reduces by, or `fold` reduces the gathered terms.
+
+    `words`: the ReduceOp, if `op` does not say it. The ranks compare it.
+    """
 
     op: str = "sum"
+    words: str = ""
     fold: Callable[[Tensor, Tensor], Tensor] | None = None
     before: Callable[[Tensor], Tensor] | None = None
     after: Callable[[Tensor], Tensor] | None = None
@@ -109,9 +125,6 @@ _OF_BOOL = {"sum": "max", "prod": "min"}
 def reduction(op: Any, x: Tensor, size: int) -> Reduction:
     """How `op` reduces tensors like `x` over `size` ranks. Raises ValueError or TypeError if there is no way."""
     is_bool, is_integer = x.dtype == torch.bool, not (x.is_floating_point() or x.is_complex())
-    if x.layout != torch.strided:
-        words = f"of tensors of the layout {x.layout} the backend fompi has only the all-reduce of COO with SUM"
-        raise TypeError(f"{words}: call to_dense() before")
     if is_bool and op == _R.AVG:
         raise TypeError("torch.bool has no average")
     for known, name in _BY_FOMPI:
@@ -120,18 +133,41 @@ def reduction(op: Any, x: Tensor, size: int) -> Reduction:
     for known, fold, of_bool in _BITS:
         if op == known:
             if not is_integer:
-                raise TypeError(f"{op} needs integers or truth values, not {x.dtype}")
-            return Reduction(of_bool) if is_bool and of_bool else Reduction(fold=fold)
+                raise TypeError(f"ReduceOp.{known.name} needs integers or truth values, not {x.dtype}")
+            return Reduction(of_bool) if is_bool and of_bool else Reduction(words=known.name, fold=fold)
     if op == _R.AVG:
         if is_integer:
-            return Reduction(after=lambda y: y.div(size, rounding_mode="trunc"))
+            return Reduction(words="AVG", after=lambda y: y.div(size, rounding_mode="trunc"))
         return Reduction("mean")
     if op == _R.PREMUL_SUM:
-        return Reduction(before=lambda x: x * private.factor_of(op))
+        return Reduction(words="PREMUL_SUM", before=lambda x: x * private.factor_of(op))
     raise ValueError(f"the backend fompi does not know {op}")
 
 
 # -------------------------------------------------------------------------------------------------------------- group
+
+
+def refusing(operation: Any) -> Callable[[Any], Any]:
+    """The method of a collective. If it raises before its first call, this rank takes part in that call with the error.
+
+    So the other ranks get an error too, and do not wait for this one.
+    """
+
+    def made(method: Any) -> Any:
+        @wraps(method)
+        def collective(self: Any, *args: Any, **options: Any) -> Any:
+            calls = self.comm.calls
+            try:
+                return method(self, *args, **options)
+            except Exception as error:
+                if self.comm.calls == calls and not isinstance(error, dist.DistBackendError):  # the group can go on
+                    with suppress(Exception):
+                        operation.refuse(error, self.comm)
+                raise
+
+        return collective
+
+    return made
 
 
 class Collectives:
@@ -145,23 +181,18 @@ class Collectives:
         self.set_timeout(timeout)
 
     # -- how calls begin
-    def _start(self, operation: Any, *args: Any, **options: Any) -> Any:
+    def _start(
+        self, operation: Any, *args: Any, words: str = "", arriving: Sequence[int] | None = None, **options: Any
+    ) -> Any:
+        """Begin a call. The ranks compare `words`, and `arriving` with the elements or rows that each rank sends."""
         try:
-            return operation.begin(*operation.read(args, {**options, "comm": self.comm}))
+            arguments, comm, how = operation.read(args, {**options, "comm": self.comm})
+            arguments.gradient = words
+            if arriving is not None:
+                arguments.expects, arguments.arriving = sum(arriving), arriving
+            return operation.begin(arguments, comm, how)
         except Exception as error:
             raise in_words_of_torch(error, operation.name) from error
-
-    def _refuse(self, operation: Any, error: Exception) -> Any:
-        """Raise `error`, and an error on the other ranks: none of them waits for this one."""
-        operation.refuse(error, self.comm)
-        raise error
-
-    def _reduction(self, operation: Any, op: Any, x: Tensor) -> Reduction:
-        try:
-            return reduction(op, x, self.comm.size)
-        except Exception as error:
-            self._refuse(operation, error)
-            raise
 
     def _work(
         self,
@@ -190,13 +221,15 @@ class Collectives:
     # -- reductions
     def _reduce(self, operation: Any, t: Tensor, op: Any, **options: Any) -> tuple[Any, Callable[[Tensor], object]]:
         """The call of `all_reduce` or `reduce` on `t`, and how its result gets into `t`."""
-        how, x = self._reduction(operation, op, t), flat(t)
+        x, how = flat(t), reduction(op, t, self.comm.size)
         if how.fold is not None:
-            mine = options.get("root", self.comm.rank) == self.comm.rank
-            pending = self._start(operations.all_gather, x.view(1, -1))
-            return pending, lambda y: mine and t.data.copy_(how.taken(y).view(t.shape))
+            root = options.get("root")
+            words = f"for {operation.name} with {how.words}" + (f" to rank {root}" if root is not None else "")
+            pending = self._start(operations.all_gather, x.view(1, -1), words=words)
+            return pending, lambda y: root in (None, self.comm.rank) and t.data.copy_(how.taken(y).view(t.shape))
         place = how.in_place and x.data_ptr() == t.data_ptr() and operation is operations.all_reduce
-        pending = self._start(operation, how.given(x), op=how.op, out=x if place else None, **options)
+        options |= {"op": how.op, "words": how.words and f"with {how.words}"}
+        pending = self._start(operation, how.given(x), out=x if place else None, **options)
         return pending, lambda y: None if place or y.shape != x.shape else t.data.copy_(how.taken(y).view(t.shape))
 
     def _sum_of_sparse(self, t: Tensor) -> list[tuple[Any, Callable[[Tensor], object]]]:
@@ -207,8 +240,10 @@ class Collectives:
             t.copy_(torch.sparse_coo_tensor(places[0].T, values, t.shape).coalesce())
 
         calls = ((x.indices().T, places.append), (x.values(), finish))
-        return [(self._start(operations.all_gather, rows(each)), then) for each, then in calls]
+        words = f"for a sparse sum of the shape {tuple(t.shape)}"
+        return [(self._start(operations.all_gather, rows(each), words=words), then) for each, then in calls]
 
+    @refusing(operations.all_reduce)
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors, op, calls = _listed(tensors), _op_of(opts), []
         for t in tensors:
@@ -218,6 +253,7 @@ class Collectives:
 
     allreduce_coalesced = allreduce
 
+    @refusing(operations.reduce)
     def reduce(self, tensors: Any, opts: Any, op: Any = _R.SUM, timeout: Any = None) -> Work:
         tensors, root = _listed(tensors), _root_of(opts)
         calls = [self._reduce(operations.reduce, t, getattr(opts, "reduceOp", op), root=root) for t in tensors]
@@ -226,16 +262,25 @@ class Collectives:
     def _reduce_scatter(
         self, x: Tensor, out: Tensor, op: Any, counts: Sequence[int] | None
     ) -> tuple[Any, Callable[[Tensor], object]]:
-        how = self._reduction(operations.reduce_scatter, op, x)
+        _check_same_dtype("reduce_scatter", out, x)
+        how = reduction(op, x, self.comm.size)
+        counts = counts or [out.numel()] * self.comm.size
+        if len(counts) != self.comm.size or sum(counts) != x.numel() or counts[self.comm.rank] != out.numel():
+            raise ShapeError(
+                f"reduce_scatter: the input has {x.numel()} elements, {list(counts)} for the ranks, and the output of "
+                f"rank {self.comm.rank} has {out.numel()}"
+            )
         if how.fold is not None:
-            counts = counts or [out.numel()] * self.comm.size
-            pending = self._start(operations.all_gather, x.view(1, -1))
+            words = f"for reduce_scatter with {how.words} of {list(counts)} elements"
+            pending = self._start(operations.all_gather, x.view(1, -1), words=words)
             return pending, lambda y: out.data.copy_(how.taken(y).split(list(counts))[self.comm.rank].view(out.shape))
         place = how.after is None and is_place_for(out, x)
+        options: dict[str, Any] = {"op": how.op, "words": how.words and f"with {how.words}", "counts": counts}
         given = out.data.view(-1) if place else None
-        pending = self._start(operations.reduce_scatter, how.given(x), op=how.op, counts=counts, out=given)
+        pending = self._start(operations.reduce_scatter, how.given(x), out=given, **options)
         return pending, lambda y: None if place else out.data.copy_(how.taken(y).view(out.shape))
 
+    @refusing(operations.reduce_scatter)
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         outs, ins, op = _listed(outs), _nested(ins), _op_of(opts)
         calls = [
@@ -244,13 +289,8 @@ class Collectives:
         ]
         return self._work("reduce_scatter", opts, *_merged(calls), outs, timeout=timeout)
 
+    @refusing(operations.reduce_scatter)
     def reduce_scatter_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
-        for out, x in zip(outs, ins, strict=True):
-            if out.numel() * self.comm.size != x.numel():
-                words = (
-                    f"the input has {x.numel()} elements, the output {out.numel()} on each of {self.comm.size} ranks"
-                )
-                self._refuse(operations.reduce_scatter, ShapeError(f"reduce_scatter: {words}"))
         calls = [self._reduce_scatter(flat(x), out, _op_of(opts), None) for out, x in zip(outs, ins, strict=True)]
         return self._work("reduce_scatter", opts, *_merged(calls), outs)
 
@@ -260,6 +300,7 @@ class Collectives:
         return work
 
     # -- moves
+    @refusing(operations.broadcast)
     def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Work:
         tensors, root, calls = _listed(tensors), _root_of(opts), []
         for t in tensors:
@@ -270,10 +311,24 @@ class Collectives:
         return self._work("broadcast", opts, *_merged(calls), tensors, timeout=timeout)
 
     def _all_gather(self, out: Tensor, x: Tensor) -> tuple[Any, Callable[[Tensor], object]]:
+        _check_same_dtype("all_gather", out, x)
         place = is_place_for(out, x)
-        pending = self._start(operations.all_gather, flat(x), out=out.data.view(-1) if place else None)
+        given = out.data.view(-1) if place else None
+        pending = self._start(operations.all_gather, flat(x), out=given, arriving=[out.numel()])
         return pending, lambda y: None if place else out.data.copy_(y.view(out.shape))
 
+    def _gather_to(self, parts: Sequence[Tensor], x: Tensor) -> Any:
+        """Start the all-gather of `x` to `parts`, one for each rank. They may have different sizes."""
+        sizes = [part.numel() for part in parts]
+        if len(sizes) != self.comm.size or sizes[self.comm.rank] != x.numel():
+            raise ShapeError(
+                f"all_gather: the outputs have {sizes} elements: there must be one for each of {self.comm.size} ranks, "
+                f"and that of rank {self.comm.rank} has the size of its input, {x.numel()} elements"
+            )
+        words = f"to outputs of {sizes} elements" if len({*sizes}) > 1 else ""  # else the sum says it all
+        return self._start(operations.all_gather, flat(x), words=words, arriving=sizes)
+
+    @refusing(operations.all_gather)
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
         calls = [self._all_gather(out, x) for out, x in zip(outs, ins, strict=True)]
         return self._work("all_gather", opts, *_merged(calls), outs)
@@ -283,57 +338,68 @@ class Collectives:
         work.value = out
         return work
 
+    @refusing(operations.all_gather)
     def allgather(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         outs, ins = _nested(outs), _listed(ins)
-        pendings = [self._start(operations.all_gather, flat(x)) for x in ins]
-        calls = [(p, lambda y, parts=parts: copy_parts(parts, y)) for p, parts in zip(pendings, outs, strict=True)]
+        calls = [
+            (self._gather_to(parts, x), lambda y, parts=parts: copy_parts(parts, y))
+            for parts, x in zip(outs, ins, strict=True)
+        ]
         return self._work("all_gather", opts, *_merged(calls), outs, timeout=timeout)
 
     def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
         """outs[rank][i] is ins[i] of that rank."""
-        calls = [
-            (self._start(operations.all_gather, flat(x)), lambda y, i=i: copy_parts([parts[i] for parts in outs], y))
-            for i, x in enumerate(ins)
-        ]
-        return self._work("all_gather", opts, *_merged(calls), outs)
+        work: Work = self.allgather([[parts[i] for parts in outs] for i in range(len(ins))], ins, opts)
+        work.value = outs
+        return work
 
+    @refusing(operations.gather)
     def gather(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Work:
         outs, ins, root = _nested(outs), _listed(ins), _root_of(opts)
-        pending = self._start(operations.gather, flat(ins[0]), root=root)
         parts = outs[0] if self.comm.rank == root else []
+        arriving = [part.numel() for part in parts] if self.comm.rank == root else None
+        pending = self._start(operations.gather, flat(ins[0]), root=root, arriving=arriving)
         return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs, ins, timeout)
 
+    @refusing(operations.scatter)
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Work:
         outs, root, (out, *_) = _listed(outs), _root_of(opts), _listed(outs)
         x, counts = flat(out)[:0], None
         if self.comm.rank == root:
             parts = _nested(ins)[0]
             x, counts = torch.cat([flat(t) for t in parts]), [t.numel() for t in parts]
-        pending = self._start(operations.scatter, x, root=root, counts=counts)
+        arriving = [out.numel() if rank == root else 0 for rank in range(self.comm.size)]
+        pending = self._start(operations.scatter, x, root=root, counts=counts, arriving=arriving)
         return self._work(
             "scatter", opts, [pending], lambda y: out.data.copy_(y.view(out.shape)), outs, timeout=timeout
         )
 
+    @refusing(operations.all_to_all)
     def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         x, counts = torch.cat([flat(t) for t in ins]), [t.numel() for t in ins]
-        pending = self._start(operations.all_to_all, x, counts=counts)
+        pending = self._start(operations.all_to_all, x, counts=counts, arriving=[out.numel() for out in outs])
         return self._work("all_to_all", opts, [pending], lambda y: copy_parts(outs, y), outs, timeout=timeout)
 
+    @refusing(operations.all_to_all)
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_splits: Any, in_splits: Any, opts: Any = None, timeout: Any = None
     ) -> Work:
         size, x_rows, counts = self.comm.size, rows(x), list(in_splits) or None
+        _check_same_dtype("all_to_all", out, x)
         for word, t, splits in (("input", x_rows, counts), ("output", out, list(out_splits) or None)):
             if splits is None and len(t) % size:
-                error = ShapeError(f"all_to_all: {len(t)} rows of the {word} do not divide evenly over {size} ranks")
-                self._refuse(operations.all_to_all, error)
+                raise ShapeError(f"all_to_all: {len(t)} rows of the {word} do not divide evenly over {size} ranks")
         expected = list(out_splits) or [len(out) // size] * size
+        if sum(expected) != len(out) or out.shape[1:].numel() != x_rows.shape[1:].numel():
+            raise ShapeError(
+                f"all_to_all: the output has the shape {tuple(out.shape)}, but takes {expected} rows like those of the "
+                f"input, which has the shape {tuple(x_rows.shape)}"
+            )
         place = is_place_for(out, x)
-        pending = self._start(operations.all_to_all, x_rows, counts=counts, out=out.data if place else None)
+        given = out.data.view(-1, *x_rows.shape[1:]) if place else None
+        pending = self._start(operations.all_to_all, x_rows, counts=counts, out=given, arriving=expected)
 
         def finish(y: Tensor) -> None:
-            if list(pending.counts) != expected:
-                raise ShapeError(f"all_to_all: rows {list(pending.counts)} arrive, but the output takes {expected}")
             if not place:
                 out.data.copy_(y.view(out.shape))
 
@@ -370,7 +436,7 @@ class Collectives:
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """It waits for all ranks, and for what the current stream of the device that `opts` names has to do."""
         streams.drain(getattr(opts, "device", None))
-        pending = self._start(operations.all_reduce, np.zeros(1, np.int32))
+        pending = self._start(operations.all_reduce, np.zeros(1, np.int32), words="for a barrier")
         return self._work("barrier", opts, [pending], timeout=timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -542,6 +608,11 @@ def _nested(tensors: Any) -> list[list[Tensor]]:
     return [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
 
 
+def _check_same_dtype(what: str, out: Tensor, x: Tensor) -> None:
+    if out.dtype != x.dtype:
+        raise DtypeError(f"{what}: the output is {out.dtype}, but the input is {x.dtype}: make them the same")
+
+
 def _op_of(opts: Any) -> Any:
     """The ReduceOp of an options object, or `opts` itself if it is one."""
     return getattr(opts, "reduceOp", _R.SUM if opts is None else opts)
@@ -599,8 +670,7 @@ def create(opts: Any, _: Any = None) -> Any:
         )
     ranks, name = list(opts.global_ranks_in_group), str(opts.group_id)
     if ranks:
-        _meet_members(ranks)
-        members = of_members(ranks, zlib.crc32(name.encode()) % 30000)
+        members = of_members(ranks, _meet_members(ranks, zlib.crc32(name.encode()) % 30000))
         comm = Communicator(members, f"torch {name}")
         members.Free()
     else:
@@ -611,22 +681,32 @@ def create(opts: Any, _: Any = None) -> Any:
             f"torch has rank {opts.group_rank} of {opts.group_size} here, but MPI has rank {comm.rank} of {comm.size}: "
             "unset RANK, WORLD_SIZE and MASTER_ADDR, or set them as MPI numbers the ranks"
         )
-    comm.agree(f"torch {name}", refusal)
+    comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
     made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)
     _KEPT.add(made)
     return made
 
 
-def _meet_members(ranks: Sequence[int]) -> None:
-    """Wait until all members are here, with a deadline: MPI makes their communicator without one."""
+def _meet_members(ranks: Sequence[int], tag: int) -> int:
+    """Wait until all members are here, with a deadline: MPI makes their communicator without one.
+
+    Returns the `tag` of the first member, for all of them: with `use_local_synchronization` torch may give a group
+    another name on each rank. Raises MismatchError on all members if they mean different groups.
+    """
     world = private.with_communicator(dist.group.WORLD)
     if world is None:
-        return
-    note, root, here = np.zeros(1, np.uint8), ranks[0], world.comm.rank
+        return tag
+    what, root, here = f"new_group of ranks {list(ranks)}", ranks[0], world.comm.rank
     others = [rank for rank in ranks if rank != root] if here == root else [root]
-    what = f"new_group of ranks {list(ranks)}"
+    note = np.array([zlib.crc32(what.encode()), tag])
     sends = [] if here == root else [world._start(messages.send, note, root, tag=MEETING)]
     receives = [world._start(messages.recv, rank, tag=MEETING) for rank in others]
     Work(what, world.comm, [*sends, *receives]).wait()
+    notes = [receive.result for receive in receives]
+    other = [rank for rank, (group, _) in zip(others, notes, strict=True) if group != note[0]]
     if here == root:
-        Work(what, world.comm, [world._start(messages.send, note, rank, tag=MEETING) for rank in others]).wait()
+        answer = np.array([-1, tag]) if other else note
+        Work(what, world.comm, [world._start(messages.send, answer, rank, tag=MEETING) for rank in others]).wait()
+    if other:
+        raise MismatchError(f"{what}: rank {other[0]} makes another group, or a member does: use the same order")
+    return tag if here == root else int(notes[0][1])

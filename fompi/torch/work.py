@@ -12,6 +12,7 @@ thread polls for it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fompi.base.errors import PeerError, StateError, WaitTimeout
+from fompi.base.errors import MismatchError, PeerError, StateError, WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.ops import messages
 from fompi.torch import private, streams
@@ -39,10 +40,20 @@ def in_words_of_torch(error: BaseException, what: str) -> BaseException:
 
 
 _HELD: dict[Work, None] = {}
-"""For a torch that does not keep them: the works that it may still wait for."""
+"""Works that torch may still wait for, while it keeps their C++ half alone. Without its Python half, a work never ends.
+
+A torch before 2.8 keeps none. Later ones do not keep what Python code hands to C++: `DistributedDataParallel.join` does
+so with the sum of one number.
+"""
 
 MOST_HELD = 1024
 """So many ended works are held for programs that do not wait. What ended first is dropped."""
+
+SMALL = 64
+"""A work on tensors of at most so many numbers may be held for nothing: it does not take much memory."""
+
+_WAITED: deque[Work] = deque(maxlen=16)
+"""The last small works that were waited for: after its wait, C++ asks for the future of such a work."""
 
 
 def _hold(work: Work) -> None:
@@ -50,6 +61,10 @@ def _hold(work: Work) -> None:
     if len(_HELD) > MOST_HELD:
         for old in [each for each in list(_HELD) if each._ended][: len(_HELD) - MOST_HELD]:
             _HELD.pop(old, None)
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(t, torch.Tensor) and t.numel() <= SMALL for t in value)
 
 
 class Work(private.WORK):
@@ -83,6 +98,8 @@ class Work(private.WORK):
 
     def watch(self) -> None:
         """From now on the work ends without a wait."""
+        if _is_small(self.value):
+            _hold(self)
         with self._lock:
             if self._watched or self._ended:
                 return
@@ -137,10 +154,15 @@ class Work(private.WORK):
             except WaitTimeout as error:
                 if not pending.done():
                     raise in_words_of_torch(error, self.what) from error
+            except MismatchError:  # the ranks may be out of step: nobody may come to the other calls
+                break
             except Exception:  # it is the error of the call: `end` notes it
                 continue
         self.end()
-        _HELD.pop(self, None)
+        if self in _HELD:
+            _HELD.pop(self, None)
+            if _is_small(self.value):
+                _WAITED.append(self)
         if self._error is not None:
             raise self._error
         self._order.follow()

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fompi
-from fompi.torch import private, store, work
+from fompi.torch import private, process_group, store, work
 
 R = dist.ReduceOp
 RELEASE = private.release(torch.__version__)
@@ -168,6 +168,19 @@ def test_a_work_that_torch_does_not_keep(rank, size, group, monkeypatch):
     work._HELD.clear()
 
 
+@pytest.mark.timeout(120)  # torch imports its compiler here
+def test_a_work_that_python_code_hands_to_torch(rank, size):
+    """DDP's join hands a Work to C++, which waits for it and then asks for its future."""
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    for by_all in (True, False):
+        with net.join(divide_by_initial_world_size=by_all):
+            for step in range(1 + rank):
+                net.zero_grad()
+                net(torch.ones(2, 3)).sum().backward()
+                present = size if by_all else size - step
+                assert torch.allclose(net.module.bias.grad, torch.tensor(2.0 * (size - step) / present))
+
+
 def test_several_devices(rank, size):
     """From torch 2.14 on fompi may be the backend of one device. Before, all ranks get an error that says so."""
     if RELEASE < (2, 14):
@@ -316,6 +329,24 @@ def test_groups_of_members_only(rank, size, group):
     assert x == halves[rank % 2][-1]
 
 
+def test_members_that_torch_gives_other_names(rank, size):
+    """With use_local_synchronization the name has the number of groups of this rank in it."""
+    own = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    group = dist.new_group(list(range(size)), use_local_synchronization=True)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=group)
+    assert x == size
+    for each in (group, *own):
+        dist.destroy_process_group(each)
+
+
+def test_members_that_mean_other_groups(rank, size):
+    if size > 2 and rank < 3:
+        with pytest.raises(fompi.MismatchError, match="makes another group"):
+            dist.new_group([0, 1] if rank == 1 else [0, 1, 2], use_local_synchronization=True)
+    dist.barrier()
+
+
 def test_objects(rank, size):
     found = [None] * size
     dist.all_gather_object(found, {"rank": rank})
@@ -438,6 +469,88 @@ def test_mismatches(rank, size):
         with pytest.raises(ValueError):
             dist.all_to_all_single(torch.zeros(3 * size), torch.zeros(3 * size), [3] * size, [2 + rank] * size)
         dist.barrier()
+
+
+def strided_of(*shape, dtype=torch.float32):
+    return strided(torch.zeros(shape, dtype=dtype))
+
+
+def on_rank_0(rank, wrong, right):
+    return wrong if rank == 0 else right
+
+
+SIZES = {  # the sums of the sizes are right, the sizes are not
+    "all_gather": lambda rank, n: dist.all_gather([torch.zeros(2)] * n, torch.ones(2 + (rank == 1) - (rank == 0))),
+    "gather": lambda rank, n: dist.gather(
+        torch.ones(2 + (rank == 1) - (rank == 0)), [torch.zeros(2)] * n if rank == 0 else None
+    ),
+    "all_to_all": lambda rank, n: dist.all_to_all(
+        [torch.zeros(2)] * n, [torch.ones(2 + (rank == 1) - (rank == 0))] * n
+    ),
+    "all_to_all_single": lambda rank, n: dist.all_to_all_single(
+        torch.zeros(2 * n), torch.ones(2 * n), on_rank_0(rank, [3, 1, *[2] * (n - 2)], None), None
+    ),
+    "scatter": lambda rank, n: dist.scatter(
+        torch.zeros(2), on_rank_0(rank, [torch.ones(1), torch.ones(3), *[torch.ones(2)] * (n - 2)], None)
+    ),
+    "all_gather_single": lambda rank, n: dist.all_gather_into_tensor(strided_of(2 * n + (rank == 0)), torch.ones(2)),
+    "reduce_scatter": lambda rank, n: dist.reduce_scatter(strided_of(2 + (rank == 0)), [torch.ones(2)] * n),
+    "reduce_scatter of bits": lambda rank, n: dist.reduce_scatter(
+        strided_of(2 + (rank == 0), dtype=torch.int32), [torch.ones(2, dtype=torch.int32)] * n, R.BXOR
+    ),
+}
+
+
+@pytest.mark.parametrize("call", SIZES.values(), ids=SIZES)
+def test_sizes_that_disagree(rank, size, call):
+    """What a rank sends must be as large as the tensor that it goes to, on all ranks."""
+    if size > 1:
+        with pytest.raises((fompi.ShapeError, fompi.MismatchError)):
+            call(rank, size)
+        dist.barrier()  # the group is usable
+
+
+def ints(*shape):
+    return torch.ones(shape, dtype=torch.int32)
+
+
+OTHER_CALLS = {  # the messages of both calls are the same, their meanings are not
+    "BOR or BXOR": lambda r: dist.all_reduce(ints(3), on_rank_0(r, R.BOR, R.BXOR)),
+    "AVG or SUM": lambda r: dist.all_reduce(ints(3), on_rank_0(r, R.AVG, R.SUM)),
+    "a factor or none": lambda r: dist.all_reduce(torch.ones(3), on_rank_0(r, dist._make_nccl_premul_sum(2.0), R.SUM)),
+    "roots": lambda r: dist.reduce(ints(3), on_rank_0(r, 0, 1), R.BOR),
+    "barrier or sum": lambda r: on_rank_0(r, dist.barrier, lambda: dist.all_reduce(ints(1)))(),
+    "sparse shapes": lambda r: dist.all_reduce(torch.eye(on_rank_0(r, 3, 4)).to_sparse()),
+    "sparse or not": lambda r: dist.broadcast(on_rank_0(r, torch.eye(3).to_sparse(), torch.eye(3)), 0),
+    "another dtype": lambda r: dist.all_gather_into_tensor(
+        torch.zeros(2 * dist.get_world_size(), dtype=on_rank_0(r, torch.float64, torch.float32)), torch.ones(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_calls_that_look_alike(rank, size, call):
+    if size > 1:
+        with pytest.raises((fompi.MismatchError, TypeError)):
+            call(rank)
+        dist.barrier()
+
+
+def test_outputs_of_different_sizes(rank, size):
+    outs = [torch.zeros(r) for r in range(size)]
+    dist.all_gather(outs, torch.full((rank,), float(rank)))
+    assert all((one == r).all() for r, one in enumerate(outs))
+
+
+@pytest.mark.timeout(60)
+def test_a_mismatch_does_not_wait_for_calls_behind_it(rank, size):
+    """A sparse sum is two calls. The other ranks make one."""
+    if size > 1:
+        group = dist.new_group()
+        with pytest.raises(fompi.MismatchError):
+            dist.all_reduce(on_rank_0(rank, torch.eye(3).to_sparse(), torch.eye(3)), group=group)
+        dist.barrier()  # of all ranks: the group itself is out of step
+        process_group.on_device(group, "cpu").abort()
 
 
 # ------------------------------------------------------------------------------------- programs that know only torch

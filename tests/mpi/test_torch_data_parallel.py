@@ -311,12 +311,18 @@ def test_zero(world, zero, overlap):
 
 def test_wrong_modules(world):
     wrong = world.rank == world.size - 1
-    empty = torch.nn.Tanh()
-    for module, error in ((empty, fompi.ShapeError), (torch.nn.Linear(2, 2, device="meta"), fompi.TensorError)):
+    for module, error in (
+        (torch.nn.Tanh(), fompi.ShapeError),
+        (torch.nn.Linear(2, 2, device="meta"), fompi.TensorError),
+        (torch.nn.LazyLinear(2), fompi.ShapeError),
+        (None, fompi.TensorError),
+    ):
         with pytest.raises(error):
             DistributedDataParallel(module, world)
         with pytest.raises(error if wrong else fompi.MismatchError):
             DistributedDataParallel(module if wrong else made(), world)
+        with pytest.raises(error if wrong else fompi.MismatchError):
+            ZeroDataParallel(module if wrong else made(), world, optimizer=SGD(0.1))
     with pytest.raises(fompi.LayoutError):
         DistributedDataParallel(made(), world, bucket_nbytes=0)
     with pytest.raises(fompi.LayoutError, match="zero=3"):

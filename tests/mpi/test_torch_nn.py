@@ -321,6 +321,21 @@ def test_wrong_arguments(world, make, error):
     nn.RowParallelLinear(4, 4, comm=world)
 
 
+def test_norms_that_cannot_be_clipped(world):
+    layer = nn.RowParallelLinear(4, 4, comm=world)
+    wrong = world.rank == 0
+    for most in (-1.0, None, float("nan")):
+        with pytest.raises(fompi.LayoutError if wrong else fompi.MismatchError):
+            nn.clip_grad_norm_(layer, most if wrong else 1.0)
+    if world.size > 1:
+        with pytest.raises(fompi.MismatchError, match="max_norm=2"):
+            nn.clip_grad_norm_(layer, 2.0 if wrong else 1.0)
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan") if wrong and parameter.dim() > 1 else 1.0)
+    assert nn.clip_grad_norm_(layer, 1.0).isnan()
+    assert all(parameter.grad.isnan().all() for parameter in layer.parameters())
+
+
 def test_other_seeds_and_other_checkpoints(world):
     whole, parts = made(world)
     if world.size > 1:
@@ -332,6 +347,7 @@ def test_other_seeds_and_other_checkpoints(world):
     for change, error in (
         ({"other": torch.ones(1)}, fompi.LayoutError),
         ({"mlp.0.weight": torch.ones(10, 7)}, fompi.ShapeError),
+        ({"mlp.0.weight": [1.0]}, fompi.TensorError),
     ):
         with pytest.raises(error if wrong else fompi.MismatchError):
             load_full_state_dict(parts, {**state, **change} if wrong else state)
