@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
+from math import isfinite, prod
 from operator import index
 from typing import Any, NamedTuple
 
@@ -49,6 +49,15 @@ def integer(value: Any) -> int | None:
         return index(value)
     except TypeError:
         return None
+
+
+def number(value: Any) -> float | None:
+    """`value` as a float, if it is one finite real number of any kind, and no text. Else None."""
+    try:
+        found = float("nan") if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if isfinite(found) else None
 
 
 def as_integer(value: Any, name: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -198,8 +199,8 @@ def lent(array: Array, like: Tensor) -> Any:
 def check_counts(counts: Any, total: int, size: int) -> list[int]:
     """`counts` as a list of the rows of each rank. Raises LayoutError if they are not `size` numbers with that sum."""
     try:
-        rows = [int(n) for n in counts]
-    except (TypeError, ValueError) as error:
+        rows = [index(n) for n in counts]
+    except TypeError as error:
         raise LayoutError(f"counts={counts!r}: {error}") from None
     if len(rows) != size or min(rows) < 0 or sum(rows) != total:
         raise LayoutError(f"counts={rows} must be {size} numbers >= 0 that add up to {total}, the rows")

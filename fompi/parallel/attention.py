@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from fompi.base.errors import LayoutError
-from fompi.base.layout import integer
+from fompi.base.layout import integer, number
 from fompi.parallel.local import Work, local_kernel
 
 Array = np.ndarray[Any, Any]
@@ -35,8 +36,8 @@ def check_documents(cu_seqlens: Any, length: int | None) -> tuple[int, ...] | No
     if cu_seqlens is None:
         return None
     try:
-        ends = tuple(int(n) for n in cu_seqlens)
-    except (TypeError, ValueError) as error:
+        ends = tuple(index(n) for n in cu_seqlens)
+    except TypeError as error:
         raise LayoutError(f"cu_seqlens={cu_seqlens!r}: {error}") from None
     falls = any(b < a for a, b in pairwise(ends))
     if len(ends) < 2 or ends[0] != 0 or falls or length not in (None, ends[-1]):
@@ -62,8 +63,11 @@ class Rule:
     cu_seqlens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not hasattr(self.scale, "__float__"):
-            raise LayoutError(f"scale={self.scale!r} must be None or a number")
+        if self.scale is not None:
+            scale = number(self.scale)
+            if scale is None:
+                raise LayoutError(f"scale={self.scale!r} must be None or a finite number")
+            object.__setattr__(self, "scale", scale)
 
     def scale_of(self, head_dim: int) -> float:
         return max(head_dim, 1) ** -0.5 if self.scale is None else self.scale

@@ -180,7 +180,10 @@ def holders(name: str, value: Any) -> int | Array:
     """How many ranks hold a parameter: one number, from a communicator, or the numbers of its elements in a row."""
     if not hasattr(value, "__array__"):
         return Communicator.of(value).size
-    counts = np.asarray(value, np.float64)
+    try:
+        counts = np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"replicated= has no numbers for {name!r}: {error}") from None
     if counts.size and counts.min() < 1:
         raise LayoutError(f"replicated= says that {counts.min():g} ranks hold an element of {name!r}: at least 1 does")
     return counts
@@ -205,10 +208,16 @@ def check_axes(axes: Sequence[Communicator]) -> None:
 def check_clip(clip: Any) -> None:
     try:
         fits = clip is None or bool(clip >= 0)
-    except TypeError:
+    except (TypeError, ValueError):
         fits = False
     if not fits:
         raise LayoutError(f"clip={clip!r} must be None or a number of at least 0, the largest norm")
+
+
+def clip_factor(norm: float, most: float) -> float:
+    """What gradients of this norm are multiplied by, so that it is at most `most`. NaN stays NaN, as in torch."""
+    factor = most / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
 
 
 def check_options(

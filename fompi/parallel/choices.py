@@ -10,7 +10,7 @@ import numpy as np
 
 from fompi.backends.numpy import widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError
-from fompi.base.layout import offsets, split
+from fompi.base.layout import number, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, borrow, start_sum
 from fompi.tensors.dlpack import Tensor
@@ -80,7 +80,7 @@ def check_choice(experts: int, k: Any, capacity_factor: Any, policy: Any) -> Non
         raise LayoutError(f"k={k!r} must be an integer from 1 to {experts}, the number of experts")
     if policy not in POLICIES:
         raise PlanError(f"policy={policy!r} must be one of {', '.join(POLICIES)}")
-    if capacity_factor is not None and not (hasattr(capacity_factor, "__float__") and 0 < capacity_factor < math.inf):
+    if capacity_factor is not None and (number(capacity_factor) or 0.0) <= 0:
         raise LayoutError(f"capacity_factor={capacity_factor!r} must be a number > 0, or None to drop no row")
 
 

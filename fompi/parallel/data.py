@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
+from math import isfinite
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -40,6 +41,7 @@ from fompi.parallel.buckets import (
     check_axes,
     check_clip,
     check_options,
+    clip_factor,
     cut,
     detached,
     held_in_words,
@@ -54,6 +56,8 @@ from fompi.traces.trace import Trace
 __all__ = ["SGD", "AdamW", "Buckets", "DataParallel", "buckets"]
 
 Array = np.ndarray[Any, Any]
+
+NOTHING_UPDATED = "No rank has updated anything: leave this batch out, or take a smaller learning rate"
 
 
 class DataParallel:
@@ -77,13 +81,14 @@ class DataParallel:
     `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `wire_dtype`: what gradients travel
     in; None is float32, or float64 for float64. `ahead_nbytes`: how much is gathered ahead; None is two buckets, or one
     with zero=3.
-    `check_for_nan`: look at every gradient; a NaN is a TensorError that names parameter and rank.
+    `check_for_nan`: look at every gradient; a NaN or an infinite number is a TensorError that names parameter and rank.
+    If only their sum is too large, `step` raises it on all ranks. Nothing is updated then.
     `over`: a communicator or several, of other axes whose ranks hold other parts of the model. `step` takes them too.
-    Give them here, so that an error in the first step reaches these ranks as well.
+    Give them here, so that an error in the first step reaches these ranks at once, and not with the next `step`.
 
     Creating one, `step` and `close` are collective. If one rank refuses a call, it raises the error once the other
     ranks are at the end of their step, and `step` raises MismatchError there. Gradients are forgotten then, nothing
-    else is lost, and the next step may begin.
+    else is lost, and the next step may begin. After an error of the optimizer itself no step is possible any more.
     """
 
     def __init__(
@@ -116,9 +121,12 @@ class DataParallel:
         try:
             self.replicas = None if replicas is None else Communicator.of(replicas)
             self._known = axes_of(over)
-            check_axes([self.comm, *self._others(self._known)])
-            if not callable(getattr(optimizer, "state", None)) or not callable(getattr(optimizer, "update", None)):
+            check_axes([self.comm, *self._others(), *self._known])
+            methods = [getattr(optimizer, name, None) for name in ("state", "update")]
+            if isinstance(optimizer, type) or not all(map(callable, methods)):
                 raise LayoutError(f"optimizer={optimizer!r} must be an optimizer such as AdamW(1e-3)")
+            if not isinstance(replicated or {}, Mapping):
+                raise LayoutError(f"replicated={replicated!r} must map names to communicators, or to counts")
             self._holders = {name: holders(name, value) for name, value in (replicated or {}).items()}
             tensors = borrowed(params)
             counts = cut(tensors, bucket_nbytes)
@@ -132,7 +140,7 @@ class DataParallel:
         options += f", over={[axis.name for axis in self._known]}" if self._known else ""
         text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)}"
         text += f"{held_in_words(self._holders)})"
-        agree_everywhere([self.comm, *([self.replicas] if self.replicas else [])], text, error)
+        agree_everywhere([(axis, text) for axis in (self.comm, *self._others())], error)
 
         self._sums, self._gathers = (
             self.comm.split(0, self.comm.rank, f"{self.comm.name}/{k}") for k in ("sum", "gather")
@@ -155,6 +163,9 @@ class DataParallel:
         self._next = last  # the next bucket that leaves
         self._is_syncing, self._used, self._steps = True, set[str](), 0
         self._over = self._known  # the axes of the last step
+        self._owed: list[Exception] = []  # errors of first steps, of which axes that are not known yet must hear
+        self._agreed = False  # a step has come to its update
+        self._torn: Exception | None = None  # the error of the optimizer in the middle of an update
         self.closed = False
 
     # ---------------------------------------------------------------------------------------------- parameters
@@ -297,11 +308,9 @@ class DataParallel:
         if tensor.device is not None:
             raise TensorError(f"the gradient of {name!r} is on a device: DataParallel works on the host")
         array: Array = widen(tensor.array, tensor.dtype)
-        if self.check_for_nan and np.isnan(array).any():
-            raise TensorError(
-                f"the gradient of {name!r} has a NaN on rank {self.comm.rank}. No rank has updated anything: leave "
-                "this batch out, or take a smaller learning rate"
-            )
+        if self.check_for_nan and not np.isfinite(array).all():
+            what = "a NaN" if np.isnan(array).any() else "an infinite number"
+            raise TensorError(f"the gradient of {name!r} has {what} on rank {self.comm.rank}. {NOTHING_UPDATED}")
         return array
 
     def _leave(self, most: int | None = None) -> None:
@@ -343,30 +352,57 @@ class DataParallel:
         """Update the parameters. Returns the norm of the whole gradient, before it is clipped to `clip`.
 
         `over`: communicators of other axes that hold other parts of the model, if the constructor did not get them.
-        The norm counts those too.
+        The norm counts those too. If it is NaN and there is a `clip`, all gradients become NaN, as in torch.
         A parameter that no rank has announced is left alone.
         """
         self._check_open()
         try:
-            check_clip(clip)
             axes = axes_of(over) or self._known
             if axes != self._over:
-                check_axes([self.comm, *self._others(axes)])
+                check_axes([self.comm, *self._others(), *axes])
+            self._settle(axes)
+            check_clip(clip)
+            if self._torn is not None:
+                raise StateError(
+                    f"an earlier step of this DataParallel ended in the middle of its update on rank {self.comm.rank}, "
+                    f"with {type(self._torn).__name__}: {self._torn}: make a new one from a checkpoint"
+                )
         except Exception as error:
             self._fail(error)
-        self._over = axes
         self._leave(most=len(self.buckets))
         self._end_cycle()
         begun = perf_counter()
         text = f"step {self._steps} of DataParallel, clip={clip}, over {[axis.name for axis in axes]}"
-        agree_everywhere([self._gathers, *self._others(axes)], text, None, self._reset)
+        text += ", check_for_nan" if self.check_for_nan else ""
+        alike = [(axis, f"{text}, {self._optimizer_in_words()}") for axis in (self._gathers, *self._others())]
+        agree_everywhere([*alike, *((axis, text) for axis in axes)], None, self._reset)
+        self._agreed = True
         self.waited += perf_counter() - begun
         for bucket in reversed(self.buckets):
             self._collect(bucket)
         if self.replicas is not None:
             self._sum_replicas(self.replicas)
         norm, used = self._norm_and_used()
-        factor = self._scale * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6)))
+        if self.check_for_nan and not isfinite(norm):  # all ranks have the same norm
+            self._reset()
+            raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
+        factor = self._scale * (1.0 if clip is None else clip_factor(norm, clip))
+        try:
+            self._update(used, factor)
+        except Exception as error:
+            self._torn = error
+        self._reset()
+        if self.zero in (1, 2):
+            self._at = 0
+            for bucket in self.buckets:
+                bucket.resident = False
+            self._gather_until(0)
+            self._gather_ahead(0)
+        if self._torn is not None:
+            raise self._torn
+        return norm
+
+    def _update(self, used: set[str], factor: float) -> None:
         for bucket in self.buckets:
             assert bucket.total is not None
             for name in bucket.names:
@@ -376,14 +412,21 @@ class DataParallel:
                     self.optimizer.update(bucket.master[own], gradient, self._states[name])
             if bucket.master is not bucket.shard:
                 bucket.shard[...] = narrow(bucket.master, bucket.dtype)
-        self._reset()
-        if self.zero in (1, 2):
-            self._at = 0
-            for bucket in self.buckets:
-                bucket.resident = False
-            self._gather_until(0)
-            self._gather_ahead(0)
-        return norm
+
+    def _settle(self, axes: tuple[Communicator, ...]) -> None:
+        """These are the axes of this step. Those of them that are new hear of first steps that this rank has refused.
+
+        Their ranks wait in such a step, because this rank did not know of them then.
+        """
+        self._over = axes
+        owed, self._owed = self._owed, []
+        for error in owed:
+            self._refuse(error, axes)
+
+    def _refuse(self, error: Exception, axes: Sequence[Communicator]) -> None:
+        """The ranks of these axes hear of a step that this rank has refused."""
+        with suppress(FompiError, type(error)):
+            agree_everywhere([(axis, "a refused step") for axis in axes], error)
 
     def _sum_replicas(self, replicas: Communicator) -> None:
         sums = [all_reduce.start(b.total, comm=replicas, schedule=same_bits(replicas)) for b in reversed(self.buckets)]
@@ -427,9 +470,13 @@ class DataParallel:
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
 
     # --------------------------------------------------------------------------------------------------- errors
-    def _others(self, over: Sequence[Communicator]) -> list[Communicator]:
-        """The axes beside that of this DataParallel."""
-        return [*([self.replicas] if self.replicas is not None else []), *over]
+    def _others(self) -> list[Communicator]:
+        """The axis of replicas, if there is one."""
+        return [] if self.replicas is None else [self.replicas]
+
+    def _optimizer_in_words(self) -> str:
+        """What must be the same on all ranks in each step. Other optimizers may hold what differs between the ranks."""
+        return repr(self.optimizer) if type(self.optimizer) in (SGD, AdamW) else type(self.optimizer).__name__
 
     def _bucket_of(self, name: str) -> Bucket:
         if name not in self._index:
@@ -441,8 +488,10 @@ class DataParallel:
         """Take part in the rest of the step, so that all ranks end it, with an error. Then raise `error`.
 
         `begun` is False if the error came from the first gather of a cycle: then the other ranks have refused it.
+        Other axes come last: their ranks may wait for a rank that waits for the sums of this one.
         """
-        with suppress(FompiError):
+        refusals = FompiError, type(error)
+        with suppress(*refusals):
             if begun:
                 try:
                     self._finish_cycle()
@@ -450,12 +499,15 @@ class DataParallel:
                     begun = False
             if not begun:
                 self._at, self._gathered = 0, self._gathered - 1
-            axes = [*([self._gathers] if begun else []), *self._others(self._over)]
-            with suppress(FompiError):
-                agree_everywhere(axes, "a refused step", error)
+            else:
+                with suppress(*refusals):
+                    agree(self._gathers, "a refused step", error)
             for _ in range(self._next + 1):
                 with suppress(type(error)):
                     (reduce_scatter if self.zero else all_reduce).refuse(error, self._sums)
+        self._refuse(error, [*self._others(), *self._over])
+        if not self._over and not self._agreed:
+            self._owed.append(error)
         self._reset()
         raise error
 
@@ -524,16 +576,16 @@ class DataParallel:
 
 
 def agree_everywhere(
-    axes: Sequence[Communicator], text: str, error: Exception | None, forget: Any = lambda: None
+    axes: Sequence[tuple[Communicator, str]], error: Exception | None, forget: Any = lambda: None
 ) -> None:
-    """Raise on all ranks of all axes if one of them has an `error`. An error on one axis is refused on those after it.
+    """Raise on all ranks of all axes if one of them has an `error`, or another text than the other ranks of an axis.
 
-    `forget` is called before an error is raised.
+    An error on one axis is refused on those after it. `forget` is called before an error is raised.
     """
-    for axis in axes:
+    for axis, text in axes:
         try:
             agree(axis, text, error)
-        except FompiError as refused:
+        except Exception as refused:  # `error` itself may be of any kind
             error = error or refused
     if error is not None:
         forget()

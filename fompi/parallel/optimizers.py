@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fompi.base.errors import LayoutError
+from fompi.base.layout import number
+
 Array = np.ndarray[Any, Any]
 State = dict[str, Any]
 
@@ -35,6 +38,9 @@ class SGD:
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "lr", "momentum", "weight_decay")
 
     def state(self, p: Array) -> State:
         return {"momentum": np.zeros_like(p)} if self.momentum else {}
@@ -63,6 +69,12 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.01
 
+    def __post_init__(self) -> None:
+        _check(self, "lr", "eps", "weight_decay")
+        betas = self.betas if isinstance(self.betas, (tuple, list)) else ()
+        if len(betas) != 2 or not all(0 <= (-1 if (beta := number(b)) is None else beta) < 1 for b in betas):
+            raise LayoutError(f"AdamW: betas={self.betas!r} must be two numbers of at least 0 and less than 1")
+
     def state(self, p: Array) -> State:
         return {"mean": np.zeros_like(p), "square": np.zeros_like(p), "steps": 0}
 
@@ -76,3 +88,12 @@ class AdamW:
         v += g * g * (1 - second)
         root = np.sqrt(v) / float(np.sqrt(1 - second ** state["steps"]))
         p -= self.lr / (1 - first ** state["steps"]) * (m / (root + self.eps))
+
+
+def _check(optimizer: Any, *names: str) -> None:
+    """Raise LayoutError if one of these options is not a number of at least 0."""
+    for name in names:
+        value = number(getattr(optimizer, name))
+        if value is None or value < 0:
+            given = getattr(optimizer, name)
+            raise LayoutError(f"{type(optimizer).__name__}: {name}={given!r} must be a finite number of at least 0")

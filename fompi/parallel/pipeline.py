@@ -24,7 +24,7 @@ from fompi.engine.handshake import agree
 from fompi.parallel.orders import SCHEDULES, Action, order
 from fompi.parallel.pipeline_plan import PipelineProblem, plan
 from fompi.plans.plan import Plan
-from fompi.runtime import executor
+from fompi.runtime.binding import bind
 from fompi.tensors import dlpack
 from fompi.traces.trace import Trace
 
@@ -84,7 +84,7 @@ class Pipeline:
         self.closed, self.checked, self._steps = False, checked, 0
         refusal, text = None, "a pipeline"
         try:
-            self.stages = [*stages]
+            self.stages = _listed(stages)
             if not self.stages:
                 raise PlanError("stages is empty: every rank needs the same number of stages, at least one")
             size, rank = self.comm.size, self.comm.rank
@@ -99,6 +99,8 @@ class Pipeline:
             )
             self.problem: PipelineProblem = self.plan.problem
             self._by_number = dict(zip(range(rank, size * len(self.stages), size), self.stages, strict=True))
+            if backend is not None and not hasattr(backend, "asynchronous"):
+                raise PlanError(f"backend={backend!r} must be a backend of fompi.backends")
             if backend is not None and backend.device is not None:
                 raise PlanError("a pipeline passes on tensors in host memory: its backend cannot be a device")
             if backend is not None and backend.asynchronous:
@@ -110,10 +112,8 @@ class Pipeline:
             if by not in SCHEDULES:
                 by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
             text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
-        except FompiError as error:
+        except Exception as error:  # of any kind: the other ranks wait for this one
             refusal = error
-        except TypeError as error:
-            refusal = PlanError(f"stages must be a list of stages: {error}")
         agree(self.comm, text, refusal)
         self.input_gradients: list[Any] | None = None
         self._inputs: Sequence[Any] = ()
@@ -121,7 +121,7 @@ class Pipeline:
         self._refusal: Exception | None = None
         self._forget()
         used = {kernel.name: getattr(self, f"_{kernel.name}") for kernel in self.plan.kernels}
-        self.executor = executor.bind(self.plan, comm=self.comm, kernels=used, backend=backend or Numpy())
+        self.executor = bind(self.plan, comm=self.comm, kernels=used, backend=backend or Numpy())
 
     def _check_methods(self) -> None:
         """Raise PlanError if a stage of this rank lacks a method that the order calls."""
@@ -295,6 +295,13 @@ class Pipeline:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None:
             self.close()
+
+
+def _listed(stages: Any) -> list[Any]:
+    try:
+        return [*stages]
+    except TypeError as error:
+        raise PlanError(f"stages must be a list of stages: {error}") from None
 
 
 def _pair(result: Any, who: str, form: str) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any
 
 from fompi.base.errors import PlanError, ShapeError
-from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes
+from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes, number
 from fompi.parallel.orders import SCHEDULES, Action, Orders, order
 from fompi.plans.kernels import Value, opaque, total
 from fompi.plans.plan import Buffer, Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
@@ -159,6 +159,8 @@ def _shapes(activations: Sequence[Any], stages: int) -> tuple[Shape, ...]:
 
 def _seconds(kind: str, seconds: Mapping[str, float | Sequence[float]], stages: int) -> tuple[float, ...]:
     """The seconds of a kind of action, for all stages (one entry) or for each stage. Empty: they are not known."""
+    if not isinstance(seconds, Mapping):
+        raise PlanError(f"seconds={seconds!r} must map the actions F, B, I and W to their seconds")
     if unknown := {*seconds} - {*KERNELS}:
         raise PlanError(f"seconds has {sorted(unknown)}, but the actions are F, B, I and W")
     given = seconds.get(kind)
@@ -168,10 +170,10 @@ def _seconds(kind: str, seconds: Mapping[str, float | Sequence[float]], stages: 
             count = max(map(len, both))
             return tuple(sum(part[k % len(part)] for part in both) for k in range(count))
         return ()
-    found = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),)
-    if len(found) not in (1, stages) or not all(0 <= s < float("inf") for s in found):
+    found = tuple(map(number, given if isinstance(given, Sequence) and not isinstance(given, str) else [given]))
+    if len(found) not in (1, stages) or any(s is None or s < 0 for s in found):
         raise PlanError(f"seconds[{kind!r}]={given!r} must be a number >= 0, or one for each of the {stages} stages")
-    return found
+    return found  # type: ignore[return-value]
 
 
 Passed = tuple[str, int, int]

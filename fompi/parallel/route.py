@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numpy import widen
-from fompi.base.errors import DtypeError, ShapeError
+from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, enter_backward, give, start_sum
@@ -162,7 +162,7 @@ def _dispatch(x: Any, route: Route) -> tuple[Any, Moved]:
         _check_rows("x", tensor, len(route.choice.kept))
         return f"{tensor.dtype}, n={tensor.array.shape[1]}", 0, tensor
 
-    tensor = enter("dispatch", route.comm, check)[1]
+    tensor = enter("dispatch", _routed(route).comm, check)[1]
     exchange = route.exchange
     rows = exchange.came(exchange.go(tensor.array[exchange.token], tensor.dtype))
     return dlpack.lend(rows, tensor.dtype, tensor), Moved(route, (tensor,), rows.shape)
@@ -188,7 +188,7 @@ def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu"
         tensors = (tx, *check_experts(w1, w2, tx, len(route.tokens_per_expert), activation, comm))
         return f"{tx.dtype}, {activation}, n={tensors[2].array.shape[2]}", 0, tensors
 
-    tensors = enter("experts", route.comm, check)[1]
+    tensors = enter("experts", _routed(route).comm, check)[1]
     rows, v1, v2 = (widen(t.array, t.dtype) for t in tensors)
     batch, y = Batch.forward(rows, route.rows_per_expert, v1, v2, activation, route.comm)
     return give(y, tensors[0]), Moved(route, tensors, y.shape, batch, activation=activation)
@@ -220,7 +220,7 @@ def _combine(y: Any, route: Route, weights: Any = None) -> tuple[Any, Moved]:
             raise ShapeError(f"weights have the shape {tw.array.shape}: it must be {route.choice.kept.shape}")
         return f"{ty.dtype}, n={ty.array.shape[1]}", 0, (ty, tw)
 
-    ty, tw = enter("combine", route.comm, check)[1]
+    ty, tw = enter("combine", _routed(route).comm, check)[1]
     exchange, dtype = route.exchange, ty.dtype
     back = widen(arrived(exchange.go_back(ty.array, dtype)), dtype)
     out = np.zeros((len(route.choice.kept), ty.array.shape[1]), accumulator(dtype))
@@ -238,6 +238,12 @@ def _combine_backward(saved: Moved, dy: Any) -> Gradients:
     return give(exchange.came(exchange.go(weighted, dtype)), ty), give(dweights, tw)
 
 
+def _routed(route: Any) -> Route:
+    if not isinstance(route, Route):
+        raise LayoutError(f"route must be what fompi.parallel.expert.route has returned, not {type(route).__name__}")
+    return route
+
+
 def _check_rows(name: str, tensor: Tensor, rows: int) -> None:
     if len(tensor.array) != rows:
         raise ShapeError(f"{name} has {len(tensor.array)} rows, but the route has {rows} here")
@@ -247,7 +253,7 @@ class _Combine(Differentiable):
     def read(self, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
         given = super().read(args, options)
         if given["weights"] is None:  # they have a gradient
-            given["weights"] = given["route"].weights
+            given["weights"] = _routed(given["route"]).weights
         return given
 
 

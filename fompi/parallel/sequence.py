@@ -325,9 +325,9 @@ def _usp(
             )
         return _check(q, k, v, sharding, around.rank * across.size + across.rank, causal, scale)
 
-    for axis in (ulysses, ring):  # a refusal of one rank reaches the ranks of its row, and by them all others
-        try:
-            group, saved, _ = enter("usp_attention", axis, check)
+    for name, axis in (("ulysses", ulysses), ("ring", ring)):
+        try:  # a refusal of one rank reaches the ranks of its row, and by them all others
+            group, saved, _ = enter(f"usp_attention, {name}=", axis, check)
             axes.append(group)
         except Exception as error:
             refusal = refusal or error

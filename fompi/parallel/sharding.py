@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import integer, offsets, split
+from fompi.base.layout import as_integer, integer, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
@@ -62,7 +62,7 @@ class Sharding:
 
     def indices(self, rank: int) -> Array:
         """The positions in the sequence of the tokens of a rank, in the order in which it holds them."""
-        if not 0 <= rank < self.ranks:
+        if not 0 <= as_integer(rank, "rank") < self.ranks:
             raise LayoutError(f"rank {rank} is not one of the {self.ranks} ranks of {self}")
         return _indices(self, rank)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from fompi.backends.numpy import widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, split
+from fompi.base.layout import accumulator, number, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
@@ -75,7 +76,8 @@ def _embedding(
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
         rows = len(numbers)
         kept = list(split(rows, comm.size)) if counts is None else check_counts(counts, rows, comm.size)
-        text = f"{tt.dtype}, tokens {numbers.shape}, n={tt.array.shape[1]}, rows {kept}, {sequence_parallel=}"
+        text = f"{tt.dtype}, tokens {numbers.shape} {_checksum(numbers)}, n={tt.array.shape[1]}, rows {kept}"
+        text += f", {sequence_parallel=}"
         return text, len(tt.array), (numbers, tt, kept)
 
     group, (numbers, tt, kept), parts = enter("vocab_parallel_embedding", comm, check)
@@ -100,6 +102,11 @@ def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
     gradient = np.zeros(saved.table.array.shape, accumulator(saved.dtype))
     np.add.at(gradient, saved.local, widen(full[saved.ours], saved.dtype))
     return (give(gradient, saved.table),)
+
+
+def _checksum(numbers: Array) -> str:
+    """A checksum of integers that must be the same on all ranks, in any integer dtype."""
+    return f"with checksum {zlib.crc32(np.ascontiguousarray(numbers, np.int64).data):x}"
 
 
 def _check_vocabulary(what: str, numbers: Array, total: int, comm: Communicator) -> None:
@@ -146,9 +153,11 @@ def _cross_entropy(
             raise ShapeError(
                 f"logits {tl.array.shape} need targets of the shape {tl.array.shape[:-1]}, not {numbers.shape}"
             )
-        if not 0 <= label_smoothing <= 1:
-            raise LayoutError(f"label_smoothing={label_smoothing} must be from 0 to 1")
-        return f"{tl.dtype}, {numbers.shape}, {label_smoothing=}", tl.array.shape[-1], (tl, numbers)
+        smoothing = number(label_smoothing)
+        if smoothing is None or not 0 <= smoothing <= 1:
+            raise LayoutError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
+        text = f"{tl.dtype}, targets {numbers.shape} {_checksum(numbers)}, {label_smoothing=}"
+        return text, tl.array.shape[-1], (tl, numbers)
 
     group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
     vocabulary, dtype = sum(parts), accumulator(tl.dtype)

@@ -8,6 +8,7 @@ import pytest
 
 import fompi
 from fompi.base.errors import DtypeError, LayoutError, MismatchError, PeerError, ShapeError, TensorError, WaitTimeout
+from fompi.base.layout import FLOAT8
 from fompi.ops.messages import MOST_TAG
 
 DTYPES = ["float64", "float16", "bool", "int8", "complex64", ml_dtypes.bfloat16]
@@ -32,6 +33,15 @@ def test_shapes_and_dtypes_travel(world, dtype):
         for given in (x, strided):
             y = fompi.sendrecv(given, after, before, comm=world)
             np.testing.assert_array_equal(y, tensor(before, shapes[before], dtype, seed), strict=True)
+
+
+def test_types_of_eight_bits_travel(world):
+    """Their names are the longest ones."""
+    after, before = neighbours(world)
+    for dtype in FLOAT8:
+        x = np.array([1.0, 2.0, 4.0]).astype(getattr(ml_dtypes, dtype))
+        y = fompi.sendrecv(x, after, before, comm=world)
+        np.testing.assert_array_equal(y, x, strict=True)
 
 
 def test_send_and_recv_concern_two_ranks(world):

@@ -489,6 +489,8 @@ def test_ranks_that_construct_different_things(world, number):
 ALIKE = [
     ({"params": None}, ShapeError, "params must map names to tensors, not NoneType"),
     ({"optimizer": 0.1}, LayoutError, "optimizer=0.1 must be"),
+    ({"optimizer": SGD}, LayoutError, "optimizer=.*SGD.* must be"),
+    ({"replicated": ["w0"]}, LayoutError, "replicated=.* must map"),
     ({"replicas": "pp"}, LaunchError, "not 'pp'"),
     ({"replicated": {"w0": "tp"}}, LaunchError, "not 'tp'"),
     ({"over": ["tp"]}, LaunchError, "not 'tp'"),
@@ -537,7 +539,9 @@ WRONG = {
     "narrow": (lambda dp: dp.ready("b0", np.zeros(7, np.float32)), DtypeError, "'b0' is float32"),
     "no tensor": (lambda dp: dp.ready("b0", [0.0] * 7), TensorError, "np.asarray"),
     "nan": (lambda dp: dp.ready("b0", np.full(7, np.nan)), TensorError, "'b0' has a NaN on rank"),
+    "inf": (lambda dp: dp.ready("b0", np.full(7, -np.inf)), TensorError, "'b0' has an infinite number on rank"),
     "clip": (lambda dp: dp.step(clip=-1.0), LayoutError, "clip=-1.0 must be"),
+    "clip array": (lambda dp: dp.step(clip=np.ones(2)), LayoutError, "clip=array"),
     "clip text": (lambda dp: dp.step(clip="1"), LayoutError, "clip='1' must be"),
     "over": (lambda dp: dp.step(over="tp"), LaunchError, "not 'tp'"),
 }
@@ -614,7 +618,11 @@ def test_all_ranks_refuse_on_a_grid(world):
         pytest.skip("needs a grid of 2 x 2")
     with fompi.Mesh(a=2, b=2) as mesh:
         a = mesh["a"]
-        for options, over, done in [({"replicas": a}, (), 0), ({}, a, 1), ({"over": a}, (), 0), ({"over": a}, a, 0)]:
+        for options, over, done in [
+            ({"replicas": a}, (), 0), ({}, a, 1), ({"over": a}, (), 0), ({"over": a}, a, 0),
+            ({}, a, 0),  # they hear of it with the next step
+            ({"zero": 3}, a, 0),
+        ]:  # fmt: skip
             with DataParallel(parameters(), optimizer=SGD(0.1), comm=mesh["b"], bucket_nbytes=300, **options) as dp:
                 for _ in range(done):
                     announce(dp, world, 0)
@@ -625,8 +633,108 @@ def test_all_ranks_refuse_on_a_grid(world):
                     announce(dp, world, 1)
                     dp.step(over=over)
                 assert isinstance(caught.value, LayoutError if world.rank == 2 else MismatchError)
+                for _ in range(2):
+                    announce(dp, world, 1)
+                    dp.step(over=over)
+
+
+def test_two_first_steps_are_refused_on_a_grid(world):
+    """By a rank, by its whole row, and for the arguments of the step itself."""
+    if world.size != 4:
+        pytest.skip("needs a grid of 2 x 2")
+    with fompi.Mesh(a=2, b=2) as mesh, DataParallel(parameters(), optimizer=SGD(0.1), comm=mesh["b"]) as dp:
+        for refusing, clip in (((1,), 1.0), ((0, 1), 1.0), ((), -1.0)):
+            with pytest.raises(FompiError):
+                if world.rank in refusing:
+                    dp.ready("b0", np.zeros(3))
+                announce(dp, world, 0)
+                dp.step(clip=clip if world.rank == 1 else 1.0, over=mesh["a"])
+        announce(dp, world, 0)
+        dp.step(clip=1.0, over=mesh["a"])
+
+
+def test_an_error_of_another_kind_reaches_all_axes(world):
+    """What the objects of the user raise is no error of fompi."""
+    if world.size != 4:
+        pytest.skip("needs a grid of 2 x 2")
+
+    class Odd:
+        @property
+        def state(self):
+            raise ZeroDivisionError("an optimizer of the user")
+
+    odd = world.rank == 2
+    with fompi.Mesh(a=2, b=2) as mesh, pytest.raises(ZeroDivisionError if odd else MismatchError):
+        how = {"comm": mesh["b"], "replicas": mesh["a"]}
+        DataParallel(parameters(), optimizer=Odd() if odd else SGD(0.1), **how)
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_gradients_whose_sum_is_too_large(world, zero):
+    """Each is finite. All ranks raise, nothing is updated, and the next step is right."""
+    params = {"p": np.zeros(5), "q": np.zeros(3)}
+    with DataParallel(params, optimizer=ADAM, comm=world, zero=zero, bucket_nbytes=40, check_for_nan=True) as dp:
+        for _ in range(2):
+            dp.ready("q", np.ones(3))
+            dp.ready("p", np.full(5, 1e308))
+            with pytest.raises(TensorError, match="the norm of the gradient of all ranks is inf"):
+                dp.step()
+            assert not np.array(dp["p"]).any() and not np.array(dp["q"]).any()
+        dp.ready("p", np.ones(5))
+        assert dp.step() == pytest.approx(np.sqrt(5))
+        np.testing.assert_allclose(np.array(dp["p"]), -0.05)
+
+
+def test_ranks_whose_optimizers_come_to_differ(world):
+    if world.size == 1:
+        return
+    optimizer = SGD(1.0)
+    with DataParallel({"p": np.zeros(5)}, optimizer=optimizer, comm=world, zero=0) as dp:
+        for lr in (0.5, 1.0 + world.rank, 0.25):
+            optimizer.lr = lr
+            dp.ready("p", np.ones(5))
+            if lr >= 1:
+                with pytest.raises(MismatchError, match="SGD"):
+                    dp.step()
+            else:
+                dp.step()
+        assert (np.array(dp["p"]) == -0.75).all()
+
+
+class Breaks(SGD):
+    """An optimizer with an error in the update of a long parameter."""
+
+    def update(self, p, g, state):
+        if len(p) > 5:
+            raise ZeroDivisionError("an error of the optimizer")
+        super().update(p, g, state)
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_an_optimizer_that_fails_on_one_rank(world, zero):
+    """It is raised there. No rank takes another step with parameters that are updated in part."""
+    breaks = world.rank == world.size - 1
+    optimizer = Breaks(0.1) if breaks else type("Breaks", (SGD,), {})(0.1)
+    with DataParallel(parameters(), optimizer=optimizer, comm=world, zero=zero, bucket_nbytes=300) as dp:
+        announce(dp, world, 0)
+        if breaks:
+            with pytest.raises(ZeroDivisionError):
+                dp.step()
+        else:
+            dp.step()
+        for _ in range(2):
+            with pytest.raises(StateError if breaks else MismatchError, match="an error of the optimizer"):
                 announce(dp, world, 1)
-                dp.step(over=over)
+                dp.step()
+
+
+def test_options_of_optimizers_that_are_no_numbers():
+    for make in (
+        lambda: SGD("0.1"), lambda: SGD(-1.0), lambda: SGD(0.1, momentum=None), lambda: AdamW(float("nan")),
+        lambda: AdamW(0.1, betas=0.9), lambda: AdamW(0.1, betas=(0.9, 1.0)), lambda: AdamW(0.1, eps=[1]),
+    ):  # fmt: skip
+        with pytest.raises(LayoutError, match="must be"):
+            make()
 
 
 def test_ranks_that_clip_differently(world):

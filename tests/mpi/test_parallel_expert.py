@@ -306,6 +306,7 @@ def test_all_ranks_refuse(world):
     refused(world, None, fompi.LayoutError, call(k=0), "k=0")
     refused(world, None, fompi.LayoutError, call(microbatches=0), "microbatches=0")
     refused(world, None, fompi.LayoutError, call(capacity_factor=-1), "capacity_factor=-1")
+    refused(world, last, fompi.LayoutError, call(capacity_factor=on_last(np.ones(2), None)), "capacity_factor=array")
     refused(world, None, fompi.PlanError, call(policy="best"), "policy='best'")
     refused(world, None, fompi.PlanError, call(activation="tanh"), "tanh")
     more = np.ones((len(w1) + 1, *w1.shape[1:]))  # the last of many ranks has no expert to repeat
@@ -344,6 +345,8 @@ def test_all_ranks_refuse_in_parts(world):
     refused(world, last, fompi.ShapeError, lambda: combine(on_last(wrong, made), r), "rows")
     refused(world, None, fompi.ShapeError, lambda: combine(made, r, r.weights[:, :1]), "weights have the shape")
     refused(world, None, fompi.DtypeError, lambda: combine(made, r, r.weights.astype(np.float32)), "weights have dtype")
+    for call in (lambda: dispatch(x, None), lambda: experts(moved, w1, w2, r.weights), lambda: combine(made, 5)):
+        refused(world, None, fompi.LayoutError, call, "route must be what")
 
 
 def test_experts_of():

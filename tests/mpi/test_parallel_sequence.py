@@ -141,13 +141,25 @@ def refusals(f, world, ring, ulysses, comms):
     refused(world, None, fompi.ShapeError, lambda: call(x, x, x[:, :2]), "they must be")
     refused(world, None, fompi.LayoutError, lambda: call(sharding=Sharding(3 * size, ring, ulysses + 1)), "ring")
     refused(world, None, fompi.LayoutError, lambda: call(sharding=(3 * size, ring)), "must be a Sharding")
-    refused(world, None, fompi.LayoutError, lambda: call(scale="1"), "scale='1' must be")
+    for scale in ("1", np.ones(2)):
+        refused(world, None, fompi.LayoutError, lambda scale=scale: call(scale=scale), "scale=.* must be")
     refused(world, None, fompi.DtypeError, lambda: call(x, x, x.astype(np.float32)), "float32")
     if size > 1:
         refused_everywhere(world, None, fompi.MismatchError, lambda: call(causal=world.rank == last), "disagree")
     o, saved = f.forward(x, x, x, right, **comms)
     wrong = o[:1] if world.rank == last else o
     refused_everywhere(world, last, fompi.ShapeError, lambda: f.backward(saved, wrong), "dy has the shape|disagree")
+
+
+def test_axes_that_are_exchanged_on_one_rank(world):
+    """They have equally many ranks. Without an error before data moves, the ranks would wait for each other."""
+    if world.size != 4:
+        pytest.skip("needs a grid of 2 x 2")
+    x = np.ones((2, 2, 3))
+    with fompi.Mesh(ring=2, ulysses=2) as mesh:
+        axes = [mesh["ring"], mesh["ulysses"]][:: -1 if world.rank == 3 else 1]
+        call = lambda: usp_attention(x, x, x, Sharding(8, 2, 2), ring=axes[0], ulysses=axes[1])  # noqa: E731
+        refused_everywhere(world, None, fompi.MismatchError, call, "disagree")
 
 
 def refused_everywhere(world, rank, error, call, words):

@@ -435,7 +435,11 @@ def test_heads_that_do_not_fit(world):
 
     refused(world, None, fompi.LayoutError, lambda: call(3, 2), "3 query heads cannot be dealt out")
     refused(world, None, fompi.LayoutError, lambda: call(2 * size, size, cu_seqlens=[0, 3]), "end with")
-    refused(world, None, fompi.LayoutError, lambda: call(2 * size, size, scale="1"), "scale='1' must be")
+    for scale in ("1", np.ones(2), np.nan):
+        refused(
+            world, None, fompi.LayoutError, lambda scale=scale: call(2 * size, size, scale=scale), "scale=.* must be"
+        )
+    refused(world, None, fompi.LayoutError, lambda: call(2 * size, size, cu_seqlens=[0, 0.5, 2 * size]), "integer")
     refused(world, None, fompi.LayoutError, lambda: call(2 * size, size, cu_seqlens=[1, 2 * size]), "begin with 0")
     if size > 1:
         wider = 2 + (world.rank == 0)
@@ -446,11 +450,10 @@ def test_heads_that_do_not_fit(world):
 
 
 def test_tokens_outside_the_vocabulary(world):
-    table, last = np.ones((3, 2)), world.size - 1
+    table = np.ones((3, 2))
     for wrong in (3 * world.size, -1):
-        tokens = np.array([0, wrong if world.rank == last else 0])
-        call = lambda tokens=tokens: vocab_parallel_embedding(tokens, table, comm=world)  # noqa: E731
-        refused(world, last, fompi.LayoutError, call, f"token {wrong}")
+        call = lambda wrong=wrong: vocab_parallel_embedding(np.array([0, wrong]), table, comm=world)  # noqa: E731
+        refused(world, None, fompi.LayoutError, call, f"token {wrong}")
     refused(
         world,
         None,
@@ -459,6 +462,19 @@ def test_tokens_outside_the_vocabulary(world):
         "target 99",
     )
     refused(world, None, fompi.DtypeError, lambda: vocab_parallel_embedding(np.ones(2), table, comm=world), "integer")
+    smoothed = lambda: vocab_parallel_cross_entropy(table, tokens[:3], comm=world, label_smoothing="x")  # noqa: E731
+    tokens = np.zeros(3, np.uint8 if world.rank else np.int64)  # any integer dtype
+    vocab_parallel_embedding(tokens, table, comm=world)
+    refused(world, None, fompi.LayoutError, smoothed, "label_smoothing='x'")
+    if world.size > 1:  # results would be wrong without an error
+        tokens[1] = world.rank % 2
+        calls = (
+            lambda: vocab_parallel_embedding(tokens, table, comm=world),
+            lambda: vocab_parallel_embedding(tokens, table, comm=world, sequence_parallel=False),
+            lambda: vocab_parallel_cross_entropy(table, tokens, comm=world),
+        )
+        for call in calls:
+            refused(world, None, fompi.MismatchError, call, "checksum")
 
 
 def test_heads_of():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise, product
+from math import inf, isnan, nan
 from random import Random
 
 import pytest
 
 from fompi.base.errors import LayoutError
 from fompi.model.machine import Machine
-from fompi.parallel.buckets import LAST_SHARE, Buckets, buckets, cut_by_bytes
+from fompi.parallel.buckets import LAST_SHARE, Buckets, buckets, clip_factor, cut_by_bytes
 
 MACHINE = Machine.load("gigabit")
 
@@ -68,6 +69,12 @@ def test_nothing_and_wrong_arguments():
     for sizes, seconds in [([1], []), ([-1], [1]), ([1], [float("nan")])]:
         with pytest.raises(LayoutError, match="at least 0"):
             buckets(sizes, seconds, MACHINE)
+
+
+def test_clip_factor():
+    assert [clip_factor(norm, 2.0) for norm in (0.0, 1.0)] == [1.0, 1.0]
+    assert clip_factor(8.0, 2.0) * 8.0 == pytest.approx(2.0) and clip_factor(inf, 2.0) == 0.0
+    assert isnan(clip_factor(nan, 2.0)), "torch makes the gradients NaN, too"
 
 
 @pytest.mark.parametrize("seed", range(20))
