@@ -97,6 +97,8 @@ def parse(description):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if model.framework != "numpy" and find_spec(model.framework) is None:
         parser.error(f"--framework {model.framework} is not installed here: pip install {model.framework}")
+    if find_spec("sklearn") is None:
+        parser.error('the images come with scikit-learn, which is not installed here: pip install ".[example]"')
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from functools import cached_property
 from typing import Any, Self
@@ -17,10 +18,11 @@ class Cluster:
     """The hosts of the ranks of `comm` (mpi4py), and plain TCP streams between them if there are several. Collective.
 
     `totals` counts the turns in which kernels ran, as far as `turns` was called. A `quick` benchmark repeats no turn.
+    `patience` is that of the `NoiseMonitor`, from one call of `turns` to the next.
     """
 
-    def __init__(self, comm: Any, quick: bool = False):
-        self.quick = quick
+    def __init__(self, comm: Any, quick: bool = False, patience: float = math.inf):
+        self.quick, self.patience = quick, patience
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
         self.own = comm.Dup()  # for messages that do not belong to fompi
         self.hosts = texts(comm, socket.gethostname())
@@ -48,7 +50,7 @@ class Cluster:
 
         None if ranks share cores, or if the benchmark is quick.
         """
-        return None if self.quick else NoiseMonitor.of(self.comm)
+        return None if self.quick else NoiseMonitor.of(self.comm, self.patience)
 
     def turns(self) -> str:
         """In words: how often others disturbed the turns since the last call. Adds to `totals`."""

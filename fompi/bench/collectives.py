@@ -22,7 +22,7 @@ import fompi
 from fompi.base.layout import Shard, Spec
 from fompi.bench.cluster import Cluster
 from fompi.bench.options import Options
-from fompi.plans import problems
+from fompi.plans.meaning import layouts
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Contestant, Row, alternate, calls_of, checked, relative_error
 
@@ -154,7 +154,7 @@ def plan(operation: str, *tensors: Any, **how: Any) -> fompi.Plan:
 
 def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
     """The global tensors of these shards. Every rank's shards have the same shapes."""
-    for tensor, layout in zip(tensors, problems.layouts(operation, len(tensors)), strict=True):
+    for tensor, layout in zip(tensors, layouts(operation, len(tensors)), strict=True):
         shape = list(tensor.shape)
         if isinstance(layout, Shard):
             shape[layout.dim] *= size

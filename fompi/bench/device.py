@@ -23,7 +23,7 @@ from fompi.base.errors import WaitTimeout
 from fompi.base.layout import Partial, Shard, Spec
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import progress
-from fompi.bench.options import Options
+from fompi.bench.options import Options, shape_of
 from fompi.cli.output import UsageError
 from fompi.engine.handshake import agree
 from fompi.plans.plan import Plan
@@ -67,22 +67,12 @@ def card(device: Any) -> str:
     return f"{name}, driver for CUDA {runtime.driverGetVersion()}, CuPy for {runtime.runtimeGetVersion()}"
 
 
-def shape_of(like: str | None, kind: str, quick: bool) -> tuple[int, int, int]:
-    """M, K, N of `--like`, or a shape that fits the device. Raises UsageError."""
-    if like is None:
-        return SOFTWARE_SHAPE if kind == "software" else QUICK_SHAPE if quick else SHAPE
-    try:
-        m, k, n = map(int, like.split(","))
-    except ValueError:
-        raise UsageError(f"--like {like}: give M,K,N, for example 8192,8192,8192") from None
-    return m, k, n
-
-
 def rows(comm: Any, options: Options, kind: str, like: str | None = None) -> list[Row]:
-    """One row for each operation. Raises UsageError if the ranks do not divide the shape."""
-    m, k, n = shape_of(like, kind, options.quick)
+    """One row for each operation. Raises ShapeError, or UsageError if the ranks do not divide the shape."""
+    fits = SOFTWARE_SHAPE if kind == "software" else QUICK_SHAPE if options.quick else SHAPE
+    m, k, n = fits if like is None else shape_of(like)
     size = comm.size
-    if min(m, k, n) < 1 or m % size or n % size or k % size:
+    if m % size or n % size or k % size:
         raise UsageError(f"bench --device: {size} ranks must divide M, K and N, not {m},{k},{n}")
     device = device_for(kind, comm)
     gathered = Spec((m, k), "float32", Shard(0)), Spec((k, n), "float32", Shard(1))

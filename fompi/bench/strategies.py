@@ -12,7 +12,8 @@ import numpy as np
 from fompi.base.layout import split
 from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
 from fompi.bench.cluster import IDLE_SECONDS
-from fompi.engine.communicator import Communicator, Mesh
+from fompi.engine.communicator import Communicator
+from fompi.engine.mesh import Mesh
 from fompi.model.flow_shop import Job, makespan
 from fompi.ops.operations import all_gather, all_to_all, all_to_all_matmul, matmul_all_to_all, reduce_scatter
 from fompi.parallel.data import SGD, DataParallel

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fompi.cli import info
+from fompi.cli.facts import collect
 from fompi.runtime.report import percentile
 from fompi.tuning.rounds import UNITS, Figure, Row
 
@@ -18,7 +18,7 @@ MS = UNITS["ms"]
 
 def about(command: str) -> dict[str, Any]:
     """Where and with which versions the rows were measured. Collective."""
-    facts = info.collect()
+    facts = collect()
     kept = {key: facts[key] for key in ("versions", "mpi", "ranks", "cores_per_rank")}
     return {"command": command, "date": datetime.now(UTC).isoformat(timespec="seconds"), **kept}
 

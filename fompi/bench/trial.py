@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import fompi
-from fompi.base.errors import LaunchError, ShapeError
+from fompi.base.errors import LaunchError
 from fompi.bench import fused
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import DEFAULT
+from fompi.bench.options import shape_of
 from fompi.bench.peers import Case
-from fompi.cli.output import Progress, Table, UsageError, check_writable, show, show_json
+from fompi.cli.output import Progress, Table, UsageError, check_writable, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
 from fompi.runtime.report import percentile
@@ -35,11 +36,17 @@ ENVIRONMENT = {
 }  # fmt: skip
 """Ranks start in this environment: the user chose their number. Variables that the user has set win."""
 
+MOST_PER_CORE = 16
+"""More ranks for each core of this host are not started."""
+
 LITTLE = 1.05
 """If even perfect overlap gains less than this factor, there is little to hide."""
 
 SHORT_SECONDS = 1e-3
 """An operation below this takes about as long as its calls and polls."""
+
+PATIENCE = 2.0
+"""Seconds for each operation to wait until others leave the cores (`NoiseMonitor`). Longer operations have more."""
 
 MANY_REPEATED, MANY_DISTURBED = 0.25, 0.02
 """Above these shares of the turns there is a warning. Repeated turns do no harm, but some occur on an idle machine too.
@@ -52,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "What overlap gains here for a shape of your own, in every fused operation.\n"
         "ms: the median. spread: the middle half of the rounds.\n"
-        "gain: over the time without overlap, with its 95 % interval."
+        "gain: over the time without overlap, with its 95 % interval (fewer than 6 rounds: less)."
     )
     parser.add_argument("shape", metavar="M,K,N", help="global shapes: x[M, K] @ w[K, N]")
     parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
@@ -61,19 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.rounds < 1 or options.ranks < 2:
-        raise UsageError("try: --rounds is 1 or more, --ranks is 2 or more: one rank has no messages to hide")
+    if options.rounds < 1:
+        raise UsageError(f"--rounds {options.rounds}: give 1 or more")
+    if options.ranks < 2:
+        raise UsageError(f"--ranks {options.ranks}: give 2 or more, one rank has no messages to hide")
     return run_shape(options.shape, options.ranks, options.rounds, options.json)
 
 
 def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
     """Measure the shape `text` and print the table. Outside of mpirun this starts `ranks` ranks first."""
-    shape = _numbers(text)
+    shape = shape_of(text)
     library, launched = transport.library(), launcher.detect()
     if launched.launcher == "none":
         mpirun = library.mpirun or shutil.which("mpirun")
         if mpirun is None:
             raise LaunchError("there is no mpirun here: start this with the launcher of your cluster")
+        most = MOST_PER_CORE * len(os.sched_getaffinity(0))
+        if ranks > most:
+            raise UsageError(f"--ranks {ranks}: more than {most} ranks would only wait for the cores of this host")
         command = [mpirun, "-n", str(ranks), sys.executable, *sys.orig_argv[1:]]
         return subprocess.run(command, env={**ENVIRONMENT, **os.environ}).returncode
     note_threads()
@@ -85,7 +97,8 @@ def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
             except OSError as error:
                 refusal = error
         agree(comm, f"try {text}", refusal)
-        with Progress.of_rank(comm.rank, f"try {text}") as progress, Cluster(comm.link.comm) as cluster:
+        mpi = comm.link.comm
+        with Progress.of_rank(comm.rank, f"try {text}") as progress, Cluster(mpi, patience=PATIENCE) as cluster:
             load = OtherLoad(cluster.comm)
             rows = [fused.measured(comm, cluster, case, rounds) for case in progress.each(cases(*shape, comm.size))]
             found = Trial.of(shape, comm.size, cluster, rows, load.cores())
@@ -102,18 +115,8 @@ def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
 def note_threads() -> None:
     """Warn once, on standard error, if BLAS would start more threads than there are cores."""
     note = launcher.thread_note()
-    if note is not None and not launcher.detect().rank:
+    if note is not None and is_first_rank():
         print(f"fompi: {note}", file=sys.stderr)
-
-
-def _numbers(text: str) -> tuple[int, int, int]:
-    try:
-        m, k, n = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ShapeError(f"a shape is M,K,N, for example 4096,4096,4096, not {text!r}") from None
-    if min(m, k, n) < 1:
-        raise ShapeError(f"M={m}, K={k}, N={n}: each must be 1 or more")
-    return m, k, n
 
 
 def cases(m: int, k: int, n: int, size: int) -> list[Case]:
@@ -144,6 +147,7 @@ class Line:
     gain: float | None = None
     gain_low: float | None = None
     gain_high: float | None = None
+    gain_level: float | None = None  # the probability of the interval: less than 0.95 if there are few rounds
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ def _line(row: Row, what: str, name: str, unfused: str | None = None) -> Line:
         return Line(what, row.median(name), low, high)
     gain = row.ratio(unfused, name)
     assert gain.interval is not None
-    return Line(what, row.median(name), low, high, gain.value, gain.interval.low, gain.interval.high)
+    return Line(what, row.median(name), low, high, gain.value, *gain.interval)
 
 
 def _reason(kernel: float, together: float, circumstance: str) -> str:
@@ -279,7 +283,9 @@ class Trial:
                 quartiles = line.lower_quartile, line.upper_quartile
                 spread = " to ".join(_ms(seconds) for seconds in quartiles if seconds is not None)
                 gain = "" if line.gain is None else f"{line.gain:.2f}x"
-                gain += "" if line.gain_low is None else f" ({line.gain_low:.2f} to {line.gain_high:.2f})"
+                if line.gain_level is not None:
+                    level = f", {line.gain_level:.0%}" if line.gain_level < 0.95 else ""
+                    gain += f" ({line.gain_low:.2f} to {line.gain_high:.2f}{level})"
                 yield f"  {line.what}", _ms(line.seconds), spread, gain
 
     def values(self) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from fompi.bench.accelerator import PILOT_ROUNDS, Accelerator
 from fompi.bench.cluster import Cluster
 from fompi.bench.collectives import progress
 from fompi.bench.strategies import FEATURES, ROWS, WIDTH
-from fompi.engine.communicator import Communicator, Mesh
+from fompi.engine.communicator import Communicator
+from fompi.engine.mesh import Mesh
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
 from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks

@@ -4,6 +4,8 @@
 |----------------|--------------------------------------------------------------------------------------------|
 | `main.py`      | the table of subcommands; errors become one line and exit status 2                         |
 | `info.py`      | `info`: versions, MPI, launcher, ranks and hosts; without a subcommand, the same in short  |
+| `facts.py`     | what `info` prints, as values                                                              |
+| `processes.py` | the cores and the GPU of each process of a job, and what is wrong with those of all ranks  |
 | `plan.py`      | `plan`: the grid of a plan; also the arguments that describe a problem                     |
 | `simulate.py`  | `simulate`: the predicted trace of a plan, or a whole model step                           |
 | `explain.py`   | `explain`: every candidate schedule on a machine, and why the best one is the best         |

@@ -1,6 +1,6 @@
 """`fompi info --doctor`: a self-test of a job, which ends in a list of findings, worst first, each with its remedy.
 
-    facts = measure(info.collect(), seconds, say)     # collective; the measurements are those of `calibrate`
+    facts = measure(collect(), seconds, say)          # collective; the measurements are those of `calibrate`
     findings(facts)                                   # pure: what is wrong with these values
 
 It takes at most two minutes by default. A step that finds no time left is skipped, and a finding says so. A watchdog
@@ -25,6 +25,7 @@ import numpy as np
 from fompi.base.errors import FompiError, WaitTimeout
 from fompi.base.layout import Shard, Spec
 from fompi.cli import info
+from fompi.cli.facts import collect
 from fompi.cli.findings import (
     BETWEEN,
     PRODUCT,
@@ -47,7 +48,7 @@ from fompi.model.fit import Pairs
 from fompi.mpi import environment, launcher, transport
 from fompi.ops.operations import plan
 from fompi.runtime import alignment
-from fompi.runtime.executor import bind
+from fompi.runtime.binding import bind
 from fompi.traces import clocks
 from fompi.tuning.links import ROUNDS, Messages
 from fompi.tuning.rounds import alternate, meet, of_all_ranks
@@ -326,7 +327,7 @@ def run(seconds: float, as_json: bool) -> int:
     """Measure, and print the findings on rank 0. There the status is 1 if one of them is an error."""
     with _Watchdog(seconds + GRACE_SECONDS) as watchdog:
         watchdog.step = "MPI starts"
-        given = info.collect()
+        given = collect()
         watchdog.is_running = given["mpi"] is not None
         prints = info.prints(given)
         try:

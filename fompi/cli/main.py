@@ -7,15 +7,19 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple
 
 from fompi.base.errors import FompiError
 from fompi.base.version import __version__
-from fompi.cli.output import UsageError
+from fompi.cli.output import UsageError, first_rank_only, is_first_rank
 from fompi.mpi import environment
 
 MEETING_SECONDS = 1.0
-"""How long a rank with an error waits for the others. Ranks that all have the error arrive within this time."""
+"""How long a rank with an error waits for the others. Ranks that all have the error arrive within this time.
+
+A launcher may end the job when the first rank ends with an error. So rank 0 has this time to say what is wrong.
+"""
 
 
 class Command(NamedTuple):
@@ -45,32 +49,65 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
-    command: Command | None = None
+    status: object = 1
+    try:
+        return (status := _run(sys.argv[1:] if argv is None else argv))
+    except SystemExit as end:  # of argparse
+        status = end.code
+        raise
+    finally:
+        if status and not is_first_rank():
+            sleep(MEETING_SECONDS)
+
+
+def _run(arguments: list[str]) -> int:
+    command = COMMANDS.get(arguments[0]) if arguments else COMMANDS["info"]
     try:
         if not arguments:
-            module = import_module(COMMANDS["info"].module)
-            status = module.brief(program())
+            status = import_module(COMMANDS["info"].module).brief(program())
         else:
             parser, parsers = _parsers()
-            command = COMMANDS.get(arguments[0])
-            if command is not None:
-                module = import_module(command.module)
-                module.add_arguments(parsers[arguments[0]])
-                parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program())}"
-            options = parser.parse_args(arguments)
-            if command is not None and not command.on_ranks and command is not COMMANDS["info"]:
-                _check_environment()
-            status = module.run(options)
+            with first_rank_only():
+                module, options = _parse(arguments, command, parser, parsers)
+            if _starts_mpi(command):
+                status = module.run(options)
+            else:
+                with first_rank_only():
+                    _check_environment()
+                    status = module.run(options)
         sys.stdout.flush()
         return status
     except UsageError as error:
-        parsers[arguments[0]].error(str(error))
+        with first_rank_only():
+            parsers[arguments[0]].error(str(error))
     except BrokenPipeError:  # the reader has stopped reading, like `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (FompiError, OSError, MemoryError) as error:
-        return _fail(error, command is not None and command.on_ranks)
+        return _fail(error, command)
+
+
+def _parse(
+    arguments: list[str],
+    command: Command | None,
+    parser: argparse.ArgumentParser,
+    parsers: dict[str, argparse.ArgumentParser],
+) -> tuple[Any, argparse.Namespace]:
+    """The module of the subcommand, and its options. Arguments without a subcommand end the process here."""
+    module = None
+    if command is not None:
+        module = import_module(command.module)
+        module.add_arguments(parsers[arguments[0]])
+        parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program())}"
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown or module is None:
+        parsers.get(arguments[0], parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    return module, options
+
+
+def _starts_mpi(command: Command | None) -> bool:
+    """True if the subcommand runs on the ranks. All others do the same on every rank, and rank 0 says it."""
+    return command is not None and (command.on_ranks or command is COMMANDS["info"])
 
 
 def _check_environment() -> None:
@@ -104,10 +141,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     return parser, parsers
 
 
-def _fail(error: BaseException, on_ranks: bool) -> int:
+def _fail(error: BaseException, command: Command | None) -> int:
     """Print one line. An error of a single rank among others ends the job."""
     line = str(error) or type(error).__name__
-    if on_ranks:
+    if command is not None and command.on_ranks:
         from fompi.engine import faults
         from fompi.mpi import launcher, transport
 
@@ -117,7 +154,8 @@ def _fail(error: BaseException, on_ranks: bool) -> int:
                 faults.end_job(f"rank {rank}: {line}", 2)
             if rank:
                 return 2
-    print(f"fompi: {line}", file=sys.stderr)
+    if _starts_mpi(command) or is_first_rank():
+        print(f"fompi: {line}", file=sys.stderr)
     return 2
 
 

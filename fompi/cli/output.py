@@ -1,7 +1,8 @@
 """Output of the command line: tables, JSON and a progress line.
 
-Standard output holds results, standard error the rest. Tables are drawn by rich if it is installed and standard output
-is a terminal. Otherwise they are plain text: a pipe gets the same text on every machine.
+Standard output holds results, standard error the rest. What all ranks would say, rank 0 says. Tables are drawn by rich
+if it is installed and standard output is a terminal. Otherwise they are plain text: a pipe gets the same text on every
+machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +36,24 @@ LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"}
 
 class UsageError(Exception):
     """Arguments that do not fit together. It is printed with the usage of the subcommand."""
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks
+
+
+def is_first_rank() -> bool:
+    """True on rank 0, and without a launcher. The variables of the launcher say so: MPI is not started."""
+    return not launcher.detect().rank
+
+
+@contextmanager
+def first_rank_only() -> Iterator[None]:
+    """What is written to the standard streams inside of it is written by rank 0 only."""
+    if is_first_rank():
+        yield
+        return
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        yield
 
 
 # ------------------------------------------------------------------------------------------------------------ tables

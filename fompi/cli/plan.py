@@ -9,7 +9,7 @@ import fompi
 from fompi.base.layout import Spec
 from fompi.engine.communicator import machine_of_environment
 from fompi.model.machine import PRESETS
-from fompi.plans import problems
+from fompi.plans import meaning
 from fompi.plans.plan import grid
 from fompi.schedules.registry import SCHEDULES
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str) -> None:
     """OPERATION, SHAPE ..., --ranks and --dtype."""
-    names = [*sorted(problems.MEANING), *more_operations]
+    names = [*sorted(meaning.MEANING), *more_operations]
     parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
@@ -75,8 +75,8 @@ def machine_of(options: argparse.Namespace) -> fompi.Machine:
 def specs_of(options: argparse.Namespace) -> list[Spec]:
     """The global tensors of the problem."""
     shapes = [_shape(text) for text in options.shapes]
-    grouped = options.operation in problems.GROUPED and len(shapes) > 1 and len(shapes[1]) == 3
-    layouts = problems.layouts(options.operation, len(shapes), options.dim == -1, grouped)
+    grouped = options.operation in meaning.GROUPED and len(shapes) > 1 and len(shapes[1]) == 3
+    layouts = meaning.layouts(options.operation, len(shapes), options.dim == -1, grouped)
     return [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
 
 

@@ -241,9 +241,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpus-per-rank", type=_positive, default=2, metavar="C", help="with two or more, messages move beside kernels"
     )
     add("--gpus-per-node", type=_positive, default=0, metavar="G")
-    add("--time", default="01:00:00", metavar="T", help="the time limit, as Slurm writes it")
+    add("--time", type=_time, default="01:00:00", metavar="T", help="the time limit: minutes, 01:00:00 or 2-12:00:00")
     add("--mpi", choices=["auto", "pmi2", "pmix", "cray_shasta"], default="auto", help="the plug-in of srun")
-    add("--array", default="", metavar="A", help="the indices of a job array: 0-9%%2")
+    add("--array", type=_indices, default="", metavar="A", help="the indices of a job array: 0-9%%2")
     add("--resume", action="store_true", help="stop before the time limit (fompi.Stop), and start again")
     add("--module", action="append", default=[], metavar="M", help="a module to load; may be repeated")
     where = parser.add_mutually_exclusive_group()
@@ -258,6 +258,19 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above 0")
     return number
+
+
+def _time(text: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d\d?){0,2}|infinite|unlimited", text, re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of Slurm: 30 (minutes), 01:00:00, 2-12:00:00")
+    return text
+
+
+def _indices(text: str) -> str:
+    one = r"\d+(-\d+(:\d+)?)?"
+    if text and not re.fullmatch(rf"{one}(,{one})*(%\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} are not indices of Slurm: 0-9, 1,3,7, 0-99:3, 0-9%2")
+    return text
 
 
 def run(options: argparse.Namespace) -> int:

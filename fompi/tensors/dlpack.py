@@ -240,6 +240,12 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
     except (BufferError, RuntimeError, TypeError) as error:  # a tensor of an accelerator, or a sparse or traced one
         if x.device.type != "cpu":
             raise TensorError(f"{name} is on {x.device}, but fompi works on host memory and CUDA devices") from None
+        if x.layout is not torch.strided:
+            raise TensorError(f"{name} has the layout {x.layout}, not rows in memory: pass {name}.to_dense()") from None
+        if x.is_nested:
+            raise TensorError(
+                f"{name} is a nested tensor, not rows in memory: pass {name}.to_padded_tensor(0)"
+            ) from None
         raise TensorError(f"{name} has no plain memory that can be borrowed: {error}") from error
     return Tensor(array, dtype, "torch", False, x)
 
@@ -358,6 +364,8 @@ def _not_a_tensor(x: Any, name: str) -> TensorError:
         remedy = f"pass {name}.filled()"
     elif isinstance(x, (list, tuple, int, float, complex, np.generic)):
         remedy = f"pass np.asarray({name})"
+    elif method := next((method for method in ("toarray", "todense", "to_numpy") if hasattr(x, method)), None):
+        remedy = f"pass {name}.{method}()"  # sparse matrices of SciPy and of JAX, tables of pandas
     else:
         remedy = "pass a tensor of NumPy, PyTorch, JAX, or an object that exports DLPack"
     return TensorError(f"{name} has type {type(x).__name__}, which is not a tensor: {remedy}")

@@ -29,8 +29,9 @@ from fompi.planner.explain import MOST_EVENTS, Explanation, explain
 from fompi.plans.plan import Plan, Programs
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
-from fompi.runtime import executor
-from fompi.runtime.executor import Executor, backend_for
+from fompi.runtime.binding import backend_for
+from fompi.runtime.binding import bind as bind_plan
+from fompi.runtime.executor import Executor
 from fompi.schedules.registry import IN_RING_ORDER
 from fompi.traces.drift import WARN_DRIFT, Drift, differ
 from fompi.traces.trace import Trace
@@ -99,7 +100,7 @@ def bind(
         refusal = flaw(lambda: plan)
     if refusal is not None:
         agree(Communicator.of(comm), "bind", refusal)  # raises on all ranks
-    step = executor.bind(plan, comm=comm, **given)
+    step = bind_plan(plan, comm=comm, **given)
     machine = step.comm.machine
     if machine is not None and step.comm.rank == 0 and kernels is None and plan.size <= MOST_RANKS:
         step.drift = Drift(step.compiled.title, machine.name, partial(predict, plan, machine))
@@ -147,7 +148,7 @@ class _Binding:
         return 0 if self.given["kernels"] or backend.asynchronous else 1 + digest(backend.name) % (1 << 32)
 
     def executor(self, candidate: Candidate) -> Executor:
-        return executor.bind(self.explanation.plan_of(candidate), comm=self.comm, **self.given)
+        return bind_plan(self.explanation.plan_of(candidate), comm=self.comm, **self.given)
 
     def measure_fastest(self, backend_ids: Sequence[int]) -> Candidate:
         """The fastest of the best candidates. `backend_ids` are those of all ranks. Collective.

@@ -31,9 +31,10 @@ from fompi.model.machine import Level, Machine
 from fompi.mpi import launcher
 from fompi.mpi.transport import library
 from fompi.ops.operations import plan
-from fompi.plans import problems
+from fompi.plans.meaning import layouts
 from fompi.plans.plan import Collective
-from fompi.runtime.executor import Executor, bind
+from fompi.runtime.binding import bind
+from fompi.runtime.executor import Executor
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, Messages
 from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, texts
@@ -347,7 +348,7 @@ class _Calibration:
 
         `behind`: the ranks run kernels, only the helper thread polls, and calls follow each other.
         """
-        layout = problems.layouts(name, 1)[0]
+        layout = layouts(name, 1)[0]
         samples = []
         units = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in NATIVE_SIZES}  # many ranks: some are equal
         for rows in (n * self.size for n in units):

@@ -249,11 +249,16 @@ class NoiseMonitor:
     disturbed is repeated, at most TRIES times. The number of repetitions is at most the number of turns (or TRIES, if
     that is more). Then the try with the fastest probes counts. The times of the turn itself do not matter for this.
 
+    Probes, waits and repetitions since the last count may take `patience` seconds, or as long as the turns if that is
+    longer. While they have taken more, turns run once, without probes, and are not counted.
+
     Collective over `comm` (mpi4py).
     """
 
-    def __init__(self, comm: Any):
-        self.comm = comm
+    def __init__(self, comm: Any, patience: float = math.inf):
+        self.comm, self.patience = comm, patience
+        self._watching = self._timing = 0.0  # seconds since the last count: for probes, waits, repetitions; for turns
+        self._is_spent = False
         self._products = [np.ones((PROBE, PROBE), np.float32) for _ in range(3)]
         self._probe_seconds: list[float] = []
         self._turns = self._repeated = self._waited = self._disturbed = 0
@@ -261,19 +266,25 @@ class NoiseMonitor:
             self.probe()
 
     @staticmethod
-    def of(comm: Any) -> NoiseMonitor | None:
+    def of(comm: Any, patience: float = math.inf) -> NoiseMonitor | None:
         """A monitor, or None if ranks share a core: then each rank always disturbs the others. Collective."""
         cores = min(launcher.cores_per_rank(), launcher.cores_beside_other_hosts())
-        return NoiseMonitor(comm) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
+        return NoiseMonitor(comm, patience) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
 
     def probe(self) -> float:
-        """The time of a probe now, divided by its usual time: the lower decile of all probes of this rank."""
+        """The time of a probe now, divided by its usual time: the lower decile of all probes of this rank.
+
+        0 without a probe, if there is no patience left.
+        """
+        if self._is_spent:
+            return 0.0
         a, b, c = self._products
         seconds = []
         for _ in range(PROBES):
             begun = perf_counter()
             np.matmul(a, b, out=c)
             seconds.append(perf_counter() - begun)
+        self._watching += sum(seconds)
         self._probe_seconds.append(min(seconds))
         return min(seconds) / float(np.quantile(self._probe_seconds, 0.1))
 
@@ -285,17 +296,29 @@ class NoiseMonitor:
             if slowest <= DISTURBED or self._waited >= WAITS * max(self._turns, TRIES):
                 return slowdown
             self._waited += 1
+            self._watching += WAIT_SECONDS
             sleep(WAIT_SECONDS)
 
     def repeat_disturbed(self, turn: Callable[[], tuple[float, float]]) -> float:
         """The value of the least disturbed try of `turn`, which returns (the slowest probe of this rank, value)."""
-        self._turns += 1
+        self._turns += not self._is_spent
         tries: list[tuple[float, float]] = []
         most = max(self._turns, TRIES)
-        while not tries or (min(tries)[0] > DISTURBED and len(tries) < TRIES and self._repeated < most):
+        while not tries or (
+            min(tries)[0] > DISTURBED and len(tries) < TRIES and self._repeated < most and not self._is_spent
+        ):
             self._repeated += bool(tries)
+            begun, watched = perf_counter(), self._watching
             slowdown, value = turn()
-            tries.append((float(of_all_ranks(self.comm, np.array([slowdown])).max()), value))
+            taken = perf_counter() - begun
+            if tries:
+                self._watching = watched + taken
+            else:
+                self._timing += taken - (self._watching - watched)  # without its probes and waits
+            over = self._watching - max(self.patience, self._timing)
+            slowest, over = of_all_ranks(self.comm, np.array([slowdown, over])).max(axis=0).tolist()
+            self._is_spent = over > 0  # the same on all ranks
+            tries.append((slowest, value))
         self._disturbed += min(tries)[0] > DISTURBED
         return min(tries)[1]
 
@@ -312,6 +335,7 @@ class NoiseMonitor:
         """The turns since the last count."""
         turns = Turns(self._turns, self._repeated, self._disturbed)
         self._turns = self._repeated = self._waited = self._disturbed = 0
+        self._watching, self._timing, self._is_spent = 0.0, 0.0, False
         return turns
 
 

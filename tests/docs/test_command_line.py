@@ -153,6 +153,7 @@ WRONG = {
     "try 64,64": "a shape is M,K,N, for example 4096,4096,4096, not '64,64'",
     "try 0,8,8": "M=0, K=8, N=8: each must be 1 or more",
     "bench --like 64": "a shape is M,K,N",
+    "bench --device software --like 64": "a shape is M,K,N",
 }
 MISSPELT = {
     "paln": "invalid choice: 'paln'",
@@ -165,7 +166,8 @@ MISSPELT = {
     "bench": "bench: name a suite (collectives, ",
     "bench everything": "invalid choice: 'everything'",
     "try": "the following arguments are required: M,K,N",
-    "try 64,64,64 --ranks 1": "--ranks is 2 or more: one rank has no messages to hide",
+    "try 64,64,64 --ranks 1": "--ranks 1: give 2 or more, one rank has no messages to hide",
+    "try 64,64,64 --ranks 99999": "--ranks 99999: more than ",
     "simulate step --ranks 4 --schedule ring": "simulate step takes --model, --parallel, --ranks",
     "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
     "calibrate --limit 0": "--limit 0: give a number of seconds above 0",
@@ -406,6 +408,36 @@ def test_info_of_three_ranks(mpirun):
     assert facts["versions"]["fompi"] == fompi.__version__
     text = mpirun(2, "-m", "fompi", "info").stdout
     assert text.startswith("fompi ") and text.count("launcher") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "status"),
+    [
+        ("plan all_gather 64x4 --ranks 2 --verify", "verified: 2 ranks", 0),
+        ("plan all_gather 64x4 --ranks 0", "fompi: ranks=0 must be an integer", 2),
+        ("calibrate --nope", "usage: python -m fompi calibrate", 2),
+    ],
+)
+def test_what_all_ranks_would_say_rank_0_says(mpirun, arguments, words, status):
+    done = mpirun(3, "-m", "fompi", *arguments.split())
+    assert done.returncode == status and done.output.count(words) == 1, done.output
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_knows_by_its_variables_whether_it_speaks(rank, monkeypatch, capsys):
+    """All ranks end with the same status. Rank 0 speaks before the others end with an error."""
+    ended = []
+    monkeypatch.setattr("fompi.cli.main.sleep", ended.append)
+    for name, value in (("PMI_SIZE", "2"), ("MPI_LOCALNRANKS", "2"), ("PMI_RANK", rank)):
+        monkeypatch.setenv(name, value)
+    for arguments, status in (("--version", 0), ("plan", 2), ("plan --nope", 2), ("try 8,8,8 --rounds 0", 2)):
+        with pytest.raises(SystemExit) as end:
+            main(arguments.split())
+        assert end.value.code == status
+    assert main(["plan", "all_gather", "64x4", "--ranks", "2"]) == 0
+    assert main(["plan", "all_gather", "64x4", "--ranks", "0"]) == 2
+    shown = capsys.readouterr()
+    assert bool(shown.out) == bool(shown.err) == (rank == "0") and len(ended) == (0 if rank == "0" else 4)
 
 
 def test_no_command_on_two_ranks(mpirun):

@@ -11,8 +11,9 @@ import pytest
 from device_mutants import plant
 
 import fompi
-from fompi.backends.cuda import announced, backend_of
-from fompi.backends.cuda.announced import CudaAnnouncer, layout
+from fompi.backends.cuda import backend_of
+from fompi.backends.cuda.counters import announced
+from fompi.backends.cuda.counters.announced import CudaAnnouncer, layout
 from fompi.backends.cuda.device import Product
 from fompi.backends.numpy import narrow, widen
 
@@ -208,7 +209,7 @@ def test_a_kernel_that_does_not_compile_is_a_warning(device, monkeypatch):
         assert backend_of(device).bind_announced(listed) is None
 
 
-ANNOUNCED, LAUNCHED = "fompi.backends.cuda.announced", "fompi.backends.cuda.signal:launched"
+ANNOUNCED, LAUNCHED = "fompi.backends.cuda.counters.announced", "fompi.backends.cuda.counters.signal:launched"
 
 PLANTED = {
     "results go where x says": (f"{ANNOUNCED}:in_place", "run.y + first * y_row", "run.y + first * x_row"),

@@ -197,7 +197,7 @@ def test_operations_give_the_kind_that_they_take(device, fakecuda):
     np.testing.assert_array_equal(fakecuda.of_cupy(out), x)
     lent = fompi.all_gather(Producer(device.array(x)))
     np.testing.assert_array_equal(borrow(lent).array.get(), x)
-    with pytest.raises(fompi.TensorError, match="on the CUDA device, but another operand is on the host"):
+    with pytest.raises(fompi.TensorError, match="on the CUDA device, but w is on the host"):
         fompi.all_gather_matmul(fakecuda.as_cupy(device, x), w)
 
 

@@ -11,19 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from fompi.cli import info
-from fompi.cli.info import (
+from fompi.cli.facts import _counters, _paths
+from fompi.cli.info import text
+from fompi.cli.processes import (
     Gpu,
     Process,
-    _counters,
-    _paths,
     binding,
     cores_per_rank,
     crowding_notes,
     gpu_notes,
     gpu_of,
     rank_rows,
-    text,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -476,10 +474,10 @@ def test_the_expected_number_of_ranks():
 def test_whether_products_are_announced(monkeypatch):
     cpu, gpu = (Process(1, "here", device, frozenset({0})) for device in ("cpu", "cuda:0 H100"))
     monkeypatch.delenv("FOMPI_COUNTERS", raising=False)
-    monkeypatch.setattr(info, "_version", lambda names: "3.4" if "triton" in names else None)
+    monkeypatch.setattr("fompi.cli.facts._version", lambda names: "3.4" if "triton" in names else None)
     assert _counters([cpu]) is None and "measured to be faster (FOMPI_COUNTERS=auto, Triton 3.4)" in _counters([gpu])
     monkeypatch.setenv("FOMPI_COUNTERS", "1")
-    monkeypatch.setattr(info, "_version", lambda names: None)
+    monkeypatch.setattr("fompi.cli.facts._version", lambda names: None)
     assert "wherever it can (FOMPI_COUNTERS=1, Triton is not installed)" in _counters([cpu])
 
 

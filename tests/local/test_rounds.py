@@ -221,6 +221,25 @@ def test_the_number_of_repeated_turns_is_limited(monkeypatch):
     assert monitor.count().disturbed == 20 and monitor.count().timed == 0
 
 
+@pytest.mark.parametrize(("turn", "watched"), [(0.001, 5), (0.008, 30)])
+def test_the_patience_of_a_monitor_ends(turn, watched, monkeypatch):
+    """Probes take 6 ms of a turn, on a clock of the test. After 20 ms they take no longer than the turns themselves."""
+    clock = [0.0]
+
+    def spend(*operands, out=None, seconds=0.001):
+        clock[0] += seconds
+        return 1.0
+
+    monkeypatch.setattr(rounds, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(rounds.np, "matmul", spend)
+    monitor = NoiseMonitor(Alone(), patience=0.0205)
+    monitor.count()
+    for _ in range(30):
+        monitor.measure(lambda: spend(seconds=turn))
+    assert monitor.count() == (watched, 0, 0)  # all others ran without probes
+    assert clock[0] == pytest.approx(3e-3 * rounds.FIRST_PROBES + 30 * turn + watched * 6e-3)
+
+
 def test_probes_of_an_idle_core_are_quiet():
     monitor = NoiseMonitor(Alone())
     assert min(monitor.probe() for _ in range(10)) < 1.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fompi.base.errors import LaunchError
-from fompi.cli.slurm import PLUGINS, Facts, Job, script
+from fompi.cli.slurm import PLUGINS, Facts, Job, _indices, _time, script
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = "fompi slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 --time 00:10:00 -- examples/tp_mlp.py"
@@ -85,6 +86,23 @@ def test_what_a_script_does_with_the_end_of_the_program(plugins, end, tmp_path):
     assert done.stdout.count("signalled") == signalled
     assert ("requeue 7" in done.stdout) == (end == "again")
     assert not (tmp_path / ".again-7").exists() and done.stderr == ""
+
+
+@pytest.mark.parametrize("text", ["30", "30:00", "01:00:00", "2-12", "2-12:30", "2-12:30:00", "UNLIMITED"])
+def test_times_of_slurm(text):
+    assert _time(text) == text
+
+
+@pytest.mark.parametrize("text", ["0", "0-9", "1,3,7", "0-99:3", "0-9%2", "1,4-6%1"])
+def test_indices_of_slurm(text):
+    assert _indices(text) == text
+
+
+def test_times_and_indices_that_slurm_would_refuse():
+    for read, texts in ((_time, ("", "3x", "1:2:3:4", "1h")), (_indices, ("x", "0-9%", "1,,2", "-3"))):
+        for text in texts:
+            with pytest.raises(argparse.ArgumentTypeError, match="of Slurm: "):
+                read(text)
 
 
 def test_the_command():

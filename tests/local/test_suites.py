@@ -164,6 +164,15 @@ def test_a_trial_warns_of_others_on_the_cores(monkeypatch):
     assert "8: measured as the next multiple of 3" in trial.Trial.of((8, 9, 9), 3, Hosts(), [fused_row()]).warnings[0]
 
 
+def test_the_interval_of_few_rounds_has_its_level(monkeypatch):
+    for cores in ("cores_per_rank", "cores_beside_other_hosts"):
+        monkeypatch.setattr(trial.launcher, cores, lambda: 2.0)
+    row = fused_row(best=1.0)
+    few = replace(row, samples={name: each[:3] for name, each in row.samples.items()})
+    gains = [[cells[3] for cells in trial.Trial.of((8, 8, 8), 2, Hosts(), [each])._rows()][3] for each in (row, few)]
+    assert gains == ["1.90x (1.90 to 1.90)", "1.90x (1.90 to 1.90, 75%)"]
+
+
 def measured(chosen: float, **others: float) -> planner._Measured:
     """The chosen plan `direct` and others in the first rounds. The finalists take the same time in the final rounds."""
     ran = samples(direct=chosen, **others)
