@@ -58,7 +58,8 @@ from fompi.base.errors import (
 )
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.base.version import __version__ as __version__
-from fompi.engine.communicator import OBSERVERS, Communicator, Mesh
+from fompi.engine.communicator import OBSERVERS, Communicator
+from fompi.engine.mesh import Mesh
 from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate

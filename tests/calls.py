@@ -9,7 +9,7 @@ import numpy as np
 import fompi
 from fompi.base.layout import Sizes, split
 from fompi.plans.conditions import reference
-from fompi.plans.problems import ROOTED
+from fompi.plans.meaning import ROOTED
 from fompi.schedules import registry
 
 NAMES = [name for name in catalogue.problems(1) if "weight_gradient flipped" not in name]
@@ -52,7 +52,7 @@ def with_gaps(array):
 def arguments(problem, given, sizes, rank):
     """The positional and the keyword arguments of the operation on one rank."""
     arrays, name = tensors(problem, given), problem.name
-    if problem.columns and problem.weights:
+    if problem.deals_product:
         first, ranks, weight = problem.multiplies_first, range(problem.size), problem.weights[0]
         w = np.concatenate([arrays[f"w{r}"] for r in ranks], int(first))
         options = {"dim": -1, "columns": problem.columns} | ({} if first else {"counts": sizes.rows})

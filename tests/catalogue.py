@@ -12,8 +12,10 @@ from random import Random
 import numpy as np
 
 from fompi.base.layout import Sizes, Spec, split
+from fompi.plans.meaning import MEANING, layouts
 from fompi.plans.plan import Compute, Recv, Send
-from fompi.plans.problems import MEANING, Form, from_specs, layouts, problem
+from fompi.plans.problems import Form, problem
+from fompi.plans.specs import from_specs
 
 RANKS = (1, 2, 3, 4, 5, 7, 8)
 ROWS = ("even", "uneven", "few", "lonely", "none")

@@ -1,7 +1,8 @@
 """A kernel that announces its products, as a Numba kernel in Numba's simulator, while the host sends them by MPI.
 
-The kernel is the twin of `multiply_groups` in `fompi.backends.cuda.triton`. Its table, counters and flags are made by
-`fompi.backends.cuda.announced`, for the products of a plan. Two ranks run this file, with NUMBA_ENABLE_CUDASIM=1:
+The kernel is the twin of `multiply_groups` in `fompi.backends.cuda.counters.triton`. Its table, counters and flags are
+made by `fompi.backends.cuda.counters.announced`, for the products of a plan. Two ranks run this file, with
+NUMBA_ENABLE_CUDASIM=1:
 
     mpirun -n 2 python tests/counters_twin.py
 """
@@ -19,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 from numba import cuda
 
-from fompi.backends.cuda import announced
+from fompi.backends.cuda.counters import announced
 from fompi.backends.numpy import Numpy
 from fompi.base.layout import Sizes, offsets
 from fompi.plans.dependencies import constraints

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import cupy
 import numpy as np
 
-from fompi.backends.cuda.announced import GROUP_NUMBERS, GROUP_POINTERS, Form
+from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, Form
+from fompi.backends.cuda.counters.signal import WORDS
 from fompi.backends.cuda.cupy import CudaDevice
 from fompi.backends.cuda.library import Library
-from fompi.backends.cuda.signal import WORDS
 from fompi.backends.numpy import Numpy, narrow, widen
 
 REAL = cupy.cuda.runtime

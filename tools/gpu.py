@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.backends.cuda.announced import measured
+from fompi.backends.cuda.counters.announced import measured
 from fompi.backends.cuda.cupy import CudaDevice
 from fompi.backends.cuda.device import Product
 

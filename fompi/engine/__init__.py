@@ -12,7 +12,9 @@
 | `handshake` | the agreement of all ranks before a call moves data |
 | `faults` | what a rank does when it ends, normally or by an error |
 | `pickled` | what a pickle of a communicator or a mesh contains, and how it is found again |
-| `communicator` | `Communicator` and `Mesh` |
+| `communicator` | `Communicator`: the ranks on which an operation runs |
+| `mesh` | `Mesh`: a grid of all ranks with named axes, each a `Communicator` |
+| `stop` | `Stop`: all ranks end in the same step after a signal of the batch system |
 
 May import `base`, `plans`, `traces`, `model`, `tensors`, `backends` and `mpi`, never `schedules` or `planner`.
 """

@@ -116,7 +116,7 @@ def call_seconds(problem: Problem, machine: Machine, rows: float, runs: int = 1)
 
 def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
     """The number of rows that a rank multiplies."""
-    if problem.columns and problem.weights:
+    if problem.deals_product:
         return sizes.rows[rank]
     if not sizes.pairs:
         return sum(sizes.rows)
@@ -130,7 +130,7 @@ def row_nbytes(problem: Problem) -> tuple[int, int]:
     """
     summed = problem.multiplies_first and problem.sums
     width = prod(problem.sent_row)
-    if problem.columns and problem.weights:
+    if problem.deals_product:
         width = prod(problem.row[:-1]) * sum(problem.columns)
     return width * itemsize(problem.accumulator if summed else problem.dtype), width * itemsize(problem.dtype)
 

@@ -13,8 +13,8 @@ from fompi.model.machine import Machine
 from fompi.model.rotation import rotated
 from fompi.model.walk import Walk, check_sizes
 from fompi.plans.dependencies import KERNEL_LANES, Constraints, constraints, lane
+from fompi.plans.meaning import ROOTED
 from fompi.plans.plan import Plan
-from fompi.plans.problems import ROOTED
 from fompi.traces.trace import Trace
 
 FEW_RANKS, MOST_RANKS = 16, 64

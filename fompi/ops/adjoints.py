@@ -61,7 +61,7 @@ from fompi.ops.arguments import Arguments, Peers, deals_columns
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation
 from fompi.ops.pending import Pending
-from fompi.plans.problems import MEANING, is_flat
+from fompi.plans.meaning import MEANING, is_flat
 from fompi.schedules.registry import can_move
 
 

@@ -6,7 +6,7 @@ Nothing here communicates. Errors that other ranks must see too are raised here 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -19,7 +19,8 @@ from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import as_integer, integer, split
 from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
-from fompi.plans.problems import GROUPED, MEANING, Form, Problem, deals_products
+from fompi.plans.meaning import GROUPED, MEANING, deals_products, is_flat
+from fompi.plans.problems import Form, Problem
 from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -115,12 +116,14 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     if arguments.weights or arguments.operands:
         weights = [borrow(w, "w") for w in arguments.weights]
         biases = [None if b is None else borrow(b, "bias") for b in arguments.biases]
-        operands = [borrow(h, "operand") for h in arguments.operands]
+        operands = [borrow(h, "h") for h in arguments.operands]
     out = None if arguments.out is None else borrow(arguments.out, "out")
     device = x.device
-    if weights or operands or out is not None:
-        _check_one_device(operation, (x, *weights, *biases, *operands, out))
-    flat = not weights and problems.is_flat(operation)
+    if (weights or operands or out is not None) and any(
+        tensor is not None and tensor.device is not device for tensor in (*weights, *biases, *operands, out)
+    ):
+        raise _on_two_devices(operation, x, (*_named(weights, biases, operands), ("out=", out)))
+    flat = not weights and is_flat(operation)
     shape, packing, dim, split_at = x.array.shape, None, 0, -1
     columns: tuple[int, ...] = ()
     experts = _experts(operation, arguments.experts, weights, rank, size)
@@ -167,12 +170,12 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
     runs: Sequence[Sequence[int]] = ()
-    counts = None if columns and not weights else arguments.counts
+    counts = None if problem.deals_x else arguments.counts
     if experts:
         runs = _runs(problem, len(x.array), counts, rank)
         counts = [sum(run) for run in runs]
     rows = _rows(problem, len(x.array), counts, rank)
-    packed = not problem.multiplies_first and not (columns and not weights) and not x.array.flags.c_contiguous
+    packed = not problem.multiplies_first and not problem.deals_x and not x.array.flags.c_contiguous
     arrays = {"x": x.array}
     for i, w in enumerate(weights):
         arrays[problem.name("w", i)] = w.array
@@ -187,8 +190,9 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     in_place = False
     if out is not None:
         in_place = flat and out.array.flags.c_contiguous and _same_memory(x, out)
-        if not in_place and any(_overlap(out, tensor) for tensor in (x, *weights, *biases, *operands)):
-            raise TensorError(f"{operation}: out= shares memory with another operand")
+        for name, tensor in () if in_place else (("x", x), *_named(weights, biases, operands)):
+            if _overlap(out, tensor):
+                raise TensorError(f"{operation}: out= shares memory with {name}")
         expects = _check_out(problem, out, shape, dim, split_at, rank, rows, expects)
     where = (out, in_place, device, packing)
     return LocalCall(problem, packed, arrays, x, shape, dim, split_at, rows, expects, *where, runs)
@@ -198,21 +202,27 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return dlpack.same_memory(*(tensor.array if tensor.host is None else tensor.host for tensor in (a, b)))
 
 
-def _overlap(a: Tensor, b: Tensor | None) -> bool:
+def _overlap(a: Tensor, b: Tensor) -> bool:
     """True if two tensors of the caller may share memory."""
-    if b is None:
-        return False
     return dlpack.overlap(*(tensor.array if tensor.host is None else tensor.host for tensor in (a, b)))
 
 
-def _check_one_device(operation: str, tensors: Sequence[Tensor | None]) -> None:
-    x, *others = (tensor for tensor in tensors if tensor is not None)
-    for other in others:
-        if other.device is not x.device:
-            where = [f"the {t.device.name}" if t.device is not None else "the host" for t in (x, other)]
-            if where[0] == where[1]:
-                where[1] = f"another {other.device.name}"
-            raise TensorError(f"{operation}: x is on {where[0]}, but another operand is on {where[1]}")
+def _named(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], operands: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a call beside x, with what messages call them."""
+    for kind, tensors in (("w", weights), ("bias", biases), ("h", operands)):
+        for i, tensor in enumerate(tensors):
+            if tensor is not None:
+                yield problems.argument(kind, i, len(tensors)), tensor
+
+
+def _on_two_devices(operation: str, x: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> TensorError:
+    name, other = next((name, t) for name, t in others if t is not None and t.device is not x.device)
+    where = [f"the {t.device.name}" if t.device is not None else "the host" for t in (x, other)]
+    if where[0] == where[1]:
+        where[1] = f"another {other.device.name}"
+    return TensorError(f"{operation}: x is on {where[0]}, but {name} is on {where[1]}")
 
 
 def _form(tensor: Tensor) -> Form:
@@ -224,7 +234,7 @@ def _dimension(operation: str, dim: int, x: Array, multiplied: bool, name: str =
     if (type(dim) is not int and integer(dim) is None) or not -count <= dim < count:
         raise ShapeError(f"{operation}: x with the shape {x.shape} has no dimension {name}={dim!r}")
     dim = int(dim) % count
-    if multiplied and dim == count - 1:
+    if multiplied and dim == count - 1 > 0:  # x of one dimension: see `problems.problem`
         raise ShapeError(
             f"{operation}: dim={dim} is the last dimension of x, which the product sums over: choose another dim"
         )

@@ -46,7 +46,7 @@ Array = np.ndarray[Any, Any]
 MOST_TAG = (1 << MESSAGE_BITS - 1) - 2
 """The largest tag of a message: tag t has the tags 2 t + 2 and 2 t + 3 of MPI."""
 
-_HEADER = struct.Struct("<iiq16s")  # 1 if refused, dimensions, bytes of the data or of the refusal, dtype
+_HEADER = struct.Struct("<iiq24s")  # 1 if refused, dimensions, bytes of the data or of the refusal, dtype
 _SIZE = struct.Struct("<q")
 
 _NUMPY = dlpack.borrow(np.empty(0))

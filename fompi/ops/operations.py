@@ -29,8 +29,8 @@ from fompi.ops.operation import CallKeywords, Operation
 from fompi.planner.choose import plan_for
 from fompi.planner.explain import MOST_EVENTS, Explanation
 from fompi.planner.explain import explain as explained
-from fompi.plans import problems
 from fompi.plans.plan import Plan
+from fompi.plans.specs import from_specs
 from fompi.plans.verify import verify
 from fompi.schedules.registry import REGISTERED
 
@@ -470,7 +470,7 @@ def plan(
     """
     name = _name(operation)
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
-    at, sizes = problems.from_specs(name, specs, ranks, experts=experts, counts=counts, **options)
+    at, sizes = from_specs(name, specs, ranks, experts=experts, counts=counts, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
@@ -503,7 +503,7 @@ def explain(
     `machine` is a Machine, its name or its file. Raises the same errors as `fompi.plan`.
     """
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
-    at, sizes = problems.from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, **options)
+    at, sizes = from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, **options)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS)
 
 

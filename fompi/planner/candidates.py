@@ -255,7 +255,7 @@ def _job(problem: Problem, sizes: Sizes, machine: Machine, rank: int, dest: int)
 
     A piece is multiplied by `rank` and sent to `dest`, or sent to `dest` and multiplied there.
     """
-    if problem.columns and problem.weights:  # as rows with the columns of all ranks
+    if problem.deals_product:  # as rows with the columns of all ranks
         rows = dealt(problem, sizes).pairs[rank][dest] / max(1, sum(problem.columns))
     elif sizes.pairs:
         rows = float(sizes.pairs[rank][dest])

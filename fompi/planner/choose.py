@@ -17,8 +17,9 @@ from fompi.model.machine import Machine
 from fompi.model.simulate import FEW_RANKS
 from fompi.planner.candidates import FEW_OPS, direct_window
 from fompi.planner.explain import MOST_EVENTS, explain
+from fompi.plans.meaning import ROOTED
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Plan
-from fompi.plans.problems import ROOTED, Problem
+from fompi.plans.problems import Problem
 from fompi.schedules.registry import (
     DIRECT_FAMILY,
     ON_REGISTER,

@@ -28,7 +28,8 @@ from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.model.bound import call_seconds, rows_worked
 from fompi.model.machine import Machine
 from fompi.planner.explain import explain
-from fompi.plans.problems import MEANING, from_specs
+from fompi.plans.meaning import MEANING
+from fompi.plans.specs import from_specs
 
 DTYPE = "int16"
 """Stands for bfloat16: two bytes per element. Products and sums of int16 are not widened, so no message has four bytes

@@ -57,7 +57,7 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
         return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
 
     everything: Sequence[int] = range(size * parts)
-    if problem.columns and problem.weights:
+    if problem.deals_product:
         y = problem.workspace(rank, parts)["y"]
         return {("y", b): _dealt_product(problem, rank, parts, b) for b in range(y.first, y.first + y.count)}
     if problem.moves == "reduce_scatter":
@@ -128,7 +128,7 @@ def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, 
         y = x @ data[problem.name("w", i)]
         return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
 
-    if problem.columns and not problem.weights:
+    if problem.deals_x:
         return [{"y": xp.concatenate([data[f"x{rank}"] for data in inputs])} for rank in range(size)]
     if problem.columns:
         return [{"y": y} for y in _dealt_products(problem, inputs, [rows(sizes.rows, r) for r in range(size)], xp)]

@@ -1,56 +1,19 @@
-"""The meaning of each operation: its operands and their layouts, its inputs and outputs.
-
-Every operation belongs to one of two families:
-
-* *gather*: the rows of x travel first (all-gather, all-to-all, broadcast). Then each block that arrives is kept,
-  multiplied by weights, or used for a weight gradient.
-* *scatter*: the rows are given or are a product. Then they are summed over the ranks (reduce-scatter, all-reduce) or
-  distributed to the ranks (all-to-all).
-
-An all-to-all may split another dimension than it joins. Then the rows of all ranks travel as in an all-gather, but each
-rank gets only its columns of them (`Problem.columns`). With a product before it, the columns of the product are dealt
-to the ranks. With a product behind it, the rows go back to their owners, and their columns come together: the product
-there is the sum of the products of all pieces (`DEALT`).
-
-Rows may go to experts (`Problem.experts`). Each rank has some of them, each with a weight of its own. Then the rows of
-a pair of ranks are in runs, one for each expert of the rank that multiplies.
-
-Three operations are others with rows on one rank only, the root. A `gather` is an all-to-all in which only the root
-receives, a `scatter` one in which only the root sends, and a `reduce` is a reduce-scatter of which the root keeps all.
-`Problem.is_empty` says which blocks have no rows then. Their plans leave such blocks out.
-"""
+"""The Problem: an operation with the shapes and dtypes of its operands, and the buffers that each rank has for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import prod
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
-from fompi.base import layout
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
-from fompi.base.layout import (
-    HALF,
-    MOVED_ONLY,
-    Partial,
-    Replicate,
-    Shard,
-    Sizes,
-    Spec,
-    Symbol,
-    accumulator,
-    as_integer,
-    offsets,
-    split,
-)
+from fompi.base.layout import HALF, MOVED_ONLY, Sizes, Symbol, accumulator, offsets, split
 from fompi.plans.kernels import REDUCTIONS, Value
+from fompi.plans.meaning import AXES, DEALT, GROUPED, MEANING, ROOTED, is_flat
 from fompi.plans.plan import Program, Workspace
-
-MOST_RANKS = 1 << 16
-"""The most ranks of a plan: a greater number is most likely a mistake."""
 
 
 class Form(NamedTuple):
@@ -121,6 +84,16 @@ class Problem:
         """True if each block has one destination: no rank needs what another one gets."""
         return self.moves == "all_to_all" or bool(self.columns)
 
+    @cached_property
+    def deals_x(self) -> bool:
+        """True if the columns of x are dealt to the ranks, and nothing is multiplied. They are packed in any case."""
+        return bool(self.columns) and not self.weights
+
+    @cached_property
+    def deals_product(self) -> bool:
+        """True if columns are dealt to the ranks before or behind a product."""
+        return bool(self.columns) and bool(self.weights)
+
     def cut(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """`tensors` by the names of the inputs: where columns are dealt, x or the weight becomes its pieces."""
         given = dict(tensors)
@@ -136,7 +109,7 @@ class Problem:
         """The tensors of which `cut` makes pieces, with their shapes. Of x it is the shape of a row."""
         if not self.columns:
             return {}
-        if not self.weights:
+        if self.deals_x:
             return {"x": self.row}
         n = self.weights[0].columns
         biased = self.weights[0].bias and self.multiplies_first
@@ -225,7 +198,7 @@ class Problem:
 
     def result_row(self, rank: int) -> tuple[int, ...]:
         """The shape of one row of the (first) result with rows on `rank`."""
-        if self.columns and (self.multiplies_first or not self.weights):
+        if self.deals_x or (self.deals_product and self.multiplies_first):
             return self.columns_row(rank)
         return self.product_row(0) if self.weights else self.row
 
@@ -249,7 +222,7 @@ class Problem:
     @property
     def axes(self) -> tuple[str, str]:
         """The axis of x and the axis of the results with rows."""
-        return _AXES[self.moves]
+        return AXES[self.moves]
 
     def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
         """The input and output buffers of one rank."""
@@ -278,7 +251,7 @@ class Problem:
     def _add_dealt(self, work: Workspace, rank: int) -> None:
         """The inputs where columns are dealt."""
         here, ranks = self.axes[0], range(self.size)
-        if not self.weights:
+        if self.deals_x:
             for dest in ranks:
                 work.add(f"x{dest}", "input", here, self.columns_row(dest), self.dtype)
             return
@@ -292,7 +265,7 @@ class Problem:
     @cached_property
     def biases(self) -> dict[str, int]:
         """The biases where columns are dealt, and their lengths: one for each piece of the product, or one."""
-        if not (self.columns and self.weights and self.weights[0].bias):
+        if not (self.deals_product and self.weights[0].bias):
             return {}
         if self.multiplies_first:
             return {f"bias{r}": n for r, n in enumerate(self.columns)}
@@ -385,79 +358,6 @@ class OwnProblem:
         raise NotImplementedError
 
 
-class Meaning(NamedTuple):
-    """The family of an operation, the collective that moves its rows, and the layouts of its global tensors."""
-
-    family: str
-    moves: str
-    x: layout.Layout
-    y: layout.Layout
-    weight: layout.Layout | None = None
-    operand: layout.Layout | None = None
-    keeps: bool = False  # the gathered rows are a result, in addition to products or gradients
-
-
-_AXES = {
-    "all_gather": ("own", "rows"),
-    "broadcast": ("rows", "rows"),
-    "reduce_scatter": ("rows", "own"),
-    "all_reduce": ("slices", "slices"),
-    "all_to_all": ("send", "recv"),
-}
-
-_ROWS, _COLUMNS, _ALL, _TERM = Shard(0), Shard(-1), Replicate(), Partial()
-
-MEANING: dict[str, Meaning] = {
-    "all_gather": Meaning("gather", "all_gather", _ROWS, _ALL),
-    "broadcast": Meaning("gather", "broadcast", _ALL, _ALL),
-    "reduce_scatter": Meaning("scatter", "reduce_scatter", _TERM, _ROWS),
-    "all_reduce": Meaning("scatter", "all_reduce", _TERM, _ALL),
-    "all_to_all": Meaning("gather", "all_to_all", _ROWS, _ROWS),
-    "gather": Meaning("gather", "all_to_all", _ROWS, _ALL),
-    "scatter": Meaning("gather", "all_to_all", _ALL, _ROWS),
-    "reduce": Meaning("scatter", "reduce_scatter", _TERM, _ALL),
-    "all_gather_matmul": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS),
-    "all_gather_matmul_many": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, None, True),
-    "all_gather_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, None, _COLUMNS),
-    "all_gather_matmul_weight_gradient": Meaning("gather", "all_gather", _ROWS, _COLUMNS, _COLUMNS, _COLUMNS),
-    "all_to_all_matmul": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL),
-    "all_to_all_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _TERM, None, _ROWS),
-    "all_to_all_matmul_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ALL, _ROWS, True),
-    "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", _COLUMNS, _ROWS, _ROWS),
-    "matmul_all_reduce": Meaning("scatter", "all_reduce", _COLUMNS, _ALL, _ROWS),
-    "matmul_all_to_all": Meaning("scatter", "all_to_all", _ROWS, _ROWS, _ALL),
-}
-
-
-DEALT: dict[str, Meaning] = {
-    "all_to_all": Meaning("gather", "all_gather", _ROWS, Shard(1)),
-    "matmul_all_to_all": Meaning("scatter", "all_gather", _ROWS, _COLUMNS, _ALL),
-    "all_to_all_matmul": Meaning("gather", "reduce_scatter", _COLUMNS, _ROWS, _ALL),
-}
-"""The same for operations that deal columns to the ranks. What travels is not summed: it has one owner."""
-
-GROUPED = (
-    "all_to_all_matmul",
-    "matmul_all_to_all",
-    "all_to_all_weight_gradient",
-    "all_to_all_matmul_weight_gradient",
-)
-"""The operations whose rows may go to experts. The weight, Replicate above, is then Shard(0): the experts."""
-
-ROOTED = ("broadcast", "gather", "scatter", "reduce")
-"""The operations with a root."""
-
-
-def deals_products(operation: str) -> bool:
-    """True if the operation may deal the columns of its product, or of x, to the ranks (dim=-1)."""
-    return operation in DEALT and DEALT[operation].weight is not None
-
-
-def is_flat(operation: str) -> bool:
-    """True if the shape of x does not matter to the operation, if it has no weights."""
-    return MEANING[operation].moves in ("all_reduce", "broadcast") or operation == "reduce"
-
-
 def _at(root: int, size: int, count: int) -> tuple[int, ...]:
     """`count` rows for the root, and none for the others."""
     return tuple(count if rank == root else 0 for rank in range(size))
@@ -495,6 +395,14 @@ def problem(
         row = x.shape[1:]
     else:
         raise ShapeError(f"{operation}: x has no dimensions, so it has no rows to distribute")
+    if (weights or operands) and not row:
+        raise ShapeError(f"{operation}: x has the shape {x.shape}, but needs two dimensions or more: (rows, ..., k)")
+    for i, h in enumerate(operands):
+        if len(h.shape) < 2:
+            name = argument("h", i, len(operands))
+            raise ShapeError(
+                f"{operation}: {name} has the shape {h.shape}, but needs as many dimensions as x {x.shape}"
+            )
     operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
     if experts:
         _check_experts(operation, size, row, weights, biases, experts)
@@ -502,6 +410,14 @@ def problem(
     others = tuple(weights), tuple(biases), tuple(operand_rows)
     dealt = tuple(columns), tuple(experts)
     return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed, op, *dealt)
+
+
+def argument(kind: str, i: int, count: int) -> str:
+    """What messages call the i-th of `count` weights w, biases, or operands h of a call."""
+    return kind if count == 1 else f"{_SEVERAL[kind]}[{i}]"
+
+
+_SEVERAL = {"w": "ws", "bias": "biases", "h": "hs"}
 
 
 def _check_experts(
@@ -549,16 +465,17 @@ def _problem(
             raise DtypeError(f"{operation}: {dtype} cannot be multiplied; convert x to {wider}")
     if not 0 <= root < size:
         raise LayoutError(f"{operation}: root={root} must be a rank from 0 to {size - 1}")
-    if (weights or operands) and not row:
-        raise ShapeError(f"{operation}: x needs at least two dimensions, rows and columns")
-    for form in (*weights, *(b for b in biases if b), *operands):
-        if form.dtype != dtype:
-            raise DtypeError(f"{operation}: x is {dtype}, but another operand is {form.dtype}; convert one of them")
+    for kind, forms in (("w", weights), ("bias", biases), ("h", operands)):
+        for i, given in enumerate(forms):
+            if given is not None and given.dtype != dtype:
+                name = argument(kind, i, len(forms))
+                raise DtypeError(f"{operation}: x is {dtype}, but {name} is {given.dtype}; convert one of them")
     checked = []
     for i, w in enumerate(weights):
         if len(w.shape) != 2 or w.shape[0] != row[-1]:
             raise ShapeError(
-                f"{operation}: x has {row[-1]} columns, so w needs the shape ({row[-1]}, n), not {w.shape}"
+                f"{operation}: x has {row[-1]} columns, so {argument('w', i, len(weights))} needs the shape "
+                f"({row[-1]}, n), not {w.shape}"
             )
         bias = biases[i] if i < len(biases) else None
         if bias is not None and bias.shape != w.shape[1:]:
@@ -572,8 +489,8 @@ def _problem(
         dealt = (checked[0].columns,) if operation == "matmul_all_to_all" else row[-1:] if checked else row[:1]
         if operation not in DEALT or len(columns) != size or (sum(columns),) != dealt:
             raise LayoutError(f"{operation} of rows {row} on {size} ranks cannot split columns {list(columns)}")
-    packed = packed and not (columns and not weights)  # columns of x are packed in any case
-    return Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns, experts)
+    made = Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns, experts)
+    return replace(made, packed=False) if made.deals_x else made
 
 
 def _check_reduction(operation: str, op: str, dtype: str) -> None:
@@ -588,112 +505,3 @@ def _check_reduction(operation: str, op: str, dtype: str) -> None:
         raise DtypeError(f"{operation}: {dtype} has no order, so op={op!r} has no meaning: reduce its parts or abs(x)")
     if "int" in dtype and op == "mean":
         raise DtypeError(f'{operation}: the mean of {dtype} is not an integer: use op="sum", or convert x to a float')
-
-
-def layouts(operation: str, count: int, is_dealt: bool = False, is_grouped: bool = False) -> list[layout.Layout]:
-    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h.
-
-    `is_dealt`: it deals columns to the ranks. `is_grouped`: its rows go to experts.
-    """
-    if operation not in MEANING:
-        raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
-    meaning = (DEALT if is_dealt and operation in DEALT else MEANING)[operation]
-    weights = count - 1 - (meaning.operand is not None)
-    if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):
-        names = ["x", *["w"] * (meaning.weight is not None), *["h"] * (meaning.operand is not None)]
-        raise LayoutError(f"{operation} takes {', '.join(names)}; got {count} tensor{'s' * (count != 1)}")
-    weight = _ROWS if is_grouped else meaning.weight
-    expected = [meaning.x, *[weight] * weights, meaning.operand]
-    return [wanted for wanted in expected if wanted is not None]
-
-
-def from_specs(
-    operation: str,
-    specs: Sequence[Spec],
-    ranks: int,
-    *,
-    bias: bool = False,
-    root: int = 0,
-    packed: bool = False,
-    split_dim: int | None = None,
-    dim: int = 0,
-    experts: int | None = None,
-    counts: Any = None,
-) -> tuple[Callable[[int], Problem], Sizes]:
-    """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
-
-    The tensors are x, the weights and the operand h of a gradient, in this order. Rows and columns are distributed as
-    evenly as possible. So the problems of two ranks may differ in columns that are not sent. `split_dim` is the
-    dimension of x that an all-to-all splits; by default it splits the rows. `dim` is 0, or -1 for a product whose
-    columns are dealt. `experts` is how many experts a weight gradient is for; a weight says it itself.
-    `counts[source][dest][expert]` are the rows, where they go to experts; by default they are even.
-    """
-    is_dealt = dim == -1 and deals_products(operation)
-    if dim != 0 and not is_dealt:
-        raise LayoutError(f"{operation} is planned with the rows first: leave out dim={dim!r}")
-    has_experts = operation in GROUPED and len(specs) > 1 and len(getattr(specs[1], "shape", ())) == 3
-    if has_experts and MEANING[operation].weight is not None:
-        experts = specs[1].shape[0] if experts is None else experts
-    expected = layouts(operation, len(specs), is_dealt, experts is not None)
-    ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
-    if not 1 <= ranks <= MOST_RANKS:
-        raise LayoutError(f"ranks={ranks!r} must be an integer from 1 to {MOST_RANKS}")
-    for spec in specs:
-        if not isinstance(spec, Spec):
-            raise LayoutError(f"{operation} is planned from one fompi.Spec for each tensor, not from {spec!r}")
-    op = "sum"
-    if isinstance(expected[0], Partial) and isinstance(specs[0].layout, Partial):
-        expected[0], op = specs[0].layout, specs[0].layout.op
-    required = [spec.resolved(wanted) for spec, wanted in zip(specs, expected, strict=True)]
-    for spec, wanted in zip(specs, required, strict=True):
-        if spec.layout != wanted:
-            raise LayoutError(f"{operation} takes tensors with the layouts {required}, not {spec}")
-    columns: tuple[int, ...] = ()
-    if split_dim is not None and specs[0].resolved(Shard(split_dim)) != Shard(0):
-        if operation != "all_to_all":
-            raise LayoutError(f"{operation} splits no other dimension than that of the rows: leave out split_dim")
-        x, dim = specs[0], split_dim % len(specs[0].shape)
-        columns = split(x.shape[dim], ranks)
-        specs = [replace(x, shape=(x.shape[0], x.shape[dim], *x.shape[1:dim], *x.shape[dim + 1 :]))]
-    if is_dealt:
-        columns = split(specs[1 if DEALT[operation].family == "scatter" else 0].shape[-1], ranks)
-    meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
-    flipped = has_operand and meaning.weight is not None
-
-    def problem_of(x: Form, *others: Form) -> Problem:
-        weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
-        biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
-        options: dict[str, Any] = {"flipped": flipped, "keep": meaning.keeps, "packed": packed, "columns": columns}
-        if experts is not None:
-            options["experts"] = split(experts, ranks)
-        return problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
-
-    @cache
-    def at(rank: int) -> Problem:
-        pieces = specs if is_dealt else [_local_form(spec, rank, ranks) for spec in specs]
-        return problem_of(*(Form(piece.shape, piece.dtype) for piece in pieces))
-
-    problem_of(*(Form(spec.shape, spec.dtype) for spec in specs))  # pieces may fit by chance: check whole tensors
-    first, x = at(0), specs[0]
-    if has_operand and specs[-1].shape[0] != x.shape[0]:
-        raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but h has {specs[-1].shape[0]}")
-    if counts is not None:
-        if not first.experts:
-            raise LayoutError(f"{operation} is planned with even rows: only rows that go to experts take counts=")
-        sizes = first.grouped(counts)
-        if sum(map(sum, sizes.pairs)) != x.shape[0]:
-            raise ShapeError(f"{operation}: x has {x.shape[0]} rows, but counts= have {sum(map(sum, sizes.pairs))}")
-        return at, sizes
-    rows = split(prod(x.shape) if first.flat else x.shape[0], ranks)
-    if first.experts and first.multiplies_first:  # a rank without experts has no rows
-        active = sum(map(bool, first.experts))
-        rows = (*split(x.shape[0], active), *(0,) * (ranks - active))
-    return at, first.spread(rows)
-
-
-def _local_form(spec: Spec, rank: int, ranks: int) -> Form:
-    """The piece of a global tensor that one rank has."""
-    shape = list(spec.shape)
-    if isinstance(spec.layout, Shard):
-        shape[spec.layout.dim] = split(shape[spec.layout.dim], ranks)[rank]
-    return Form(tuple(shape), spec.dtype)

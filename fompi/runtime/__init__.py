@@ -3,9 +3,13 @@
 - `compiled`: what does not depend on rows or addresses: kinds, peers, and what each op waits for.
 - `dispatch`: the state machine of one call: it starts each op as soon as nothing holds it back.
 - `program`: one call in flight: its beginning, turns, errors, and its trace.
-- `binding`: a plan on fixed memory: tensors are checked, and each op gets its arrays.
-- `executor`: `bind` and the `Executor`, a bound plan that can be called.
-- `baselines`: the time of the kernels alone and of the messages alone.
+- `given`: the tensors of one call: what they must be like, and the memory of the call.
+- `bound_plan`: a plan on fixed memory: each op gets its arrays, in every call.
+- `feed`: the result of one executor flows into the input of another one.
+- `executor`: the `Executor`, a bound plan that can be called.
+- `binding`: `bind` makes an Executor: tensors are checked, and the ranks agree.
+- `needs`, `default_device`: what a plan needs of a device's memory; the device of tensors on the host.
+- `baselines`: the time of the kernels alone and of the messages alone, and the proof of a call.
 - `alignment`: the traces of all ranks on one clock.
 - `report`: what overlap gained in a job (FOMPI_REPORT).
 

@@ -1,6 +1,6 @@
-"""The baselines of a Proof: the time of a rank's kernels without messages, and of its messages without kernels.
+"""The Proof of a call and its baselines: a rank's kernels without messages, and its messages without kernels.
 
-Both run on fresh memory. So they can be measured at any time, and no tensor of the program changes.
+Both baselines run on fresh memory. So they can be measured at any time, and no tensor of the program changes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from fompi.backends.base import Backend
+from fompi.base.errors import StateError
 from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.runtime.compiled import COMPUTE, NATIVE, Compiled
 from fompi.runtime.program import Run
+from fompi.traces.proof import Proof, RankDependencies, prove
 
 ROUNDS = 3
 """Rounds of a measurement, after one round to warm up. The median of three rounds ignores one disturbed round."""
@@ -146,3 +148,55 @@ def messages_alone(
     if link is not comm.link:
         link.close()
     return median(seconds[1:])
+
+
+class Baselines:
+    """The baselines of a bound plan, each as last measured and for the rows of that measurement, and its proofs."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        comm: Communicator,
+        backend: Backend,
+        kernels: Mapping[str, Callable[..., object]] | None,
+    ):
+        self.compiled, self.comm, self.backend, self.kernels = compiled, comm, backend, kernels
+        self._dependencies: RankDependencies | None = None
+        self._compute: tuple[Extents, float] | None = None
+        self._messages: tuple[Extents, float] | None = None
+
+    def compute(self, extents: Extents, rounds: int) -> float:
+        """Measure the kernels. Raises StateError for kernels of the user: they may change what the program holds."""
+        if self.compiled.is_opaque:
+            raise StateError(f"{self.compiled.title} has kernels of the user, which cannot be run alone")
+        engine = self.comm.engine
+        measured = compute_alone(self.compiled, extents, self.backend, engine.arena, self.kernels, rounds)
+        self._compute = extents, measured.seconds
+        if engine.report is not None:
+            engine.report.measured(self.compiled, extents, measured.seconds)
+        return measured.seconds
+
+    def messages(self, extents: Extents, rounds: int) -> float:
+        """Measure the messages. Collective."""
+        seconds = messages_alone(self.compiled, self.comm, extents, self.backend, rounds)
+        self._messages = extents, seconds
+        return seconds
+
+    def proof(self, run: Run, extents: Extents, returned_at: float | None) -> Proof:
+        """The proof of a finished call with these rows. `returned_at` is when its `start` returned to the program."""
+        if not run.finished or run.error is not None:
+            raise StateError(f"{self.compiled.title} has no finished call: there is no proof yet")
+        if self._dependencies is None:
+            self._dependencies = RankDependencies(self.compiled.plan, self.comm.rank)
+        compute, messages = (
+            known[1] if known is not None and known[0] == extents else None for known in (self._compute, self._messages)
+        )
+        run.settle()
+        return prove(
+            run.trace(extents),
+            self._dependencies,
+            compute_alone=compute,
+            messages_alone=messages,
+            progress=self.comm.engine.progress_mode,
+            elsewhere=run.elsewhere(returned_at),
+        )

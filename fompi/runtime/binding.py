@@ -1,120 +1,30 @@
-"""A plan on fixed memory: the caller's tensors are checked, and each op gets the arrays that it works on."""
+"""`bind` makes an Executor of a plan and tensors: it checks that they fit, and the ranks agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import addressof, c_char
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
-from math import prod
-from operator import gt, index
-from typing import Any, NamedTuple
-
-import numpy as np
+from functools import partial
+from typing import Any
 
 from fompi.backends.base import Backend
+from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.failures import OutOfMemory
-from fompi.base.errors import DeviceError, DtypeError, PlanError, ShapeError, TensorError
-from fompi.base.layout import CARRIERS, Sizes
+from fompi.backends.numpy import Numpy
+from fompi.base.errors import DeviceError, DtypeError, LaunchError, PlanError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree
 from fompi.mpi import environment
-from fompi.plans.plan import Collective, Plan, Send
-from fompi.plans.staged import for_device
+from fompi.plans.kernels import find
+from fompi.plans.plan import Collective, Plan, Send, parts_in_words
+from fompi.plans.staged import for_device, is_mirror
+from fompi.runtime.bound_plan import Memory, cut
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device, upload
-from fompi.runtime.dispatch import Announcing
+from fompi.runtime.executor import Executor
 from fompi.runtime.needs import remedy
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
-from fompi.tensors.dlpack import Tensor
-
-
-class Memory(NamedTuple):
-    """`tensors`: those that the caller gave, by buffer. `shapes`: their shapes, and that of a flat result.
-
-    `arrays`: every buffer of the program as an array. Buffers that the caller did not give have fresh memory.
-    """
-
-    tensors: dict[str, Tensor]
-    shapes: dict[str, tuple[int, ...]]
-    arrays: dict[str, Any]
-
-
-class Form(NamedTuple):
-    """What the tensor of a call must be like: as the bound one, or as the memory that bind took.
-
-    `storage` is the dtype of its array, `dtype` the logical one. `strides` is None for a contiguous tensor. `at` is the
-    shape that the plan gives the array. In a flat problem it is another one. `plain` is the dtype of an array of NumPy
-    whose address is taken at once. None: there is none.
-    """
-
-    plain: np.dtype[Any] | None
-    shape: tuple[int, ...]
-    storage: np.dtype[Any]
-    dtype: str
-    strides: tuple[int, ...] | None
-    is_output: bool
-    on_host: bool
-    at: tuple[int, ...]
-
-
-class On(NamedTuple):
-    """The memory of a call: every buffer of the program as an array, and what each op does with them.
-
-    `is_shared`: several calls have it. Then its arrays do not keep the tensors of the program alive.
-    """
-
-    arrays: dict[str, Any]
-    actions: list[Any]
-    is_shared: bool = False
-
-
-class Given:
-    """The tensors of one call, by buffer, as the program passed them, and the memory of the call.
-
-    `outputs`: the results among them, in the order of the plan. `copied`: those whose elements are copied to other
-    memory of a device before the call, or from there after it. `announcing`: the products that one kernel announces.
-    """
-
-    __slots__ = ("announcing", "copied", "on", "outputs", "owners")
-
-    def __init__(
-        self,
-        owners: Mapping[str, Any],
-        on: On,
-        outputs: tuple[str, ...],
-        copied: Mapping[str, Tensor] | None = None,
-        announcing: Announcing | None = None,
-    ):
-        self.owners, self.on, self.outputs, self.copied = owners, on, outputs, copied or {}
-        self.announcing = announcing
-
-    def forget_inputs(self) -> None:
-        """Keep the memory of the outputs only."""
-        self.owners = {name: self.owners[name] for name in self.outputs}
-        if not self.on.is_shared:
-            self.on = On({name: self.on.arrays[name] for name in self.outputs}, [])
-
-
-class Overlay:
-    """What changes in a call if these buffers are other memory than the bound one.
-
-    `forms` are theirs, and `outputs` the outputs among them. `ops` use the buffers. The pairs in `apart` must not share
-    memory. `known` has the memory of calls by the addresses of the buffers: the same few tensors, or the same places of
-    an allocator, are given again and again.
-    """
-
-    def __init__(self, compiled: Compiled, names: Sequence[str], forms: Sequence[Form]):
-        roles = {b.name: b.role for b in compiled.program.buffers if b.role != "scratch"}
-        pairs = {frozenset((a, b)) for a in names for b in roles if a != b and "output" in (roles[a], roles[b])}
-        self.names = names
-        self.ops, self.apart = compiled.users(names), [(a, b) for a, b in map(sorted, pairs)]
-        self.forms, self.outputs = forms, tuple(buffer.name for buffer in compiled.outputs if buffer.name in names)
-        self.known: dict[tuple[int, ...], On] = {}
-
-
-MOST_KNOWN = 256
-"""How many calls on other memory an executor remembers for each choice of buffers."""
 
 
 def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], backend: Backend) -> Memory:
@@ -126,7 +36,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     device = backend.device
     borrow = dlpack.borrow if device is None or device is not default_device() else upload
     borrowed = {name: borrow(value, name) for name, value in given.items()}
-    _cut(plan, borrowed, comm.rank)
+    cut(plan, borrowed, comm.rank)
     shapes = {name: tensor.array.shape for name, tensor in borrowed.items()}
     given = dict.fromkeys(borrowed)
     if unknown := sorted(set(given) - set(named)):
@@ -176,327 +86,74 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     return Memory(borrowed, shapes, arrays)
 
 
-def _cut(plan: Plan, tensors: dict[str, Tensor], rank: int) -> None:
-    """Replace the tensors of which the plan has pieces, because it deals columns (`Problem.cut`)."""
-    problem = plan.problem
-    for name in [name for name in tensors if problem.columns and name in problem.whole_shapes]:
-        whole, shape = tensors.pop(name), problem.whole_shapes[name]
-        wanted = (plan.sizes.rows[rank], *shape) if name == "x" else shape
-        if whole.array.shape != wanted:
-            raise ShapeError(f"{name} has the shape {whole.array.shape}, the plan has {wanted} on rank {rank}")
-        hosts = {} if whole.host is None else problem.cut({name: whole.host})
-        pieces = problem.cut({name: whole.array})
-        tensors |= {piece: replace(whole, array=array, host=hosts.get(piece)) for piece, array in pieces.items()}
+def replaced_kernels(plan: Plan, kernels: Mapping[str, Callable[..., object]], backend: Backend) -> list[str]:
+    """The kernels of fompi that functions of the user replace. Raises PlanError if `kernels` do not fit the plan."""
+    replaced = [name for name in kernels if plan.kernel(name) is None]
+    for name in replaced:
+        find(name)
+        if not callable(kernels[name]):
+            raise PlanError(f"kernels={{{name!r}: {kernels[name]!r}}}: give a function of (reads, writes)")
+    for kernel in plan.kernels:
+        if not callable(kernels.get(kernel.name)):
+            raise PlanError(
+                f"the plan declares the kernel {kernel.name!r}: bind it with kernels={{{kernel.name!r}: function}}"
+            )
+    if replaced and backend.asynchronous and backend.device is None:
+        raise PlanError(f"kernels= run on the host, but the {backend.name} has its own kernels")
+    return replaced
 
 
-def _address(array: Any) -> int:
-    """The address of a contiguous array on the host. 0: it has no elements."""
-    if not array.size:
-        return 0
-    if array.flags.writeable:
-        return addressof(c_char.from_buffer(array))  # takes a fifth of the time of the next line
-    address: int = array.__array_interface__["data"][0]
-    return address
+def backend_for(tensors: Mapping[str, Any]) -> Backend:
+    """The backend of the device on which the tensors are."""
+    found = (device for device in map(dlpack.device_of, tensors.values()) if device is not None)
+    device = next(found, default_device())
+    backend: Backend = Numpy() if device is None else backend_of(device)
+    return backend
 
 
-class BoundPlan:
-    """A compiled plan on fixed memory, with what each op does for the rows in use.
+def bind(
+    plan: Plan,
+    *,
+    comm: Any = None,
+    out: Any = None,
+    backend: Backend | None = None,
+    kernels: Mapping[str, Callable[..., object]] | None = None,
+    **tensors: Any,
+) -> Executor:
+    """An Executor of `plan` on these tensors, by the names of its buffers: `bind(plan, comm=tp, x=x, w=w, out=y)`.
 
-    The rows are those of the plan, or fewer (`_use`). Work that depends on rows is done when the rows change, not
-    at every call.
+    Collective: the ranks agree here, once, and later calls need no handshake. `out` is the output `y`. Outputs that
+    are not given get fresh memory. Every call writes its outputs to the same memory. `kernels={"matmul": f}` replaces
+    a kernel by `f(reads, writes)` on lists of arrays. A kernel that the plan declares is `f(args, reads, writes)`.
+
+    On a device bind launches `f` once more, on scratch arrays full of zeros: what it compiles and loads must not stop
+    the first call. Its error is an error of bind, on all ranks. A kernel that the plan declares is not launched.
     """
-
-    def __init__(
-        self,
-        compiled: Compiled,
-        comm: Communicator,
-        memory: Memory,
-        backend: Backend,
-        kernels: Mapping[str, Callable[..., object]] | None = None,
-    ):
-        self.plan, self.compiled, self.comm = compiled.plan, compiled, comm
-        self.backend, self.kernels = backend, kernels
-        self._tensors, self._shapes, self._arrays = memory
-        # Collectives of several bound plans may start in any order, because each plan has a communicator for them.
-        self._link = comm.link.duplicate() if compiled.natives else comm.link
-        self._like = self._tensors.get("x") or self._tensors.get("x0")
-        self._readers: dict[str, dict[int, list[int]]] = {}
-        self._writers: dict[str, dict[int, int]] = {}
-        self._forms: dict[str, Form] = {}
-        self._overlays: dict[tuple[str, ...], Overlay] = {}  # by the buffers that are given
-        self._spare: dict[str, Any] = {}  # memory for tensors of a call that one kernel with announced products uses
-        self._spare_announcing: dict[tuple[str, ...], Announcing | None] = {}  # by the buffers that lie there
-        self._use(self.plan.sizes)
-
-    def _use(self, sizes: Sizes) -> None:
-        """Work out what every op does with these rows."""
-        self._sizes, self._extents = sizes, self.plan.extents(self.comm.rank, sizes)
-        sized, native = self.compiled.sized(self._extents), self._link.collective
-        self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
-        self._is_small = not self.kernels and self.compiled.is_small(sized)  # a kernel of the caller may be slow
-        self._resolve = partial(
-            self.compiled.resolve, starts=sized.starts, backend=self.backend, native=native, kernels=self.kernels
-        )
-        self._actions = self._resolve(self._arrays)
-        self._overlays.clear()
-        self._announcing = self._announced_whole if sizes == self.plan.sizes else None  # other rows change too often
-        self._outputs = []
-        for buffer in self.compiled.outputs:
-            array = self._arrays[buffer.name]
-            if buffer.axis != "whole":
-                array = array[: sum(self._extents.counts(buffer.axis))]
-                if buffer.name in self._shapes and sizes == self.plan.sizes:
-                    array = array.reshape(self._shapes[buffer.name])
-            like = self._tensors.get(buffer.name) or self._like or dlpack.borrow(np.empty(0))
-            self._outputs.append((array, buffer.dtype, like))
-        self._results = () if self._is_copied_back else self._lent()
-        self._names = [buffer.name for buffer in self.compiled.outputs]
-        written = [*zip(self._names, self._results, strict=False)]
-        written += [(name, self._tensors[name].owner) for name in self._names if name in self._tensors]
-        self._written = [(name, x) for name, x in written if dlpack.framework_of(x) == "torch"]
-
-    def _given(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
-        """The memory of a call on these tensors. `is_whole`: all inputs are ready when it starts.
-
-        Raises ShapeError, DtypeError or TensorError if one has not the form of the bound tensor, and PlanError if the
-        plan has no such tensor.
-        """
-        if self.backend.device is not None or self.plan.problem.columns:
-            return self._given_views(tensors, is_whole)
-        names, addresses = (*tensors,), []
-        overlay = self._overlays.get(names) or self._overlay(names)
-        for form, (name, value) in zip(overlay.forms, tensors.items(), strict=True):
-            is_plain = type(value) is np.ndarray and value.dtype is form.plain
-            if is_plain and value.shape == form.shape and value.flags.carray:
-                addresses.append(addressof(c_char.from_buffer(value)))
-                continue
-            tensor = dlpack.borrow(value, name)
-            self._check_form(name, tensor)
-            if form.strides is not None:
-                return self._given_views(tensors, is_whole)
-            addresses.append(_address(tensor.array))
-        return Given(tensors, self._at(overlay, (*addresses,)), overlay.outputs)
-
-    def _at(self, overlay: Overlay, addresses: tuple[int, ...]) -> On:
-        """The memory of a call in which these buffers are contiguous memory of the host at these addresses.
-
-        The arrays keep no memory alive. Who starts the call does so until it is finished.
-        """
-        on = overlay.known.get(addresses)
-        if on is None:
-            arrays = dict(self._arrays)
-            for name, form, address in zip(overlay.names, overlay.forms, addresses, strict=True):
-                nbytes = prod(form.at) * form.storage.itemsize
-                data: Any = (c_char * nbytes).from_address(address) if nbytes else None
-                arrays[name] = np.ndarray(form.at, form.storage, data)
-            on = self._on(overlay, arrays)._replace(is_shared=True)
-            if len(overlay.known) >= MOST_KNOWN:
-                overlay.known.clear()
-            overlay.known[addresses] = on
-        return on
-
-    def _given_views(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
-        """The same for tensors of a device, and for strided ones. The arrays keep their memory alive."""
-        borrowed = {name: dlpack.borrow(value, name) for name, value in tensors.items()}
-        _cut(self.plan, borrowed, self.comm.rank)
-        for name, tensor in borrowed.items():
-            self._check_form(name, tensor)
-        copied, spare, announcing = {}, {}, None
-        if self.backend.device is not None:
-            announcing = self._announcing if is_whole else None
-            announced = set() if announcing is None else self.compiled.touched(announcing.ops)
-            for name, tensor in borrowed.items():
-                if tensor.device is None:
-                    copied[name] = replace(tensor, array=self._arrays[name], host=tensor.array)
-                elif name in announced:
-                    copied[name], spare[name] = tensor, self._spare_memory(name)
-        direct = {name: tensor for name, tensor in borrowed.items() if name not in copied}
-        moved = {name: tensor.array.reshape(self._form(name).at) for name, tensor in direct.items()}
-        on = self._on(self._overlay((*direct, *spare)), {**self._arrays, **moved, **spare})
-        if spare:
-            if (*spare,) not in self._spare_announcing:
-                self._spare_announcing[*spare,] = self._announced_on(on.arrays)
-            announcing = self._spare_announcing[*spare,]
-        outputs = self._overlay((*borrowed,)).outputs
-        owners = {name: tensor.owner for name, tensor in borrowed.items()}
-        return Given(owners, on, outputs, copied, announcing)
-
-    def _spare_memory(self, name: str) -> Any:
-        """Memory like that of the buffer `name`. A kernel is bound to it once: tensors of a call are copied to it."""
-        if name not in self._spare:
-            buffer, mine = self.compiled.buffers[name], self._arrays[name]
-            arena = self.comm.engine.arena
-            self._spare[name] = self.backend.empty(arena, mine.shape, buffer.dtype, buffer.place)
-        return self._spare[name]
-
-    def _on(self, overlay: Overlay, arrays: dict[str, Any]) -> On:
-        """A call on these arrays. Raises TensorError if an output shares memory."""
-        for name, other in overlay.apart:
-            if dlpack.overlap(arrays[name], arrays[other]):
-                raise TensorError(f"{name} shares memory with {other}")
-        actions = self._actions.copy()
-        for i, action in zip(overlay.ops, self._resolve(arrays, only=overlay.ops), strict=True):
-            actions[i] = action
-        return On(arrays, actions)
-
-    def _overlay(self, names: tuple[str, ...]) -> Overlay:
-        if names not in self._overlays:
-            self._overlays[names] = Overlay(self.compiled, names, [*map(self._form, names)])
-        return self._overlays[names]
-
-    def _form(self, name: str) -> Form:
-        """What the tensor `name` of a call must be like. Raises PlanError if the plan has no such tensor."""
-        if name in self._forms:
-            return self._forms[name]
-        buffer = self.compiled.buffers.get(name)
-        if buffer is None or buffer.role == "scratch":
-            known = (b.name for b in self.compiled.program.buffers if b.role != "scratch")
-            raise PlanError(f"{self.compiled.title} has no tensor {name!r}; it has {', '.join(known)}")
-        bound, mine = self._tensors.get(name), self._arrays[name]
-        like, array = bound or self._like, mine if bound is None or bound.host is None else bound.host
-        storage, is_contiguous = dlpack.STORAGE[buffer.dtype], array.flags.c_contiguous
-        form = self._forms[name] = Form(
-            storage if buffer.dtype not in CARRIERS and is_contiguous and mine.size else None,
-            self._shapes.get(name, mine.shape),
-            storage,
-            buffer.dtype,
-            None if is_contiguous else array.strides,
-            buffer.role == "output",
-            self.backend.device is None or (like is not None and like.host is not None),
-            mine.shape,
-        )
-        return form
-
-    def _check_form(self, name: str, tensor: Tensor) -> None:
-        """Raise if the tensor of a call has not the form of the bound one."""
-        form, array = self._form(name), tensor.array
-        if (tensor.device is None) != form.on_host:
-            where = f"the {(tensor.device or self.backend.device).name}"
-            places = ("the host", where) if tensor.device is None else (where, "the host")
-            raise TensorError(f"{name} is on {places[0]}, but it was bound on {places[1]}")
-        if tensor.dtype != form.dtype:
-            raise DtypeError(f"{name} is {tensor.dtype}, but it was bound as {form.dtype}: bind another plan")
-        if array.shape != form.shape:
-            raise ShapeError(f"{name} has the shape {array.shape}, but was bound with {form.shape}: bind another plan")
-        if not (array.flags.c_contiguous if form.strides is None else array.strides == form.strides):
-            wanted = "contiguous" if form.strides is None else f"bound with {form.strides}"
-            raise TensorError(f"{name} has the strides {array.strides}, but it must be {wanted}: copy it")
-        if form.is_output and tensor.readonly:
-            raise TensorError(f"{name} is an output, but its memory is read-only")
-
-    @cached_property
-    def _announced_whole(self) -> Announcing | None:
-        """The one kernel for the products that a device can announce. None: each product is a kernel of its own.
-
-        It is for the rows of the plan. An error here belongs to this rank alone, and the ranks have agreed already. So
-        it is the first call that fails, if the device is of no more use.
-        """
-        return self._announced_on(self._arrays)
-
-    def _announced_on(self, arrays: Mapping[str, Any]) -> Announcing | None:
-        """The same on these arrays."""
-        compiled, choice = self.compiled, environment.value("FOMPI_COUNTERS")
-        names = {compiled.program.ops[i].kernel for i in compiled.announced}  # type: ignore[union-attr]
-        if choice == "0" or self.backend.device is None or not names or names & {*(self.kernels or ())}:
-            return None
-        starts = compiled.sized(self.plan.extents(self.comm.rank)).starts
-        products, folder = compiled.products(arrays, starts), environment.cache_folder()
-        try:
-            launch = self.backend.bind_announced(products, choice == "1", folder)  # type: ignore[attr-defined]
-        except Exception:
-            return None
-        return None if launch is None else Announcing(compiled.announced, launch)
-
-    @property
-    def _is_copied_back(self) -> bool:
-        """True if results are copied from a device to the host, once they are there."""
-        return any(isinstance(array, DeviceArray) and like.host is not None for array, _, like in self._outputs)
-
-    def _lent(self) -> tuple[Any, ...]:
-        """The outputs as tensors of the caller's framework.
-
-        A JAX array must never change. So it gets memory that the next call does not write.
-        """
-        lent = []
-        for array, dtype, like in self._outputs:
-            if like.framework == "jax" and like.device is None:
-                own = self.comm.engine.arena.take(array.shape, array.dtype)
-                own[...] = array
-                array = own
-            elif like.framework == "jax" and like.host is None:
-                array = self.backend.packed(array)  # type: ignore[attr-defined]
-            lent.append(dlpack.lend(array, dtype, like))
-        return tuple(lent)
-
-    def _upload(self, tensors: Mapping[str, Tensor], name: str, block: int | None = None) -> None:
-        """Copy an input, or one block of it, to the device, if the caller's tensor is on the host."""
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.host is not None:
-            array, host = self._arrays[name], tensor.host.reshape(self._arrays[name].shape)
-            if block is not None:
-                starts = self.compiled.buffers[name].offsets(self._extents)
-                first = block - self.compiled.buffers[name].first
-                array, host = (a[starts[first] : starts[first + 1]] for a in (array, host))
-            array.device.put(array, host)
-
-    def _download(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy outputs back to the caller's tensors on the host."""
-        for buffer in self.compiled.outputs:
-            tensor = tensors.get(buffer.name)
-            if tensor is not None and tensor.host is not None:
-                tensor.host[...] = tensor.array.get().reshape(tensor.host.shape)
-
-    def _sizes_of(self, counts: Any) -> Sizes:
-        """The rows of a call. Raises ShapeError on all ranks: every rank checks the counts of all."""
-        most = self.plan.sizes
-        if counts is None:
-            return most
-        if most.runs:
-            return self._runs_of(counts)
-        form = "rows[source][dest]" if most.pairs else "the rows of every rank"
-        try:
-            table = [tuple(map(index, row)) for row in (counts if most.pairs else (counts,))]
-        except TypeError as error:
-            raise ShapeError(f"counts must be {form}: {error}") from None
-        allowed = most.pairs or (most.rows,)
-        if [*map(len, table)] != [*map(len, allowed)]:
-            raise ShapeError(f"counts must be {form}, for {self.comm.size} ranks, not {counts}")
-        for row, limits in zip(table, allowed, strict=True):
-            if min(row) < 0 or any(map(gt, row, limits)):
-                rank, n = next((r, n) for r, n in enumerate(row) if not 0 <= n <= limits[r])
-                raise ShapeError(f"counts have {n} rows for rank {rank}, but the plan allows 0 to {limits[rank]}")
-        sizes = Sizes(pairs=tuple(table)) if most.pairs else Sizes(table[0])
-        return most if sizes == most else sizes
-
-    def _runs_of(self, counts: Any) -> Sizes:
-        """The rows of a call whose rows go to experts. Raises ShapeError on all ranks."""
-        most, sizes = self.plan.sizes, self.plan.problem.grouped(counts)
-        pairs = [(n, limit) for of in zip(sizes.runs, most.runs, strict=True) for runs in zip(*of, strict=True)
-                 for n, limit in zip(*runs, strict=True)]  # fmt: skip
-        if over := [pair for pair in pairs if pair[0] > pair[1]]:
-            raise ShapeError(f"counts have {over[0][0]} rows for an expert, but the plan allows 0 to {over[0][1]}")
-        return most if sizes == most else sizes
-
-    def _block(self, name: str, part: int) -> int:
-        """The block of the buffer `name` that is part `part` on this rank."""
-        buffer = self.compiled.buffers.get(self.compiled.named(name)[0])
-        if buffer is None or not 0 <= part < buffer.count:
-            raise PlanError(f"{self.compiled.title} has no part {part} of {name!r} on rank {self.comm.rank}")
-        return buffer.first + part
-
-    def _readers_of(self, name: str) -> dict[int, list[int]]:
-        """The ops that read each block of the input `name`."""
-        if name not in self._readers:
-            if name not in self.compiled.buffers or self.compiled.buffers[name].role != "input":
-                raise PlanError(f"{name!r} is no input of {self.compiled.title}")
-            self._readers[name] = self.compiled.readers(name)
-        return self._readers[name]
-
-    def _release(self) -> None:
-        """Give the memory of buffers back, and the communicator of the library's collectives."""
-        self._arrays, self._actions, self._announcing = {}, [], None
-        for cache in (self._overlays, self._spare, self._spare_announcing):
-            cache.clear()
-        self.__dict__.pop("_announced_whole", None)
-        if self._link is not self.comm.link and self.comm.channel.broken is None:
-            self._link.close()
+    communicator = Communicator.of(comm)
+    if out is not None:
+        tensors["y"] = out
+    refusal: Exception | None = None
+    backend, where = backend or backend_for(tensors), ""
+    try:  # every check comes before the handshake, so that a refusal reaches all ranks
+        device = backend.device
+        if device is not None:
+            paths = communicator.paths(device)
+            where = f" on a {paths.title}"
+            missing = device.needs_for_announced() if environment.value("FOMPI_COUNTERS") == "1" else ""
+            if missing:
+                raise LaunchError(f"FOMPI_COUNTERS=1 cannot be done: {missing}")
+            if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
+                plan = for_device(plan, paths.is_staged)
+        replaced = replaced_kernels(plan, kernels or {}, backend)
+        memory = check_tensors(plan, communicator, tensors, backend)
+        name = backend.name if device is None else paths.title
+        compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "")
+        if device is not None and kernels and replaced:
+            starts = compiled.sized(plan.extents(communicator.rank)).starts
+            for of, reads, writes in compiled.examples(replaced, memory.arrays, starts):
+                backend.launch_once(kernels[of], of, reads, writes)  # type: ignore[attr-defined]
+    except Exception as error:
+        refusal = error
+    text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes}){where}"
+    agree(communicator, text, refusal)
+    return Executor(compiled, communicator, memory, backend, kernels)

@@ -1,51 +1,31 @@
-"""A bound plan that can be called: `bind` makes an Executor."""
+"""Executor: a bound plan that can be called. `fompi.runtime.binding` makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
 from fompi.backends.base import Backend
-from fompi.backends.cuda import backend_of
-from fompi.backends.numpy import Numpy
-from fompi.base.errors import LaunchError, PlanError, StateError, WaitTimeout
+from fompi.base.errors import PlanError, StateError, WaitTimeout
 from fompi.base.layout import Sizes, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import MOST_MARKS
-from fompi.engine.handshake import agree, digest
-from fompi.mpi import environment
-from fompi.plans.kernels import find
-from fompi.plans.plan import Buffer, Plan, parts_in_words
-from fompi.plans.staged import for_device, is_mirror
-from fompi.runtime import baselines
-from fompi.runtime.binding import BoundPlan, Given, Memory, check_tensors
+from fompi.engine.handshake import digest
+from fompi.runtime.baselines import ROUNDS, Baselines
+from fompi.runtime.bound_plan import BoundPlan, Memory
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.default_device import default_device
-from fompi.runtime.feed import Feeding, Kernel, check_rows
-from fompi.runtime.feed import copy as copy_block
+from fompi.runtime.feed import Call, Feed, Feedings, Kernel
+from fompi.runtime.given import Given
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 from fompi.traces.drift import Drift
-from fompi.traces.proof import Proof, RankDependencies, prove
+from fompi.traces.proof import Proof
 from fompi.traces.trace import Trace
-
-
-@dataclass
-class Feed:
-    """Where an input comes from: the result `output` of the last call of `source`, through `kernel`."""
-
-    source: Executor
-    output: str
-    kernel: Kernel
-    last: Run | None = None  # the call of `source` that has fed the last call
-    fitting: tuple[Sizes, Sizes] | None = None  # the last rows of both for which the blocks fit
 
 
 class Executor(BoundPlan):
@@ -89,19 +69,15 @@ class Executor(BoundPlan):
         self._instance, self._calls = comm.next_bound(), 0
         super().__init__(compiled, comm, memory, backend, kernels)
         self._paths = None if backend.device is None else comm.paths(backend.device)
-        self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.role == "input"]
         self._is_uploaded = any(tensor.host is not None for tensor in memory.tensors.values())
         self._seconds: float | None = None  # the time of the last call on this rank
         self.drift: Drift | None = None  # compares calls with their prediction
         self._run: Run | None = None
         self._call: Given | None = None  # the memory of the last call, if it had tensors of its own
-        self._feeds: dict[str, Feed] = {}  # by the input that is fed
-        self._feedings: list[Feeding] = []  # of the last call of this executor
-        self._readers_of_result: list[Feeding] = []  # those that read the result of the last call
+        self._feeds: dict[str, tuple[Feed, Executor]] = {}  # by the input that is fed, with its source
+        self._feedings = Feedings()
         self._returned_at: float | None = None  # when `start` returned to the program
-        self._dependencies: RankDependencies | None = None
-        self._compute_alone: tuple[Any, float | None] = (None, None)  # extents, seconds: measured with these rows
-        self._messages_alone: tuple[Any, float | None] = (None, None)
+        self._baselines = Baselines(compiled, comm, backend, kernels)
 
     # -- one call
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
@@ -157,7 +133,7 @@ class Executor(BoundPlan):
         self._returned_at = None
         if self._run is not None and not self._run.finished:
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
-        self._end_feedings()
+        self._feedings.end(self.comm.engine, self.comm.channel)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
         refusal: Exception | None = None
@@ -183,7 +159,7 @@ class Executor(BoundPlan):
         entry, failure, holds_all = None, None, False
         if self._paths is not None:
             holds_all = self._leave()
-            failure = self._copy_given(self._inputs) if given is not None and given.copied else None
+            failure = self._copy_given(given) if given is not None and given.copied else None
             entry, late = enter(engine, self.backend)
             failure = failure or late
         with engine.lock:
@@ -212,12 +188,13 @@ class Executor(BoundPlan):
                     dlpack.mark_written(given.owners[name])
             self.comm.note_start(self.compiled.title, stamp)
             if self._feeds:
-                self._feedings = [self._feeding(name, feed, run) for name, feed in self._feeds.items()]
-                run.fed = dict(zip(self._feeds, self._feedings, strict=True))
+                mine = self._call_in_flight()
+                fed = [feed.of_call(engine, mine, source._call_in_flight()) for feed, source in self._feeds.values()]
+                self._feedings.into, run.fed = fed, dict(zip(self._feeds, fed, strict=True))
             actions = self._actions if given is None else given.on.actions
             run.start(actions, unready, self._is_long, self._is_small, refusal or failure, entry, holds_all)
-            for feed, feeding in zip(self._feeds.values(), self._feedings, strict=True):
-                feed.source._readers_of_result.append(feeding)
+            for (_, source), feeding in zip(self._feeds.values(), self._feedings.into, strict=True):
+                source._feedings.readers.append(feeding)
                 feeding.begin()
         if refusal is not None:
             engine.wake_helper()  # the call ends without this program
@@ -232,20 +209,6 @@ class Executor(BoundPlan):
     def _used(self) -> Mapping[str, Any]:
         """Every buffer as an array, in the last call."""
         return self._arrays if self._call is None else self._call.on.arrays
-
-    def _copy_given(self, buffers: Sequence[str]) -> Exception | None:
-        """Copy tensors of this call to spare memory of a device, or from it. Returns the error of the device."""
-        copied = {} if self._call is None else self._call.copied
-        pairs = [(self._spare[n], t.array) for n, t in copied.items() if n in buffers and t.host is None]
-        if not pairs:
-            return None
-        if buffers is not self._inputs:
-            pairs = [(theirs, mine) for mine, theirs in pairs]
-        try:
-            self.backend.copy(*pairs)  # type: ignore[attr-defined]
-        except Exception as error:
-            return error
-        return None
 
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on.
@@ -286,49 +249,14 @@ class Executor(BoundPlan):
                 raise PlanError(f"feed: the kernels of {each.compiled.title} run on a device")
         self._readers_of(name)
         source._writer(output, 0)
-        mine, theirs = self.compiled.buffers[name], source.compiled.buffers[output]
-        if kernel is None and (mine.row, mine.dtype) != (theirs.row, theirs.dtype):
-            raise PlanError(
-                f"feed: {name} and {output} have different rows, {mine.row} and {theirs.row}: give a kernel"
-            )
-        feed = Feed(source, output, kernel or copy_block)
-        self._check_rows(name, feed, self.plan.sizes, source.plan.sizes)
-        self._feeds[name] = feed
+        ranks = range(self.comm.size) if source.comm is self.comm else (self.comm.rank,)  # so that all ranks refuse
+        feed = Feed(self.compiled, name, source.compiled, output, kernel, ranks)
+        feed.check_rows(self.plan.sizes, source.plan.sizes)
+        self._feeds[name] = feed, source
         return self
 
-    def _check_rows(self, name: str, feed: Feed, mine: Sizes, theirs: Sizes) -> None:
-        """Compare the blocks of both on all ranks, in calls with these rows, so that all ranks refuse."""
-        if feed.fitting != (mine, theirs):
-            source, comm = feed.source, self.comm
-            ranks = range(comm.size) if source.comm is comm else (comm.rank,)
-            result = source.compiled.buffers[feed.output]
-            check_rows((self.plan, self.compiled.buffers[name], mine), (source.plan, result, theirs), ranks)
-            feed.fitting = mine, theirs
-
-    def _feeding(self, name: str, feed: Feed, run: Run) -> Feeding:
-        """What makes the input `name` of this call from the last call of another executor."""
-        source, mine = feed.source, self.compiled.buffers[name]
-        first, starts = source.compiled.buffers[feed.output].first, mine.offsets(self._extents)
-        writers = source.compiled.last_writers(feed.output)
-        runs = [slice(a, b) for a, b in pairwise(starts)]
-        arrays = [(source._used[feed.output][at], self._used[name][at]) for at in runs]
-        blocks = range(mine.first, mine.first + mine.count)
-        feed.last = source._current()
-        ops = [writers.get(first + i, 0) for i in range(mine.count)]  # one that no op writes never has rows
-        return Feeding(self.comm.engine, feed.last, run, name, ops, blocks, arrays, feed.kernel)
-
-    def _end_feedings(self) -> None:
-        """Wait until no kernel of a feed uses the memory of the last call. Raises an error of those that read it."""
-        into, readers, self._feedings, self._readers_of_result = self._feedings, self._readers_of_result, [], []
-        if into:
-            with self.comm.engine.lock:
-                for feeding in into:
-                    feeding.stop()  # the call that it fed is finished
-        for feeding in (*into, *readers):
-            self.comm.engine.wait(feeding, self.comm.channel, patient=True)
-        for feeding in readers:
-            if feeding.error is not None:
-                raise feeding.error
+    def _call_in_flight(self) -> Call:
+        return Call(self._current(), self._extents, self._used)
 
     def arrived(self, name: str, part: int) -> bool:
         """True once part `part` of the output `name` is there. Progresses everything in flight."""
@@ -433,26 +361,6 @@ class Executor(BoundPlan):
             self._forget(run)
         return results[0] if len(results) == 1 else results
 
-    def _results_given(self, given: Given) -> tuple[Any, ...]:
-        """The results of a call with tensors of its own."""
-        error = self._copy_given(given.outputs) if given.copied else None
-        if error is not None:
-            raise error
-        if self._sizes is self.plan.sizes and len(given.outputs) == len(self._names):
-            return tuple([given.owners[name] for name in given.outputs])
-        results = [given.owners.get(name, y) for name, y in zip(self._names, self._results, strict=True)]
-        if self._sizes is not self.plan.sizes:
-            for at, (buffer, tensor) in enumerate(zip(self.compiled.outputs, results, strict=True)):
-                if buffer.name in given.outputs and buffer.axis != "whole":
-                    results[at] = self._rows_of(given, buffer, tensor)
-        return tuple(results)
-
-    def _rows_of(self, given: Given, buffer: Buffer, tensor: Any) -> Any:
-        """The rows of an output of a call that has fewer rows than the plan."""
-        mine = given.copied.get(buffer.name) or dlpack.borrow(tensor, buffer.name)
-        array = (mine.array if mine.host is None else mine.host).reshape(self._arrays[buffer.name].shape)
-        return dlpack.lend(array[: sum(self._extents.counts(buffer.axis))], buffer.dtype, mine)
-
     def _output(self, at: int) -> tuple[Any, str, Tensor]:
         """The array, the dtype and the framework of an output of the last call."""
         array, dtype, like = self._outputs[at]
@@ -515,12 +423,10 @@ class Executor(BoundPlan):
         for name in partial:
             for each in self.compiled.named(name):
                 self._readers_of(each)
-        for name, feed in self._feeds.items():
-            if feed.source._run is None or feed.source._run is feed.last:
-                raise StateError(
-                    f"{self.compiled.title}: start {feed.source.compiled.title}, which feeds {name}, first"
-                )
-            self._check_rows(name, feed, sizes or self.plan.sizes, feed.source._sizes)
+        for name, (feed, source) in self._feeds.items():
+            if source._run is None or source._run is feed.last:
+                raise StateError(f"{self.compiled.title}: start {source.compiled.title}, which feeds {name}, first")
+            feed.check_rows(sizes or self.plan.sizes, source._sizes)
 
     @property
     def announced(self) -> int:
@@ -551,27 +457,16 @@ class Executor(BoundPlan):
         run.settle()
         return run.trace(self._extents)
 
-    def compute_seconds(self, rounds: int = baselines.ROUNDS) -> float:
+    def compute_seconds(self, rounds: int = ROUNDS) -> float:
         """Measure this rank's kernels without messages, on fresh memory: the median of `rounds`, in seconds.
 
         Raises StateError for a plan with kernels of the user: they may change what the user's program holds.
         """
-        if self.compiled.is_opaque:
-            raise StateError(f"{self.compiled.title} has kernels of the user, which cannot be run alone")
-        arena = self.comm.engine.arena
-        seconds = baselines.compute_alone(
-            self.compiled, self._extents, self.backend, arena, self.kernels, rounds
-        ).seconds
-        self._compute_alone = self._extents, seconds
-        if self.comm.engine.report is not None:
-            self.comm.engine.report.measured(self.compiled, self._extents, seconds)
-        return seconds
+        return self._baselines.compute(self._extents, rounds)
 
-    def messages_seconds(self, rounds: int = baselines.ROUNDS) -> float:
+    def messages_seconds(self, rounds: int = ROUNDS) -> float:
         """Measure the messages without kernels, on fresh memory: the median of `rounds`, in seconds. Collective."""
-        seconds = baselines.messages_alone(self.compiled, self.comm, self._extents, self.backend, rounds)
-        self._messages_alone = self._extents, seconds
-        return seconds
+        return self._baselines.messages(self._extents, rounds)
 
     @property
     def proof(self) -> Proof:
@@ -579,23 +474,7 @@ class Executor(BoundPlan):
 
         It can warn of missing overlap only after `compute_seconds()` and `messages_seconds()` with the same rows.
         """
-        run = self._current()
-        if not run.finished or run.error is not None:
-            raise StateError(f"{self.compiled.title} has no finished call: there is no proof yet")
-        if self._dependencies is None:
-            self._dependencies = RankDependencies(self.plan, self.comm.rank)
-        compute, messages = (
-            seconds if extents == self._extents else None
-            for extents, seconds in (self._compute_alone, self._messages_alone)
-        )
-        return prove(
-            self.trace,
-            self._dependencies,
-            compute_alone=compute,
-            messages_alone=messages,
-            progress=self.comm.engine.progress_mode,
-            elsewhere=run.elsewhere(self._returned_at),
-        )
+        return self._baselines.proof(self._current(), self._extents, self._returned_at)
 
     # -- the end
     def close(self) -> None:
@@ -612,7 +491,7 @@ class Executor(BoundPlan):
                     self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
                 self.comm.engine.wait(run, self.comm.channel, patient=True)
             with suppress(Exception):  # they belong to the calls that are fed
-                self._end_feedings()
+                self._feedings.end(self.comm.engine, self.comm.channel)
             if run is not None:
                 run.settle()
             self._call = None
@@ -634,71 +513,3 @@ class Executor(BoundPlan):
 
     def __repr__(self) -> str:
         return f"Executor({self.name} on {self.comm!r})"
-
-
-def backend_for(tensors: Mapping[str, Any]) -> Backend:
-    """The backend of the device on which the tensors are."""
-    found = (device for device in map(dlpack.device_of, tensors.values()) if device is not None)
-    device = next(found, default_device())
-    backend: Backend = Numpy() if device is None else backend_of(device)
-    return backend
-
-
-def bind(
-    plan: Plan,
-    *,
-    comm: Any = None,
-    out: Any = None,
-    backend: Backend | None = None,
-    kernels: Mapping[str, Callable[..., object]] | None = None,
-    **tensors: Any,
-) -> Executor:
-    """An Executor of `plan` on these tensors, by the names of its buffers: `bind(plan, comm=tp, x=x, w=w, out=y)`.
-
-    Collective: the ranks agree here, once, and later calls need no handshake. `out` is the output `y`. Outputs that
-    are not given get fresh memory. Every call writes its outputs to the same memory. `kernels={"matmul": f}` replaces
-    a kernel by `f(reads, writes)` on lists of arrays. A kernel that the plan declares is `f(args, reads, writes)`.
-
-    On a device bind launches `f` once more, on scratch arrays full of zeros: what it compiles and loads must not stop
-    the first call. Its error is an error of bind, on all ranks. A kernel that the plan declares is not launched.
-    """
-    communicator = Communicator.of(comm)
-    if out is not None:
-        tensors["y"] = out
-    refusal: Exception | None = None
-    backend, where = backend or backend_for(tensors), ""
-    try:  # every check comes before the handshake, so that a refusal reaches all ranks
-        device = backend.device
-        if device is not None:
-            paths = communicator.paths(device)
-            where = f" on a {paths.title}"
-            missing = device.needs_for_announced() if environment.value("FOMPI_COUNTERS") == "1" else ""
-            if missing:
-                raise LaunchError(f"FOMPI_COUNTERS=1 cannot be done: {missing}")
-            if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
-                plan = for_device(plan, paths.is_staged)
-        for name, function in (kernels or {}).items():
-            if plan.kernel(name) is None:
-                find(name)
-                if not callable(function):
-                    raise PlanError(f"kernels={{{name!r}: {function!r}}}: give a function of (reads, writes)")
-        for kernel in plan.kernels:
-            if not callable((kernels or {}).get(kernel.name)):
-                raise PlanError(
-                    f"the plan declares the kernel {kernel.name!r}: bind it with kernels={{{kernel.name!r}: function}}"
-                )
-        replaced = [name for name in kernels or () if plan.kernel(name) is None]
-        if replaced and backend.asynchronous and device is None:
-            raise PlanError(f"kernels= run on the host, but the {backend.name} has its own kernels")
-        memory = check_tensors(plan, communicator, tensors, backend)
-        name = backend.name if device is None else paths.title
-        compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "")
-        if device is not None and kernels and replaced:
-            starts = compiled.sized(plan.extents(communicator.rank)).starts
-            for of, reads, writes in compiled.examples(replaced, memory.arrays, starts):
-                backend.launch_once(kernels[of], of, reads, writes)  # type: ignore[attr-defined]
-    except Exception as error:
-        refusal = error
-    text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes}){where}"
-    agree(communicator, text, refusal)
-    return Executor(compiled, communicator, memory, backend, kernels)

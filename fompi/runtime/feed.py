@@ -8,43 +8,82 @@ z = second.wait()
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fompi.base.errors import PlanError, StateError
-from fompi.base.layout import Sizes
+from fompi.base.layout import Extents, Sizes
+from fompi.engine.control import Channel
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import Task
-from fompi.plans.plan import Buffer, Plan
+from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
 
 Kernel = Callable[[Any, Any], object]
 """kernel(y, x): read a block of a result, and write the block of an input."""
 
 
-def copy(y: Any, x: Any) -> None:
+def _copy(y: Any, x: Any) -> None:
     np.copyto(x, y)
 
 
-Side = tuple[Plan, Buffer, Sizes]
-"""The input that is fed, or the result that feeds it: its plan, its buffer, and the rows of a call."""
+class Call(NamedTuple):
+    """One call of an executor that is fed, or that feeds another one: its rows on this rank, and its arrays."""
+
+    run: Run
+    extents: Extents
+    arrays: Mapping[str, Any]
 
 
-def check_rows(into: Side, source: Side, ranks: Iterable[int]) -> None:
-    """Raise PlanError if their blocks have different rows on one of `ranks`. No message is needed for that."""
-    for rank in ranks:
-        starts = [buffer.offsets(plan.extents(rank, sizes)) for plan, buffer, sizes in (into, source)]
-        if starts[0] != starts[1]:
-            name, output = into[1].name, source[1].name
+class Feed:
+    """Block i of the input `name` of `into` is made of block i of the result `output` of `source`, by `kernel`.
+
+    `ranks` are those whose blocks are compared. Raises PlanError if the rows of a block have different forms, and there
+    is no kernel.
+    """
+
+    def __init__(
+        self, into: Compiled, name: str, source: Compiled, output: str, kernel: Kernel | None, ranks: Sequence[int]
+    ):
+        self.into, self.source, self.ranks, self.kernel = into, source, ranks, kernel or _copy
+        self.input, self.result = mine, theirs = into.buffers[name], source.buffers[output]
+        if kernel is None and (mine.row, mine.dtype) != (theirs.row, theirs.dtype):
             raise PlanError(
-                f"feed: the blocks of {name} and {output} have different rows on rank {rank}: they begin at {starts}. "
-                "Both plans need the same rows, slices and counts",
-                rank,
+                f"feed: {name} and {output} have different rows, {mine.row} and {theirs.row}: give a kernel"
             )
+        self.last: Run | None = None  # the call of `source` that has fed the last call of `into`
+        self._fitting: tuple[Sizes, Sizes] | None = None  # the last rows of both for which the blocks fit
+
+    def check_rows(self, into: Sizes, source: Sizes) -> None:
+        """Raise PlanError if the blocks of calls with these rows differ on one of `ranks`. It needs no message."""
+        if self._fitting == (into, source):
+            return
+        for rank in self.ranks:
+            mine = self.input.offsets(self.into.plan.extents(rank, into))
+            theirs = self.result.offsets(self.source.plan.extents(rank, source))
+            if mine != theirs:
+                raise PlanError(
+                    f"feed: the blocks of {self.input.name} and {self.result.name} have different rows on rank {rank}: "
+                    f"they begin at {[mine, theirs]}. Both plans need the same rows, slices and counts",
+                    rank,
+                )
+        self._fitting = into, source
+
+    def of_call(self, engine: Engine, into: Call, source: Call) -> Feeding:
+        """What feeds the call `into` from the call `source`."""
+        name, output = self.input.name, self.result.name
+        starts, writers = self.input.offsets(into.extents), self.source.last_writers(output)
+        runs = [slice(a, b) for a, b in pairwise(starts)]
+        arrays = [(source.arrays[output][at], into.arrays[name][at]) for at in runs]
+        blocks = range(self.input.first, self.input.first + self.input.count)
+        ops = [writers.get(self.result.first + i, 0) for i in range(len(blocks))]  # one without a writer has no rows
+        self.last = source.run
+        return Feeding(engine, source.run, into.run, name, ops, blocks, arrays, self.kernel)
 
 
 class Feeding(Task):
@@ -145,3 +184,24 @@ class Feeding(Task):
         self.stop()
         if self.into.error is None and not self.into.finished:
             self.into.fail(error, where)
+
+
+class Feedings:
+    """The feedings of an executor's last call: `into` fill its inputs, `readers` read its result."""
+
+    def __init__(self) -> None:
+        self.into: list[Feeding] = []
+        self.readers: list[Feeding] = []
+
+    def end(self, engine: Engine, channel: Channel) -> None:
+        """Wait until none of them uses the memory any more. Raises an error of those that read the result."""
+        into, readers, self.into, self.readers = self.into, self.readers, [], []
+        if into:
+            with engine.lock:
+                for feeding in into:
+                    feeding.stop()  # the call that it fed is finished
+        for feeding in (*into, *readers):
+            engine.wait(feeding, channel, patient=True)
+        for feeding in readers:
+            if feeding.error is not None:
+                raise feeding.error

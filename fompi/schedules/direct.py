@@ -41,7 +41,7 @@ def sliced_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
 
 def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bool = False) -> Iterator[Op]:
     """The ops of a schedule. `whole`: compute in one piece. `by_slices`: compute one part of every shard at a time."""
-    if problem.columns and not problem.weights:
+    if problem.deals_x:
         yield from _columns(problem, work)
     elif problem.columns:
         dealt = Dealt(problem, work)

@@ -29,8 +29,9 @@ from typing import Any
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
+from fompi.plans.meaning import MEANING
 from fompi.plans.plan import PAIRWISE, Collective, Op, Plan, Program, Programs, Workspace, group_size
-from fompi.plans.problems import MEANING, Problem
+from fompi.plans.problems import Problem
 from fompi.schedules import native
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
 from fompi.schedules.hierarchical import hierarchical

@@ -1,6 +1,6 @@
 """The kernels around the messages of a schedule: before a block is sent, and after a block has arrived.
 
-`Gather` and `Scatter` are the two families of `fompi.plans.problems`. A schedule decides the order of the messages.
+`Gather` and `Scatter` are the two families of `fompi.plans.meaning`. A schedule decides the order of the messages.
 These classes yield the kernels that belong to the messages. So one loop serves all operations of a family.
 """
 

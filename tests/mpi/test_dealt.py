@@ -119,6 +119,7 @@ def test_calls_that_are_refused(world):
         (lambda: deal(x, w, dim=2, comm=world), fompi.ShapeError, "no dimension dim=2"),
         (lambda: deal(x, np.ones((K + 1, N)), dim=-1, comm=world), fompi.ShapeError, "w needs the shape"),
         (lambda: deal(x, np.ones(K), dim=-1, comm=world), fompi.ShapeError, "two dimensions"),
+        (lambda: deal(np.ones(K), w, dim=-1, comm=world), fompi.ShapeError, rf"x has the shape \({K},\)"),
         (lambda: deal(x, w, dim=-1, schedule="ring", comm=world), fompi.PlanError, "ring"),
         (lambda: collect(np.ones((3, N + 1)), v, dim=-1, comm=world), fompi.ShapeError, "columns"),
         (lambda: collect(mine, v, dim=-1, counts=[5] * size, comm=world), fompi.LayoutError, "counts="),

@@ -426,8 +426,8 @@ def test_tensors_of_different_devices(world, device):
     x, w = np.ones((2, 3)), np.ones((3, 4))
     other = SoftwareDevice(delay=0)
     for left, right, where in (
-        (device.array(x), w, "on the software device, but another operand is on the host"),
-        (x, device.array(w), "on the host, but another operand is on the software device"),
+        (device.array(x), w, "on the software device, but w is on the host"),
+        (x, device.array(w), "on the host, but w is on the software device"),
         (device.array(x), other.array(w), "another software device"),
     ):
         with pytest.raises(fompi.TensorError, match=where):
@@ -482,9 +482,9 @@ def test_many_calls_in_flight(world, device, path):
 def use_for_tensors_of_the_host(monkeypatch, device):
     """As FOMPI_DEVICE does it."""
     from fompi.ops import arguments
-    from fompi.runtime import binding, default_device, executor
+    from fompi.runtime import binding, default_device
 
-    for module in (arguments, binding, executor, default_device):
+    for module in (arguments, binding, default_device):
         monkeypatch.setattr(module, "default_device", lambda: device)
 
 

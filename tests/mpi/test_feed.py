@@ -187,11 +187,11 @@ def test_a_start_while_the_result_is_read(world):
         first.start("x")
     give(first)
     second.wait()
-    assert second._feedings[0].moved_at >= second._run.started and not second._run.fed
+    assert second._feedings.into[0].moved_at >= second._run.started and not second._run.fed
     first.wait()
     first.start("x")
     second.start()
-    second._feedings[0].abandon(fompi.WaitTimeout("too late"))
+    second._feedings.into[0].abandon(fompi.WaitTimeout("too late"))
     with pytest.raises((fompi.WaitTimeout, fompi.PeerError), match="too late"):
         second.wait()
     give(first)

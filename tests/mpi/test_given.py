@@ -17,7 +17,7 @@ from fompi.backends.cuda.software import SoftwareDevice
 from fompi.base.layout import split
 from fompi.mpi.paths import IPC, STAGED
 from fompi.ops import arguments
-from fompi.runtime import binding, default_device, executor
+from fompi.runtime import binding, default_device
 from fompi.schedules import registry
 
 
@@ -266,7 +266,7 @@ def test_a_device(world, monkeypatch, path, counters):
 def test_tensors_of_the_host_on_a_device(world, monkeypatch):
     """FOMPI_DEVICE=software: given tensors are copied to the device and back, as bound ones are."""
     device = SoftwareDevice(seed=world.rank, delay=0)
-    for module in (arguments, binding, executor, default_device):
+    for module in (arguments, binding, default_device):
         monkeypatch.setattr(module, "default_device", lambda: device)
     total, bound, y = sum(range(world.size)), np.ones((2, 3)), np.zeros((2, 3))
     for how in ({}, {"out": y}):

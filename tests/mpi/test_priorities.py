@@ -54,7 +54,7 @@ def test_urgencies(world):
         assert mesh["a"].urgency is None and mesh["a"].most_nbytes == world.most_nbytes
 
 
-@pytest.mark.parametrize("priority", ["ab", ("a", "x"), ("a", "a"), ("a", "b", "a")])
+@pytest.mark.parametrize("priority", [5, "ab", ("a", 1), ("a", "x"), ("a", "a"), ("a", "b", "a")])
 def test_priorities_that_are_refused(world, priority):
     with pytest.raises(LayoutError, match=r"priority= names axes of the mesh \(a, b\), each once, not"):
         fompi.Mesh(a=1, b=world.size, priority=priority)

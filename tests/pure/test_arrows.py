@@ -37,7 +37,7 @@ FOREIGN = {
     "rich": {"cli/output.py"},
     "numba": {"backends/numba.py"},
     "cupy": {"backends/cuda"},
-    "triton": {"backends/cuda/triton.py"},
+    "triton": {"backends/cuda/counters/triton.py"},
     "ml_dtypes": set(),
 }
 """The files and folders that may import a package from outside."""

@@ -13,7 +13,7 @@ from fompi.base.layout import Partial, Shard, Sizes, Spec
 from fompi.model.bound import bound
 from fompi.model.machine import Level, Machine
 from fompi.model.simulate import predict
-from fompi.plans.problems import from_specs
+from fompi.plans.specs import from_specs
 from fompi.schedules import registry
 
 NAMES = list(catalogue.problems(1))

@@ -19,8 +19,9 @@ from fompi.planner.candidates import candidates
 from fompi.planner.choose import choose_schedule
 from fompi.planner.explain import MOST_EVENTS, explain
 from fompi.plans.dependencies import constraints
+from fompi.plans.meaning import MEANING
 from fompi.plans.plan import MOST_MESSAGES, Recv, Send
-from fompi.plans.problems import MEANING, Form, problem
+from fompi.plans.problems import Form, problem
 from fompi.schedules import registry
 from fompi.schedules.registry import messages_per_peer
 

@@ -29,8 +29,9 @@ from fompi.ops.operations import OPERATIONS
 from fompi.planner import choose
 from fompi.planner.choose import choose_schedule
 from fompi.plans import problems
+from fompi.plans.meaning import GROUPED, MEANING
 from fompi.plans.plan import Compute, Recv, Send
-from fompi.plans.problems import GROUPED, MEANING, Form, problem
+from fompi.plans.problems import Form, problem
 from fompi.schedules import registry
 
 ROWS, COLUMNS, ALL, TERM = Shard(0), Shard(1), Replicate(), Partial()
@@ -288,7 +289,9 @@ def test_operands_of_a_wrong_shape(operation, shape):
 
 def test_wrong_dtypes():
     w = Spec((6, 9), "float64", COLUMNS)
-    assert_refused(DtypeError, "x is float32, but another operand is float64", fompi.all_gather_matmul, X, w)
+    assert_refused(DtypeError, "x is float32, but w is float64; convert", fompi.all_gather_matmul, X, w)
+    several = X, Spec((6, 9), "float32", COLUMNS), w
+    assert_refused(DtypeError, "x is float32, but ws[1] is float64; convert", fompi.all_gather_matmul_many, *several)
     for operation in ("reduce_scatter", "all_reduce"):
         assert_refused(DtypeError, "bool cannot be summed", operation, Spec((6, 2), "bool", TERM))
 
@@ -296,7 +299,11 @@ def test_wrong_dtypes():
 def test_number_of_dimensions():
     vector = Spec((12,), "float32", ROWS)
     assert_refused(
-        ShapeError, "x needs at least two dimensions", fompi.all_gather_matmul, vector, Spec((6, 9), "float32", COLUMNS)
+        ShapeError,
+        "x has the shape (12,), but needs two dimensions or more",
+        fompi.all_gather_matmul,
+        vector,
+        Spec((6, 9), "float32", COLUMNS),
     )
     assert fompi.plan(fompi.all_reduce, Spec((), "float32", TERM), ranks=3).sizes.rows == (1, 0, 0)
 

@@ -15,7 +15,7 @@ from fompi.base.layout import Sizes
 from fompi.model.machine import Level
 from fompi.model.rotation import rotated
 from fompi.model.simulate import MOST_RANKS, predict, representatives, simulate
-from fompi.plans.problems import ROOTED
+from fompi.plans.meaning import ROOTED
 from fompi.schedules import registry
 
 GIGABIT = Machine.load("gigabit")

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.backends.cuda import signal
-from fompi.backends.cuda.announced import tile_of
-from fompi.backends.cuda.signal import WORDS, Rows, Signals, in_place, launched
+from fompi.backends.cuda.counters import signal
+from fompi.backends.cuda.counters.announced import tile_of
+from fompi.backends.cuda.counters.signal import WORDS, Rows, Signals, in_place, launched
 from fompi.base.errors import DeviceError
 from fompi.model.flow_shop import announced
 from fompi.model.machine import PRESETS, TILE

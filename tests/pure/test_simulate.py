@@ -19,7 +19,8 @@ from fompi.model.machine import Level, Machine
 from fompi.model.simulate import predict, simulate, symmetry
 from fompi.planner.candidates import Candidate
 from fompi.planner.estimate import estimate
-from fompi.plans.problems import ROOTED, Form, problem
+from fompi.plans.meaning import ROOTED
+from fompi.plans.problems import Form, problem
 from fompi.schedules import registry
 
 ROWS, K, N = 16, 3, 4  # rows of x on each rank, columns of x, columns of w, as in the catalogue

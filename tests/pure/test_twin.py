@@ -17,8 +17,8 @@ from fompi.base.layout import FLOAT8, ITEMSIZE, Sizes, Spec
 from fompi.model.twin import twin
 from fompi.planner.candidates import Candidate
 from fompi.plans.conditions import reference
+from fompi.plans.meaning import layouts
 from fompi.plans.plan import Compute
-from fompi.plans.problems import layouts
 from fompi.plans.verify import verify
 from fompi.schedules import registry
 from fompi.tuning.adaptive import sums_alike

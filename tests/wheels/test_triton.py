@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from fompi.backends.cuda.announced import Form
+from fompi.backends.cuda.counters.announced import Form
 
 ROOT = Path(__file__).resolve().parents[2]
 
-KERNEL = "fompi.backends.cuda.triton"
+KERNEL = "fompi.backends.cuda.counters.triton"
 
 INTERPRETED = """
 import importlib
@@ -27,9 +27,9 @@ import itertools
 import sys
 import numpy as np
 import torch
-from fompi.backends.cuda import announced
-from fompi.backends.cuda.announced import Form
-from fompi.backends.cuda.signal import Rows, Signals, in_place
+from fompi.backends.cuda.counters import announced
+from fompi.backends.cuda.counters.announced import Form
+from fompi.backends.cuda.counters.signal import Rows, Signals, in_place
 announced.tile_of = lambda w: (16, 32, 16)  # small tiles: the interpreter is slow
 rng = np.random.default_rng(0)
 TYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -96,7 +96,7 @@ DISASSEMBLED = """
 import importlib
 import json
 import sys
-from fompi.backends.cuda.announced import Form
+from fompi.backends.cuda.counters.announced import Form
 _, name, form, capability, path = sys.argv
 made = importlib.import_module(name).compiled_groups(Form(*json.loads(form)), int(capability))
 open(path, "wb").write(made.code)

@@ -10,9 +10,7 @@
 | `library` | what needs CuPy beyond its runtime: cuBLAS and compiled kernels |
 | `products` | products as calls of cuBLAS |
 | `kernels` | all other kernels, in CUDA C |
-| `signal` | products that one kernel announces while it runs: the table of its tiles, and its flags |
-| `triton` | this kernel, in Triton |
-| `announced` | the products of a plan as this kernel on a GPU: what it takes, its tables, whether it is faster |
+| `counters` | several products as one kernel, which announces each of them while it runs |
 | `backend` | the Backend on any device: a stream for each lane, ordered by events |
 """
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Dtypes
-from fompi.backends.cuda import announced
-from fompi.backends.cuda.announced import CudaAnnouncer
+from fompi.backends.cuda.counters import announced
+from fompi.backends.cuda.counters.announced import CudaAnnouncer
 from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, Product
 from fompi.backends.cuda.driver import device_count, load_cupy
 from fompi.backends.cuda.failures import OutOfMemory, nothing

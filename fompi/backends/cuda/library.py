@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Dtypes
-from fompi.backends.cuda.announced import MOST_STAGES, STAGE_NBYTES, WARPS, Form
+from fompi.backends.cuda.counters.announced import MOST_STAGES, STAGE_NBYTES, WARPS, Form
 from fompi.backends.cuda.device import Array, Arrays, Enqueue
 from fompi.backends.cuda.products import TYPES, Matrix
 from fompi.base.errors import DeviceError, in_words
@@ -192,7 +192,7 @@ class Library:
         return find_spec("triton") is not None
 
     def announced(self, form: Form, tiles: int, args: Sequence[Any]) -> Enqueue:
-        """The kernel of `fompi.backends.cuda.announced` on so many tiles. It is compiled when it is needed first."""
+        """The kernel of `fompi.backends.cuda.counters` on so many tiles. It is compiled when it is needed first."""
         if form not in self._announcers:
             self._announcers[form] = self._announcer(form)
         function, shared, scratch = self._announcers[form]
@@ -208,7 +208,7 @@ class Library:
         return function, made.shared, made.scratch
 
     def _compiled(self, form: Form, capability: int, stages: int) -> Any:
-        return import_module("fompi.backends.cuda.triton").compiled_groups(form, capability, stages)
+        return import_module("fompi.backends.cuda.counters.triton").compiled_groups(form, capability, stages)
 
     def close(self) -> None:
         if self._handle:

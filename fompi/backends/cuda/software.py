@@ -33,10 +33,10 @@ from typing import Any, cast
 import numpy as np
 
 from fompi.backends.base import Dtypes
+from fompi.backends.cuda.counters.signal import Signals
 from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, Product
 from fompi.backends.cuda.failures import OutOfMemory, nothing
 from fompi.backends.cuda.races import HOST, Clocks, Place, Span, freed_in_use
-from fompi.backends.cuda.signal import Signals
 from fompi.backends.cuda.staging import Mark, Staging
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, in_words

@@ -2,7 +2,7 @@
 
 `compiled_groups` compiles it for a GPU, which need not be there; Triton keeps the code on disk. Neither Triton nor a
 compiler is needed while it runs: `fompi.backends.cuda.library` loads and launches it by CuPy, with the tables of
-`fompi.backends.cuda.announced`.
+`fompi.backends.cuda.counters.announced`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fompi.backends.cuda.announced import GROUP_NUMBERS, GROUP_POINTERS, MOST_STAGES, WARPS, Form
+from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, MOST_STAGES, WARPS, Form
 
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -27,7 +27,7 @@ def multiply_groups(
 ):  # fmt: skip
     """y = x @ w + bias for the t-th tile of the table `tiles`. The last tile of a group raises its flag.
 
-    The words of a tile are `fompi.backends.cuda.signal.WORDS`. `epoch` is the number of the launch.
+    The words of a tile are `fompi.backends.cuda.counters.signal.WORDS`. `epoch` is the number of the launch.
     """
     words = tiles + tl.program_id(0) * 6
     x, y = tl.load(words).to(tl.pointer_type(X)), tl.load(words + 1).to(tl.pointer_type(Y))

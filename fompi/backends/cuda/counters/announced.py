@@ -4,8 +4,8 @@
     epoch = made.enqueue(stream)
     while not made.is_raised(0, epoch): ...       # then the first product is written
 
-The kernel is `multiply_groups` of `fompi.backends.cuda.triton`. It works on the arrays of the products where they are:
-a table has the addresses of each tile (`signal.in_place`). All products have the same weight.
+The kernel is `multiply_groups` of `fompi.backends.cuda.counters.triton`. It works on the arrays of the products where
+they are: a table has the addresses of each tile (`signal.in_place`). All products have the same weight.
 
 The last tile of a product writes the flag with release at system scope, behind the stores of all its tiles. So what the
 host launches or sends after it has read the flag finds the product. Nothing else may rely on it: a stream that was told
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fompi.backends.cuda.counters.signal import Rows, Signals, in_place
 from fompi.backends.cuda.device import Enqueue, Product
 from fompi.backends.cuda.products import Matrix, matrix
-from fompi.backends.cuda.signal import Rows, Signals, in_place
 from fompi.base import kept
 from fompi.base.version import __version__
 from fompi.plans.kernels import find
