@@ -15,7 +15,7 @@ from fompi.base.layout import MOST_NBYTES
 from fompi.base.version import __version__
 from fompi.engine import faults
 from fompi.engine.control import GONE, LEFT, STOPPED, Channel
-from fompi.engine.engine import FORKED, SPINS, Engine
+from fompi.engine.engine import SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
 from fompi.engine.port import Queued, part_nbytes
@@ -120,8 +120,8 @@ class Communicator(Shared):
     def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine: Engine = attached_to_process(_make_engine)
-        if self.engine.forked:
-            raise StateError(FORKED)
+        if self.engine.over:
+            raise StateError(self.engine.over)
         from_split = isinstance(origin, Link)
         if from_split:
             self.link = origin
@@ -193,8 +193,8 @@ class Communicator(Shared):
 
     def check(self) -> None:
         """Raise StateError if this communicator cannot be used any more."""
-        if self.engine.forked:
-            raise StateError(FORKED)
+        if self.engine.over:
+            raise StateError(self.engine.over)
         if self.closed:
             raise StateError(f"the communicator {self.name!r} is closed")
         if self.channel.broken is not None:
@@ -341,6 +341,8 @@ class Communicator(Shared):
 
         A call that waits for `ready()` is given up. Raises DeviceError if a kernel has failed after its call returned.
         """
+        if self.engine.over:
+            self.closed = True
         if not self.closed:
             while (task := self._in_flight()) is not None:
                 if not task.can_finish():

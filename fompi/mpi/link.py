@@ -116,7 +116,7 @@ def _made(make: Callable[[], Any]) -> Any:
         reason = str(error).splitlines()[-1]
         raise StateError(
             f"MPI makes no more communicators ({reason}). Close what is not needed any more: Communicator.close(), "
-            "Mesh.close(), and close() of bound operations; or use `with`"
+            "Mesh.close(), close() of bound operations, destroy_process_group() of torch; or use `with`"
         ) from error
 
 
@@ -183,14 +183,22 @@ def abort(status: int) -> None:
     start_mpi().COMM_WORLD.Abort(status)
 
 
+ENDED = "the program has called MPI.Finalize(): no call of fompi is possible after it"
+
+
 def finalized() -> bool:
     """True after MPI_Finalize."""
     return bool(start_mpi().Is_finalized())
 
 
 def mpi_communicator(comm: Any) -> Any:
-    """`comm` if it is a communicator of mpi4py; MPI.COMM_WORLD for None. Raises LaunchError for anything else."""
+    """`comm` if it is a communicator of mpi4py; MPI.COMM_WORLD for None. Raises LaunchError for anything else.
+
+    Raises StateError after MPI_Finalize: MPI would end the process.
+    """
     MPI = start_mpi()
+    if MPI.Is_finalized():
+        raise StateError(ENDED)
     if comm is None:
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -236,11 +244,16 @@ def _buffer_of(runs: Sequence[Array]) -> list[Any]:
 
 @cache
 def _keyval(kind: str) -> int:
-    """The key of MPI's attribute cache for values of this kind. MPI calls `delete` when a communicator is freed."""
+    """The key of MPI's attribute cache for values of this kind. MPI calls `delete` when a communicator is freed.
+
+    MPI_Finalize frees MPI_COMM_SELF first (MPI 4.1, section 11.2.4).
+    """
 
     def delete(comm: Any, keyval: int, value: Any) -> None:
         if kind == "communicator":
             value.close()
+        elif kind == "process":
+            value.after_finalize(ENDED)
 
     return int(start_mpi().Comm.Create_keyval(delete_fn=delete))
 

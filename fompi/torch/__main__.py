@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import torch.distributed as dist
@@ -58,8 +59,16 @@ def set_variables() -> None:
 def main(arguments: Sequence[str]) -> int:
     is_module = arguments[:1] == ["-m"]
     program, given = arguments[is_module : is_module + 1], arguments[is_module + 1 :]
+    problem = ""
     if not program or (program[0].startswith("-") and not is_module):
-        print(USAGE, file=sys.stderr)
+        problem = USAGE
+    elif not is_module and not Path(program[0]).exists():
+        problem = f"fompi: there is no program {program[0]}"
+    if problem:
+        if launcher.detect().rank:
+            sleep(1)  # a launcher may end the job before rank 0 has spoken
+        else:
+            print(problem, file=sys.stderr)
         return 2
     environment.preset("FOMPI_REPORT", "1")
     set_variables()

@@ -415,3 +415,37 @@ def test_a_call_that_only_one_rank_starts(launch):
 def test_one_rank(launch):
     ended = launch(1, STEPS + "steps(3)\nassert size == 1")
     ended.assert_clean()
+
+
+def test_the_program_ends_mpi(launch):
+    """Calls after MPI.Finalize() are typed errors: MPI itself would end the process."""
+    code = """
+from mpi4py import MPI
+
+steps(3)
+pending = fompi.all_reduce.start(np.ones(5), comm=world)
+pending.wait()
+plan = fompi.plan("all_reduce", fompi.Spec((5,), "float64", fompi.Partial()), ranks=size)
+bound = fompi.bind(plan, comm=world, x=np.ones(5))
+MPI.Finalize()
+calls = {
+    "call": lambda: fompi.all_reduce(np.ones(5), comm=world),
+    "default": lambda: fompi.all_reduce(np.ones(5)),
+    "start": lambda: fompi.all_reduce.start(np.ones(5), comm=world),
+    "communicator": fompi.Communicator,
+    "bound": bound,
+    "split": lambda: world.split(0, 0, "x"),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except fompi.StateError as error:
+        assert "MPI.Finalize()" in str(error), error
+    else:
+        raise AssertionError(name)
+world.close()
+emit("END", rank)
+"""
+    ended = launch(2, STEPS + code)
+    ended.assert_clean()
+    assert ended.lines("END") == ["0", "1"]

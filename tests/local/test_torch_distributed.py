@@ -69,6 +69,13 @@ def test_a_program_that_names_another_backend(mpirun, tmp_path):
     assert "fompi report: 2 ranks" in done.output and "all_reduce(float32[:])" in done.output
 
 
+def test_a_program_that_is_not_there(mpirun):
+    """Rank 0 says so, once. All ranks end with the status 2."""
+    done = mpirun(2, "-m", "fompi.torch", "nowhere.py", seconds=50)
+    assert done.returncode and done.output.count("fompi: there is no program nowhere.py") == 1, done.output
+    assert "Traceback" not in done.output
+
+
 def test_an_uncaught_exception_is_printed(mpirun):
     """torch collects what the hooks before its own print, and would print it after they return."""
     program = "import torch.distributed as dist; dist.init_process_group('fompi'); raise ValueError('lost')"
