@@ -126,14 +126,16 @@ class Executor(BoundPlan):
         given: Given | None = None,
     ) -> None:
         """Start a call. `tensors` are those of this call, or `given` is its memory."""
-        sizes = self._sizes_of(counts)
+        sizes = self.plan.sizes if counts is None else self._sizes_of(counts)
         self.check_start(partial, sizes)
-        partial = (*partial, *(name for name in self._feeds if name not in partial))
-        partial = tuple(each for name in partial for each in self.compiled.named(name))
+        if self._feeds or partial:
+            partial = (*partial, *(name for name in self._feeds if name not in partial))
+            partial = tuple(each for name in partial for each in self.compiled.named(name))
         self._returned_at = None
         if self._run is not None and not self._run.finished:
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
-        self._feedings.end(self.comm.engine, self.comm.channel)
+        if self._feedings.into or self._feedings.readers:
+            self._feedings.end(self.comm.engine, self.comm.channel)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
         refusal: Exception | None = None
@@ -193,9 +195,10 @@ class Executor(BoundPlan):
                 self._feedings.into, run.fed = fed, dict(zip(self._feeds, fed, strict=True))
             actions = self._actions if given is None else given.on.actions
             run.start(actions, unready, self._is_long, self._is_small, refusal or failure, entry, holds_all)
-            for (_, source), feeding in zip(self._feeds.values(), self._feedings.into, strict=True):
-                source._feedings.readers.append(feeding)
-                feeding.begin()
+            if self._feeds:
+                for (_, source), feeding in zip(self._feeds.values(), self._feedings.into, strict=True):
+                    source._feedings.readers.append(feeding)
+                    feeding.begin()
         if refusal is not None:
             engine.wake_helper()  # the call ends without this program
             raise refusal
