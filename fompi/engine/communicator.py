@@ -356,7 +356,8 @@ class Communicator(Shared):
                 for rank in self.channel.departed:  # it still listens
                     self.channel.send(rank, GONE, 0)
             self.channel.close()
-            self.plans.clear()
+            with self.engine.lock:
+                self.plans.clear()
             devices = [paths.device for paths in self._paths.values()]
             self._paths.clear()
             if self.channel.broken is None:  # else late messages might meet the next communicator that MPI makes

@@ -217,10 +217,11 @@ class Channel:
 
     def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> tuple[int, str] | None:
         """The awaited rank, if it has left and will not send what is awaited, and why."""
-        left = self.departed if awaits_start else self.gone
-        absent = {rank: self.departed.get(rank, f"rank {rank} is gone") for rank in left}
-        if awaits_start:
-            absent |= {rank: why for rank, (work, why) in self.stopped.items() if work in self.engine.works}
+        with self.engine.lock:  # the helper thread receives control messages, too
+            left = self.departed if awaits_start else self.gone
+            absent = {rank: self.departed.get(rank, f"rank {rank} is gone") for rank in left}
+            if awaits_start:
+                absent |= {rank: why for rank, (work, why) in self.stopped.items() if work in self.engine.works}
         if awaited is None or not absent:
             return None
         rank = min(absent) if awaited[0] == ANYONE else awaited[0]

@@ -55,9 +55,10 @@ FORKED = (
 
 
 class Around(local):
-    """How many kernels this thread is in. A kernel of the user may call operations, and wait for them."""
+    """What this thread is in the middle of."""
 
-    kernels = 0
+    kernels = 0  # a kernel of the user may call operations, and wait for them
+    looks_at_watched = False  # to end a watched call this thread makes progress, which looks at watched calls
 
 
 class Engine(InFlight):
@@ -165,9 +166,13 @@ class Engine(InFlight):
             self.watched = [watch for watch in self.watched if watch not in finished]
         for watch in finished:
             watch.then()
-        if self.polls % WATCH_POLLS == 0:
-            for watch in self.watched:
-                self._end_if_lost(watch.task(), watch.channel, watch.begun)
+        if self.polls % WATCH_POLLS == 0 and not self._around.looks_at_watched:
+            self._around.looks_at_watched = True
+            try:
+                for watch in self.watched:
+                    self._end_if_lost(watch.task(), watch.channel, watch.begun)
+            finally:
+                self._around.looks_at_watched = False
 
     def poll_thoroughly(self) -> None:
         """Poll until nothing arrives any more: during the next kernel there may be no poll for a long time."""
@@ -278,7 +283,9 @@ class Engine(InFlight):
             return
         pause = min(times - YIELDS, 10) * 30e-6
         if self._launched:
-            pause = min(pause, min(queue[0][0].due for queue in self._launched.values()) - perf_counter())
+            with self.lock:  # the helper thread polls kernels, too
+                dues = [queue[0][0].due for queue in self._launched.values()]
+            pause = min([pause, *(due - perf_counter() for due in dues)])
         if pause > 0:
             sleep(pause)
 

@@ -156,7 +156,7 @@ def _is_first(engine: Engine) -> bool:
 
 def _follows(engine: Engine, error: BaseException | None) -> bool:
     """True if `error` was caused by the error of another rank, and that rank is still there to report it."""
-    departed = {rank for channel in engine.channels for rank in channel.departed}
+    departed = {rank for channel in engine.channels for rank in list(channel.departed)}
     while error is not None:
         if isinstance(error, PeerError) and error.origin not in departed:
             return True
@@ -213,7 +213,7 @@ def _not_gone(channels: Sequence[Channel], is_left: bool) -> set[int]:
 
     `is_left`: on those that this rank has left by an error. A rank that has closed such a channel says nothing on it.
     """
-    gone = {channel.link.world_ranks[rank] for channel in channels for rank in channel.gone}
+    gone = {channel.link.world_ranks[rank] for channel in channels for rank in list(channel.gone)}
     return {rank for channel in channels if channel.is_left == is_left for rank in channel.not_gone()} - gone
 
 

@@ -47,7 +47,7 @@ from fompi.traces.trace import AGREEMENT, Event, Trace
 Array = np.ndarray[Any, Any]
 
 MOST_PLANS = 256
-"""A communicator keeps the programs of this many kinds of calls. The one unused for longest makes room."""
+"""A communicator keeps the programs of this many kinds of calls. One that was not used for long makes room."""
 
 VERIFIED_RANKS = 8
 """Plans for at most this many ranks are verified at first use. Verification takes longer with more ranks.
@@ -80,11 +80,22 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
         plan = _plan_of(comm, local, schedule, slices)
         if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
             verify(plan)
-        if len(comm.plans) >= MOST_PLANS:
-            del comm.plans[min(comm.plans, key=lambda known: comm.plans[known].used)]
-        program = comm.plans[key] = Compiled(plan, comm.rank, where)
-    program.used = comm.calls
+        program = Compiled(plan, comm.rank, where)
+        _keep(comm, key, program)
+    program.used = True
     return program
+
+
+def _keep(comm: Communicator, key: tuple[Any, ...], program: Compiled) -> None:
+    """Enter a program into the cache. The oldest one that was not used since it was looked at last makes room."""
+    with comm.engine.lock:  # the helper thread begins calls, too
+        while len(comm.plans) >= MOST_PLANS:
+            oldest = next(iter(comm.plans))
+            candidate = comm.plans.pop(oldest)
+            if candidate.used:
+                candidate.used = False
+                comm.plans[oldest] = candidate
+        comm.plans[key] = program
 
 
 def _device_name(comm: Communicator, device: Any) -> str:

@@ -138,7 +138,7 @@ class Compiled:
             (*reads, *writes)[0] if kind in (SEND, RECV) else None
             for kind, reads, writes in zip(self.kinds, self._reads, self._writes, strict=True)
         ]
-        self.used = 0  # the number of the last unbound call that ran it
+        self.used = False  # True if an unbound call ran it since the cache has looked
         self._sized: tuple[Extents, Sized] | None = None
         self._long: tuple[Sized, bool] | None = None
 

@@ -205,13 +205,13 @@ class Report:
 
     def measured(self, compiled: Compiled, extents: Extents, seconds: float) -> None:
         """The program has measured the kernels of this operation alone (`Executor.compute_seconds`)."""
-        for operation in self.operations.values():
+        for operation in list(self.operations.values()):  # other threads note calls meanwhile
             if operation.compiled is compiled and operation.extents == extents:
                 operation.compute_alone = seconds
 
     def settle(self, comm: Communicator) -> None:
         """Measure the baselines of all operations of this communicator that have none yet. Collective."""
-        operations = [o for o in self.operations.values() if o.comm is comm and o.messages_alone is None]
+        operations = [o for o in list(self.operations.values()) if o.comm is comm and o.messages_alone is None]
         operations.sort(key=lambda operation: operation.stamp)
         if not operations or finalized() or comm.channel.broken is not None or comm.channel.departed:
             return
@@ -225,7 +225,7 @@ class Report:
     def settle_all(self) -> None:
         """At the end of the program: measure on all open communicators, in the same order on every rank."""
         if os.getpid() == self.process:
-            still_open = {o.comm for o in self.operations.values() if not o.comm.closed}
+            still_open = {o.comm for o in list(self.operations.values()) if not o.comm.closed}
             for comm in sorted(still_open, key=lambda comm: (comm.link.world_ranks, comm.name)):
                 self.settle(comm)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fompi.base.errors import LaunchError
+from fompi.base.errors import LaunchError, PeerError
 from fompi.engine import engine as engines
 from fompi.engine import progress
 from fompi.engine.engine import SPINS, YIELDS, Engine
@@ -490,3 +490,39 @@ def test_a_message_that_a_rank_sent_before_it_ended_is_received(engine, arrived,
     engine.channels.append(channel)
     engine.wait(task, channel)
     assert (channel.failed is None) == sent and (sent or "rank 1 has ended" in str(channel.failed))
+
+
+class Left:
+    """A control channel whose rank 1 has left."""
+
+    name, timeout, asking = "left", None, False
+    departed, stopped = {1: "rank 1 has ended"}, {}  # noqa: RUF012
+
+    class link:
+        rank = 0
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def absent_peer(self, awaits_start, awaited):
+        return awaited and (1, "rank 1 has ended")
+
+    def fail(self, task, error):
+        task.abandon(error)
+
+
+def test_a_rank_leaves_while_several_watched_calls_wait_for_it(engine, monkeypatch):
+    """To end one of them the engine makes progress, where it looks at the others."""
+
+    class Waits(Task):
+        def waits_for(self):
+            return 1, "rank 1 to send"
+
+    monkeypatch.setattr(engines, "DEPARTED_SECONDS", 0.0)
+    monkeypatch.setattr(engines, "WATCH_POLLS", 1)
+    calls, ended = [Waits() for _ in range(3)], []
+    for call in calls:
+        engine.watch(lambda call=call: call, Left(engine), lambda call=call: ended.append(call))
+    for _ in range(5):
+        engine.progress()
+    assert ended == calls and all(isinstance(call.error, PeerError) for call in calls)

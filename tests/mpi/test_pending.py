@@ -10,6 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import fompi
 
@@ -180,6 +181,33 @@ def test_threads_on_communicators_of_their_own(world):
         sys.setswitchinterval(before)
     for communicator in communicators:
         communicator.close()
+    assert not failed, failed[0]
+
+
+def test_the_table_of_programs_in_several_threads(monkeypatch):
+    """Threads call operations of more kinds than the table holds."""
+    monkeypatch.setattr(fompi.ops.pending, "MOST_PLANS", 4)
+    before, failed = sys.getswitchinterval(), []
+
+    def program(alone, columns):
+        try:
+            for n in columns:
+                x = np.ones((2, n))
+                assert (fompi.all_gather(x, comm=alone, schedule="ring") == x).all()
+                assert len(alone.plans) <= 4
+        except BaseException as error:
+            failed.append(error)
+
+    with fompi.Communicator(MPI.COMM_SELF, "alone") as alone:
+        threads = [threading.Thread(target=program, args=(alone, range(i, 400, 4))) for i in range(1, 5)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
     assert not failed, failed[0]
 
 
