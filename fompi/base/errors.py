@@ -62,6 +62,9 @@ class LaunchError(FompiError, RuntimeError):
 class PeerError(FompiError, RuntimeError):
     """Another rank failed in an operation of this rank. `origin` is the number of the failed rank."""
 
+    world_origin: int | None = None
+    """The failed rank in MPI_COMM_WORLD, if it has ended a section of calls (`fompi.parallel.section`)."""
+
     def __init__(self, message: str, origin: int):
         super().__init__(message)
         self.origin = origin

@@ -129,6 +129,7 @@ class Communicator(Shared):
             self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
+        self.channel.counts = self.begun_with
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)
         self.machine: Machine | None = None  # the machine of FOMPI_MACHINE, restricted to these ranks
@@ -197,6 +198,10 @@ class Communicator(Shared):
             raise StateError(self.engine.over)
         if self.closed:
             raise StateError(f"the communicator {self.name!r} is closed")
+        if self.channel.ending is not None:
+            self.channel.ending.before_call(self)
+        if self.channel.owed is not None:
+            raise self.channel.owed.pay()
         if self.channel.broken is not None:
             cause = self.channel.broken
             raise StateError(
@@ -289,6 +294,10 @@ class Communicator(Shared):
         """The stamp and the tag slot of the next unbound call. They are equal on ranks that call in the same order."""
         self.calls += 1
         return self.calls, self.slot(self.calls)
+
+    def begun_with(self, peer: int) -> tuple[int, int, int]:
+        """The number of the last unbound call, and of messages of strategies that were sent to and awaited from a rank."""
+        return self.calls, *(self.mail.with_rank(peer) if self.mail is not None else (0, 0))
 
     def slot(self, stamp: int) -> int:
         """The tag slot of an unbound call."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from fompi.base.errors import FompiError, MismatchError, PeerError, text_of
 from fompi.base.layout import Sizes, integer
@@ -19,7 +19,7 @@ def _series(stamp: int) -> int:
     return stamp >> 24 if stamp >> 62 else 0
 
 
-FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED = range(11)
+FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED, ENDED = range(12)
 """The kinds of control messages.
 
 | kind           | the sender                                                                             |
@@ -35,6 +35,7 @@ FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, S
 | `COMPARE`      | waits for the receiver in this bound call; the text says its label and its counts      |
 | `DIFFERS`      | has abandoned this call, because ranks have called it with other labels or counts      |
 | `STOPPED`      | has ended the work in the text by an error: it starts no new call that belongs to it   |
+| `ENDED`        | has ended the section of calls that began with this one, or answers: counts in `Ended` |
 """
 
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote the text, bytes of the text
@@ -54,6 +55,33 @@ _NO_ANSWER = (
 )
 
 
+Counts = Callable[[int], tuple[int, int, int]]
+"""Of a rank: the last call here, and how many messages of strategies go to it and come (`Communicator.begun_with`)."""
+
+
+class Ended(NamedTuple):
+    """How far a rank has come in a section of calls (`fompi.parallel.section`), as it tells one other rank.
+
+    `calls`: its last call. `sent` and `received`: the messages of strategies that it has begun to send to that rank, or
+    to receive from it. `words` say why it has ended the section, and `origin` is the world rank of the first error.
+    Without words it has not.
+    """
+
+    calls: int
+    sent: int
+    received: int
+    origin: int = -1
+    words: str = ""
+
+    def encoded(self) -> str:
+        return f"{self.calls} {self.sent} {self.received} {self.origin}\n{self.words}"
+
+    @staticmethod
+    def decoded(text: str) -> Ended:
+        counts, _, words = text.partition("\n")
+        return Ended(*map(int, counts.split()), words)  # type: ignore[misc, arg-type]
+
+
 class Channel:
     """The control messages of one communicator.
 
@@ -71,6 +99,13 @@ class Channel:
         self.is_left = False  # True once this rank has left a `with` block by an error; others may have closed
         self.dying: set[int] = set()
         self.stopped: dict[int, tuple[str, str]] = {}  # rank -> the work that it has stopped, and why
+        self.section: Any = None  # the section of calls that this rank is in (`fompi.parallel.section`)
+        self.ended: dict[int, dict[int, Ended]] = {}  # first call of a section -> rank -> how far that rank has come
+        self.lost: PeerError | None = None  # another rank has ended that section: waits end with this error
+        self.left: Any = None  # the section that this rank has left last
+        self.ending: Any = None  # the section that has ended by an error, until the counts of all ranks are here
+        self.owed: Any = None  # the section that another rank has ended after this one had left it: an error is due
+        self.counts: Counts = lambda peer: (0, 0, 0)  # `Communicator.begun_with`
         self.broken: BaseException | None = None  # why a call was abandoned with messages in flight
         self.asking = False  # True while `explain` waits for answers
         self.marks: dict[int, tuple[Any, Sizes | None]] = {}  # stamp -> label and counts, of the last marked calls
@@ -144,10 +179,26 @@ class Channel:
         elif kind == STOPPED:
             work, _, why = text.partition("\n")
             self.stopped[origin] = work, why
+        elif kind == ENDED:
+            self._note_end(stamp, sender, Ended.decoded(text))
         elif kind == ASK:
             self.send(origin, ANSWER, *self._answer())
         else:
             self._answers[origin] = (stamp, text)
+
+    def _note_end(self, first: int, sender: int, ended: Ended) -> None:
+        """Rank `sender` has ended a section by an error, or says how far it has come. A rank before its begin answers."""
+        self.ended.setdefault(first, {})[sender] = ended
+        for section in (self.section, self.left):
+            if section is not None and section.first(self) == first:
+                section.look()
+                break
+        else:
+            if ended.words:
+                calls, sent, received = self.counts(sender)
+                self.send(sender, ENDED, first, Ended(max(calls, first), sent, received).encoded())
+        if self.ending is not None:
+            self.ending.settle(self)
 
     def forget_marks(self) -> None:
         """Forget the older half of the labels and counts."""

@@ -263,6 +263,8 @@ class Engine(InFlight):
                         self._pause(idle - self.spins)
                 if idle > self.spins + YIELDS or rounds % 256 == 0:  # other tasks may progress while this one does not
                     self._end_if_lost(task, channel, begun)
+                    if channel.lost is not None and not patient:
+                        raise channel.lost
                     if task.error is not None and not patient and perf_counter() - task.failed_at > LATE_SECONDS:
                         break
                 if limit is not None and not task.finished and perf_counter() > limit:

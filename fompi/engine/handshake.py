@@ -12,7 +12,7 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import Protocol
 
-from fompi.base.errors import MismatchError, ShapeError, in_words
+from fompi.base.errors import MismatchError, PeerError, ShapeError, in_words
 from fompi.engine.control import Channel
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
@@ -32,6 +32,9 @@ _DESCRIPTION_NBYTES = 1024
 
 REFUSED = -1
 """In place of the digest: this rank refuses its own arguments."""
+
+ENDED = -2
+"""In place of the digest: this rank has ended by an error what the call belongs to (`fompi.parallel.section`)."""
 
 
 class Members(Protocol):
@@ -109,6 +112,7 @@ class Agreement(Task):
     then: Callable[[Agreement], None] | None = None
     begun = 0.0  # when this rank started it, in seconds of perf_counter
     last = 0  # the rank whose message arrived last
+    _ended: int | None = None  # a rank that has ended by an error what the call belongs to
     _round = HANDSHAKE
     _missing = 0  # messages of this round that have not arrived
     _inbox = bytearray()
@@ -143,7 +147,9 @@ class Agreement(Task):
                 self.abandon(error)
 
     def _exchange_headers(self, round: int) -> None:
-        own_digest = REFUSED if self.refusal is not None else self.digest
+        own_digest = self.digest
+        if self.refusal is not None:
+            own_digest = REFUSED if getattr(self.refusal, "world_origin", None) is None else ENDED
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
         headers = [pack(stamp, own_digest, rows | hint, expects) for rows in self.outgoing]
         if self.runs and round == CONFIRMATION:
@@ -192,7 +198,7 @@ class Agreement(Task):
             self._inbox = self._take_runs()
         fields = struct.unpack(f"<{4 * size}q", self._inbox)
         stamps, digests, rows, expected = fields[::4], fields[1::4], fields[2::4], fields[3::4]
-        if digests[0] != REFUSED and stamps.count(self.stamp) == digests.count(digests[0]) == size:
+        if digests[0] >= 0 and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
                 if self.hint or max(rows) >> _ROWS_BITS:
                     self.same_signature = len({n >> _ROWS_BITS + HINT_BITS for n in rows}) == 1
@@ -204,6 +210,7 @@ class Agreement(Task):
                     return
             self._finish()
             return
+        self._ended = digests.index(ENDED) if ENDED in digests else None
         words = in_words(self.refusal) if self.refusal is not None else self.describe()
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
@@ -248,8 +255,14 @@ class Agreement(Task):
             verb = "refuse" if flag else "call"
             ranks_of.setdefault(f"{verb} {bytes(text).rstrip(bytes(1)).decode(errors='replace')}", []).append(rank)
         calls = "; ".join(_sentence(ranks, what) for what, ranks in ranks_of.items())
-        error = MismatchError(f"the ranks disagree in call {self.stamp} of {self.comm.name}: {calls}")
+        what = f"call {self.stamp} of {self.comm.name}: {calls}"
+        error: Exception = MismatchError(f"the ranks disagree in {what}")
+        if self._ended is not None:
+            error = PeerError(f"rank {self._ended} does not take part in {what}", self._ended)
+            error.world_origin = self.comm.link.world_ranks[self._ended]
         self.error = self.refusal or error
+        if self.comm.channel.owed is not None:
+            self.comm.channel.owed.pay()  # the program hears of it by this error
         self._finish()
 
     def _finish(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fompi.base.errors import PeerError
+
 HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
 """The rounds of an agreement (`fompi.engine.handshake`)."""
 
@@ -159,6 +161,7 @@ class ControlChannel(Protocol):
     departed: dict[int, str]
     stopped: dict[int, tuple[str, str]]
     asking: bool
+    lost: PeerError | None
 
     def receive(self) -> bool:
         """Take in the control messages that have arrived. False: none had."""

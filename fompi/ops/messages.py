@@ -44,7 +44,7 @@ from fompi.traces.trace import Event, Trace
 Array = np.ndarray[Any, Any]
 
 MOST_TAG = (1 << MESSAGE_BITS - 1) - 2
-"""The largest tag of a message: tag t has the tags 2 t + 2 and 2 t + 3 of MPI."""
+"""The largest tag of a message: tag t has the tags 2 t + 2 and 2 t + 3 of MPI. Strategies use this one."""
 
 _HEADER = struct.Struct("<iiq24s")  # 1 if refused, dimensions, bytes of the data or of the refusal, dtype
 _SIZE = struct.Struct("<q")
@@ -57,7 +57,12 @@ class Mail:
 
     def __init__(self) -> None:
         self.number = 0
+        self.of_strategies: defaultdict[tuple[str, int], int] = defaultdict(int)  # (verb of the peer, peer) -> how many
         self.expected: defaultdict[tuple[int, int], deque[Receiving]] = defaultdict(deque)
+
+    def with_rank(self, peer: int) -> tuple[int, int]:
+        """How many messages of strategies were sent to this rank, and how many were awaited from it."""
+        return self.of_strategies["receive", peer], self.of_strategies["send", peer]
 
 
 class _Message(Task):
@@ -77,6 +82,8 @@ class _Message(Task):
 
     def _begin(self, name: str) -> None:
         self.moved_at = self.begun = perf_counter()
+        if self.tag == MOST_TAG:
+            self.comm.mail.of_strategies[self.verb, self.peer] += 1
         self.comm.channel.active[self.stamp] = self
         self.comm.note_start(name, self.stamp)
 
@@ -360,6 +367,16 @@ class Transfer:
         if self._receiving is not None:
             return self._receiving.result(self._like)
         return _zeros_like(self._x) if self._name == "sendrecv" and self._x is not None else None
+
+
+def catch_up(comm: Communicator, peer: int, sent: int, received: int, refusal: Exception) -> None:
+    """Rank `peer` has sent and awaited so many messages of strategies. Refuse and await those that this rank has not."""
+    with comm.engine.lock:
+        mine_sent, mine_received = comm.begun_with(peer)[1:]
+        for _ in range(received - mine_sent):
+            Sending(comm, peer, MOST_TAG, None, refusal).start()
+        for _ in range(sent - mine_received):
+            Receiving(comm, peer, MOST_TAG, None).start()
 
 
 def sender(comm: Communicator, tag: int) -> int | None:

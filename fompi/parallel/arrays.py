@@ -21,6 +21,7 @@ from fompi.ops.messages import MOST_TAG, sendrecv
 from fompi.ops.operation import Operation, communicator_of
 from fompi.ops.operations import all_reduce
 from fompi.ops.pending import Pending
+from fompi.parallel import section
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Lent, Tensor
 
@@ -43,6 +44,7 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
         except Exception as error:
             refusal = error
     values = agree(communicator, f"{name}({text})", refusal, value)
+    section.begin(communicator)
     return communicator, result, list(values)
 
 
@@ -113,15 +115,24 @@ def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) ->
 
 def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Pending:
     """The operation on arrays that hold the logical dtype `dtype`, in flight."""
-    return operation.start(*_tensors(arrays, options, dtype), **options)
+    return _of_section(operation.start(*_tensors(arrays, options, dtype), **options))
 
 
 def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **options: Any) -> Pending:
-    """The operation in flight, in which the ranks also compare `text`."""
+    """The operation with which a strategy begins, finished. The ranks also compare `text` in it."""
     tensors = _tensors(arrays, options, dtype)
     arguments, comm, how = operation.read(tuple(tensors), options)
     arguments.gradient = text
-    return operation.begin(arguments, comm, how)
+    pending = operation.begin(arguments, comm, how)
+    pending.wait()
+    section.begin(comm, pending.number)
+    return pending
+
+
+def _of_section(pending: Any) -> Any:
+    """A call of a strategy. If the strategy ends by an error, it is no mistake that nobody waits for the call."""
+    pending._is_unread = False
+    return pending
 
 
 def same_bits(comm: Communicator) -> str:

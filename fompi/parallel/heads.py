@@ -110,10 +110,14 @@ class Returns:
             self.arrays[rank] = array
             return
         source = (2 * rank - owner) % size
-        there = owner if array.size else None
-        here = source if self.rows[rank] and len(self.heads[source]) else None
+        there = owner if self._travels(rank, owner) else None
+        here = source if self._travels(source, rank) else None
         pending = transfer(narrow(array, self.dtype).reshape(-1), there, here, self.dtype, self.comm)
         self.arrays[source] = pending, here is not None
+
+    def _travels(self, source: int, owner: int) -> bool:
+        """True if rank `source` has numbers for rank `owner`: both must decide alike whether there is a message."""
+        return bool(self.rows[owner] and len(self.heads[source]) and self.into.shape[2])
 
     def add(self) -> None:
         """Wait for all of them, and add them up in the order of the ranks."""

@@ -37,6 +37,7 @@ from fompi.parallel.attention import Rule, attend, attend_backward, check_heads,
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
 from fompi.parallel.ring import ring_run, ring_run_backward
+from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -98,6 +99,8 @@ def _enter_backward(name: str, saved: Saved, do: Any) -> Array:
             array = enter(f"the backward of {name}", comm, check)[1]
         except Exception as error:
             refusal = refusal or error
+            if has_ended(error):  # all ranks hear of it by themselves
+                break
     if refusal is not None:
         raise refusal
     return array
@@ -331,6 +334,8 @@ def _usp(
             axes.append(group)
         except Exception as error:
             refusal = refusal or error
+            if has_ended(error):  # all ranks hear of it by themselves
+                break
     if refusal is not None or saved is None:
         raise refusal  # type: ignore[misc]
     saved.comms = across, around = (axes[0], axes[1])

@@ -16,6 +16,7 @@ from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array, call, enter
 from fompi.parallel.attention import check_documents
+from fompi.parallel.section import Section
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -86,11 +87,12 @@ class Sharding:
             check_tokens("x_local", tensor, self, comm.rank)
             return f"{in_few_words(self)}, {tensor.dtype}, rows {tensor.array.shape[1:]}", 0, tensor
 
-        group, tensor, _ = enter("Sharding.unshard", comm, check)
-        rows = call(all_gather, np.ascontiguousarray(tensor.array), dtype=tensor.dtype, comm=group)
-        whole = np.empty_like(rows)
-        whole[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = rows
-        return dlpack.lend(whole, tensor.dtype, tensor)
+        with Section("Sharding.unshard"):
+            group, tensor, _ = enter("Sharding.unshard", comm, check)
+            rows = call(all_gather, np.ascontiguousarray(tensor.array), dtype=tensor.dtype, comm=group)
+            whole = np.empty_like(rows)
+            whole[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = rows
+            return dlpack.lend(whole, tensor.dtype, tensor)
 
 
 @lru_cache(maxsize=1024)

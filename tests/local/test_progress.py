@@ -462,7 +462,7 @@ def test_an_interrupt_in_a_kernel_is_raised_in_the_thread_that_runs_it(engine):
 class Departed:
     """The channel of a rank whose peer has ended. The peer's last message arrives with its goodbye, if it sent one."""
 
-    asking, timeout = False, None
+    asking, timeout, lost = False, None, None
 
     def __init__(self, arrived, request):
         self.departed, self.stopped, self.begun = {}, {}, time.perf_counter()
@@ -495,7 +495,7 @@ def test_a_message_that_a_rank_sent_before_it_ended_is_received(engine, arrived,
 class Left:
     """A control channel whose rank 1 has left."""
 
-    name, timeout, asking = "left", None, False
+    name, timeout, asking, lost = "left", None, False, None
     departed, stopped = {1: "rank 1 has ended"}, {}  # noqa: RUF012
 
     class link:

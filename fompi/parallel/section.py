@@ -1,0 +1,184 @@
+"""A section: calls that belong together, because a strategy or a wrapper makes them. Its ranks end it together.
+
+    with Section("ring_attention") as section:
+        section.begin(comm)                  # all ranks of comm have begun it: the calls on comm from now on are its
+        ...
+
+If a rank ends it by an error, in the middle of anything, the others get a PeerError in the call for which they wait, or
+in their next one. Then they make up what is missing, so that the next call is in step on all ranks:
+
+    rank 0: call 7, call 8, call 9   |          |                     the ranks tell each other how many calls
+    rank 1: call 7, MemoryError      |  counts  |  refuses 8 and 9    and messages they have begun
+    rank 2: call 7, call 8           |          |  refuses 9
+"""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter, sleep
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from fompi.base.errors import PeerError, in_words
+from fompi.engine.communicator import Communicator
+from fompi.engine.control import ENDED, Channel, Ended
+from fompi.engine.engine import LATE_SECONDS
+from fompi.engine.handshake import Agreement
+from fompi.ops import messages
+
+
+class _Open(threading.local):
+    """The innermost section of this thread."""
+
+    section: Section | None = None
+
+
+_OPEN = _Open()
+
+
+class Section:
+    """Calls that belong together. Its kernels follow IEEE 754 without warnings or errors, as those of operations do."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.begun: dict[Channel, tuple[Communicator, int]] = {}  # with which call it began on each communicator
+        self.error: BaseException | None = None  # by which it has ended
+        self._around: Section | None = None  # of this thread
+        self._outside: list[Any] = []  # the sections around it on these communicators
+        self._is_left = False  # True once this rank has done its part
+        self._quiet = np.errstate(all="ignore")
+
+    def __enter__(self) -> Section:
+        self._around, _OPEN.section = _OPEN.section, self
+        self._quiet.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._quiet.__exit__(kind, error, trace)
+        _OPEN.section = self._around
+        self._is_left = True
+        for (channel, (comm, _)), outside in zip(self.begun.items(), self._outside, strict=True):
+            with comm.engine.lock:
+                channel.section, channel.lost, channel.left = outside, None, self
+        if error is not None:
+            self._end_by(error)
+            for channel, (comm, _) in self.begun.items():
+                self._wait(comm, channel, LATE_SECONDS)
+        else:
+            self.look()
+
+    def begin(self, comm: Communicator, call: int | None = None) -> None:
+        """All ranks of `comm` have begun it, and those around it, with the call of this number; None: the last call."""
+        if self._around is not None:
+            self._around.begin(comm, call)
+        channel, first = comm.channel, comm.calls if call is None else call
+        if comm.size == 1 or channel in self.begun:
+            return
+        with comm.engine.lock:
+            self.begun[channel] = comm, first
+            self._outside.append(channel.section)
+            channel.section = self
+            channel.ended = {at: known for at, known in channel.ended.items() if at >= first}
+            self.look()
+
+    def first(self, channel: Channel) -> int:
+        """The number of the call with which it began there. -1: it did not."""
+        return self.begun[channel][1] if channel in self.begun else -1
+
+    # -- the end by an error
+    def look(self) -> None:
+        """If another rank has ended it by an error, so does this one: its wait ends, or else its next call."""
+        if self.error is not None:
+            return
+        for channel, (comm, first) in self.begun.items():
+            for known in [known for known in channel.ended.get(first, {}).values() if known.words]:
+                if not self._is_left:
+                    for other in self.begun:
+                        other.lost = _error_of(known, comm)
+                else:
+                    self._end_late(_error_of(known, comm))
+                return
+
+    def _end_late(self, error: PeerError) -> None:
+        """This rank had done its part. Its next call ends with the error, or the one in flight, if that is refused."""
+        error.add_note("fompi: this rank had done its part")
+        for channel in self.begun:
+            channel.owed = self
+        self._end_by(error)
+
+    def pay(self) -> BaseException | None:
+        """The error that this rank has not seen yet. Now it has."""
+        for channel in self.begun:
+            channel.owed = None
+        return self.error
+
+    def _end_by(self, error: BaseException) -> None:
+        """Tell the other ranks how far this one has come, and begin to bring the calls of all ranks in step."""
+        self.error = error
+        for channel, (comm, first) in self.begun.items():
+            if comm.closed or channel.broken is not None:
+                continue
+            words, origin = str(error), getattr(error, "world_origin", None)
+            if origin is None:
+                words = f"rank {comm.rank} failed in {self.name} (call {first} of {comm.name}): {in_words(error)}"
+                origin = comm.link.world_ranks[comm.rank]
+            with comm.engine.lock:
+                for peer in range(comm.size):
+                    if peer != comm.rank:
+                        ended = Ended(*comm.begun_with(peer), origin, words)
+                        channel.send(peer, ENDED, first, ended.encoded())
+                channel.ending = self
+                self.settle(channel)
+
+    def settle(self, channel: Channel) -> None:
+        """Once the counts of all ranks are here: take part in what they have begun, by refusing it. It waits for nothing."""
+        comm, first = self.begun[channel]
+        known = channel.ended.get(first, {})
+        if len(known) < comm.size - 1:
+            return
+        assert self.error is not None
+        refusal = PeerError(f"{self.name} was ended on rank {comm.rank} by {in_words(self.error)}", comm.rank)
+        refusal.world_origin = comm.link.world_ranks[comm.rank]
+        with comm.engine.lock:
+            channel.ending = None
+            while comm.calls < max(ended.calls for ended in known.values()):
+                stamp, _ = comm.next_call()
+                Agreement(comm, stamp, 0, lambda: self.name, (0,) * comm.size, refusal=refusal).start()
+            for peer, ended in known.items():
+                messages.catch_up(comm, peer, ended.sent, ended.received, refusal)
+
+    def before_call(self, comm: Communicator) -> None:
+        """A call begins on `comm`, on which the end of this section is not complete."""
+        self._wait(comm, comm.channel, comm.engine.timeout)
+        if comm.channel.ending is self:
+            comm.channel.ending, comm.channel.broken = None, comm.channel.broken or self.error
+
+    def _wait(self, comm: Communicator, channel: Channel, seconds: float) -> None:
+        """Wait until the counts of all ranks are here."""
+        engine, until = comm.engine, perf_counter() + seconds
+        while channel.ending is self and channel.broken is None and not channel.departed and perf_counter() < until:
+            if not engine.progress() and not engine.receive_control():
+                sleep(1e-4)
+
+
+def _error_of(known: Ended, comm: Communicator) -> PeerError:
+    """The error with which a rank of `comm` has ended a section."""
+    ranks = comm.link.world_ranks
+    error = PeerError(known.words, ranks.index(known.origin) if known.origin in ranks else -1)
+    error.world_origin = known.origin
+    return error
+
+
+def begin(comm: Communicator, call: int | None = None) -> None:
+    """The innermost section of this thread begins on `comm` (`Section.begin`). Without a section nothing happens."""
+    if _OPEN.section is not None:
+        _OPEN.section.begin(comm, call)
+
+
+def has_ended(error: BaseException) -> bool:
+    """True if the reason of `error` is the end of a section on another rank: then all its ranks hear of it."""
+    return getattr(error, "world_origin", None) is not None
