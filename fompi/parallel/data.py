@@ -29,7 +29,7 @@ from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
-from fompi.parallel.arrays import same_bits
+from fompi.parallel.arrays import same_bits, start_labelled
 from fompi.parallel.buckets import (
     DTYPES,
     MOST_NAMED,
@@ -49,6 +49,7 @@ from fompi.parallel.buckets import (
     in_words,
 )
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
+from fompi.parallel.section import Section
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 from fompi.traces.trace import Trace
@@ -161,11 +162,12 @@ class DataParallel:
         self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]
         self._gathered = 0  # gathers started
         self._next = last  # the next bucket that leaves
+        self._summed_at: int | None = None  # `_first_sum`
         self._is_syncing, self._used, self._steps = True, set[str](), 0
         self._over = self._known  # the axes of the last step
         self._owed: list[Exception] = []  # errors of first steps, of which axes that are not known yet must hear
         self._agreed = False  # a step has come to its update
-        self._torn: Exception | None = None  # the error of the optimizer in the middle of an update
+        self._torn: BaseException | None = None  # the error of the optimizer in the middle of an update
         self.closed = False
 
     # ---------------------------------------------------------------------------------------------- parameters
@@ -186,6 +188,8 @@ class DataParallel:
             self._gather_ahead(bucket.position)
         except MismatchError as error:  # a rank has refused: this is the first gather of a cycle
             self._fail(error, begun=False)
+        except Exception as error:
+            self._fail(error)
         assert bucket.full is not None
         a, b = bucket.spans[name]
         array = bucket.full[a:b].reshape(bucket.shapes[name])
@@ -277,9 +281,13 @@ class DataParallel:
         self._check_open()
         bucket = self._bucket_of(name)
         try:
-            array = self._fitting(bucket, name, gradient)
+            with np.errstate(all="ignore"):
+                self._add(bucket, name, self._fitting(bucket, name, gradient))
         except Exception as error:
             self._fail(error)
+
+    def _add(self, bucket: Bucket, name: str, array: Array) -> None:
+        """Add a gradient to that of the bucket, and let the buckets leave that are complete."""
         if bucket.gradient is None:
             bucket.gradient = np.zeros(bucket.size, bucket.wide)
         a, b = bucket.spans[name]
@@ -313,21 +321,30 @@ class DataParallel:
             raise TensorError(f"the gradient of {name!r} has {what} on rank {self.comm.rank}. {NOTHING_UPDATED}")
         return array
 
+    def _first_sum(self) -> int:
+        """The number of the last call on the communicator of the sums before those of this step."""
+        if self._summed_at is None:
+            self._sums.check()
+            self._summed_at = self._sums.calls
+        return self._summed_at
+
     def _leave(self, most: int | None = None) -> None:
         """Start the sums of the buckets that are complete, in the order of the backward; or of `most` buckets."""
+        self._first_sum()
         before = self._next
         while self._next >= 0 and (before - self._next < most if most is not None else self._is_complete):
             bucket = self.buckets[self._next]
             gradient = np.zeros(bucket.size, bucket.wide) if bucket.gradient is None else bucket.gradient
             wire = self._wire or bucket.wide
             x = dlpack.lend(narrow(gradient, wire), wire, "dlpack")
+            label = f"of bucket {self._next} in step {self._steps}"
             if self.zero:
                 out = None
                 if bucket.sum_shard is not None and wire == bucket.wide:
                     out = dlpack.lend(bucket.sum_shard, wire, "dlpack")
-                bucket.sum = reduce_scatter.start(x, out=out, comm=self._sums)
+                bucket.sum = start_labelled(reduce_scatter, label, x, out=out, comm=self._sums)
             else:
-                bucket.sum = all_reduce.start(x, comm=self._sums, schedule=same_bits(self._sums))
+                bucket.sum = start_labelled(all_reduce, label, x, comm=self._sums, schedule=same_bits(self._sums))
             self._next -= 1
             for later in self.buckets[self._next + 2 :]:
                 if later.sum is not None and later.sum.done():
@@ -378,33 +395,44 @@ class DataParallel:
         agree_everywhere([*alike, *((axis, text) for axis in axes)], None, self._reset)
         self._agreed = True
         self.waited += perf_counter() - begun
-        for bucket in reversed(self.buckets):
-            self._collect(bucket)
-        if self.replicas is not None:
-            self._sum_replicas(self.replicas)
-        norm, used = self._norm_and_used()
-        if self.check_for_nan and not isfinite(norm):  # all ranks have the same norm
-            self._reset()
-            raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
-        factor = self._scale * (1.0 if clip is None else clip_factor(norm, clip))
+        with Section(f"step {self._steps} of DataParallel") as section:
+            for axis in (self._sums, self._gathers, *self._others(), *axes):
+                section.begin(axis)
+            norm = self._agreed_step(clip)
+        if self._torn is not None:
+            raise self._torn
+        return norm
+
+    def _agreed_step(self, clip: float | None) -> float:
+        """The step, once all ranks are in it: an error of one rank is one on all. That of the optimizer is kept."""
         try:
-            self._update(used, factor)
-        except Exception as error:
-            self._torn = error
-        self._reset()
+            for bucket in reversed(self.buckets):
+                self._collect(bucket)
+            if self.replicas is not None:
+                self._sum_replicas(self.replicas)
+            norm, used = self._norm_and_used()
+            if self.check_for_nan and not isfinite(norm):  # all ranks have the same norm
+                raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
+            try:
+                self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
+            except BaseException as error:
+                self._torn = error
+                if not isinstance(error, Exception):
+                    raise
+        finally:
+            self._reset()
         if self.zero in (1, 2):
             self._at = 0
             for bucket in self.buckets:
                 bucket.resident = False
             self._gather_until(0)
             self._gather_ahead(0)
-        if self._torn is not None:
-            raise self._torn
         return norm
 
     def _update(self, used: set[str], factor: float) -> None:
         for bucket in self.buckets:
             assert bucket.total is not None
+            self._take_what_was_written(bucket)
             for name in bucket.names:
                 if name in used:
                     own = bucket.own(name)
@@ -412,6 +440,15 @@ class DataParallel:
                     self.optimizer.update(bucket.master[own], gradient, self._states[name])
             if bucket.master is not bucket.shard:
                 bucket.shard[...] = narrow(bucket.master, bucket.dtype)
+
+    def _take_what_was_written(self, bucket: Bucket) -> None:
+        """Where the program has written a parameter of a half type, its float32 copy takes the number."""
+        if bucket.master is bucket.shard or self.zero == 3:
+            return
+        bits = f"u{bucket.shard.itemsize}"
+        written = np.flatnonzero(bucket.shard.view(bits) != narrow(bucket.master, bucket.dtype).view(bits))
+        if len(written):
+            bucket.master[written] = widen(bucket.shard[written], bucket.dtype)
 
     def _settle(self, axes: tuple[Communicator, ...]) -> None:
         """These are the axes of this step. Those of them that are new hear of first steps that this rank has refused.
@@ -468,6 +505,7 @@ class DataParallel:
             elif bucket.gradient is not None:
                 bucket.gradient.fill(0)
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
+        self._summed_at = None
 
     # --------------------------------------------------------------------------------------------------- errors
     def _others(self) -> list[Communicator]:
@@ -483,6 +521,11 @@ class DataParallel:
             known = ", ".join([*self._index][:MOST_NAMED])
             self._fail(LayoutError(f"there is no parameter {name!r}; the first ones are {known}"))
         return self.buckets[self._index[name]]
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise `error` on this rank, and a MismatchError in `step` on the others. The gradients are forgotten."""
+        self._check_open()
+        self._fail(error)
 
     def _fail(self, error: Exception, begun: bool = True) -> NoReturn:
         """Take part in the rest of the step, so that all ranks end it, with an error. Then raise `error`.
@@ -502,7 +545,7 @@ class DataParallel:
             else:
                 with suppress(*refusals):
                     agree(self._gathers, "a refused step", error)
-            for _ in range(self._next + 1):
+            for _ in range(self._first_sum() + len(self.buckets) - self._sums.calls):
                 with suppress(type(error)):
                     (reduce_scatter if self.zero else all_reduce).refuse(error, self._sums)
         self._refuse(error, [*self._others(), *self._over])

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from fompi.ops.operation import HOOKS, is_compiling
-from fompi.parallel.section import Section
+from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 
 Gradients = tuple[Any, ...]
@@ -53,10 +53,10 @@ class Differentiable:
         functools.update_wrapper(self, forward)
         self.__name__ = self.__qualname__ = name = name or forward.__name__.strip("_")
         behind = f"the backward of {name}"
-        self.forward, self.backward = _in_section(name, forward), _in_section(behind, backward)
+        self.forward, self.backward = in_section(name)(forward), in_section(behind)(backward)
         self.tensors, self.inputs = tuple(tensors), inputs
-        self._backward_input = backward_input and _in_section(behind, backward_input)
-        self._backward_weight = backward_weight and _in_section(behind, backward_weight)
+        self._backward_input = backward_input and in_section(behind)(backward_input)
+        self._backward_weight = backward_weight and in_section(behind)(backward_weight)
         self.__signature__ = inspect.signature(forward).replace(return_annotation=Any)  # y without `saved`
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -106,17 +106,6 @@ class Differentiable:
 
     def __repr__(self) -> str:
         return f"<{self.__module__}.{self.__name__}>"
-
-
-def _in_section(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, in a section of its own: if it ends by an error on one rank, it ends on all."""
-
-    @functools.wraps(f)
-    def run(*args: Any, **options: Any) -> Any:
-        with Section(name):
-            return f(*args, **options)
-
-    return run
 
 
 def flatten(tensors: Sequence[Any]) -> list[Any]:

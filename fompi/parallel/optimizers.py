@@ -18,6 +18,10 @@ Array = np.ndarray[Any, Any]
 State = dict[str, Any]
 
 
+_quiet = np.errstate(all="ignore")
+"""A square that is too small is 0, whatever `np.seterr` of the program says."""
+
+
 class Optimizer(Protocol):
     """What `DataParallel` needs from an optimizer."""
 
@@ -45,6 +49,7 @@ class SGD:
     def state(self, p: Array) -> State:
         return {"momentum": np.zeros_like(p)} if self.momentum else {}
 
+    @_quiet
     def update(self, p: Array, g: Array, state: State) -> None:
         if self.weight_decay:
             g = g + self.weight_decay * p
@@ -78,6 +83,7 @@ class AdamW:
     def state(self, p: Array) -> State:
         return {"mean": np.zeros_like(p), "square": np.zeros_like(p), "steps": 0}
 
+    @_quiet
     def update(self, p: Array, g: Array, state: State) -> None:
         first, second = self.betas
         m, v = state["mean"], state["square"]

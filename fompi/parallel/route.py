@@ -22,8 +22,8 @@ from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, enter_backward, give, start_sum
 from fompi.parallel.choices import Choice, check_route, choose_backward, chosen, counted, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.section import Section
 from fompi.parallel.exchange import Batch, Exchange, check_experts
+from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -110,16 +110,16 @@ class _Routing:
     _weights = Differentiable(_gate, _gate_backward, tensors=("x", "router"), inputs=1, name="route")
     backward = staticmethod(_weights.backward)
 
+    @in_section("route")
     def __call__(self, x: Any, router: Any, **options: Any) -> Route:
         into: list[Gate] = []
-        with Section("route"):
-            weights = self._weights(x, router, into=into, **options)
-            return self._route(weights, into[0])
+        weights = self._weights(x, router, into=into, **options)
+        return self._route(weights, into[0])
 
+    @in_section("route")
     def forward(self, x: Any, router: Any, **options: Any) -> tuple[Route, Gate]:
-        with Section("route"):
-            weights, gate = self._weights.forward(x, router, **options)
-            return self._route(weights, gate), gate
+        weights, gate = self._weights.forward(x, router, **options)
+        return self._route(weights, gate), gate
 
     def _route(self, weights: Any, gate: Gate) -> Route:
         counting = start_count(gate.choice, gate.comm)

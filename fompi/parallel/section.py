@@ -14,10 +14,12 @@ in their next one. Then they make up what is missing, so that the next call is i
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from time import perf_counter, sleep
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -27,6 +29,9 @@ from fompi.engine.control import ENDED, Channel, Ended
 from fompi.engine.engine import LATE_SECONDS
 from fompi.engine.handshake import Agreement
 from fompi.ops import messages
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Open(threading.local):
@@ -177,6 +182,20 @@ def begin(comm: Communicator, call: int | None = None) -> None:
     """The innermost section of this thread begins on `comm` (`Section.begin`). Without a section nothing happens."""
     if _OPEN.section is not None:
         _OPEN.section.begin(comm, call)
+
+
+def in_section(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function, each call of which is a section."""
+
+    def decorate(f: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(f)
+        def run(*args: P.args, **options: P.kwargs) -> R:
+            with Section(name):
+                return f(*args, **options)
+
+        return run
+
+    return decorate
 
 
 def has_ended(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array, call, enter
 from fompi.parallel.attention import check_documents
-from fompi.parallel.section import Section
+from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -78,6 +78,7 @@ class Sharding:
             raise ShapeError(f"x has the shape {tensor.array.shape}, but the sequence has {self.length} tokens")
         return dlpack.lend(np.ascontiguousarray(tensor.array[self.indices(rank)]), tensor.dtype, tensor)
 
+    @in_section("Sharding.unshard")
     def unshard(self, x_local: Any, comm: Any = None) -> Any:
         """The whole tensor on all ranks, from the tokens that each rank has. The inverse of `shard`. Collective."""
 
@@ -87,12 +88,11 @@ class Sharding:
             check_tokens("x_local", tensor, self, comm.rank)
             return f"{in_few_words(self)}, {tensor.dtype}, rows {tensor.array.shape[1:]}", 0, tensor
 
-        with Section("Sharding.unshard"):
-            group, tensor, _ = enter("Sharding.unshard", comm, check)
-            rows = call(all_gather, np.ascontiguousarray(tensor.array), dtype=tensor.dtype, comm=group)
-            whole = np.empty_like(rows)
-            whole[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = rows
-            return dlpack.lend(whole, tensor.dtype, tensor)
+        group, tensor, _ = enter("Sharding.unshard", comm, check)
+        rows = call(all_gather, np.ascontiguousarray(tensor.array), dtype=tensor.dtype, comm=group)
+        whole = np.empty_like(rows)
+        whole[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = rows
+        return dlpack.lend(whole, tensor.dtype, tensor)
 
 
 @lru_cache(maxsize=1024)

@@ -13,9 +13,11 @@ from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_reduce
+from fompi.parallel import section
 from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import clip_factor
 from fompi.parallel.data import agree_everywhere
+from fompi.parallel.section import in_section
 from fompi.torch.sharded import Layout, Sharded
 
 MOST_NAMED = 8
@@ -24,6 +26,7 @@ MOST_NAMED = 8
 # ------------------------------------------------------------------------------------------------------ state dicts
 
 
+@in_section("full_state_dict")
 def full_state_dict(module: torch.nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
     """module.state_dict() of the unsharded model: the same names, whole parameters, bit by bit, copied
 
@@ -32,7 +35,7 @@ def full_state_dict(module: torch.nn.Module, *, rank0_only: bool = False) -> dic
     Collective. Raises ShapeError if a parameter has not the shape that its module gave it.
     """
     state, layouts = module.state_dict(), _layouts(module)
-    _agree("full_state_dict", layouts, lambda: _check_parts(state, layouts))
+    _agree("full_state_dict", module, layouts, lambda: _check_parts(state, layouts))
     keeps = not rank0_only or all(comm.rank == 0 for comm, _ in layouts.values())
     full = {}
     for name, value in state.items():
@@ -46,6 +49,7 @@ def full_state_dict(module: torch.nn.Module, *, rank0_only: bool = False) -> dic
     return full
 
 
+@in_section("load_full_state_dict")
 def load_full_state_dict(
     module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False
 ) -> Any:
@@ -72,7 +76,7 @@ def load_full_state_dict(
             if name in own and expected is not None and tuple(value.shape) != tuple(expected):
                 raise ShapeError(f"{name!r} has the shape {tuple(value.shape)}, but the model has {tuple(expected)}")
 
-    _agree("load_full_state_dict", layouts, check)
+    _agree("load_full_state_dict", module, layouts, check)
     parts = {
         name: layouts[name][1].shard(value, layouts[name][0].rank) if name in layouts else value
         for name, value in state.items()
@@ -80,27 +84,61 @@ def load_full_state_dict(
     return module.load_state_dict(parts, strict=strict, assign=assign)
 
 
+PRUNED = ("_orig", "_mask")
+"""What `torch.nn.utils.prune` appends to the name of a parameter: both have the layout of the parameter."""
+
+
 def _layouts(module: torch.nn.Module) -> dict[str, tuple[Communicator, Layout]]:
-    """The parameters of `Sharded` modules by their names in `module.state_dict()`."""
-    return {
-        f"{prefix}.{name}" if prefix else name: (part.comm, layout)
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, Sharded)
-        for name, layout in part.layouts.items()
-    }
+    """The parameters that `Sharded` modules hold, by all their names in `module.state_dict()`.
+
+    A layout belongs to a parameter, whatever its name is now.
+    """
+    found: dict[str, tuple[Communicator, Layout]] = {}
+    held: dict[int, tuple[Communicator, Layout]] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        before = f"{prefix}." if prefix else ""
+        if isinstance(part, Sharded):
+            for name, layout in part.layouts.items():
+                for own in (name, *(name + end for end in PRUNED if name not in part._parameters)):
+                    found[before + own] = part.comm, layout
+                    if (parameter := part._parameters.get(own)) is not None:
+                        held[id(parameter)] = part.comm, layout
+    return found | {n: held[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if id(p) in held}
 
 
-def _agree(what: str, layouts: Mapping[str, tuple[Communicator, Layout]], check: Callable[[], None]) -> None:
+def _check_all_known(module: torch.nn.Module, layouts: Mapping[str, tuple[Communicator, Layout]]) -> None:
+    """Raise LayoutError for what a `Sharded` module holds without a layout.
+
+    A parametrization, such as a weight norm, has computed it from the part of this rank.
+    """
+    inside = [prefix for prefix, part in module.named_modules(remove_duplicate=False) if isinstance(part, Sharded)]
+    for name in module.state_dict():
+        if name not in layouts and any(not prefix or name.startswith(f"{prefix}.") for prefix in inside):
+            raise LayoutError(
+                f"{name!r} has no layout, but its module holds parts of parameters: remove the parametrization, or say "
+                "in module.layouts which part each rank has"
+            )
+
+
+def _agree(
+    what: str,
+    module: torch.nn.Module,
+    layouts: Mapping[str, tuple[Communicator, Layout]],
+    check: Callable[[], None],
+) -> None:
     """All ranks of all communicators go on, or all raise."""
     error: Exception | None = None
     try:
         check()
+        _check_all_known(module, layouts)
     except Exception as refusal:
         error = refusal
     axes = [*dict.fromkeys(comm for comm, _ in layouts.values())]
     for_each = {name: layout.shape for name, (_, layout) in layouts.items()}
     text = f"{what} of {len(for_each)} sharded parameters ({digest(str(for_each)):x})"
     agree_everywhere([(axis, text) for axis in axes], error)
+    for axis in axes:
+        section.begin(axis)
 
 
 def _check_parts(state: Mapping[str, Any], layouts: Mapping[str, tuple[Communicator, Layout]]) -> None:
@@ -120,7 +158,9 @@ def replicated(module: torch.nn.Module) -> dict[str, Any]:
     modules of `fompi.torch.nn`.
     """
     found: dict[str, Any] = {}
-    for name, (comm, layout) in _layouts(module).items():
+    layouts = _layouts(module)
+    _check_all_known(module, layouts)
+    for name, (comm, layout) in layouts.items():
         if layout.dim is None:
             found[name] = comm
         elif max(counts := layout.holders(comm.rank), default=1) > 1:
@@ -129,6 +169,7 @@ def replicated(module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
+@in_section("clip_grad_norm_")
 def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` of the unsharded model: the norm before, and gradients of at most `max_norm`
 
@@ -143,8 +184,9 @@ def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
     def check() -> None:
         if not most >= 0:
             raise LayoutError(f"max_norm={max_norm!r} must be a number of at least 0")
+        _check_parts(dict(_gradients(module)), layouts)
 
-    _agree(f"clip_grad_norm_ with max_norm={most}", layouts, check)
+    _agree(f"clip_grad_norm_ with max_norm={most}", module, layouts, check)
     sums = dict.fromkeys((comm for comm, _ in layouts.values()), 0.0)
     total, gradients = 0.0, []
     for name, gradient in _gradients(module):

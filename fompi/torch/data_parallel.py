@@ -16,7 +16,7 @@ different parameters never wait in vain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any
@@ -24,16 +24,18 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from fompi.base.errors import FompiError, LayoutError, ShapeError, StateError, TensorError
+from fompi.base.errors import FompiError, LayoutError, PeerError, ShapeError, StateError, TensorError, in_words
 from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, digest
 from fompi.ops.operations import all_reduce, broadcast
-from fompi.parallel.arrays import same_bits
+from fompi.parallel.arrays import same_bits, start_labelled
 from fompi.parallel.buckets import cut_by_bytes
 from fompi.parallel.data import DataParallel
+from fompi.tensors import dlpack
 from fompi.torch import private
 from fompi.torch.nn import replicated
+from fompi.torch.parameters import Parameters, Wrapper
 
 
 class Bucket:
@@ -43,8 +45,8 @@ class Bucket:
     sum. As long as nobody else writes p.grad, the sum in float32 replaces it when the bucket leaves.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter]):
-        self.parameters = parameters
+    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter]):
+        self.names, self.parameters = names, parameters
         ends = list(accumulate((p.numel() for p in parameters), initial=0))
         dtype, runs = parameters[0].dtype, list(pairwise(ends))
         self.flat = torch.zeros(ends[-1] + len(parameters), dtype=dtype)
@@ -53,16 +55,34 @@ class Bucket:
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         wide = torch.zeros(ends[-1] if self.is_half else 0)
         self.wide = [wide[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)] if self.is_half else []
-        self.nodes: list[Any] = []  # of autograd: they have the hooks that call `add`
+        self.held: dict[int, list[Any]] = {}  # what the hooks on a parameter need, and its handles
         self.seen: dict[int, tuple[int, int]] = {}  # p.grad that has the sum of `wide`: its address and version
         self.missing = set(range(len(parameters)))  # no gradient in this backward yet
         self.sum: Any = None
 
-    def listen(self, i: int) -> None:
-        """Let autograd call `add` and `added`. The hooks of the program change the gradient before, or p.grad after."""
-        parameter = self.parameters[i]
-        self.nodes.append(private.before_gradient_is_added(parameter, lambda gradient: self.add(i, gradient)))
-        private.when_gradient_was_added(parameter, lambda _: self.added(i))
+    def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
+        """Let autograd call `ready` when the gradient of parameter i is complete, and `add` and `added` before.
+
+        The hooks of the program change the gradient before, or p.grad after.
+        """
+        parameter, held = self.parameters[i], list[Any]()
+        if self.is_half:
+            held.append(private.before_gradient_is_added(parameter, lambda gradient: self.add(i, gradient)))
+            held.append(private.when_gradient_was_added(parameter, lambda _: self.added(i)))
+        held.append(parameter.register_post_accumulate_grad_hook(ready))
+        self.held[i] = held
+
+    def take_over(self, i: int, parameter: torch.nn.Parameter, ready: Callable[[torch.Tensor], None]) -> None:
+        """`parameter` has taken the place of parameter i."""
+        self.forget(i)
+        self.parameters[i] = parameter
+        self.listen(i, ready)
+
+    def forget(self, i: int) -> None:
+        """Listen to parameter i no more."""
+        for held in self.held.pop(i, []):
+            if hasattr(held, "remove"):
+                held.remove()
 
     @torch.no_grad()
     def add(self, i: int, gradient: torch.Tensor | None) -> None:
@@ -89,10 +109,10 @@ class Bucket:
             view.zero_()
         elif self.is_half and self.seen.get(i) == _written(parameter.grad):
             view.copy_(self.wide[i])
-            parameter.grad = view
+            parameter.grad = view.detach()  # the program may give p.grad other data
         elif parameter.grad.data_ptr() != view.data_ptr() or parameter.grad.stride() != view.stride():
             view.copy_(parameter.grad)
-            parameter.grad = view
+            parameter.grad = view.detach()
         self.used[i] = parameter.grad is not None
 
     def settle(self) -> None:
@@ -101,7 +121,7 @@ class Bucket:
         used = self.used.ne(0).tolist()
         for parameter, view, is_used in zip(self.parameters, self.views, used, strict=True):
             if is_used:
-                parameter.grad = view
+                parameter.grad = view.detach()
 
     def reset(self) -> None:
         if self.sum is not None:
@@ -114,7 +134,7 @@ def _written(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(Wrapper):
     """module, whose p.grad is the mean over the ranks of `comm` when loss.backward() returns
 
     As `torch.nn.parallel.DistributedDataParallel`: an unedited training loop, any optimizer, `no_sync()`, and
@@ -125,9 +145,14 @@ class DistributedDataParallel(torch.nn.Module):
     buffers of rank 0, such as the statistics of a batch norm.
 
     A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
-    `grad=None`. The same parameters need not be used in every step, and nothing must be announced. All ranks must run
-    the same number of backward passes outside `no_sync`. Gradients of half types are added up in float32, over
-    micro-batches and over the ranks, and rounded once each time.
+    `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
+    types are added up in float32, over micro-batches and over the ranks, and rounded once each time.
+
+    All ranks must run the same number of backward passes outside `no_sync`. The sums carry the number of the step and of
+    the backward within it, so ranks that come to differ get a MismatchError that says which rank is where. A step begins
+    with the first forward after parameters were written.
+
+    Parameters that take the place of others are taken over, others are refused (`fompi.torch.parameters`).
 
     Raises MismatchError on all ranks whose modules differ in names, shapes or dtypes, and TensorError for parameters
     that are not on the CPU, and for sparse gradients.
@@ -150,29 +175,43 @@ class DistributedDataParallel(torch.nn.Module):
         _enter(module, group, f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}", refusal)
         self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
         _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        self._known = Parameters(module)
+        names, parameters = [*self._known.named], [*self._known.named.values()]
         counts = cut_by_bytes([p.numel() * p.element_size() for p in parameters], bucket_nbytes)
         changes = {i for i in range(1, len(parameters)) if parameters[i].dtype != parameters[i - 1].dtype}
         edges = sorted({0, *changes, *accumulate(counts)})
-        self._buckets = [Bucket(parameters[a:b]) for a, b in reversed([*pairwise(edges)])]  # in the order in which
-        self._left = 0  # they leave: this many have left
+        self._buckets = [
+            Bucket(names[a:b], parameters[a:b]) for a, b in reversed([*pairwise(edges)])
+        ]  # in the order in which they leave
+        self._left = 0  # this many have left
         self._is_syncing, self._is_queued = True, False
+        self._step = self._backward = 0  # the step, and the backward passes in it that have summed
+        self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
+        self._is_looked_at = True  # nothing can have changed since the last backward
         for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
-                if bucket.is_half:
-                    bucket.listen(i)
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, i))
+            for i in range(len(bucket.parameters)):
+                bucket.listen(i, self._hook(bucket, i))
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        if self._is_queued:  # the last backward was ended by an exception
-            self._forget()
-        if self.broadcast_buffers and self.training and self._is_syncing and torch.is_grad_enabled():
-            _copy_from_rank_0(self.module.buffers(), self.comm)
+        if self.training:
+            self.refuse_copy()
+        if torch.is_grad_enabled() and not self.is_copy:
+            if self._is_queued:  # the last backward was ended by an exception
+                self._end_by(StateError("the backward before was ended by an exception"))
+            if self._is_syncing:
+                self._look()
+                if self.broadcast_buffers and self.training:
+                    try:
+                        _copy_from_rank_0(self.module.buffers(), self.comm)
+                    except Exception:
+                        self._versions = None
+                        raise
         return self.module(*args, **options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients are only added up on this rank inside. The next backward outside averages the sums."""
+        self.refuse_copy()
         outer, self._is_syncing = self._is_syncing, False
         try:
             yield
@@ -181,10 +220,34 @@ class DistributedDataParallel(torch.nn.Module):
 
     def close(self) -> None:
         """Free the communicator of the gradients. Collective. The module stays."""
+        self.refuse_copy()
         self._is_syncing = False
         for bucket in self._buckets:
-            bucket.nodes.clear()
+            for i in [*bucket.held]:
+                bucket.forget(i)
         self.comm.close()
+
+    def _look(self) -> None:
+        """Take over what the program has changed since the last step, or refuse it on all ranks."""
+        versions = sum(p._version for p in self._known.named.values())
+        if versions != self._versions:
+            self._step = 1 if self._versions is None else self._step + 1
+            self._versions, self._backward, self._is_looked_at = versions, 0, False
+        if self._is_looked_at:
+            return
+        try:
+            replaced = self._known.look()
+        except FompiError as error:
+            if self.broadcast_buffers and self.training and any(True for _ in self.module.buffers()):
+                self._versions = None
+                broadcast.refuse(error, self.comm)  # the other ranks wait for it in their forward
+            self._end_by(error)
+            raise
+        for bucket in self._buckets:
+            for i, name in enumerate(bucket.names):
+                if name in replaced:
+                    bucket.take_over(i, replaced[name], self._hook(bucket, i))
+        self._is_looked_at = True
 
     # ------------------------------------------------------------------------------------------------- backward
     def _hook(self, bucket: Bucket, i: int) -> Any:
@@ -195,23 +258,25 @@ class DistributedDataParallel(torch.nn.Module):
                 return
             if not self._is_queued:
                 private.at_end_of_backward(self._finish)
-                self._is_queued = True
+                self._is_queued, self._begun_at = True, self.comm.calls
+                self._backward += 1
             try:
                 if parameter.grad is not None and parameter.grad.layout != torch.strided:
                     raise TensorError(
-                        f"the gradient of {self._name(parameter)} is sparse: make its embedding with sparse=False"
+                        f"the gradient of {bucket.names[i]!r} is sparse: make its embedding with sparse=False"
                     )
                 if bucket.sum is not None:
                     raise StateError(
-                        f"the gradient of {self._name(parameter)} changed after its bucket had left: use "
+                        f"the gradient of {bucket.names[i]!r} changed after its bucket had left: use "
                         "torch.utils.checkpoint with use_reentrant=False, or no_sync()"
                     )
-            except FompiError as error:
-                self._fail(error)
-            bucket.take(i)
-            bucket.missing.discard(i)
-            while self._left < len(self._buckets) and not self._buckets[self._left].missing:
-                self._leave()
+                bucket.take(i)
+                bucket.missing.discard(i)
+                while self._left < len(self._buckets) and not self._buckets[self._left].missing:
+                    self._leave()
+            except BaseException as error:
+                self._end_by(error)
+                raise
 
         return ready
 
@@ -220,8 +285,9 @@ class DistributedDataParallel(torch.nn.Module):
         bucket = self._buckets[self._left]
         for i in bucket.missing:  # not in this backward; it may have a gradient of an earlier one
             bucket.take(i)
+        label = f"of bucket {self._left} in backward {self._backward} of step {self._step}"
         how: dict[str, Any] = {"op": "mean", "out": bucket.flat, "schedule": same_bits(self.comm)}
-        bucket.sum = all_reduce.start(bucket.flat, comm=self.comm, **how)  # it rounds a half type once
+        bucket.sum = start_labelled(all_reduce, label, bucket.flat, comm=self.comm, **how)  # it rounds a half type once
         self._left += 1
 
     def _finish(self) -> None:
@@ -231,8 +297,10 @@ class DistributedDataParallel(torch.nn.Module):
                 self._leave()
             for bucket in self._buckets:
                 bucket.settle()
-        finally:
-            self._forget()
+        except BaseException as error:
+            self._end_by(error)
+            raise
+        self._forget()
 
     def _forget(self) -> None:
         for bucket in self._buckets:
@@ -240,21 +308,20 @@ class DistributedDataParallel(torch.nn.Module):
                 with suppress(FompiError):
                     bucket.sum.wait()
             bucket.reset()
-        self._left, self._is_queued = 0, False
+        self._left, self._is_queued, self._is_looked_at = 0, False, False
 
-    def _fail(self, error: FompiError) -> None:
-        """Refuse the sums that are left, so that all ranks end this backward with an error. Then raise `error`."""
-        for _ in self._buckets[self._left :]:
-            with suppress(type(error)):
-                all_reduce.refuse(error, self.comm)
+    def _end_by(self, error: BaseException) -> None:
+        """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
+        self._versions = None
+        begun_at = self._begun_at if self._is_queued else self.comm.calls
+        refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
+        while self.comm.calls < begun_at + len(self._buckets):
+            with suppress(Exception):
+                all_reduce.refuse(refusal, self.comm)
         self._forget()
-        raise error
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        return repr(next(name for name, p in self.module.named_parameters() if p is parameter))
 
 
-class ZeroDataParallel(torch.nn.Module):
+class ZeroDataParallel(Wrapper):
     """module, trained by a `fompi.parallel.data.DataParallel`: each rank has a part of the state of the optimizer
 
         model = fompi.torch.ZeroDataParallel(module, comm, optimizer=fompi.parallel.data.AdamW(1e-3), zero=1)
@@ -266,8 +333,11 @@ class ZeroDataParallel(torch.nn.Module):
     p.grad is None after a backward. For zero=3 use `DataParallel` itself.
 
     overlap: a step returns while parameters are still gathered, and each module waits for its own ones before its
-    forward. Then do not read parameters after a step in another way than by a forward of the module that holds them,
-    or by `state_dict()`: call `wait()` first.
+    forward. Then do not read or write parameters after a step in another way than by a forward of the module that holds
+    them, `state_dict()` or `load_state_dict()`: call `wait()` first.
+
+    What the program writes to parameters between two steps is taken over, also new parameters in the place of others;
+    what cannot be is refused (`fompi.torch.parameters`). `optimizer_state_dict` has the whole state of the optimizer.
 
     Creating one, `step` and `close` are collective. The parameters and buffers of rank 0 are copied to all ranks. The
     errors are those of `DataParallel` and of `DistributedDataParallel`.
@@ -289,33 +359,56 @@ class ZeroDataParallel(torch.nn.Module):
         if zero not in (0, 1, 2):
             refusal = LayoutError(f"zero={zero!r} must be 0, 1 or 2: for 3 use fompi.parallel.data.DataParallel")
         _enter(module, self.comm, f"ZeroDataParallel({zero=}, overlap={self.overlap}", refusal)
-        self._named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._known = Parameters(module)
         _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+        named = self._known.named
         if options.get("replicated") is None:
-            options["replicated"] = {name: held for name, held in replicated(module).items() if name in self._named}
-        self.parallel = DataParallel(self._named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
-        for name, parameter in self._named.items():
-            parameter.data = self.parallel[name]
-            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            options["replicated"] = {name: held for name, held in replicated(module).items() if name in named}
+        self.parallel = DataParallel(named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
+        self._handles: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, parameter in named.items():
+                self._views[name] = self.parallel[name]
+                self._take(name, parameter)
+        self._is_looked_at = True
         if self.overlap:
-            known = {id(p): name for name, p in self._named.items()}
             for part in module.modules():
-                names = [known[id(p)] for p in part.parameters(recurse=False) if id(p) in known]
-                if names:
-                    part.register_forward_pre_hook(lambda *_, names=names: self.wait(names))
+                part.register_forward_pre_hook(self._wait_for)
             module.register_state_dict_pre_hook(lambda *_: self.wait())
+            module.register_load_state_dict_pre_hook(lambda *_: self.wait())
 
     def forward(self, *args: Any, **options: Any) -> Any:
+        if self.training:
+            self.refuse_copy()
+        if torch.is_grad_enabled() and not self.is_copy and not self._is_looked_at and not self.parallel.closed:
+            self._look()
         return self.module(*args, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients are only added up on this rank inside."""
+        self.refuse_copy()
         return self.parallel.no_sync()
 
+    @torch.no_grad()
     def step(self, clip: float | None = None, over: Any = ()) -> float:
         """Update the parameters. Returns the norm of the gradient before it is clipped, as `DataParallel.step`."""
-        with torch.no_grad():
-            norm = self.parallel.step(clip, over)
+        self.refuse_copy()
+        self._look()
+        if alone := [name for name, p in self._known.named.items() if p.grad is not None]:
+            for name in alone:
+                self._known.named[name].grad = None
+            self.parallel.refuse(
+                StateError(
+                    f"{alone[0]!r} has a gradient that no hook has announced, because p.grad was written or the parameter "
+                    "was replaced after the last forward: call the wrapper, and not model.module"
+                )
+            )
+        norm = self.parallel.step(clip, over)
+        for parameter in self._known.named.values():
+            dlpack.mark_written(parameter)
+        self._is_looked_at = False
         if not self.overlap:
             self.wait()
         return norm
@@ -323,14 +416,42 @@ class ZeroDataParallel(torch.nn.Module):
     @torch.no_grad()
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until these parameters have arrived (None: all of them)."""
+        self.refuse_copy()
         if not self.parallel.closed:
-            for name in self._named if names is None else names:
+            for name in self._known.named if names is None else names:
                 self.parallel[name]
 
     def close(self) -> None:
         """Free the communicators. Collective. The module stays."""
         self.wait()
         self.parallel.close()
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        """Take over what the program has changed since the last step, or refuse it on all ranks."""
+        try:
+            replaced = self._known.look()
+        except FompiError as error:
+            self.parallel.refuse(error)
+        for name, parameter in self._known.named.items():
+            if name in replaced or not _is_view(parameter, self._views[name]):
+                self.parallel[name]  # wait until nothing is gathered there
+                self._views[name].copy_(parameter)
+                self._take(name, parameter)
+        self._is_looked_at = True
+
+    def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """The parameter becomes a view of its bucket, and its gradient is announced."""
+        parameter.data = self._views[name]
+        self._names[id(parameter)] = name
+        if name in self._handles:
+            self._handles[name].remove()
+        self._handles[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    def _wait_for(self, part: torch.nn.Module, *_: Any) -> None:
+        """The forward of a part of the module begins: its parameters must be here."""
+        if not self.parallel.closed:
+            self.wait([self._names[id(p)] for p in part.parameters(recurse=False) if id(p) in self._names])
 
     def _hook(self, name: str) -> Any:
         @torch.no_grad()
@@ -345,6 +466,10 @@ class ZeroDataParallel(torch.nn.Module):
 # ------------------------------------------------------------------------------------------------------- helpers
 
 
+def _is_view(parameter: torch.Tensor, view: torch.Tensor) -> bool:
+    return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
+
+
 def _copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
     """Copy the tensors of rank 0 to all ranks, those of one dtype together."""
     of: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -354,7 +479,8 @@ def _copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> No
         flat = broadcast(torch.cat([t.reshape(-1) for t in listed]), comm=comm)
         begin = 0
         for tensor in listed:
-            tensor.copy_(flat[begin : (begin := begin + tensor.numel())].view_as(tensor))
+            part = flat[begin : (begin := begin + tensor.numel())]
+            tensor.data.copy_(part.view_as(tensor))  # as torch's class: graphs that have saved a buffer stay valid
 
 
 def _enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Exception | None) -> None:

@@ -370,13 +370,23 @@ def before_gradient_is_added(parameter: Any, hook: Callable[[Any], None]) -> Any
     return node
 
 
-def when_gradient_was_added(parameter: Any, hook: Callable[[Any], None]) -> None:
-    """Call hook(parameter) when autograd has added to parameter.grad, before such hooks that it has already."""
+def when_gradient_was_added(parameter: Any, hook: Callable[[Any], None]) -> Any:
+    """Call hook(parameter) when autograd has added to parameter.grad, before such hooks that it has already.
+
+    Returns a handle that can remove it.
+    """
     earlier = dict(parameter._post_accumulate_grad_hooks or {})
     if earlier:
         parameter._post_accumulate_grad_hooks.clear()
-    parameter.register_post_accumulate_grad_hook(hook)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
     parameter._post_accumulate_grad_hooks.update(earlier)
+    return handle
+
+
+def renew_hooks(parameter: Any) -> None:
+    """`torch.utils.swap_tensors` leaves the hooks behind a gradient in the table of Python, but autograd forgets them."""
+    if parameter._post_accumulate_grad_hooks is not None:
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 # --------------------------------------------------------------------------------------------------------------- FSDP2

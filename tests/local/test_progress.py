@@ -496,7 +496,7 @@ class Left:
     """A control channel whose rank 1 has left."""
 
     name, timeout, asking, lost = "left", None, False, None
-    departed, stopped = {1: "rank 1 has ended"}, {}  # noqa: RUF012
+    departed, stopped = {1: "rank 1 has ended"}, {}
 
     class link:
         rank = 0

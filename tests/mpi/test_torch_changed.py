@@ -1,0 +1,389 @@
+"""What a program does to the parameters of a wrapped module between two steps: taken over, or refused on all ranks."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch.nn.utils import parametrizations, prune
+
+import fompi
+from fompi.parallel.data import SGD, AdamW
+from fompi.torch import DistributedDataParallel, ZeroDataParallel, nn
+
+pytestmark = pytest.mark.usefixtures("float64")
+RATE = 0.1
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Plain:
+    """One process, which trains with SGD."""
+
+    def __init__(self, module, comm):
+        self.module, self.comm = module, comm
+
+    def step(self, x):
+        self.module.zero_grad()
+        self.module(x).square().sum().div(self.comm.size).backward()
+        with torch.no_grad():
+            for p in self.module.parameters():
+                if p.grad is not None:
+                    p.sub_(RATE * p.grad)
+
+
+class Averaged(Plain):
+    """DistributedDataParallel with SGD of torch. The optimizer is made anew, as after `assign=True` in torch."""
+
+    def __init__(self, module, comm):
+        super().__init__(module, comm)
+        self.model = DistributedDataParallel(module, comm, bucket_nbytes=100)
+
+    def step(self, x):
+        optimizer = torch.optim.SGD(self.module.parameters(), RATE)
+        optimizer.zero_grad()
+        rows = x.tensor_split(self.comm.size)[self.comm.rank]
+        self.model(rows).square().sum().backward()
+        optimizer.step()
+
+
+class Zero(Plain):
+    def __init__(self, module, comm, zero=1, **options):
+        super().__init__(module, comm)
+        self.model = ZeroDataParallel(module, comm, optimizer=SGD(RATE), zero=zero, bucket_nbytes=100, **options)
+
+    def step(self, x):
+        self.model(x.tensor_split(self.comm.size)[self.comm.rank]).square().sum().backward()
+        self.model.step()
+
+
+WRAPPERS = {
+    "ddp": Averaged,
+    "zero 0": lambda module, comm: Zero(module, comm, 0),
+    "zero 1": Zero,
+    "zero 2": lambda module, comm: Zero(module, comm, 2),
+    "overlap": lambda module, comm: Zero(module, comm, 1, overlap=True),
+}
+
+
+def load(net, **options):
+    net.load_state_dict(Net(seed=7).state_dict(), **options)
+
+
+def new_memory(net):
+    for p in net.parameters():
+        p.data = p.data + 0.5
+
+
+def other_strides(net):
+    net.a.weight.data = net.a.weight.data.t().contiguous().t()
+
+
+def other_parameter(net):
+    net.b.weight = torch.nn.Parameter(torch.ones(3, 6))
+
+
+def halved(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.5)
+
+
+def through_data(net):
+    for p in net.parameters():
+        p.data.fill_(0.25)
+
+
+def swapped(net):
+    with torch.no_grad():
+        torch.utils.swap_tensors(net.a.bias, torch.nn.Parameter(torch.full((6,), 0.3)))
+
+
+def pruned(net):
+    prune.custom_from_mask(net.a, "weight", torch.arange(24).view(6, 4) % 3 > 0)
+
+
+def tied(net):
+    net.b.bias = torch.nn.Parameter(torch.zeros(3))
+    net.b.bias.requires_grad_(False)
+
+
+def frozen(net):
+    net.a.weight.requires_grad_(False)
+
+
+def taken_out(net):
+    net.a.register_parameter("bias", None)
+
+
+CHANGES = {
+    "load": load,
+    "load with assign": lambda net: load(net, assign=True),
+    "new memory": new_memory,
+    "other strides": other_strides,
+    "other parameter": other_parameter,
+    "written": halved,
+    "written through data": through_data,
+    "swapped": swapped,
+    "pruned": pruned,
+    "replaced by a frozen one": tied,
+    "frozen": frozen,
+    "taken out": taken_out,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_is_taken_over(world, wrapper, change):
+    """As one process: two steps, the change, two more steps."""
+    x = torch.linspace(-1, 1, 48).view(12, 4).sin()
+    whole, mine = Net(), Net(seed=world.rank)
+    trained = [Plain(whole, world), WRAPPERS[wrapper](mine, world)]
+    for one in trained:
+        for number in range(4):
+            if number == 2:
+                if wrapper == "overlap" and one is not trained[0]:
+                    one.model.wait()
+                try:
+                    CHANGES[change](one.module)
+                except RuntimeError as error:  # torch does not swap what has hooks
+                    assert change == "swapped", error
+                    one.module.a.bias.data = torch.full((6,), 0.3)
+            one.step(x)
+    if wrapper == "overlap":
+        trained[1].model.wait()
+    for p, q in zip(mine.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-10, atol=1e-12), (p - q).abs().max()
+    assert mine.state_dict().keys() == whole.state_dict().keys()
+    trained[1].model.close()
+
+
+def wider(net):
+    net.b.weight.data = torch.zeros(3, 7)
+
+
+def appended(net):
+    net.c = torch.nn.Linear(1, 1)
+
+
+REFUSED = {
+    "another dtype": (lambda net: net.float(), fompi.DtypeError, "'a.weight' was torch.float64"),
+    "another shape": (wider, fompi.ShapeError, r"'b.weight' was \(3, 6\)"),
+    "another device": (lambda net: net.to("meta"), fompi.TensorError, "'a.weight' was on cpu"),
+    "a new module": (appended, fompi.StateError, "'c.weight' is new"),
+    "weight norm": (lambda net: parametrizations.weight_norm(net.a), fompi.StateError, "original0' is new"),
+    "thawed": (lambda net: net.b.bias.requires_grad_(True), fompi.StateError, "'b.bias' is new"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+@pytest.mark.parametrize("wrapper", ["ddp", "zero 1"])
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_what_is_refused(world, wrapper, change, who):
+    """On all ranks, by name, in the forward or the backward, whoever did it. After it is undone, training goes on."""
+    f, error, words = REFUSED[change]
+    net = Net()
+    net.b.bias.requires_grad_(False)
+    trained, x = WRAPPERS[wrapper](net, world), torch.ones(12, 4)
+    trained.step(x)
+    wrong = who == "all" or world.rank == world.size - 1
+    kept = [(module, dict(module._parameters)) for module in net.modules()]
+    values = [(p, p.data) for p in net.parameters()]
+    if wrong:
+        f(net)
+    with pytest.raises(error if wrong else fompi.MismatchError, match=words):
+        trained.step(x)
+    if wrong and change == "a new module":
+        del net.c
+    if wrong and change == "weight norm":
+        torch.nn.utils.parametrize.remove_parametrizations(net.a, "weight")
+    for module, parameters in kept:
+        module._parameters.clear()
+        module._parameters.update(parameters)
+    for p, value in values:
+        p.data, p.grad = value, None
+    net.b.bias.requires_grad_(False)
+    trained.step(x)
+    trained.model.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_float32_copies_follow_what_is_loaded(world, zero, dtype):
+    """The copy in the optimizer would bring the old weights back. What nobody has written keeps its low bits."""
+    net = torch.nn.Linear(5, 3, dtype=dtype)
+    model = ZeroDataParallel(net, world, optimizer=SGD(1e-4), zero=zero)
+    whole = torch.nn.Linear(5, 3)
+    whole.load_state_dict(net.state_dict())
+    for number in range(12):
+        if number == 6:
+            for one in (net, whole):
+                with torch.no_grad():
+                    one.weight[:2] = 3.0
+                one.bias.data[0] = -2.0
+        model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+        model.step()
+        whole.zero_grad()
+        whole(torch.ones(2, 5)).sum().backward()
+        with torch.no_grad():
+            for p in whole.parameters():
+                p.sub_(1e-4 * p.grad)
+    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(p, q.to(dtype)), (p, q)
+    model.close()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "zero 1"])
+def test_a_copy_computes_but_does_not_train(world, wrapper):
+    trained, x = WRAPPERS[wrapper](Net(), world), torch.ones(12, 4)
+    trained.step(x)
+    averaged = torch.optim.swa_utils.AveragedModel(trained.model)
+    averaged.update_parameters(trained.model)
+    with torch.no_grad():
+        assert torch.allclose(averaged.eval()(x), trained.model(x))
+    duplicate = copy.deepcopy(trained.model)
+    with pytest.raises(fompi.StateError, match="this is a copy of a (Dist|Zero)"):
+        duplicate.train()(x)
+    trained.step(x)
+    trained.model.close()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+def test_backwards_of_different_steps_are_not_averaged(world):
+    """Rank 0 runs three backward passes in a step, the others two."""
+    trained, x = Averaged(Net(), world), torch.ones(12, 4)
+    trained.step(x)
+    optimizer = torch.optim.SGD(trained.module.parameters(), RATE)
+    with pytest.raises(fompi.MismatchError, match=r"backward 3 of step 2.*backward 1 of step 3"):
+        for _ in range(2):
+            for _ in range(3 if world.rank == 0 else 2):
+                trained.model(x).sum().backward()
+            optimizer.step()
+    trained.model.close()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+def test_a_backward_that_ends_in_the_middle(world):
+    """The others hear of it when the rank begins its next forward, and nothing of that step is averaged."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise MemoryError("no memory for the backward")
+
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), world)
+    x, wrong = torch.ones(3, 4), world.rank == 0
+    if wrong:
+        handle = model.module[0].register_forward_hook(lambda module, inputs, y: Fails.apply(y))
+    with pytest.raises(MemoryError if wrong else fompi.MismatchError, match="no memory|ended by an exception"):
+        model(x).sum().backward()
+        model(x)  # of the rank that has failed, if it was not caught before
+    if wrong:
+        handle.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    model.close()
+
+
+def test_two_forwards_before_one_backward(world):
+    """A batch norm, whose buffers each forward copies from rank 0, as in torch's own class."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+
+        def forward(self, x, training=True):
+            return self.out(self.norm.train(training)(x))
+
+    model = DistributedDataParallel(Twice(), world)
+    x = torch.arange(12.0).view(3, 4)
+    (model(x, False).sum() + model(2 * x, False).sum() + model(x).square().sum() + model(3 * x).sum()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.close()
+
+
+def test_a_step_is_a_write_that_autograd_sees(world):
+    """A graph from before the step would compute gradients with the weights from after it."""
+    model = ZeroDataParallel(Net(), world, optimizer=AdamW(0.01))
+    loss = model(torch.ones(2, 4)).sum()
+    model(torch.ones(2, 4)).sum().backward()
+    model.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), warnings.catch_warnings():
+        loss.backward()
+    model.close()
+
+
+def sharded(comm):
+    torch.manual_seed(3)
+    layers = nn.ColumnParallelLinear(4, 6, comm=comm), nn.RowParallelLinear(6, 4, comm=comm)
+    return torch.nn.Sequential(*layers)
+
+
+def unsharded():
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+
+
+def test_a_layout_belongs_to_a_parameter_and_not_to_its_name(tp):
+    """Pruning renames it: whole masks, whole values and the norm are those of one process."""
+    parts, whole = sharded(tp), unsharded()
+    whole.load_state_dict(nn.full_state_dict(parts))
+    keep = torch.arange(24).view(6, 4) % 3 > 0
+    rows = parts[0].layouts["weight"].shard(keep, tp.rank)
+    for module, mask in ((whole, keep), (parts, rows)):
+        prune.custom_from_mask(module[0], "weight", mask)
+    x = torch.ones(2, 4)
+    state = nn.full_state_dict(parts)
+    assert state.keys() == whole.state_dict().keys()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state[name], value), name
+    whole(x.repeat(tp.size, 1)).square().sum().backward()
+    parts(x).square().sum().backward()
+    assert torch.allclose(nn.clip_grad_norm_(parts, 0.1), torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+    nn.load_full_state_dict(parts, {name: value + 1 for name, value in state.items()})
+    assert torch.equal(nn.full_state_dict(parts)["1.bias"], state["1.bias"] + 1)
+
+
+def test_a_parameter_that_a_plain_module_shares(tp):
+    """It is found first under the name of the plain module, and is a part all the same."""
+    parts = sharded(tp)
+    both = torch.nn.ModuleDict({"a": torch.nn.Module(), "b": parts})
+    both["a"].shared = parts[0].weight
+    assert nn.full_state_dict(both)["a.shared"].shape == (6, 4)
+    parts[0].weight.grad = torch.ones_like(parts[0].weight)
+    assert nn.clip_grad_norm_(both, 1e9) == pytest.approx(24**0.5)
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize(
+    "norm", [parametrizations.weight_norm, parametrizations.spectral_norm], ids=["weight", "spectral"]
+)
+def test_a_parametrization_of_a_part_is_refused(tp, who, norm):
+    parts = sharded(tp)
+    state = nn.full_state_dict(parts)
+    wrong = who == "all" or tp.rank == tp.size - 1
+    if wrong:
+        norm(parts[0])
+    for call in (
+        lambda: nn.full_state_dict(parts),
+        lambda: nn.load_full_state_dict(parts, state, strict=False),
+        lambda: nn.clip_grad_norm_(parts, 1.0),
+    ):
+        with pytest.raises(fompi.LayoutError if wrong else fompi.MismatchError, match="has no layout"):
+            call()
+    if who == "all":
+        with pytest.raises(fompi.LayoutError, match="has no layout"):
+            nn.replicated(parts)
