@@ -3,6 +3,7 @@
     pipe = Pipeline([stage], comm=comm, microbatches=8, schedule="1f1b", activations=(16, 64), loss=loss)
     losses = pipe.step(inputs, targets)           # of each micro-batch on the last stage, None on other ranks
     pipe.input_gradients                          # of each micro-batch on the first stage
+    ys = pipe.forward(inputs)                     # an evaluation: what the last stage has computed, on its rank
 
 The order of the work is one of `orders.SCHEDULES`, or your own. A pipeline is a plan (`pipeline_plan`): its kernels are
 the methods of the stages. So it is verified, simulated and traced as every other plan.
@@ -21,10 +22,12 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, FompiError, PeerError, PlanError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
+from fompi.parallel.buckets import detached
 from fompi.parallel.orders import SCHEDULES, Action, order
-from fompi.parallel.pipeline_plan import PipelineProblem, plan
+from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
+from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 from fompi.traces.trace import Trace
 
@@ -88,15 +91,15 @@ class Pipeline:
             if not self.stages:
                 raise PlanError("stages is empty: every rank needs the same number of stages, at least one")
             size, rank = self.comm.size, self.comm.rank
-            self.plan: Plan = plan(
-                schedule,
-                ranks=size,
-                microbatches=microbatches,
-                chunks=len(self.stages),
-                activations=activations,
-                dtype=dtype,
-                seconds=seconds,
-            )
+            self._how: dict[str, Any] = {
+                "ranks": size,
+                "microbatches": microbatches,
+                "chunks": len(self.stages),
+                "activations": activations,
+                "dtype": dtype,
+                "seconds": seconds,
+            }
+            self.plan: Plan = plan(schedule, **self._how)
             self.problem: PipelineProblem = self.plan.problem
             self._by_number = dict(zip(range(rank, size * len(self.stages), size), self.stages, strict=True))
             if backend is not None and not hasattr(backend, "asynchronous"):
@@ -120,8 +123,13 @@ class Pipeline:
         self._targets: Sequence[Any] = ()
         self._refusal: Exception | None = None
         self._forget()
-        used = {kernel.name: getattr(self, f"_{kernel.name}") for kernel in self.plan.kernels}
-        self.executor = bind(self.plan, comm=self.comm, kernels=used, backend=backend or Numpy())
+        self._backend = backend or Numpy()
+        self.executor = self._latest = self._bind(self.plan)
+        self._evaluation: Executor | None = None
+
+    def _bind(self, plan: Plan) -> Executor:
+        used = {kernel.name: getattr(self, f"_{kernel.name}") for kernel in plan.kernels}
+        return bind(plan, comm=self.comm, kernels=used, backend=self._backend)
 
     def _check_methods(self) -> None:
         """Raise PlanError if a stage of this rank lacks a method that the order calls."""
@@ -152,25 +160,46 @@ class Pipeline:
         then have the terms of some micro-batches. Ranks of other pipelines that wait for this rank in a stage get a
         PeerError too, and cannot use the communicator of that call any more.
         """
+        self._begin()
+        self._refusal = self._accept("inputs", inputs, 0) or self._accept("targets", targets, self.problem.stages - 1)
+        self.input_gradients = [None] * self.microbatches if self._is_here(0) else None
+        return self._run(self.executor)
+
+    def forward(self, inputs: Sequence[Any] | None = None) -> list[Any] | None:
+        """Run all micro-batches forward, for an evaluation. Collective. The first call is slower: it binds its plan.
+
+        `inputs` are those of the micro-batches, on the rank of the first stage. Returns what the last stage has computed
+        for each micro-batch, on its rank, else None. Nothing is kept for a backward, and no loss is computed. A stage
+        with a method `evaluate(x) -> y` is asked for that, else for `forward`. Errors are as those of `step`.
+        """
+        self._begin()
+        if self._evaluation is None:
+            self._evaluation = self._bind(evaluation(**self._how))
+        self._refusal = self._accept("inputs", inputs, 0)
+        return self._run(self._evaluation)
+
+    def _begin(self) -> None:
         if self.closed:
             raise StateError("the pipeline is closed")
         self._forget()
         self._steps += 1
-        self._refusal = self._accept(inputs, targets)
-        self.input_gradients = [None] * self.microbatches if self._is_here(0) else None
+
+    def _run(self, executor: Executor) -> list[Any] | None:
+        """Run a plan whose arguments are accepted. The results are those of the last stage, on its rank."""
+        self._latest = executor
         try:
             with self.comm.joint(self._this_step):
-                self.executor()
+                executor()
         except Exception as error:
             if self.checked:
                 with suppress(FompiError):  # the error of the step says more
-                    is_theirs = isinstance(error, PeerError) and not self.executor.failed_here
+                    is_theirs = isinstance(error, PeerError) and not executor.failed_here
                     self._confirm(error.origin if is_theirs else self.comm.rank)  # type: ignore[attr-defined]
             raise
         else:
             if self.checked:
                 self._confirm(None)
-            return self._losses if self._is_here(self.problem.stages - 1) else None
+            return self._results if self._is_here(self.problem.stages - 1) else None
         finally:
             self._forget()
 
@@ -180,7 +209,7 @@ class Pipeline:
         Raises PeerError if this rank does not know yet that another one has failed.
         """
         number = 0 if failed is None else failed + 1
-        known = agree(self.comm, f"the end of {self._this_step}", value=number)
+        known = agree(self.comm, f"the end of {self._this_step}{self._mode}", value=number)
         if failed is None and any(known):
             origin = max(known) - 1
             text = f"rank {origin} failed in {self._this_step}, after this rank had done its part"
@@ -188,26 +217,22 @@ class Pipeline:
 
     @property
     def _this_step(self) -> str:
-        return f"step {self._steps} of {self.executor.name}"
+        return f"step {self._steps} of {self._latest.name}"
 
     def _is_here(self, stage: int) -> bool:
         return stage in self._by_number
 
-    def _accept(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> Exception | None:
+    def _accept(self, name: str, given: Sequence[Any] | None, stage: int) -> Exception | None:
         """Take what this rank needs. Returns the error of wrong arguments: the first kernel raises it for all ranks."""
-        for name, given, stage in (("inputs", inputs, 0), ("targets", targets, self.problem.stages - 1)):
-            if not self._is_here(stage):
-                continue
-            try:
-                listed = [] if given is None else [*given]
-            except TypeError:
-                return ShapeError(f"{name} must list {self.microbatches} micro-batches on the rank of stage {stage}")
-            if len(listed) != self.microbatches:
-                return ShapeError(f"{name} has {len(listed)} micro-batches, the pipeline has {self.microbatches}")
-            if name == "inputs":
-                self._inputs = listed
-            else:
-                self._targets = listed
+        if not self._is_here(stage):
+            return None
+        try:
+            listed = [] if given is None else [*given]
+        except TypeError:
+            return ShapeError(f"{name} must list {self.microbatches} micro-batches on the rank of stage {stage}")
+        if len(listed) != self.microbatches:
+            return ShapeError(f"{name} has {len(listed)} micro-batches, the pipeline has {self.microbatches}")
+        setattr(self, f"_{name}", listed)
         return None
 
     def _forget(self) -> None:
@@ -215,8 +240,11 @@ class Pipeline:
         self._saved: dict[Key, Any] = {}
         self._rests: dict[Key, Any] = {}
         self._loss_gradients: dict[int, Any] = {}
-        self._losses: list[Any] = [None] * self.microbatches
+        self._results: list[Any] = [None] * self.microbatches
         self._inputs, self._targets, self._refusal = (), (), None
+
+    _mode = ""
+    """How this rank runs the step, in words: all ranks must run it alike."""
 
     # -- the kernels of the plan
     def _forward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
@@ -227,9 +255,25 @@ class Pipeline:
         y, self._saved[args] = _pair(result, f"forward() of stage {stage}", "(y, saved)")
         if stage == self.problem.stages - 1:
             result = self.loss(y, self._targets[i])
-            self._losses[i], self._loss_gradients[i] = _pair(result, "the loss", "(value, dy)")
+            self._results[i], self._loss_gradients[i] = _pair(result, "the loss", "(value, dy)")
         else:
             self._put(y, writes[0], f"y of stage {stage}, micro-batch {i},")
+
+    def _evaluate(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        number, i = args
+        stage, x = self._by_number[number], self._lent(reads[0]) if number else self._inputs[i]
+        if hasattr(stage, "evaluate"):
+            y = stage.evaluate(x)
+        else:
+            y, _ = _pair(stage.forward(x), f"forward() of stage {number}", "(y, saved)")
+        if number < self.problem.stages - 1:
+            self._put(y, writes[0], f"y of stage {number}, micro-batch {i},")
+        else:
+            given = dlpack.borrow(detached(y), f"y of micro-batch {i}")
+            is_of_slot = number and given.device is None and dlpack.overlap(given.array, reads[0])
+            self._results[i] = dlpack.lend(given.array.copy(), given.dtype, given) if is_of_slot else y
 
     def _backward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
         stage, saved, dy = self._by_number[args[0]], self._saved.pop(args), self._gradient(args, reads)
@@ -268,7 +312,7 @@ class Pipeline:
 
     def _put(self, tensor: Any, slot: np.ndarray, name: str) -> None:
         """Copy what a stage has returned to the slot from which it is sent."""
-        given = dlpack.borrow(tensor, name)
+        given = dlpack.borrow(detached(tensor), name)
         if given.device is not None:
             raise TensorError(f"{name} is on the {given.device.name}: a pipeline passes on tensors in host memory")
         if given.dtype != self.dtype:
@@ -280,14 +324,16 @@ class Pipeline:
     # -- after a step
     @property
     def trace(self) -> Trace:
-        """The Trace of the last step on this rank: forwards, backwards and messages."""
-        return self.executor.trace
+        """The Trace of the last step on this rank: forwards, backwards and messages. Or that of `forward`."""
+        return self._latest.trace
 
     def close(self) -> None:
         """Give the memory of the slots back."""
         if not self.closed:
             self.closed = True
             self.executor.close()
+            if self._evaluation is not None:
+                self._evaluation.close()
 
     def __enter__(self) -> Pipeline:
         return self

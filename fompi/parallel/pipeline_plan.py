@@ -11,7 +11,8 @@ each with the arguments <stage, micro-batch>. What travels has slots of its decl
 | `eS_k`  | the gradient of the input of stage S, on its way           | it is sent                                   |
 | `sS_k`  | nothing: it stands for what the forward has saved          | its backward, or backward_input, is done     |
 | `rS_k`  | nothing: it stands for what backward_input leaves          | its backward_weight is done                  |
-| `gS`    | nothing: it stands for the gradients of the parameters     | the end, where it has a term per micro-batch |
+| `gS`    | nothing: it stands for the gradients of the parameters, or | the end, where it has a term per micro-batch |
+|         | in an evaluation for what the stage has computed           |                                              |
 
 A receive is posted as soon as its slot is free. `SPARE` slots beyond those that the order needs make it early.
 """
@@ -34,8 +35,8 @@ from fompi.plans.problems import OwnProblem
 SPARE = 2
 """Slots for messages beyond those that the order needs: one may arrive, and one may leave, while others are in use."""
 
-KERNELS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-"""The name of the kernel for each kind of action."""
+KERNELS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "E": "evaluate"}
+"""The name of the kernel for each kind of action. E is a forward that keeps nothing for a backward."""
 
 Shape = tuple[int, ...]
 
@@ -93,7 +94,22 @@ class PipelineProblem(OwnProblem):
     def __str__(self) -> str:
         shapes = {*self.activations}
         passed = f" of {[*shapes][0]}" if len(shapes) == 1 else ""  # noqa: RUF015
-        return f"pipeline({self.dtype}, {self.stages} stages, {self.microbatches} micro-batches{passed})"
+        return f"{self.operation}({self.dtype}, {self.stages} stages, {self.microbatches} micro-batches{passed})"
+
+
+class EvaluationProblem(PipelineProblem):
+    """Every micro-batch goes forward through all stages, and nothing is kept for a backward."""
+
+    @cached_property
+    def _gradients(self) -> dict[int, Value]:
+        found: defaultdict[int, list[Value]] = defaultdict(list)
+        for i in range(self.microbatches):
+            operands: list[Value] = []
+            for s in range(self.stages):
+                y, computed = ((opaque("evaluate", (s, i), operands, k),) for k in range(2))
+                found[s].append(y if s == self.stages - 1 else computed)
+                operands = [y]
+        return {stage: total(*values) for stage, values in found.items()}
 
 
 def plan(
@@ -114,28 +130,57 @@ def plan(
     wrong, and ShapeError or DtypeError for what is passed on.
     """
     listed = order(schedule, ranks, microbatches, chunks)
-    stages = ranks * chunks
-    shapes = _shapes(activations, stages)
-    itemsize(dtype)  # raises DtypeError for an unknown one
-    if max((nbytes(shape, dtype) for shape in shapes), default=0) >= MOST_NBYTES:
-        raise ShapeError(f"activations of the shapes {shapes} in {dtype} are too large for any memory")
+    shapes = _shapes(activations, ranks * chunks)
     split = tuple(sorted((a.stage, a.microbatch) for actions in listed for a in actions if a.kind == "I"))
-    problem = PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split)
+    name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
+    return _plan(PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split), listed, name, seconds or {})
+
+
+def evaluation(
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    activations: Sequence[Any],
+    dtype: str = "float32",
+    seconds: Mapping[str, float | Sequence[float]] | None = None,
+) -> Plan:
+    """Who computes, sends and receives what if all micro-batches only go forward. The options are those of `plan`.
+
+    rank 0 | 0 1 2 3 |           several stages of a rank: as many micro-batches as ranks go through one of them,
+    rank 1 |   0 1 2 3 |         then through the next
+    """
+    listed = [
+        [
+            Action(stage, "E", i)
+            for first in range(0, microbatches, ranks)
+            for stage in range(rank, ranks * chunks, ranks)
+            for i in range(first, min(first + ranks, microbatches))
+        ]
+        for rank in range(ranks)
+    ]
+    given = {"E": (seconds or {})["F"]} if "F" in (seconds or {}) else {}
+    shapes = _shapes(activations, ranks * chunks)
+    return _plan(EvaluationProblem("evaluation", ranks, dtype, microbatches, shapes), listed, "in order", given)
+
+
+def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[str, float | Sequence[float]]) -> Plan:
+    ranks, stages = problem.size, problem.stages
+    itemsize(problem.dtype)  # raises DtypeError for an unknown one
+    if max((nbytes(shape, problem.dtype) for shape in problem.activations), default=0) >= MOST_NBYTES:
+        raise ShapeError(
+            f"activations of the shapes {problem.activations} in {problem.dtype} are too large for any memory"
+        )
     messages = _messages(listed, ranks, stages)
     used = {action.kind for actions in listed for action in actions}
-    kernels = tuple(
-        UserKernel(name, _seconds(kind, seconds or {}, stages)) for kind, name in KERNELS.items() if kind in used
-    )
+    kernels = tuple(UserKernel(name, _seconds(kind, seconds, stages)) for kind, name in KERNELS.items() if kind in used)
 
     def write(rank: int) -> Program:
         needed = _Writer(problem, listed[rank], rank, messages, {})
         needed.program()
         return _Writer(problem, listed[rank], rank, messages, needed.most).program()
 
-    programs, name = Programs(ranks, write), schedule if isinstance(schedule, str) else ""
-    if name not in SCHEDULES:
-        name = "own order"
-    return Plan(problem, name, (1,), Sizes(rows=(0,) * ranks), programs, kernels=kernels, in_order=True)
+    return Plan(problem, name, (1,), Sizes(rows=(0,) * ranks), Programs(ranks, write), kernels=kernels, in_order=True)
 
 
 def _shapes(activations: Sequence[Any], stages: int) -> tuple[Shape, ...]:
@@ -183,7 +228,7 @@ Passed = tuple[str, int, int]
 def _passes(action: Action, stages: int) -> Passed | None:
     """What the action hands on to another stage."""
     stage, kind, i = action
-    if kind == "F" and stage + 1 < stages:
+    if kind in "FE" and stage + 1 < stages:
         return ("a", stage + 1, i)
     return ("d", stage - 1, i) if kind in "BI" and stage else None
 
@@ -268,13 +313,13 @@ class _Writer:
         dest = passed[1] % self.problem.size
         if dest == self.rank:
             return self._take(*passed), None
-        return self._take("o" if action.kind == "F" else "e", action.stage, action.microbatch), dest
+        return self._take("o" if action.kind in "FE" else "e", action.stage, action.microbatch), dest
 
     def _write(self, action: Action) -> None:
         stage, kind, i = action
         first, last = stage == 0, stage == self.problem.stages - 1
         reads: list[Chunk] = []
-        if kind != "F" and not last:
+        if kind not in "FE" and not last:
             reads.append(self._arrive(("d", stage, i)))
         if not first:
             reads.append(self._arrive(("a", stage, i)))
@@ -299,9 +344,11 @@ class _Writer:
         self.ops.append(Compute(KERNELS[kind], tuple(reads), tuple(writes), (stage, i)))
         if dest is not None:
             self.ops.append(Send(dest, writes[0]))
-            self._drop("o" if kind == "F" else "e", stage, i)
+            self._drop("o" if kind in "FE" else "e", stage, i)
         if kind in "BI":
             self._drop("s", stage, i)
         if kind in "BW":
             for name in ["d"] * (not last) + ["a"] * (not first) + ["r"] * (kind == "W"):
                 self._drop(name, stage, i)
+        if kind == "E" and not first:
+            self._drop("a", stage, i)

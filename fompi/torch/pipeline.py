@@ -2,16 +2,17 @@
 
 pipe = fompi.torch.Pipeline([stage], comm=mesh["pp"], microbatches=4, activations=(16, 64), loss=loss)
 losses = pipe.step(inputs, targets)           # p.grad has the sum over the micro-batches
+ys = pipe.forward(inputs)                     # an evaluation
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fompi.base.errors import TensorError
+from fompi.base.errors import ShapeError, TensorError
 from fompi.parallel import pipeline
 
 
@@ -22,6 +23,10 @@ class Pipeline(pipeline.Pipeline):
     on. `loss(y, target)` is a tensor with one element; `step` returns it, detached. The gradients of the parameters are
     added to `p.grad`, one micro-batch after the other, in the order of the schedule. Hooks run in each of them: give
     `microbatches` to `ZeroDataParallel` too.
+
+    autograd differentiates the whole loss: also the parameters of the loss itself, terms of it that do not depend on y,
+    targets that require grad, and inputs that do (at the end of the step; `input_gradients` has them, too). Under
+    `torch.no_grad()` a step computes losses only, on all ranks. `forward` is for evaluations: no gradients, no loss.
 
     The other options are those of `fompi.parallel.pipeline.Pipeline`. The zero-bubble schedules need stages whose
     backward has two parts, so they raise PlanError. A module that does not return a tensor is a TensorError.
@@ -35,39 +40,77 @@ class Pipeline(pipeline.Pipeline):
         loss: Callable[[torch.Tensor, Any], torch.Tensor],
         **options: Any,
     ):
-        def loss_and_gradient(y: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-            with torch.enable_grad():
-                leaf = y.detach().requires_grad_()
-                value = _tensor(loss(leaf, target), "the loss")
-            (gradient,) = torch.autograd.grad(value, leaf)
-            return value.detach(), gradient
+        def value_and_graph(y: torch.Tensor, target: Any) -> tuple[torch.Tensor, Loss]:
+            with torch.set_grad_enabled(self._has_gradients):
+                value = _tensor(loss(y, target), "the loss")
+            if value.numel() != 1:
+                raise ShapeError(f"the loss has the shape {tuple(value.shape)}: it must have one element")
+            return value.detach(), Loss(value)
 
-        made = [Stage(module) for module in modules]
-        given = loss_and_gradient if callable(loss) else loss
+        self._has_gradients = True
+        made = [Stage(module, self) for module in modules]
+        given = value_and_graph if callable(loss) else loss
         super().__init__(made, comm=comm, loss=given, framework="torch", **options)
+
+    def step(self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None) -> list[Any] | None:
+        self._has_gradients = torch.is_grad_enabled()
+        losses = super().step(inputs, targets)
+        if self.input_gradients is not None and not self._has_gradients:
+            self.input_gradients = [None] * self.microbatches
+        elif self.input_gradients is not None and inputs is not None:
+            wanted = [(x, g) for x, g in zip(inputs, self.input_gradients, strict=True) if _requires_grad(x)]
+            torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
+        return losses
+
+    step.__doc__ = pipeline.Pipeline.step.__doc__
+
+    @property
+    def _mode(self) -> str:  # type: ignore[override]
+        return "" if self._has_gradients else " without gradients"
+
+
+class Loss(NamedTuple):
+    """The loss of a micro-batch, with its graph."""
+
+    value: torch.Tensor
 
 
 class Stage:
-    """A module as a stage of a pipeline."""
+    """A module as a stage of `pipe`."""
 
-    def __init__(self, module: torch.nn.Module):
-        self.module = module
+    def __init__(self, module: torch.nn.Module, pipe: Pipeline):
+        self.module, self.pipe = module, pipe
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(y, the graph). Kernels may run in another thread, where the grad mode of the program does not hold."""
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.pipe._has_gradients):
             leaf = x.detach()
             if leaf.is_floating_point():
                 leaf.requires_grad_()
-            y = _tensor(self.module(leaf), f"the forward of {type(self.module).__name__}")
-        return y.detach(), (leaf, y)
+            y = self._of_module(leaf)
+        return y, (leaf, y)
 
-    def backward(self, saved: tuple[torch.Tensor, torch.Tensor], dy: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of x. Those of the parameters are added to p.grad."""
+    def evaluate(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self._of_module(x)
+
+    def backward(self, saved: tuple[torch.Tensor, torch.Tensor], dy: torch.Tensor | Loss) -> torch.Tensor | None:
+        """The gradient of x. Those of the parameters are added to p.grad.
+
+        Behind the last stage dy is the loss: it may depend on more than y, and need not depend on y.
+        """
         x, y = saved
-        if y.requires_grad:
-            torch.autograd.backward(y, dy)
-        return x.grad
+        roots = [dy.value] if isinstance(dy, Loss) else [y]
+        if roots[0].requires_grad:
+            torch.autograd.backward(roots, None if isinstance(dy, Loss) else [dy])
+        return torch.zeros_like(x) if x.grad is None and x.is_floating_point() else x.grad
+
+    def _of_module(self, x: torch.Tensor) -> torch.Tensor:
+        return _tensor(self.module(x), f"the forward of {type(self.module).__name__}")
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def _tensor(result: Any, who: str) -> torch.Tensor:

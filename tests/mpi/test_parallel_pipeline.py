@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from strategies import close, slopes
 
 import fompi
@@ -462,3 +464,135 @@ def test_ranks_that_differ(world):
         orders = [order(name, world.size, 4) for name in ("gpipe", "1f1b")]
         with pytest.raises(MismatchError, match="0F0 0F1 0F2 0F3 0B0"):
             pipe_of(world, Linear, schedule=orders[world.rank > 0])
+
+
+# ------------------------------------------------------------------------------------------------ evaluation, and torch
+
+
+class Forward(Whole):
+    """A stage that can evaluate, and counts it."""
+
+    def evaluate(self, x):
+        self.calls.append("E")
+        return np.tanh(x @ self.w)
+
+
+@pytest.mark.parametrize("kind", [Whole, Forward])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_an_evaluation(world, kind, schedule, chunks):
+    """The results of the last stage, between two steps, which it does not change."""
+    weights, inputs, targets, activations = drawn(world.size * chunks, 3)
+    stages = [kind(weights[s]) for s in range(world.rank, world.size * chunks, world.size)]
+    first, last = world.rank == 0, world.rank == world.size - 1
+    how = {"microbatches": 3, "activations": activations, "loss": loss, "dtype": "float64"}
+    with Pipeline(stages, comm=world, schedule=schedule, **how) as pipe:
+        pipe.step(inputs if first else None, targets if last else None)
+        sums = [stage.dw.copy() for stage in stages]
+        for _ in range(2):
+            ys = pipe.forward(inputs if first else None)
+            assert [event.name[:8] for event in pipe.trace.events if event.is_compute] == ["evaluate"] * 3 * chunks
+        for stage, before in zip(stages, sums, strict=True):
+            np.testing.assert_array_equal(stage.dw, before)
+            assert kind is Whole or stage.calls.count("E") == 6
+        if last:
+            for y, x in zip(ys, inputs, strict=True):
+                for w in weights:
+                    x = np.tanh(x @ w)
+                np.testing.assert_allclose(y, x, rtol=1e-12)
+        else:
+            assert ys is None
+        with pytest.raises(ShapeError if first else PeerError, match="inputs has 1 micro-batches"):
+            pipe.forward(inputs[:1])
+        losses = pipe.step(inputs if first else None, targets if last else None)
+        assert (losses is None) != last
+
+
+class Rescaled(torch.nn.Module):
+    """A loss with a parameter of its own, a term that does not depend on y, and a weight on the target."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.scale, self.weight = torch.nn.Parameter(torch.tensor(1.5)), weight
+
+    def forward(self, y, target):
+        return (self.scale * y - target).square().sum() + 0.1 * self.weight.square().sum()
+
+
+def pipeline_of_torch(world):
+    """(the pipe, the modules of one process, the loss of both)."""
+    torch.manual_seed(5)
+    modules = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.0)) for _ in range(world.size)]
+    whole = copy.deepcopy(modules)
+    losses = [Rescaled(m[-1][0].weight) for m in (modules, whole)]
+    how = {"microbatches": 2, "activations": (3, 4), "dtype": "float64"}
+    return fompi.torch.Pipeline([modules[world.rank]], comm=world, loss=losses[0], **how), modules, whole, losses
+
+
+@pytest.mark.usefixtures("float64")
+def test_autograd_differentiates_the_whole_loss(world):
+    """Parameters of the loss, terms beside y, targets, and inputs that one module outside has computed."""
+    pipe, modules, whole, losses = pipeline_of_torch(world)
+    embeds = [torch.nn.Linear(4, 4) for _ in range(2)]
+    embeds[1].load_state_dict(embeds[0].state_dict())
+    x = torch.linspace(-1, 1, 24).view(6, 4)
+    targets = [[torch.full((3, 4), 0.1 * i, requires_grad=True) for i in range(2)] for _ in range(2)]
+    for _ in range(2):  # gradients add up
+        found = pipe.step(embeds[0](x).chunk(2), targets[0])
+        total = 0
+        for h, target in zip(embeds[1](x).chunk(2), targets[1], strict=True):
+            for module in whole:
+                h = module(h)
+            total = total + losses[1](h, target)
+        total.backward()
+    if world.rank == world.size - 1:
+        assert sum(found).item() == pytest.approx(total.item())
+        assert torch.allclose(losses[0].scale.grad, losses[1].scale.grad)
+        for target, expected in zip(*targets, strict=True):
+            assert torch.allclose(target.grad, expected.grad)
+    for p, q in zip(modules[world.rank].parameters(), whole[world.rank].parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad), (p.grad - q.grad).abs().max()
+    if world.rank == 0:
+        assert torch.allclose(embeds[0].weight.grad, embeds[1].weight.grad)
+    pipe.close()
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_grad_mode_of_the_program(world):
+    """Without gradients a step computes losses, and no gradient. An evaluation computes none either."""
+    pipe, modules, whole, losses = pipeline_of_torch(world)
+    inputs = [torch.ones(3, 4), torch.zeros(3, 4)]
+    with torch.no_grad():
+        found = pipe.step(inputs, inputs)
+        assert pipe.input_gradients == ([None, None] if world.rank == 0 else None)
+    ys = pipe.forward(inputs)
+    assert all(p.grad is None for p in modules[world.rank].parameters()) and losses[0].scale.grad is None
+    if world.rank == world.size - 1:
+        for y, value, x in zip(ys, found, inputs, strict=True):
+            h = x
+            for module in whole:
+                h = module(h)
+            assert torch.allclose(y, h) and torch.allclose(value, losses[1](h, x)) and not y.requires_grad
+    if world.size > 1:
+        wrong = world.rank == 0
+        with torch.set_grad_enabled(not wrong), pytest.raises(MismatchError, match="without gradients"):
+            pipe.step(inputs, inputs)
+    pipe.close()
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_loss_that_does_not_depend_on_y(world):
+    module = torch.nn.Linear(4, 4)
+    other = torch.nn.Parameter(torch.tensor(2.0))
+    how = {"microbatches": 2, "activations": (3, 4), "dtype": "float64"}
+    with fompi.torch.Pipeline(
+        [module], comm=world, loss=lambda y, t: other * y.detach().sum() * 0 + other, **how
+    ) as pipe:
+        pipe.step([torch.ones(3, 4)] * 2, [None] * 2)
+    if world.rank == world.size - 1:
+        assert other.grad == 2 and module.weight.grad is None
+    else:
+        assert module.weight.grad is None or not module.weight.grad.any()
+    with fompi.torch.Pipeline([module], comm=world, loss=lambda y, t: y, **how) as pipe:
+        last = world.rank == world.size - 1
+        with pytest.raises(ShapeError if last else PeerError, match="it must have one element"):
+            pipe.step([torch.ones(3, 4)] * 2, [None] * 2)

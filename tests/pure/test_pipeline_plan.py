@@ -15,7 +15,7 @@ from fompi.base.errors import DtypeError, PlanError, ShapeError
 from fompi.model.pipeline import predicted
 from fompi.model.twin import twin
 from fompi.parallel.orders import SCHEDULES, alive, order, times
-from fompi.parallel.pipeline_plan import KERNELS, SPARE, plan
+from fompi.parallel.pipeline_plan import KERNELS, SPARE, evaluation, plan
 from fompi.plans.plan import Chunk, Compute, UserKernel, parse, programs_from_json
 
 SHAPE = (3, 2)
@@ -327,3 +327,21 @@ def test_every_kind_of_action_has_a_kernel():
 def test_the_seconds_of_b_follow_from_i_and_w():
     kernels = made("1f1b", 2, 3, seconds={"I": 1, "W": [1, 2]}).kernels
     assert kernels[1].seconds == (2.0, 3.0) and kernels[0].seconds == ()
+
+
+def test_every_evaluation_is_right():
+    for p in (1, 2, 3, 4, 6):
+        for m in (1, 2, 3, 5, 9):
+            for chunks in (1, 2, 3):
+                how = {"ranks": p, "microbatches": m, "chunks": chunks, "activations": SHAPE, "dtype": "float64"}
+                found = evaluation(**how)
+                fompi.verify(found)
+                assert [k.name for k in found.kernels] == ["evaluate"]
+                slots = {b.name for program in found.programs for b in program.buffers if b.name[0] == "a"}
+                assert len(slots) <= p * chunks * (1 + p + SPARE)
+                twin(found, [{}] * p, Numpy(), seed=m, kernels={"evaluate": lambda *_: None})
+    one_slower = evaluation(ranks=2, microbatches=2, activations=SHAPE, seconds={"F": [1.0, 2.0], "B": 9.0})
+    assert fompi.simulate(one_slower, fompi.Machine.load("gigabit")).seconds == pytest.approx(5.0, rel=0.01)
+    broken = one_slower.with_program(replace(one_slower.programs[0], ops=one_slower.programs[0].ops[:-1]))
+    with pytest.raises(PlanError):
+        fompi.verify(broken)
