@@ -296,7 +296,7 @@ class Communicator(Shared):
         return self.calls, self.slot(self.calls)
 
     def begun_with(self, peer: int) -> tuple[int, int, int]:
-        """The number of the last unbound call, and of messages of strategies that were sent to and awaited from a rank."""
+        """The last unbound call, and how many messages of strategies were sent to `peer` and awaited from it."""
         return self.calls, *(self.mail.with_rank(peer) if self.mail is not None else (0, 0))
 
     def slot(self, stamp: int) -> int:

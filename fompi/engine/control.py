@@ -79,7 +79,8 @@ class Ended(NamedTuple):
     @staticmethod
     def decoded(text: str) -> Ended:
         counts, _, words = text.partition("\n")
-        return Ended(*map(int, counts.split()), words)  # type: ignore[misc, arg-type]
+        calls, sent, received, origin = map(int, counts.split())
+        return Ended(calls, sent, received, origin, words)
 
 
 class Channel:
@@ -187,7 +188,7 @@ class Channel:
             self._answers[origin] = (stamp, text)
 
     def _note_end(self, first: int, sender: int, ended: Ended) -> None:
-        """Rank `sender` has ended a section by an error, or says how far it has come. A rank before its begin answers."""
+        """Rank `sender` has ended a section by an error, or says how far it has come. Who has not begun it answers."""
         self.ended.setdefault(first, {})[sender] = ended
         for section in (self.section, self.left):
             if section is not None and section.first(self) == first:

@@ -131,8 +131,8 @@ class Bucket:
         edges = offsets(t.array.size for t in params.values())
         self.spans = dict(zip(params, pairwise(edges), strict=True))
         self.size = edges[-1]
-        own = offsets(split(self.size, comm.size))
-        self.begin, self.end = own[comm.rank : comm.rank + 2] if zero else (0, self.size)
+        self.edges = offsets(split(self.size, comm.size)) if zero else [0, self.size]  # of what each rank owns
+        self.begin, self.end = self.edges[comm.rank : comm.rank + 2] if zero else (0, self.size)
         full = np.concatenate([t.array.reshape(-1) for t in params.values()])
         self.full: Array | None = full if zero < 3 else None
         self.shard = full[self.begin : self.end] if zero < 3 else full[self.begin : self.end].copy()
@@ -156,6 +156,12 @@ class Bucket:
         """The same part, as a slice of the flat parameter."""
         own, skipped = self.own(name), self.begin - self.spans[name][0]
         return slice(own.start + skipped, own.stop + skipped)
+
+    def part_of(self, name: str, rank: int) -> slice:
+        """The part of a parameter that `rank` owns: a slice of the flat parameter."""
+        first = self.spans[name][0]
+        a, b = (min(max(i, self.edges[rank]), self.edges[rank + 1]) - first for i in self.spans[name])
+        return slice(a, b)
 
 
 def detached(x: Any) -> Any:

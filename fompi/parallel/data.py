@@ -49,6 +49,7 @@ from fompi.parallel.buckets import (
     in_words,
 )
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
+from fompi.parallel.saved import load_state, whole_state
 from fompi.parallel.section import Section
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -253,6 +254,8 @@ class DataParallel:
             self._finish_cycle()
         except MismatchError as error:
             self._fail(error, begun=False)
+        except Exception as error:
+            self._fail(error)
 
     def _wait(self, pending: Any) -> Array:
         begun = perf_counter()
@@ -384,49 +387,52 @@ class DataParallel:
                     f"an earlier step of this DataParallel ended in the middle of its update on rank {self.comm.rank}, "
                     f"with {type(self._torn).__name__}: {self._torn}: make a new one from a checkpoint"
                 )
+            text = f"step {self._steps} of DataParallel, clip={clip}, over {[axis.name for axis in axes]}"
+            text += ", check_for_nan" if self.check_for_nan else ""
+            alike = [(axis, f"{text}, {self._optimizer_in_words()}") for axis in (self._gathers, *self._others())]
+            alike += [(axis, text) for axis in axes]
+            with np.errstate(all="ignore"):
+                self._leave(most=len(self.buckets))
         except Exception as error:
             self._fail(error)
-        self._leave(most=len(self.buckets))
         self._end_cycle()
         begun = perf_counter()
-        text = f"step {self._steps} of DataParallel, clip={clip}, over {[axis.name for axis in axes]}"
-        text += ", check_for_nan" if self.check_for_nan else ""
-        alike = [(axis, f"{text}, {self._optimizer_in_words()}") for axis in (self._gathers, *self._others())]
-        agree_everywhere([*alike, *((axis, text) for axis in axes)], None, self._reset)
+        agree_everywhere(alike, None, self._reset)
         self._agreed = True
         self.waited += perf_counter() - begun
         with Section(f"step {self._steps} of DataParallel") as section:
             for axis in (self._sums, self._gathers, *self._others(), *axes):
                 section.begin(axis)
-            norm = self._agreed_step(clip)
+            try:
+                norm = self._agreed_step(clip)
+            finally:
+                self._reset()
+            if self.zero in (1, 2):
+                self._at = 0
+                for bucket in self.buckets:
+                    bucket.resident = False
+                self._gather_until(0)
+                self._gather_ahead(0)
         if self._torn is not None:
+            self._finish_cycle()  # the other ranks wait for the gathers that have begun
             raise self._torn
         return norm
 
     def _agreed_step(self, clip: float | None) -> float:
         """The step, once all ranks are in it: an error of one rank is one on all. That of the optimizer is kept."""
+        for bucket in reversed(self.buckets):
+            self._collect(bucket)
+        if self.replicas is not None:
+            self._sum_replicas(self.replicas)
+        norm, used = self._norm_and_used()
+        if self.check_for_nan and not isfinite(norm):  # all ranks have the same norm
+            raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
         try:
-            for bucket in reversed(self.buckets):
-                self._collect(bucket)
-            if self.replicas is not None:
-                self._sum_replicas(self.replicas)
-            norm, used = self._norm_and_used()
-            if self.check_for_nan and not isfinite(norm):  # all ranks have the same norm
-                raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
-            try:
-                self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
-            except BaseException as error:
-                self._torn = error
-                if not isinstance(error, Exception):
-                    raise
-        finally:
-            self._reset()
-        if self.zero in (1, 2):
-            self._at = 0
-            for bucket in self.buckets:
-                bucket.resident = False
-            self._gather_until(0)
-            self._gather_ahead(0)
+            self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
+        except BaseException as error:
+            self._torn = error
+            if not isinstance(error, Exception):
+                raise
         return norm
 
     def _update(self, used: set[str], factor: float) -> None:
@@ -506,6 +512,28 @@ class DataParallel:
                 bucket.gradient.fill(0)
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
         self._summed_at = None
+
+    # ---------------------------------------------------------------------------------------- saved, and loaded
+    def state_dict(self, *, parameters: bool = True, rank0_only: bool = False) -> dict[str, Any]:
+        """{"parameters": {name: p}, "optimizer": {name: {key: value}}}: all of it, whole, to save it. Collective.
+
+        It does not depend on the number of ranks or on `zero`. Values are copies, in the shape of the parameter and in
+        its framework. `optimizer` has what the optimizer keeps, and for half types their float32 copy ("master").
+        Between two steps only: gradients are not part of it. With `rank0_only`, other ranks than 0 get an empty dict.
+        """
+        self._check_open()
+        self._end_cycle()
+        return whole_state(self, parameters, rank0_only)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` has returned, on any number of ranks. All ranks pass all of it. Collective.
+
+        Without "parameters" only the state of the optimizer is taken. Raises LayoutError for names or keys that are
+        missing or unknown, and ShapeError for wrong shapes, on all ranks; nothing is loaded then.
+        """
+        self._check_open()
+        self._end_cycle()
+        load_state(self, state)
 
     # --------------------------------------------------------------------------------------------------- errors
     def _others(self) -> list[Communicator]:

@@ -168,9 +168,9 @@ class Pipeline:
     def forward(self, inputs: Sequence[Any] | None = None) -> list[Any] | None:
         """Run all micro-batches forward, for an evaluation. Collective. The first call is slower: it binds its plan.
 
-        `inputs` are those of the micro-batches, on the rank of the first stage. Returns what the last stage has computed
-        for each micro-batch, on its rank, else None. Nothing is kept for a backward, and no loss is computed. A stage
-        with a method `evaluate(x) -> y` is asked for that, else for `forward`. Errors are as those of `step`.
+        `inputs` are those of the micro-batches, on the rank of the first stage. Returns what the last stage has
+        computed for each micro-batch, on its rank, else None. Nothing is kept for a backward, and no loss is computed.
+        A stage with a method `evaluate(x) -> y` is asked for that, else for `forward`. Errors are as those of `step`.
         """
         self._begin()
         if self._evaluation is None:

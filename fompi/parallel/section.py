@@ -140,7 +140,7 @@ class Section:
                 self.settle(channel)
 
     def settle(self, channel: Channel) -> None:
-        """Once the counts of all ranks are here: take part in what they have begun, by refusing it. It waits for nothing."""
+        """Once the counts of all ranks are here: refuse what they have begun, without waiting for its end."""
         comm, first = self.begun[channel]
         known = channel.ended.get(first, {})
         if len(known) < comm.size - 1:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fompi.backends.numpy import widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, number, split
+from fompi.base.layout import accumulator, integer, number, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
@@ -127,6 +127,7 @@ class CrossEntropy:
     local: Array
     smoothing: float
     vocabulary: int
+    kept: Array  # False for the rows whose target is ignored
     comm: Communicator
     shape: tuple[int, ...]
 
@@ -136,12 +137,13 @@ class CrossEntropy:
 
 
 def _cross_entropy(
-    logits: Any, targets: Any, *, comm: Any = None, label_smoothing: float = 0.0
+    logits: Any, targets: Any, *, comm: Any = None, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> tuple[Any, CrossEntropy]:
-    """losses = -log(softmax(all logits of a row))[target], for each row
+    """losses = -log(softmax(all logits of a row))[target], for each row; 0 where target == ignore_index
 
     logits: (all rows, ..., vocabulary of this rank), Shard(-1). targets: (all rows, ...), integers, the same on all
-    ranks. losses: (all rows, ...), Replicate; float32 for half types. `label_smoothing` is as in torch.
+    ranks. losses: (all rows, ...), Replicate; float32 for half types. `label_smoothing` and `ignore_index` are as in
+    torch with reduction="none": a row that is ignored has no gradient. For a mean, divide by the rows that count.
 
     Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike counts once per rank:
     divide it by `comm.size`. Raises LayoutError for targets that are not in the vocabulary.
@@ -156,26 +158,30 @@ def _cross_entropy(
         smoothing = number(label_smoothing)
         if smoothing is None or not 0 <= smoothing <= 1:
             raise LayoutError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
-        text = f"{tl.dtype}, targets {numbers.shape} {_checksum(numbers)}, {label_smoothing=}"
+        if integer(ignore_index) is None:
+            raise LayoutError(f"ignore_index={ignore_index!r} must be an integer")
+        text = f"{tl.dtype}, targets {numbers.shape} {_checksum(numbers)}, {label_smoothing=}, {ignore_index=}"
         return text, tl.array.shape[-1], (tl, numbers)
 
     group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
     vocabulary, dtype = sum(parts), accumulator(tl.dtype)
-    _check_vocabulary("target", numbers, vocabulary, group)
+    kept = numbers.reshape(-1) != ignore_index
+    _check_vocabulary("target", numbers.reshape(-1)[kept], vocabulary, group)
     z = as_rows(widen(tl.array, tl.dtype))
     top = call(all_gather, z.max(1, initial=-np.inf)[None], dtype=dtype, comm=group).max(0)
     z = z - top[:, None]
     e = np.exp(z)
     local = numbers.reshape(-1).astype(np.int64) - sum(parts[: group.rank])
-    ours = np.flatnonzero((local >= 0) & (local < z.shape[1]))
+    ours = np.flatnonzero((local >= 0) & (local < z.shape[1]) & kept)
     terms = np.zeros((3, len(z)), dtype)
     terms[0], terms[1, ours] = e.sum(1), z[ours, local[ours]]
     if label_smoothing:
         terms[2] = z.sum(1)
     total, chosen, sums = arrived(start_sum(terms, dtype, group))
     losses = np.log(total) - (1 - label_smoothing) * chosen - label_smoothing / max(vocabulary, 1) * sums
+    losses[~kept] = 0
     saved = CrossEntropy(
-        tl, e / total[:, None], ours, local[ours], label_smoothing, vocabulary, group, numbers.shape
+        tl, e / total[:, None], ours, local[ours], label_smoothing, vocabulary, kept, group, numbers.shape
     )  # fmt: skip
     return dlpack.lend(losses.astype(dtype, copy=False).reshape(numbers.shape), dtype, tl), saved
 
@@ -185,7 +191,9 @@ def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
     summed = arrived(start_sum(given, saved.dtype, saved.comm)).reshape(-1, 1)
     d = saved.probabilities - saved.probabilities.dtype.type(saved.smoothing / max(saved.vocabulary, 1))
     d[saved.ours, saved.local] -= 1 - saved.smoothing
-    return (give((d * summed).reshape(saved.logits.array.shape), saved.logits),)
+    d *= summed
+    d[~saved.kept] = 0
+    return (give(d.reshape(saved.logits.array.shape), saved.logits),)
 
 
 vocab_parallel_embedding = Differentiable(

@@ -34,7 +34,7 @@ def full_state_dict(module: torch.nn.Module, *, rank0_only: bool = False) -> dic
     on all ranks. With `rank0_only`, ranks that are not rank 0 of every communicator of the modules get an empty dict.
     Collective. Raises ShapeError if a parameter has not the shape that its module gave it.
     """
-    state, layouts = module.state_dict(), _layouts(module)
+    state, layouts = module.state_dict(), layouts_of(module)
     _agree("full_state_dict", module, layouts, lambda: _check_parts(state, layouts))
     keeps = not rank0_only or all(comm.rank == 0 for comm, _ in layouts.values())
     full = {}
@@ -60,7 +60,7 @@ def load_full_state_dict(
     LayoutError for names that are missing or unknown, ShapeError for wrong shapes, and TensorError for values that are
     no tensors; nothing is loaded then.
     """
-    layouts, own = _layouts(module), module.state_dict()
+    layouts, own = layouts_of(module), module.state_dict()
 
     def check() -> None:
         missing, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
@@ -88,7 +88,7 @@ PRUNED = ("_orig", "_mask")
 """What `torch.nn.utils.prune` appends to the name of a parameter: both have the layout of the parameter."""
 
 
-def _layouts(module: torch.nn.Module) -> dict[str, tuple[Communicator, Layout]]:
+def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, Layout]]:
     """The parameters that `Sharded` modules hold, by all their names in `module.state_dict()`.
 
     A layout belongs to a parameter, whatever its name is now.
@@ -158,7 +158,7 @@ def replicated(module: torch.nn.Module) -> dict[str, Any]:
     modules of `fompi.torch.nn`.
     """
     found: dict[str, Any] = {}
-    layouts = _layouts(module)
+    layouts = layouts_of(module)
     _check_all_known(module, layouts)
     for name, (comm, layout) in layouts.items():
         if layout.dim is None:
@@ -177,7 +177,7 @@ def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
     same on all ranks. A norm that is NaN makes all gradients NaN, as in torch. Collective; the same norm on all ranks.
     Raises LayoutError if `max_norm` is no number of at least 0, and MismatchError if it is not the same on all ranks.
     """
-    layouts, most = _layouts(module), float("nan")
+    layouts, most = layouts_of(module), float("nan")
     with suppress(TypeError, ValueError):
         most = float(max_norm)
 

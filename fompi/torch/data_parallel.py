@@ -16,7 +16,7 @@ different parameters never wait in vain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any
@@ -34,6 +34,7 @@ from fompi.parallel.buckets import cut_by_bytes
 from fompi.parallel.data import DataParallel
 from fompi.tensors import dlpack
 from fompi.torch import private
+from fompi.torch.checkpoint import layouts_of
 from fompi.torch.nn import replicated
 from fompi.torch.parameters import Parameters, Wrapper
 
@@ -148,11 +149,12 @@ class DistributedDataParallel(Wrapper):
     `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
     types are added up in float32, over micro-batches and over the ranks, and rounded once each time.
 
-    All ranks must run the same number of backward passes outside `no_sync`. The sums carry the number of the step and of
-    the backward within it, so ranks that come to differ get a MismatchError that says which rank is where. A step begins
-    with the first forward after parameters were written.
+    All ranks must run the same number of backward passes outside `no_sync`. The sums carry the number of the step and
+    of the backward within it, so ranks that come to differ get a MismatchError that says which rank is where. A step
+    begins with the first forward after parameters were written.
 
-    Parameters that take the place of others are taken over, others are refused (`fompi.torch.parameters`).
+    Parameters that take the place of others are taken over, others are refused (`fompi.torch.parameters`). An error in
+    a forward or a backward of one rank, outside of `no_sync`, ends that backward on all ranks by an error.
 
     Raises MismatchError on all ranks whose modules differ in names, shapes or dtypes, and TensorError for parameters
     that are not on the CPU, and for sparse gradients.
@@ -195,18 +197,20 @@ class DistributedDataParallel(Wrapper):
     def forward(self, *args: Any, **options: Any) -> Any:
         if self.training:
             self.refuse_copy()
-        if torch.is_grad_enabled() and not self.is_copy:
-            if self._is_queued:  # the last backward was ended by an exception
-                self._end_by(StateError("the backward before was ended by an exception"))
-            if self._is_syncing:
-                self._look()
-                if self.broadcast_buffers and self.training:
-                    try:
-                        _copy_from_rank_0(self.module.buffers(), self.comm)
-                    except Exception:
-                        self._versions = None
-                        raise
-        return self.module(*args, **options)
+        if not torch.is_grad_enabled() or self.is_copy or self.comm.closed:
+            return self.module(*args, **options)
+        if self._is_queued:  # the last backward was ended by an exception
+            self._end_by(StateError("the backward before was ended by an exception"))
+        if not self._is_syncing:
+            return self.module(*args, **options)
+        try:
+            self._look()
+            if self.broadcast_buffers and self.training:
+                _copy_from_rank_0(self.module.buffers(), self.comm)
+            return self.module(*args, **options)
+        except BaseException as error:  # the other ranks wait in their backward
+            self._end_by(error)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,9 +243,7 @@ class DistributedDataParallel(Wrapper):
             replaced = self._known.look()
         except FompiError as error:
             if self.broadcast_buffers and self.training and any(True for _ in self.module.buffers()):
-                self._versions = None
                 broadcast.refuse(error, self.comm)  # the other ranks wait for it in their forward
-            self._end_by(error)
             raise
         for bucket in self._buckets:
             for i, name in enumerate(bucket.names):
@@ -302,23 +304,29 @@ class DistributedDataParallel(Wrapper):
             raise
         self._forget()
 
-    def _forget(self) -> None:
+    def _forget(self) -> bool:
+        """Wait for the sums that are in flight, and be ready for the next backward. True: none was refused."""
+        is_right = True
         for bucket in self._buckets:
             if bucket.sum is not None:
-                with suppress(FompiError):
+                try:
                     bucket.sum.wait()
+                except FompiError:
+                    is_right = False
             bucket.reset()
         self._left, self._is_queued, self._is_looked_at = 0, False, False
+        return is_right
 
     def _end_by(self, error: BaseException) -> None:
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
-        self._versions = None
         begun_at = self._begun_at if self._is_queued else self.comm.calls
+        left = begun_at + len(self._buckets) - self.comm.calls
         refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
-        while self.comm.calls < begun_at + len(self._buckets):
+        for _ in range(left):
             with suppress(Exception):
                 all_reduce.refuse(refusal, self.comm)
-        self._forget()
+        if not self._forget() or left:  # all ranks have an error, and count steps anew
+            self._versions = None
 
 
 class ZeroDataParallel(Wrapper):
@@ -401,8 +409,8 @@ class ZeroDataParallel(Wrapper):
                 self._known.named[name].grad = None
             self.parallel.refuse(
                 StateError(
-                    f"{alone[0]!r} has a gradient that no hook has announced, because p.grad was written or the parameter "
-                    "was replaced after the last forward: call the wrapper, and not model.module"
+                    f"{alone[0]!r} has a gradient that no hook has announced, because p.grad was written or the "
+                    "parameter was replaced after the last forward: call the wrapper, and not model.module"
                 )
             )
         norm = self.parallel.step(clip, over)
@@ -412,6 +420,39 @@ class ZeroDataParallel(Wrapper):
         if not self.overlap:
             self.wait()
         return norm
+
+    def optimizer_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """name -> what the optimizer keeps for the parameter: whole, for any number of ranks. Collective.
+
+        Save it beside `module.state_dict()`, or beside `nn.full_state_dict(module)`: parts of parameters become whole
+        ones here, too. Values are those of `DataParallel.state_dict`.
+        """
+        self.refuse_copy()
+        layouts, state = layouts_of(self.module), self.parallel.state_dict(parameters=False, rank0_only=False)
+        found = state["optimizer"]
+        for name, kept in found.items():
+            if name in layouts:
+                axis, layout = layouts[name]
+                shape = layout.shape_on(axis.rank)
+                kept |= {k: layout.unshard(t, axis) for k, t in kept.items() if tuple(getattr(t, "shape", ())) == shape}
+        return {} if rank0_only and self.comm.rank else found
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `optimizer_state_dict` has returned. Load the parameters before. All ranks pass all of it.
+
+        Collective. Raises the errors of `DataParallel.load_state_dict`.
+        """
+        self.refuse_copy()
+        layouts, parts = layouts_of(self.module), dict[str, Any](state)
+        for name, kept in state.items():
+            if name in layouts and isinstance(kept, Mapping):
+                axis, layout = layouts[name]
+                parts[name] = {
+                    k: layout.shard(t, axis.rank) if tuple(getattr(t, "shape", ())) == layout.shape else t
+                    for k, t in kept.items()
+                }
+        self.wait()
+        self.parallel.load_state_dict({"optimizer": parts})
 
     @torch.no_grad()
     def wait(self, names: Iterable[str] | None = None) -> None:
@@ -431,13 +472,13 @@ class ZeroDataParallel(Wrapper):
         """Take over what the program has changed since the last step, or refuse it on all ranks."""
         try:
             replaced = self._known.look()
-        except FompiError as error:
+            for name, parameter in self._known.named.items():
+                if name in replaced or not _is_view(parameter, self._views[name]):
+                    self.parallel[name]  # wait until nothing is gathered there
+                    self._views[name].copy_(parameter)
+                    self._take(name, parameter)
+        except Exception as error:
             self.parallel.refuse(error)
-        for name, parameter in self._known.named.items():
-            if name in replaced or not _is_view(parameter, self._views[name]):
-                self.parallel[name]  # wait until nothing is gathered there
-                self._views[name].copy_(parameter)
-                self._take(name, parameter)
         self._is_looked_at = True
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:

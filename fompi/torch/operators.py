@@ -173,6 +173,10 @@ class Given(NamedTuple):
     arriving: Any
 
 
+OF_LAYER = "of parallel layer"
+"""So begin the words of a call that `fompi.torch.parallel` makes."""
+
+
 class Operator:
     """The operator of an operation: `torch.ops.fompi.<name>`."""
 
@@ -282,12 +286,12 @@ class Operator:
                 self.calls += 1
             except ShapeError as error:
                 if any(words in str(error) for words in (" rows are gathered", " rows arrive here")):
-                    error.args = (f"{error}. {self._remedy}", *error.args[1:])
+                    error.args = (f"{error}. {self._remedy(a)}", *error.args[1:])
                 raise
         if not self.planned and result.shape != a.x.shape:
             raise ShapeError(
                 f"fompi.sendrecv: rank {a.peers.source} has sent the shape {tuple(result.shape)}, but x has "  # type: ignore[union-attr]
-                f"{tuple(a.x.shape)}. {self._remedy}"
+                f"{tuple(a.x.shape)}. {self._remedy(a)}"
             )
         return _as_returned(result)
 
@@ -325,8 +329,12 @@ class Operator:
             and 0 <= a.root < size
         )
 
-    @property
-    def _remedy(self) -> str:
+    def _remedy(self, a: Arguments) -> str:
+        if OF_LAYER in a.gradient:
+            return (
+                "A plain tensor must have as many rows on every rank, as in torch: pass a DTensor, which knows the "
+                "rows of each rank (torch.distributed.tensor.distribute_tensor), or pad the rows"
+            )
         known = f", or fompi.torch.{self.name}(..., arriving=[the rows from each rank])" if self.planned else ""
         return (
             "In compiled code and in fompi.torch, x must have the same shape on all ranks. Else call "

@@ -82,7 +82,7 @@ def _next_number(mesh: Any) -> int:
 
 def _layer(number: int) -> str:
     """Which layer calls, in the words that the ranks compare. In compiled code nothing: it would differ in each one."""
-    return "" if torch.compiler.is_compiling() else f"of parallel layer {number}"
+    return "" if torch.compiler.is_compiling() else f"{operators.OF_LAYER} {number}"
 
 
 class _GatheredColumns(torch.autograd.Function):

@@ -384,7 +384,7 @@ def when_gradient_was_added(parameter: Any, hook: Callable[[Any], None]) -> Any:
 
 
 def renew_hooks(parameter: Any) -> None:
-    """`torch.utils.swap_tensors` leaves the hooks behind a gradient in the table of Python, but autograd forgets them."""
+    """`torch.utils.swap_tensors` leaves the hooks behind a gradient in Python's table, but autograd forgets them."""
     if parameter._post_accumulate_grad_hooks is not None:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 

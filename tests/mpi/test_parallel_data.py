@@ -773,3 +773,32 @@ def test_no_error_is_left_unread(world, recwarn):
     run(world, 3, steps=2)
     gc.collect()
     assert not [w for w in recwarn if w.category is ResourceWarning]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_saved_and_loaded(world, zero, kind):
+    """Parameters and state, whole, into another `zero`: the next steps give the same bits. In any framework."""
+    jax = pytest.importorskip("jax") if kind == "jax" else None
+    given = {name: jax.numpy.asarray(p, "float32") if jax else p for name, p in parameters().items()}
+
+    def steps(dp, count):
+        for i in range(count):
+            for name in given:
+                value = np.asarray(dp[name])
+                dp.ready(name, np.asarray((i + 1) * value, value.dtype))
+            dp.step(clip=1.0)
+
+    how = {"optimizer": ADAM, "comm": world, "bucket_nbytes": 300}
+    with DataParallel(given, zero=zero, **how) as dp:
+        steps(dp, 2)
+        state = dp.state_dict()
+        assert type(state["parameters"]["w0"]) is type(given["w0"])
+        steps(dp, 2)
+        expected = {name: np.asarray(dp[name]).copy() for name in given}
+    for other in (0, 2, 3):
+        with DataParallel({name: np.zeros_like(p) for name, p in given.items()}, zero=other, **how) as dp:
+            dp.load_state_dict(state)
+            steps(dp, 2)
+            for name, value in expected.items():
+                np.testing.assert_allclose(np.asarray(dp[name]), value, rtol=1e-6 if jax else 1e-13)

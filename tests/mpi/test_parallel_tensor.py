@@ -294,6 +294,29 @@ def test_vocab_parallel_cross_entropy(world, smoothing, shape):
     close(d, expected[..., ours[rank]])
 
 
+@pytest.mark.parametrize("ignored", [-100, 1])
+def test_ignored_targets(world, ignored):
+    """As torch: no loss and no gradient, whatever the logits of the row are. Also for a number of the vocabulary."""
+    torch = pytest.importorskip("torch")
+    parts = cycled([3, 2, 0, 2], world.size)
+    size, columns = sum(parts), runs(parts)[world.rank]
+    whole = torch.from_numpy(drawn(6, size)).requires_grad_()
+    targets = torch.tensor([0, ignored, 2, ignored, 1, ignored]).clamp(max=size - 1)
+    expected = torch.nn.functional.cross_entropy(whole, targets, ignore_index=ignored, reduction="none")
+    (expected.sum() / (targets != ignored).sum()).backward()
+    part = whole.detach()[:, columns].clone()
+    part[1] = np.inf
+    part.requires_grad_()
+    losses = vocab_parallel_cross_entropy(part, targets, comm=world, ignore_index=ignored)
+    close(losses.detach(), expected.detach(), 1e-12)
+    (losses.sum() / (targets != ignored).sum() / world.size).backward()
+    close(part.grad, whole.grad[:, columns], 1e-12)
+    if ignored == -100:
+        assert torch.equal(vocab_parallel_cross_entropy(part, targets, comm=world), losses)  # as in torch, by default
+    with pytest.raises(fompi.LayoutError, match="ignore_index=None"):
+        vocab_parallel_cross_entropy(part, targets, comm=world, ignore_index=None)
+
+
 def test_cross_entropy_of_large_and_hidden_logits(world):
     """No overflow, and an entry with the logit -infinity has no part in it."""
     logits = np.array([[1e4, -1e4, -np.inf]] * 2, np.float32)

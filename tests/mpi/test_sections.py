@@ -5,12 +5,14 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from failing import Injected, Stages
 from mpi4py import MPI
 from strategies import drawn, runs, uneven
 
 import fompi
 from fompi.base.layout import split
+from fompi.parallel.data import SGD
 from fompi.parallel.expert import combine, dispatch, experts, moe, route
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import (
@@ -136,6 +138,123 @@ def test_an_error_at_any_stage(world, comm, mesh, name):
             assert error is None, where
         for a, b in zip(call(), expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------ wrappers
+
+
+def net(comm):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)), torch.ones(3, 4)
+
+
+def averaged(comm):
+    """(a batch, whose result is the gradient, what closes the wrapper, whether an update has ended in the middle)."""
+    module, x = net(comm)
+    model = fompi.torch.DistributedDataParallel(module, comm, bucket_nbytes=60)
+
+    def batch():
+        model.zero_grad()
+        model(x * (comm.rank + 1)).sum().backward()
+        return [p.grad.numpy().copy() for p in model.parameters()]
+
+    return batch, model.close, lambda: False
+
+
+def zero(level):
+    def wrapped(comm):
+        module, x = net(comm)
+        model = fompi.torch.ZeroDataParallel(module, comm, optimizer=SGD(0.0), zero=level, bucket_nbytes=60)
+
+        def batch():
+            model(x * (comm.rank + 1)).sum().backward()
+            return [np.array(model.step(clip=1.0))]
+
+        return batch, model.close, lambda: model.parallel._torn is not None
+
+    return wrapped
+
+
+def stages(comm):
+    module = torch.nn.Linear(4, 4)
+    torch.nn.init.eye_(module.weight)
+    how = {"microbatches": 2, "activations": (3, 4)}
+    pipe = fompi.torch.Pipeline([module], comm=comm, loss=lambda y, t: (y - t).square().sum(), **how)
+
+    def batch():
+        module.zero_grad()
+        pipe.step([torch.ones(3, 4)] * 2, [torch.zeros(3, 4)] * 2)
+        return [module.weight.grad.numpy().copy()]
+
+    return batch, pipe.close, lambda: False
+
+
+def of_wrappers(path, name):
+    """What a batch runs, but not the doors, in which nothing has begun, nor what ends a batch by an error.
+
+    Nor what waits for parameters: an error there is one of the next step, for which the rank waits.
+    """
+    files = ("data_parallel.py", "data.py", "buckets.py", "arrays.py", "optimizers.py")
+    doors = "forward _look refuse_copy step wait ready __getitem__ _finish _finish_cycle _end_cycle _check_open"
+    ends = "agree_everywhere _first_sum _gather_until _settle _bucket_of _reset reset _others axes_of check_clip"
+    outside = *doors.split(), *ends.split(), "_arrive", "_gather_ahead", "_wait", "_optimizer_in_words", "<listcomp>"
+    return path.name in files and name not in outside
+
+
+def of_stages(path, name):
+    kernels = (
+        "_forward",
+        "_backward",
+        "_gradient",
+        "_keep_gradient",
+        "_lent",
+        "_put",
+        "_pair",
+        "_of_module",
+        "backward",
+    )
+    return path.name == "pipeline.py" and name in kernels
+
+
+WRAPPERS = {
+    "ddp": (averaged, of_wrappers),
+    "zero 0": (zero(0), of_wrappers),
+    "zero 1": (zero(1), of_wrappers),
+    "zero 2": (zero(2), of_wrappers),
+    "pipeline": (stages, of_stages),
+}
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_error_at_any_stage_of_a_wrapper(world, comm, name):
+    """All ranks end the batch by an error. The next batch is right."""
+    make, within = WRAPPERS[name]
+    batch, close, is_torn = make(world)
+    expected = batch()
+    with Stages(within=within) as stages:
+        batch()
+    count, draw = comm.bcast(stages.count), np.random.default_rng(5)
+    for _ in range(12):
+        failing, at = int(draw.integers(world.size)), int(draw.integers(count))
+        begun, error = time.perf_counter(), None
+        try:
+            with Stages(at if world.rank == failing else None, within) as stages:
+                batch()
+        except (Injected, fompi.FompiError) as raised:
+            error = raised
+        where = failing, at, error
+        assert time.perf_counter() - begun < SOON, where
+        if world.rank == failing and stages.count > at:
+            assert isinstance(error, Injected), where
+        if fompi.all_reduce(np.array([float(is_torn())]), comm=world)[0]:  # its parameters are between two steps
+            with pytest.raises((fompi.StateError, fompi.MismatchError), match="ended in the middle of its update"):
+                batch()
+            close()
+            batch, close, is_torn = make(world)
+        for a, b in zip(batch(), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+    close()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -251,7 +251,7 @@ def test_a_copy_computes_but_does_not_train(world, wrapper):
     with torch.no_grad():
         assert torch.allclose(averaged.eval()(x), trained.model(x))
     duplicate = copy.deepcopy(trained.model)
-    with pytest.raises(fompi.StateError, match="this is a copy of a (Dist|Zero)"):
+    with pytest.raises(fompi.StateError, match=r"this is a copy of a (Dist|Zero)"):
         duplicate.train()(x)
     trained.step(x)
     trained.model.close()
@@ -288,7 +288,7 @@ def test_a_backward_that_ends_in_the_middle(world):
     x, wrong = torch.ones(3, 4), world.rank == 0
     if wrong:
         handle = model.module[0].register_forward_hook(lambda module, inputs, y: Fails.apply(y))
-    with pytest.raises(MemoryError if wrong else fompi.MismatchError, match="no memory|ended by an exception"):
+    with pytest.raises(MemoryError if wrong else fompi.MismatchError, match=r"no memory|ended by an exception"):
         model(x).sum().backward()
         model(x)  # of the rank that has failed, if it was not caught before
     if wrong:
@@ -387,3 +387,85 @@ def test_a_parametrization_of_a_part_is_refused(tp, who, norm):
     if who == "all":
         with pytest.raises(fompi.LayoutError, match="has no layout"):
             nn.replicated(parts)
+
+
+# ------------------------------------------------------------------------------------------------ saved and loaded
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_the_state_of_the_optimizer_goes_to_another_number_of_ranks(world, zero, dtype):
+    """Steps, a checkpoint, and more steps on one rank alone: as without the checkpoint."""
+
+    def wrapped(comm, zero, seed=0):
+        net = Net(seed).to(dtype)
+        return net, ZeroDataParallel(net, comm, optimizer=AdamW(1e-2), zero=zero, bucket_nbytes=100)
+
+    def steps(model, count):
+        for i in range(count):
+            model(torch.linspace(-1, 1, 8, dtype=dtype).view(2, 4) * (i + 1)).square().sum().backward()
+            model.step()
+
+    net, model = wrapped(world, zero)
+    steps(model, 3)
+    saved = copy.deepcopy((net.state_dict(), model.optimizer_state_dict()))
+    assert saved[1]["b.weight"]["mean"].shape == (3, 6) and saved[1]["b.weight"]["steps"] == 3
+    assert ("master" in saved[1]["a.bias"]) == (dtype == torch.bfloat16)
+    steps(model, 3)
+    with fompi.Communicator(MPI.COMM_SELF, "alone") as alone:
+        for comm, other in ((alone, 1), (world, 2), (world, 0)):
+            again, resumed = wrapped(comm, other, seed=9)
+            again.load_state_dict(saved[0])
+            resumed.load_optimizer_state_dict(saved[1])
+            steps(resumed, 3)
+            for p, q in zip(again.parameters(), net.parameters(), strict=True):
+                assert torch.allclose(p, q, rtol=1e-12) if world.size % 2 else torch.equal(p, q)  # a mean of three
+            resumed.close()
+    assert model.optimizer_state_dict(rank0_only=True).keys() == (saved[1].keys() if world.rank == 0 else {*()})
+    model.close()
+
+
+def test_the_state_of_parts_is_whole(tp):
+    """Tensor parallelism: the parts of both axes become one."""
+    with fompi.Mesh(dp=1, tp=tp.size) as mesh:
+        parts, whole = sharded(mesh["tp"]), unsharded()
+        whole.load_state_dict(nn.full_state_dict(parts))
+        models = [ZeroDataParallel(parts, mesh["dp"], optimizer=AdamW(1e-2))]
+        alone = fompi.Communicator(MPI.COMM_SELF, "alone")
+        models.append(ZeroDataParallel(whole, alone, optimizer=AdamW(1e-2)))
+        x = torch.ones(2, 4)
+        parts(x).square().sum().backward()
+        whole(x.repeat(tp.size, 1)).square().sum().backward()
+        for model in models:
+            model.step()
+        states = [model.optimizer_state_dict() for model in models]
+        for name, kept in states[1].items():
+            for key, value in kept.items():
+                assert torch.allclose(torch.as_tensor(states[0][name][key]), torch.as_tensor(value)), (name, key)
+        models[0].load_optimizer_state_dict(states[1])
+        for model in models:
+            model.close()
+        alone.close()
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_states_that_do_not_fit(world, who):
+    model = ZeroDataParallel(Net(), world, optimizer=AdamW(1e-2))
+    state, wrong = model.optimizer_state_dict(), who == "all" or world.rank == world.size - 1
+    for change, error, words in (
+        (lambda s: s.pop("a.bias"), fompi.LayoutError, "1 missing names: a.bias"),
+        (lambda s: s.update(c={}), fompi.LayoutError, "1 unknown names: c"),
+        (lambda s: s["a.bias"].pop("mean"), fompi.LayoutError, "'a.bias' has .*this optimizer keeps"),
+        (
+            lambda s: s["a.bias"].update(mean=torch.ones(5)),
+            fompi.ShapeError,
+            r"'mean' of 'a.bias' has the shape \(5,\)",
+        ),
+    ):
+        given = copy.deepcopy(state)
+        if wrong:
+            change(given)
+        with pytest.raises(error if wrong else fompi.MismatchError, match=words):
+            model.load_optimizer_state_dict(given)
+    model.load_optimizer_state_dict(state)
+    model.close()

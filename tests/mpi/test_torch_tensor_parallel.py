@@ -523,3 +523,14 @@ def test_ranks_at_other_layers_or_with_other_gradients_disagree(rank, size, mesh
     x.requires_grad_()
     with pytest.raises(fompi.MismatchError, match=r"in the backward of replicated_matmul of parallel layer \d+"):
         columns[first](x).sum().backward()
+
+
+def test_plain_rows_that_are_not_as_many_on_every_rank(rank, size, mesh, installed):
+    """torch takes them for even ones. The error says what to pass, and a DTensor with these rows works."""
+    if size == 1:
+        return
+    layer = parallelize_module(nn.Linear(4, 2 * size, dtype=D), mesh, ColwiseParallel(input_layouts=Shard(0)))
+    whole = data(2 * size + 1, 4)
+    with pytest.raises(fompi.ShapeError, match=r"pass a DTensor.*distribute_tensor"):
+        layer(whole[: 3 if rank == 0 else 2])
+    assert layer(distribute_tensor(whole, mesh, [Shard(0)])).shape == (2 * size + 1, 2)

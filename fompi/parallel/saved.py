@@ -1,0 +1,166 @@
+"""The whole state of a `DataParallel`, from the parts that its ranks own: to save it, and to load it on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fompi.backends.numpy import narrow, widen
+from fompi.base.errors import LayoutError, ShapeError, TensorError
+from fompi.engine.handshake import agree, digest
+from fompi.ops.operations import all_gather
+from fompi.parallel import section
+from fompi.parallel.buckets import MOST_NAMED, Bucket, detached
+from fompi.tensors import dlpack
+
+if TYPE_CHECKING:
+    from fompi.parallel.data import DataParallel
+
+Array = np.ndarray[Any, Any]
+Saved = dict[str, dict[str, Any]]
+
+MASTER = "master"
+"""The key of the float32 copy of a parameter of a half type, among what the optimizer keeps."""
+
+
+@section.in_section("state_dict of DataParallel")
+def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
+    """The state of the optimizer, and the parameters, in the shapes of the parameters."""
+    names = [name for bucket in dp.buckets for name in bucket.names]
+    kinds = digest(str([(name, key, _is_spread(dp, name, key)) for name in names for key in _kept(dp, name)]))
+    agree(dp.comm, f"state_dict of DataParallel, {parameters=}, {rank0_only=}, what the optimizer keeps {kinds:x}")
+    section.begin(dp.comm)
+    keeps, optimizer, values = not rank0_only or dp.comm.rank == 0, Saved(), dict[str, Any]()
+    for bucket in dp.buckets:
+        found: Saved = {name: {} for name in bucket.names}
+        for key in dict.fromkeys(key for name in bucket.names for key in _kept(dp, name)):
+            spread = [name for name in bucket.names if key in _kept(dp, name) and _is_spread(dp, name, key)]
+            for name, array in _gathered(dp, bucket, {name: _kept(dp, name)[key] for name in spread}).items():
+                found[name][key] = dlpack.lend(array, str(array.dtype), bucket.kinds[name])
+            for name in bucket.names:
+                if name not in spread and key in _kept(dp, name):
+                    found[name][key] = _kept(dp, name)[key]
+        optimizer |= found
+        if parameters:
+            own = {name: bucket.shard[bucket.own(name)] for name in bucket.names}
+            for name, array in _gathered(dp, bucket, own).items():
+                values[name] = dlpack.lend(array, bucket.dtype, bucket.kinds[name])
+    whole = {"optimizer": optimizer} | ({"parameters": values} if parameters else {})
+    return whole if keeps else {}
+
+
+def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
+    """Take the parts of this rank. All ranks have the same state, or refuse it together."""
+    taken: dict[str, dict[str, Any]] = {}
+    values: dict[str, Array] = {}
+    refusal: Exception | None = None
+    try:
+        if not isinstance(state, Mapping) or "optimizer" not in state:
+            raise LayoutError("the state must be what state_dict() has returned, with the key 'optimizer'")
+        _check_names("optimizer", dp, state["optimizer"])
+        for bucket in dp.buckets:
+            for name in bucket.names:
+                taken[name] = _fitting(dp, bucket, name, state["optimizer"][name])
+        if "parameters" in state:
+            _check_names("parameters", dp, state["parameters"])
+            for bucket in dp.buckets:
+                for name in bucket.names:
+                    values[name] = _array(state["parameters"][name], f"parameter {name!r}", bucket, name, bucket.dtype)
+    except Exception as error:
+        refusal = error
+    agree(dp.comm, f"load_state_dict of DataParallel, with{'' if values else 'out'} parameters", refusal)
+    for bucket in dp.buckets:
+        for name in bucket.names:
+            own, elements = bucket.own(name), bucket.elements(name)
+            if name in values:
+                flat, (a, b) = values[name].reshape(-1), bucket.spans[name]
+                if bucket.full is not None:
+                    bucket.full[a:b] = flat
+                bucket.shard[own] = flat[elements]
+                bucket.master[own] = widen(flat[elements], bucket.dtype)
+            for key, value in taken[name].items():
+                part = value.reshape(-1)[elements] if isinstance(value, np.ndarray) else value
+                if key == MASTER:
+                    is_of_value = narrow(part, bucket.dtype) == bucket.shard[own]  # else the parameter says more
+                    bucket.master[own] = np.where(is_of_value, part, bucket.master[own])
+                elif isinstance(value, np.ndarray):
+                    dp._states[name][key][...] = part
+                else:
+                    dp._states[name][key] = value
+
+
+def _kept(dp: DataParallel, name: str) -> dict[str, Any]:
+    """What the optimizer keeps for the part of this rank, and its float32 copy."""
+    bucket = dp.buckets[dp._index[name]]
+    master = {} if bucket.master is bucket.shard else {MASTER: bucket.master[bucket.own(name)]}
+    return dp._states[name] | master
+
+
+def _is_spread(dp: DataParallel, name: str, key: str) -> bool:
+    """True if the ranks have parts of this value, as they have of the parameter."""
+    value, own = _kept(dp, name)[key], dp.buckets[dp._index[name]].own(name)
+    return isinstance(value, np.ndarray) and value.shape == (own.stop - own.start,)
+
+
+def _gathered(dp: DataParallel, bucket: Bucket, own: dict[str, Array]) -> dict[str, Array]:
+    """The whole values, from the parts of each rank. One message for all values of a bucket."""
+    if not own:
+        return {}
+    if not dp.zero:
+        return {name: array.reshape(bucket.shapes[name]).copy() for name, array in own.items()}
+    flat = np.concatenate([*own.values()])
+    bits = flat.view(f"u{flat.itemsize}")  # of any dtype
+    every, at, found = all_gather(bits, comm=dp.comm).view(flat.dtype), 0, {}
+    ranges = [[bucket.part_of(name, rank) for name in own] for rank in range(dp.comm.size)]
+    whole = {name: np.empty(b - a, flat.dtype) for name in own for a, b in [bucket.spans[name]]}
+    for of_rank in ranges:
+        for name, part in zip(own, of_rank, strict=True):
+            whole[name][part] = every[at : (at := at + part.stop - part.start)]
+    for name, array in whole.items():
+        found[name] = array.reshape(bucket.shapes[name])
+    return found
+
+
+def _check_names(what: str, dp: DataParallel, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise LayoutError(f"the {what} in the state must be a mapping, not {type(given).__name__}")
+    for kind, names in (
+        ("missing", [name for name in dp._index if name not in given]),
+        ("unknown", [name for name in given if name not in dp._index]),
+    ):
+        if names:
+            raise LayoutError(f"the {what} in the state: {len(names)} {kind} names: {', '.join(names[:MOST_NAMED])}")
+
+
+def _fitting(dp: DataParallel, bucket: Bucket, name: str, given: Any) -> dict[str, Any]:
+    """What the optimizer keeps for a parameter, with whole arrays."""
+    own = _kept(dp, name)
+    wanted = {key for key in own if key != MASTER}
+    if not isinstance(given, Mapping) or {*given} - {MASTER} != wanted:
+        keys = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise LayoutError(
+            f"the state of {name!r} has {keys}, but this optimizer keeps {sorted(wanted)}: take the optimizer of the "
+            "run that has saved the state"
+        )
+    found = {}
+    for key, value in given.items():
+        if key == MASTER and MASTER not in own:
+            continue  # it was saved for a half type
+        if _is_spread(dp, name, key):
+            value = _array(value, f"{key!r} of {name!r}", bucket, name, str(own[key].dtype))
+        found[key] = value
+    return found
+
+
+def _array(value: Any, what: str, bucket: Bucket, name: str, dtype: str) -> Array:
+    """A value as an array with the shape of the parameter."""
+    tensor = dlpack.borrow(detached(value), what)
+    if tensor.device is not None:
+        raise TensorError(f"{what} is on a device: DataParallel works on the host")
+    if tensor.array.shape != bucket.shapes[name]:
+        raise ShapeError(f"{what} has the shape {tensor.array.shape}, but the parameter has {bucket.shapes[name]}")
+    wide = widen(tensor.array, tensor.dtype)
+    array: Array = tensor.array if tensor.dtype == dtype else narrow(wide, dtype)
+    return array
