@@ -414,7 +414,8 @@ class DataParallel:
                 self._gather_until(0)
                 self._gather_ahead(0)
         if self._torn is not None:
-            self._finish_cycle()  # the other ranks wait for the gathers that have begun
+            if self.zero in (1, 2):
+                self._finish_cycle()  # the other ranks wait for these gathers
             raise self._torn
         return norm
 
