@@ -47,13 +47,13 @@ def install(engine: Engine) -> None:
     hook, thread_hook, process = sys.excepthook, threading.excepthook, os.getpid()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != process:  # a forked child does not take part in MPI
+        if os.getpid() != process or finalized():  # a forked child does not take part in MPI
             hook(kind, error, trace)
         else:
             _end(engine, error, lambda: hook(kind, error, trace))
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # it ends only the thread
+        if os.getpid() != process or finalized() or issubclass(args.exc_type, SystemExit):  # it ends only the thread
             thread_hook(args)
         else:
             _end(engine, args.exc_value, lambda: thread_hook(args))
@@ -133,7 +133,9 @@ def end_job(reason: str, status: int) -> None:
     """Print the reason, then end all ranks."""
     print(f"fompi: {reason}", file=sys.stderr, flush=True)
     sleep(READ_SECONDS)
-    abort(status)
+    if not finalized():
+        abort(status)
+    os._exit(status)
 
 
 def _is_first(engine: Engine) -> bool:

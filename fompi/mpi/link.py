@@ -92,11 +92,33 @@ class Link:
         host.Free()
         return several
 
-    def close(self) -> None:
-        """Free both MPI communicators. Collective."""
+    def close(
+        self,
+        is_clean: bool = True,
+        wait: Callable[[Any], bool] = lambda request: bool(request.Wait()),
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Free both MPI communicators, if they are clean on all ranks. Collective. `before()` is called before that.
+
+        If a call was abandoned on some rank, its messages may still come. MPI gives the number of a freed communicator
+        to the next one, which would receive them. So both communicators stay then, also if `wait(request)` is False
+        because some ranks do not come.
+        """
+        if self.blocking is not None:
+            worst = np.array([not is_clean], np.int32)
+            request = self.blocking.Iallreduce(start_mpi().IN_PLACE, worst, start_mpi().MAX)
+            if not wait(request) or worst[0]:
+                _UNCLEAN.append((self, request, worst))
+                before()
+                return
+        before()
         for comm in (self.comm, self.blocking):
             if comm is not None:
                 comm.Free()
+
+
+_UNCLEAN: list[object] = []
+"""Links that are closed and not freed."""
 
 
 def _with_blocking(comm: Any) -> Link:

@@ -449,3 +449,29 @@ emit("END", rank)
     ended = launch(2, STEPS + code)
     ended.assert_clean()
     assert ended.lines("END") == ["0", "1"]
+
+
+@pytest.mark.parametrize("where", ["main", "thread", "exit"])
+def test_an_error_after_the_end_of_mpi_keeps_its_words(launch, where):
+    """Whoever does not catch it still reads it: no hook of fompi calls MPI then."""
+    code = """
+from mpi4py import MPI
+import atexit
+x = np.ones(3)
+fompi.all_reduce(x, comm=world)
+def call():
+    fompi.all_reduce(x, comm=world)
+if WHERE == "exit":
+    atexit.register(call)
+MPI.Finalize()
+if WHERE == "main":
+    call()
+if WHERE == "thread":
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+"""
+    ended = launch(2, code.replace("WHERE", repr(where)))
+    assert "StateError" in ended.output and "MPI.Finalize" in ended.output, ended.output
+    assert "Attempting to use an MPI" not in ended.output and not ended.finished.left_behind, ended.output
+    assert not ended.finished.timed_out and (where != "main" or ended.finished.returncode != 0)
