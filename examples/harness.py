@@ -264,7 +264,10 @@ def check(job, initial, shards, gradients, losses, accuracy):
         f"{count} losses within {off_losses:.1e}"
     )
     is_same, is_good = off_first <= 1e-5 and off_losses <= 1e-3, accuracy >= ACCURACY
-    if not is_good:
+    if not is_good and job.model.epochs < Model.epochs:
+        job.say(f"The accuracy is below the {ACCURACY:.0%} of {Model.epochs} epochs, as may be after fewer.")
+        is_good = True
+    elif not is_good:
         job.say(f"The accuracy is below the {ACCURACY:.0%} that the default settings reach. The exit status is 1.")
     if not is_same:
         job.say("The run differs from that of a single process. The exit status is 1.")

@@ -15,7 +15,7 @@ from fompi.cli import picture
 from fompi.cli.output import Progress, UsageError, check_writable, show_markdown
 from fompi.engine.handshake import agree
 
-EXAMPLE = "mpirun -n 2 {} bench overhead --quick"
+EXAMPLE = "{} bench overhead --quick"
 
 SUITES = ("collectives", "fused", "papers", "parallel", "step", "ddp", "peers", "planner", "adapt", "overhead", "jit")
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="?", choices=SUITES)
     parser.add_argument("--like", metavar="M,K,N", help="the same as `try M,K,N`; with --device: the shape")
     parser.add_argument("--device", choices=DEVICES, help="overlapped operations on buffers of a device")
-    parser.add_argument("--ranks", type=int, default=2, help="with --like, outside of mpirun: how many to start (2)")
+    parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
     parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
@@ -58,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
     if options.row and name not in WITHOUT_SUMMARY:
         raise UsageError(f"bench: --row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
+    if options.ranks > 1 and (status := trial.on_own_ranks(options.ranks)) is not None:
+        return status
     trial.note_threads()
     json, markdown, plot = options.json, options.markdown, options.plot
     with fompi.Communicator() as comm:

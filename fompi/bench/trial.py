@@ -78,16 +78,8 @@ def run(options: argparse.Namespace) -> int:
 def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
     """Measure the shape `text` and print the table. Outside of mpirun this starts `ranks` ranks first."""
     shape = shape_of(text)
-    library, launched = transport.library(), launcher.detect()
-    if launched.launcher == "none":
-        mpirun = library.mpirun or shutil.which("mpirun")
-        if mpirun is None:
-            raise LaunchError("there is no mpirun here: start this with the launcher of your cluster")
-        most = MOST_PER_CORE * len(os.sched_getaffinity(0))
-        if ranks > most:
-            raise UsageError(f"--ranks {ranks}: more than {most} ranks would only wait for the cores of this host")
-        command = [mpirun, "-n", str(ranks), sys.executable, *sys.orig_argv[1:]]
-        return subprocess.run(command, env={**ENVIRONMENT, **os.environ}).returncode
+    if (status := on_own_ranks(ranks)) is not None:
+        return status
     note_threads()
     with fompi.Communicator() as comm:
         refusal = None
@@ -110,6 +102,20 @@ def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
             if json_file not in (None, "-"):
                 Path(json_file).write_text(json.dumps(found.values(), indent=2) + "\n")
     return 0
+
+
+def on_own_ranks(ranks: int) -> int | None:
+    """Outside of a launcher: run this command on so many ranks, and return the exit status. None: it is on ranks."""
+    if launcher.detect().launcher != "none":
+        return None
+    mpirun = transport.library().mpirun or shutil.which("mpirun")
+    if mpirun is None:
+        raise LaunchError("there is no mpirun here: start this with the launcher of your cluster")
+    most = MOST_PER_CORE * len(os.sched_getaffinity(0))
+    if ranks > most:
+        raise UsageError(f"--ranks {ranks}: more than {most} ranks would only wait for the cores of this host")
+    command = [mpirun, "-n", str(ranks), sys.executable, *sys.orig_argv[1:]]
+    return subprocess.run(command, env={**ENVIRONMENT, **os.environ}).returncode
 
 
 def note_threads() -> None:

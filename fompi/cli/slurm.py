@@ -47,6 +47,11 @@ class Job:
     mpi: str = "auto"
     array: str = ""
     resume: bool = False
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    mem: str = ""
+    sbatch: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     venv: str = ""
     conda: str = ""
@@ -89,6 +94,7 @@ def _head(facts: Facts, job: Job, command: str, start: str) -> str:
         "time": job.time,
         "output": "%x-%A_%a.out" if job.array else "%x-%j.out",
     }
+    options |= {name: value for name in ("partition", "account", "qos", "mem") if (value := getattr(job, name))}
     lines = [
         "#!/bin/bash",
         f"# {job.ranks} ranks with {facts.library}. Submit it with sbatch, in the folder of the program. Written by:",
@@ -102,6 +108,7 @@ def _head(facts: Facts, job: Job, command: str, start: str) -> str:
         ]
     if job.array:
         lines += [f"#SBATCH --array={job.array}"]
+    lines += [f"#SBATCH --{option.removeprefix('--')}" for option in job.sbatch]
     if job.resume:
         lines += [
             "# Two minutes before the time limit the ranks get SIGUSR1, for fompi.Stop. The next run appends.",
@@ -242,6 +249,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gpus-per-node", type=_positive, default=0, metavar="G")
     add("--time", type=_time, default="01:00:00", metavar="T", help="the time limit: minutes, 01:00:00 or 2-12:00:00")
+    for name, meaning in (
+        ("partition", "its partition"),
+        ("account", "the account"),
+        ("qos", "the quality of service"),
+    ):
+        add(f"--{name}", type=_word, default="", metavar=name[0].upper(), help=meaning)
+    add("--mem", type=_word, default="", metavar="M", help="memory of a node: 64G")
+    add(
+        "--sbatch", type=_word, action="append", default=[], metavar="O",
+        help="any other option of sbatch, without its dashes: exclusive, constraint=skylake; may be repeated",
+    )  # fmt: skip
     add("--mpi", choices=["auto", "pmi2", "pmix", "cray_shasta"], default="auto", help="the plug-in of srun")
     add("--array", type=_indices, default="", metavar="A", help="the indices of a job array: 0-9%%2")
     add("--resume", action="store_true", help="stop before the time limit (fompi.Stop), and start again")
@@ -254,10 +272,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
     return number
+
+
+def _word(text: str) -> str:
+    if re.search(r"\s", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one word")
+    return text
 
 
 def _time(text: str) -> str:
@@ -279,7 +306,11 @@ def run(options: argparse.Namespace) -> int:
     if not program:
         raise UsageError("which program? for example: fompi slurm --nodes 2 -- train.py")
     same = {name: value for name, value in vars(options).items() if name in Job.__dataclass_fields__}
-    job = Job(**{**same, "program": program, "modules": tuple(options.module)})
+    job = Job(**{**same, "program": program, "modules": tuple(options.module), "sbatch": tuple(options.sbatch)})
+    if program[0].endswith(".py") and not job.container and not Path(program[0]).exists():
+        print(
+            f"fompi: there is no {program[0]} here; the job will look for it in the folder of sbatch", file=sys.stderr
+        )
     facts = look()
     text = script(facts, job, shlex.join(["fompi", *sys.argv[1:]]))
     plugin = PLUGINS.get(facts.library, "pmi2")

@@ -7,7 +7,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from time import perf_counter, sleep
 from typing import Any
 
 from fompi.backends import numpy
@@ -24,7 +23,16 @@ from fompi.engine.progress import HELPED, Helper, Worker, choose_mode, has_spare
 from fompi.engine.tasks import Task
 from fompi.model.machine import Machine
 from fompi.mpi import environment, launcher
-from fompi.mpi.link import Link, attach, attached, attached_to_process, connect, mpi_communicator, request_testsome
+from fompi.mpi.link import (
+    Link,
+    attach,
+    attached,
+    attached_to_process,
+    connect,
+    free_closed,
+    mpi_communicator,
+    request_testsome,
+)
 from fompi.mpi.paths import Paths
 from fompi.mpi.paths import choose as choose_path
 from fompi.mpi.transport import library, message_limit_nbytes, thread_levels, unlink_segments, world
@@ -34,9 +42,6 @@ from fompi.traces.trace import Trace
 
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
 """The arena keeps at most 1 GiB of free blocks. Arrays of up to 4 KiB do not come from it (`fompi.tensors.arena`)."""
-
-CLOSE_SECONDS = 5.0
-"""How long `close` waits for the other ranks, to learn whether all of them are done with the communicator."""
 
 OBSERVERS: list[Callable[[], Any]] = []
 """Functions that return an object that notes finished calls, or None. `fompi/__init__.py` adds that of FOMPI_REPORT."""
@@ -127,6 +132,8 @@ class Communicator(Shared):
         if self.engine.over:
             raise StateError(self.engine.over)
         from_split = isinstance(origin, Link)
+        with self.engine.lock:
+            free_closed()
         if from_split:
             self.link = origin
         else:
@@ -365,29 +372,18 @@ class Communicator(Shared):
             if self.engine.report is not None:
                 self.engine.report.settle(self)
             self.closed = True
+            with suppress(Exception), self.engine.lock:
+                for rank in self.channel.departed:  # it still listens
+                    self.channel.send(rank, GONE, 0)
+            self.channel.close()
             with self.engine.lock:
                 self.plans.clear()
             devices = [paths.device for paths in self._paths.values()]
             self._paths.clear()
-            self.link.close(self.channel.broken is None, self._wait_for_all_to_close, self._end_channel)
+            with self.engine.lock:
+                self.link.close(self.channel.broken is None)
             for device in devices:
                 device.tell()
-
-    def _end_channel(self) -> None:
-        with suppress(Exception), self.engine.lock:
-            for rank in self.channel.departed:  # it still listens
-                self.channel.send(rank, GONE, 0)
-        self.channel.close()
-
-    def _wait_for_all_to_close(self, request: Any) -> bool:
-        """Wait until all ranks close this communicator. False: some do not come."""
-        until = perf_counter() + CLOSE_SECONDS
-        while not request.Test():
-            if perf_counter() > until or self.channel.departed or self.channel.broken is not None:
-                return bool(request.Test())
-            if not self.engine.progress() and not self.engine.receive_control():
-                sleep(1e-4)
-        return True
 
     def __enter__(self) -> Communicator:
         return self

@@ -23,7 +23,8 @@ from types import FrameType, TracebackType
 from fompi.base.errors import PeerError
 from fompi.engine.control import DYING, GONE, LEFT, Channel
 from fompi.engine.engine import Engine
-from fompi.mpi.link import abort, finalized
+from fompi.engine.frames import fold
+from fompi.mpi.link import abort, finalized, free_closed
 from fompi.mpi.transport import world
 
 LISTEN_SECONDS = 0.1
@@ -118,7 +119,10 @@ def _end(engine: Engine, error: BaseException | None, report: Callable[[], objec
         rank, size = world()
         if size > 1:
             print(f"fompi: rank {rank} of {size} on {socket.gethostname()} ends by an error:", file=sys.stderr)
+        folded = fold(error)
         report()
+        if folded:
+            print(f"fompi: {folded} frames inside of fompi are left out; FOMPI_DEBUG=1 shows them", file=sys.stderr)
     except Exception:
         traceback.print_exc()
     finally:
@@ -208,6 +212,7 @@ def _leave(engine: Engine) -> None:
         channel.close()
     if engine.helper is not None:
         engine.helper.stop()
+    _drive(engine, free_closed, LISTEN_SECONDS)
 
 
 def _not_gone(channels: Sequence[Channel], is_left: bool) -> set[int]:

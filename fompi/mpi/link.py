@@ -29,7 +29,8 @@ class Link:
 
     def __init__(self, comm: Any, blocking: Any = None):
         MPI = start_mpi()
-        self.comm, self.blocking = comm, blocking
+        # The duplicate of a `fompi.mpi.Comm` is one, too. Here the collectives of MPI are meant.
+        self.comm, self.blocking = MPI.Intracomm(comm), None if blocking is None else MPI.Intracomm(blocking)
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.world_size = MPI.COMM_WORLD.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
@@ -92,33 +93,44 @@ class Link:
         host.Free()
         return several
 
-    def close(
-        self,
-        is_clean: bool = True,
-        wait: Callable[[Any], bool] = lambda request: bool(request.Wait()),
-        before: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Free both MPI communicators, if they are clean on all ranks. Collective. `before()` is called before that.
+    def close(self, is_clean: bool = True) -> None:
+        """Free both MPI communicators, if they are clean on all ranks. Collective; it does not wait for the others.
 
         If a call was abandoned on some rank, its messages may still come. MPI gives the number of a freed communicator
-        to the next one, which would receive them. So both communicators stay then, also if `wait(request)` is False
-        because some ranks do not come.
+        to the next one, which would receive them. So they are freed when all ranks have closed them (`free_closed`),
+        and stay if one of them was not clean.
         """
-        if self.blocking is not None:
-            worst = np.array([not is_clean], np.int32)
-            request = self.blocking.Iallreduce(start_mpi().IN_PLACE, worst, start_mpi().MAX)
-            if not wait(request) or worst[0]:
-                _UNCLEAN.append((self, request, worst))
-                before()
-                return
-        before()
-        for comm in (self.comm, self.blocking):
-            if comm is not None:
-                comm.Free()
+        if self.blocking is None:
+            self.comm.Free()
+            return
+        worst = np.array([not is_clean], np.int32)
+        request = self.blocking.Iallreduce(start_mpi().IN_PLACE, worst, start_mpi().MAX)
+        _CLOSED.append((self, request, worst))
+        free_closed()
 
 
-_UNCLEAN: list[object] = []
-"""Links that are closed and not freed."""
+_CLOSED: list[tuple[Link, Any, Array]] = []
+"""Links that this rank has closed, and the question whether all ranks have, and were clean."""
+
+_UNCLEAN: list[Link] = []
+"""Links that are closed and never freed."""
+
+
+def free_closed() -> bool:
+    """Free the Links that all ranks have closed by now. Called when communicators are made and closed, and at exit.
+
+    True: some are left.
+    """
+    for closed in list(_CLOSED):
+        link, request, worst = closed
+        if request.Test():
+            _CLOSED.remove(closed)
+            if worst[0]:
+                _UNCLEAN.append(link)
+            else:
+                link.comm.Free()
+                link.blocking.Free()
+    return bool(_CLOSED)
 
 
 def _with_blocking(comm: Any) -> Link:

@@ -238,6 +238,7 @@ class Workspace:
         self.rank, self.size, self.parts, self.experts = rank, size, parts, experts
         self._order = order
         self._buffers: dict[str, Buffer] = {}
+        self._instead: dict[str, Buffer] = {}
 
     def dests(self, way: int) -> Sequence[int]:
         """The other ranks in the order in which this rank sends.
@@ -255,7 +256,13 @@ class Workspace:
         """A scratch buffer. A second call with the same name returns the same buffer."""
         return self.add(name, "scratch", axis, row, dtype)
 
+    def use_instead(self, name: str, buffer: Buffer) -> None:
+        """From now on `work[name]` is `buffer`."""
+        self._instead[name] = buffer
+
     def __getitem__(self, name: str) -> Buffer:
+        if name in self._instead:
+            return self._instead[name]
         if name not in self._buffers:
             raise PlanError(f"unknown buffer {name!r}; known: {', '.join(self._buffers)}", self.rank)
         return self._buffers[name]

@@ -30,7 +30,7 @@ from typing import Any
 from fompi.base.errors import PlanError
 from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
 from fompi.plans.meaning import MEANING
-from fompi.plans.plan import PAIRWISE, Collective, Op, Plan, Program, Programs, Workspace, group_size
+from fompi.plans.plan import PAIRWISE, Collective, Compute, Op, Plan, Program, Programs, Workspace, group_size
 from fompi.plans.problems import Problem
 from fompi.schedules import native
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
@@ -122,7 +122,17 @@ def write(
     def program(rank: int) -> Program:
         local_problem = problem if at is None else at(rank)
         work = local_problem.workspace(rank, len(shares) * problem.runs, order[rank] if order else ())
-        return _without_empty(problem, work.program(_generator(schedule)(local_problem, work)))
+        made = _of_user_packed if local_problem.packed and schedule in REGISTERED else _generator(schedule)
+        return _without_empty(problem, work.program(made(local_problem, work)))
+
+    def _of_user_packed(local_problem: Problem, work: Workspace) -> Iterator[Op]:
+        """A schedule of the user for a strided x: what it gets as x is packed."""
+        strided = work["x"]
+        x = work.scratch("x_packed", strided.axis, strided.row, strided.dtype)
+        for block in range(x.first, x.first + x.count):
+            yield Compute("pack", (strided[block],), (x[block],))
+        work.use_instead("x", x)
+        yield from _generator(schedule)(replace(local_problem, packed=False), work)
 
     empty = problem.spread((0,) * size)
     if window is None:

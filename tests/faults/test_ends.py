@@ -475,3 +475,32 @@ if WHERE == "thread":
     assert "StateError" in ended.output and "MPI.Finalize" in ended.output, ended.output
     assert "Attempting to use an MPI" not in ended.output and not ended.finished.left_behind, ended.output
     assert not ended.finished.timed_out and (where != "main" or ended.finished.returncode != 0)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_traceback_ends_at_the_line_of_the_program(launch, debug):
+    """An error of fompi is about the call. The frames of fompi below it are for those who change fompi."""
+    code = """
+def layer(x):
+    return fompi.all_gather_matmul(x, np.ones((5, 2)), comm=world)  # the wrong line
+event()
+layer(np.ones((2, 3)))
+"""
+    ended = launch(2, code, env={"FOMPI_DEBUG": debug})
+    ended.assert_failed("ShapeError", "the wrong line")
+    assert ("fompi/ops/" in ended.output) == (debug == "1"), ended.output
+    assert ("frames inside of fompi are left out; FOMPI_DEBUG=1 shows them" in ended.output) == (debug == "0")
+    assert debug == "1" or len(ended.finished.stderr.splitlines()) < 16, ended.output
+
+
+def test_a_traceback_of_a_kernel_of_the_program_is_whole(launch):
+    code = """
+def matmul(reads, writes):
+    raise KeyError("of the kernel")
+spec = fompi.Spec((size * 2, 3), "float64", fompi.Shard(0))
+plan = fompi.plan(fompi.all_gather_matmul, spec, fompi.Spec((3, 2 * size), "float64", fompi.Shard(1)), ranks=size)
+step = fompi.bind(plan, comm=world, x=np.ones((2, 3)), w=np.ones((3, 2)), kernels={"matmul": matmul})
+event()
+step()
+"""
+    launch(2, code).assert_failed("of the kernel", "in matmul")

@@ -50,6 +50,15 @@ def test_options():
         assert line in text.splitlines(), line
 
 
+def test_options_of_the_site():
+    job = replace(
+        EXAMPLE, partition="gpu", account="abc", qos="short", mem="64G", sbatch=("exclusive", "--hint=nomultithread")
+    )
+    lines = script(Facts("MPICH"), job).splitlines()
+    for option in ("partition=gpu", "account=abc", "qos=short", "mem=64G", "exclusive", "hint=nomultithread"):
+        assert f"#SBATCH --{option}" in lines, lines
+
+
 def test_resume_with_mpirun():
     """Slurm signals the daemons of mpirun, which would end. So only the script gets the signal, and passes it on."""
     text = script(Facts("Open MPI", plugins=("pmi2",)), replace(EXAMPLE, resume=True))
@@ -110,7 +119,8 @@ def test_the_command():
     command = [sys.executable, "-m", "fompi", "slurm", "--nodes", "2"]
     done = subprocess.run([*command, "--", "train.py", "--epochs", "9"], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash\n"), done.stderr
+    assert "there is no train.py here" in done.stderr
     assert done.stdout.rstrip().endswith("python train.py --epochs 9")
-    for wrong, words in (([], "which program?"), (["--nodes", "0", "--", "x.py"], "0 is not above 0")):
+    for wrong, words in (([], "which program?"), (["--nodes", "0", "--", "x.py"], "'0' is not an integer above 0")):
         refused = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=50)
         assert refused.returncode == 2 and words in refused.stderr

@@ -11,6 +11,7 @@ import pytest
 
 import fompi
 from fompi.base.layout import FLOAT8, HALF, ITEMSIZE
+from fompi.plans.plan import Compute, Recv, Send
 from fompi.schedules import registry
 
 
@@ -126,3 +127,20 @@ def test_large_tensors(world):
         np.testing.assert_array_equal(fompi.all_reduce(mine, **options), total)
         np.testing.assert_array_equal(fompi.reduce_scatter(mine, **options), total[own])
         np.testing.assert_array_equal(fompi.all_gather(total[own], **options), total)
+
+
+def test_a_schedule_of_a_user_on_a_strided_x(world, forgotten):
+    @fompi.schedule("to everyone", "all_gather")
+    def to_everyone(problem, work):
+        for peer in range(work.size):
+            shard = work["y"][peer * work.parts : (peer + 1) * work.parts]
+            if peer == work.rank:
+                yield Compute("copy", (work["x"][:],), (shard,))
+            else:
+                yield Recv(peer, shard)
+                yield Send(peer, work["x"][:])
+
+    whole = np.arange(24.0).reshape(4, 6)
+    for x in (whole.T, whole[:, ::2], whole[::-1], whole):
+        y = fompi.all_gather(x, comm=world, schedule="to everyone")
+        np.testing.assert_array_equal(y, np.concatenate([x] * world.size))

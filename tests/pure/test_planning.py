@@ -128,6 +128,17 @@ def test_a_schedule_of_a_user(forgotten):
     )
 
 
+def test_a_schedule_of_a_user_gets_a_strided_x_packed(forgotten):
+    """It need not know: what it sends lies in rows. The packing is in the plan."""
+    fompi.schedule("send_to_all", "all_gather")(send_to_all)
+    for ranks, slices in product((1, 2, 3), (1, (1, 2))):
+        plan = fompi.plan(fompi.all_gather, X, ranks=ranks, schedule="send_to_all", slices=slices, packed=True)
+        fompi.verify(plan)
+        for program in plan.programs:
+            ops = [op for op in program.ops if isinstance(op, (Compute, Send)) and op.reads[0].buffer == "x"]
+            assert ops and all(isinstance(op, Compute) and op.kernel == "pack" for op in ops)
+
+
 @pytest.mark.parametrize(
     ("lacking", "text"),
     [(Compute, "rank 0"), (Send, "rank 1"), (Recv, "rank 0")],

@@ -32,7 +32,7 @@ mkdir "$prefix"/{state,spool,log,pid,tmp}
 
 # Slurm's plug-in opens the name libpmix.so, which only the package for developers has.
 pmix=/usr/lib/$(uname -m)-linux-gnu/pmix2/lib
-[[ ! -e $pmix/libpmix.so.2 || -e $pmix/libpmix.so || ! -w $pmix ]] || ln -s libpmix.so.2 "$pmix/libpmix.so"
+[[ ! -e $pmix/libpmix.so.2 || -e $pmix/libpmix.so || ! -w $pmix ]] || ln -sfn libpmix.so.2 "$pmix/libpmix.so"
 
 cp /etc/hosts "$prefix/hosts"
 for ((i = 1; i <= nodes; i++)); do
