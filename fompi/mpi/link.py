@@ -30,7 +30,8 @@ class Link:
     def __init__(self, comm: Any, blocking: Any = None):
         MPI = start_mpi()
         # The duplicate of a `fompi.mpi.Comm` is one, too. Here the collectives of MPI are meant.
-        self.comm, self.blocking = MPI.Intracomm(comm), None if blocking is None else MPI.Intracomm(blocking)
+        self.comm: Any = MPI.Intracomm(comm)
+        self.blocking: Any = None if blocking is None else MPI.Intracomm(blocking)
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.world_size = MPI.COMM_WORLD.Get_size()
         self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
