@@ -182,7 +182,7 @@ def test_a_run_that_learns_too_little_says_so(mpirun):
         (15, 1, "below the 95% that the default settings reach. The exit status is 1."),
         (1, 0, "below the 95% of 15 epochs, as may be after fewer."),
     ):
-        done = mpirun(1, MAIN_JOB, "--epochs", str(epochs), "--batch", "1400", "--hidden", "1")
+        done = mpirun(1, MAIN_JOB, "--epochs", str(epochs), "--batch", "1400", "--hidden", "8")
         assert done.returncode == status and not done.left_behind, done.output
         assert words in done.stdout
         assert "test accuracy" in done.stdout.splitlines()[-1]
