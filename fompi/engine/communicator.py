@@ -357,9 +357,10 @@ class Communicator(Shared):
             return next(iter(self.channel.active.values()), None)
 
     def close(self) -> None:
-        """Finish the calls in flight, and free the duplicate of the MPI communicator. Collective.
+        """Finish the calls in flight, and give up the duplicate of the MPI communicator. Collective.
 
-        A call that waits for `ready()` is given up. Raises DeviceError if a kernel has failed after its call returned.
+        It is freed once all ranks have closed it, if none of them has abandoned a call on it. A call that waits for
+        `ready()` is given up. Raises DeviceError if a kernel has failed after its call returned.
         """
         if self.engine.over:
             self.closed = True
