@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from fompi.backends.cuda import Device
 from fompi.base.errors import (
+    ArgumentError,
     DeviceError,
     DriftWarning,
     DtypeError,
@@ -48,6 +49,7 @@ from fompi.base.errors import (
     LayoutError,
     MismatchError,
     OverlapWarning,
+    PackageError,
     PeerError,
     PlanError,
     RaceError,
@@ -58,6 +60,7 @@ from fompi.base.errors import (
 )
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.base.version import __version__ as __version__
+from fompi.engine import frames
 from fompi.engine.communicator import OBSERVERS, Communicator
 from fompi.engine.mesh import Mesh
 from fompi.engine.stop import Stop
@@ -169,6 +172,7 @@ __all__ = [
     "LayoutError",
     "DtypeError",
     "TensorError",
+    "ArgumentError",
     "DeviceError",
     "RaceError",
     "PlanError",
@@ -177,6 +181,7 @@ __all__ = [
     "WaitTimeout",
     "StateError",
     "LaunchError",
+    "PackageError",
     "OverlapWarning",
     "DriftWarning",
 ]
@@ -216,6 +221,7 @@ def _store_of_torchrun(seconds: float) -> Any:
 HOOKS.differentiable, HOOKS.prepare = _differentiable, _prepare
 OBSERVERS.append(_report)
 STORES["torchrun"] = _store_of_torchrun
+frames.install()
 
 
 _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")

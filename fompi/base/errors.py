@@ -19,6 +19,13 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}"
 
 
+def of_signature(name: str, error: TypeError) -> TypeError:
+    """An ArgumentError if `error` says that a call of `name` does not fit its signature. Else `error` itself."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # a line of the function raised it
+        return error
+    return ArgumentError(f"{name}{text_of(error)[text_of(error).find('(') :]}")
+
+
 class FompiError(Exception):
     """The base class of all errors of fompi."""
 
@@ -39,6 +46,14 @@ class TensorError(FompiError, TypeError):
     """An object cannot be used as a tensor: wrong device or strides, read-only memory, or a consumed capsule."""
 
 
+class ArgumentError(FompiError, TypeError):
+    """A call has an argument that the function does not know, or lacks one."""
+
+
+class PackageError(FompiError, ImportError):
+    """A package that is not installed with fompi is needed here. The message has the line of pip."""
+
+
 class PlanError(FompiError, ValueError):
     """A plan is wrong or cannot be made. `rank`, `op` (its number in the program) and `chunk` say where."""
 
@@ -57,6 +72,9 @@ class StateError(FompiError, RuntimeError):
 
 class LaunchError(FompiError, RuntimeError):
     """MPI is missing, or the program was not started in the way that the call needs."""
+
+    of_all_ranks = False
+    """True if each process of the job raises it: then the first one prints it."""
 
 
 class PeerError(FompiError, RuntimeError):

@@ -74,6 +74,17 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZE[dtype]
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of NumPy, PyTorch or JAX, or `dtype` if it is a name. Raises DtypeError."""
+    if isinstance(dtype, str) and dtype in ITEMSIZE:
+        return dtype
+    names = getattr(dtype, "name", None), getattr(dtype, "__name__", None), str(dtype).removeprefix("torch.")
+    found = next((name for name in names if name in ITEMSIZE), None)
+    if found is None:
+        itemsize(str(dtype))  # which raises
+    return str(found)
+
+
 def accumulator(dtype: str) -> str:
     """The dtype of sums of `dtype`. It is float32 for half types, so that a result is rounded only once."""
     return "float32" if dtype in HALF else dtype
@@ -103,14 +114,17 @@ Layout = Shard | Replicate | Partial
 
 @dataclass(frozen=True)
 class Spec:
-    """A global tensor without data: its shape over all ranks, the name of its dtype, its layout."""
+    """A global tensor without data: its shape over all ranks, its dtype, its layout.
+
+    The dtype is a name, such as "float32", or a dtype of NumPy, PyTorch or JAX. `spec.dtype` is the name.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     layout: Layout = Replicate()
 
     def __post_init__(self) -> None:
-        itemsize(self.dtype)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         try:
             object.__setattr__(self, "shape", tuple(map(index, self.shape)))
         except TypeError:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from time import sleep
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fompi.base.errors import FompiError
 from fompi.base.version import __version__
@@ -20,6 +23,18 @@ MEETING_SECONDS = 1.0
 
 A launcher may end the job when the first rank ends with an error. So rank 0 has this time to say what is wrong.
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        invalid = re.fullmatch(r"(.*invalid choice: '?(.*?)'?) \(choose from (.*)\)", message)
+        if invalid is not None:
+            known = [name.strip("' ") for name in invalid[3].split(",")]
+            near = get_close_matches(invalid[2], known, 1)
+            message = f"{invalid[1]}: " + (f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}")
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
 
 
 class Command(NamedTuple):
@@ -91,7 +106,7 @@ def _parse(
     arguments: list[str],
     command: Command | None,
     parser: argparse.ArgumentParser,
-    parsers: dict[str, argparse.ArgumentParser],
+    parsers: Mapping[str, argparse.ArgumentParser],
 ) -> tuple[Any, argparse.Namespace]:
     """The module of the subcommand, and its options. Arguments without a subcommand end the process here."""
     module = None
@@ -123,10 +138,10 @@ def program() -> str:
     return "fompi" if Path(sys.argv[0]).name == "fompi" else "python -m fompi"
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser, and one for each subcommand, still without arguments."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}  # an example stays on one line
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(),
         description="Collectives that overlap with computation, on MPI. Without a command: what is here, in short.",
         epilog=f"for example: {program()} try 1024,1024,1024 --ranks 4",

@@ -11,7 +11,7 @@ from typing import Any
 
 from fompi.backends import numpy
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, text_of
-from fompi.base.layout import MOST_NBYTES
+from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.version import __version__
 from fompi.engine import faults
 from fompi.engine.control import GONE, LEFT, STOPPED, Channel
@@ -57,7 +57,9 @@ def _make_engine() -> Engine:
         lonely = launcher.warning(launcher.detect(), world()[1], mpi.name, mpi.mpirun)
         if lonely and world()[1] == 1:
             unlink_segments()
-            raise LaunchError(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
+            error = LaunchError(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
+            error.of_all_ranks = True
+            raise error
     if world()[0] == 0:
         environment.warn_of_unknown()
     numpy.writes_compiled_code = launcher.detect().local_rank in (None, 0)
@@ -267,8 +269,16 @@ class Communicator(Shared):
         agree(self, "a barrier")
 
     def split(self, color: int, key: int = 0, name: str = "") -> Communicator:
-        """A Communicator of the ranks with the same `color`, in the order of `key`. Collective."""
-        agree(self, "a split")
+        """A Communicator of the ranks with the same `color`, in the order of `key`. Collective.
+
+        Raises LayoutError if the color is no integer from 0 to 2**31 - 1, or the key is none of 32 bits.
+        """
+        refusal, limit = None, 1 << 31
+        if (number := integer(color)) is None or not 0 <= number < limit:
+            refusal = LayoutError(f"split: color={color!r} must be an integer from 0 to {limit - 1}")
+        elif (number := integer(key)) is None or not -limit <= number < limit:
+            refusal = LayoutError(f"split: key={key!r} must be an integer of 32 bits")
+        agree(self, "a split", refusal)
         part = Communicator(self.link.split(color, key), name or f"{self.name}/{color}", self.hosts)
         part.backend = self.backend
         if self.urgency is not None:

@@ -10,7 +10,6 @@ import atexit
 import io
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -23,15 +22,12 @@ from types import FrameType, TracebackType
 from fompi.base.errors import PeerError
 from fompi.engine.control import DYING, GONE, LEFT, Channel
 from fompi.engine.engine import Engine
-from fompi.engine.frames import fold
+from fompi.engine.frames import DEFER_SECONDS, Hook, hook_of_program, show
 from fompi.mpi.link import abort, finalized, free_closed
 from fompi.mpi.transport import world
 
 LISTEN_SECONDS = 0.1
 """How long an ending rank waits for messages of other ranks that are ending too."""
-
-DEFER_SECONDS = 1.0
-"""How long a rank delays its traceback if another rank should print one. That rank normally aborts the job first."""
 
 BROKEN_SECONDS = 5.0
 """How long a rank waits at exit for the other ranks if a call was abandoned: perhaps they cannot be reached."""
@@ -43,21 +39,25 @@ READ_SECONDS = 0.2
 """A pause before MPI_Abort, in which the launcher reads the output of this rank."""
 
 
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as a shell has it: 128 + SIGINT."""
+
+
 def install(engine: Engine) -> None:
     """Install hooks for uncaught exceptions and for exit. Called once, when the first communicator is made."""
-    hook, thread_hook, process = sys.excepthook, threading.excepthook, os.getpid()
+    alone, hook, thread_hook, process = sys.excepthook, hook_of_program(), threading.excepthook, os.getpid()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != process or finalized():  # a forked child does not take part in MPI
-            hook(kind, error, trace)
+            alone(kind, error, trace)
         else:
-            _end(engine, error, lambda: hook(kind, error, trace))
+            _end(engine, error, hook)
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
         if os.getpid() != process or finalized() or issubclass(args.exc_type, SystemExit):  # it ends only the thread
             thread_hook(args)
         else:
-            _end(engine, args.exc_value, lambda: thread_hook(args))
+            _end(engine, args.exc_value, lambda *_: thread_hook(args))
 
     def at_exit() -> None:
         if os.getpid() == process:
@@ -106,7 +106,7 @@ def _is_inside_engine(frame: FrameType | None) -> bool:
     return False
 
 
-def _end(engine: Engine, error: BaseException | None, report: Callable[[], object]) -> None:
+def _end(engine: Engine, error: BaseException | None, hook: Hook) -> None:
     """Print the traceback, unless another rank prints one. Then end all ranks."""
     if isinstance(sys.stderr, io.StringIO):  # the hook of torch.distributed would print it after this function
         sys.stderr = sys.__stderr__ or sys.stderr
@@ -116,13 +116,7 @@ def _end(engine: Engine, error: BaseException | None, report: Callable[[], objec
         if not _is_first(engine):
             sleep(DEFER_SECONDS)  # the first rank aborts the job in this time; if it does not, this rank must report
     try:
-        rank, size = world()
-        if size > 1:
-            print(f"fompi: rank {rank} of {size} on {socket.gethostname()} ends by an error:", file=sys.stderr)
-        folded = fold(error)
-        report()
-        if folded:
-            print(f"fompi: {folded} frames inside of fompi are left out; FOMPI_DEBUG=1 shows them", file=sys.stderr)
+        show(error or RuntimeError("an error without a value"), hook, *world())
     except Exception:
         traceback.print_exc()
     finally:
@@ -130,7 +124,7 @@ def _end(engine: Engine, error: BaseException | None, report: Callable[[], objec
         sys.stderr.flush()
         sleep(READ_SECONDS)
         if not finalized():
-            abort(1)
+            abort(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def end_job(reason: str, status: int) -> None:

@@ -5,6 +5,7 @@ The pickle has only the name and the ranks. Loading it finds what is open in thi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, NamedTuple, Self
@@ -21,6 +22,7 @@ class Key(NamedTuple):
     ranks: tuple[int, ...]  # of MPI_COMM_WORLD
 
 
+_COUNTS: Counter[Key] = Counter()
 _MADE: WeakValueDictionary[tuple[Key, int], Any] = WeakValueDictionary()
 _NUMBERS = count()
 
@@ -28,6 +30,8 @@ _NUMBERS = count()
 def remember(made: Any, kind: str, name: str, ranks: Sequence[int]) -> Key:
     """The key of `made`, under which `reopened` finds it as long as it is open."""
     key = Key(kind, name, tuple(ranks))
+    made.number = _COUNTS[key]
+    _COUNTS[key] += 1
     _MADE[key, next(_NUMBERS)] = made
     return key
 
@@ -54,6 +58,8 @@ class Shared:
     """
 
     _key: Key
+    number: int
+    """How many of the same name and ranks this process has made before. All its ranks have the same number."""
 
     def __copy__(self) -> Self:
         return self

@@ -15,6 +15,10 @@
 This room may import the package jax, and all rooms from `base` to `parallel`. Only this room and `bench` import jax.
 """
 
-from fompi.jax.custom_vjp import *  # noqa: F403
-from fompi.jax.parallel import *  # noqa: F403
-from fompi.jax.program import jit as jit
+from fompi.base.extras import need
+
+need("jax")
+
+from fompi.jax.custom_vjp import *  # noqa: E402, F403
+from fompi.jax.parallel import *  # noqa: E402, F403
+from fompi.jax.program import jit as jit  # noqa: E402

@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -79,6 +80,7 @@ def start_mpi() -> ModuleType:
         added = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
         os.environ.update(added)
         try:
+            warnings.filterwarnings("ignore", "suspicious MPI execution", RuntimeWarning)  # a LaunchError says more
             MPI.Init_thread(getattr(MPI, f"THREAD_{_requested_thread_level().upper()}"))
         finally:
             for name in added:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
-from fompi.base.errors import LaunchError, PlanError, StateError, TensorError
+from fompi.base.errors import ArgumentError, LaunchError, PlanError, StateError, TensorError, of_signature
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.ops.arguments import Arguments, localise
@@ -130,13 +130,16 @@ class Operation(Generic[P]):
                 if name not in self._keywords:
                     near = get_close_matches(name, self._keywords, 1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise TypeError(f"fompi.{self.name} has no argument {name!r}{hint}")
-            return self._arguments(*args, **options), comm, call_options
+                    raise ArgumentError(f"fompi.{self.name} has no argument {name!r}{hint}")
+            try:
+                return self._arguments(*args, **options), comm, call_options
+            except TypeError as error:
+                raise of_signature(f"fompi.{self.name}", error) from None
         except Exception as error:
             for given in args:
                 if isinstance(given, Communicator):  # the other ranks meet there
                     words = f"fompi.{self.name}: a communicator is given by its name: write comm=..."
-                    self.refuse(TypeError(words), given)
+                    self.refuse(ArgumentError(words), given)
             self.refuse(error, comm)
             raise
 

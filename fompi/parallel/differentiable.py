@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from fompi.base.errors import ArgumentError
 from fompi.ops.operation import HOOKS, is_compiling
 from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
@@ -88,7 +89,7 @@ class Differentiable:
         try:
             bound = self.__signature__.bind(*args, **options)
         except TypeError as error:
-            raise TypeError(f"{self.__name__}: {error}") from None
+            raise ArgumentError(f"{self.__name__}: {error}") from None
         bound.apply_defaults()
         return bound.arguments
 

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from fompi.base.errors import PeerError, in_words
+from fompi.base.errors import PeerError, in_words, of_signature
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import ENDED, Channel, Ended
 from fompi.engine.engine import LATE_SECONDS
@@ -191,7 +191,10 @@ def in_section(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(f)
         def run(*args: P.args, **options: P.kwargs) -> R:
             with Section(name):
-                return f(*args, **options)
+                try:
+                    return f(*args, **options)
+                except TypeError as error:
+                    raise of_signature(name, error) from error.__cause__
 
         return run
 

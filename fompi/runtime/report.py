@@ -1,7 +1,7 @@
 """FOMPI_REPORT: what overlap gained in this job.
 
-FOMPI_REPORT=1 prints one line for each operation, once, at the end of the job. FOMPI_REPORT=full prints a line for each
-rank too. FOMPI_REPORT=FILE.json writes all figures to a file.
+FOMPI_REPORT=1 prints a table of a screen, once, at the end of the job (`fompi.runtime.report_text`). FOMPI_REPORT=full
+prints all operations, with a line for each rank. FOMPI_REPORT=FILE.json writes all figures to a file.
 
 1. Every rank notes each call that finishes (`Report.note`).
 2. When a communicator is closed, or the program ends, its ranks measure the baselines of each operation
@@ -33,14 +33,14 @@ from fompi.engine.handshake import agree
 from fompi.mpi import environment, launcher
 from fompi.mpi.link import finalized
 from fompi.mpi.transport import gather_at_exit, library, world
+from fompi.plans.meaning import ROOTED
 from fompi.plans.plan import Plan
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
+from fompi.runtime.report_text import full_text, overlap_warnings, text
 from fompi.traces.proof import (
     NOT_OVERLAPPING,
-    WORTH_SECONDS,
-    WORTH_SHARE,
     Proof,
     RankDependencies,
     Wait,
@@ -122,7 +122,9 @@ class Calls:
         return {
             "title": proof.title,
             "problem": str(self.compiled.plan.problem),
+            "call": called(self.compiled.plan, self.extents, self.comm.rank),
             "communicator": self.comm.name,
+            "number": self.comm.number,
             "members": self.members,
             "stamp": self.stamp,
             "rank": proof.rank,
@@ -133,6 +135,20 @@ class Calls:
             "waits": [[wait.seconds, str(wait)] for wait in proof.waits[:8]],
             "not_overlapped": why_not_overlapped(self.comm, self.compiled.plan),
         }
+
+
+def called(plan: Plan, extents: Extents | None, rank: int) -> str:
+    """The operation with its tensors on this rank, such as "all_gather_matmul(float32 x[64, 32], w[32, 48])".
+
+    Calls with different rows (`extents` is None) are those of the problem, without rows.
+    """
+    problem = plan.problem
+    if extents is None:
+        return str(problem)
+    inputs = [buffer for buffer in plan.programs[rank].buffers if buffer.role == "input"]
+    texts = [f"{buffer.name}[{', '.join(map(str, buffer.shape(extents)))}]" for buffer in inputs]
+    options = [f"root {problem.root}"] * (problem.operation in ROOTED) + [problem.op] * (problem.op != "sum")
+    return f"{problem.operation}({problem.dtype} {', '.join([*texts, *options])})"
 
 
 def why_not_overlapped(comm: Communicator, plan: Plan) -> str | None:
@@ -260,93 +276,6 @@ class Report:
             print(shown, file=sys.stderr, flush=True)
         for message in overlap_warnings(whole):
             warnings.warn(message, OverlapWarning, stacklevel=1)
-
-
-# ---------------------------------------------------------------------------------------------- what rank 0 prints
-
-
-def _by_operation(report: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """For each operation the records of its ranks, in the order of ranks."""
-    records: dict[object, list[dict[str, Any]]] = {}
-    for rank in report["ranks"]:
-        for o in rank["operations"]:
-            records.setdefault((tuple(o["members"]), o["communicator"], o["stamp"], o["title"]), []).append(o)
-    return list(records.values())
-
-
-def overlap_warnings(report: Mapping[str, Any]) -> list[str]:
-    """One warning for each operation: the warning of the rank with the most exposed time."""
-    messages = []
-    for ranks in _by_operation(report):
-        if warned := [o for o in ranks if o["warning"]]:
-            messages.append(max(warned, key=lambda o: o["exposed"])["warning"])
-    return messages
-
-
-def text(report: Mapping[str, Any]) -> str:
-    """The report as text: one line for each operation, of the rank with the most exposed time."""
-    lines = _head(report)
-    rows = []
-    for ranks in _by_operation(report):
-        worst = max(ranks, key=lambda o: o["exposed"])
-        name = f"{worst['problem']} {worst['title'].partition(' ')[2]} on {worst['communicator']}"
-        rows.append((name, worst))
-    width = max((len(name) for name, _ in rows), default=0)
-    if rows:
-        lines.append(
-            f"{'operation':{width}}  calls      p50  compute messages   hidden  exposed  (medians in ms; "
-            "FOMPI_REPORT=full: all ranks)"
-        )
-    for name, o in rows:
-        cells = (_ms(o[key]) for key in ("p50", "compute", "messages_alone", "hidden", "exposed"))
-        lines.append(f"{name:{width}}  {o['calls']:>5}{''.join(cells)}  {_why(o)}".rstrip())
-    return "\n".join(lines)
-
-
-def _why(o: Mapping[str, Any]) -> str:
-    """Why time is exposed on this rank, if it is more than noise."""
-    if o["exposed"] <= max(WORTH_SECONDS, WORTH_SHARE * o["p50"]) and not o["warning"]:
-        return ""
-    waited = [f"rank {o['rank']} waited {reason}" for _, reason in o["waits"][:1]]
-    return "; ".join([*filter(None, [o.get("not_overlapped")]), *waited])
-
-
-def _head(report: Mapping[str, Any]) -> list[str]:
-    """The lines above the operations."""
-    lines = [f"fompi report: {report['size']} ranks, {report['mpi']}, progress: {report['progress']}"]
-    if report.get("threads"):
-        lines.append(f"warning: {report['threads']}")
-    if missing := sorted(set(range(report["size"])) - {rank["rank"] for rank in report["ranks"]}):
-        lines.append(f"missing: the notes of rank {', '.join(map(str, missing))}")
-    return lines
-
-
-def full_text(report: Mapping[str, Any]) -> str:
-    """The report as text: one block for each operation, with one line for each rank, and what the rank waited for."""
-    lines = _head(report)
-    for ranks in _by_operation(report):
-        first = ranks[0]
-        lines.append("")
-        lines.append(f"{first['title']} on {first['communicator']}: {first['problem']}, {first['calls']} calls")
-        lines.append(
-            "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (medians in ms)"
-        )
-        for o in ranks:
-            cells = [_ms(o["p50"]), _ms(o["p99"]), _ms(o["compute"]), f"{o['slowdown']:9.2f}", _ms(o["communication"])]
-            cells += [_ms(o["messages_alone"]), _ms(o["hidden"]), _ms(o["exposed"]), _ms(o["tail"])]
-            remarks = ["no compute baseline"] * (o["compute_alone"] is None)
-            remarks += [f"{1e3 * o['elsewhere']:.3f} ms elsewhere"] * (o["elsewhere"] > 0)
-            lines.append("   ".join([f"{o['rank']:>4}{''.join(cells)}", *remarks]))
-        for o in ranks:
-            if o["waits"]:
-                lines.append(f"  rank {o['rank']} waited {'; '.join(reason for _, reason in o['waits'][:3])}")
-        if first.get("not_overlapped"):
-            lines.append(f"  not overlapped: {first['not_overlapped']}")
-    return "\n".join(lines)
-
-
-def _ms(seconds: float | None) -> str:
-    return f"{'-':>9}" if seconds is None else f"{1e3 * seconds:9.3f}"
 
 
 def of_environment() -> Report | None:

@@ -19,7 +19,11 @@ torch.
 from importlib import import_module
 from typing import Any
 
-from fompi.torch.autoload import register
+from fompi.base.extras import need
+
+need("torch")
+
+from fompi.torch.autoload import register  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:

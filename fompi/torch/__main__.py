@@ -11,16 +11,12 @@ the communication was hidden (FOMPI_REPORT).
 from __future__ import annotations
 
 import os
-import runpy
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from time import sleep
 from typing import Any
 
 import torch.distributed as dist
 
-from fompi.mpi import environment, launcher, transport
+from fompi.mpi import launcher, transport, unedited
 
 USAGE = "usage: mpirun -n N python -m fompi.torch (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
@@ -56,31 +52,10 @@ def set_variables() -> None:
     os.environ.update(zip(names, map(str, (rank, size, *local)), strict=True))
 
 
-def main(arguments: Sequence[str]) -> int:
-    is_module = arguments[:1] == ["-m"]
-    program, given = arguments[is_module : is_module + 1], arguments[is_module + 1 :]
-    problem = ""
-    if not program or (program[0].startswith("-") and not is_module):
-        problem = USAGE
-    elif not is_module and not Path(program[0]).exists():
-        problem = f"fompi: there is no program {program[0]}"
-    if problem:
-        if launcher.detect().rank:
-            sleep(1)  # a launcher may end the job before rank 0 has spoken
-        else:
-            print(problem, file=sys.stderr)
-        return 2
-    environment.preset("FOMPI_REPORT", "1")
+def prepare() -> None:
     set_variables()
     swap()
-    sys.argv = [program[0], *given]
-    if is_module:
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(program[0]).resolve().parent)
-        runpy.run_path(program[0], run_name="__main__")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(unedited.run(sys.argv[1:], USAGE, prepare))

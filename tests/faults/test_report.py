@@ -30,16 +30,23 @@ def test_the_report_is_printed_once(reporting, ranks):
     finished = ended.finished
     assert finished.returncode == 0 and not finished.left_behind and ended.tracebacks == 0, ended.output
     assert finished.stdout == "" and finished.stderr.count("fompi report: ") == 1
-    head, columns, *lines = finished.stderr.splitlines()
+    head, total, verdict, *lines = finished.stderr.splitlines()
     assert f"{ranks} ranks" in head and "progress: " in head and "missing: " not in finished.stderr
-    assert columns.split()[:3] == ["operation", "calls", "p50"] and len(lines) == 2
-    for line, title in zip(lines, ("all_gather_matmul(", "all_reduce("), strict=True):
-        name, _, figures = line.partition("  ")
-        assert name.startswith(title) and name.endswith(" on world")
-        calls, p50, *rest = figures.split()[:6]
-        assert calls == "4" and float(p50) > 0 and len([*map(float, rest)]) == 4
+    assert total.startswith("total: 8 calls, ") and verdict.startswith("verdict: ")
+    columns, *lines = lines[-3:]
+    assert columns.split()[:4] == ["calls", "total", "ms", "p50"]
+    names = []
+    for line in lines:
+        calls, *figures = line[:69].split()
+        assert calls == "4" and float(figures[1]) > 0 and len([*map(float, figures)]) == 6
+        names.append(line[69:].strip())
+    assert {name.partition(" by ")[0] for name in names} == {
+        "all_gather_matmul(float64 x[64, 32], w[32, 16])",
+        "all_reduce(float64 x[100])",
+    }
+    assert all(name.endswith(" on world") for name in names)
     if ranks == 1:
-        assert not [line for line in lines if "waited" in line and "rank 1" in line]
+        assert "rank 1" not in finished.stderr
 
 
 @pytest.mark.one_mpi
@@ -48,7 +55,7 @@ def test_the_full_report_has_a_line_for_each_rank(reporting):
     finished = reporting(ranks, WORK, to="full").finished
     assert finished.returncode == 0 and finished.stderr.count("fompi report: ") == 1, finished.output
     _, _, blocks = finished.stderr.partition("\n\n")
-    for block, title in zip(blocks.split("\n\n")[:2], ("all_gather_matmul by ", "all_reduce by "), strict=True):
+    for block, title in zip(blocks.split("\n\n")[:2], ("all_gather_matmul(", "all_reduce("), strict=True):
         lines = block.splitlines()
         assert lines[0].startswith(title) and lines[0].endswith("4 calls")
         assert [line.split()[0] for line in lines[2 : 2 + ranks]] == [str(rank) for rank in range(ranks)]

@@ -12,14 +12,16 @@ from fompi.base.layout import Partial, Shard, Spec
 from fompi.engine.engine import Engine
 from fompi.engine.intervals import RecentIntervals
 from fompi.ops.operations import plan
-from fompi.runtime.report import Report, full_text, overlap_warnings, percentile, text, why_not_overlapped
+from fompi.runtime.report import Report, called, percentile, why_not_overlapped
+from fompi.runtime.report_text import MOST_LINES, full_text, overlap_warnings, text
 from fompi.traces.trace import intersection, length
 
 
 def noted(rank, **fields):
     known = {
-        "title": "all_gather_matmul by direct", "problem": "all_gather_matmul(float32[:, 8], w[8, 4])",
-        "communicator": "tp", "members": [0, 2], "stamp": 7, "rank": rank, "calls": 12, "p50": 0.2, "p99": 0.25,
+        "title": "all_gather_matmul by direct", "call": "all_gather_matmul(float32 x[6, 8], w[8, 4])",
+        "communicator": "tp", "number": 0, "members": [0, 2], "stamp": 7, "rank": rank, "calls": 12,
+        "p50": 0.2, "p99": 0.25,
         "wall": 0.2, "kernels": 0.11, "compute_alone": 0.1, "compute": 0.1, "slowdown": 1.1, "communication": 0.15,
         "messages_alone": 0.1, "hidden": 0.0, "exposed": 0.1 + 0.01 * rank, "tail": 0.001, "idle": 0.09, "nbytes": 4096,
         "elsewhere": 0.0,
@@ -39,28 +41,82 @@ REPORT = {
 }
 
 
-def test_the_text_has_one_line_for_each_operation():
-    """It is the rank with the most exposed time, and the line ends with what it waited for."""
-    name = "all_gather_matmul(float32[:, 8], w[8, 4])"
+def test_the_text():
+    """Totals, a verdict, the largest exposures, and a line for each operation: that of the most exposed rank."""
+    name = "all_gather_matmul(float32 x[6, 8], w[8, 4])"
     assert text(REPORT) == (
         "fompi report: 3 ranks, MPICH 5.0.2, progress: helper\n"
         "missing: the notes of rank 1\n"
-        f"operation{' ' * 48}  calls      p50  compute messages   hidden  exposed  "
-        "(medians in ms; FOMPI_REPORT=full: all ranks)\n"
-        f"{name} by direct on tp     12  200.000  100.000        -    0.000  110.000  "
-        "rank 1 waited 80.000 ms for x[1] from rank 1\n"
-        f"{name} by ring on tp       12  200.000  100.000  100.000    0.000  100.000"
+        "total: 24 calls, 4.80 s on rank 0, which has the most exposed time: kernels 2.40 s, exposed 2.40 s, "
+        "hidden 0 ms, messages alone 2.40 s\n"
+        'verdict: 50% of the time in fompi is exposed. Another schedule may hide more: effort="measure", or '
+        "`fompi explain`\n"
+        f"exposed 1: 1.32 s in {name} by direct on tp: rank 1 waited 80.000 ms for x[1] from rank 1\n"
+        "\n"
+        "  calls   total ms    p50 ms   compute  messages    hidden   exposed  operation\n"
+        f"     12   2400.000   200.000   100.000         -     0.000   110.000  {name} by direct on tp\n"
+        f"     12   2400.000   200.000   100.000   100.000     0.000   100.000  {name} by ring on tp"
     )
 
 
-def test_a_line_says_why_nothing_is_hidden():
+def one(**fields):
+    """A report of one operation on one rank."""
+    return {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, **fields)]}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({"exposed": 0.004}, "communication is hidden: 2% of the time in fompi is exposed"),
+        (
+            {"messages_alone": 0.01},
+            "is exposed. Messages alone are only 120 ms of it: ranks wait for each other",
+        ),
+        ({"compute": 0.02}, "Messages alone take 1.20 s, the kernels behind which they could move 240 ms: send fewer"),
+        ({"not_overlapped": "unfused does not overlap"}, "Most of it is in calls that do not overlap, for the reasons"),
+        ({}, "Another schedule may hide more"),
+    ],
+)
+def test_verdicts(fields, verdict):
+    line = next(line for line in text(one(**fields)).splitlines() if line.startswith("verdict: "))
+    assert verdict in line
+
+
+def test_the_largest_exposures_have_reasons():
     """The reason is named only if the exposed time is more than noise."""
     why = "unfused does not overlap: it was asked for"
-    report = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, not_overlapped=why)]}]}
-    assert text(report).endswith(f"  {why}; rank 0 waited 80.000 ms for x[1] from rank 1")
+    report = one(not_overlapped=why)
+    assert f"on tp: {why}; rank 0 waited 80.000 ms for x[1] from rank 1\n" in text(report)
     assert full_text(report).endswith(f"\n  not overlapped: {why}")
-    report = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, exposed=0.001, warning=None)]}]}
-    assert text(report).endswith("    1.000")
+    assert "exposed 1:" not in text(one(exposed=0.001, warning=None))
+
+
+def test_communicators_of_one_name_are_told_apart():
+    operations = [
+        noted(0),
+        noted(0, number=1),
+        noted(0, members=[1, 3], communicator="dp"),
+        noted(0, communicator="dp"),
+    ]
+    shown = text({**REPORT, "ranks": [{"rank": 0, "operations": operations}]})
+    labels = {line.partition(" by direct on ")[2] for line in shown.partition("  operation\n")[2].splitlines()}
+    assert labels == {"tp", "tp #2", "dp of ranks 0, 2", "dp of ranks 1, 3"}
+
+
+def test_a_long_report_fits_on_a_screen():
+    operations = [noted(0, stamp=stamp, exposed=0.1 / (1 + stamp)) for stamp in range(40)]
+    lines = text({**REPORT, "ranks": [{"rank": 0, "operations": operations}]}).splitlines()
+    assert len(lines) <= 24 and lines[-1].endswith(" exposed (FOMPI_REPORT=full shows all)")
+    assert f" {40 - MOST_LINES} more operations, " in lines[-1]
+
+
+def test_a_call_has_its_sizes():
+    x, w = Spec((8, 4), "float32", Shard(0)), Spec((4, 6), "float32", Shard(1))
+    made = plan("all_gather_matmul", x, w, ranks=2)
+    assert called(made, made.extents(1), 1) == "all_gather_matmul(float32 x[4, 4], w[4, 3])"
+    assert called(made, None, 1) == "all_gather_matmul(float32[:, 4], w[4, 3])"
+    made = plan("reduce", Spec((8,), "int64", Partial("max")), ranks=2, root=1)
+    assert called(made, made.extents(0), 0) == "reduce(int64 x[8], root 1, max)"
 
 
 class Ranks(NamedTuple):
@@ -95,25 +151,30 @@ def test_why_a_call_does_not_overlap(comm, schedule, why):
 
 def test_the_full_text():
     """A block for each operation. The text says what was not measured, and which ranks are missing."""
+    columns = (
+        "rank       p50       p99   compute    slower  messages     alone    hidden   exposed      tail   "
+        "(medians in ms)\n"
+    )
     assert full_text(REPORT) == (
         "fompi report: 3 ranks, MPICH 5.0.2, progress: helper\n"
         "missing: the notes of rank 1\n"
         "\n"
-        "all_gather_matmul by direct on tp: all_gather_matmul(float32[:, 8], w[8, 4]), 12 calls\n"
-        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (medians in ms)\n"
-        "   0  200.000  250.000  100.000     1.10  150.000  100.000    0.000  100.000    1.000\n"
-        "   1  200.000  250.000  100.000     1.10  150.000        -    0.000  110.000    1.000   no compute baseline\n"
+        "all_gather_matmul(float32 x[6, 8], w[8, 4]) by direct on tp, 12 calls\n"
+        f"{columns}"
+        "   0   200.000   250.000   100.000      1.10   150.000   100.000     0.000   100.000     1.000\n"
+        "   1   200.000   250.000   100.000      1.10   150.000         -     0.000   110.000     1.000   "
+        "no compute baseline\n"
         "  rank 0 waited 80.000 ms for x[1] from rank 1\n"
         "  rank 1 waited 80.000 ms for x[1] from rank 1\n"
         "\n"
-        "all_reduce by ring on tp: all_gather_matmul(float32[:, 8], w[8, 4]), 12 calls\n"
-        "rank      p50      p99  compute   slower messages    alone   hidden  exposed     tail   (medians in ms)\n"
-        "   0  200.000  250.000  100.000     1.10  150.000  100.000    0.000  100.000    1.000"
+        "all_gather_matmul(float32 x[6, 8], w[8, 4]) by ring on tp, 12 calls\n"
+        f"{columns}"
+        "   0   200.000   250.000   100.000      1.10   150.000   100.000     0.000   100.000     1.000"
     )
 
 
 def test_the_text_of_a_call_with_other_work_between_start_and_wait():
-    report = {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, compute_alone=None, elsewhere=0.15, waits=[])]}]}
+    report = one(compute_alone=None, elsewhere=0.15, waits=[])
     assert full_text(report).splitlines()[-1].endswith("    1.000   no compute baseline   150.000 ms elsewhere")
 
 

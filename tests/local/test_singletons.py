@@ -32,7 +32,7 @@ FOREIGN = {
 LAUNCHERS = {
     "sbatch": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "Slurm allotted 4 processes, but nothing started them"),
     "srun": (
-        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_JOB_ID": "7"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
         "srun started 4 processes, but MPI has 1 rank",
     ),
     "torchrun": (
@@ -54,6 +54,9 @@ def test_lonely_processes_are_refused(launcher):
     done = run(SUM, variables)
     assert done.returncode and "LaunchError" in done.stderr and words in done.stderr, done.stderr
     assert "FOMPI_SINGLETONS=1" in done.stderr and not done.stdout
+    if launcher == "srun":  # all of them know it, and rank 0 says it
+        silent = run(SUM, {**variables, "SLURM_PROCID": "2"})
+        assert silent.returncode and not silent.stderr and not silent.stdout
     code, ends = (SUM + ENDS, ["[1.]", "MPI_Finalize"]) if launcher == "torchrun" else (SUM, ["[1.]"])
     allowed = run(code, {**variables, "FOMPI_SINGLETONS": "1"})
     assert allowed.returncode == 0 and allowed.stdout.splitlines() == ends, allowed.stderr

@@ -1,0 +1,191 @@
+"""The report of a job as text, from the notes of its ranks: totals, a verdict, the largest exposures, a table.
+
+It is a function of the JSON value that `fompi.runtime.report` gathers. `operations` of a rank are records of
+`Calls.record`: times in seconds, medians of the calls.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fompi.traces.proof import WORTH_SECONDS, WORTH_SHARE
+
+Record = Mapping[str, Any]
+
+MOST_LINES = 10
+"""The table has this many operations. The others are summed in one line."""
+
+MOST_REASONS = 3
+"""So many exposures are explained."""
+
+HIDDEN_SHARE = 0.05
+"""Communication counts as hidden if this share of the time in fompi is exposed, or less."""
+
+FEW, MANY = 1 / 3, 3
+"""Messages are a small part of the exposed time below the first factor. They dwarf kernels above the second."""
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """A table of a screen. A line of it is the rank with the most exposed time in this operation."""
+    operations = [max(ranks, key=lambda o: o["exposed"]) for ranks in by_operation(report)]
+    lines = _head(report)
+    if not operations:
+        return "\n".join([*lines, "no operation was called"])
+    label = _labels(operations)
+    lines += [_totals(report), f"verdict: {_verdict(report)}"]
+    by_exposed = sorted(operations, key=lambda o: -_total(o, "exposed"))
+    for number, o in enumerate((o for o in by_exposed[:MOST_REASONS] if (_why(o))), 1):
+        lines.append(f"exposed {number}: {_duration(_total(o, 'exposed'))} in {label(o)}: {_why(o)}")
+    lines += ["", "  calls   total ms    p50 ms   compute  messages    hidden   exposed  operation"]
+    for o in by_exposed[:MOST_LINES]:
+        cells = "".join(_ms(o[key]) for key in ("p50", "compute", "messages_alone", "hidden", "exposed"))
+        lines.append(f"{o['calls']:>7} {_ms(_total(o, 'p50'))}{cells}  {label(o)}")
+    if rest := by_exposed[MOST_LINES:]:
+        calls, seconds = sum(o["calls"] for o in rest), sum(_total(o, "p50") for o in rest)
+        exposed = sum(_total(o, "exposed") for o in rest)
+        lines.append(
+            f"{calls:>7} {_ms(seconds)}{' ' * 50}  {len(rest)} more operations, {_duration(exposed)} exposed "
+            "(FOMPI_REPORT=full shows all)"
+        )
+    return "\n".join(lines)
+
+
+def full_text(report: Mapping[str, Any]) -> str:
+    """One block for each operation, with one line for each rank, and what the rank waited for."""
+    lines = _head(report)
+    label = _labels([o for rank in report["ranks"] for o in rank["operations"]])
+    for ranks in by_operation(report):
+        first = ranks[0]
+        lines.append("")
+        lines.append(f"{label(first)}, {first['calls']} calls")
+        lines.append(
+            "rank       p50       p99   compute    slower  messages     alone    hidden   exposed      tail   "
+            "(medians in ms)"
+        )
+        for o in ranks:
+            cells = [_ms(o["p50"]), _ms(o["p99"]), _ms(o["compute"]), f"{o['slowdown']:10.2f}", _ms(o["communication"])]
+            cells += [_ms(o["messages_alone"]), _ms(o["hidden"]), _ms(o["exposed"]), _ms(o["tail"])]
+            remarks = ["no compute baseline"] * (o["compute_alone"] is None)
+            remarks += [f"{1e3 * o['elsewhere']:.3f} ms elsewhere"] * (o["elsewhere"] > 0)
+            lines.append("   ".join([f"{o['rank']:>4}{''.join(cells)}", *remarks]))
+        for o in ranks:
+            if o["waits"]:
+                lines.append(f"  rank {o['rank']} waited {'; '.join(reason for _, reason in o['waits'][:3])}")
+        if first.get("not_overlapped"):
+            lines.append(f"  not overlapped: {first['not_overlapped']}")
+    return "\n".join(lines)
+
+
+def overlap_warnings(report: Mapping[str, Any]) -> list[str]:
+    """One warning for each operation: the warning of the rank with the most exposed time."""
+    messages = []
+    for ranks in by_operation(report):
+        if warned := [o for o in ranks if o["warning"]]:
+            messages.append(max(warned, key=lambda o: o["exposed"])["warning"])
+    return messages
+
+
+def by_operation(report: Mapping[str, Any]) -> list[list[Record]]:
+    """For each operation the records of its ranks, in the order of ranks."""
+    records: dict[object, list[Record]] = defaultdict(list)
+    for rank in report["ranks"]:
+        for o in rank["operations"]:
+            records[tuple(o["members"]), o["communicator"], o["number"], o["stamp"], o["title"]].append(o)
+    return list(records.values())
+
+
+def _labels(operations: Sequence[Record]) -> Any:
+    """A function: record -> the call, its schedule, its communicator. Two communicators never have the same label."""
+    ranks = defaultdict(set)
+    for o in operations:
+        ranks[o["communicator"]].add(tuple(o["members"]))
+
+    def label(o: Record) -> str:
+        of_ranks = f" of ranks {', '.join(map(str, o['members']))}" * (len(ranks[o["communicator"]]) > 1)
+        number = f" #{o['number'] + 1}" if o["number"] else ""
+        return f"{o['call']} {o['title'].partition(' ')[2]} on {o['communicator']}{number}{of_ranks}"
+
+    return label
+
+
+def _head(report: Mapping[str, Any]) -> list[str]:
+    lines = [f"fompi report: {report['size']} ranks, {report['mpi']}, progress: {report['progress']}"]
+    if report.get("threads"):
+        lines.append(f"warning: {report['threads']}")
+    if missing := sorted(set(range(report["size"])) - {rank["rank"] for rank in report["ranks"]}):
+        lines.append(f"missing: the notes of rank {', '.join(map(str, missing))}")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------ totals and verdict
+
+
+def _sums(report: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """The rank with the most exposed time, and its total seconds."""
+    names = ("p50", "compute", "hidden", "exposed", "messages_alone")
+    sums = {
+        rank["rank"]: {name: sum(_total(o, name) for o in rank["operations"]) for name in names}
+        for rank in report["ranks"]
+    }
+    worst = max(sums, key=lambda rank: sums[rank]["exposed"])
+    return worst, sums[worst]
+
+
+def _totals(report: Mapping[str, Any]) -> str:
+    rank, sums = _sums(report)
+    calls = sum(o["calls"] for r in report["ranks"] if r["rank"] == rank for o in r["operations"])
+    names = {"compute": "kernels", "exposed": "exposed", "hidden": "hidden", "messages_alone": "messages alone"}
+    parts = ", ".join(f"{word} {_duration(sums[name])}" for name, word in names.items())
+    return f"total: {calls} calls, {_duration(sums['p50'])} on rank {rank}, which has the most exposed time: {parts}"
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    _, sums = _sums(report)
+    exposed, messages, compute = sums["exposed"], sums["messages_alone"], sums["compute"]
+    share = exposed / sums["p50"] if sums["p50"] else 0.0
+    if report["size"] == 1:
+        return "one rank has no messages"
+    if share <= HIDDEN_SHARE:
+        return f"communication is hidden: {share:.0%} of the time in fompi is exposed"
+    words = f"{share:.0%} of the time in fompi is exposed. "
+    if messages < FEW * exposed:
+        return words + (
+            f"Messages alone are only {_duration(messages)} of it: ranks wait for each other, or the calls are small "
+            "(fompi.bind saves their agreement)"
+        )
+    if messages > MANY * compute:
+        return words + (
+            f"Messages alone take {_duration(messages)}, the kernels behind which they could move "
+            f"{_duration(compute)}: send fewer bytes, or start calls earlier"
+        )
+    unhidden = [o for o in _records(report) if o.get("not_overlapped")]
+    if sum(_total(o, "exposed") for o in unhidden) > sum(_total(o, "exposed") for o in _records(report)) / 2:
+        return words + "Most of it is in calls that do not overlap, for the reasons below"
+    return words + 'Another schedule may hide more: effort="measure", or `fompi explain`'
+
+
+def _records(report: Mapping[str, Any]) -> list[Record]:
+    return [o for rank in report["ranks"] for o in rank["operations"]]
+
+
+def _why(o: Record) -> str:
+    """Why time is exposed on this rank, if it is more than noise."""
+    if o["exposed"] <= max(WORTH_SECONDS, WORTH_SHARE * o["p50"]) and not o["warning"]:
+        return ""
+    waited = [f"rank {o['rank']} waited {reason}" for _, reason in o["waits"][:1]]
+    return "; ".join([*filter(None, [o.get("not_overlapped")]), *waited])
+
+
+def _total(o: Record, name: str) -> float:
+    """The seconds of all calls of an operation: the median times the number of calls."""
+    return float(o["calls"] * (o[name] or 0.0))
+
+
+def _ms(seconds: float | None) -> str:
+    return f"{'-':>10}" if seconds is None else f" {1e3 * seconds:9.3f}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
