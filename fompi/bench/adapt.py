@@ -1,8 +1,8 @@
-"""A link that drops to a third during a run: python tools/netlab.py run --hosts 4 -- python -m fompi bench adapt
+"""A link that drops to a third during a run: python -m fompi.lab run --hosts 4 -- python -m fompi bench adapt
 
 The machine is calibrated. Each operation is bound with adapt=True and called for a while. Then the link of the second
 host drops. The suite counts the calls until the ranks change their plan, and compares the new plan with a fresh one: a
-plan for the machine that is calibrated again from nothing. It needs `tools/netlab.py`, which lets a program change
+plan for the machine that is calibrated again from nothing. It needs `fompi.lab`, which lets a program change
 links.
 """
 
@@ -39,7 +39,7 @@ DROP, MOST_OVER_FRESH = 3, 1.10
 
 def rows(comm: Any, options: Options) -> list[Row]:
     if "NETLAB_CONTROL" not in os.environ:
-        raise StateError("bench adapt changes links: start it with tools/netlab.py (docs/howto/lab.md)")
+        raise StateError("bench adapt changes links: start it with python -m fompi.lab (docs/howto/lab.md)")
     total = QUICK_TOTAL if options.quick else TOTAL
     with Cluster(comm.link.comm) as cluster:
         operations = options.progress.each([*OPERATIONS])

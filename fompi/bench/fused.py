@@ -74,8 +74,8 @@ def rows(comm: Any, options: Options) -> list[Row]:
         return [*measured_rows, summary(measured_rows, cluster)]
 
 
-def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:
-    """The best schedule of fompi, the default one, the operation without overlap, and in slices."""
+def measured(comm: Any, cluster: Cluster, case: Case, rounds: int, has_slices: bool = True) -> Row:
+    """The best schedule of fompi, the default one, the operation without overlap, and in slices (`has_slices`)."""
     mpi, operation = comm.link.comm, case.operation
     x, w = case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
@@ -90,7 +90,7 @@ def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:
             return Contestant(rival.call, error)
 
         candidates = {name: bind(how) for name, how in CANDIDATES.items() if is_available(operation, how)}
-        even = [s for s in SLICES if case.m // comm.size % s == 0]
+        even = [s for s in SLICES if has_slices and case.m // comm.size % s == 0]
         others = {
             DEFAULT: Contestant(partial(getattr(fompi, operation), x, w, comm=comm), error),
             UNFUSED_P2P: bind({"schedule": "unfused_p2p"}),
@@ -100,14 +100,17 @@ def measured(comm: Any, cluster: Cluster, case: Case, rounds: int) -> Row:
             **{f"{s} slices, P2P": bind_rival(plain_mpi.pairwise(operation, mpi, x, w, s)) for s in even},
         }
         errors = checked(mpi, candidates | others)
-        pilot = alternate(mpi, calls_of(candidates), PILOT_ROUNDS, idle=cluster.idle, monitor=cluster.monitor)
-        best = min(pilot, key=lambda name: min(pilot[name]))  # too few rounds for a median
+        tried = calls_of(candidates) | {name: others[name].call for name in UNFUSED}
+        pilot = alternate(mpi, tried, PILOT_ROUNDS, idle=cluster.idle, monitor=cluster.monitor)
+        best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, UNFUSED))
         exchange = exchange_of(cluster.own, case, comm.size)
         yardsticks: dict[str, Callable[[], object]] = {KERNEL: kernel_of(case), BARE: exchange}
         calls = yardsticks | calls_of({best: candidates[best], **others})
         samples = alternate(mpi, calls, rounds, idle=cluster.idle, monitor=cluster.monitor)
         cpu = cpu_seconds(mpi, exchange, cluster.idle)
-    return evaluated(comm, cluster, case, best, cpu, replace(Row(str(case), str(cluster), samples), errors=errors))
+    return evaluated(
+        comm, cluster, case, best, cpu, replace(Row(str(case), str(cluster), samples), errors=errors, opponent=opponent)
+    )
 
 
 def is_available(operation: str, how: dict[str, Any]) -> bool:

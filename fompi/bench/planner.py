@@ -253,7 +253,7 @@ def _collectives(comm: Any, cluster: Cluster, machine: Machine, options: Options
 
 
 def shaped(machine: Machine, size: int) -> Machine:
-    """The machine with the links as tools/netlab.py shapes them, one host per rank. Calibrated links may be slower.
+    """The machine with the links as `fompi.lab` shapes them, one host per rank. Calibrated links may be slower.
 
     Without netlab, or with several ranks on a host, the machine does not change.
     """

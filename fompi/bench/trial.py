@@ -62,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gain: over the time without overlap, with its 95 % interval (fewer than 6 rounds: less)."
     )
     parser.add_argument("shape", metavar="M,K,N", help="global shapes: x[M, K] @ w[K, N]")
-    parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
+    parser.add_argument("--ranks", type=int, help="outside of mpirun: how many to start (2, or one for each host)")
+    parser.add_argument("--hosts", type=int, help="make so many hosts on this machine, with links between them")
+    parser.add_argument("--rate", metavar="R", help="the rate of each of these links: 500mbit, 1gbit (1gbit)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the table as JSON (no FILE: print it)")
 
@@ -70,9 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: give 1 or more")
-    if options.ranks < 2:
-        raise UsageError(f"--ranks {options.ranks}: give 2 or more, one rank has no messages to hide")
-    return run_shape(options.shape, options.ranks, options.rounds, options.json)
+    ranks = (options.hosts or 2) if options.ranks is None else options.ranks
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks}: give 2 or more, one rank has no messages to hide")
+    if options.rate is not None and options.hosts is None:
+        raise UsageError(f"--rate {options.rate}: say how many hosts, --hosts 2")
+    if options.hosts is not None and not is_in_lab():
+        shape_of(options.shape)
+        return on_own_hosts(options.hosts, options.rate or "1gbit", ranks)
+    return run_shape(options.shape, ranks, options.rounds, options.json)
 
 
 def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
@@ -91,17 +99,36 @@ def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
         agree(comm, f"try {text}", refusal)
         mpi = comm.link.comm
         with Progress.of_rank(comm.rank, f"try {text}") as progress, Cluster(mpi, patience=PATIENCE) as cluster:
-            load = OtherLoad(cluster.comm)
-            rows = [fused.measured(comm, cluster, case, rounds) for case in progress.each(cases(*shape, comm.size))]
+            load, rows = OtherLoad(cluster.comm), list[Row]()
+            for case in progress.each(cases(*shape, comm.size)):
+                rows.append(fused.measured(comm, cluster, case, rounds, has_slices=False))
+                if comm.rank == 0 and json_file != "-":
+                    progress.erase()
+                    show(*Trial.of(shape, comm.size, cluster, rows).news())
             found = Trial.of(shape, comm.size, cluster, rows, load.cores())
         if comm.rank == 0:
             if json_file == "-":
                 show_json(found.values())
             else:
-                show(*found.blocks())
+                show(*found.ending())
             if json_file not in (None, "-"):
                 Path(json_file).write_text(json.dumps(found.values(), indent=2) + "\n")
     return 0
+
+
+def is_in_lab() -> bool:
+    """True on a host of `fompi.lab`."""
+    return "NETLAB_RATES" in os.environ
+
+
+def on_own_hosts(hosts: int, rate: str, ranks: int) -> int:
+    """Run this command on ranks on so many hosts of `fompi.lab`, one core each. Returns the exit status."""
+    if launcher.detect().launcher != "none":
+        raise UsageError("--hosts makes hosts on this machine and starts the ranks itself: leave out the launcher")
+    lab = [sys.executable, str(Path(fompi.__file__).with_name("lab") / "__main__.py"), "run", "--trust-slow"]
+    shaped = ["--hosts", str(hosts), "--rate", rate, "--ranks", str(ranks)]
+    command = [*lab, *shaped, "--", sys.executable, *sys.orig_argv[1:]]
+    return subprocess.run(command, env={**ENVIRONMENT, **os.environ}).returncode
 
 
 def on_own_ranks(ranks: int) -> int | None:
@@ -176,7 +203,7 @@ class Outcome:
     def of(cls, row: Row, circumstance: str) -> Outcome:
         """From a row of `fused.measured`. `circumstance`: a reason that holds for all operations here, or empty."""
         assert row.base is not None
-        unfused = row.best(fused.UNFUSED)
+        unfused = row.opponent or row.best(fused.UNFUSED)
         gain = row.ratio(unfused, row.base).interval
         assert gain is not None
         verdict = "gain" if gain.low > 1 else "nothing" if gain.high >= 1 else "slower"
@@ -274,25 +301,27 @@ class Trial:
             parts.append(f"nothing gained{where}: {reason}")
         return "; ".join(parts) + "."
 
-    def blocks(self) -> Iterator[str | Table]:
-        """What is printed."""
+    def news(self) -> Iterator[str | Table]:
+        """What is printed when the last one of these operations has been measured."""
         m, k, n = self.shape
-        yield f"x[{m}, {k}] @ w[{k}, {n}], {self.setup}, float32"
-        yield Table(("what runs", "ms", "spread", "gain"), [*self._rows()], right=("ms",))
-        yield f"verdict: {self.verdict}"
+        if len(self.outcomes) == 1:
+            yield f"x[{m}, {k}] @ w[{k}, {n}], {self.setup}, float32"
+        yield Table((self.outcomes[-1].operation, "ms", "spread", "gain"), [*self._rows()], right=("ms",))
+
+    def ending(self) -> Iterator[str]:
+        """What is printed at the end."""
+        yield f"\nverdict: {self.verdict}"
         yield from (f"warning: {text}" for text in self.warnings)
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        for outcome in self.outcomes:
-            yield outcome.operation, "", "", ""
-            for line in outcome.lines:
-                quartiles = line.lower_quartile, line.upper_quartile
-                spread = " to ".join(_ms(seconds) for seconds in quartiles if seconds is not None)
-                gain = "" if line.gain is None else f"{line.gain:.2f}x"
-                if line.gain_level is not None:
-                    level = f", {line.gain_level:.0%}" if line.gain_level < 0.95 else ""
-                    gain += f" ({line.gain_low:.2f} to {line.gain_high:.2f}{level})"
-                yield f"  {line.what}", _ms(line.seconds), spread, gain
+        for line in self.outcomes[-1].lines:
+            quartiles = line.lower_quartile, line.upper_quartile
+            spread = " to ".join(_ms(seconds) for seconds in quartiles if seconds is not None)
+            gain = "" if line.gain is None else f"{line.gain:.2f}x"
+            if line.gain_level is not None:
+                level = f", {line.gain_level:.0%}" if line.gain_level < 0.95 else ""
+                gain += f" ({line.gain_low:.2f} to {line.gain_high:.2f}{level})"
+            yield f"{line.what}", _ms(line.seconds), spread, gain
 
     def values(self) -> dict[str, Any]:
         """For JSON. Times in seconds."""

@@ -215,12 +215,16 @@ class Progress:
         sys.stderr.write(text)
         sys.stderr.flush()
 
+    def erase(self) -> None:
+        """Make room for results."""
+        if self.is_shown and self._replaces:
+            self._write(ERASE)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.is_shown and self._replaces:
-            self._write(ERASE)
+        self.erase()
 
 
 # ---------------------------------------------------------------------------------------------------------- the files

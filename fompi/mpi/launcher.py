@@ -391,7 +391,7 @@ def timeout() -> float:
 
 
 def cores_beside_other_hosts() -> float:
-    """The cores per rank where several emulated hosts share one machine's cores (tools/netlab.py), else infinity."""
+    """The cores per rank where several emulated hosts share one machine's cores (`fompi.lab`), else infinity."""
     return float(os.environ.get("NETLAB_CORES_PER_RANK", "inf"))
 
 

@@ -86,10 +86,11 @@ class Figure:
 class Row:
     """One setting: the times of each contestant, one per round, in seconds. Each is the time of the slowest rank.
 
-    `base` is the contestant with which the table compares the others. `limits` are named times that no contestant can
-    beat. `predicted` are the times of contestants by a model. `absent` says why a contestant did not run. `errors` are
-    the relative errors of the results, from before the timing. `progress` says how messages progressed. `marks` must be
-    shown with every figure of the row.
+    `base` is the contestant with which the table compares the others. `opponent` is the one without overlap that
+    was chosen before these rounds: chosen by them, the best of several is lucky. `limits` are named times that no
+    contestant can beat. `predicted` are the times of contestants by a model. `absent` says why a contestant did not
+    run. `errors` are the relative errors of the results, from before the timing. `progress` says how messages
+    progressed. `marks` must be shown with every figure of the row.
     """
 
     what: str
@@ -103,6 +104,7 @@ class Row:
     errors: Mapping[str, float] = field(default_factory=dict)
     progress: str = ""
     marks: Sequence[str] = ()
+    opponent: str | None = None
 
     def median(self, name: str) -> float:
         return statistics.median(self.samples[name])
@@ -164,18 +166,16 @@ def over_best(samples: Mapping[str, Sequence[float]], chosen: str) -> float:
 
 
 def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **targets: float | None) -> Figure:
-    """The ratio of the two medians. Its interval comes from the ratios within each round."""
+    """The median of the ratios within each round, and its interval. Machines drift between rounds, not within one."""
     paired = [a / b for a, b in zip(slow, fast, strict=True)]
-    value = statistics.median(slow) / statistics.median(fast)
-    return Figure(name, value, "", median_interval(paired), **targets)
+    return Figure(name, statistics.median(paired), "", median_interval(paired), **targets)
 
 
 def difference(name: str, slow: Sequence[float], fast: Sequence[float], **targets: float | None) -> Figure:
-    """The difference of the two medians in microseconds. Its interval comes from the differences within each round."""
+    """The median of the differences within each round in microseconds, and its interval."""
     us = UNITS["us"]
-    value = us * (statistics.median(slow) - statistics.median(fast))
     paired = [us * (a - b) for a, b in zip(slow, fast, strict=True)]
-    return Figure(name, value, "us", median_interval(paired), **targets)
+    return Figure(name, statistics.median(paired), "us", median_interval(paired), **targets)
 
 
 def median_figure(name: str, seconds: Sequence[float], unit: str = "us", **targets: float | None) -> Figure:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import job
 import pytest
-from cluster.values import Rate
+
+from fompi.lab.values import Rate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HOSTS, RATE, WIDTH, BATCH = 2, "200mbit", 512, 512

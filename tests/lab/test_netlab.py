@@ -12,13 +12,14 @@ import time
 import uuid
 from pathlib import Path
 
-import netlab as tool
 import pytest
-from cluster import namespaces
-from cluster.hosts import LAB
-from cluster.launcher import Mpi
-from cluster.links import Times, fault, table
-from cluster.values import Change, Lab, Rate, Refused
+
+from fompi.lab import command as tool
+from fompi.lab import namespaces
+from fompi.lab.hosts import LAB
+from fompi.lab.launcher import Mpi
+from fompi.lab.links import Times, fault, table
+from fompi.lab.values import Change, Lab, Rate, Refused
 
 MEASURE = """
 import os, socket, sys, time

@@ -11,5 +11,5 @@
 | `wire.py`     | plain TCP streams between the ranks: as fast as the link allows                            |
 
 torch and JAX are imported by their own files only, and only when a rival is made. `wire.py` imports the standard
-library only, because `tools/netlab.py` loads it as a file.
+library only, because `fompi.lab` loads it as a file.
 """

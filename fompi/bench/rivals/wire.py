@@ -5,7 +5,7 @@
     with wire.Wire(rank, addresses, listener) as ring:
         seconds = ring.exchange(8_000_000)  # to the next rank, while as much arrives from the previous one
 
-The ranks form a ring of persistent connections. This file imports the standard library only: `tools/netlab.py` loads it
+The ranks form a ring of persistent connections. This file imports the standard library only: `fompi.lab` loads it
 to measure its links with the same code.
 """
 

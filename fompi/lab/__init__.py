@@ -1,4 +1,4 @@
-"""A cluster of hosts on one machine, for `tools/netlab.py`.
+"""A cluster of hosts with shaped links on one machine: `python -m fompi.lab`, `tools/netlab.py`, `fompi try --hosts 2`.
 
 | file            | what it holds                                                                  |
 |-----------------|--------------------------------------------------------------------------------|
@@ -7,7 +7,8 @@
 | `hosts.py`      | the hosts and the links between them                                           |
 | `launcher.py`   | how the launchers of MPICH and Open MPI reach the hosts                        |
 | `links.py`      | measures what the links carry, with TCP and with MPI                           |
+| `command.py`    | the command line                                                               |
 
-These files import the standard library only, so that the tool runs in any Python. `links.py` also loads
-`fompi/bench/rivals/wire.py` as a file, and imports mpi4py in the ranks that measure.
+These files import the standard library only, so that the tool runs in any Python, in one thread (`__main__.py`).
+`links.py` also loads `fompi/bench/rivals/wire.py` as a file, and imports mpi4py in the ranks that measure.
 """

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.hosts import SUBNET, Cluster
-from cluster.launcher import Mpi, python_of
-from cluster.namespaces import NEWNET, end_job, exit_with, libc, log
-from cluster.values import REFUSED, Lab, Refused
+from fompi.lab.hosts import SUBNET, Cluster
+from fompi.lab.launcher import Mpi, python_of
+from fompi.lab.namespaces import NEWNET, end_job, exit_with, libc, log
+from fompi.lab.values import REFUSED, Lab, Refused
 
-TOOLS = Path(__file__).resolve().parent.parent
-WIRE = TOOLS.parent / "fompi" / "bench" / "rivals" / "wire.py"
+SCRIPT = Path(__file__).resolve().with_name("__main__.py")
+WIRE = SCRIPT.parents[1] / "bench" / "rivals" / "wire.py"
 PORT = 5077  # of the TCP measurement; a new host has only free ports
 IDLE_SECONDS = 0.3  # silence before a message, so that the token buckets are full
 TOO_FAST, TOO_SLOW = 1.03, 0.93  # the allowed range of measured / requested rate
@@ -118,7 +118,7 @@ def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment:
     hosts = len(lab.rates)
     sizes = [lab.message(host) for host in range(hosts)]
     slots = ",".join(f"{name}:1" for name in lab.names)
-    program = [python_of(command), str(TOOLS / "netlab.py"), "probe", json.dumps(sizes)]
+    program = [python_of(command), str(SCRIPT), "probe", json.dumps(sizes)]
     seconds = 20 + deadline(lab)
     launched = [*mpi.launch(hosts, slots), *program]
     job = subprocess.Popen(

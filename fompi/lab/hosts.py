@@ -9,8 +9,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from cluster.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, exit_with, libc, mount, tool
-from cluster.values import Change, Lab, Rate, Refused, allowed_congestion_controls
+from fompi.lab.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, exit_with, libc, mount, tool
+from fompi.lab.values import Change, Lab, Rate, Refused, allowed_congestion_controls
 
 LAB = Path("/dev/shm/netlab")
 """The folder of the cluster's files. It is in a private tmpfs, which disappears with the cluster."""
