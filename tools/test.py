@@ -32,7 +32,7 @@ SUBSET = (
 )
 """The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
 
-STRATEGIES = tuple(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor"))
+STRATEGIES = tuple(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor", "zeros"))
 FOUR = (
     *("executor", "lifetime", "pending", "priorities"),
     *("process_group", "three_axes", "torch_data_parallel", "torch_nn"),

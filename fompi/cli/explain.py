@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=int, metavar="N", help=f"only the best N times ({SHOWN_TIMES}; with --json all candidates)"
     )
+    parser.add_argument("--schedule", metavar="A,B", help="compare only these schedules, and those without overlap")
     parser.add_argument("--timeline", action="store_true", help="the timeline of the best one, as text")
     parser.add_argument(
         "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, SVG or PNG"
@@ -33,7 +34,8 @@ def run(options: argparse.Namespace) -> int:
         raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
     machine = plan.machine_of(options)
     how = {"ranks": options.ranks, "machine": machine, "dim": options.dim}
-    explanation = fompi.explain(options.operation, *plan.specs_of(options), **how)
+    schedules = tuple(name for name in (options.schedule or "").split(",") if name)
+    explanation = fompi.explain(options.operation, *plan.specs_of(options), **how, schedules=schedules)
     if options.json:
         show_json(_values(explanation, options.top))
     elif is_pretty():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
+import traceback
+from collections.abc import Sequence
 
 import fompi
+from fompi.base.errors import in_words
 from fompi.base.layout import Spec
 from fompi.engine.communicator import machine_of_environment
 from fompi.model.machine import PRESETS
@@ -45,6 +49,9 @@ def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
     parser.add_argument("--dim", type=int, default=0, help="-1: a product whose columns are dealt to the ranks (0)")
+    parser.add_argument(
+        "--load", action="append", default=[], metavar="FILE", help="a Python file that registers schedules of yours"
+    )
 
 
 def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +79,25 @@ def machine_of(options: argparse.Namespace) -> fompi.Machine:
     return named_machine(options) or fompi.Machine.load(DEFAULT_MACHINE)
 
 
+def load(files: Sequence[str]) -> None:
+    """Run files that register schedules (`fompi.schedule`). Their `__name__` is "fompi.loaded", not "__main__".
+
+    Raises PlanError if a file is not there, or cannot be run.
+    """
+    for file in files:
+        try:
+            runpy.run_path(file, run_name="fompi.loaded")
+        except OSError as error:
+            raise fompi.PlanError(f"--load {file}: {error.strerror}") from error
+        except Exception as error:
+            trace = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+            line = f", line {trace[-1].lineno}" if trace else ""
+            raise fompi.PlanError(f"--load {file}{line}: {in_words(error)}") from error
+
+
 def specs_of(options: argparse.Namespace) -> list[Spec]:
-    """The global tensors of the problem."""
+    """The global tensors of the problem. Schedules of --load are there then."""
+    load(options.load)
     shapes = [_shape(text) for text in options.shapes]
     grouped = options.operation in meaning.GROUPED and len(shapes) > 1 and len(shapes[1]) == 3
     layouts = meaning.layouts(options.operation, len(shapes), options.dim == -1, grouped)

@@ -62,15 +62,16 @@ class Link:
         """A function that starts the MPI library's collective `name` on contiguous rows, and returns its request.
 
         `reads` are the chunks that the op reads, all in one buffer, and `writes` the chunks that it writes. `rows` is
-        the number of rows of each block that is read (a reduce-scatter leaves one block on each rank). Only sums use
-        the dtype; all others move bytes. Keep the function until the request is done: it holds the arrays, which the
-        request of mpi4py does not do for some collectives.
+        the number of rows of each block that is read (a reduce-scatter leaves as many blocks on each rank). Only sums
+        use the dtype; all others move bytes. Keep the function until the request is done: it holds the arrays, which
+        the request of mpi4py does not do for some collectives.
         """
         if name in ("all_reduce", "reduce_scatter"):
             summand, result = _numbers(reads[0]), _numbers(writes[0])
             if name == "all_reduce":
                 return lambda: self.comm.Iallreduce(summand, result)
-            counts = [n * (reads[0].size // max(1, sum(rows))) for n in rows]
+            width, blocks = reads[0].size // max(1, sum(rows)), len(rows) // self.size
+            counts = [width * sum(rows[rank * blocks :][:blocks]) for rank in range(self.size)]
             return lambda: self.comm.Ireduce_scatter(summand, result, counts)
         if name == "broadcast":
             data = _bytes((reads or writes)[0])

@@ -489,6 +489,7 @@ def explain(
     dim: int = 0,
     experts: int | None = None,
     counts: Any = None,
+    schedules: Sequence[str] = (),
 ) -> Explanation:
     """Which schedule is the best on a machine, and why, without MPI and data.
 
@@ -500,11 +501,12 @@ def explain(
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
     `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `dim`, `experts` and `counts` are those of `fompi.plan`.
-    `machine` is a Machine, its name or its file. Raises the same errors as `fompi.plan`.
+    `machine` is a Machine, its name or its file. `schedules` are the only ones that are compared, beside those without
+    overlap. Raises the same errors as `fompi.plan`.
     """
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
     at, sizes = from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, **options)
-    return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS)
+    return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS, schedules=schedules)
 
 
 def _name(operation: Operation | str) -> str:

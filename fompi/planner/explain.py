@@ -7,12 +7,13 @@ compares the best one with the lower bound and with the best one without overlap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes
 from fompi.model.bound import Bound, bound
 from fompi.model.machine import Machine
@@ -225,6 +226,7 @@ def explain(
     most_ops: int = MOST_OPS,
     for_call: bool = False,
     events: int = 0,
+    schedules: Sequence[str] = (),
 ) -> Explanation:
     """All candidates for `problem` on `machine`, the best first.
 
@@ -235,7 +237,8 @@ def explain(
     `for_call` is for a call that waits for the choice. Then only candidates that a call can take are listed, none is
     simulated whose estimate is far behind, and no other windows are simulated.
 
-    `at(rank)` is the problem of each rank, if the problems differ in columns that are not sent.
+    `at(rank)` is the problem of each rank, if the problems differ in columns that are not sent. `schedules` are the
+    only ones that are compared, beside those without overlap. Raises PlanError if one of them is no candidate.
     """
     least = bound(problem, sizes, machine, at)
     listed = list(
@@ -244,6 +247,11 @@ def explain(
     listed += [*all_reduces_by_rate(problem, sizes, machine), *peer_orders(problem, sizes, machine)]
     if for_call:
         listed = [candidate for candidate in listed if candidate.fits_call(problem.size)]
+    if schedules:
+        names = sorted({candidate.schedule for candidate in listed})
+        if missing := [name for name in schedules if name not in names]:
+            raise PlanError(f"{missing[0]} is no candidate here; the candidates are {', '.join(names)}")
+        listed = [candidate for candidate in listed if candidate.schedule in schedules or candidate in UNFUSED]
     flaws = {c: flaw(partial(_plan, problem, sizes, c, at)) for c in listed if c.schedule in REGISTERED}
     refused = tuple((c, f"{type(error).__name__}: {error}") for c, error in flaws.items() if error is not None)
     usable = [c for c in listed if flaws.get(c) is None]

@@ -11,7 +11,7 @@ import pytest
 
 import fompi
 from fompi.base.layout import FLOAT8, HALF, ITEMSIZE
-from fompi.plans.plan import Compute, Recv, Send
+from fompi.plans.plan import Collective, Compute, Recv, Send
 from fompi.schedules import registry
 
 
@@ -144,3 +144,19 @@ def test_a_schedule_of_a_user_on_a_strided_x(world, forgotten):
     for x in (whole.T, whole[:, ::2], whole[::-1], whole):
         y = fompi.all_gather(x, comm=world, schedule="to everyone")
         np.testing.assert_array_equal(y, np.concatenate([x] * world.size))
+
+
+@pytest.mark.parametrize("slices", [None, 3])
+def test_a_schedule_of_a_user_by_the_library(world, forgotten, slices):
+    @fompi.schedule("library", "all_gather", "reduce_scatter", "all_reduce")
+    def library(problem, work):
+        writes = [work["y"][:]]
+        if problem.moves == "all_gather":
+            writes = [work["y"][rank * work.parts : (rank + 1) * work.parts] for rank in range(work.size)]
+        yield Collective(problem.moves, (work["x"][:],), tuple(writes))
+
+    shard, whole = np.full((5, 2), world.rank + 1.0), np.arange(14.0 * world.size).reshape(-1, 2)
+    for operation, x in (("all_gather", shard), ("reduce_scatter", whole), ("all_reduce", whole)):
+        f = getattr(fompi, operation)
+        y = f(x, comm=world, schedule="library", slices=slices)
+        np.testing.assert_array_equal(y, f(x, comm=world, schedule="direct"))
