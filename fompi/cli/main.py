@@ -78,10 +78,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     command = COMMANDS.get(arguments[0]) if arguments else COMMANDS["info"]
     try:
-        if not arguments:
+        if not arguments and "_ARGCOMPLETE" not in os.environ:
             status = import_module(COMMANDS["info"].module).brief(program())
         else:
             parser, parsers = _parsers()
+            if "_ARGCOMPLETE" in os.environ:
+                _complete(parser, parsers)
             with first_rank_only():
                 module, options = _parse(arguments, command, parser, parsers)
             if _starts_mpi(command):
@@ -118,6 +120,14 @@ def _parse(
     if unknown or module is None:
         parsers.get(arguments[0], parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     return module, options
+
+
+def _complete(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Answer a shell that asks how a word of the command line may end (argcomplete). Does not return."""
+    named = set(os.environ.get("COMP_LINE", "").split())
+    for name in named & set(COMMANDS):
+        import_module(COMMANDS[name].module).add_arguments(parsers[name])
+    import_module("argcomplete").autocomplete(parser)
 
 
 def _starts_mpi(command: Command | None) -> bool:

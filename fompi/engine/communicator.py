@@ -12,6 +12,7 @@ from typing import Any
 from fompi.backends import numpy
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, text_of
 from fompi.base.layout import MOST_NBYTES, integer
+from fompi.base.log import log
 from fompi.base.version import __version__
 from fompi.engine import faults
 from fompi.engine.control import GONE, LEFT, STOPPED, Channel
@@ -183,6 +184,7 @@ class Communicator(Shared):
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
         self._key = remember(self, "communicator", name, self.link.world_ranks)
+        log.info("%s: rank %d of %d, messages move by %s", name, self.rank, self.size, self.engine.progress_mode)
 
     @staticmethod
     def of(comm: Any) -> Communicator:

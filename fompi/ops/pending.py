@@ -27,6 +27,7 @@ from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, LayoutError, PlanError, ShapeError, StateError, WaitTimeout
 from fompi.base.layout import Extents, Sizes, Slices, integer
+from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import SIGNATURE_BITS, Agreement, digest
 from fompi.engine.tasks import Task
@@ -82,6 +83,7 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
             verify(plan)
         program = Compiled(plan, comm.rank, where)
         _keep(comm, key, program)
+        log.debug("%s: rank %d planned %s by %s", comm.name, comm.rank, plan.problem, plan.schedule)
     program.used = True
     return program
 

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from fompi.base import html
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes
 from fompi.model.bound import Bound, bound
@@ -154,6 +155,9 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        return html.table(COLUMNS, self.rows(), self.verdict()) + html.lines(self.remarks())
 
     def text(self, most: int | None = SHOWN_TIMES) -> str:
         """The verdict, a table of the `most` best times (None: all), then what the best candidate hides."""

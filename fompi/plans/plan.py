@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fompi.base import layout
+from fompi.base import html, layout
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, Sizes, Symbol
 
@@ -394,6 +394,14 @@ class Plan:
     def __str__(self) -> str:
         return grid(self)
 
+    def _repr_html_(self) -> str:
+        above, numbers, columns, below = _cells(self, is_whole=False)
+        names = ["op", *(column[0] for column in columns)]
+        rows: list[Sequence[object]] = [*zip(numbers, *(column[1:] for column in columns), strict=True)]
+        if left := max(len(p.ops) for p in self.programs[: len(columns)]) - len(numbers):
+            rows[-LAST_OPS:-LAST_OPS] = [["...", f"{left} more ops", *[""] * (len(columns) - 1)]]
+        return html.table(names, rows, above) + html.lines(below)
+
     def to_json(self) -> str:
         """The plan as JSON text."""
         programs = [
@@ -479,6 +487,20 @@ def grid(plan: Plan, is_whole: bool = False) -> str:
 
     Ranks that do the same and the middle of a long plan are left out, unless `is_whole`.
     """
+    above, numbers, columns, below = _cells(plan, is_whole)
+    height = max(len(p.ops) for p in plan.programs[: len(columns)])
+    widths = [max(map(len, column)) for column in columns]
+    lines = [*above]
+    for number, *cells in zip([None, *numbers], *columns, strict=True):
+        if number == height - LAST_OPS and len(numbers) < height:
+            lines.append(f"      ... {height - len(numbers)} more ops")
+        start = "" if number is None else number
+        lines.append(f"{start:>4}  {'  '.join(map(str.ljust, cells, widths))}".rstrip())
+    return "\n".join([*lines, *(f"      {line}" for line in below)])
+
+
+def _cells(plan: Plan, is_whole: bool) -> tuple[list[str], list[int], list[list[str]], list[str]]:
+    """What `grid` shows: the lines above it, the numbers of the ops, a column for each rank, the lines below it."""
     fits = is_whole or plan.size <= FEW_ALIKE
     alike = not fits and are_alike(plan)
     count = plan.size if is_whole else min(plan.size, SHOWN_ALIKE if alike else MOST_RANKS)
@@ -486,18 +508,13 @@ def grid(plan: Plan, is_whole: bool = False) -> str:
     height = max(len(p.ops) for p in shown)
     numbers = [*range(height)] if is_whole else _shown_numbers(height)
     columns = [[f"rank {p.rank}", *(str(p.ops[i]) if i < len(p.ops) else "" for i in numbers)] for p in shown]
-    widths = [max(map(len, column)) for column in columns]
     kinds = {type(op) for p in shown for op in p.ops}
-    lines = [_head(plan, shown), "; ".join(text for kind, text in NOTATION.items() if kind in kinds)]
-    for number, *cells in zip([None, *numbers], *columns, strict=True):
-        if number == height - LAST_OPS and len(numbers) < height:
-            lines.append(f"      ... {height - len(numbers)} more ops")
-        start = "" if number is None else number
-        lines.append(f"{start:>4}  {'  '.join(map(str.ljust, cells, widths))}".rstrip())
+    notation = "; ".join(text for kind, text in NOTATION.items() if kind in kinds)
+    below = []
     if left := plan.size - count:
         how = ", which do the same with the ranks and blocks that follow theirs" if alike else ""
-        lines.append(f"      ... and {left} more rank{'s' * (left > 1)}{how}")
-    return "\n".join(filter(None, lines))
+        below.append(f"... and {left} more rank{'s' * (left > 1)}{how}")
+    return [*filter(None, [_head(plan, shown), notation])], numbers, columns, below
 
 
 def _shown_numbers(height: int) -> list[int]:

@@ -28,6 +28,7 @@ import numpy as np
 from fompi.backends.base import Backend
 from fompi.base.errors import OverlapWarning
 from fompi.base.layout import Extents
+from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.mpi import environment, launcher
@@ -236,7 +237,7 @@ class Report:
             for operation in operations:
                 operation.measure()
         except Exception as error:  # a problem of the report must not end a program that has succeeded
-            print(f"fompi: rank {self.rank} has no baselines for its report: {error}", file=sys.stderr)
+            log.warning("rank %d has no baselines for the report of fompi: %s", self.rank, error)
 
     def settle_all(self) -> None:
         """At the end of the program: measure on all open communicators, in the same order on every rank."""
@@ -270,7 +271,7 @@ class Report:
             try:
                 Path(self.target).write_text(json.dumps(whole, indent=1))
             except OSError as error:  # the folder was writable at the start
-                print(f"fompi: cannot write {self.target}: {error}\n{text(whole)}", file=sys.stderr, flush=True)
+                log.warning("fompi cannot write %s: %s\n%s", self.target, error, text(whole))
         else:
             shown = full_text(whole) if self.target == "full" else text(whole)
             print(shown, file=sys.stderr, flush=True)

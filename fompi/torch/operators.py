@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch._dynamo  # the first call of an operator would load it, for seconds, while other ranks wait
 
 from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import Extents, split

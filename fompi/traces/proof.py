@@ -11,11 +11,13 @@ call with compute measured alone. It also names the chunk and the rank that the 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fompi.base import html
 from fompi.base.errors import PlanError
 from fompi.plans.dependencies import constraints
 from fompi.plans.plan import Collective, Compute, Op, Plan, Recv, Send
@@ -147,6 +149,12 @@ class Proof:
         if self.waits:
             text += f". The kernels waited {'; '.join(map(str, self.waits[:3]))}"
         return f"{text}. Progress: {self.progress}" if self.progress else text
+
+    def _repr_html_(self) -> str:
+        head, *lines = str(self).splitlines()
+        figures = [line.split(maxsplit=2) for line in lines if re.match(r"  \w+ +[\d.]+", line)]
+        rest = [line.strip() for line in lines if not re.match(r"  \w+ +[\d.]+", line)]
+        return html.table(["", "ms", ""], [[*row, ""][:3] for row in figures], [head]) + html.lines(rest)
 
     def __str__(self) -> str:
         if self.compute_alone is None:

@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,6 +174,9 @@ class Trace:
         return "\n".join(lines)
 
     __str__ = table
+
+    def _repr_html_(self) -> str:
+        return import_module("fompi.traces.timeline").timelines({self.title: self})  # type: ignore[no-any-return]
 
     def compare(self, other: Trace) -> str:
         """A table of this trace and another one, rank by rank: wall times, their ratio, and exposed times."""

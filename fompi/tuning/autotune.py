@@ -27,6 +27,7 @@ import numpy as np
 
 from fompi.base import kept
 from fompi.base.layout import Sizes, Slices
+from fompi.base.log import log
 from fompi.base.version import __version__
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HINT_BITS, VALUE_BITS, agree, digest
@@ -135,6 +136,7 @@ def fastest_of(
     best = listed[0] if len(listed) == 1 else _measure(comm, listed, time_call)
     if keep:
         comm.choices[key] = best
+        log.info("%s: rank %d chose %s for %s by measuring", comm.name, comm.rank, best, key)
     if comm.rank == 0 and len(listed) > 1 and keep:
         _store(comm, key, best)
     return best

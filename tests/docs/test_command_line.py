@@ -188,9 +188,10 @@ def test_an_error_is_one_line(arguments):
 
 
 @pytest.mark.parametrize("arguments", MISSPELT)
-def test_a_misspelt_command_prints_the_usage(arguments):
+def test_an_error_of_the_arguments_is_one_line(arguments):
     _, error = run(*arguments.split(), status=2)
-    assert error.startswith("usage: python -m fompi") and MISSPELT[arguments] in error.splitlines()[-1]
+    assert error.startswith("python -m fompi") and error.count("\n") == 1, error
+    assert MISSPELT[arguments] in error and "--help` lists the options)" in error
 
 
 def test_a_file_that_holds_no_machine(tmp_path):
@@ -244,7 +245,7 @@ def test_a_reader_that_stops_early_is_no_error(command):
 def test_the_console_script_is_the_same_program():
     assert run("plan", *GATHER.split(), program=[SCRIPT]) == run("plan", *GATHER.split())
     _, error = run("paln", status=2, program=[SCRIPT])
-    assert error.startswith("usage: fompi ")
+    assert error.startswith("fompi: argument COMMAND: invalid choice: 'paln': did you mean plan?")
     assert run("plan", "--help", program=[SCRIPT])[0].splitlines()[-1].startswith("for example: fompi plan ")
 
 
@@ -415,7 +416,7 @@ def test_info_of_three_ranks(mpirun):
     [
         ("plan all_gather 64x4 --ranks 2 --verify", "verified: 2 ranks", 0),
         ("plan all_gather 64x4 --ranks 0", "fompi: ranks=0 must be an integer", 2),
-        ("calibrate --nope", "usage: python -m fompi calibrate", 2),
+        ("calibrate --nope", "python -m fompi calibrate: unrecognized arguments: --nope", 2),
     ],
 )
 def test_what_all_ranks_would_say_rank_0_says(mpirun, arguments, words, status):
@@ -562,3 +563,39 @@ def test_calibrate_checks_its_file_first(mpirun):
     done = mpirun(2, "-m", "fompi", "calibrate", "/no/such/folder/machine.json", seconds=30)
     assert done.returncode == 2 and "kernels" not in done.stdout and "Traceback" not in done.output
     assert done.output.count("No such file or directory: '/no/such/folder/machine.json'") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("fompi sim", "simulate"), ("fompi plan all_to", "all_to_all_matmul"), ("fompi slurm --part", "--partition")],
+)
+def test_completion(line, words, tmp_path):
+    """The shell asks by variables (argcomplete)."""
+    variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    answer = tmp_path / "answer"
+    environ = {**os.environ, **variables, "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    subprocess.run([SCRIPT], env=environ, timeout=60, check=True)
+    assert words in answer.read_text().replace("\013", " ").split()
+
+
+def test_schedules_of_a_file(tmp_path):
+    """plan and explain take schedules of one's own. What is wrong with the file is one line."""
+    plain, mine = "all_gather 4096x64 --ranks 4".split(), tmp_path / "mine.py"
+    mine.write_text(
+        "import fompi\nfrom fompi.plans.plan import Compute, Recv, Send\n"
+        "if __name__ == '__main__':\n    raise SystemExit('not here')\n"
+        "@fompi.schedule('mine', 'all_gather')\ndef mine(problem, work):\n"
+        "    for peer in range(work.size):\n"
+        "        shard = work['y'][peer * work.parts : (peer + 1) * work.parts]\n"
+        "        if peer == work.rank:\n            yield Compute('copy', (work['x'][:],), (shard,))\n"
+        "        else:\n            yield Recv(peer, shard)\n            yield Send(peer, work['x'][:])\n"
+    )
+    text, error = run("plan", *plain, "--load", mine, "--schedule", "mine", "--verify")
+    assert " by mine: " in text and error.startswith("verified: ")
+    text, _ = run("explain", *plain, "--load", mine, "--schedule", "mine,direct")
+    assert "\nmine, " in text and "\nring" not in text
+    mine.write_text("x = 1\ny = x / 0\n")
+    _, error = run("plan", *plain, "--load", mine, status=2)
+    assert error == f"fompi: --load {mine}, line 2: ZeroDivisionError: division by zero\n"
+    _, error = run("plan", *plain, "--load", tmp_path / "none.py", status=2)
+    assert error.startswith(f"fompi: --load {tmp_path / 'none.py'}: No such file")

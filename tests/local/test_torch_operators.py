@@ -1,5 +1,8 @@
 """The operators `torch.ops.fompi` on one rank: what torch says of them, and what torch.compile makes of a call."""
 
+import subprocess
+import sys
+
 import numpy as np
 import operators
 import pytest
@@ -155,3 +158,21 @@ def test_a_communicator_that_is_closed_or_gone(comm):
         torch.ops.fompi.all_reduce(torch.ones(2), comm=name.replace("world", "gone"))
     with pytest.raises(LaunchError, match="no group of the name 'nobody'"):
         fompi.torch.communicator("nobody")
+
+
+def test_no_call_loads_the_compiler_of_torch():
+    """It takes seconds, in which other ranks would wait: it is loaded when the name of an operator is looked up."""
+    code = """
+import sys
+import numpy, fompi, torch
+x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
+fompi.all_gather_matmul(x, w).sum().backward()
+assert "torch._dynamo" not in sys.modules
+f = fompi.torch.all_gather_matmul
+before = {name for name in sys.modules if name.startswith(("torch", "sympy"))}
+f(x, w).sum().backward()
+loaded = {name for name in sys.modules if name.startswith(("torch", "sympy"))} - before
+assert len(loaded) < 20 and not any(name.startswith("sympy") for name in loaded), loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

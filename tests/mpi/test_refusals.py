@@ -375,12 +375,12 @@ class _Exporter:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        (lambda: fompi.all_gather(X, shedule="ring"), TypeError),
-        (lambda: fompi.all_gather(), TypeError),
-        (lambda: fompi.all_gather(X, X), TypeError),
+        (lambda: fompi.all_gather(X, shedule="ring"), fompi.ArgumentError),
+        (lambda: fompi.all_gather(), fompi.ArgumentError),
+        (lambda: fompi.all_gather(X, X), fompi.ArgumentError),
         (lambda: fompi.all_gather_matmul_many(X, 3), TypeError),
         (lambda: fompi.all_gather_matmul_many(X, [W], biases=4), TypeError),
-        (lambda: fompi.all_gather.start(X, shedule="ring"), TypeError),
+        (lambda: fompi.all_gather.start(X, shedule="ring"), fompi.ArgumentError),
         (lambda: fompi.all_gather(X, schedule=None), fompi.PlanError),
         (lambda: fompi.all_gather(X, comm="tp"), fompi.LaunchError),
     ],
