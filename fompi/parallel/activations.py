@@ -29,7 +29,7 @@ def activate(z: Array, activation: str) -> Array:
     if activation == "relu":
         return np.maximum(z, 0)
     if activation == "gelu":
-        return z * _normal(z)
+        return z * normal(z)
     if activation == "silu":
         return z * _sigmoid(z)
     if activation == "swiglu":
@@ -44,7 +44,7 @@ def activate_backward(z: Array, dy: Array, activation: str) -> Array:
     if activation == "relu":
         return np.where(z > 0, dy, np.zeros((), dy.dtype))
     if activation == "gelu":
-        return dy * (_normal(z) + z * np.exp(-z * z / 2) * z.dtype.type(1 / sqrt(2 * pi)))
+        return dy * (normal(z) + z * np.exp(-z * z / 2) * z.dtype.type(1 / sqrt(2 * pi)))
     if activation == "silu":
         return dy * _silu_slope(z)
     if activation == "swiglu":
@@ -64,10 +64,48 @@ def _silu_slope(z: Array) -> Array:
     return s * (1 + z * (1 - s))
 
 
-def _normal(z: Array) -> Array:
-    """The distribution function of the standard normal distribution."""
-    half = z.dtype.type(0.5)
-    return half + half * erf(z * z.dtype.type(sqrt(0.5)))
+def normal(z: Array) -> Array:
+    """The distribution function of the standard normal distribution. In float32 within 3e-7 (5e-6 of it from -6 on)."""
+    if z.dtype == np.float64:
+        return 0.5 + 0.5 * erf(z * sqrt(0.5))
+    flat = np.ascontiguousarray(z, np.float32).reshape(-1)
+    y = np.empty_like(flat)
+    for start in range(0, flat.size, BLOCK):
+        _normal_float32(flat[start : start + BLOCK], y[start : start + BLOCK])
+    return y.reshape(z.shape).astype(z.dtype, copy=False)
+
+
+BLOCK = 1 << 14
+"""Elements that stay in a core's cache while the passes of `normal` go over them."""
+
+ERFC = (
+    *(0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807),
+    *(-0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223),
+)
+"""erfc(x) = t exp(p(t) - x x) with t = 1 / (1 + x / 2), x >= 0, within 1.2e-7 of it in relative terms.
+
+A Chebyshev fit: W. H. Press et al., Numerical Recipes, section 6.2. The coefficients of p, the highest first.
+"""
+
+
+def _normal_float32(z: Array, y: Array) -> None:
+    """y = normal(z): erfc(|z| / sqrt(2)) / 2 is the tail on one side."""
+    x = np.abs(z)
+    x *= np.float32(sqrt(0.5))
+    t = x * np.float32(0.5)
+    t += np.float32(1)
+    np.reciprocal(t, out=t)
+    np.multiply(t, np.float32(ERFC[0]), out=y)
+    for term in ERFC[1:-1]:
+        y += np.float32(term)
+        y *= t
+    y += np.float32(ERFC[-1])
+    x *= x
+    y -= x
+    np.exp(y, out=y)
+    y *= t
+    y *= np.float32(0.5)
+    np.subtract(np.float32(1), y, out=y, where=z > 0)
 
 
 CELLS, LAST, TERMS = 32, 6, 9

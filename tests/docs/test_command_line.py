@@ -580,7 +580,7 @@ def test_completion(line, words, tmp_path):
 
 def test_schedules_of_a_file(tmp_path):
     """plan and explain take schedules of one's own. What is wrong with the file is one line."""
-    plain, mine = "all_gather 4096x64 --ranks 4".split(), tmp_path / "mine.py"
+    plain, mine = ("all_gather", "4096x64", "--ranks", "4"), tmp_path / "mine.py"
     mine.write_text(
         "import fompi\nfrom fompi.plans.plan import Compute, Recv, Send\n"
         "if __name__ == '__main__':\n    raise SystemExit('not here')\n"

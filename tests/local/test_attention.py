@@ -2,12 +2,13 @@
 
 from itertools import pairwise
 from math import erf as erf_of_number
+from math import erfc, sqrt
 
 import numpy as np
 import pytest
 
 from fompi.base.errors import LayoutError
-from fompi.parallel import attention
+from fompi.parallel import activations, attention
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward, erf
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads, merge
 
@@ -178,3 +179,17 @@ def test_activations_are_those_of_torch():
     for name in ("relu", "gelu", "silu"):
         expected = getattr(torch.nn.functional, name)(torch.from_numpy(z)).numpy()
         assert np.abs(activate(z, name) - expected).max() < 1e-15
+
+
+def test_the_normal_distribution():
+    """In float64 as `math.erf` has it, in float32 and half types within their rounding, also far from 0."""
+    z = np.concatenate([np.linspace(-6, 9, 3001), [0.0, -0.0, np.inf, -np.inf, 1e-30, -300.0, 300.0]])
+    exact = np.array([0.5 * erfc(-x / sqrt(2)) for x in z])
+    np.testing.assert_allclose(activations.normal(z), exact, atol=1e-15)
+    single = activations.normal(z.astype(np.float32).reshape(2, -1)).reshape(-1)
+    expected = np.array([0.5 * erfc(-float(x) / sqrt(2)) for x in z.astype(np.float32)])
+    np.testing.assert_allclose(single, expected, rtol=6e-6, atol=1e-38)
+    assert np.abs(single - expected).max() < 3e-7 and single.dtype == np.float32
+    half = z.astype(np.float16)
+    assert activations.normal(half).dtype == np.float16 and np.isnan(activations.normal(np.float32([np.nan]))[0])
+    assert activations.normal(np.ones((0, 3), np.float32)).shape == (0, 3)

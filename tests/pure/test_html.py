@@ -20,7 +20,7 @@ TRACE = fompi.simulate(PLAN, fompi.Machine.load("gigabit"))
     "value",
     [
         PLAN,
-        fompi.plan("all_reduce", Spec((1 << 20,), "float32", fompi.Partial()), ranks=64, slices=9, schedule="ring"),
+        fompi.plan("all_reduce", Spec((1 << 20,), "float32", fompi.Partial()), ranks=12, slices=9, schedule="ring"),
         prove(TRACE, RankDependencies(PLAN, 1), compute_alone=0.001, messages_alone=0.002),
         fompi.explain("all_gather_matmul", X, W, ranks=3, machine="gigabit"),
     ],
