@@ -44,20 +44,26 @@ SIZES = {
         2: (),
         3: (*OPERATIONS, "counts"),
         4: (*SUBSET, *STRATEGIES, *FOUR),
-        8: ("communicator", "operations", "three_axes"),
+        8: ("communicator", "operations"),
     },
     "openmpi": {
         1: OPERATIONS,
         2: (),
-        3: (*SUBSET, "device", *STRATEGIES),
+        3: ("device", *STRATEGIES),
         4: (*OPERATIONS, "lifetime", "priorities"),
         8: ("communicator",),
     },
 }
 """Which files of tests/mpi run on which number of ranks; (): all."""
 
-LEFT_OUT = {("openmpi", 2): ("device",)}
-"""Files that do not run there: they run on three ranks of this MPI, and on two of the other."""
+FRAMEWORKS = (
+    *("jax", "jax_jit", "torch_derivatives", "torch_micro_pipeline", "torch_modes", "torch_operators"),
+    "torch_tensor_parallel",
+)
+"""The files of tests/mpi about what a framework makes of a call. The MPI library below does not matter to them."""
+
+LEFT_OUT = {("openmpi", 2): ("device", *FRAMEWORKS)}
+"""Files that do not run there. They run on two ranks of the other MPI, `device` also on three of this one."""
 
 SLOWEST = 10
 """This many of the slowest tests are listed after each leg."""

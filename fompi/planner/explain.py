@@ -200,8 +200,13 @@ class Explanation:
         return lines
 
     def _by_time(self) -> list[list[Judged]]:
-        """The candidates, those with the same printed time together, the best first."""
-        return [list(alike) for _, alike in groupby(self.judged, lambda judged: judged.shown)]
+        """The candidates, those with the same printed time together, the best first. Schedules of users are apart."""
+
+        def line(judged: Judged) -> tuple[str, str]:
+            schedule = judged.candidate.schedule
+            return judged.shown, schedule if schedule in REGISTERED else ""
+
+        return [list(alike) for _, alike in groupby(self.judged, line)]
 
     def _row(self, alike: list[Judged]) -> tuple[str, ...]:
         first, proof = alike[0], alike[0].proof

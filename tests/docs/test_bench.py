@@ -98,7 +98,7 @@ def test_planner(mpirun):
 
 def test_adapt_needs_links_that_can_be_changed(mpirun):
     done = mpirun(2, "-m", "fompi", "bench", "adapt")
-    assert done.returncode != 0 and "tools/netlab.py" in done.output
+    assert done.returncode != 0 and "python -m fompi.lab" in done.output
 
 
 SLICES = {f"{n} slices, {way}" for n in (2, 4, 8) for way in ("native", "P2P")}
@@ -206,7 +206,7 @@ def test_a_shape_as_json(mpirun, tmp_path):
             assert line["gain_low"] <= line["gain"] <= line["gain_high"]
         assert others[-1]["gain"] == pytest.approx(unfused["seconds"] / others[-1]["seconds"])
     file = tmp_path / "trial.json"
-    done = mpirun(1, "-m", "fompi", *arguments, file, seconds=50)
+    done = mpirun(3, "-m", "fompi", *arguments, file, seconds=50)
     assert done.returncode == 0 and "verdict: " in done.stdout, done.output
     assert json.loads(file.read_text()).keys() == values.keys()
 
@@ -250,16 +250,16 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_shape_of_ones_own(mpirun):
-    """`bench --like` is `try`: one table with four operations, and a verdict. "Nothing gained" is a verdict too."""
-    done = mpirun(2, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", seconds=50)
+    """`bench --like` is `try`: a table for each of four operations, and a verdict. "Nothing gained" is one, too."""
+    # Three ranks share the cores, so they wait for no quiet machine.
+    done = mpirun(3, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", seconds=50)
     assert done.returncode == 0, done.output
-    head, columns, *lines = filter(None, done.stdout.splitlines())
-    assert head == f"x[96, 96] @ w[96, 96], 2 ranks, {SHARED}, float32"
-    assert columns.split() == ["what", "runs", "ms", "spread", "gain"]
-    verdict = next(number for number, line in enumerate(lines) if line.startswith("verdict: "))
-    table, groups = lines[:verdict], lines[0:verdict:5]
-    assert groups == list(peers.OPERATIONS) and len(table) == 5 * len(groups)
-    for start in range(0, verdict, 5):
-        names = [line.strip().split("  ")[0].partition(" (")[0] for line in table[start + 1 : start + 5]]
+    head, *lines = filter(None, done.stdout.splitlines())
+    assert head == f"x[96, 96] @ w[96, 96], 3 ranks, {SHARED}, float32"
+    tables, ending = [lines[start : start + 5] for start in range(0, 20, 5)], lines[20:]
+    assert [table[0].split() for table in tables] == [[name, "ms", "spread", "gain"] for name in peers.OPERATIONS]
+    for table in tables:
+        names = [line.split("  ")[0].partition(" (")[0] for line in table[1:]]
         assert names == ["without overlap", "default schedule", "best schedule", "perfect overlap of the same"]
-    assert "gain" in lines[verdict] and all(line.startswith("warning: ") for line in lines[verdict + 1 :])
+    assert ending[0].startswith("verdict: ") and "gain" in ending[0]
+    assert all(line.startswith("warning: ") for line in ending[1:])

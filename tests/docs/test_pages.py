@@ -115,7 +115,7 @@ def test_commands_are_bash(block):
 
 
 def is_pure(words: list[str]) -> bool:
-    has_files = any(word.endswith(".json") for word in words)
+    has_files = any(word.endswith((".json", ".py")) for word in words)
     return bool(words) and words[0] in PURE and "step" not in words and not has_files
 
 

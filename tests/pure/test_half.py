@@ -11,7 +11,7 @@ from itertools import product
 import catalogue
 import numpy as np
 import pytest
-from catalogue import RANKS, rounded, wide
+from catalogue import rounded, wide
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def half_problems(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("size", [size for size in RANKS if size != 7])
+@pytest.mark.parametrize("size", (1, 2, 3, 5, 8))
 def test_every_result_is_the_exact_result_rounded_once(size, dtype):
     for name, problem, fill in half_problems(size, dtype):
         sizes = catalogue.sizes(problem, "uneven", seed=size)
