@@ -250,6 +250,7 @@ class Trial:
     setup: str
     outcomes: tuple[Outcome, ...]
     warnings: tuple[str, ...] = ()
+    shared: bool = False  # True: all ranks are on one host
 
     @classmethod
     def of(
@@ -282,7 +283,7 @@ class Trial:
         elif (used := others_in_words(*others)) is not None:
             warnings.append(f"{used}: try again when the machine is idle")
         outcomes = tuple(Outcome.of(row, circumstance) for row in rows)
-        return cls(shape, size, rows[0].setup, outcomes, tuple(warnings))
+        return cls(shape, size, rows[0].setup, outcomes, tuple(warnings), cluster.shared)
 
     @property
     def verdict(self) -> str:
@@ -311,6 +312,9 @@ class Trial:
     def ending(self) -> Iterator[str]:
         """What is printed at the end."""
         yield f"\nverdict: {self.verdict}"
+        if self.shared and not any(outcome.verdict == "gain" for outcome in self.outcomes):
+            shape = ",".join(map(str, self.shape))
+            yield f"with a network between hosts: fompi try {shape} --hosts 2 --rate 1gbit"
         yield from (f"warning: {text}" for text in self.warnings)
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:

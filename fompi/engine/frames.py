@@ -48,7 +48,7 @@ def install() -> None:
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         launch = launcher.detect()
         rank, size = launch.rank or 0, launch.size or 1
-        if not is_ours(error):
+        if not is_ours(error) or error is _SHOWN:  # a hook that was set later has called this one
             before(kind, error, trace)
         elif size == 1 or (not (_is_of_all_ranks(error) and rank) and _is_first_here(error)):
             show(error, before, rank, size)
@@ -87,8 +87,14 @@ def _is_first_here(error: BaseException) -> bool:
     return True
 
 
+_SHOWN: BaseException | None = None
+"""The error that `show` prints."""
+
+
 def show(error: BaseException, hook: Hook, rank: int, size: int) -> None:
     """Print who ends by which error, and its traceback, by `hook` if the program has one of its own."""
+    global _SHOWN
+    _SHOWN = error
     error.__traceback__ = _from_program(error.__traceback__)
     folded = fold(error)
     left_out = f" (FOMPI_DEBUG=1 shows {folded} more frame{'s' * (folded > 1)}, inside of fompi)" if folded else ""

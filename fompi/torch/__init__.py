@@ -1,7 +1,8 @@
 """PyTorch: an operation on tensors that require grad becomes a node of the autograd graph.
 
 - `nn`: modules whose parameters are spread over ranks, on the strategies of `fompi.parallel`.
-- `data_parallel`: `fompi.torch.DistributedDataParallel` and `ZeroDataParallel`, gradients that leave in the backward.
+- `data_parallel`: `fompi.torch.DistributedDataParallel`, gradients that leave in the backward.
+- `zero`: `fompi.torch.ZeroDataParallel`, the same with shards of the state of the optimizer.
 - `pipeline`: `fompi.torch.Pipeline`, whose stages are modules.
 - `autograd`: the node. `fompi.<operation>(...)` calls it by itself.
 - `operators`: the operations as operators of torch, for `torch.compile`. `fompi.torch.<operation>` calls them.
@@ -30,8 +31,10 @@ def __getattr__(name: str) -> Any:
     """Import the other names at their first use."""
     if name == "nn":
         return import_module("fompi.torch.nn")
-    if name in ("DistributedDataParallel", "ZeroDataParallel"):
-        return getattr(import_module("fompi.torch.data_parallel"), name)
+    if name == "DistributedDataParallel":
+        return import_module("fompi.torch.data_parallel").DistributedDataParallel
+    if name == "ZeroDataParallel":
+        return import_module("fompi.torch.zero").ZeroDataParallel
     if name in ("ColwiseParallel", "RowwiseParallel", "PrepareModuleInput", "install", "uninstall", "fused_calls"):
         return getattr(import_module("fompi.torch.parallel"), name)
     if name == "fused_compile":

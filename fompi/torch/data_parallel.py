@@ -16,27 +16,21 @@ different parameters never wait in vain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
-from fompi.base.errors import FompiError, LayoutError, PeerError, ShapeError, StateError, TensorError, in_words
+from fompi.base.errors import FompiError, LayoutError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree, digest
 from fompi.ops.operations import all_reduce, broadcast
 from fompi.parallel.arrays import same_bits, start_labelled
 from fompi.parallel.buckets import cut_by_bytes
-from fompi.parallel.data import DataParallel
-from fompi.tensors import dlpack
 from fompi.torch import private
-from fompi.torch.checkpoint import layouts_of
-from fompi.torch.nn import replicated
-from fompi.torch.parameters import Parameters, Wrapper
+from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 
 
 class Bucket:
@@ -174,9 +168,9 @@ class DistributedDataParallel(Wrapper):
         refusal = None
         if integer(bucket_nbytes) is None or bucket_nbytes < 1:
             refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")
-        _enter(module, group, f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}", refusal)
+        enter(module, group, f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}", refusal)
         self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
-        _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
         self._known = Parameters(module)
         names, parameters = [*self._known.named], [*self._known.named.values()]
         counts = cut_by_bytes([p.numel() * p.element_size() for p in parameters], bucket_nbytes)
@@ -206,7 +200,7 @@ class DistributedDataParallel(Wrapper):
         try:
             self._look()
             if self.broadcast_buffers and self.training:
-                _copy_from_rank_0(self.module.buffers(), self.comm)
+                copy_from_rank_0(self.module.buffers(), self.comm)
             return self.module(*args, **options)
         except BaseException as error:  # the other ranks wait in their backward
             self._end_by(error)
@@ -327,223 +321,3 @@ class DistributedDataParallel(Wrapper):
                 all_reduce.refuse(refusal, self.comm)
         if not self._forget() or left:  # all ranks have an error, and count steps anew
             self._versions = None
-
-
-class ZeroDataParallel(Wrapper):
-    """module, trained by a `fompi.parallel.data.DataParallel`: each rank has a part of the state of the optimizer
-
-        model = fompi.torch.ZeroDataParallel(module, comm, optimizer=fompi.parallel.data.AdamW(1e-3), zero=1)
-        loss(model(x)).backward()                    # buckets of gradients leave meanwhile
-        norm = model.step(clip=1.0)                  # instead of optimizer.step() and zero_grad()
-
-    zero: 0, 1 or 2. The other options are those of `DataParallel` too; `replicated` is by default that of
-    `fompi.torch.nn.replicated`. The parameters of the module are views of its buckets. Hooks announce the gradients, so
-    p.grad is None after a backward. For zero=3 use `DataParallel` itself.
-
-    overlap: a step returns while parameters are still gathered, and each module waits for its own ones before its
-    forward. Then do not read or write parameters after a step in another way than by a forward of the module that holds
-    them, `state_dict()` or `load_state_dict()`: call `wait()` first.
-
-    What the program writes to parameters between two steps is taken over, also new parameters in the place of others;
-    what cannot be is refused (`fompi.torch.parameters`). `optimizer_state_dict` has the whole state of the optimizer.
-
-    Creating one, `step` and `close` are collective. The parameters and buffers of rank 0 are copied to all ranks. The
-    errors are those of `DataParallel` and of `DistributedDataParallel`.
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        comm: Any = None,
-        *,
-        optimizer: Any,
-        zero: int = 1,
-        overlap: bool = False,
-        **options: Any,
-    ):
-        super().__init__()
-        self.module, self.comm, self.overlap = module, Communicator.of(comm), bool(overlap)
-        refusal = None
-        if zero not in (0, 1, 2):
-            refusal = LayoutError(f"zero={zero!r} must be 0, 1 or 2: for 3 use fompi.parallel.data.DataParallel")
-        _enter(module, self.comm, f"ZeroDataParallel({zero=}, overlap={self.overlap}", refusal)
-        self._known = Parameters(module)
-        _copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
-        named = self._known.named
-        if options.get("replicated") is None:
-            options["replicated"] = {name: held for name, held in replicated(module).items() if name in named}
-        self.parallel = DataParallel(named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
-        self._handles: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
-        self._views: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for name, parameter in named.items():
-                self._views[name] = self.parallel[name]
-                self._take(name, parameter)
-        self._is_looked_at = True
-        if self.overlap:
-            for part in module.modules():
-                part.register_forward_pre_hook(self._wait_for)
-            module.register_state_dict_pre_hook(lambda *_: self.wait())
-            module.register_load_state_dict_pre_hook(lambda *_: self.wait())
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        if self.training:
-            self.refuse_copy()
-        if torch.is_grad_enabled() and not self.is_copy and not self._is_looked_at and not self.parallel.closed:
-            self._look()
-        return self.module(*args, **options)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients are only added up on this rank inside."""
-        self.refuse_copy()
-        return self.parallel.no_sync()
-
-    @torch.no_grad()
-    def step(self, clip: float | None = None, over: Any = ()) -> float:
-        """Update the parameters. Returns the norm of the gradient before it is clipped, as `DataParallel.step`."""
-        self.refuse_copy()
-        self._look()
-        if alone := [name for name, p in self._known.named.items() if p.grad is not None]:
-            for name in alone:
-                self._known.named[name].grad = None
-            self.parallel.refuse(
-                StateError(
-                    f"{alone[0]!r} has a gradient that no hook has announced, because p.grad was written or the "
-                    "parameter was replaced after the last forward: call the wrapper, and not model.module"
-                )
-            )
-        norm = self.parallel.step(clip, over)
-        for parameter in self._known.named.values():
-            dlpack.mark_written(parameter)
-        self._is_looked_at = False
-        if not self.overlap:
-            self.wait()
-        return norm
-
-    def optimizer_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """name -> what the optimizer keeps for the parameter: whole, for any number of ranks. Collective.
-
-        Save it beside `module.state_dict()`, or beside `nn.full_state_dict(module)`: parts of parameters become whole
-        ones here, too. Values are those of `DataParallel.state_dict`.
-        """
-        self.refuse_copy()
-        layouts, state = layouts_of(self.module), self.parallel.state_dict(parameters=False, rank0_only=False)
-        found = state["optimizer"]
-        for name, kept in found.items():
-            if name in layouts:
-                axis, layout = layouts[name]
-                shape = layout.shape_on(axis.rank)
-                kept |= {k: layout.unshard(t, axis) for k, t in kept.items() if tuple(getattr(t, "shape", ())) == shape}
-        return {} if rank0_only and self.comm.rank else found
-
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `optimizer_state_dict` has returned. Load the parameters before. All ranks pass all of it.
-
-        Collective. Raises the errors of `DataParallel.load_state_dict`.
-        """
-        self.refuse_copy()
-        layouts, parts = layouts_of(self.module), dict[str, Any](state)
-        for name, kept in state.items():
-            if name in layouts and isinstance(kept, Mapping):
-                axis, layout = layouts[name]
-                parts[name] = {
-                    k: layout.shard(t, axis.rank) if tuple(getattr(t, "shape", ())) == layout.shape else t
-                    for k, t in kept.items()
-                }
-        self.wait()
-        self.parallel.load_state_dict({"optimizer": parts})
-
-    @torch.no_grad()
-    def wait(self, names: Iterable[str] | None = None) -> None:
-        """Wait until these parameters have arrived (None: all of them)."""
-        self.refuse_copy()
-        if not self.parallel.closed:
-            for name in self._known.named if names is None else names:
-                self.parallel[name]
-
-    def close(self) -> None:
-        """Free the communicators. Collective. The module stays."""
-        self.wait()
-        self.parallel.close()
-
-    @torch.no_grad()
-    def _look(self) -> None:
-        """Take over what the program has changed since the last step, or refuse it on all ranks."""
-        try:
-            replaced = self._known.look()
-            for name, parameter in self._known.named.items():
-                if name in replaced or not _is_view(parameter, self._views[name]):
-                    self.parallel[name]  # wait until nothing is gathered there
-                    self._views[name].copy_(parameter)
-                    self._take(name, parameter)
-        except Exception as error:
-            self.parallel.refuse(error)
-        self._is_looked_at = True
-
-    def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """The parameter becomes a view of its bucket, and its gradient is announced."""
-        parameter.data = self._views[name]
-        self._names[id(parameter)] = name
-        if name in self._handles:
-            self._handles[name].remove()
-        self._handles[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))
-
-    def _wait_for(self, part: torch.nn.Module, *_: Any) -> None:
-        """The forward of a part of the module begins: its parameters must be here."""
-        if not self.parallel.closed:
-            self.wait([self._names[id(p)] for p in part.parameters(recurse=False) if id(p) in self._names])
-
-    def _hook(self, name: str) -> Any:
-        @torch.no_grad()
-        def ready(parameter: torch.Tensor) -> None:
-            if not self.parallel.closed:
-                gradient, parameter.grad = parameter.grad, None
-                self.parallel.ready(name, gradient)
-
-        return ready
-
-
-# ------------------------------------------------------------------------------------------------------- helpers
-
-
-def _is_view(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
-
-
-def _copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
-    """Copy the tensors of rank 0 to all ranks, those of one dtype together."""
-    of: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        of.setdefault(tensor.dtype, []).append(tensor.detach())
-    for listed in of.values():
-        flat = broadcast(torch.cat([t.reshape(-1) for t in listed]), comm=comm)
-        begin = 0
-        for tensor in listed:
-            part = flat[begin : (begin := begin + tensor.numel())]
-            tensor.data.copy_(part.view_as(tensor))  # as torch's class: graphs that have saved a buffer stay valid
-
-
-def _enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Exception | None) -> None:
-    """All ranks wrap the same module with the same options, or all raise."""
-    listed = []
-    try:
-        _check(module)
-        named = (*module.named_parameters(), *module.named_buffers())
-        listed = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in named]
-    except Exception as error:
-        refusal = refusal or error
-    agree(comm, f"{text}, {len(listed)} tensors ({digest(str(listed)):x}))", refusal)
-
-
-def _check(module: torch.nn.Module) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TensorError(f"module={module!r} must be a torch.nn.Module")
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ShapeError(f"{name!r} has no shape yet: run the module once before it is wrapped")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ShapeError("data parallelism needs at least one parameter that requires grad")
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.device.type != "cpu":
-            raise TensorError(f"{name!r} is on {tensor.device}: data parallelism works on the host")

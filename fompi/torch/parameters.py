@@ -13,11 +13,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fompi.base.errors import DtypeError, ShapeError, StateError, TensorError
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree, digest
+from fompi.ops.operations import broadcast
 from fompi.torch import private
 
 
@@ -90,3 +95,44 @@ class Wrapper(torch.nn.Module):
         if self.is_copy:
             kind = type(self).__name__
             raise StateError(f"this is a copy of a {kind}, which sums no gradients: train {kind}(copy.module, comm)")
+
+
+# --------------------------------------------------------------------------------------------- the doors of a wrapper
+
+
+def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
+    """Copy the tensors of rank 0 to all ranks, those of one dtype together."""
+    of: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        of.setdefault(tensor.dtype, []).append(tensor.detach())
+    for listed in of.values():
+        flat = broadcast(torch.cat([t.reshape(-1) for t in listed]), comm=comm)
+        begin = 0
+        for tensor in listed:
+            part = flat[begin : (begin := begin + tensor.numel())]
+            tensor.data.copy_(part.view_as(tensor))  # as torch's class: graphs that have saved a buffer stay valid
+
+
+def enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Exception | None) -> None:
+    """All ranks wrap the same module with the same options, or all raise."""
+    listed = []
+    try:
+        _check(module)
+        named = (*module.named_parameters(), *module.named_buffers())
+        listed = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in named]
+    except Exception as error:
+        refusal = refusal or error
+    agree(comm, f"{text}, {len(listed)} tensors ({digest(str(listed)):x}))", refusal)
+
+
+def _check(module: torch.nn.Module) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TensorError(f"module={module!r} must be a torch.nn.Module")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ShapeError(f"{name!r} has no shape yet: run the module once before it is wrapped")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ShapeError("data parallelism needs at least one parameter that requires grad")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise TensorError(f"{name!r} is on {tensor.device}: data parallelism works on the host")

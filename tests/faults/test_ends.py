@@ -503,3 +503,24 @@ event()
 step()
 """
     launch(2, code).assert_failed("of the kernel", "in matmul")
+
+
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("has_comm", [False, True])
+def test_a_hook_that_is_set_later_prints_once(launch, has_comm):
+    """It calls the one before, as that of torch.distributed does."""
+    code = f"""
+before = sys.excepthook
+def hook(*args):
+    emit("HOOK", args[0].__name__)
+    before(*args)
+sys.excepthook = hook
+if {has_comm}:
+    world = fompi.Communicator()
+event()
+fompi.Machine.load("nowhere")
+"""
+    ended = launch(2, code, world=False)
+    assert ended.finished.returncode != 0 and "HOOK LayoutError" in ended.output, ended.output
+    assert ended.output.count("ends by an error") == 1, ended.output
+    assert ended.output.count("LayoutError: no machine") == 1, ended.output
