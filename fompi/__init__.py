@@ -16,6 +16,8 @@ There are three ways to use an operation:
     y = fompi.all_gather_matmul(x, w, comm=comm)              # 1. call it
     pending = fompi.all_gather_matmul.start(x, w, comm=comm)  #    or start it, and wait later
     y = pending.wait()
+    step = fompi.all_gather_matmul.bind(x, w, comm=comm)      #    or agree once, and call it often
+    y = step()
 
     S, Shard = fompi.Spec, fompi.Shard                        # 2. plan it: no MPI, no data
     rows, columns = S((512, 64), "float32", Shard(0)), S((64, 384), "float32", Shard(1))
@@ -67,6 +69,7 @@ from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
 from fompi.mpi.pmi import STORES
+from fompi.ops.bound_call import BoundCall
 from fompi.ops.messages import recv, send, sendrecv
 from fompi.ops.operation import HOOKS
 from fompi.ops.operations import (
@@ -147,6 +150,7 @@ __all__ = [
     "Communicator",
     "Mesh",
     "Pending",
+    "BoundCall",
     "Stop",
     "Device",
     "DeviceArray",
@@ -218,7 +222,7 @@ def _store_of_torchrun(seconds: float) -> Any:
     return import_module("fompi.torch.store").of_torchrun(seconds)
 
 
-HOOKS.differentiable, HOOKS.prepare = _differentiable, _prepare
+HOOKS.differentiable, HOOKS.prepare, HOOKS.bind = _differentiable, _prepare, BoundCall
 OBSERVERS.append(_report)
 STORES["torchrun"] = _store_of_torchrun
 frames.install()

@@ -21,23 +21,19 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError
-from fompi.base.layout import Extents, Sizes
+from fompi.base.errors import DtypeError, PlanError, TensorError
+from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree
 from fompi.jax import ffi
 from fompi.jax.ffi import Form, Target, array_at
-from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall, localise
+from fompi.ops.decide import decide
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation, communicator_of
-from fompi.planner.choose import choose_schedule, encode_rows, is_even, window_of_call
 from fompi.plans.plan import Plan
-from fompi.plans.verify import verify
 from fompi.runtime.binding import check_tensors
 from fompi.runtime.compiled import NATIVE, Compiled
 from fompi.runtime.executor import Executor
-from fompi.schedules.registry import REGISTERED, write
 from fompi.tensors import dlpack
 
 _NUMBERS = itertools.count()
@@ -111,24 +107,17 @@ class BoundSite(Site):
         gradient: str,
         refusal: Exception | None,
     ):
-        local: LocalCall | None = None
-        text = operation.name
-        try:
-            if refusal is not None:
-                raise refusal
+        def localised() -> LocalCall:
             ffi.register()
             _check(operation, arguments, call_options)
-            super().__init__(operation, arguments, comm, call_options, gradient)
+            super(BoundSite, self).__init__(operation, arguments, comm, call_options, gradient)
             without_data = [dlpack.Lent(np.empty(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
-            local = localise(operation.name, arguments.with_tensors(without_data), comm.rank, comm.size)
-            text = _in_words(local, call_options, arguments.gradient, gradient)
-        except Exception as error:
-            refusal = error
-        agree(comm, f"{text} under jax.jit", refusal)
-        assert local is not None
+            return localise(operation.name, arguments.with_tensors(without_data), comm.rank, comm.size)
+
+        words = [f"gradient={gradient}"] * (gradient != "sum") + [arguments.gradient] * (arguments.gradient != "")
+        compared = "under jax.jit", " ".join(words)
+        local, plan = decide(operation.name, localised, comm, call_options, *compared, refusal, packs=False)
         self.call = comm.next_bound()  # all ranks have come here
-        sizes = _sizes_of(comm, local)
-        plan = _plan_of(comm, local, sizes, call_options)
         self.extents = plan.extents(comm.rank)
         self._bind(plan, local)
 
@@ -295,64 +284,6 @@ def _check(operation: Operation[Any], arguments: Arguments, call_options: CallOp
         raise TensorError(f"fompi.{operation.name}: out= cannot be used under jax.jit: take the result")
     if call_options.effort != "plan":
         raise PlanError(f'fompi.{operation.name}: effort="measure" cannot be used under jax.jit: give schedule=')
-
-
-def _in_words(local: LocalCall, call_options: CallOptions, words: str, gradient: str) -> str:
-    """The call as text. It has all that must be the same on all ranks."""
-    problem, (schedule, slices, _) = local.problem, call_options
-    text = f"{problem.common}, dim={local.dim}"
-    if problem.columns:
-        text += f", split_dim={local.split}"
-    if problem.flat:
-        text += f", shape {local.shape}"
-    elif problem.moves not in ("all_gather", "all_to_all"):
-        text += f", rows {list(local.rows)}"
-    if (schedule, slices) != ("auto", None):
-        text += f" by {schedule}, slices {slices}"
-    if gradient != "sum":
-        text += f", gradient={gradient}"
-    return f"{text} {words}" if words else text
-
-
-def _sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
-    """The rows of all ranks. Collective if a rank cannot know them. Raises ShapeError on all ranks."""
-    moves = local.problem.moves
-    if moves not in ("all_gather", "all_to_all"):
-        return Sizes(local.rows)
-    sent = [n for run in local.runs for n in run] or local.rows
-    mine = np.array([[*sent, local.expects]], np.int64)
-    table = operations.all_gather(mine, comm=comm).tolist()
-    sizes = Sizes(pairs=tuple(tuple(rows) for *rows, _ in table))
-    if local.runs:
-        most = local.problem.runs
-        sizes = Sizes.grouped([[rows[at : at + most] for at in range(0, len(rows), most)] for *rows, _ in table])
-    for rank, (*_, expects) in enumerate(table):
-        arriving = sum(row[rank] for row in sizes.pairs)
-        if expects not in (-1, arriving):
-            raise ShapeError(
-                f"{local.problem.operation}: the operand on rank {rank} has {expects} rows, but {arriving} arrive there"
-            )
-    if moves == "all_gather":
-        return Sizes(tuple(row[0] for row in table))
-    return sizes
-
-
-def _plan_of(comm: Communicator, local: LocalCall, sizes: Sizes, call_options: CallOptions) -> Plan:
-    """The plan of the call. Raises PlanError, on all ranks."""
-    problem, (schedule, slices, _) = local.problem, call_options
-    if schedule == "auto":
-        even = comm.size == 1 or all(encode_rows(rows, rank) & 1 for rank, rows in enumerate(sizes.pairs))
-        if problem.columns:
-            even = is_even(sizes.rows) and is_even(problem.columns)
-        total = sum(map(sum, sizes.pairs)) if sizes.pairs else sum(sizes.rows)
-        schedule, best = choose_schedule(problem, total, comm.network, None, comm.crowded, even)
-        slices = best if slices is None else slices
-    slices = 1 if slices is None else slices
-    window = window_of_call(problem, schedule, slices, comm.network, False)
-    plan = write(problem, schedule, slices, sizes, window=window)
-    if schedule in REGISTERED:
-        verify(plan)
-    return plan
 
 
 def flat(nested: Any) -> list[str]:

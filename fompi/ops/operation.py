@@ -57,6 +57,9 @@ class Hooks:
     measure: Callable[..., tuple[str, Slices]]
     """(operation, arguments, local, comm) -> the fastest schedule and slices (`fompi.tuning.autotune`)."""
 
+    bind: Callable[..., Any]
+    """(operation, arguments, comm, call_options) -> the BoundCall (`fompi.ops.bound_call`)."""
+
     prepare: Callable[[], None]
     """Set `traced`, and hide from torch.compile what it must not read (`fompi.torch`)."""
 
@@ -68,7 +71,7 @@ def _unregistered(*args: Any) -> Any:
     raise StateError("this call needs parts of fompi that are not loaded: run `import fompi` first")
 
 
-HOOKS = Hooks(*(_unregistered,) * 4)
+HOOKS = Hooks(*(_unregistered,) * 5)
 
 
 class Operation(Generic[P]):
@@ -76,6 +79,7 @@ class Operation(Generic[P]):
 
         y = operation(x, ...)              # waits for the result
         pending = operation.start(x, ...)  # returns a Pending at once
+        step = operation.bind(x, ...)      # agrees once; then y = step() often
         plan = fompi.plan(operation, ...)  # the Plan of a call, without MPI and data
 
     All ranks of the communicator must call it.
@@ -115,6 +119,19 @@ class Operation(Generic[P]):
         pending = self.begin(*self.read(args, options))
         pending.leave()
         return pending
+
+    def bind(self, *args: P.args, **options: P.kwargs) -> Any:
+        """Agree once on a call with these arguments, and call it often: `step = operation.bind(x, ...)`, `y = step()`.
+
+            step = fompi.all_reduce.bind(x, op="mean", out=x, comm=comm)
+            step()                     # x is the mean, whatever x contained
+            y = step(x=other)          # without out=x: of another tensor of the same form
+
+        Collective. Each call reads what the tensors contain then, and needs no agreement. A result lies in `out=`, or
+        in memory that the next call writes again. Returns a BoundCall. Raises the errors of the operation on all ranks,
+        TensorError for a tensor that requires grad or would be copied, and PlanError for what cannot be bound.
+        """
+        return HOOKS.bind(self, *self.read(args, options))
 
     def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
         """The Arguments of a call, its communicator and its CallOptions. The tensors are not checked yet.

@@ -153,7 +153,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
     if messages < FEW * exposed:
         return words + (
             f"Messages alone are only {_duration(messages)} of it: ranks wait for each other, or the calls are small "
-            "(fompi.bind saves their agreement)"
+            "(operation.bind saves their agreement)"
         )
     if messages > MANY * compute:
         return words + (

@@ -1,0 +1,172 @@
+"""`operation.bind(...)`: a call on its own tensors that is agreed once and called often.
+
+    step = fompi.all_reduce.bind(x, op="mean", out=x, comm=tp)      # the arguments of a call; collective
+    y = step()                                                      # all_reduce(x): no agreement, no choice, no plan
+    y = step(x=other)                                               # of another tensor of the same form
+
+The model is `contract_expression` of opt_einsum. `fompi.bind(plan, ...)` binds a plan of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from fompi.base.errors import PlanError, TensorError
+from fompi.engine.communicator import Communicator
+from fompi.ops.arguments import Arguments, LocalCall, localise
+from fompi.ops.decide import decide
+from fompi.ops.operation import CallOptions, Operation, communicator_of
+from fompi.ops.pending import program_of
+from fompi.plans.plan import Plan
+from fompi.runtime.binding import bind
+from fompi.runtime.executor import Executor
+from fompi.tensors import dlpack
+
+
+class BoundCall:
+    """An operation on tensors that stay: `y = step()`, or `step.start()`, other work, `y = step.wait()`.
+
+    `step(x=other)` is one call on other tensors, by the names of the operation's tensors (`x`, `w`, `bias`, `h`,
+    `out`; of several weights `w0`, `w1`). They have the shape, the dtype and the strides of the bound ones. Each rank
+    decides for itself. What the tensors contain is read at each call. A result lies in `out=`, or in memory that the
+    next call writes again. It has no gradient.
+
+    All ranks call it equally often. Nothing compares these calls: `label=` does (`fompi.Executor`). `close()`, or
+    `with`, gives the memory back.
+    """
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        arguments: Arguments,
+        comm: Any,
+        call_options: CallOptions,
+        refusal: Exception | None = None,
+    ):
+        communicator, wrong = communicator_of(comm)
+
+        def localised() -> LocalCall:
+            return _checked(operation, arguments, communicator, call_options)
+
+        words, refusal = arguments.gradient, refusal or wrong
+        local, plan = decide(operation.name, localised, communicator, call_options, "bound", words, refusal)
+        self._operation, self._arguments, self._local = operation, arguments, local
+        self._outputs = [b.name for b in plan.programs[communicator.rank].buffers if b.role == "output"]
+        out = None if local.in_place else arguments.out
+        tensors = _by_name(arguments, local)
+        self._moved = local.dim > 0 or local.split >= 0  # the plan has the rows first
+        self._out = arguments.out  # of the last call
+        given = {name: self._rows_first(name, tensor) for name, tensor in tensors.items()}
+        if out is not None:
+            given["out"] = self._rows_first("y", out)
+        self.executor: Executor = bind(plan, comm=communicator, **given)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the call."""
+        return self.executor.plan
+
+    def __call__(self, *, out: Any = None, label: int | str | None = None, **tensors: Any) -> Any:
+        """Run one call and return its result."""
+        return self._result(self.executor(label=label, **self._given(out, tensors)))
+
+    def start(self, *, out: Any = None, label: int | str | None = None, **tensors: Any) -> Self:
+        """Start a call and return at once. It progresses while the program does other work."""
+        self.executor.start(label=label, **self._given(out, tensors))
+        return self
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result of the call that was started. Raises its error, and WaitTimeout after `timeout` s (it goes on)."""
+        return self._result(self.executor.wait(timeout))
+
+    def done(self) -> bool:
+        """True once the call is finished. Progresses everything in flight."""
+        return self.executor.done()
+
+    def close(self) -> None:
+        """Give the memory back. Waits for a call in flight."""
+        self.executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.executor.compiled.title}, bound on {self.executor.comm.name}>"
+
+    def _given(self, out: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of one call, as the executor takes them."""
+        self._out = self._arguments.out if out is None else out
+        if out is None and not tensors:
+            return {}
+        if self._local.in_place:
+            raise PlanError(f"fompi.{self._operation.name}: a call that is bound in place has no tensors of its own")
+        given = {name: self._rows_first(name, tensor) for name, tensor in tensors.items()}
+        return given if out is None else {**given, "out": self._rows_first("y", out)}
+
+    def _rows_first(self, name: str, tensor: Any) -> Any:
+        """`tensor` with its rows as the first dimension, where the call has another one."""
+        if not self._moved or name not in ("x", "h", "y"):
+            return tensor
+        borrowed = dlpack.borrow(tensor, name)
+        moved = dlpack.rows_first(borrowed.array, self._local.dim, self._local.split)
+        return dlpack.Lent(moved, borrowed.dtype)
+
+    def _result(self, results: Any) -> Any:
+        """The results of a call in the form that the operation gives them."""
+        local, arguments = self._local, self._arguments
+        if local.in_place:
+            np.copyto(local.arrays["x"].reshape(-1), dlpack.borrow(results, "y").array.reshape(-1))
+            dlpack.mark_written(arguments.out)
+        if self._out is not None:
+            return self._out
+        named = dict(zip(self._outputs, results if len(self._outputs) > 1 else (results,), strict=True))
+        if self._moved and "y" in named:
+            y = dlpack.borrow(named["y"], "y")
+            named["y"] = dlpack.lend(dlpack.rows_at(y.array, local.dim, local.split), y.dtype, local.like)
+        return arguments.result(named)
+
+
+def _checked(
+    operation: Operation[Any], arguments: Arguments, comm: Communicator, call_options: CallOptions
+) -> LocalCall:
+    """This rank's part of the call. Raises for what cannot be bound."""
+    name = f"fompi.{operation.name}.bind"
+    if any(map(dlpack.requires_grad, arguments.tensors)):
+        raise TensorError(f"{name} has no gradient: pass x.detach()")
+    if call_options.effort != "plan":
+        raise PlanError(f'{name}: effort="measure" chooses at the first call: bind fompi.explain(...) for it')
+    local = localise(operation.name, arguments, comm.rank, comm.size)
+    schedule, slices, _ = call_options
+    if (schedule, slices) != ("auto", None):  # if it cannot carry out this call, the others hear of it
+        program_of(comm, local, "direct" if schedule == "auto" else schedule, slices)
+    if local.packing is not None:
+        raise TensorError(f"{name}: x is strided, and would be copied here: pass a contiguous x")
+    if local.problem.columns or local.runs:
+        raise PlanError(
+            f"{name}: calls that deal columns or rows to experts cannot be bound yet: fompi.bind(plan, ...)"
+        )
+    if (local.dim or local.in_place) and local.device is not None:
+        raise PlanError(f"{name}: on a device the rows come first, and out= is not x")
+    if operation.name == "scatter" and comm.rank != local.problem.root:
+        raise PlanError(f"{name}: x gives only its shape here: fompi.bind(plan, ...)")
+    return local
+
+
+def _by_name(arguments: Arguments, local: LocalCall) -> dict[str, Any]:
+    """The tensors of a call by the names that the plan has."""
+    problem = local.problem
+    named = {"x": arguments.x}
+    kinds: Sequence[tuple[str, Sequence[Any]]] = (
+        ("w", arguments.weights),
+        ("bias", arguments.biases),
+        ("h", arguments.operands),
+    )
+    for kind, tensors in kinds:
+        named |= {problem.name(kind, i): tensor for i, tensor in enumerate(tensors) if tensor is not None}
+    return named

@@ -1,0 +1,122 @@
+"""What the ranks decide once about a call that is repeated: the rows of all of them, and the plan. Collective.
+
+    local, plan = decide("all_gather", lambda: localise(...), comm, call_options, "bound")
+
+`operation.bind` and the call sites of compiled JAX programs stand on it. An unbound call decides the same every time,
+without a message of its own (`fompi.ops.pending`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from fompi.base.errors import ShapeError
+from fompi.base.layout import Sizes
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import SIGNATURE_BITS, agree, digest
+from fompi.ops.arguments import LocalCall
+from fompi.ops.operation import CallOptions
+from fompi.ops.operations import all_gather
+from fompi.planner.choose import choose_schedule, encode_rows, is_even, window_of_call
+from fompi.plans.plan import Plan
+from fompi.plans.problems import Problem
+from fompi.plans.verify import verify
+from fompi.schedules.registry import REGISTERED, write
+
+
+def decide(
+    name: str,
+    localised: Callable[[], LocalCall],
+    comm: Communicator,
+    call_options: CallOptions,
+    where: str,
+    words: str = "",
+    refusal: Exception | None = None,
+    packs: bool = True,
+) -> tuple[LocalCall, Plan]:
+    """This rank's part of the call of the operation `name`, and the plan. Collective.
+
+    `localised()` checks the tensors of this rank. Its error, or `refusal`, is raised on this rank, and the others raise
+    a MismatchError that quotes it. `where` says what makes the call, `words` what else the ranks compare. If `packs`,
+    the plan packs an x that is strided on some rank.
+    """
+    local, text, signature = None, name, 0
+    try:
+        if refusal is not None:
+            raise refusal
+        local = localised()
+        text = in_words(local, call_options, words)
+        signature = digest(str(local.problem)) & (1 << SIGNATURE_BITS) - 1
+    except Exception as error:
+        refusal = error
+    strided = local is not None and local.packed
+    values = agree(comm, f"{text} {where}", refusal, value=signature << 1 | strided)
+    assert local is not None
+    problem = replace(local.problem, packed=packs and any(value & 1 for value in values))
+    sizes = sizes_of(comm, local)
+    return local, plan_of(comm, problem, sizes, call_options, len({value >> 1 for value in values}) == 1)
+
+
+def in_words(local: LocalCall, call_options: CallOptions, words: str = "") -> str:
+    """The call as text. It has all that must be the same on all ranks."""
+    problem, (schedule, slices, _) = local.problem, call_options
+    text = f"{problem.common}, dim={local.dim}"
+    if problem.columns:
+        text += f", split_dim={local.split}"
+    if problem.flat:
+        text += f", shape {local.shape}"
+    elif problem.moves not in ("all_gather", "all_to_all"):
+        text += f", rows {list(local.rows)}"
+    if (schedule, slices) != ("auto", None):
+        text += f" by {schedule}, slices {slices}"
+    return f"{text} {words}" if words else text
+
+
+def sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
+    """The rows of all ranks. Collective if a rank cannot know them. Raises ShapeError on all ranks."""
+    moves = local.problem.moves
+    if moves not in ("all_gather", "all_to_all"):
+        return Sizes(local.rows)
+    sent = [n for run in local.runs for n in run] or local.rows
+    mine = np.array([[*sent, local.expects]], np.int64)
+    table = all_gather(mine, comm=comm).tolist()
+    sizes = Sizes(pairs=tuple(tuple(rows) for *rows, _ in table))
+    if local.runs:
+        most = local.problem.runs
+        sizes = Sizes.grouped([[rows[at : at + most] for at in range(0, len(rows), most)] for *rows, _ in table])
+    for rank, (*_, expects) in enumerate(table):
+        arriving = sum(row[rank] for row in sizes.pairs)
+        if expects not in (-1, arriving):
+            raise ShapeError(
+                f"{local.problem.operation}: the operand on rank {rank} has {expects} rows, but {arriving} arrive there"
+            )
+    if moves == "all_gather":
+        return Sizes(tuple(row[0] for row in table))
+    return sizes
+
+
+def plan_of(
+    comm: Communicator, problem: Problem, sizes: Sizes, call_options: CallOptions, same_problem: bool = True
+) -> Plan:
+    """The plan of the call. "auto" chooses by the machine of the communicator, if all ranks have the same problem.
+
+    Raises PlanError, on all ranks.
+    """
+    schedule, slices, _ = call_options
+    machine = comm.machine if same_problem else None
+    if schedule == "auto":
+        even = comm.size == 1 or all(encode_rows(rows, rank) & 1 for rank, rows in enumerate(sizes.pairs))
+        if problem.columns:
+            even = is_even(sizes.rows) and is_even(problem.columns)
+        total = sum(map(sum, sizes.pairs)) if sizes.pairs else sum(sizes.rows)
+        schedule, best = choose_schedule(problem, total, comm.network, machine, comm.crowded, even)
+        slices = best if slices is None else slices
+    slices = 1 if slices is None else slices
+    window = window_of_call(problem, schedule, slices, comm.network, machine is not None)
+    plan = write(problem, schedule, slices, sizes, window=window)
+    if schedule in REGISTERED:
+        verify(plan)
+    return plan
