@@ -140,7 +140,7 @@ def legs() -> list[Leg]:
         for size, names in SIZES[mpi].items():
             left_out = (f"--ignore=tests/mpi/test_{name}.py" for name in LEFT_OUT.get((mpi, size), ()))
             tests = ("--with-mpi", *([f"tests/mpi/test_{name}.py" for name in names] or ["tests/mpi", *left_out]))
-            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 300, tests, ranks=size))
+            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 420 if size == 2 else 300, tests, ranks=size))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "4", "tests/faults")))
     for mpi in ENVIRONMENTS:

@@ -53,7 +53,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn
 
-from fompi.base.errors import FompiError, LayoutError, TensorError
+from fompi.base.errors import FompiError, LayoutError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
@@ -137,7 +137,8 @@ class Call:
     @property
     def extents(self) -> Extents:
         """The rows of all ranks in the forward."""
-        assert self._extents is not None, "backward was called before forward"
+        if self._extents is None:
+            raise StateError(f"fompi.{self.operation.name}: backward was called before forward")
         return self._extents
 
     def run(self, operation: Operation, *tensors: Any, **options: Any) -> Any:

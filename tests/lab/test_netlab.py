@@ -268,7 +268,17 @@ def test_nothing_is_left(kernel, tmp_path, ending, at_a_terminal):
     before = surroundings()
     name, value = mark.split("=")
     process = subprocess.Popen(
-        [sys.executable, tool.__file__, "run", "--trust", "--hosts=2", "--rate=100mbit", "--", sys.executable, script],
+        [
+            sys.executable,
+            Path(tool.__file__).with_name("__main__.py"),
+            "run",
+            "--trust",
+            "--hosts=2",
+            "--rate=100mbit",
+            "--",
+            sys.executable,
+            script,
+        ],
         env={**os.environ, name: value},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
