@@ -267,18 +267,16 @@ def test_nothing_is_left(kernel, tmp_path, ending, at_a_terminal):
     script.write_text(STAYS)
     before = surroundings()
     name, value = mark.split("=")
+    netlab = (
+        sys.executable,
+        Path(tool.__file__).with_name("__main__.py"),
+        "run",
+        "--trust",
+        "--hosts=2",
+        "--rate=100mbit",
+    )
     process = subprocess.Popen(
-        [
-            sys.executable,
-            Path(tool.__file__).with_name("__main__.py"),
-            "run",
-            "--trust",
-            "--hosts=2",
-            "--rate=100mbit",
-            "--",
-            sys.executable,
-            script,
-        ],
+        [*netlab, "--", sys.executable, script],
         env={**os.environ, name: value},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
