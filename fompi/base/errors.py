@@ -76,6 +76,13 @@ class LaunchError(FompiError, RuntimeError):
     of_all_ranks = False
     """True if each process of the job raises it: then the first one prints it."""
 
+    @classmethod
+    def everywhere(cls, message: str) -> LaunchError:
+        """The error that each process of the job raises."""
+        error = cls(message)
+        error.of_all_ranks = True
+        return error
+
 
 class PeerError(FompiError, RuntimeError):
     """Another rank failed in an operation of this rank. `origin` is the number of the failed rank."""

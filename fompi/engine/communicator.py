@@ -58,9 +58,7 @@ def _make_engine() -> Engine:
         lonely = launcher.warning(launcher.detect(), world()[1], mpi.name, mpi.mpirun)
         if lonely and world()[1] == 1:
             unlink_segments()
-            error = LaunchError(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
-            error.of_all_ranks = True
-            raise error
+            raise LaunchError.everywhere(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
     if world()[0] == 0:
         environment.warn_of_unknown()
     numpy.writes_compiled_code = launcher.detect().local_rank in (None, 0)

@@ -213,13 +213,18 @@ def warning(launch: Launch, mpi_size: int, library_name: str, mpirun: str | None
     return f"{cause}1 rank, because {_why(launch, library_name)}: {fix}"
 
 
+def is_orphan(environ: Mapping[str, str], library_name: str) -> bool:
+    """True in a child of a rank that has the variables of the launcher, but not its connection."""
+    return library_name != "Open MPI" and _is_closed(environ.get("PMI_FD"))
+
+
 def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = None) -> str | None:
     """One line with cause and fix if MPI_Init would end the process, else None.
 
     MPICH without PMIx ends the process in MPI_Init if PMIX_NAMESPACE is set. The mpirun of Open MPI and
     `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun runs inside one of them.
     """
-    if library_name != "Open MPI" and _is_closed(environ.get("PMI_FD")):
+    if is_orphan(environ, library_name):
         alone = " FOMPI_SINGLETONS=1" if is_child(environ) else ""  # the variables of torchrun are still set, too
         return (
             "this process is a child of a rank: the connection to the launcher is closed here, but its variables are "

@@ -327,10 +327,12 @@ def _refuse_foreign_launcher(MPI: ModuleType) -> None:
     loaded = _library(MPI)
     reason = launcher.torchrun_refusal(os.environ, loaded.name, loaded.mpirun)
     if reason:
-        raise LaunchError(reason)
+        raise LaunchError.everywhere(reason)
     reason = launcher.refusal(os.environ, loaded.name, loaded.mpirun)
-    if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # an MPICH with PMIx would start
+    if reason and launcher.is_orphan(os.environ, loaded.name):
         raise LaunchError(reason)
+    if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # an MPICH with PMIx would start
+        raise LaunchError.everywhere(reason)
 
 
 def _library(MPI: ModuleType) -> Library:
