@@ -329,10 +329,9 @@ def _refuse_foreign_launcher(MPI: ModuleType) -> None:
     if reason:
         raise LaunchError.everywhere(reason)
     reason = launcher.refusal(os.environ, loaded.name, loaded.mpirun)
-    if reason and launcher.is_orphan(os.environ, loaded.name):
-        raise LaunchError(reason)
     if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # an MPICH with PMIx would start
-        raise LaunchError.everywhere(reason)
+        is_orphan = launcher.is_orphan(os.environ, loaded.name)
+        raise LaunchError(reason) if is_orphan else LaunchError.everywhere(reason)
 
 
 def _library(MPI: ModuleType) -> Library:
