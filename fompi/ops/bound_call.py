@@ -54,7 +54,7 @@ class BoundCall:
         words, refusal = arguments.gradient, refusal or wrong
         local, plan = decide(operation.name, localised, communicator, call_options, "bound", words, refusal)
         self._operation, self._arguments, self._local = operation, arguments, local
-        self._outputs = [b.name for b in plan.programs[communicator.rank].buffers if b.role == "output"]
+        self._outputs = [b for b in plan.programs[communicator.rank].buffers if b.role == "output"]
         out = None if local.in_place else arguments.out
         tensors = _by_name(arguments, local)
         self._moved = local.dim > 0 or local.split >= 0  # the plan has the rows first
@@ -104,8 +104,6 @@ class BoundCall:
         self._out = self._arguments.out if out is None else out
         if out is None and not tensors:
             return {}
-        if self._local.in_place:
-            raise PlanError(f"fompi.{self._operation.name}: a call that is bound in place has no tensors of its own")
         given = {name: self._rows_first(name, tensor) for name, tensor in tensors.items()}
         return given if out is None else {**given, "out": self._rows_first("y", out)}
 
@@ -113,22 +111,28 @@ class BoundCall:
         """`tensor` with its rows as the first dimension, where the call has another one."""
         if not self._moved or name not in ("x", "h", "y"):
             return tensor
-        borrowed = dlpack.borrow(tensor, name)
-        moved = dlpack.rows_first(borrowed.array, self._local.dim, self._local.split)
+        try:
+            borrowed = dlpack.borrow(tensor, name)
+            moved = dlpack.rows_first(borrowed.array, self._local.dim, self._local.split)
+        except Exception:
+            return tensor  # the executor refuses it, and tells the other ranks
         return dlpack.Lent(moved, borrowed.dtype)
 
     def _result(self, results: Any) -> Any:
         """The results of a call in the form that the operation gives them."""
         local, arguments = self._local, self._arguments
-        if local.in_place:
+        if local.in_place and self._out is arguments.out:
             np.copyto(local.arrays["x"].reshape(-1), dlpack.borrow(results, "y").array.reshape(-1))
             dlpack.mark_written(arguments.out)
         if self._out is not None:
             return self._out
-        named = dict(zip(self._outputs, results if len(self._outputs) > 1 else (results,), strict=True))
-        if self._moved and "y" in named:
-            y = dlpack.borrow(named["y"], "y")
-            named["y"] = dlpack.lend(dlpack.rows_at(y.array, local.dim, local.split), y.dtype, local.like)
+        named = {}
+        for buffer, y in zip(self._outputs, results if len(self._outputs) > 1 else (results,), strict=True):
+            named[buffer.name] = y
+            if self._moved:
+                array = dlpack.borrow(y, buffer.name).array
+                array = array if buffer.axis == "whole" else dlpack.rows_at(array, local.dim, local.split)
+                named[buffer.name] = dlpack.lend(array, buffer.dtype, local.like)
         return arguments.result(named)
 
 

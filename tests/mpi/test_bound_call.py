@@ -86,8 +86,9 @@ def test_in_place_and_out(world):
         x[...] = world.rank
         step()
         np.testing.assert_array_equal(x, (world.size - 1) / 2)
-        with pytest.raises(fompi.PlanError, match="in place has no tensors of its own"):
-            step(x=x.copy())
+        other, into = np.full_like(x, 2.0), np.empty_like(x)
+        assert step(x=other) is x and np.all(x == 2.0) and np.all(other == 2.0)  # all_reduce(other, out=x)
+        assert step(x=other + 1, out=into) is into and np.all(into == 3.0) and np.all(x == 2.0)
     out = np.empty((world.size * 2, 3))
     rows = np.full((2, 3), world.rank + 1.0)
     with fompi.all_gather.bind(rows, out=out, comm=world) as step:
@@ -109,6 +110,26 @@ def test_rows_that_are_not_the_first_dimension(world, dim):
         same(step(), fompi.all_gather(x, dim=dim, comm=world))
         other = drawn(*shape, seed=9)
         same(step(x=other), fompi.all_gather(other, dim=dim, comm=world))
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul_many", "all_gather_matmul_weight_gradient"])
+def test_every_result_has_its_rows_in_the_dimension_of_x(world, name):
+    size, rank = world.size, world.rank
+    x, w = drawn(2, rank + 1, 3, seed=rank), drawn(3, 4)
+    h = drawn(2, size * (size + 1) // 2, 2, seed=1)
+    rest = ([w, drawn(3, 2)],) if name == "all_gather_matmul_many" else (w, h)
+    operation = getattr(fompi, name)
+    with operation.bind(x, *rest, dim=1, comm=world) as step:
+        same(step(), operation(x, *rest, dim=1, comm=world))
+
+
+def test_a_call_on_what_is_no_tensor_is_refused_by_all(world):
+    x = np.ones((3, world.rank + 1))
+    with fompi.all_gather.bind(x, dim=1, comm=world) as step:
+        last = world.rank == world.size - 1
+        with pytest.raises(fompi.TensorError if last else fompi.PeerError):
+            step(x="nothing") if last else step()
+        same(step(), fompi.all_gather(x, dim=1, comm=world))
 
 
 def test_torch_and_half_types(world):
