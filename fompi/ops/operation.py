@@ -125,7 +125,7 @@ class Operation(Generic[P]):
 
             step = fompi.all_reduce.bind(x, op="mean", out=x, comm=comm)
             step()                     # x is the mean, whatever x contained
-            y = step(x=other)          # without out=x: of another tensor of the same form
+            step(x=other)              # x is the mean of another tensor of the same form
 
         Collective. Each call reads what the tensors contain then, and needs no agreement. A result lies in `out=`, or
         in memory that the next call writes again. Returns a BoundCall. Raises the errors of the operation on all ranks,
