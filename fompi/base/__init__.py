@@ -2,6 +2,8 @@
 
 - `errors`: the exceptions and warnings of fompi.
 - `layout`: where the rows of a tensor are: layouts, shapes, blocks and their sizes.
+- `log`: the log, `logging.getLogger("fompi")`; `html`: values as HTML, for notebooks.
+- `extras`: packages that may be missing, and the line of pip for them.
 - `kept`: what was measured, kept on disk.
 - `file_checks`: checks of values that are read from JSON files.
 - `version`: the version number.

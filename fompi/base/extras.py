@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
 
 from fompi.base.errors import PackageError
 
-PIP = {
-    "torch": "pip install torch",
-    "jax": "pip install jax",
-    "matplotlib": "pip install matplotlib",
-}
 
+def need(package: str) -> None:
+    """Raise PackageError, with the line of pip, if `package` is not installed, on which the room of its name stands.
 
-def need(package: str, why: str = "") -> ModuleType:
-    """The module `package`, which is optional. Raises PackageError, with the line of pip, if it is not installed.
-
-    `why`: what needs it, if that is not the room of fompi with the same name. An installed package that cannot be
-    imported raises its own error.
+    An installed package that cannot be imported raises its own error.
     """
     try:
-        return import_module(package)
+        import_module(package)
     except ModuleNotFoundError as error:
         if error.name not in (package, None):  # it is there, but lacks a package of its own
             raise
-        raise PackageError(
-            f"{why or f'fompi.{package}'} needs {package}, which is not installed: {PIP[package]}"
-        ) from None
+        raise PackageError(f"fompi.{package} needs {package}, which is not installed: pip install {package}") from None

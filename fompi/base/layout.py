@@ -79,10 +79,9 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str) and dtype in ITEMSIZE:
         return dtype
     names = getattr(dtype, "name", None), getattr(dtype, "__name__", None), str(dtype).removeprefix("torch.")
-    found = next((name for name in names if name in ITEMSIZE), None)
-    if found is None:
-        itemsize(str(dtype))  # which raises
-    return str(found)
+    found: str = next((name for name in names if name in ITEMSIZE), str(dtype))
+    itemsize(found)  # it raises if there is no such dtype
+    return found
 
 
 def accumulator(dtype: str) -> str:

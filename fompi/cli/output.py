@@ -35,7 +35,7 @@ LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"}
 
 
 class UsageError(Exception):
-    """Arguments that do not fit together. It is printed with the usage of the subcommand."""
+    """Arguments that do not fit together. It is printed as an error of the subcommand."""
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks

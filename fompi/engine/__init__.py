@@ -10,6 +10,7 @@
 | `progress` | the helper thread, which moves messages while the program computes; the modes of FOMPI_PROGRESS |
 | `control` | control messages of one communicator: failures, departures, which rank waits for which |
 | `handshake` | the agreement of all ranks before a call moves data |
+| `frames` | what the terminal shows of an error that nobody catches |
 | `faults` | what a rank does when it ends, normally or by an error |
 | `pickled` | what a pickle of a communicator or a mesh contains, and how it is found again |
 | `communicator` | `Communicator`: the ranks on which an operation runs |

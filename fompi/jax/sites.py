@@ -26,7 +26,7 @@ from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
 from fompi.jax import ffi
 from fompi.jax.ffi import Form, Target, array_at
-from fompi.ops.arguments import Arguments, LocalCall, localise
+from fompi.ops.arguments import Arguments, LocalCall, localise, names_of
 from fompi.ops.decide import decide
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation, communicator_of
@@ -124,13 +124,7 @@ class BoundSite(Site):
     def _bind(self, plan: Plan, local: LocalCall) -> None:
         """Take memory, bind the plan to it, and see it in the shapes that the program has."""
         arena, problem, dim = self.comm.engine.arena, local.problem, local.dim
-        a = self.arguments
-        names = [
-            "x",
-            *(problem.name("w", i) for i in range(len(a.weights))),
-            *(problem.name("bias", i) for i, b in enumerate(a.biases) if b is not None),
-            *(problem.name("h", i) for i in range(len(a.operands))),
-        ]
+        names = names_of(problem, self.arguments)
         shapes = {name: array.shape for name, array in local.arrays.items()}
         shapes |= problem.whole_shapes
         if problem.columns and not problem.weights:

@@ -80,8 +80,9 @@ def start_mpi() -> ModuleType:
         added = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
         os.environ.update(added)
         try:
-            warnings.filterwarnings("ignore", "suspicious MPI execution", RuntimeWarning)  # a LaunchError says more
-            MPI.Init_thread(getattr(MPI, f"THREAD_{_requested_thread_level().upper()}"))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "suspicious MPI execution", RuntimeWarning)  # a LaunchError says more
+                MPI.Init_thread(getattr(MPI, f"THREAD_{_requested_thread_level().upper()}"))
         finally:
             for name in added:
                 del os.environ[name]

@@ -84,6 +84,16 @@ class Arguments:
         )
 
 
+def names_of(problem: Problem, arguments: Arguments) -> list[str]:
+    """The names that the plan has for `arguments.tensors`, in their order."""
+    return [
+        "x",
+        *(problem.name("w", i) for i in range(len(arguments.weights))),
+        *(problem.name("bias", i) for i, bias in enumerate(arguments.biases) if bias is not None),
+        *(problem.name("h", i) for i in range(len(arguments.operands))),
+    ]
+
+
 class LocalCall(NamedTuple):
     """One rank's part of a call, checked."""
 

@@ -9,14 +9,14 @@ The model is `contract_expression` of opt_einsum. `fompi.bind(plan, ...)` binds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 
 from fompi.base.errors import PlanError, TensorError
 from fompi.engine.communicator import Communicator
-from fompi.ops.arguments import Arguments, LocalCall, localise
+from fompi.ops.arguments import Arguments, LocalCall, localise, names_of
 from fompi.ops.decide import decide
 from fompi.ops.operation import CallOptions, Operation, communicator_of
 from fompi.ops.pending import program_of
@@ -44,22 +44,21 @@ class BoundCall:
         arguments: Arguments,
         comm: Any,
         call_options: CallOptions,
-        refusal: Exception | None = None,
     ):
         communicator, wrong = communicator_of(comm)
 
         def localised() -> LocalCall:
             return _checked(operation, arguments, communicator, call_options)
 
-        words, refusal = arguments.gradient, refusal or wrong
-        local, plan = decide(operation.name, localised, communicator, call_options, "bound", words, refusal)
-        self._operation, self._arguments, self._local = operation, arguments, local
+        compared = "bound", arguments.gradient
+        local, plan = decide(operation.name, localised, communicator, call_options, *compared, refusal=wrong)
+        self._arguments, self._local = arguments, local
         self._outputs = [b for b in plan.programs[communicator.rank].buffers if b.role == "output"]
         out = None if local.in_place else arguments.out
-        tensors = _by_name(arguments, local)
         self._moved = local.dim > 0 or local.split >= 0  # the plan has the rows first
         self._out = arguments.out  # of the last call
-        given = {name: self._rows_first(name, tensor) for name, tensor in tensors.items()}
+        named = zip(names_of(local.problem, arguments), arguments.tensors, strict=True)
+        given = {name: self._rows_first(name, tensor) for name, tensor in named}
         if out is not None:
             given["out"] = self._rows_first("y", out)
         self.executor: Executor = bind(plan, comm=communicator, **given)
@@ -160,17 +159,3 @@ def _checked(
     if operation.name == "scatter" and comm.rank != local.problem.root:
         raise PlanError(f"{name}: x gives only its shape here: fompi.bind(plan, ...)")
     return local
-
-
-def _by_name(arguments: Arguments, local: LocalCall) -> dict[str, Any]:
-    """The tensors of a call by the names that the plan has."""
-    problem = local.problem
-    named = {"x": arguments.x}
-    kinds: Sequence[tuple[str, Sequence[Any]]] = (
-        ("w", arguments.weights),
-        ("bias", arguments.biases),
-        ("h", arguments.operands),
-    )
-    for kind, tensors in kinds:
-        named |= {problem.name(kind, i): tensor for i, tensor in enumerate(tensors) if tensor is not None}
-    return named
