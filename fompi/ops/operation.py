@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 from fompi.base.errors import ArgumentError, LaunchError, PlanError, StateError, TensorError, of_signature
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree
 from fompi.ops.arguments import Arguments, localise
 from fompi.ops.pending import Pending, Started, program_of
 from fompi.schedules.registry import as_slices
@@ -163,7 +164,7 @@ class Operation(Generic[P]):
     def refuse(self, error: Exception, comm: Any) -> None:
         """Take part in the handshake of this call, so that the other ranks raise an error too. Raises `error`."""
         communicator, wrong = communicator_of(comm)
-        Pending(self.name, Arguments(None), None, wrong or error, communicator, "auto", None)
+        agree(communicator, self.name, wrong or error)
 
     def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Started:
         """Start a call that records no gradient. Its tensors must not require grad."""
@@ -184,7 +185,7 @@ class Operation(Generic[P]):
         refusal: Exception | None = None,
         kind: type[Pending] = Pending,
     ) -> Any:
-        local = wrong = None
+        wrong = None
         if type(comm) is Communicator:
             comm.check()
             communicator = comm
@@ -200,11 +201,12 @@ class Operation(Generic[P]):
             if (schedule, slices) != ("auto", None):  # "auto" uses direct if no other schedule can have such slices
                 program_of(communicator, local, "direct" if schedule == "auto" else schedule, slices)
         except Exception as error:  # this rank still takes part in the handshake, so that the other ranks do not wait
-            local, refusal = None, error
-        nothing_to_choose = (schedule, slices) != ("auto", None) or local is None or communicator.size == 1
+            agree(communicator, self.name, error)
+            raise
+        nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = HOOKS.measure(self, arguments, local, communicator)
-        return kind(self.name, arguments, local, refusal, communicator, schedule, slices)
+        return kind(self.name, arguments, local, communicator, schedule, slices)
 
     def is_differentiable(self, arguments: Arguments) -> bool:
         """True if this call must be a node of autograd."""

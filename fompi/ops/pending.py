@@ -29,7 +29,7 @@ from fompi.base.errors import DeviceError, LayoutError, PlanError, ShapeError, S
 from fompi.base.layout import Extents, Sizes, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import SIGNATURE_BITS, Agreement, digest
+from fompi.engine.handshake import SIGNATURE_BITS, Agreement, agree, digest
 from fompi.engine.tasks import Task
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.planner.choose import choose_schedule, decode_rows, encode_rows, is_even, window_of_call
@@ -148,8 +148,7 @@ class Pending:
         self,
         name: str,
         arguments: Arguments,
-        local: LocalCall | None,
-        refusal: Exception | None,
+        local: LocalCall,
         comm: Any,
         schedule: str,
         slices: Slices | None,
@@ -163,40 +162,44 @@ class Pending:
         self._returned_at: float | None = None  # when `start` returned to the program
         self._task: Task  # the agreement, then the run; this drops the agreement, which refers to this Pending
         self.extents: Extents | None = None
-        engine = comm.engine
-        if local is not None and local.device is not None:
+        engine, moves = comm.engine, local.problem.moves
+        if local.device is not None:
             self._backend = backend_of(local.device)
             self._entry, failure = enter(engine, self._backend)
-            refusal = refusal or failure
+            if failure is not None:
+                agree(comm, name, failure)
         elif comm.backend is not None:
             self._backend = comm.backend
         with engine.lock:
             self._stamp, self._slot = comm.next_call()
             comm.note_start(name, self._stamp)
-            if comm.size == 1 and refusal is None:
-                mine = [sum(local.rows) if local.problem.moves == "all_to_all" else local.rows[0]]  # type: ignore[union-attr]
-                self._launch(mine, runs=local.runs)  # type: ignore[union-attr]
+            if comm.size == 1:
+                self._launch([sum(local.rows) if moves == "all_to_all" else local.rows[0]], runs=local.runs)
                 return
-            number, rows, expects, equal_totals, signature, hint = 0, (0,) * comm.size, -1, True, 0, 0
-            if local is not None:
-                number, equal_totals = self._common(local), local.problem.moves != "all_to_all"
-                if comm.machine is not None or (comm.network and not equal_totals):
-                    signature = _signature_of(local.problem)
-                    hint = 0 if equal_totals else encode_rows(local.rows, comm.rank)
-                if local.problem.moves in ("all_gather", "all_to_all"):
-                    rows, expects = local.rows, local.expects
+            rows, expects, equal_totals, signature, hint = (0,) * comm.size, -1, moves != "all_to_all", 0, 0
+            if comm.machine is not None or (comm.network and not equal_totals):
+                signature = _signature_of(local.problem)
+                hint = 0 if equal_totals else encode_rows(local.rows, comm.rank)
+            if moves in ("all_gather", "all_to_all"):
+                rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
             self._task = agreement = Agreement(
-                comm, self._stamp, number, self._describe, rows, expects, refusal, equal_totals, signature, hint
+                comm,
+                self._stamp,
+                self._common(local),
+                self._describe,
+                rows,
+                expects,
+                None,
+                equal_totals,
+                signature,
+                hint,
             )
             agreement.arriving = self._arguments.arriving
-            if local is not None and local.runs:
+            if local.runs:
                 agreement.runs = local.runs
             agreement.then = self._agreed
             agreement.start()
-        if refusal is not None:
-            engine.wait(agreement, comm.channel)
-            raise refusal
 
     def _common(self, local: LocalCall) -> int:
         """A digest of everything that must be the same on all ranks."""
@@ -214,8 +217,6 @@ class Pending:
     def _describe(self) -> str:
         """The call as text, for error messages."""
         local = self._local
-        if local is None:
-            return self._name
         moves = local.problem.moves
         rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
         rows += f", dim={local.dim}" if local.dim else ""
@@ -253,9 +254,7 @@ class Pending:
         `hints[source]` is the size of what each rank sends in an all-to-all (`choose.encode_rows`). `runs[source]` are
         the rows of each run, where rows go to experts.
         """
-        comm, local = self._comm, self._local
-        assert local is not None
-        problem = local.problem
+        comm, local, problem = self._comm, self._local, self._local.problem
         if problem.moves == "all_to_all":
             sizes, (total, even) = None, decode_rows(hints) if same_problem else (None, False)
         else:
@@ -304,7 +303,6 @@ class Pending:
         `even`: all ranks send equal shards in an all-to-all. An error comes with the program, because the other ranks
         have started the call: its messages must move.
         """
-        assert self._local is not None
         schedule, slices = self._schedule, self._slices
         if schedule == "auto":
             machine = self._comm.machine if same_problem else None  # for different problems the choices could differ
@@ -324,7 +322,6 @@ class Pending:
     def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
         """Every buffer of the program as an array: the caller's memory, or memory of the arena."""
         local, arena = self._local, self._comm.engine.arena
-        assert local is not None
         out = None if local.in_place else local.out
         arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # JAX copies memory that is not aligned
         for buffer in program.program.buffers:
@@ -347,7 +344,7 @@ class Pending:
     def _out_of_memory(self, error: OutOfMemory, program: Compiled, arrays: dict[str, Any]) -> DeviceError:
         """The error, with what this call needs and which plan would fit. `arrays` exist already."""
         local, paths = self._local, self._comm.paths(self._backend.device)
-        assert local is not None and self.extents is not None
+        assert self.extents is not None
         given = {*local.arrays, *("y", "g")} if local.out is not None and not local.in_place else {*local.arrays}
         taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
         problem = replace(local.problem, packed=local.packed)
@@ -394,7 +391,7 @@ class Pending:
         waits for the whole result. Raises StateError for other operations, and what `wait` raises.
         """
         local, comm = self._local, self._comm
-        if local is None or local.problem.moves not in ("all_gather", "all_to_all") or local.problem.flat:
+        if local.problem.moves not in ("all_gather", "all_to_all") or local.problem.flat:
             raise StateError(f"the result of fompi.{self._name} has no rows of single ranks: call wait()")
         if integer(rank) is None or not 0 <= rank < comm.size:
             raise LayoutError(f"fompi.{self._name}: {rank!r} is not one of the {comm.size} ranks")
@@ -421,7 +418,7 @@ class Pending:
     def _has_come(self, rank: int) -> Callable[[], bool] | None:
         """Whether the rows of `rank` are in the result. None: only the end of the call tells."""
         run, local = self._run, self._local
-        if run is None or local is None or local.device is not None or len(run.compiled.outputs) != 1:
+        if run is None or local.device is not None or len(run.compiled.outputs) != 1:
             return None
         parts, last = run.compiled.plan.parts, run.compiled.last_writers("y")
         ended, writers = run.ended, {last[block] for block in range(rank * parts, (rank + 1) * parts) if block in last}
@@ -436,7 +433,7 @@ class Pending:
         if not task.finished:
             raise StateError(f"fompi.{self._name} is in flight: call wait() or done() first")
         local, run = self._local, self._run
-        assert local is not None and run is not None
+        assert run is not None
         dim = local.dim
         if run.is_enqueued:
             self._backend.leave(run.in_flight())
@@ -478,7 +475,7 @@ class Pending:
         return self._traced(self._run)
 
     def _traced(self, run: Run) -> Trace:
-        assert self._local is not None and self.extents is not None
+        assert self.extents is not None
         trace, rank, before = run.trace(self.extents), self._comm.rank, []
         if self._local.packing is not None:
             begun, ended = self._local.packing
