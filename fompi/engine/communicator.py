@@ -224,10 +224,7 @@ class Communicator(Shared):
 
     @contextmanager
     def record(self) -> Iterator[list[Trace]]:
-        """A list of the traces of this rank. It grows as operations finish that were started inside the `with` block.
-
-        It has no traces of executors. Each executor has its own `trace`.
-        """
+        """A list of the traces of this rank. It grows as calls finish that were started inside the `with` block."""
         outer, self.recording = self.recording, []
         try:
             yield self.recording

@@ -71,16 +71,18 @@ def agree(comm: Members, text: str, refusal: Exception | None = None, value: int
     0 <= value < 1 << VALUE_BITS. A rank that has a `refusal` raises it. If a rank refuses, or calls something else, all
     ranks raise an error.
     """
+    return begin_agreement(comm, text, refusal, value).values()
+
+
+def begin_agreement(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Agreement:
+    """The same, in flight: `values()` waits for it."""
     comm.check()
     with comm.engine.lock:
         stamp, _ = comm.next_call()
         agreement = Agreement(comm, stamp, digest(text), lambda: text, [value] * comm.size, refusal=refusal)
         comm.note_start(text, stamp)
         agreement.start()
-    comm.engine.wait(agreement, comm.channel)
-    if agreement.error is not None:
-        raise agreement.error
-    return agreement.rows
+    return agreement
 
 
 class Agreement(Task):
@@ -134,6 +136,13 @@ class Agreement(Task):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
         self.outgoing, self.expects, self.refusal, self.equal_totals = rows, expects, refusal, equal_totals
         self.hint = (signature << HINT_BITS | hint) << _ROWS_BITS
+
+    def values(self) -> Sequence[int]:
+        """`rows`, once all ranks have agreed. Raises `error`."""
+        self.comm.engine.wait(self, self.comm.channel)
+        if self.error is not None:
+            raise self.error
+        return self.rows
 
     def start(self) -> None:
         """Send the headers. Called with the engine's lock held."""

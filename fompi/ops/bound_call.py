@@ -77,6 +77,10 @@ class BoundCall:
         self.executor.start(label=label, **self._given(out, tensors))
         return self
 
+    def refuse(self, error: Exception) -> None:
+        """Take part in the next call, which ends by an error on all ranks. Here `wait` raises `error`."""
+        self.executor.refuse(error)
+
     def wait(self, timeout: float | None = None) -> Any:
         """The result of the call that was started. Raises its error, and WaitTimeout after `timeout` s (it goes on)."""
         return self._result(self.executor.wait(timeout))

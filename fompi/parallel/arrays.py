@@ -135,15 +135,6 @@ def _of_section(pending: Any) -> Any:
     return pending
 
 
-def start_labelled(operation: Operation[Any], label: str, x: Any, **options: Any) -> Pending:
-    """operation.start(x, ...), in which the ranks also compare `label`: at which step of which wrapper they are."""
-    arguments, comm, how = operation.read((x,), options)
-    arguments.gradient = label
-    pending = operation.begin(arguments, comm, how)
-    pending.leave()
-    return pending
-
-
 def same_bits(comm: Communicator) -> str:
     """A schedule in which fompi sums: all ranks get the same bits, so that what they hold alike stays alike."""
     return "ring" if comm.network else "direct"

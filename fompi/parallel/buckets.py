@@ -144,8 +144,11 @@ class Bucket:
         self.held: set[str] = set()  # not released since the bucket arrived
         self.resident = zero < 3
         self.position = -1  # of its last gather in the cycle
-        self.gather: Any = None
-        self.sum: Any = None
+        self.gather: Any = None  # in flight
+        self.sum: Any = None  # in flight
+        self.summing: Any = None  # the call that sums the gradients in every step (`fompi.parallel.repeated`)
+        self.gathering: Any = None  # the call that gathers the parameters, but for those that begin in `step`
+        self.first_gathering: Any = None  # of those
 
     def own(self, name: str) -> slice:
         """The part of a parameter that this rank owns: a slice of the shard."""

@@ -29,7 +29,7 @@ from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
-from fompi.parallel.arrays import same_bits, start_labelled
+from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import (
     DTYPES,
     MOST_NAMED,
@@ -49,6 +49,7 @@ from fompi.parallel.buckets import (
     in_words,
 )
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
+from fompi.parallel.repeated import Unbound, repeated
 from fompi.parallel.saved import load_state, whole_state
 from fompi.parallel.section import Section
 from fompi.tensors import dlpack
@@ -152,24 +153,44 @@ class DataParallel:
             Bucket({name: tensors[name] for name in names[a:b]}, self.comm, zero, microbatches)
             for a, b in itertools.pairwise(edges)
         ]
+        self._wire, self._ahead = wire_dtype, ahead_nbytes
+        for bucket in self.buckets:
+            self._prepare(bucket)
         self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self._states: dict[str, State] = {}
         for bucket in self.buckets:
             self._states |= {name: optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
         self._scale = 1 / (self.comm.size * (self.replicas.size if self.replicas else 1)) if average else 1.0
-        self._wire, self._ahead = wire_dtype, ahead_nbytes
         last = len(self.buckets) - 1
         self._cycle = [*range(last + 1), *(range(last - 1, -1, -1) if zero == 3 else ())] if zero else []
         self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]
         self._gathered = 0  # gathers started
         self._next = last  # the next bucket that leaves
-        self._summed_at: int | None = None  # `_first_sum`
         self._is_syncing, self._used, self._steps = True, set[str](), 0
         self._over = self._known  # the axes of the last step
         self._owed: list[Exception] = []  # errors of first steps, of which axes that are not known yet must hear
         self._agreed = False  # a step has come to its update
         self._torn: BaseException | None = None  # the error of the optimizer in the middle of an update
         self.closed = False
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """The calls of the bucket in every step. What zero gives up is not kept by bound calls either."""
+        wire, comm = self._wire or bucket.wide, self._sums
+        if self.zero < 2:
+            assert bucket.gradient is not None
+            how = {} if self.zero else {"schedule": same_bits(comm)}
+            x = dlpack.lend(narrow(bucket.gradient, wire), wire, "dlpack")
+            bucket.summing = repeated(reduce_scatter if self.zero else all_reduce, x.array.nbytes, x, comm=comm, **how)
+        else:
+            out = dlpack.lend(bucket.sum_shard, wire, "dlpack") if wire == bucket.wide else None
+            bucket.summing = Unbound(reduce_scatter, comm, {"out": out})
+        if self.zero in (1, 2):
+            assert bucket.full is not None
+            x, out = (dlpack.lend(a, bucket.dtype, "dlpack") for a in (bucket.shard.copy(), bucket.full))
+            bucket.gathering = repeated(all_gather, bucket.full.nbytes, x, out=out, comm=self._gathers)
+            bucket.first_gathering = Unbound(all_gather, self._gathers, {"out": out})
+        elif self.zero:
+            bucket.gathering = Unbound(all_gather, self._gathers, {})
 
     # ---------------------------------------------------------------------------------------------- parameters
     def __getitem__(self, name: str) -> Any:
@@ -205,19 +226,19 @@ class DataParallel:
         if self.zero == 3 and not bucket.held and bucket is not self.buckets[-1]:
             bucket.full, bucket.resident = None, False
 
-    def _gather_until(self, position: int) -> None:
-        """Start the gathers of the cycle up to `position`."""
+    def _gather_until(self, position: int, in_section: bool = False) -> None:
+        """Start the gathers of the cycle up to `position`. A section counts unbound calls only."""
         while self._at <= min(position, len(self._cycle) - 1):
             if self.zero == 3 and self._at == 1:
                 self._arrive(self.buckets[self._cycle[0]])  # now all ranks have begun this cycle
             bucket = self.buckets[self._cycle[self._at]]
             self._arrive(bucket)
+            gathering = bucket.first_gathering if in_section else bucket.gathering
             x = bucket.shard if self.zero == 3 else bucket.shard.copy()
-            out = None if bucket.full is None or self.zero == 3 else dlpack.lend(bucket.full, bucket.dtype, "dlpack")
-            bucket.gather = all_gather.start(dlpack.lend(x, bucket.dtype, "dlpack"), out=out, comm=self._gathers)
+            bucket.gather = gathering.start(x=dlpack.lend(x, bucket.dtype, "dlpack"))
             bucket.position, self._at, self._gathered = self._at, self._at + 1, self._gathered + 1
 
-    def _gather_ahead(self, position: int) -> None:
+    def _gather_ahead(self, position: int, in_section: bool = False) -> None:
         """Start what follows the bucket in use: `ahead_nbytes`, or two buckets, which are one with zero=3.
 
         With two, the ranks agree on one gather while another one moves.
@@ -226,7 +247,7 @@ class DataParallel:
         enough = following + (2 if self._ahead is None and self.zero < 3 else 1)
         while 0 < following < len(self._cycle):
             bucket = self.buckets[self._cycle[following]]
-            self._gather_until(following)
+            self._gather_until(following, in_section)
             window -= bucket.size * storage(bucket.dtype).itemsize
             following += 1
             if window <= 0 and following >= enough:
@@ -324,30 +345,14 @@ class DataParallel:
             raise TensorError(f"the gradient of {name!r} has {what} on rank {self.comm.rank}. {NOTHING_UPDATED}")
         return array
 
-    def _first_sum(self) -> int:
-        """The number of the last call on the communicator of the sums before those of this step."""
-        if self._summed_at is None:
-            self._sums.check()
-            self._summed_at = self._sums.calls
-        return self._summed_at
-
     def _leave(self, most: int | None = None) -> None:
         """Start the sums of the buckets that are complete, in the order of the backward; or of `most` buckets."""
-        self._first_sum()
         before = self._next
         while self._next >= 0 and (before - self._next < most if most is not None else self._is_complete):
             bucket = self.buckets[self._next]
             gradient = np.zeros(bucket.size, bucket.wide) if bucket.gradient is None else bucket.gradient
             wire = self._wire or bucket.wide
-            x = dlpack.lend(narrow(gradient, wire), wire, "dlpack")
-            label = f"of bucket {self._next} in step {self._steps}"
-            if self.zero:
-                out = None
-                if bucket.sum_shard is not None and wire == bucket.wide:
-                    out = dlpack.lend(bucket.sum_shard, wire, "dlpack")
-                bucket.sum = start_labelled(reduce_scatter, label, x, out=out, comm=self._sums)
-            else:
-                bucket.sum = start_labelled(all_reduce, label, x, comm=self._sums, schedule=same_bits(self._sums))
+            bucket.sum = bucket.summing.start(x=dlpack.lend(narrow(gradient, wire), wire, "dlpack"))
             self._next -= 1
             for later in self.buckets[self._next + 2 :]:
                 if later.sum is not None and later.sum.done():
@@ -411,8 +416,8 @@ class DataParallel:
                 self._at = 0
                 for bucket in self.buckets:
                     bucket.resident = False
-                self._gather_until(0)
-                self._gather_ahead(0)
+                self._gather_until(0, in_section=True)
+                self._gather_ahead(0, in_section=True)
         if self._torn is not None:
             if self.zero in (1, 2):
                 self._finish_cycle()  # the other ranks wait for these gathers
@@ -503,7 +508,7 @@ class DataParallel:
         """Forget the gradients, and what is left of this step."""
         for bucket in self.buckets:
             if bucket.sum is not None:
-                with suppress(FompiError):
+                with suppress(Exception):  # also of the error that this rank has refused it with
                     self._collect(bucket)
             bucket.sum = bucket.total = None
             bucket.missing = dict.fromkeys(bucket.names, self.microbatches)
@@ -512,7 +517,6 @@ class DataParallel:
             elif bucket.gradient is not None:
                 bucket.gradient.fill(0)
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
-        self._summed_at = None
 
     # ---------------------------------------------------------------------------------------- saved, and loaded
     def state_dict(self, *, parameters: bool = True, rank0_only: bool = False) -> dict[str, Any]:
@@ -574,9 +578,10 @@ class DataParallel:
             else:
                 with suppress(*refusals):
                     agree(self._gathers, "a refused step", error)
-            for _ in range(self._first_sum() + len(self.buckets) - self._sums.calls):
-                with suppress(type(error)):
-                    (reduce_scatter if self.zero else all_reduce).refuse(error, self._sums)
+            for bucket in reversed(self.buckets[: self._next + 1]):
+                bucket.sum = bucket.summing
+                with suppress(*refusals):
+                    bucket.summing.refuse(error)
         self._refuse(error, [*self._others(), *self._over])
         if not self._over and not self._agreed:
             self._owed.append(error)
@@ -633,6 +638,9 @@ class DataParallel:
         for bucket in self.buckets:
             self._collect(bucket)
             self._arrive(bucket)
+            for call in (bucket.summing, bucket.gathering):
+                if call is not None:
+                    call.close()
         self._sums.close()
         self._gathers.close()
 

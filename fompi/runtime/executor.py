@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
 from fompi.backends.base import Backend
 from fompi.base.errors import PlanError, StateError, WaitTimeout
-from fompi.base.layout import Sizes, integer
+from fompi.base.layout import Extents, Sizes, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import digest
@@ -116,6 +116,11 @@ class Executor(BoundPlan):
         self.comm.engine.wake_helper()
         return self
 
+    def refuse(self, error: Exception) -> None:
+        """Take part in the next call, which ends by an error on all ranks. Here `wait` raises `error`."""
+        with suppress(type(error)):
+            self._start(refusal=error)
+
     def _start(
         self,
         partial: tuple[str, ...] = (),
@@ -124,8 +129,9 @@ class Executor(BoundPlan):
         awaited: bool = False,
         tensors: Mapping[str, Any] | None = None,
         given: Given | None = None,
+        refusal: Exception | None = None,
     ) -> None:
-        """Start a call. `tensors` are those of this call, or `given` is its memory."""
+        """Start a call. `tensors` are those of this call, or `given` is its memory. With a `refusal` it fails."""
         sizes = self.plan.sizes if counts is None else self._sizes_of(counts)
         self.check_start(partial, sizes)
         if self._feeds or partial:
@@ -138,7 +144,6 @@ class Executor(BoundPlan):
             self._feedings.end(self.comm.engine, self.comm.channel)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
-        refusal: Exception | None = None
         if tensors:
             try:
                 if self._feeds and not self._feeds.keys().isdisjoint(tensors):
@@ -176,11 +181,8 @@ class Executor(BoundPlan):
             if not unready:
                 run.announcing = self._announcing if given is None else given.announcing
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
-            if engine.report is not None:
-                extents, backend, kernels = self._extents, self.backend, self.kernels
-                run.on_finish = lambda: engine.report.note(
-                    run, run.trace(extents), extents, backend, kernels, returned_at=self._returned_at
-                )
+            if engine.report is not None or self.comm.recording is not None:
+                run.on_finish = functools.partial(self._note, self.comm.recording, run, self._extents)
             for name, tensor in self._written:
                 if given is None or name not in given.outputs:
                     dlpack.mark_written(tensor)
@@ -349,7 +351,7 @@ class Executor(BoundPlan):
         else:
             with self.comm.engine.lock:
                 if run.is_enqueued:  # its time is known when its kernels are done
-                    run.then = partial(self._note_time, run, self.is_whole)
+                    run.then = functools.partial(self._note_time, run, self.is_whole)
                 else:
                     self._note_time(run)
             self._leave()
@@ -382,6 +384,13 @@ class Executor(BoundPlan):
                 given.forget_inputs()
             else:
                 self._call = None
+
+    def _note(self, recording: list[Trace] | None, run: Run, extents: Extents) -> None:
+        trace, report = run.trace(extents), self.comm.engine.report
+        if recording is not None:
+            recording.append(trace)
+        if report is not None:
+            report.note(run, trace, extents, self.backend, self.kernels, returned_at=self._returned_at)
 
     def _note_time(self, run: Run, is_whole: bool | None = None) -> None:
         """Note the time of a call. `is_whole` is what it was when the call ended, if that was earlier."""

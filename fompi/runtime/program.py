@@ -190,7 +190,8 @@ class Run(Dispatch):
 
     def fail(self, error: BaseException, where: str) -> None:
         """Send the error of this rank to all other ranks, then go on without kernels."""
-        error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
+        if not any(note.startswith("fompi: ") for note in getattr(error, "__notes__", ())):  # it may end several calls
+            error.add_note(f"fompi: on rank {self.comm.rank} in {self.title}, {where}")
         text = f"rank {self.comm.rank} failed in {self.title}, {where}: {in_words(error)}"
         self.comm.channel.send_all(FAILED, self.stamp, text)
         self.notified, self.failed_here = frozenset(range(self.comm.size)), True

@@ -26,9 +26,11 @@ import torch
 from fompi.base.errors import FompiError, LayoutError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import Agreement, begin_agreement
 from fompi.ops.operations import all_reduce, broadcast
-from fompi.parallel.arrays import same_bits, start_labelled
+from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import cut_by_bytes
+from fompi.parallel.repeated import repeated
 from fompi.torch import private
 from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 
@@ -40,7 +42,10 @@ class Bucket:
     sum. As long as nobody else writes p.grad, the sum in float32 replaces it when the bucket leaves.
     """
 
-    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter]):
+    sum: Any = None
+    """The mean of all ranks in flight. None: this bucket has not left."""
+
+    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter], comm: Communicator):
         self.names, self.parameters = names, parameters
         ends = list(accumulate((p.numel() for p in parameters), initial=0))
         dtype, runs = parameters[0].dtype, list(pairwise(ends))
@@ -53,7 +58,8 @@ class Bucket:
         self.held: dict[int, list[Any]] = {}  # what the hooks on a parameter need, and its handles
         self.seen: dict[int, tuple[int, int]] = {}  # p.grad that has the sum of `wide`: its address and version
         self.missing = set(range(len(parameters)))  # no gradient in this backward yet
-        self.sum: Any = None
+        how: dict[str, Any] = {"op": "mean", "schedule": same_bits(comm)}  # it rounds a half type once
+        self.mean = repeated(all_reduce, self.flat.nbytes, self.flat, out=self.flat, comm=comm, **how)
 
     def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
         """Let autograd call `ready` when the gradient of parameter i is complete, and `add` and `added` before.
@@ -177,10 +183,11 @@ class DistributedDataParallel(Wrapper):
         changes = {i for i in range(1, len(parameters)) if parameters[i].dtype != parameters[i - 1].dtype}
         edges = sorted({0, *changes, *accumulate(counts)})
         self._buckets = [
-            Bucket(names[a:b], parameters[a:b]) for a, b in reversed([*pairwise(edges)])
+            Bucket(names[a:b], parameters[a:b], self.comm) for a, b in reversed([*pairwise(edges)])
         ]  # in the order in which they leave
         self._left = 0  # this many have left
-        self._is_syncing, self._is_queued = True, False
+        self._is_syncing = True
+        self._agreement: Agreement | None = None  # on which backward this is, while there is one
         self._step = self._backward = 0  # the step, and the backward passes in it that have summed
         self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
         self._is_looked_at = True  # nothing can have changed since the last backward
@@ -193,7 +200,7 @@ class DistributedDataParallel(Wrapper):
             self.refuse_copy()
         if not torch.is_grad_enabled() or self.is_copy or self.comm.closed:
             return self.module(*args, **options)
-        if self._is_queued:  # the last backward was ended by an exception
+        if self._agreement is not None:  # the last backward was ended by an exception
             self._end_by(StateError("the backward before was ended by an exception"))
         if not self._is_syncing:
             return self.module(*args, **options)
@@ -223,6 +230,7 @@ class DistributedDataParallel(Wrapper):
         for bucket in self._buckets:
             for i in [*bucket.held]:
                 bucket.forget(i)
+            bucket.mean.close()
         self.comm.close()
 
     def _look(self) -> None:
@@ -252,11 +260,10 @@ class DistributedDataParallel(Wrapper):
             """Called by autograd when the gradient of the parameter is complete."""
             if not self._is_syncing:
                 return
-            if not self._is_queued:
-                private.at_end_of_backward(self._finish)
-                self._is_queued, self._begun_at = True, self.comm.calls
-                self._backward += 1
             try:
+                if self._agreement is None:
+                    private.at_end_of_backward(self._finish)
+                    self._begin()
                 if parameter.grad is not None and parameter.grad.layout != torch.strided:
                     raise TensorError(
                         f"the gradient of {bucket.names[i]!r} is sparse: make its embedding with sparse=False"
@@ -276,48 +283,58 @@ class DistributedDataParallel(Wrapper):
 
         return ready
 
+    def _begin(self, refusal: Exception | None = None) -> None:
+        """The ranks compare which backward this is, beside its sums."""
+        self._backward += 1
+        words = f"the gradients of backward {self._backward} of step {self._step}"
+        self._agreement = begin_agreement(self.comm, words, refusal)
+
     def _leave(self) -> None:
         """Start the sum of the next bucket."""
         bucket = self._buckets[self._left]
         for i in bucket.missing:  # not in this backward; it may have a gradient of an earlier one
             bucket.take(i)
-        label = f"of bucket {self._left} in backward {self._backward} of step {self._step}"
-        how: dict[str, Any] = {"op": "mean", "out": bucket.flat, "schedule": same_bits(self.comm)}
-        bucket.sum = start_labelled(all_reduce, label, bucket.flat, comm=self.comm, **how)  # it rounds a half type once
+        bucket.sum = bucket.mean.start(x=bucket.flat)
         self._left += 1
 
     def _finish(self) -> None:
         """The end of a backward: the other buckets leave, and all sums arrive."""
+        assert self._agreement is not None
         try:
             while self._left < len(self._buckets):
                 self._leave()
+            self._agreement.values()
             for bucket in self._buckets:
                 bucket.settle()
         except BaseException as error:
             self._end_by(error)
             raise
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> bool:
-        """Wait for the sums that are in flight, and be ready for the next backward. True: none was refused."""
-        is_right = True
+    def _reset(self) -> None:
+        """Be ready for the next backward."""
         for bucket in self._buckets:
-            if bucket.sum is not None:
-                try:
-                    bucket.sum.wait()
-                except FompiError:
-                    is_right = False
             bucket.reset()
-        self._left, self._is_queued, self._is_looked_at = 0, False, False
-        return is_right
+        self._left, self._agreement, self._is_looked_at = 0, None, False
 
     def _end_by(self, error: BaseException) -> None:
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
-        begun_at = self._begun_at if self._is_queued else self.comm.calls
-        left = begun_at + len(self._buckets) - self.comm.calls
         refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
-        for _ in range(left):
-            with suppress(Exception):
-                all_reduce.refuse(refusal, self.comm)
-        if not self._forget() or left:  # all ranks have an error, and count steps anew
+        is_right = self._left == len(self._buckets)
+        with suppress(FompiError, type(refusal)):
+            if self._agreement is None:
+                self._begin(refusal)
+            if self._agreement is not None:
+                self._agreement.values()
+        for bucket in self._buckets[self._left :]:
+            bucket.sum = bucket.mean
+            with suppress(FompiError):
+                bucket.mean.refuse(refusal)
+        for bucket in self._buckets:
+            try:
+                bucket.sum.wait()
+            except (FompiError, type(refusal)):
+                is_right = False
+        if not is_right:  # all ranks have an error, and count steps anew
             self._versions = None
+        self._reset()
