@@ -31,6 +31,9 @@ WARMUP = 1
 NBYTES = 1024
 """Bytes of the all-reduce."""
 
+BUCKETS, BUCKET_NBYTES = 10, 16 << 10
+"""Sums that are in flight together, as in a step of data parallelism."""
+
 CHANGING_CALLS = 10_000
 """Calls with new counts, in all rounds together."""
 
@@ -38,6 +41,7 @@ CHANGING_CALLS = 10_000
 def rows(comm: Any, options: Options) -> list[Row]:
     parts: dict[str, Callable[[], list[Row]]] = {
         "all-reduce of 1 KiB": lambda: [all_reduces(comm, options)],
+        "the buckets of a step": lambda: [buckets(comm, options)],
         "one op of a bound plan": lambda: [per_op(comm, options)],
         "new counts at every call": lambda: changing_sizes(comm, options),
         "plans and choices": lambda: planning(options),
@@ -71,6 +75,34 @@ def all_reduces(comm: Any, options: Options) -> Row:
         difference("unbound, above the library's", seconds["fompi"], native, most=60),
     ]
     return Row("all-reduce of 1 KiB", samples=seconds, base="the library", figures=figures, **_setup(comm))
+
+
+def buckets(comm: Any, options: Options) -> Row:
+    """Several small sums in flight: each agrees (as buckets of a step did once), or all are bound."""
+    flat = [np.ones(BUCKET_NBYTES // 4, np.float32) for _ in range(BUCKETS)]
+    into = [np.empty_like(x) for x in flat]
+    steps = [fompi.all_reduce.bind(x, out=y, comm=comm) for x, y in zip(flat, into, strict=True)]
+
+    def bound() -> None:
+        for step in steps:
+            step.start()
+        for step in steps:
+            step.wait()
+
+    def unbound() -> None:
+        for pending in [fompi.all_reduce.start(x, out=y, comm=comm) for x, y in zip(flat, into, strict=True)]:
+            pending.wait()
+
+    def library() -> None:
+        for request in [comm.link.comm.Iallreduce(x, y) for x, y in zip(flat, into, strict=True)]:
+            request.Wait()
+
+    contestants: dict[str, Callable[[], object]] = {"the library": library, "fompi bound": bound, "fompi": unbound}
+    seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options) // 10, warmup=WARMUP)
+    for step in steps:
+        step.close()
+    what = f"{BUCKETS} all-reduces of {BUCKET_NBYTES >> 10} KiB in flight"
+    return Row(what, samples=seconds, base="the library", **_setup(comm))
 
 
 def per_op(comm: Any, options: Options) -> Row:

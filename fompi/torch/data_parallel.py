@@ -149,9 +149,9 @@ class DistributedDataParallel(Wrapper):
     `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
     types are added up in float32, over micro-batches and over the ranks, and rounded once each time.
 
-    All ranks must run the same number of backward passes outside `no_sync`. The sums carry the number of the step and
-    of the backward within it, so ranks that come to differ get a MismatchError that says which rank is where. A step
-    begins with the first forward after parameters were written.
+    All ranks must run the same number of backward passes outside `no_sync`. In each one they compare the number of the
+    step and of the backward within it, beside the sums. So ranks that come to differ get a MismatchError that says
+    which rank is where. A step begins with the first forward after parameters were written.
 
     Parameters that take the place of others are taken over, others are refused (`fompi.torch.parameters`). An error in
     a forward or a backward of one rank, outside of `no_sync`, ends that backward on all ranks by an error.
