@@ -65,21 +65,26 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
 
-def agree(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
+def agree(
+    comm: Members, text: str, refusal: Exception | None = None, value: int = 0, compared: int | None = None
+) -> Sequence[int]:
     """Wait until all ranks call this with the same `text`. Returns the `value` of every rank. Collective.
 
     0 <= value < 1 << VALUE_BITS. A rank that has a `refusal` raises it. If a rank refuses, or calls something else, all
-    ranks raise an error.
+    ranks raise an error. With a digest `compared`, the ranks compare that, and `text` is only for errors.
     """
-    return begin_agreement(comm, text, refusal, value).values()
+    return begin_agreement(comm, text, refusal, value, compared).values()
 
 
-def begin_agreement(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Agreement:
+def begin_agreement(
+    comm: Members, text: str, refusal: Exception | None = None, value: int = 0, compared: int | None = None
+) -> Agreement:
     """The same, in flight: `values()` waits for it."""
     comm.check()
     with comm.engine.lock:
         stamp, _ = comm.next_call()
-        agreement = Agreement(comm, stamp, digest(text), lambda: text, [value] * comm.size, refusal=refusal)
+        number = digest(text) if compared is None else compared
+        agreement = Agreement(comm, stamp, number, lambda: text, [value] * comm.size, refusal=refusal)
         comm.note_start(text, stamp)
         agreement.start()
     return agreement

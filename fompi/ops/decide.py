@@ -16,11 +16,12 @@ import numpy as np
 from fompi.base.errors import ShapeError
 from fompi.base.layout import Sizes
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import SIGNATURE_BITS, agree, digest
+from fompi.engine.handshake import agree
 from fompi.ops.arguments import LocalCall
+from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
 from fompi.ops.operation import CallOptions
 from fompi.ops.operations import all_gather
-from fompi.planner.choose import choose_schedule, encode_rows, is_even, window_of_call
+from fompi.planner.choose import encode_rows, is_even, window_of_call
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem
 from fompi.plans.verify import verify
@@ -43,36 +44,21 @@ def decide(
     a MismatchError that quotes it. `where` says what makes the call, `words` what else the ranks compare. If `packs`,
     the plan packs an x that is strided on some rank.
     """
-    local, text, signature = None, name, 0
+    local, text, signature, compared = None, name, 0, 0
     try:
         if refusal is not None:
             raise refusal
-        local = localised()
-        text = in_words(local, call_options, words)
-        signature = digest(str(local.problem)) & (1 << SIGNATURE_BITS) - 1
+        local, how = localised(), call_options[:2]
+        text, signature = in_words(comm, local, *how, words), signature_of(local.problem)
+        compared = common_of(comm, local, *how, f"{where} {words}")
     except Exception as error:
         refusal = error
     strided = local is not None and local.packed
-    values = agree(comm, f"{text} {where}", refusal, value=signature << 1 | strided)
+    values = agree(comm, f"{text} {where}", refusal, signature << 1 | strided, compared)
     assert local is not None
     problem = replace(local.problem, packed=packs and any(value & 1 for value in values))
     sizes = sizes_of(comm, local)
     return local, plan_of(comm, problem, sizes, call_options, len({value >> 1 for value in values}) == 1)
-
-
-def in_words(local: LocalCall, call_options: CallOptions, words: str = "") -> str:
-    """The call as text. It has all that must be the same on all ranks."""
-    problem, (schedule, slices, _) = local.problem, call_options
-    text = f"{problem.common}, dim={local.dim}"
-    if problem.columns:
-        text += f", split_dim={local.split}"
-    if problem.flat:
-        text += f", shape {local.shape}"
-    elif problem.moves not in ("all_gather", "all_to_all"):
-        text += f", rows {list(local.rows)}"
-    if (schedule, slices) != ("auto", None):
-        text += f" by {schedule}, slices {slices}"
-    return f"{text} {words}" if words else text
 
 
 def sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
@@ -99,23 +85,20 @@ def sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
 
 
 def plan_of(
-    comm: Communicator, problem: Problem, sizes: Sizes, call_options: CallOptions, same_problem: bool = True
+    comm: Communicator, problem: Problem, sizes: Sizes, call_options: CallOptions, is_same: bool = True
 ) -> Plan:
     """The plan of the call. "auto" chooses by the machine of the communicator, if all ranks have the same problem.
 
     Raises PlanError, on all ranks.
     """
-    schedule, slices, _ = call_options
-    machine = comm.machine if same_problem else None
-    if schedule == "auto":
-        even = comm.size == 1 or all(encode_rows(rows, rank) & 1 for rank, rows in enumerate(sizes.pairs))
-        if problem.columns:
-            even = is_even(sizes.rows) and is_even(problem.columns)
-        total = sum(map(sum, sizes.pairs)) if sizes.pairs else sum(sizes.rows)
-        schedule, best = choose_schedule(problem, total, comm.network, machine, comm.crowded, even)
-        slices = best if slices is None else slices
+    even = comm.size == 1 or all(encode_rows(rows, rank) & 1 for rank, rows in enumerate(sizes.pairs))
+    if problem.columns:
+        even = is_even(sizes.rows) and is_even(problem.columns)
+    total = sum(map(sum, sizes.pairs)) if sizes.pairs else sum(sizes.rows)
+    schedule, slices = schedule_of(comm, problem, total, even, is_same, *call_options[:2])
     slices = 1 if slices is None else slices
-    window = window_of_call(problem, schedule, slices, comm.network, machine is not None)
+    by_model = comm.machine is not None and is_same
+    window = window_of_call(problem, schedule, slices, comm.network, by_model)
     plan = write(problem, schedule, slices, sizes, window=window)
     if schedule in REGISTERED:
         verify(plan)

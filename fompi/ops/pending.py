@@ -29,10 +29,11 @@ from fompi.base.errors import DeviceError, LayoutError, PlanError, ShapeError, S
 from fompi.base.layout import Extents, Sizes, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import SIGNATURE_BITS, Agreement, agree, digest
+from fompi.engine.handshake import Agreement, agree
 from fompi.engine.tasks import Task
 from fompi.ops.arguments import Arguments, LocalCall
-from fompi.planner.choose import choose_schedule, decode_rows, encode_rows, is_even, window_of_call
+from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
+from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
 from fompi.plans.staged import for_device
@@ -58,12 +59,6 @@ Plans for more ranks are only verified by the tests, except those of schedules t
 
 _COPYING = Lock()
 """Held while a result is copied over x. Of several threads that wait for one call, all return after the copy."""
-
-
-def place_of(comm: Communicator, local: LocalCall) -> str:
-    """On which device a call runs, and over which paths. Empty: on the host. The same text on all ranks."""
-    device = local.device
-    return "" if device is None else f" on a {comm.paths(device).title}"
 
 
 def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slices | None) -> Compiled:
@@ -178,56 +173,21 @@ class Pending:
                 return
             rows, expects, equal_totals, signature, hint = (0,) * comm.size, -1, moves != "all_to_all", 0, 0
             if comm.machine is not None or (comm.network and not equal_totals):
-                signature = _signature_of(local.problem)
+                signature = signature_of(local.problem)
                 hint = 0 if equal_totals else encode_rows(local.rows, comm.rank)
             if moves in ("all_gather", "all_to_all"):
                 rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
+            form = comm, local, schedule, slices, arguments.gradient
             self._task = agreement = Agreement(
-                comm,
-                self._stamp,
-                self._common(local),
-                self._describe,
-                rows,
-                expects,
-                None,
-                equal_totals,
-                signature,
-                hint,
+                *(comm, self._stamp, common_of(*form), lambda: in_words(*form), rows, expects, None),
+                *(equal_totals, signature, hint),
             )
             agreement.arriving = self._arguments.arriving
             if local.runs:
                 agreement.runs = local.runs
             agreement.then = self._agreed
             agreement.start()
-
-    def _common(self, local: LocalCall) -> int:
-        """A digest of everything that must be the same on all ranks."""
-        # A dimension counts from the front: dim=-1 and dim=1 of a matrix are the same.
-        number = _digest((local.problem.common, local.dim, local.split, self._schedule, self._slices))
-        if local.device is not None:
-            number ^= digest(place_of(self._comm, local))
-        if self._arguments.gradient:  # not cached: the words of a backward differ between calls
-            number ^= digest(self._arguments.gradient)
-        if local.problem.moves in ("all_gather", "all_to_all"):
-            return number
-        # Not part of the cached digest: these may change at every call.
-        return number ^ digest(str(local.shape if local.problem.flat else local.rows))
-
-    def _describe(self) -> str:
-        """The call as text, for error messages."""
-        local = self._local
-        moves = local.problem.moves
-        rows = "" if moves in ("all_gather", "all_to_all") else f" with rows {list(local.rows)}"
-        rows += f", dim={local.dim}" if local.dim else ""
-        rows += f", split_dim={local.split}" if local.split >= 0 else ""
-        if local.problem.flat:
-            rows = f" with the shape {local.shape}"
-        options = ""
-        if (self._schedule, self._slices) != ("auto", None):
-            options = f" by {self._schedule}, slices {self._slices}"
-        backward = f" {self._arguments.gradient}" if self._arguments.gradient else ""
-        return f"{local.problem}{rows}{options}{place_of(self._comm, local)}{backward}"
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
@@ -303,21 +263,12 @@ class Pending:
         `even`: all ranks send equal shards in an all-to-all. An error comes with the program, because the other ranks
         have started the call: its messages must move.
         """
-        schedule, slices = self._schedule, self._slices
-        if schedule == "auto":
-            machine = self._comm.machine if same_problem else None  # for different problems the choices could differ
-            schedule, best_slices = choose_schedule(
-                problem, total, self._comm.network, machine, self._comm.crowded, even
-            )
-            if slices is None:
-                slices = best_slices
-            elif messages_per_peer(problem, schedule, slices) > MOST_MESSAGES:
-                schedule = "direct"
+        how = schedule_of(self._comm, problem, total, even, same_problem, self._schedule, self._slices)
         try:
-            return program_of(self._comm, self._local, schedule, slices), None
+            return program_of(self._comm, self._local, *how), None
         except Exception as error:
             name = _device_name(self._comm, self._local.device)
-            return Compiled(_plan_of(self._comm, self._local, schedule, slices), self._comm.rank, name), error
+            return Compiled(_plan_of(self._comm, self._local, *how), self._comm.rank, name), error
 
     def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
         """Every buffer of the program as an array: the caller's memory, or memory of the arena."""
@@ -497,16 +448,6 @@ class Started(Pending):
     def __del__(self) -> None:
         if self._is_unread:
             warnings.warn(f"fompi.{self._name}.start: nobody waited for the result", ResourceWarning, 2, source=self)
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest(values: tuple[object, ...]) -> int:
-    return digest(str(values))
-
-
-@functools.lru_cache(maxsize=1024)
-def _signature_of(problem: Problem) -> int:
-    return digest(str(problem)) & (1 << SIGNATURE_BITS) - 1
 
 
 def _size(shape: Sequence[int]) -> int:

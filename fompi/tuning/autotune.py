@@ -35,8 +35,8 @@ from fompi.mpi import environment, launcher
 from fompi.mpi.transport import library
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall
+from fompi.ops.compared import place_of
 from fompi.ops.operation import HOOKS, CallOptions, Operation
-from fompi.ops.pending import place_of
 from fompi.planner.candidates import UNFUSED, Candidate, candidates_without_machine
 from fompi.planner.choose import decode_rows, encode_rows
 from fompi.planner.explain import Explanation, explain
