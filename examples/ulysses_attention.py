@@ -54,12 +54,12 @@ hidden = max(0.0, messages - max(0.0, took - compute))
 
 def projected(x, w, wo, heads, rows, comm):
     """All heads of some tokens become some heads of all tokens inside the projections: columns are dealt."""
-    mine, how = heads[comm.rank], {"dim": -1, "comm": comm}
-    qkv = fompi.matmul_all_to_all(x, w, columns=[3 * d * n for n in heads], **how)
+    mine = heads[comm.rank]
+    qkv = fompi.matmul_all_to_all_columns(x, w, columns=[3 * d * n for n in heads], comm=comm)
     q, k, v = np.moveaxis(qkv.reshape(tokens, mine, 3, d), 2, 0).swapaxes(1, 2)
     scores = np.exp(q @ k.swapaxes(1, 2) / d**0.5)
     o = (scores / scores.sum(2, keepdims=True) @ v).swapaxes(0, 1).reshape(tokens, mine * d)
-    return fompi.all_to_all_matmul(o, wo, columns=[d * n for n in heads], counts=rows, **how)
+    return fompi.all_to_all_columns_matmul(o, wo, columns=[d * n for n in heads], counts=rows, comm=comm)
 
 
 x, w, wo = (random.standard_normal(s, np.float32) / 9 for s in ((tokens, 64), (64, heads * 3 * d), (heads * d, 64)))

@@ -55,7 +55,7 @@ def arguments(problem, given, sizes, rank):
     if problem.deals_product:
         first, ranks, weight = problem.multiplies_first, range(problem.size), problem.weights[0]
         w = np.concatenate([arrays[f"w{r}"] for r in ranks], int(first))
-        options = {"dim": -1, "columns": problem.columns} | ({} if first else {"counts": sizes.rows})
+        options = {"columns": problem.columns} | ({} if first else {"counts": sizes.rows})
         if weight.bias:
             options["bias"] = np.concatenate([arrays[f"bias{r}"] for r in ranks]) if first else arrays["bias"]
         return [arrays["x"], w], options
@@ -84,7 +84,8 @@ def arguments(problem, given, sizes, rank):
 def call(problem, given, sizes, comm, **options):
     """Call the operation on this rank. Returns the results by output name, in storage dtype."""
     positional, named = arguments(problem, given, sizes, comm.rank)
-    result = getattr(fompi, problem.operation)(*positional, comm=comm, **named, **options)
+    operation = fompi.all_to_all if problem.deals_x else getattr(fompi, problem.operation)
+    result = operation(*positional, comm=comm, **named, **options)
     return by_name(problem, result)
 
 

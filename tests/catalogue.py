@@ -41,8 +41,10 @@ def problems(size, dtype="float64"):
         "all_reduce": problem("all_reduce", size, form(0, 2, 3)),
         "all_to_all": problem("all_to_all", size, x),
         "all_to_all packed 3-d": problem("all_to_all", size, x3, packed=True),
-        "all_to_all columns": problem("all_to_all", size, form(0, 7), columns=split(7, size)),
-        "all_to_all columns uneven 3-d": problem("all_to_all", size, form(0, 2 * size, 3), columns=_uneven(size)),
+        "all_to_all_columns": problem("all_to_all_columns", size, form(0, 7), columns=split(7, size)),
+        "all_to_all_columns uneven 3-d": problem(
+            "all_to_all_columns", size, form(0, 2 * size, 3), columns=_uneven(size)
+        ),
         "broadcast": problem("broadcast", size, x),
         "broadcast from the last": problem("broadcast", size, x, root=size - 1),
         "gather": problem("gather", size, x),
@@ -75,14 +77,14 @@ def problems(size, dtype="float64"):
         "matmul_all_reduce bias": problem("matmul_all_reduce", size, x, [w], [b]),
         "matmul_all_to_all": problem("matmul_all_to_all", size, x, [w]),
         "matmul_all_to_all bias 3-d": problem("matmul_all_to_all", size, x3, [w], [b]),
-        "matmul_all_to_all dealt uneven bias 3-d": problem(
-            "matmul_all_to_all", size, x3, [form(3, 2 * size)], [form(2 * size)], columns=_uneven(size)
+        "matmul_all_to_all_columns uneven bias 3-d": problem(
+            "matmul_all_to_all_columns", size, x3, [form(3, 2 * size)], [form(2 * size)], columns=_uneven(size)
         ),
-        "all_to_all_matmul dealt packed": problem(
-            "all_to_all_matmul", size, x, [w], columns=split(3, size), packed=True
+        "all_to_all_columns_matmul packed": problem(
+            "all_to_all_columns_matmul", size, x, [w], columns=split(3, size), packed=True
         ),
-        "all_to_all_matmul dealt uneven bias 3-d": problem(
-            "all_to_all_matmul", size, form(0, 2, 2 * size), [form(2 * size, 4)], [b], columns=_uneven(size)
+        "all_to_all_columns_matmul uneven bias 3-d": problem(
+            "all_to_all_columns_matmul", size, form(0, 2, 2 * size), [form(2 * size, 4)], [b], columns=_uneven(size)
         ),
     }
     if dtype.startswith(("float", "bfloat")):
@@ -195,13 +197,19 @@ def send_to_all(problem, work):
 
 
 def specs_of(operation, rows=12, k=6, n=9, dtype="float32"):
-    """The global tensors of an operation: x (rows, k), w (k, n), h (rows, n)."""
+    """The global tensors of an operation: x (rows, k), w (k, n) or of three experts (3, k, n), h (rows, n)."""
     meaning = MEANING[operation]
-    shapes = [(rows, k), *[(k, n)] * (meaning.weight is not None), *[(rows, n)] * (meaning.operand is not None)]
+    w = (3, k, n) if meaning.grouped else (k, n)
+    shapes = [(rows, k), *[w] * (meaning.weight is not None), *[(rows, n)] * (meaning.operand is not None)]
     return [Spec(s, dtype, lay) for s, lay in zip(shapes, layouts(operation, len(shapes)), strict=True)]
+
+
+def options_of(operation):
+    """What a plan for the tensors of `specs_of` must be told beside."""
+    return {"experts": 3} if operation == "all_to_all_grouped_weight_gradient" else {}
 
 
 def problem_of(operation, ranks):
     """The problem of rank 0 for the tensors of `specs_of`."""
-    at, _ = from_specs(operation, specs_of(operation), ranks)
+    at, _ = from_specs(operation, specs_of(operation), ranks, **options_of(operation))
     return at(0)

@@ -21,7 +21,7 @@ K, N = 4, 3  # columns of x, columns of a weight
 class Case:
     """A call of `operation`. `weights` are the columns of each weight, `biased` says which weights have a bias.
 
-    `split` is the dimension that an all-to-all splits, if it is not `dim`. With dim=-1 columns are dealt.
+    `split` is the dimension that an all-to-all splits, if it is not `dim`.
     """
 
     operation: str
@@ -32,6 +32,11 @@ class Case:
     options: dict[str, object] = field(default_factory=dict)  # schedule, slices
     split: int | None = None
 
+    @property
+    def deals(self) -> bool:
+        """True if columns travel."""
+        return "columns" in self.operation
+
     def __str__(self) -> str:
         words = [self.operation, *[f"dim{self.dim}"] * bool(self.dim), *["bias"] * any(self.biased)]
         words += [f"split{self.split}"] * (self.split is not None)
@@ -41,7 +46,7 @@ class Case:
         """Call the operation of `namespace` (fompi or fompi.jax) on the inputs of `rank`. Returns a list of results."""
         x, weights, biases = self.operands(given)
         options = dict(self.options)
-        if self.operation not in ("all_reduce", "broadcast", "reduce"):
+        if self.operation not in ("all_reduce", "broadcast", "reduce") and not self.deals:
             options["dim"] = self.dim
         if self.operation in ("broadcast", "gather", "scatter", "reduce"):
             options["root"] = self.root % ranks
@@ -52,9 +57,9 @@ class Case:
         if self.split is not None:
             extent = given[0].shape[self.split]
             options |= {"split_dim": self.split, "concat_dim": options.pop("dim"), "counts": parts(extent, ranks)}
-        elif self.dim == -1:
-            options["columns"] = parts(weights[0].shape[self.operation == "matmul_all_to_all"], ranks)
-            if self.operation == "all_to_all_matmul":
+        elif self.deals:
+            options["columns"] = parts(weights[0].shape[self.operation == "matmul_all_to_all_columns"], ranks)
+            if self.operation == "all_to_all_columns_matmul":
                 options["counts"] = kept(ranks)
         elif "all_to_all" in self.operation:
             options["counts"] = exchanged(ranks)[rank]
@@ -118,8 +123,8 @@ CASES = [
     Case("matmul_all_to_all", (N,), (True,), dim=1, options=unfused),
     Case("all_to_all_matmul", (N,), (True,)),
     Case("all_to_all_matmul", (N,), (True,), dim=1, options=unfused),
-    Case("matmul_all_to_all", (N,), (True,), dim=-1),
-    Case("all_to_all_matmul", (N,), (True,), dim=-1),
+    Case("matmul_all_to_all_columns", (N,), (True,)),
+    Case("all_to_all_columns_matmul", (N,), (True,)),
 ]
 BASIC = [case for case in CASES if not case.options]
 """The cases with default options."""
@@ -150,8 +155,8 @@ def parts(extent, ranks):
 
 def shape(case, ranks, rank):
     """The shape of x on this rank: (rows, K), or (2, rows, K) if the rows are the second dimension."""
-    if case.dim == -1:
-        first = case.operation == "matmul_all_to_all"
+    if case.deals:
+        first = case.operation == "matmul_all_to_all_columns"
         return (own(ranks)[rank], 2, K) if first else (sum(kept(ranks)), 2, parts(K, ranks)[rank])
     if "all_to_all" in case.operation and case.split is None:
         rows = sum(exchanged(ranks)[rank])
@@ -247,10 +252,10 @@ def expected(case, given):
         total = xs[0].shape[dim]
         even = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
         results = [torch.cat(summed(even), dim)] * ranks
-    elif case.dim == -1 and case.operation == "matmul_all_to_all":
+    elif case.operation == "matmul_all_to_all_columns":
         y = torch.cat([product(x, rank) for rank, x in enumerate(xs)])
         results = y.split(parts(y.shape[-1], ranks), -1)
-    elif case.dim == -1:
+    elif case.deals:
         mine = zip(*(x.split(kept(ranks)) for x in xs), strict=True)
         results = [product(torch.cat(pieces, -1), rank) for rank, pieces in enumerate(mine)]
     elif case.operation == "matmul_all_to_all":

@@ -25,10 +25,6 @@ def rows(f, n, r, x, *others, **how):
     return f(x, *others, **how)
 
 
-def dealt(f, n, r, x, w, b, **how):
-    return f(x, w, bias=b, dim=-1, **how)
-
-
 def inner(f, n, r, x, *others, **how):
     return f(x, *others, dim=1, **how)
 
@@ -74,8 +70,8 @@ CASES = {
     "matmul_all_reduce": Case(lambda n: [(2, 3, 4), (4, 2), (2,)], sums),
     "matmul_all_to_all": Case(lambda n: [(3 * n, 4), (4, 2), (2,)], sums),
     "all_to_all_matmul": Case(lambda n: [(2, 3 * n + 1, 4), (4, 2)], inner),
-    "matmul_all_to_all dealt": Case(lambda n: [(3, 2, 4), (4, 2 * n), (2 * n,)], dealt),
-    "all_to_all_matmul dealt": Case(lambda n: [(3 * n + 1, 2), (2 * n, 3), (3,)], dealt),
+    "matmul_all_to_all_columns": Case(lambda n: [(3, 2, 4), (4, 2 * n), (2 * n,)], sums),
+    "all_to_all_columns_matmul": Case(lambda n: [(3 * n + 1, 2), (2 * n, 3), (3,)], sums),
     "all_gather_weight_gradient": Case(lambda n: [(3, 4), (3 * n, 2)], rows),
     "all_gather_matmul_weight_gradient": Case(lambda n: [(3, 4), (4, 2), (3 * n, 5)], rows),
     "all_to_all_weight_gradient": Case(lambda n: [(3 * n, 4), (3 * n, 2)], rows),

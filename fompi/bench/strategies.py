@@ -15,7 +15,13 @@ from fompi.bench.cluster import IDLE_SECONDS
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.model.flow_shop import Job, makespan
-from fompi.ops.operations import all_gather, all_to_all, all_to_all_matmul, matmul_all_to_all, reduce_scatter
+from fompi.ops.operations import (
+    all_gather,
+    all_to_all,
+    all_to_all_columns_matmul,
+    matmul_all_to_all_columns,
+    reduce_scatter,
+)
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.local import product
@@ -260,8 +266,8 @@ def ulysses_projections(comm: Communicator, accelerator: Accelerator) -> Case:
     w, wo = np.zeros((n, 3 * n), np.float32), np.zeros((n, n), np.float32)
 
     def call() -> None:
-        matmul_all_to_all(x, w, dim=-1, comm=comm, **DEALT)
-        all_to_all_matmul(own, wo, dim=-1, comm=comm, **DEALT)
+        matmul_all_to_all_columns(x, w, comm=comm, **DEALT)
+        all_to_all_columns_matmul(own, wo, comm=comm, **DEALT)
 
     def serial() -> None:
         all_to_all(product.on(comm, x, w), split_dim=1, concat_dim=0, comm=comm)

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if options.top is not None and options.top < 1:
         raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
     machine = plan.machine_of(options)
-    how = {"ranks": options.ranks, "machine": machine, "dim": options.dim}
+    how = {"ranks": options.ranks, "machine": machine}
     schedules = tuple(name for name in (options.schedule or "").split(",") if name)
     explanation = fompi.explain(options.operation, *plan.specs_of(options), **how, schedules=schedules)
     if options.json:

@@ -48,7 +48,6 @@ def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
-    parser.add_argument("--dim", type=int, default=0, help="-1: a product whose columns are dealt to the ranks (0)")
     parser.add_argument(
         "--load", action="append", default=[], metavar="FILE", help="a Python file that registers schedules of yours"
     )
@@ -99,8 +98,7 @@ def specs_of(options: argparse.Namespace) -> list[Spec]:
     """The global tensors of the problem. Schedules of --load are there then."""
     load(options.load)
     shapes = [_shape(text) for text in options.shapes]
-    grouped = options.operation in meaning.GROUPED and len(shapes) > 1 and len(shapes[1]) == 3
-    layouts = meaning.layouts(options.operation, len(shapes), options.dim == -1, grouped)
+    layouts = meaning.layouts(options.operation, len(shapes))
     return [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
 
 
@@ -113,7 +111,6 @@ def plan_of(options: argparse.Namespace, machine: fompi.Machine | None) -> fompi
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,
-        dim=options.dim,
         machine=machine,
     )
     if options.staged:

@@ -34,7 +34,7 @@ from fompi.jax.ffi import Target
 from fompi.jax.replicated import ReplicatedCall
 from fompi.jax.sites import Half, Opaque, Site, filled, flat, site_of
 from fompi.ops.adjoints import Call
-from fompi.ops.arguments import Arguments, deals_columns
+from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.plans.meaning import is_flat
 from fompi.tensors import dlpack
@@ -258,8 +258,6 @@ def _batch(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[
         count = len(site.given[0].shape)
         dim, split_dim = a.dim % count, None if a.split_dim is None else a.split_dim % count
         at = dim + 1 if a.weights else count
-        if deals_columns(name, a.dim, count):
-            dim, at = -1, 1
         x = jnp.moveaxis(tensors[0], dims[0], at)
         arguments = replace(a.with_tensors([x, *tensors[1:]]), dim=dim, split_dim=split_dim)
     batched = site_of(site.operation, arguments, site.comm, site.call_options, site.gradient)

@@ -23,8 +23,8 @@ its own rows, as in tensor parallelism with sequence parallelism, do not divide.
 | matmul_all_reduce(x, w)       | the same, on reduce_scatter(dy)               |                                   |
 | matmul_all_to_all(x, w)       | both by all_to_all_matmul_weight_gradient(dy, w.T, x): one exchange               |
 | all_to_all_matmul(x, w)       | matmul_all_to_all(dy, w.T), counts transposed | all_to_all_weight_gradient(x, dy) |
-| matmul_all_to_all(dim=-1)     | all_to_all_matmul(dy, w.T, dim=-1)            | x.T @ back                        |
-| all_to_all_matmul(dim=-1)     | matmul_all_to_all(dy, w.T, dim=-1)            | back.T @ dy                       |
+| matmul_all_to_all_columns     | all_to_all_columns_matmul(dy, w.T)            | x.T @ back                        |
+| all_to_all_columns_matmul     | matmul_all_to_all_columns(dy, w.T)            | back.T @ dy                       |
 
 `back` is all_to_all(dy or x), which gives all columns of the rows of this rank. Where dx needs it too, it travels once:
 dx is then back @ w.T, without a message of its own.
@@ -41,7 +41,8 @@ The weight gradients have gradients too, so gradients of gradients are right, of
 
 The operations with a product and a weight gradient have the sum of the terms of both.
 
-Where rows go to experts, w.T and dg.T are the transposed matrices of the experts, and the table is the same.
+The grouped operations have the gradients of those without experts, as grouped operations. There w.T and dg.T are the
+transposed matrices of the experts.
 """
 
 from __future__ import annotations
@@ -57,12 +58,11 @@ from fompi.base.errors import FompiError, LayoutError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
-from fompi.ops.arguments import Arguments, Peers, deals_columns
+from fompi.ops.arguments import Arguments, Peers
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation
 from fompi.ops.pending import Pending
-from fompi.plans.meaning import MEANING, is_flat
-from fompi.schedules.registry import can_move
+from fompi.schedules.registry import can_carry_out
 
 
 @dataclass
@@ -148,12 +148,12 @@ class Call:
         """
         if operation is sendrecv:
             return self.apply(operation, operation.read(tensors, options)[0], self.comm, self.call_options)
-        if not is_flat(operation.name) and "split_dim" not in options:
+        if "dim" in operation.__signature__.parameters and "split_dim" not in options:
             options["dim"] = self.arguments.dim
         schedule, slices, effort = self.call_options
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        moves, size = MEANING[operation.name].moves, Communicator.of(self.comm).size
-        if not can_move(schedule, moves, size, dtype, options.get("op", "sum")):
+        name = "all_to_all_columns" if "split_dim" in options else operation.name
+        if not can_carry_out(schedule, name, Communicator.of(self.comm).size, dtype, options.get("op", "sum")):
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
         number = f" (call {self._number})" if self._number >= 0 else ""
         words = f"in the backward of {self.operation.name}{number}"
@@ -384,45 +384,50 @@ def _collected(call: Call, x: Any) -> Any:
     return call.run(operations.all_to_all, x, split_dim=0, concat_dim=-1, counts=call.extents.rows)
 
 
-def _deal(call: Call, a: Arguments, dy: Any, needs: Sequence[bool]) -> list[Any]:
-    """The gradients of a product whose columns are dealt."""
-    (w,), extents = a.weights, call.extents
+def _matmul_all_to_all_columns(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    (dy,), (w,), extents = grads, a.weights, call.extents
     if not needs[1] and not any(b is not None for b in a.biases):
         columns = split(w.shape[1], extents.size) if a.columns is None else a.columns
-        return [call.run(operations.all_to_all_matmul, dy, w.T, counts=extents.rows, columns=columns), None]
+        return [call.run(operations.all_to_all_columns_matmul, dy, w.T, counts=extents.rows, columns=columns), None]
     back = _collected(call, dy)
     return [back @ w.T if needs[0] else None, _rows(a.x).T @ _rows(back) if needs[1] else None, *_bias(a, back)]
 
 
-def _collect(call: Call, a: Arguments, dy: Any, needs: Sequence[bool]) -> list[Any]:
-    """The gradients of a product with columns that come together."""
-    (w,), dx = a.weights, None
+def _all_to_all_columns_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    (dy,), (w,), dx = grads, a.weights, None
     if needs[0]:
         columns = split(w.shape[0], call.extents.size) if a.columns is None else a.columns
-        dx = call.run(operations.matmul_all_to_all, dy, w.T, columns=columns)
+        dx = call.run(operations.matmul_all_to_all_columns, dy, w.T, columns=columns)
     dw = _rows(_collected(call, a.x)).T @ _rows(dy) if needs[1] else None
     return [dx, dw, *_bias(a, dy)]
 
 
+GROUPED: dict[str, Operation] = {
+    "matmul_all_to_all": operations.grouped_matmul_all_to_all,
+    "all_to_all_matmul": operations.all_to_all_grouped_matmul,
+    "all_to_all_weight_gradient": operations.all_to_all_grouped_weight_gradient,
+    "all_to_all_matmul_weight_gradient": operations.all_to_all_grouped_matmul_weight_gradient,
+}
+"""The operations for experts, by those without."""
+
+
 def _exchanged(call: Call, a: Arguments, operation: Operation, axis: str, *tensors: Any) -> Any:
-    """An exchange of the backward with the rows that the forward has sent, or received (`axis`)."""
-    experts = {"experts": sum(call.extents.experts)} if call.extents.experts else {}
-    counts = call.extents.by_peer(axis) if experts else getattr(call.extents, axis)
-    return call.run(operation, *tensors, counts=counts, **experts)
+    """An exchange of the backward with the rows that the forward has sent, or received (`axis`), also for experts."""
+    extents = call.extents
+    if not extents.experts:
+        return call.run(operation, *tensors, counts=getattr(extents, axis))
+    how = {"counts": extents.by_peer(axis), "experts": sum(extents.experts)}
+    return call.run(GROUPED[operation.name], *tensors, **how)
 
 
 def _matmul_all_to_all(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     (w,) = a.weights
-    if deals_columns(call.operation.name, a.dim, len(call.shape)):
-        return _deal(call, a, grads[0], needs)
     back, dx, dw = _exchanged(call, a, operations.all_to_all_matmul_weight_gradient, "recv", grads[0], w.mT, a.x)
     return [dx, dw, *_bias(a, back)]
 
 
 def _all_to_all_matmul(call: Call, a: Arguments, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
     (dy,), (w,) = grads, a.weights
-    if deals_columns(call.operation.name, a.dim, len(call.shape)):
-        return _collect(call, a, dy, needs)
     dx = _exchanged(call, a, operations.matmul_all_to_all, "recv", dy, w.mT) if needs[0] else None
     dw = _exchanged(call, a, operations.all_to_all_weight_gradient, "send", a.x, dy) if needs[1] else None
     return [dx, dw, *_bias(a, dy)]
@@ -498,6 +503,12 @@ ADJOINTS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], l
     "all_gather_matmul_weight_gradient": _all_gather_matmul_weight_gradient,
     "all_to_all_weight_gradient": _all_to_all_weight_gradient,
     "all_to_all_matmul_weight_gradient": _all_to_all_matmul_weight_gradient,
+    "matmul_all_to_all_columns": _matmul_all_to_all_columns,
+    "all_to_all_columns_matmul": _all_to_all_columns_matmul,
+    "grouped_matmul_all_to_all": _matmul_all_to_all,
+    "all_to_all_grouped_matmul": _all_to_all_matmul,
+    "all_to_all_grouped_weight_gradient": _all_to_all_weight_gradient,
+    "all_to_all_grouped_matmul_weight_gradient": _all_to_all_matmul_weight_gradient,
 }
 """(call, arguments, gradients of the results, which gradients are needed) -> the gradients of the tensors."""
 

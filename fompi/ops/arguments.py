@@ -19,7 +19,7 @@ from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import as_integer, integer, split
 from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
-from fompi.plans.meaning import GROUPED, MEANING, deals_products, is_flat
+from fompi.plans.meaning import MEANING, VARIANTS, is_flat
 from fompi.plans.problems import Form, Problem
 from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
@@ -54,7 +54,7 @@ class Arguments:
     dim: int = 0
     split_dim: int | None = None  # the dimension that an all-to-all splits (None: dim)
     counts: Sequence[Any] | None = None  # the rows for each rank; where rows go to experts: a list for each rank
-    columns: Sequence[int] | None = None  # how many columns each rank has, where dim=-1 deals columns
+    columns: Sequence[int] | None = None  # how many columns each rank has, where columns travel
     experts: int | None = None  # of all ranks, where rows go to experts; None: as many on every rank
     root: int = 0
     op: str = "sum"
@@ -136,7 +136,8 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     flat = not weights and is_flat(operation)
     shape, packing, dim, split_at = x.array.shape, None, 0, -1
     columns: tuple[int, ...] = ()
-    experts = _experts(operation, arguments.experts, weights, rank, size)
+    meaning = MEANING[operation]
+    experts = _experts(operation, arguments.experts, weights, rank, size) if meaning.grouped else ()
     if flat:
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
@@ -144,10 +145,8 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
             packing = (begun, perf_counter())
         x.array = x.array.reshape(-1)
     else:
-        if not experts and deals_columns(operation, arguments.dim, x.array.ndim):
+        if meaning.deals:
             columns = _dealt_columns(operation, arguments.columns, x, weights[0], rank, size)
-        elif arguments.columns is not None:
-            raise LayoutError(f"{operation}: columns= is for dim=-1, which deals columns to the ranks")
         else:
             dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
         if arguments.split_dim is not None:
@@ -155,13 +154,14 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         if split_at in (-1, dim):  # always for a product
             split_at = -1
         else:
+            operation, meaning = "all_to_all_columns", MEANING["all_to_all_columns"]
             columns = _counts(operation, arguments.counts, shape[split_at], size, "what split_dim has")
             x.array = dlpack.rows_first(x.array, dim, split_at)
         if dim and not columns:
             for tensor in (x, *operands):
                 tensor.array = dlpack.rows_first(tensor.array, dim)
     form = _form(x)
-    if columns and weights and MEANING[operation].family == "gather":  # x has only the columns of this rank
+    if columns and weights and meaning.family == "gather":  # x has only the columns of this rank
         form = Form((*form.shape[:-1], sum(columns)), form.dtype)
     problem = problems.problem(
         operation,
@@ -245,27 +245,20 @@ def _dimension(operation: str, dim: int, x: Array, multiplied: bool, name: str =
         raise ShapeError(f"{operation}: x with the shape {x.shape} has no dimension {name}={dim!r}")
     dim = int(dim) % count
     if multiplied and dim == count - 1 > 0:  # x of one dimension: see `problems.problem`
+        other = f", or call fompi.{VARIANTS[operation][0]}" if operation in VARIANTS else ""
         raise ShapeError(
-            f"{operation}: dim={dim} is the last dimension of x, which the product sums over: choose another dim"
+            f"{operation}: dim={dim} is the last dimension of x, which the product sums over: choose another dim{other}"
         )
     return dim
 
 
-def deals_columns(operation: str, dim: Any, dimensions: int) -> bool:
-    """True if a call deals columns to the ranks, instead of rows: `dim` is the last dimension, of a product."""
-    return deals_products(operation) and dimensions > 1 and integer(dim) in (-1, dimensions - 1)
-
-
-def has_experts(operation: str, experts: Any, dimensions: Sequence[int]) -> bool:
-    """True if the rows of a call go to experts. Its weights have so many `dimensions`."""
-    return experts is not None or (operation in GROUPED and 3 in dimensions)
-
-
 def _experts(operation: str, total: int | None, weights: Sequence[Tensor], rank: int, size: int) -> tuple[int, ...]:
-    """How many experts each rank has, if the rows of this call go to experts. Else empty."""
-    if not has_experts(operation, total, [w.array.ndim for w in weights]):
-        return ()
+    """How many experts each rank has."""
+    if weights and weights[0].array.ndim != 3:
+        raise ShapeError(f"{operation}: w needs the shape (experts of this rank, k, n), not {weights[0].array.shape}")
     if total is None:
+        if not weights:
+            raise LayoutError(f"{operation}: experts= says how many experts all ranks have")
         total = size * len(weights[0].array)
     experts = split(as_integer(total, f"{operation}: experts"), size)
     if sum(experts) < 1 or min(experts) < 0:

@@ -21,6 +21,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.arguments import Arguments, localise
 from fompi.ops.pending import Pending, Started, program_of
+from fompi.plans.meaning import VARIANTS
 from fompi.schedules.registry import as_slices
 from fompi.tensors import dlpack
 
@@ -148,6 +149,8 @@ class Operation(Generic[P]):
                 if name not in self._keywords:
                     near = get_close_matches(name, self._keywords, 1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
+                    if name in ("columns", "experts") and self.name in VARIANTS:
+                        hint = f": call fompi.{VARIANTS[self.name][name == 'experts']}"
                     raise ArgumentError(f"fompi.{self.name} has no argument {name!r}{hint}")
             try:
                 return self._arguments(*args, **options), comm, call_options

@@ -230,7 +230,7 @@ def all_gather_weight_gradient(
     It is the gradient of the weight of `all_gather_matmul`, where h is the gradient of y.
     Raises ShapeError on all ranks if h does not have as many rows as all ranks together.
     """
-    return Arguments(x, operands=[h], dim=dim, out=out, result=lambda outputs: outputs["g"])
+    return Arguments(x, operands=[h], dim=dim, out=out, result=_gradient)
 
 
 @Operation
@@ -296,9 +296,7 @@ def matmul_all_to_all(
     *,
     bias: Any = None,
     dim: int = 0,
-    counts: Sequence[Any] | None = None,
-    columns: Sequence[int] | None = None,
-    experts: int | None = None,
+    counts: Sequence[int] | None = None,
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
@@ -307,23 +305,11 @@ def matmul_all_to_all(
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). w: (k, n), a different one on each rank. bias: (n,) or
     None. y: (rows that arrive here, ..., n), Shard(dim). Any dtype but bool, the same for all tensors.
 
-    It is the combine step of a mixture of experts. `counts` is the number of rows for each rank, by default as even as
-    possible.
-
-    With w of the shape (experts of this rank, k, n), Shard(0), the rows for a rank stand expert by expert, and each is
-    multiplied with the matrix of its expert: `counts[dest][expert]`, of the experts of this rank. y: rank by rank, in
-    it expert by expert of that rank. `experts` is the number of experts of all ranks, as even as possible; by default
-    all ranks have as many. Counts may be 0. There is no bias.
-
-    With dim=-1 the columns of the product are dealt, not its rows. x: (rows of this rank, ..., k), Shard(0). w: (k, n).
-    y: (rows of all ranks, ..., columns of this rank), Shard(-1). Ranks may have different numbers of rows. `columns` is
-    the number of columns for each rank, the same list on all ranks. By default it is as even as possible. It is a
-    projection before the attention of Ulysses (arXiv 2309.14509): the columns of one rank travel while those of the
-    next one are computed.
-    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts` or
-    `columns`.
+    It is the combine step of a mixture of experts with one expert on each rank. `counts` is the number of rows for each
+    rank, by default as even as possible.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
     """
-    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, experts=experts, out=out)
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
 
 
 @Operation
@@ -333,9 +319,7 @@ def all_to_all_matmul(
     *,
     bias: Any = None,
     dim: int = 0,
-    counts: Sequence[Any] | None = None,
-    columns: Sequence[int] | None = None,
-    experts: int | None = None,
+    counts: Sequence[int] | None = None,
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
@@ -344,25 +328,11 @@ def all_to_all_matmul(
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). w: (k, n), a different one on each rank. bias: (n,) or
     None. y: (rows that arrive here, ..., n), Shard(dim). Any dtype but bool, the same for all tensors.
 
-    It is the dispatch step of a mixture of experts, with the product of the expert. `counts` is the number of rows for
-    each rank, by default as even as possible.
-
-    With w of the shape (experts of this rank, k, n), Shard(0), the rows for a rank stand expert by expert:
-    `counts[dest][expert]`, of the experts of rank `dest`. y: rank by rank, in it expert by expert of this rank, each
-    multiplied with the matrix of its expert. `pending.counts[source][expert]` says how many rows they are. `experts` is
-    the number of experts of all ranks, as even as possible; by default all ranks have as many. Counts may be 0. There
-    is no bias.
-
-    With dim=-1 the rows go back to their owners, and their columns come together: the reverse of
-    `matmul_all_to_all(..., dim=-1)`. x: (rows of all ranks, ..., columns of this rank), Shard(-1). w: (columns of all
-    ranks, n). y: (rows of this rank, ..., n), Shard(0). `counts` is the number of rows for each rank, `columns` the
-    number of columns that each rank has, the same lists on all ranks. By default they are as even as possible. It is
-    the projection behind the attention of Ulysses. The product of the own columns is computed while the others arrive;
-    their products are added in float32 for half types.
-    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts` or
-    `columns`.
+    It is the dispatch step of a mixture of experts with one expert on each rank, and the product of the expert.
+    `counts` is the number of rows for each rank, by default as even as possible.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
     """
-    return Arguments(x, [w], [bias], dim=dim, counts=counts, columns=columns, experts=experts, out=out)
+    return Arguments(x, [w], [bias], dim=dim, counts=counts, out=out)
 
 
 @Operation
@@ -371,8 +341,7 @@ def all_to_all_weight_gradient(
     h: Any,
     *,
     dim: int = 0,
-    counts: Sequence[Any] | None = None,
-    experts: int | None = None,
+    counts: Sequence[int] | None = None,
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
@@ -381,17 +350,153 @@ def all_to_all_weight_gradient(
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). h: (rows that arrive here, ..., n), Shard(dim).
     g: (k, n), a different one on each rank. Any dtype but bool, the same for all tensors.
 
-    It is the gradient of the weight of `all_to_all_matmul`, where h is the gradient of y. With `experts`, the number of
-    experts of all ranks, `counts` is that of `all_to_all_matmul` with experts, and g is (experts of this rank, k, n).
+    It is the gradient of the weight of `all_to_all_matmul`, where h is the gradient of y.
     Raises ShapeError if h does not have as many rows as arrive here.
     """
-    return Arguments(
-        x, operands=[h], dim=dim, counts=counts, experts=experts, out=out, result=lambda outputs: outputs["g"]
-    )
+    return Arguments(x, operands=[h], dim=dim, counts=counts, out=out, result=_gradient)
 
 
 @Operation
 def all_to_all_matmul_weight_gradient(
+    d: Any, w: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, **how: Unpack[CallKeywords]
+) -> Arguments:
+    """back = all_to_all(d, dim, counts); return back, back @ w, einsum("...k,...n->kn", h, back)
+
+    d: (rows for rank 0, for rank 1, ...; ..., n), Shard(dim). w: (n, k), a different one on each rank. h: (rows that
+    arrive here, ..., k), Shard(dim). Results: (rows that arrive here, ..., n), (rows that arrive here, ..., k), and
+    (k, n). Any dtype but bool, the same for all tensors.
+
+    It is the backward of `matmul_all_to_all(x, v)` with one exchange: d is the gradient of y, w is v.T, h is x. The
+    results are the gradients of x @ v, x and v.
+    Raises ShapeError if h does not have as many rows as arrive here.
+    """
+    return Arguments(d, [w], operands=[h], dim=dim, counts=counts, flipped=True, keep=True, result=_three)
+
+
+@Operation
+def matmul_all_to_all_columns(
+    x: Any,
+    w: Any,
+    *,
+    bias: Any = None,
+    columns: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
+) -> Arguments:
+    """y = all_to_all(x @ w + bias, split_dim=-1, concat_dim=0, counts=columns)
+
+    x: (rows of this rank, ..., k), Shard(0). w: (k, n), the same on all ranks. bias: (n,) or None. y: (rows of all
+    ranks, ..., columns of this rank), Shard(-1). Any dtype but bool, the same for all tensors.
+
+    The columns of the product are dealt to the ranks. `columns` is how many each rank gets, the same list on all ranks.
+    By default it is as even as possible. Ranks may have different numbers of rows. It is a projection before the
+    attention of Ulysses (arXiv 2309.14509): the columns of one rank travel while those of the next one are computed.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `columns`.
+    """
+    return Arguments(x, [w], [bias], columns=columns, out=out)
+
+
+@Operation
+def all_to_all_columns_matmul(
+    x: Any,
+    w: Any,
+    *,
+    bias: Any = None,
+    counts: Sequence[int] | None = None,
+    columns: Sequence[int] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
+) -> Arguments:
+    """y = all_to_all(x, split_dim=0, concat_dim=-1, counts=counts) @ w + bias
+
+    x: (rows of all ranks, ..., columns of this rank), Shard(-1). w: (columns of all ranks, n), the same on all ranks.
+    bias: (n,) or None. y: (rows of this rank, ..., n), Shard(0). Any dtype but bool, the same for all tensors.
+
+    The rows go back to their owners, and their columns come together: the reverse of `matmul_all_to_all_columns`.
+    `counts` is the number of rows for each rank, `columns` the number of columns that each rank has, the same lists on
+    all ranks. By default they are as even as possible. It is the projection behind the attention of Ulysses (arXiv
+    2309.14509). The product of the own columns is computed while the others arrive; their products are added in
+    float32 for half types.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts` or
+    `columns`.
+    """
+    return Arguments(x, [w], [bias], counts=counts, columns=columns, out=out)
+
+
+@Operation
+def grouped_matmul_all_to_all(
+    x: Any,
+    w: Any,
+    *,
+    dim: int = 0,
+    counts: Sequence[Any] | None = None,
+    experts: int | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
+) -> Arguments:
+    """y = all_to_all(concatenate([rows @ w[e] for each run of rows of expert e]), dim)
+
+    x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim): the rows for a rank stand expert by expert, of the
+    experts of this rank. w: (experts of this rank, k, n), Shard(0). y: (rows that arrive here, ..., n), Shard(dim):
+    rank by rank, in it expert by expert of that rank. Any dtype but bool, the same for both tensors.
+
+    It is the combine step of a mixture of experts. `counts[dest][expert]` is the number of rows that each expert of
+    this rank has for rank `dest`, by default as even as possible. Counts may be 0. `experts` is the number of experts
+    of all ranks, as even as possible; by default all ranks have as many. There is no bias: add it to the rows.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
+    """
+    return Arguments(x, [w], dim=dim, counts=counts, experts=experts, out=out)
+
+
+@Operation
+def all_to_all_grouped_matmul(
+    x: Any,
+    w: Any,
+    *,
+    dim: int = 0,
+    counts: Sequence[Any] | None = None,
+    experts: int | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
+) -> Arguments:
+    """y = concatenate([rows @ w[e] for each run of rows of expert e in all_to_all(x, dim)])
+
+    x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim): the rows for a rank stand expert by expert, of the
+    experts of that rank. w: (experts of this rank, k, n), Shard(0). y: (rows that arrive here, ..., n), Shard(dim):
+    rank by rank, in it expert by expert of this rank. Any dtype but bool, the same for both tensors.
+
+    It is the dispatch step of a mixture of experts, with the product of the experts. `counts[dest][expert]` is the
+    number of rows for each expert of rank `dest`, by default as even as possible. Counts may be 0.
+    `pending.counts[source][expert]` says how many rows have arrived. `experts` is the number of experts of all ranks,
+    as even as possible; by default all ranks have as many. There is no bias: add it to the rows.
+    Raises ShapeError for shapes that do not fit, DtypeError for different dtypes, and LayoutError for wrong `counts`.
+    """
+    return Arguments(x, [w], dim=dim, counts=counts, experts=experts, out=out)
+
+
+@Operation
+def all_to_all_grouped_weight_gradient(
+    x: Any,
+    h: Any,
+    *,
+    experts: int,
+    dim: int = 0,
+    counts: Sequence[Any] | None = None,
+    out: Any = None,
+    **how: Unpack[CallKeywords],
+) -> Arguments:
+    """g[e] = einsum("...k,...n->kn", rows of expert e in all_to_all(x, dim), rows of expert e in h)
+
+    x and `counts` are those of `all_to_all_grouped_matmul`, h is the gradient of its y: (rows that arrive here, ...,
+    n), Shard(dim). g: (experts of this rank, k, n), Shard(0), the gradient of its weight. `experts` is the number of
+    experts of all ranks. Any dtype but bool, the same for both tensors.
+    Raises ShapeError if h does not have as many rows as arrive here.
+    """
+    return Arguments(x, operands=[h], dim=dim, counts=counts, experts=experts, out=out, result=_gradient)
+
+
+@Operation
+def all_to_all_grouped_matmul_weight_gradient(
     d: Any,
     w: Any,
     h: Any,
@@ -401,28 +506,26 @@ def all_to_all_matmul_weight_gradient(
     experts: int | None = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """back = all_to_all(d, dim, counts); return back, back @ w, einsum("...k,...n->kn", h, back)
+    """back = all_to_all(d, dim); return back, and for each expert e: back @ w[e], einsum("...k,...n->kn", h, back)
 
-    d: (rows for rank 0, for rank 1, ...; ..., n), Shard(dim). w: (n, k), a different one on each rank. h: (rows that
-    arrive here, ..., k), Shard(dim). Results: (rows that arrive here, ..., n), (rows that arrive here, ..., k), and
-    (k, n). Any dtype but bool, the same for all tensors.
+    d: (rows for rank 0, for rank 1, ...; ..., n), Shard(dim), in it expert by expert. w: (experts of this rank, n, k),
+    Shard(0). h: (rows that arrive here, ..., k), Shard(dim). Results: (rows that arrive here, ..., n), (rows that
+    arrive here, ..., k), and (experts of this rank, k, n). Any dtype but bool, the same for all tensors.
 
-    It is the backward of `matmul_all_to_all(x, v)` with one exchange: d is the gradient of y, w is v.T, h is x. The
-    results are the gradients of x @ v, x and v. With w of the shape (experts of this rank, n, k) `counts` is
-    `counts[dest][expert]`, and the last result is (experts of this rank, k, n).
+    It is the backward of `grouped_matmul_all_to_all(x, v)` with one exchange: d is the gradient of y, w is
+    v.transpose(0, 2, 1), h is x. The results are the gradients of the products, of x and of v.
     Raises ShapeError if h does not have as many rows as arrive here.
     """
-    return Arguments(
-        d,
-        [w],
-        operands=[h],
-        dim=dim,
-        counts=counts,
-        experts=experts,
-        flipped=True,
-        keep=True,
-        result=lambda outputs: (outputs["x_full"], outputs["y"], outputs["g"]),
-    )
+    rows: dict[str, Any] = {"dim": dim, "counts": counts, "experts": experts}
+    return Arguments(d, [w], operands=[h], flipped=True, keep=True, result=_three, **rows)
+
+
+def _gradient(outputs: dict[str, Any]) -> Any:
+    return outputs["g"]
+
+
+def _three(outputs: dict[str, Any]) -> Any:
+    return outputs["x_full"], outputs["y"], outputs["g"]
 
 
 OPERATIONS = {op.name: op for op in list(globals().values()) if isinstance(op, Operation)}
@@ -440,7 +543,6 @@ def plan(
     root: int = 0,
     packed: bool = False,
     split_dim: int | None = None,
-    dim: int = 0,
     experts: int | None = None,
     counts: Any = None,
     machine: Machine | str | None = None,
@@ -460,16 +562,15 @@ def plan(
     - `root` is the root of a broadcast, gather, scatter or reduce.
     - `packed=True` is for an x that will be strided when the plan runs.
     - `split_dim` is the dimension that an all-to-all splits. In the plan it is the second dimension of x.
-    - `dim=-1` deals the columns of `matmul_all_to_all` and `all_to_all_matmul`. In other plans the rows come first.
-    - `experts` is the number of experts of all ranks, for an `all_to_all_weight_gradient` of them. Elsewhere a weight
-      with the layout Shard(0) and the shape (experts, k, n) says it.
+    - `experts` is the number of experts of all ranks, for an `all_to_all_grouped_weight_gradient`. Of the other grouped
+      operations the weight says it: it has the layout Shard(0) and the shape (experts, k, n).
     - `counts[source][dest][expert]` are the rows that go to each expert. By default they are as even as possible.
     - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
 
     Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
-    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
+    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
     at, sizes = from_specs(name, specs, ranks, experts=experts, counts=counts, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
@@ -486,7 +587,6 @@ def explain(
     root: int = 0,
     packed: bool = False,
     split_dim: int | None = None,
-    dim: int = 0,
     experts: int | None = None,
     counts: Any = None,
     schedules: Sequence[str] = (),
@@ -500,11 +600,11 @@ def explain(
     For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
-    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `dim`, `experts` and `counts` are those of `fompi.plan`.
+    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `experts` and `counts` are those of `fompi.plan`.
     `machine` is a Machine, its name or its file. `schedules` are the only ones that are compared, beside those without
     overlap. Raises the same errors as `fompi.plan`.
     """
-    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim, "dim": dim}
+    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
     at, sizes = from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, **options)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS, schedules=schedules)
 

@@ -7,13 +7,13 @@ Every operation belongs to one of two families:
 * *scatter*: the rows are given or are a product. Then they are summed over the ranks (reduce-scatter, all-reduce) or
   distributed to the ranks (all-to-all).
 
-An all-to-all may split another dimension than it joins. Then the rows of all ranks travel as in an all-gather, but each
-rank gets only its columns of them (`Problem.columns`). With a product before it, the columns of the product are dealt
-to the ranks. With a product behind it, the rows go back to their owners, and their columns come together: the product
-there is the sum of the products of all pieces (`DEALT`).
+Where *columns* travel (`Meaning.deals`), an all-to-all splits another dimension than it joins. Then the rows of all
+ranks travel as in an all-gather, but each rank gets only its columns of them (`Problem.columns`). With a product before
+it, the columns of the product are dealt to the ranks. With a product behind it, the rows go back to their owners, and
+their columns come together: the product there is the sum of the products of all pieces.
 
-Rows may go to experts (`Problem.experts`). Each rank has some of them, each with a weight of its own. Then the rows of
-a pair of ranks are in runs, one for each expert of the rank that multiplies.
+Rows of a *grouped* product (`Meaning.grouped`) go to experts. Each rank has some of them (`Problem.experts`), each with
+a matrix of its own. Then the rows of a pair of ranks are in runs, one for each expert of the rank that multiplies.
 
 Three operations are others with rows on one rank only, the root. A `gather` is an all-to-all in which only the root
 receives, a `scatter` one in which only the root sends, and a `reduce` is a reduce-scatter of which the root keeps all.
@@ -39,6 +39,8 @@ class Meaning(NamedTuple):
     weight: layout.Layout | None = None
     operand: layout.Layout | None = None
     keeps: bool = False  # the gathered rows are a result, in addition to products or gradients
+    deals: bool = False  # columns travel. What travels is not summed: it has one owner
+    grouped: bool = False  # rows go to experts
 
 
 AXES = {
@@ -71,31 +73,26 @@ MEANING: dict[str, Meaning] = {
     "matmul_reduce_scatter": Meaning("scatter", "reduce_scatter", _COLUMNS, _ROWS, _ROWS),
     "matmul_all_reduce": Meaning("scatter", "all_reduce", _COLUMNS, _ALL, _ROWS),
     "matmul_all_to_all": Meaning("scatter", "all_to_all", _ROWS, _ROWS, _ALL),
+    "all_to_all_columns": Meaning("gather", "all_gather", _ROWS, Shard(1), deals=True),
+    "matmul_all_to_all_columns": Meaning("scatter", "all_gather", _ROWS, _COLUMNS, _ALL, deals=True),
+    "all_to_all_columns_matmul": Meaning("gather", "reduce_scatter", _COLUMNS, _ROWS, _ALL, deals=True),
+    "grouped_matmul_all_to_all": Meaning("scatter", "all_to_all", _ROWS, _ROWS, _ROWS, grouped=True),
+    "all_to_all_grouped_matmul": Meaning("gather", "all_to_all", _ROWS, _ROWS, _ROWS, grouped=True),
+    "all_to_all_grouped_weight_gradient": Meaning("gather", "all_to_all", _ROWS, _ROWS, None, _ROWS, grouped=True),
+    "all_to_all_grouped_matmul_weight_gradient": Meaning(
+        "gather", "all_to_all", _ROWS, _ROWS, _ROWS, _ROWS, True, grouped=True
+    ),
 }
+"""Every operation. `all_to_all_columns` is `fompi.all_to_all` with two dimensions."""
 
-
-DEALT: dict[str, Meaning] = {
-    "all_to_all": Meaning("gather", "all_gather", _ROWS, Shard(1)),
-    "matmul_all_to_all": Meaning("scatter", "all_gather", _ROWS, _COLUMNS, _ALL),
-    "all_to_all_matmul": Meaning("gather", "reduce_scatter", _COLUMNS, _ROWS, _ALL),
+VARIANTS = {
+    "matmul_all_to_all": ("matmul_all_to_all_columns", "grouped_matmul_all_to_all"),
+    "all_to_all_matmul": ("all_to_all_columns_matmul", "all_to_all_grouped_matmul"),
 }
-"""The same for operations that deal columns to the ranks. What travels is not summed: it has one owner."""
-
-GROUPED = (
-    "all_to_all_matmul",
-    "matmul_all_to_all",
-    "all_to_all_weight_gradient",
-    "all_to_all_matmul_weight_gradient",
-)
-"""The operations whose rows may go to experts. The weight, Replicate above, is then Shard(0): the experts."""
+"""For an operation, those that deal columns, or multiply the rows of experts, in its place: errors name them."""
 
 ROOTED = ("broadcast", "gather", "scatter", "reduce")
 """The operations with a root."""
-
-
-def deals_products(operation: str) -> bool:
-    """True if the operation may deal the columns of its product, or of x, to the ranks (dim=-1)."""
-    return operation in DEALT and DEALT[operation].weight is not None
 
 
 def is_flat(operation: str) -> bool:
@@ -103,18 +100,14 @@ def is_flat(operation: str) -> bool:
     return MEANING[operation].moves in ("all_reduce", "broadcast") or operation == "reduce"
 
 
-def layouts(operation: str, count: int, is_dealt: bool = False, is_grouped: bool = False) -> list[layout.Layout]:
-    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h.
-
-    `is_dealt`: it deals columns to the ranks. `is_grouped`: its rows go to experts.
-    """
+def layouts(operation: str, count: int) -> list[layout.Layout]:
+    """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h."""
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
-    meaning = (DEALT if is_dealt and operation in DEALT else MEANING)[operation]
+    meaning = MEANING[operation]
     weights = count - 1 - (meaning.operand is not None)
     if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):
         names = ["x", *["w"] * (meaning.weight is not None), *["h"] * (meaning.operand is not None)]
         raise LayoutError(f"{operation} takes {', '.join(names)}; got {count} tensor{'s' * (count != 1)}")
-    weight = _ROWS if is_grouped else meaning.weight
-    expected = [meaning.x, *[weight] * weights, meaning.operand]
+    expected = [meaning.x, *[meaning.weight] * weights, meaning.operand]
     return [wanted for wanted in expected if wanted is not None]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import HALF, MOVED_ONLY, Sizes, Symbol, accumulator, offsets, split
 from fompi.plans.kernels import REDUCTIONS, Value
-from fompi.plans.meaning import AXES, DEALT, GROUPED, MEANING, ROOTED, is_flat
+from fompi.plans.meaning import AXES, MEANING, ROOTED, VARIANTS, is_flat
 from fompi.plans.plan import Program, Workspace
 
 
@@ -48,7 +48,7 @@ class Problem:
     several are called w0, w1, ... The names of biases, products and gradients follow the same rule. `op` is the
     reduction over the ranks (`kernels.REDUCTIONS`).
 
-    `columns` is not empty where columns are dealt to the ranks (`DEALT`). Without weights `columns[r]` is how much of
+    `columns` is not empty where columns travel (`Meaning.deals`). Without weights `columns[r]` is how much of
     the first dimension of a row of x rank r gets. The inputs are the columns of x for each rank: x0, x1, ... With a
     weight it is how many columns rank r has of the product, or of x. The weight is cut to fit them: w0, w1, ... Where x
     is cut so, `row` has the columns of all ranks.
@@ -72,7 +72,7 @@ class Problem:
 
     @cached_property
     def moves(self) -> str:
-        return (DEALT if self.columns else MEANING)[self.operation].moves
+        return MEANING[self.operation].moves
 
     @property
     def sums(self) -> bool:
@@ -389,6 +389,7 @@ def problem(
         raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
     if op != "sum" and op not in tuple(REDUCTIONS):
         raise LayoutError(f"{operation}: op={op!r} must be one of {', '.join(REDUCTIONS)}")
+    meaning = MEANING[operation]
     if not weights and is_flat(operation):
         row: tuple[int, ...] = ()  # each element is a row
     elif x.shape:
@@ -404,6 +405,9 @@ def problem(
                 f"{operation}: {name} has the shape {h.shape}, but needs as many dimensions as x {x.shape}"
             )
     operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
+    for name, given, taken in (("columns", columns, meaning.deals), ("experts", experts, meaning.grouped)):
+        if bool(given) != taken:
+            raise LayoutError(f"{operation} {'needs' if taken else 'takes no'} {name}=")
     if experts:
         _check_experts(operation, size, row, weights, biases, experts)
         weights = [Form(w.shape[1:], w.dtype) for w in weights]
@@ -428,7 +432,7 @@ def _check_experts(
     biases: Sequence[Form | None],
     experts: Sequence[int],
 ) -> None:
-    if operation not in GROUPED or len(experts) != size or min(experts) < 0 or not sum(experts):
+    if len(experts) != size or min(experts) < 0 or not sum(experts):
         raise LayoutError(f"{operation} on {size} ranks takes no rows for experts {list(experts)}")
     if any(bias is not None for bias in biases):
         raise LayoutError(f"{operation}: experts have no bias; add it to the rows of each expert afterwards")
@@ -457,7 +461,7 @@ def _problem(
     """The same from the shapes of rows. Calls that differ only in the number of rows share one object."""
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
         raise ShapeError(f"{operation} does not take {len(weights)} weights and {len(biases)} biases")
-    if MEANING[operation].family == "scatter" and MEANING[operation].moves != "all_to_all":
+    if MEANING[operation].moves in ("reduce_scatter", "all_reduce") and not columns:
         _check_reduction(operation, op, dtype)
     if dtype in MOVED_ONLY:
         wider = "an integer dtype" if dtype == "bool" else "a half type"
@@ -473,9 +477,12 @@ def _problem(
     checked = []
     for i, w in enumerate(weights):
         if len(w.shape) != 2 or w.shape[0] != row[-1]:
+            other = (
+                f". For experts: fompi.{VARIANTS[operation][1]}" if len(w.shape) == 3 and operation in VARIANTS else ""
+            )
             raise ShapeError(
                 f"{operation}: x has {row[-1]} columns, so {argument('w', i, len(weights))} needs the shape "
-                f"({row[-1]}, n), not {w.shape}"
+                f"({row[-1]}, n), not {w.shape}{other}"
             )
         bias = biases[i] if i < len(biases) else None
         if bias is not None and bias.shape != w.shape[1:]:
@@ -486,8 +493,9 @@ def _problem(
             raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} may differ only in the last dimension")
     gradients = tuple(Gradient(h.shape, flipped) for h in operands)
     if columns:
-        dealt = (checked[0].columns,) if operation == "matmul_all_to_all" else row[-1:] if checked else row[:1]
-        if operation not in DEALT or len(columns) != size or (sum(columns),) != dealt:
+        is_product = MEANING[operation].family == "scatter"
+        dealt = (checked[0].columns,) if is_product else row[-1:] if checked else row[:1]
+        if len(columns) != size or (sum(columns),) != dealt:
             raise LayoutError(f"{operation} of rows {row} on {size} ranks cannot split columns {list(columns)}")
     made = Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns, experts)
     return replace(made, packed=False) if made.deals_x else made

@@ -10,7 +10,7 @@ from typing import Any
 
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import Partial, Shard, Sizes, Spec, as_integer, split
-from fompi.plans.meaning import DEALT, GROUPED, MEANING, deals_products, layouts
+from fompi.plans.meaning import MEANING, layouts
 from fompi.plans.problems import Form, Problem, problem
 
 MOST_RANKS = 1 << 16
@@ -26,7 +26,6 @@ def from_specs(
     root: int = 0,
     packed: bool = False,
     split_dim: int | None = None,
-    dim: int = 0,
     experts: int | None = None,
     counts: Any = None,
 ) -> tuple[Callable[[int], Problem], Sizes]:
@@ -34,23 +33,23 @@ def from_specs(
 
     The tensors are x, the weights and the operand h of a gradient, in this order. Rows and columns are distributed as
     evenly as possible. So the problems of two ranks may differ in columns that are not sent. `split_dim` is the
-    dimension of x that an all-to-all splits; by default it splits the rows. `dim` is 0, or -1 for a product whose
-    columns are dealt. `experts` is how many experts a weight gradient is for; a weight says it itself.
+    dimension of x that an all-to-all splits; by default it splits the rows. `experts` is how many experts a grouped
+    weight gradient is for; a weight says it itself.
     `counts[source][dest][expert]` are the rows, where they go to experts; by default they are even.
     """
-    is_dealt = dim == -1 and deals_products(operation)
-    if dim != 0 and not is_dealt:
-        raise LayoutError(f"{operation} is planned with the rows first: leave out dim={dim!r}")
-    has_experts = operation in GROUPED and len(specs) > 1 and len(getattr(specs[1], "shape", ())) == 3
-    if has_experts and MEANING[operation].weight is not None:
-        experts = specs[1].shape[0] if experts is None else experts
-    expected = layouts(operation, len(specs), is_dealt, experts is not None)
     ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
     if not 1 <= ranks <= MOST_RANKS:
         raise LayoutError(f"ranks={ranks!r} must be an integer from 1 to {MOST_RANKS}")
     for spec in specs:
         if not isinstance(spec, Spec):
             raise LayoutError(f"{operation} is planned from one fompi.Spec for each tensor, not from {spec!r}")
+    splits = split_dim is not None and bool(specs) and specs[0].resolved(Shard(split_dim)) != Shard(0)
+    operation = "all_to_all_columns" if splits and operation == "all_to_all" else operation
+    expected, meaning = layouts(operation, len(specs)), MEANING[operation]
+    if meaning.grouped and meaning.weight is not None:
+        if len(specs[1].shape) != 3:
+            raise ShapeError(f"{operation}: w needs the shape (experts, k, n), not {specs[1].shape}")
+        experts = specs[1].shape[0] if experts is None else experts
     op = "sum"
     if isinstance(expected[0], Partial) and isinstance(specs[0].layout, Partial):
         expected[0], op = specs[0].layout, specs[0].layout.op
@@ -59,15 +58,15 @@ def from_specs(
         if spec.layout != wanted:
             raise LayoutError(f"{operation} takes tensors with the layouts {required}, not {spec}")
     columns: tuple[int, ...] = ()
-    if split_dim is not None and specs[0].resolved(Shard(split_dim)) != Shard(0):
-        if operation != "all_to_all":
-            raise LayoutError(f"{operation} splits no other dimension than that of the rows: leave out split_dim")
-        x, dim = specs[0], split_dim % len(specs[0].shape)
+    if operation == "all_to_all_columns":
+        x, dim = specs[0], (1 if split_dim is None else split_dim) % len(specs[0].shape)
         columns = split(x.shape[dim], ranks)
         specs = [replace(x, shape=(x.shape[0], x.shape[dim], *x.shape[1:dim], *x.shape[dim + 1 :]))]
-    if is_dealt:
-        columns = split(specs[1 if DEALT[operation].family == "scatter" else 0].shape[-1], ranks)
-    meaning, has_operand = MEANING[operation], MEANING[operation].operand is not None
+    elif meaning.deals:
+        columns = split(specs[1 if meaning.family == "scatter" else 0].shape[-1], ranks)
+    elif splits:
+        raise LayoutError(f"{operation} splits no other dimension than that of the rows: leave out split_dim")
+    has_operand = meaning.operand is not None
     flipped = has_operand and meaning.weight is not None
 
     def problem_of(x: Form, *others: Form) -> Problem:
@@ -75,12 +74,12 @@ def from_specs(
         biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
         options: dict[str, Any] = {"flipped": flipped, "keep": meaning.keeps, "packed": packed, "columns": columns}
         if experts is not None:
-            options["experts"] = split(experts, ranks)
+            options["experts"] = split(as_integer(experts, "experts"), ranks)
         return problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
 
     @cache
     def at(rank: int) -> Problem:
-        pieces = specs if is_dealt else [_local_form(spec, rank, ranks) for spec in specs]
+        pieces = specs if meaning.deals and len(specs) > 1 else [_local_form(spec, rank, ranks) for spec in specs]
         return problem_of(*(Form(piece.shape, piece.dtype) for piece in pieces))
 
     problem_of(*(Form(spec.shape, spec.dtype) for spec in specs))  # pieces may fit by chance: check whole tensors

@@ -232,6 +232,12 @@ def can_move(schedule: str, moves: str, size: int, dtype: str = "float32", op: s
     return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, dtype, op)
 
 
+def can_carry_out(schedule: str, operation: str, size: int, dtype: str = "float32", op: str = "sum") -> bool:
+    """True if the schedule carries out `operation` on `size` ranks, whatever the shapes."""
+    meaning = MEANING[operation]
+    return schedule in COLUMNS if meaning.deals else can_move(schedule, meaning.moves, size, dtype, op)
+
+
 def alternatives(problem: Problem, schedule: str) -> str:
     """The end of an error message: why the problem does not have this schedule, if known, and which ones it has."""
     why = ""

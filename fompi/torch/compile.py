@@ -13,11 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fompi.engine.communicator import Communicator
-from fompi.ops.arguments import has_experts
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.parallel.differentiable import Differentiable
+from fompi.plans.meaning import MEANING
 from fompi.runtime.executor import Executor
 from fompi.torch import private
 from fompi.torch.operators import (
@@ -47,6 +47,7 @@ HIDDEN = (
 call: a call is a graph break.
 """
 
+EXPERTS = [name for name, meaning in MEANING.items() if meaning.grouped]
 CALLS = {name: operator.call for name, operator in OPERATORS.items()}
 EXCHANGES = [
     name for name, operator in OPERATORS.items() if operator.moves == "all_to_all" and "root" not in operator.own
@@ -116,7 +117,7 @@ def why_outside(
 ) -> str | None:
     """Make `given`, the keywords of a call, the arguments of its operator. If it cannot be one: a key of OUTSIDE."""
     if name not in CALLS:
-        return "unknown"
+        return "experts" if name in EXPERTS else "unknown"
     if gradient is not None and gradient not in CONVENTIONS:
         return "wrong"
     if len(args) > len(POSITIONAL[name]):
@@ -156,13 +157,10 @@ def why_outside(
         value = given.get(key)
         if key in given and not isinstance(value, int) and (value is not None or key in NEEDED):
             return "wrong"
-    if has_experts(name, given.pop("experts", None), [given["w"].dim()] if "w" in given else []):
-        return "experts"
     if given.get("columns") is not None:
         given["columns"] = list(given["columns"])
     if given.get("counts") is not None:
-        is_dealt = "columns" in KEYWORDS[name] and given.get("dim") in (-1, given["x"].dim() - 1)
-        if name in EXCHANGES and arriving is None and given.get("split_dim") is None and not is_dealt:
+        if name in EXCHANGES and arriving is None and given.get("split_dim") is None:
             return "counts"
         given["counts"] = list(given["counts"])
     if given.get("op") == "prod" and torch.is_grad_enabled() and given["x"].requires_grad:

@@ -35,9 +35,9 @@ from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, 
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
-from fompi.ops.arguments import Arguments, has_experts
+from fompi.ops.arguments import Arguments
 from fompi.ops.operation import HOOKS, CallOptions, Operation
-from fompi.plans.meaning import DEALT, MEANING
+from fompi.plans.meaning import MEANING
 from fompi.torch import private
 from fompi.torch.autograd import conjugate
 
@@ -187,6 +187,8 @@ class Operator:
         self.own = [name for name in operation.__signature__.parameters if name in PARAMETERS]
         self.planned = self.name in MEANING
         self.moves = MEANING[self.name].moves if self.planned else "sendrecv"
+        self.deals = self.planned and MEANING[self.name].deals
+        self.multiplies_first = self.planned and MEANING[self.name].family == "scatter"
         texts = [PARAMETERS[name][0] for name in self.own] + [COMMON] + [PLANNED] * self.planned
         schema = f"({', '.join(texts)}) -> {RESULTS.get(self.name, 'Tensor')}"
         made = torch.library.custom_op(f"fompi::{self.name}", self._run, mutates_args=(), schema=schema)
@@ -196,19 +198,11 @@ class Operator:
         self.call: Callable[..., Any] = getattr(torch.ops.fompi, self.name).default
         self.names = [argument.name for argument in self.call._schema.arguments]
 
-    def moves_of(self, a: Arguments) -> str:
-        """The collective that moves the rows of this call."""
-        return DEALT[self.name].moves if self.deals(a) else self.moves
-
-    def deals(self, a: Arguments) -> bool:
-        """True if this call deals the columns of a product."""
-        return self.name in DEALT and _is_dealt(a)
-
     def dealt(self, a: Arguments, size: int) -> tuple[Any, ...]:
         """How many columns each rank has in a call that deals them. Empty: it deals none."""
-        if not self.deals(a):
+        if not self.deals:
             return ()
-        total = a.weights[0].shape[-1 if DEALT[self.name].family == "scatter" else 0]
+        total = a.weights[0].shape[-1 if self.multiplies_first else 0]
         return split(total, size) if a.columns is None else tuple(a.columns)
 
     def _given(self, values: Sequence[Any]) -> Given:
@@ -254,19 +248,6 @@ class Operator:
             values["dim"] = 0
         return values
 
-    def check(self, arguments: Arguments, gradient: str) -> None:
-        """Raise an error for what an operator cannot do, before it is called."""
-        name = f"fompi.torch.{self.name}"
-        if gradient not in CONVENTIONS:
-            raise LayoutError(f"{name}: gradient={gradient!r} must be 'sum' or 'replicated'")
-        if arguments.out is not None:
-            raise TensorError(f"{name} takes no out=")
-        for tensor in arguments.tensors:
-            if not isinstance(tensor, torch.Tensor):
-                raise TensorError(f"{name}: {type(tensor).__name__} is no torch tensor")
-        if arguments.op == "prod" and torch.is_grad_enabled() and arguments.x.requires_grad:
-            raise TensorError(f'{name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
-
     def nested(self, returned: Any) -> Any:
         """The result as the operation returns it: several products are a tuple."""
         if self.name == "all_gather_matmul_many":
@@ -299,7 +280,7 @@ class Operator:
     def _expect(self, given: Given) -> Exception | None:
         """Let the ranks compare the rows that arrive. Returns the error of an `arriving` that cannot be right here."""
         a, comm, arriving = given.arguments, given.comm, given.arriving
-        if self.moves_of(a) not in ("all_gather", "all_to_all") or not self._has_rows(given):
+        if self.moves not in ("all_gather", "all_to_all") or not self._has_rows(given):
             return None
         rows = rows_of(self, given)
         if arriving is not None:
@@ -358,7 +339,7 @@ class Operator:
             outputs["x_full" if a.keep else "y"] = _rows_first(a, rows, given.comm)
         for i, w in enumerate(a.weights):
             columns = w.shape[-1]
-            if self.deals(a) and DEALT[self.name].family == "scatter":
+            if self.deals and self.multiplies_first:
                 columns = self.dealt(a, given.comm.size)[given.comm.rank]
             outputs["y" if len(a.weights) == 1 else f"y{i}"] = _rows_first(a, rows, given.comm, columns)
         for h in a.operands:
@@ -425,16 +406,23 @@ def columns_of(a: Arguments, size: int) -> tuple[Any, ...]:
     return split(a.x.shape[at], size) if a.counts is None else tuple(a.counts)
 
 
-def _is_dealt(a: Arguments) -> bool:
-    """True if a product deals columns. For every other operation the last dimension is an error."""
-    return bool(a.weights) and not a.operands and a.x.dim() > 1 and a.dim in (-1, a.x.dim() - 1)
-
-
 def _at(a: Arguments) -> int:
     """The dimension of the rows of x. A wrong one is an error of the operation."""
-    if _is_dealt(a):
-        return 0
     return a.dim % a.x.dim() if -a.x.dim() <= a.dim < a.x.dim() else 0
+
+
+def check(operation: str, arguments: Arguments, gradient: str) -> None:
+    """Raise an error for what an operator cannot do, before it is called."""
+    name = f"fompi.torch.{operation}"
+    if gradient not in CONVENTIONS:
+        raise LayoutError(f"{name}: gradient={gradient!r} must be 'sum' or 'replicated'")
+    if arguments.out is not None:
+        raise TensorError(f"{name} takes no out=")
+    for tensor in arguments.tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TensorError(f"{name}: {type(tensor).__name__} is no torch tensor")
+    if arguments.op == "prod" and torch.is_grad_enabled() and arguments.x.requires_grad:
+        raise TensorError(f'{name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -451,7 +439,7 @@ class Rows(NamedTuple):
 def rows_of(operator: Operator, given: Given) -> Rows:
     """The rows of a call. Where only the other ranks know them: `arriving`, or those of ranks like this one."""
     a, comm, arriving = given.arguments, given.comm, given.arriving
-    rank, size, moves = comm.rank, comm.size, operator.moves_of(a)
+    rank, size, moves = comm.rank, comm.size, operator.moves
     if moves in ("broadcast", "sendrecv") or operator.name in ("all_reduce", "reduce"):
         return Rows(Extents(rank, size, (1,)))
     total = a.x.shape[_at(a)]
@@ -514,7 +502,7 @@ def _apply(
     """
     arguments.gradient = joined(arguments.gradient, words)
     operator, arriving = OPERATORS[operation.name], None
-    moves = operator.moves_of(arguments)
+    moves = operator.moves
     if moves == "all_gather":
         arriving = forward.rows
     elif arguments.split_dim is not None:
@@ -550,7 +538,11 @@ def as_tuple(each: Any) -> Sequence[Any]:
     return each if isinstance(each, list) else (each,)
 
 
-OPERATORS: dict[str, Operator] = {name: Operator(operation) for name, operation in DIFFERENTIABLE.items()}
+OPERATORS: dict[str, Operator] = {
+    name: Operator(operation)
+    for name, operation in DIFFERENTIABLE.items()
+    if name not in MEANING or not MEANING[name].grouped
+}
 """The operators by name: all operations that have a gradient."""
 
 
@@ -562,7 +554,7 @@ def _public(operation: Operation[Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             HOOKS.prepare()
             return HOOKS.traced(operation, args, options, gradient, arriving)
-        operator = OPERATORS[operation.name]
+        operator = OPERATORS.get(operation.name)
         try:
             comm = communicator(options.get("comm"))
         except Exception as error:
@@ -570,8 +562,8 @@ def _public(operation: Operation[Any]) -> Callable[..., Any]:
             raise
         arguments, comm, call_options = operation.read(args, {**options, "comm": comm})
         try:
-            operator.check(arguments, gradient)
-            if has_experts(operation.name, arguments.experts, [w.dim() for w in arguments.weights]):
+            check(operation.name, arguments, gradient)
+            if operator is None:  # its rows go to experts
                 if arriving is not None:
                     raise LayoutError(f"fompi.torch.{operation.name} takes no arriving= for rows that go to experts")
                 return operation.run(arguments, comm, call_options)  # no operator, but a node of autograd

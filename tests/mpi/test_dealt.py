@@ -33,7 +33,7 @@ def test_a_bound_plan_takes_the_whole_weight(world):
     x, w, v = drawn(12, K), drawn(K, N), drawn(N, 3)
     rows, columns = (piece(split(n, size), rank) for n in (12, N))
     specs = Spec((12, K), "float64", Shard(0)), Spec((K, N), "float64", Replicate())
-    plan = fompi.plan(fompi.matmul_all_to_all, *specs, ranks=size, slices=2, dim=-1)
+    plan = fompi.plan(fompi.matmul_all_to_all_columns, *specs, ranks=size, slices=2)
     with fompi.bind(plan, comm=world, x=x[rows].copy(), w=w.copy()) as project:
         np.testing.assert_array_equal(project(), (x @ w)[:, columns])
         np.testing.assert_array_equal(project(x=2 * x[rows], w=3 * w), 6 * (x @ w)[:, columns])
@@ -44,7 +44,7 @@ def test_a_bound_plan_takes_the_whole_weight(world):
         with pytest.raises(fompi.ShapeError, match="w has the shape"):
             fompi.bind(plan, comm=world, x=x[rows].copy(), w=drawn(K, N + 1))
     specs = Spec((12, N), "float64", Shard(1)), Spec((N, 3), "float64", Replicate())
-    plan = fompi.plan(fompi.all_to_all_matmul, *specs, ranks=size, dim=-1, bias=True)
+    plan = fompi.plan(fompi.all_to_all_columns_matmul, *specs, ranks=size, bias=True)
     with fompi.bind(plan, comm=world, x=y, w=v, bias=np.ones(3)) as back:
         np.testing.assert_array_equal(back(), (x @ w @ v + 1)[rows])
 
@@ -55,12 +55,12 @@ def test_started_and_out(world):
     rows = tuple(r % 3 for r in range(size))
     x, w = drawn(sum(rows), 2, K), drawn(K, N)
     expected = (x @ w)[..., piece(split(N, size), rank)]
-    pending = fompi.matmul_all_to_all.start(x[piece(rows, rank)], w, dim=-1, comm=world)
+    pending = fompi.matmul_all_to_all_columns.start(x[piece(rows, rank)], w, comm=world)
     for source in range(size):
         np.testing.assert_array_equal(pending.part(source, timeout=20), expected[piece(rows, source)])
     y = pending.wait()
     out = np.zeros((rows[rank], 2, 3))
-    z = fompi.all_to_all_matmul(y, drawn(N, 3), dim=-1, counts=rows, out=out, comm=world)
+    z = fompi.all_to_all_columns_matmul(y, drawn(N, 3), counts=rows, out=out, comm=world)
     np.testing.assert_array_equal(out, (x @ w @ drawn(N, 3))[piece(rows, rank)])
     assert z is out
 
@@ -75,9 +75,9 @@ def test_gradients_of_some_tensors(world, wanted):
         leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, w))]
         others = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, v))]
         if fused:
-            y = fompi.matmul_all_to_all(*leaves, dim=-1, columns=columns, comm=world)
+            y = fompi.matmul_all_to_all_columns(*leaves, columns=columns, comm=world)
             u = y.detach().requires_grad_(0 in wanted)
-            z = fompi.all_to_all_matmul(u, others[1], dim=-1, columns=columns, counts=rows, comm=world)
+            z = fompi.all_to_all_columns_matmul(u, others[1], columns=columns, counts=rows, comm=world)
         else:
             y = fompi.all_to_all(leaves[0] @ leaves[1], split_dim=1, concat_dim=0, counts=columns, comm=world)
             u = y.detach().requires_grad_(0 in wanted)
@@ -98,8 +98,8 @@ def test_gradients_are_finite_differences(world):
     rows, columns = [r % 3 for r in range(size)], [0, *split(N, size - 1)] if size > 1 else [N]
     x, w, v, c = drawn(sum(rows), 3), drawn(3, N), drawn(N, 2), drawn(sum(rows), N)
     leaves = [torch.from_numpy(t).requires_grad_() for t in (x[piece(rows, rank)].copy(), w, v)]
-    y = fompi.matmul_all_to_all(*leaves[:2], dim=-1, columns=columns, comm=world)
-    z = fompi.all_to_all_matmul(y, leaves[2], dim=-1, columns=columns, counts=rows, comm=world)
+    y = fompi.matmul_all_to_all_columns(*leaves[:2], columns=columns, comm=world)
+    z = fompi.all_to_all_columns_matmul(y, leaves[2], columns=columns, counts=rows, comm=world)
     ((z * z).sum() + (y * y * torch.from_numpy(c[:, piece(columns, rank)])).sum()).backward()
     expected = slopes(lambda x, w, v: ((x @ w @ v) ** 2).sum() + ((x @ w) ** 2 * c).sum(), (x, w, v))
     close(leaves[0].grad, expected[0][piece(rows, rank)])
@@ -110,20 +110,23 @@ def test_gradients_are_finite_differences(world):
 def test_calls_that_are_refused(world):
     """The error has the same type on all ranks. Nothing is written."""
     x, w, size = np.ones((3, K)), np.ones((K, N)), world.size
-    deal, collect = fompi.matmul_all_to_all, fompi.all_to_all_matmul
+    deal, collect = fompi.matmul_all_to_all_columns, fompi.all_to_all_columns_matmul
     mine, v = np.ones((3, split(N, size)[world.rank])), np.ones((N, 2))
     for call, kind, words in (
-        (lambda: deal(x, w, dim=-1, columns=[N + 1] * size, comm=world), fompi.LayoutError, "columns="),
-        (lambda: deal(x, w, dim=-1, counts=[3] * size, comm=world), fompi.LayoutError, "takes no counts"),
-        (lambda: deal(x, w, columns=split(N, size), comm=world), fompi.LayoutError, "is for dim=-1"),
-        (lambda: deal(x, w, dim=2, comm=world), fompi.ShapeError, "no dimension dim=2"),
-        (lambda: deal(x, np.ones((K + 1, N)), dim=-1, comm=world), fompi.ShapeError, "w needs the shape"),
-        (lambda: deal(x, np.ones(K), dim=-1, comm=world), fompi.ShapeError, "two dimensions"),
-        (lambda: deal(np.ones(K), w, dim=-1, comm=world), fompi.ShapeError, rf"x has the shape \({K},\)"),
-        (lambda: deal(x, w, dim=-1, schedule="ring", comm=world), fompi.PlanError, "ring"),
-        (lambda: collect(np.ones((3, N + 1)), v, dim=-1, comm=world), fompi.ShapeError, "columns"),
-        (lambda: collect(mine, v, dim=-1, counts=[5] * size, comm=world), fompi.LayoutError, "counts="),
-        (lambda: collect(mine, v, dim=-1, out=np.ones((4, 2)), comm=world), fompi.ShapeError, "out="),
+        (lambda: deal(x, w, columns=[N + 1] * size, comm=world), fompi.LayoutError, "columns="),
+        (lambda: deal(x, w, counts=[3] * size, comm=world), fompi.ArgumentError, "no argument 'counts'"),
+        (lambda: fompi.matmul_all_to_all(x, w, dim=-1, comm=world), fompi.ShapeError, "matmul_all_to_all_columns"),
+        (lambda: fompi.all_to_all_matmul(x, w, dim=1, comm=world), fompi.ShapeError, "all_to_all_columns_matmul"),
+        (lambda: fompi.matmul_all_to_all(x, w, columns=[1], comm=world), fompi.ArgumentError, "_to_all_columns$"),
+        (lambda: fompi.all_to_all_matmul(x, w, experts=2, comm=world), fompi.ArgumentError, "all_to_all_grouped_mat"),
+        (lambda: fompi.matmul_all_to_all(x, np.ones((2, K, N)), comm=world), fompi.ShapeError, "fompi.grouped_matmul"),
+        (lambda: deal(x, np.ones((K + 1, N)), comm=world), fompi.ShapeError, "w needs the shape"),
+        (lambda: deal(x, np.ones(K), comm=world), fompi.ShapeError, "two dimensions"),
+        (lambda: deal(np.ones(K), w, comm=world), fompi.ShapeError, rf"x has the shape \({K},\)"),
+        (lambda: deal(x, w, schedule="ring", comm=world), fompi.PlanError, "ring"),
+        (lambda: collect(np.ones((3, N + 1)), v, comm=world), fompi.ShapeError, "columns"),
+        (lambda: collect(mine, v, counts=[5] * size, comm=world), fompi.LayoutError, "counts="),
+        (lambda: collect(mine, v, out=np.ones((4, 2)), comm=world), fompi.ShapeError, "out="),
         (lambda: fompi.all_gather_matmul(x, w, dim=-1, comm=world), fompi.ShapeError, "last dimension"),
     ):
         with pytest.raises(kind, match=words):
@@ -135,4 +138,4 @@ def test_columns_that_differ_between_ranks(world):
         return
     columns = [N, *[0] * (world.size - 1)] if world.rank else [0, N, *[0] * (world.size - 2)]
     with pytest.raises(fompi.MismatchError, match="columns"):
-        fompi.matmul_all_to_all(np.ones((2, K)), np.ones((K, N)), dim=-1, columns=columns, comm=world)
+        fompi.matmul_all_to_all_columns(np.ones((2, K)), np.ones((K, N)), columns=columns, comm=world)

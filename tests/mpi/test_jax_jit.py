@@ -270,7 +270,7 @@ def test_transformations(tp):
             jax.vmap(product)(many, jnp.stack([w, w + 1, w + 2])),
             jax.vmap(jax.grad(lambda x: jnp.sin(product(x, w)).sum()))(many),
             jax.vmap(lambda x: fompi.jax.all_to_all(x, counts=[2] + [0] * (n - 1), dim=-2, comm=tp))(many),
-            jax.vmap(lambda x: fompi.jax.matmul_all_to_all(x, w, dim=-1, columns=[3] + [0] * (n - 1), comm=tp))(many),
+            jax.vmap(lambda x: fompi.jax.matmul_all_to_all_columns(x, w, columns=[3] + [0] * (n - 1), comm=tp))(many),
             jax.vmap(lambda x: fompi.jax.reduce(x, comm=tp), 1)(many),
             jax.vmap(lambda x: fompi.jax.sendrecv(x, (tp.rank + 1) % n, (tp.rank - 1) % n, comm=tp))(many),
         )

@@ -75,15 +75,15 @@ def test_rows_that_go_to_experts_are_outside_of_the_graph(tp):
     """The call runs as without the compiler. `fompi.torch` takes no arriving= for it."""
 
     def program(x, w):
-        y = fompi.all_to_all_matmul(2 * x, w, counts=[[1, 2]] * tp.size, comm=tp)
-        return fompi.torch.all_to_all_matmul(y, w.mT, counts=[[1, 2]] * tp.size, comm=tp).square().sum()
+        y = fompi.all_to_all_grouped_matmul(2 * x, w, counts=[[1, 2]] * tp.size, comm=tp)
+        return fompi.torch.all_to_all_grouped_matmul(y, w.mT, counts=[[1, 2]] * tp.size, comm=tp).square().sum()
 
     x, w = torch.ones(3 * tp.size, 2, requires_grad=True), torch.ones(2, 2, 4, requires_grad=True)
     expected = torch.autograd.grad(program(x, w), (x, w))
     actual = torch.autograd.grad(torch.compile(program, backend="eager")(x, w), (x, w))
     assert all(map(torch.equal, actual, expected))
     with pytest.raises(LayoutError, match="takes no arriving="):
-        fompi.torch.all_to_all_matmul(x, w, counts=[[1, 2]] * tp.size, arriving=[3] * tp.size, comm=tp)
+        fompi.torch.all_to_all_grouped_matmul(x, w, counts=[[1, 2]] * tp.size, arriving=[3] * tp.size, comm=tp)
 
 
 def test_uneven_rows(tp):

@@ -12,7 +12,7 @@ from fompi.plans.problems import Form, problem
 ROWS, K, N = 64, 12, 24
 PROJECTION = Spec((ROWS, K), "float32", Shard(0)), Spec((K, N), "float32", Replicate())
 REVERSE = Spec((ROWS, N), "float32", Shard(-1)), Spec((N, K), "float32", Replicate())
-SPECS = {"matmul_all_to_all": PROJECTION, "all_to_all_matmul": REVERSE}
+SPECS = {"matmul_all_to_all_columns": PROJECTION, "all_to_all_columns_matmul": REVERSE}
 
 
 @pytest.mark.parametrize("operation", SPECS)
@@ -27,17 +27,17 @@ def test_the_exposed_time_is_the_bound(operation):
                 flops = 2.0 * ROWS / ranks * K * N
                 sent = ROWS // ranks * N * 4 * (ranks - 1) / ranks
                 machine = Machine("even", 0.0, sent / ratio, flops, 1e30, 0.0, lanes=2)
-                how = {"schedule": "direct", "slices": slices, "window": 1, "dim": -1}
+                how = {"schedule": "direct", "slices": slices, "window": 1}
                 plan = fompi.plan(operation, *SPECS[operation], ranks=ranks, **how)
                 exposed = fompi.simulate(plan, machine).seconds - 1.0
                 assert exposed == pytest.approx(max(0.0, ratio - (1 - 1 / (ranks * slices))), abs=1e-9)
-                unfused = fompi.plan(operation, *SPECS[operation], ranks=ranks, schedule="unfused_p2p", dim=-1)
+                unfused = fompi.plan(operation, *SPECS[operation], ranks=ranks, schedule="unfused_p2p")
                 assert fompi.simulate(unfused, machine).seconds == pytest.approx(1.0 + ratio, abs=1e-9)
 
 
 @pytest.mark.parametrize("operation", SPECS)
 def test_the_planner_compares_all_schedules(operation):
-    explanation = fompi.explain(operation, *SPECS[operation], ranks=4, machine="gigabit", dim=-1, bias=True)
+    explanation = fompi.explain(operation, *SPECS[operation], ranks=4, machine="gigabit", bias=True)
     assert {judged.candidate.schedule for judged in explanation.judged} == {"direct", "unfused_p2p"}
     fompi.verify(explanation.plan)
     assert explanation.winner.seconds <= explanation.unfused.seconds
@@ -45,21 +45,17 @@ def test_the_planner_compares_all_schedules(operation):
 
 
 def test_a_plan_for_columns_that_do_not_divide():
-    plan = fompi.plan("all_to_all_matmul", *REVERSE, ranks=5, dim=-1)
+    plan = fompi.plan("all_to_all_columns_matmul", *REVERSE, ranks=5)
     assert plan.problem.columns == (5, 5, 5, 5, 4) and plan.sizes.rows == (13, 13, 13, 13, 12)
     assert [p.buffer("x").row for p in plan.programs] == [(n,) for n in plan.problem.columns]
     fompi.verify(plan)
 
 
 def test_plans_that_are_refused():
-    with pytest.raises(LayoutError, match="all_gather_matmul is planned with the rows first"):
-        fompi.plan("all_gather_matmul", PROJECTION[0], Spec((K, N), "float32", Shard(1)), ranks=2, dim=-1)
-    with pytest.raises(LayoutError, match="leave out dim=1"):
-        fompi.plan("matmul_all_to_all", *PROJECTION, ranks=2, dim=1)
     with pytest.raises(LayoutError, match="takes tensors with the layouts"):
-        fompi.plan("all_to_all_matmul", *PROJECTION, ranks=2, dim=-1)
+        fompi.plan("all_to_all_columns_matmul", *PROJECTION, ranks=2)
     with pytest.raises(fompi.PlanError, match=r"no schedule 'ring' for .*; choose auto, unfused_p2p, direct, pairwise"):
-        fompi.plan("matmul_all_to_all", *PROJECTION, ranks=2, dim=-1, schedule="ring")
-    for operation, columns in (("matmul_all_to_all", (1, 2)), ("all_to_all_matmul", (3, 1, 0))):
+        fompi.plan("matmul_all_to_all_columns", *PROJECTION, ranks=2, schedule="ring")
+    for operation, columns in (("matmul_all_to_all_columns", (1, 2)), ("all_to_all_columns_matmul", (3, 1, 0))):
         with pytest.raises(LayoutError, match="cannot split columns"):
             problem(operation, 2, Form((0, 4), "int32"), [Form((4, 4), "int32")], columns=columns)

@@ -43,15 +43,15 @@ PLANS = {
         {"ranks": 3, "schedule": "exchange"},
     ),
     "all_to_all-direct-3": (fompi.all_to_all, (X,), {"ranks": 3, "schedule": "direct", "slices": 2, "window": 1}),
-    "matmul_all_to_all-dealt-3": (
-        fompi.matmul_all_to_all,
+    "matmul_all_to_all_columns-3": (
+        fompi.matmul_all_to_all_columns,
         (Spec((7, 4), "float32", Shard(0)), Spec((4, 8), "float32", Replicate())),
-        {"ranks": 3, "schedule": "direct", "bias": True, "dim": -1},
+        {"ranks": 3, "schedule": "direct", "bias": True},
     ),
-    "all_to_all_matmul-dealt-3-bfloat16": (
-        fompi.all_to_all_matmul,
+    "all_to_all_columns_matmul-3-bfloat16": (
+        fompi.all_to_all_columns_matmul,
         (Spec((7, 8), "bfloat16", Shard(1)), Spec((8, 4), "bfloat16", Replicate())),
-        {"ranks": 3, "schedule": "unfused_p2p", "dim": -1},
+        {"ranks": 3, "schedule": "unfused_p2p"},
     ),
     "broadcast-ring-4": (
         fompi.broadcast,

@@ -31,10 +31,10 @@ def problems(size, experts, dtype="float64"):
     how = {"experts": split(experts, size)}
     both = {"operands": [form(0, 5)], "flipped": True, "keep": True}
     return [
-        problem("all_to_all_matmul", size, x3, [w], packed=True, **how),
-        problem("matmul_all_to_all", size, x, [w], **how),
-        problem("all_to_all_weight_gradient", size, x3, operands=[form(0, 2, 5)], **how),
-        problem("all_to_all_matmul_weight_gradient", size, x, [w], **both, **how),
+        problem("all_to_all_grouped_matmul", size, x3, [w], packed=True, **how),
+        problem("grouped_matmul_all_to_all", size, x, [w], **how),
+        problem("all_to_all_grouped_weight_gradient", size, x3, operands=[form(0, 2, 5)], **how),
+        problem("all_to_all_grouped_matmul_weight_gradient", size, x, [w], **both, **how),
     ]
 
 
@@ -110,7 +110,9 @@ def test_a_user_schedule_knows_no_experts():
 
 def test_one_message_for_all_experts():
     """64 experts on 8 ranks: a rank sends as many messages as without experts."""
-    wanted = problem("all_to_all_matmul", 8, Form((0, 3), "float32"), [Form((8, 3, 4), "float32")], experts=(8,) * 8)
+    wanted = problem(
+        "all_to_all_grouped_matmul", 8, Form((0, 3), "float32"), [Form((8, 3, 4), "float32")], experts=(8,) * 8
+    )
     for slices in (1, 4):
         ops = write(wanted, "direct", slices).programs[3].ops
         assert len([op for op in ops if isinstance(op, Send)]) == 7 * slices
@@ -153,17 +155,17 @@ SPECS = Spec((64, 12), "float32", Shard(0)), Spec((6, 12, 24), "float32", Shard(
 
 def test_plans_of_global_tensors():
     """Rows are spread evenly over the experts. JSON keeps all."""
-    plan = fompi.plan(fompi.all_to_all_matmul, *SPECS, ranks=4, slices=2)
+    plan = fompi.plan(fompi.all_to_all_grouped_matmul, *SPECS, ranks=4, slices=2)
     assert plan.problem.experts == (2, 2, 1, 1) and plan.parts == 4
     assert plan.sizes.runs[0] == ((3, 3), (3, 3), (2, 0), (2, 0)) and plan.sizes.pairs[0] == (6, 6, 2, 2)
     fields, rest = programs_from_json(plan.to_json())
     assert rest["programs"] == tuple(plan.programs) and rest["sizes"] == plan.sizes
     assert tuple(fields["experts"]) == plan.problem.experts
-    back = fompi.plan(fompi.matmul_all_to_all, Spec((60, 12), "float32", Shard(0)), SPECS[1], ranks=8)
+    back = fompi.plan(fompi.grouped_matmul_all_to_all, Spec((60, 12), "float32", Shard(0)), SPECS[1], ranks=8)
     assert back.problem.experts == (1,) * 6 + (0, 0)
     assert [*map(sum, back.sizes.pairs)] == [10] * 6 + [0] * 2
     h = Spec((64, 24), "float32", Shard(0))
-    gradient = fompi.plan(fompi.all_to_all_weight_gradient, SPECS[0], h, ranks=4, experts=6)
+    gradient = fompi.plan(fompi.all_to_all_grouped_weight_gradient, SPECS[0], h, ranks=4, experts=6)
     assert [p.buffer("g").count for p in gradient.programs] == [2, 2, 1, 1]
     for made in (plan, back, gradient):
         fompi.verify(made)
@@ -172,7 +174,7 @@ def test_plans_of_global_tensors():
 
 def test_the_planner_hides_the_exchange():
     explanation = fompi.explain(
-        "all_to_all_matmul",
+        "all_to_all_grouped_matmul",
         Spec((65536, 1024), "float32", Shard(0)),
         Spec((16, 1024, 4096), "float32", Shard(0)),
         ranks=4,
@@ -185,18 +187,18 @@ def test_the_planner_hides_the_exchange():
 
 def test_what_is_refused():
     with pytest.raises(LayoutError, match="takes tensors with the layouts"):
-        fompi.plan("all_to_all_matmul", SPECS[0], Spec((6, 12, 24), "float32", Replicate()), ranks=2)
-    with pytest.raises(LayoutError, match="takes no rows for experts"):
+        fompi.plan("all_to_all_grouped_matmul", SPECS[0], Spec((6, 12, 24), "float32", Replicate()), ranks=2)
+    with pytest.raises(LayoutError, match="all_gather_matmul takes no experts="):
         problem("all_gather_matmul", 2, Form((0, 4), "int32"), [Form((1, 4, 4), "int32")], experts=(1, 1))
     with pytest.raises(LayoutError, match="only rows that go to experts take counts="):
         fompi.plan("all_to_all", SPECS[0], ranks=2, counts=[[32, 32]])
     with pytest.raises(ShapeError, match="x has 64 rows, but counts= have 12"):
-        fompi.plan("all_to_all_matmul", *SPECS, ranks=2, counts=[[(1, 1, 1)] * 2] * 2)
+        fompi.plan("all_to_all_grouped_matmul", *SPECS, ranks=2, counts=[[(1, 1, 1)] * 2] * 2)
     with pytest.raises(LayoutError, match="experts have no bias"):
-        fompi.plan("all_to_all_matmul", *SPECS, ranks=2, bias=True)
+        fompi.plan("all_to_all_grouped_matmul", *SPECS, ranks=2, bias=True)
     with pytest.raises(ShapeError, match="w needs the shape"):
-        problem("all_to_all_matmul", 2, Form((0, 4), "int32"), [Form((4, 4), "int32")], experts=(1, 1))
-    plan = fompi.plan("all_to_all_matmul", *SPECS, ranks=2)
+        problem("all_to_all_grouped_matmul", 2, Form((0, 4), "int32"), [Form((4, 4), "int32")], experts=(1, 1))
+    plan = fompi.plan("all_to_all_grouped_matmul", *SPECS, ranks=2)
     with pytest.raises(LayoutError, match="must have 3 runs for each pair"):
         fompi.simulate(plan, "gigabit", Sizes(pairs=((1, 1), (1, 1))))
     assert isinstance(plan.problem, Problem)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from catalogue import options_of, specs_of
 
 import fompi
 from fompi.base.layout import Spec
@@ -29,8 +30,8 @@ def _each(cell):
 
 def plan_of(name, bias=False):
     found = next(n for n in (TENSORS.get(name, 1), 2, 3) if _has(name, n))
-    specs = [Spec((8, 8), "float32", layout) for layout in layouts(name, found)]
-    return fompi.plan(name, *specs, ranks=2, bias=bias, schedule="direct")
+    specs = specs_of(name) if name not in TENSORS else [Spec((8, 8), "float32", of) for of in layouts(name, found)]
+    return fompi.plan(name, *specs, ranks=2, bias=bias, schedule="direct", **options_of(name))
 
 
 def _has(name, count):
