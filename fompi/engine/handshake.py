@@ -77,14 +77,23 @@ def agree(
 
 
 def begin_agreement(
-    comm: Members, text: str, refusal: Exception | None = None, value: int = 0, compared: int | None = None
+    comm: Members,
+    text: str,
+    refusal: Exception | None = None,
+    value: int = 0,
+    compared: int | None = None,
+    told: Sequence[int] = (),
 ) -> Agreement:
-    """The same, in flight: `values()` waits for it."""
+    """The same, in flight: `values()` waits for it.
+
+    If the ranks agree, `arrived` are the numbers that each rank has `told`, equally many.
+    """
     comm.check()
     with comm.engine.lock:
         stamp, _ = comm.next_call()
         number = digest(text) if compared is None else compared
         agreement = Agreement(comm, stamp, number, lambda: text, [value] * comm.size, refusal=refusal)
+        agreement.runs = [told] * comm.size if told else ()
         comm.note_start(text, stamp)
         agreement.start()
     return agreement

@@ -55,7 +55,8 @@ class BoundCall:
         self._arguments, self._local = arguments, local
         self._outputs = [b for b in plan.programs[communicator.rank].buffers if b.role == "output"]
         out = None if local.in_place else arguments.out
-        self._moved = local.dim > 0 or local.split >= 0  # the plan has the rows first
+        self._is_empty = operation.name == "scatter" and communicator.rank != local.problem.root  # x is only a shape
+        self._moved = local.dim > 0 or local.split >= 0 or self._is_empty  # the plan has other tensors
         self._out = arguments.out  # of the last call
         named = zip(names_of(local.problem, arguments), arguments.tensors, strict=True)
         given = {name: self._rows_first(name, tensor) for name, tensor in named}
@@ -112,6 +113,8 @@ class BoundCall:
 
     def _rows_first(self, name: str, tensor: Any) -> Any:
         """`tensor` with its rows as the first dimension, where the call has another one."""
+        if name == "x" and self._is_empty:
+            return dlpack.Lent(self._local.arrays["x"], self._local.problem.dtype)
         if not self._moved or name not in ("x", "h", "y"):
             return tensor
         try:
@@ -154,12 +157,6 @@ def _checked(
         program_of(comm, local, "direct" if schedule == "auto" else schedule, slices)
     if local.packing is not None:
         raise TensorError(f"{name}: x is strided, and would be copied here: pass a contiguous x")
-    if local.problem.columns or local.runs:
-        raise PlanError(
-            f"{name}: calls that deal columns or rows to experts cannot be bound yet: fompi.bind(plan, ...)"
-        )
     if (local.dim or local.in_place) and local.device is not None:
         raise PlanError(f"{name}: on a device the rows come first, and out= is not x")
-    if operation.name == "scatter" and comm.rank != local.problem.root:
-        raise PlanError(f"{name}: x gives only its shape here: fompi.bind(plan, ...)")
     return local

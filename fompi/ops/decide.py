@@ -8,19 +8,16 @@ without a message of its own (`fompi.ops.pending`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from fompi.base.errors import ShapeError
 from fompi.base.layout import Sizes
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree
+from fompi.engine.handshake import begin_agreement
 from fompi.ops.arguments import LocalCall
 from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
 from fompi.ops.operation import CallOptions
-from fompi.ops.operations import all_gather
 from fompi.planner.choose import encode_rows, is_even, window_of_call
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem
@@ -45,30 +42,35 @@ def decide(
     the plan packs an x that is strided on some rank.
     """
     local, text, signature, compared = None, name, 0, 0
+    told: Sequence[int] = ()
     try:
         if refusal is not None:
             raise refusal
         local, how = localised(), call_options[:2]
         text, signature = in_words(comm, local, *how, words), signature_of(local.problem)
-        compared = common_of(comm, local, *how, f"{where} {words}")
+        compared, told = common_of(comm, local, *how, f"{where} {words}"), _told(local)
     except Exception as error:
         refusal = error
     strided = local is not None and local.packed
-    values = agree(comm, f"{text} {where}", refusal, signature << 1 | strided, compared)
+    agreement = begin_agreement(comm, f"{text} {where}", refusal, signature << 1 | strided, compared, told)
+    values = agreement.values()
     assert local is not None
     problem = replace(local.problem, packed=packs and any(value & 1 for value in values))
-    sizes = sizes_of(comm, local)
+    sizes = _sizes_of(local, agreement.arrived)
     return local, plan_of(comm, problem, sizes, call_options, len({value >> 1 for value in values}) == 1)
 
 
-def sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
-    """The rows of all ranks. Collective if a rank cannot know them. Raises ShapeError on all ranks."""
-    moves = local.problem.moves
-    if moves not in ("all_gather", "all_to_all"):
+def _told(local: LocalCall) -> Sequence[int]:
+    """What the other ranks cannot know: the rows that this rank sends to each, and how many it expects."""
+    if local.problem.moves not in ("all_gather", "all_to_all"):
+        return ()
+    return *([n for run in local.runs for n in run] or local.rows), local.expects
+
+
+def _sizes_of(local: LocalCall, table: Sequence[Sequence[int]]) -> Sizes:
+    """The rows of all ranks, from what each has told. Raises ShapeError on all ranks if they are not as expected."""
+    if not table:
         return Sizes(local.rows)
-    sent = [n for run in local.runs for n in run] or local.rows
-    mine = np.array([[*sent, local.expects]], np.int64)
-    table = all_gather(mine, comm=comm).tolist()
     sizes = Sizes(pairs=tuple(tuple(rows) for *rows, _ in table))
     if local.runs:
         most = local.problem.runs
@@ -79,7 +81,7 @@ def sizes_of(comm: Communicator, local: LocalCall) -> Sizes:
             raise ShapeError(
                 f"{local.problem.operation}: the operand on rank {rank} has {expects} rows, but {arriving} arrive there"
             )
-    if moves == "all_gather":
+    if local.problem.moves == "all_gather":
         return Sizes(tuple(row[0] for row in table))
     return sizes
 

@@ -154,7 +154,7 @@ def test_overhead(mpirun, tmp_path):
     assert done.returncode == 0, done.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["what"].split(",")[0] for row in rows] == [
-        "all-reduce of 1 KiB", "all-gather in 64 slices", "all-to-all", "all-gather",
+        "all-reduce of 1 KiB", "10 all-reduces of 16 KiB in flight", "all-gather in 64 slices", "all-to-all", "all-gather",
         "a plan for 8 ranks", "a choice by the model for 8 ranks", "the same choice again",
     ]  # fmt: skip
     for row in rows:

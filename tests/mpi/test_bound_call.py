@@ -10,10 +10,12 @@ import fompi
 
 WIDTH = 3
 NAMES = (
-    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "reduce"),
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce"),
     *("all_gather_matmul", "all_gather_matmul bias", "all_gather_matmul_many", "matmul_reduce_scatter"),
     *("matmul_all_reduce", "matmul_all_to_all", "all_to_all_matmul", "all_gather_weight_gradient"),
     "all_gather_matmul_weight_gradient",
+    *("all_to_all split", "matmul_all_to_all_columns bias", "all_to_all_columns_matmul", "grouped_matmul_all_to_all"),
+    *("all_to_all_grouped_matmul", "all_to_all_grouped_weight_gradient", "all_to_all_grouped_matmul_weight_gradient"),
 )
 
 
@@ -23,7 +25,7 @@ def call_of(name, world, seed=0, dtype=np.float64):
     own = rank % 3 + 1 if size > 1 else 2
     total = sum(r % 3 + 1 for r in range(size)) if size > 1 else 2
     x = {
-        "all_gather": (own, WIDTH), "gather": (own, WIDTH), "broadcast": (4, WIDTH), "reduce": (4, WIDTH),
+        "all_gather": (own, WIDTH), "gather": (own, WIDTH), "broadcast": (4, WIDTH), "scatter": (7, WIDTH), "reduce": (4, WIDTH),
         "all_to_all": (2 * size, WIDTH), "matmul_all_to_all": (2 * size, WIDTH), "all_to_all_matmul": (2 * size, WIDTH),
         "reduce_scatter": (2 * size + 1, WIDTH), "matmul_reduce_scatter": (2 * size + 1, WIDTH),
         "all_reduce": (5,), "matmul_all_reduce": (2 * size + 1, WIDTH),
@@ -31,7 +33,16 @@ def call_of(name, world, seed=0, dtype=np.float64):
     operation, _, bias = name.partition(" ")
     tensors = [drawn(*x, seed=10 * seed + rank).astype(dtype)]
     w = [drawn(WIDTH, 2, seed=seed + 5).astype(dtype), drawn(WIDTH, 4, seed=seed + 6).astype(dtype)]
-    options = {"bias": drawn(2, seed=seed).astype(dtype)} if bias else {}
+    options = {"bias": drawn(2, seed=seed).astype(dtype)} if bias == "bias" else {}
+    if "grouped" in operation:  # one expert on each rank, but two on the first
+        return grouped(operation, size, rank, seed)
+    if operation == "all_to_all_columns_matmul":
+        columns = [2] * size
+        tensors = [drawn(total, 2, seed=10 * seed + rank)]
+        w = [drawn(sum(columns), 2, seed=seed + 5)]
+        options["counts"] = [r % 3 + 1 for r in range(size)] if size > 1 else [2]
+    if bias == "split":
+        options |= {"split_dim": 1, "concat_dim": 0}
     if operation == "all_gather_matmul_many":
         tensors.append(w)
     elif operation == "all_gather_weight_gradient":
@@ -40,6 +51,19 @@ def call_of(name, world, seed=0, dtype=np.float64):
         tensors += [w[0], drawn(total, 2, seed=seed).astype(dtype)]
     elif "matmul" in operation:
         tensors.append(w[0])
+    return getattr(fompi, operation), tensors, options
+
+
+def grouped(operation, size, rank, seed):
+    """Each rank has two rows for each expert."""
+    experts = [2] + [1] * (size - 1)
+    first = operation.startswith("grouped")  # the rank that sends rows multiplies them
+    counts = [[2] * experts[rank if first else dest] for dest in range(size)]
+    arriving = 2 * size * experts[rank]
+    x, h = drawn(sum(map(sum, counts)), WIDTH, seed=10 * seed + rank), drawn(arriving, 2, seed=seed)
+    options = {"counts": counts, "experts": sum(experts)}
+    w = drawn(experts[rank], WIDTH, 2, seed=seed + rank)
+    tensors = [x, *[w] * ("matmul" in operation), *[h] * ("gradient" in operation)]
     return getattr(fompi, operation), tensors, options
 
 
@@ -64,7 +88,7 @@ def test_every_operation(world, name):
         y = step()
         assert step.start().wait() is not None and step.done() and world.calls == before  # no agreement
         same(y, operation(*tensors, comm=world, **options))
-        assert str(step).startswith(f"<{operation.name} by ") and step.plan.size == world.size
+        assert str(step).startswith(f"<{operation.name}") and step.plan.size == world.size
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "all_reduce", "all_to_all"])
