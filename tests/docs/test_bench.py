@@ -154,8 +154,8 @@ def test_overhead(mpirun, tmp_path):
     assert done.returncode == 0, done.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["what"].split(",")[0] for row in rows] == [
-        "all-reduce of 1 KiB", "10 all-reduces of 16 KiB in flight", "all-gather in 64 slices", "all-to-all", "all-gather",
-        "a plan for 8 ranks", "a choice by the model for 8 ranks", "the same choice again",
+        "all-reduce of 1 KiB", "10 all-reduces of 16 KiB in flight", "all-gather in 64 slices", "all-to-all",
+        "all-gather", "a plan for 8 ranks", "a choice by the model for 8 ranks", "the same choice again",
     ]  # fmt: skip
     for row in rows:
         assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples"].values())
@@ -163,7 +163,7 @@ def test_overhead(mpirun, tmp_path):
         assert row["base"] is None or row["base"] in row["samples"]
     text = page.read_text()
     units = text.count("| median us |"), text.count("| median ms |")
-    assert sum(units) == 7 and min(units) >= 2, text  # on a busy machine a call takes milliseconds
+    assert sum(units) == 8 and min(units) >= 2, text  # on a busy machine a call takes milliseconds
 
 
 @pytest.mark.timeout(90)

@@ -25,7 +25,8 @@ def call_of(name, world, seed=0, dtype=np.float64):
     own = rank % 3 + 1 if size > 1 else 2
     total = sum(r % 3 + 1 for r in range(size)) if size > 1 else 2
     x = {
-        "all_gather": (own, WIDTH), "gather": (own, WIDTH), "broadcast": (4, WIDTH), "scatter": (7, WIDTH), "reduce": (4, WIDTH),
+        "all_gather": (own, WIDTH), "gather": (own, WIDTH), "broadcast": (4, WIDTH), "scatter": (7, WIDTH),
+        "reduce": (4, WIDTH),
         "all_to_all": (2 * size, WIDTH), "matmul_all_to_all": (2 * size, WIDTH), "all_to_all_matmul": (2 * size, WIDTH),
         "reduce_scatter": (2 * size + 1, WIDTH), "matmul_reduce_scatter": (2 * size + 1, WIDTH),
         "all_reduce": (5,), "matmul_all_reduce": (2 * size + 1, WIDTH),
