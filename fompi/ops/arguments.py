@@ -5,9 +5,7 @@ Nothing here communicates. Errors that other ranks must see too are raised here 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,11 +14,12 @@ import numpy as np
 
 from fompi.backends.cuda import backend_of
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
-from fompi.base.layout import as_integer, integer, split
+from fompi.base.layout import as_integer, integer
 from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
 from fompi.plans.meaning import MEANING, VARIANTS, is_flat
 from fompi.plans.problems import Form, Problem
+from fompi.plans.rows import columns_of, counts_of, experts_of, mine_of, runs_of
 from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -104,7 +103,7 @@ class LocalCall(NamedTuple):
     shape: tuple[int, ...]  # of x as it was given
     dim: int  # the dimension of the rows, >= 0
     split: int  # the dimension whose columns an all-to-all splits; -1: it splits the rows
-    rows: tuple[int, ...]  # see `_rows`
+    rows: tuple[int, ...]  # `mine` of `fompi.plans.rows`
     expects: int  # how many rows must arrive here, because an operand or out= has so many; -1: any number
     out: Tensor | None
     in_place: bool  # out is x: the result is written over it once the call is finished
@@ -137,7 +136,9 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     shape, packing, dim, split_at = x.array.shape, None, 0, -1
     columns: tuple[int, ...] = ()
     meaning = MEANING[operation]
-    experts = _experts(operation, arguments.experts, weights, rank, size) if meaning.grouped else ()
+    experts: tuple[int, ...] = ()
+    if meaning.grouped:
+        experts = experts_of(operation, arguments.experts, [w.array.shape for w in weights], rank, size)
     if flat:
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
@@ -146,7 +147,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         x.array = x.array.reshape(-1)
     else:
         if meaning.deals:
-            columns = _dealt_columns(operation, arguments.columns, x, weights[0], rank, size)
+            columns = columns_of(operation, arguments.columns, shape, weights[0].array.shape, rank, size)
         else:
             dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
         if arguments.split_dim is not None:
@@ -155,7 +156,7 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
             split_at = -1
         else:
             operation, meaning = "all_to_all_columns", MEANING["all_to_all_columns"]
-            columns = _counts(operation, arguments.counts, shape[split_at], size, "what split_dim has")
+            columns = counts_of(operation, arguments.counts, shape[split_at], size, "what split_dim has")
             x.array = dlpack.rows_first(x.array, dim, split_at)
         if dim and not columns:
             for tensor in (x, *operands):
@@ -182,9 +183,13 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
     runs: Sequence[Sequence[int]] = ()
     counts = None if problem.deals_x else arguments.counts
     if experts:
-        runs = _runs(problem, len(x.array), counts, rank)
+        runs = runs_of(problem, len(x.array), counts, rank)
         counts = [sum(run) for run in runs]
-    rows = _rows(problem, len(x.array), counts, rank)
+    if (total := len(x.array)) > MOST_ROWS:
+        raise LayoutError(
+            f"{operation}: x has {total} rows, at most {MOST_ROWS} are possible on a rank: give x wider rows"
+        )
+    rows = mine_of(problem, total, counts, rank)
     packed = not problem.multiplies_first and not problem.deals_x and not x.array.flags.c_contiguous
     arrays = {"x": x.array}
     for i, w in enumerate(weights):
@@ -250,102 +255,6 @@ def _dimension(operation: str, dim: int, x: Array, multiplied: bool, name: str =
             f"{operation}: dim={dim} is the last dimension of x, which the product sums over: choose another dim{other}"
         )
     return dim
-
-
-def _experts(operation: str, total: int | None, weights: Sequence[Tensor], rank: int, size: int) -> tuple[int, ...]:
-    """How many experts each rank has."""
-    if weights and weights[0].array.ndim != 3:
-        raise ShapeError(f"{operation}: w needs the shape (experts of this rank, k, n), not {weights[0].array.shape}")
-    if total is None:
-        if not weights:
-            raise LayoutError(f"{operation}: experts= says how many experts all ranks have")
-        total = size * len(weights[0].array)
-    experts = split(as_integer(total, f"{operation}: experts"), size)
-    if sum(experts) < 1 or min(experts) < 0:
-        raise LayoutError(f"{operation}: experts={total} must be a number >= 1, of the experts of all ranks")
-    for w in weights:
-        if w.array.ndim == 3 and len(w.array) != experts[rank]:
-            raise LayoutError(
-                f"{operation}: w has {len(w.array)} experts, but {total} experts on {size} ranks are "
-                f"{list(experts)}: rank {rank} has {experts[rank]}. Pass experts= if ranks have different numbers"
-            )
-    return experts
-
-
-def _runs(problem: Problem, total: int, counts: Sequence[Any] | None, rank: int) -> Sequence[Sequence[int]]:
-    """The rows of each run, for each rank: `counts`, or numbers as even as possible. Shorter lists get zeros."""
-    experts, most = problem.experts, problem.runs
-    runs: Sequence[tuple[int, ...]] = ()
-    wanted = [experts[rank if problem.multiplies_first else r] for r in range(problem.size)]
-    if counts is None:
-        runs = problem.even_runs(rank, total)
-    else:
-        with suppress(TypeError, ValueError):
-            runs = [tuple(map(operator.index, run)) for run in counts]
-    known = [n for run in runs for n in run]
-    if [*map(len, runs)] != wanted or min(known, default=0) < 0 or sum(known) != total:
-        given = "" if counts is None else f"counts={counts} must be "
-        raise LayoutError(
-            f"{problem.operation}: {given}{problem.size} lists of {wanted} numbers >= 0 that add up to {total}, the "
-            "rows of x: for each rank, the rows of each expert"
-        )
-    return [run + (0,) * (most - len(run)) for run in runs]
-
-
-def _dealt_columns(
-    operation: str, columns: Sequence[int] | None, x: Tensor, w: Tensor, rank: int, size: int
-) -> tuple[int, ...]:
-    """How many columns each rank has: of the product, or of x."""
-    if w.array.ndim != 2:
-        raise ShapeError(f"{operation}: w needs two dimensions, not the shape {w.array.shape}")
-    if MEANING[operation].family == "scatter":
-        return _counts(operation, columns, w.array.shape[1], size, "the columns of w", "columns")
-    found = _counts(operation, columns, w.array.shape[0], size, "the rows of w", "columns")
-    if x.array.shape[-1] != found[rank]:
-        here = f"{operation}: x has {x.array.shape[-1]} columns on rank {rank}"
-        raise ShapeError(f"{here}, but columns={list(found)} give it {found[rank]}")
-    return found
-
-
-def _rows(problem: Problem, total: int, counts: Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """A number of rows for each rank.
-
-    | operation                  | rows[r]                                          |
-    |----------------------------|--------------------------------------------------|
-    | all_to_all, gather, scatter | the rows that this rank sends to rank r         |
-    | all_gather                 | the rows of this rank, the same number for all r |
-    | all others                 | the rows that rank r owns                        |
-    """
-    if total > MOST_ROWS:
-        raise LayoutError(
-            f"{problem.operation}: x has {total} rows, at most {MOST_ROWS} are possible on a rank: give x wider rows"
-        )
-    if problem.moves == "all_gather":
-        if counts is not None:
-            raise LayoutError(f"{problem.operation} takes no counts: it gathers all rows of each rank")
-        return (total,) * problem.size
-    if problem.operation in ("gather", "reduce"):
-        return tuple(total if r == problem.root else 0 for r in range(problem.size))
-    if problem.operation == "scatter" and rank != problem.root:
-        counts = None
-    return _counts(problem.operation, counts, total, problem.size, "the rows of x")
-
-
-def _counts(
-    operation: str, counts: Sequence[int] | None, total: int, size: int, what: str, name: str = "counts"
-) -> tuple[int, ...]:
-    """A number for each rank, with the sum `total`: `counts`, or numbers as even as possible."""
-    if counts is None:
-        return split(total, size)
-    try:
-        rows = tuple(map(operator.index, counts))
-    except (TypeError, ValueError) as error:
-        raise LayoutError(f"{operation}: {name}={counts!r}: {error}") from None
-    if len(rows) != size or min(rows) < 0 or sum(rows) != total:
-        raise LayoutError(
-            f"{operation}: {name}={list(rows)} must be {size} numbers >= 0 that add up to {total}, {what}"
-        )
-    return rows
 
 
 def _check_out(

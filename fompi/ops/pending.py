@@ -26,7 +26,7 @@ from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, LayoutError, PlanError, ShapeError, StateError, WaitTimeout
-from fompi.base.layout import Extents, Sizes, Slices, integer
+from fompi.base.layout import Extents, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
@@ -36,6 +36,7 @@ from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
+from fompi.plans.rows import extents_of
 from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
 from fompi.runtime import needs
@@ -216,20 +217,13 @@ class Pending:
         """
         comm, local, problem = self._comm, self._local, self._local.problem
         if problem.moves == "all_to_all":
-            sizes, (total, even) = None, decode_rows(hints) if same_problem else (None, False)
+            total, even = decode_rows(hints) if same_problem else (None, False)
         else:
-            sizes = Sizes(tuple(incoming) if problem.moves == "all_gather" else local.rows)
-            total, even = sum(sizes.rows), bool(problem.columns) and all(map(is_even, (sizes.rows, problem.columns)))
+            rows = incoming if problem.moves == "all_gather" else local.rows
+            total, even = sum(rows), bool(problem.columns) and is_even(rows) and is_even(problem.columns)
         program, refusal = self._program(problem, total, same_problem, even)
         shares = program.plan.shares
-        if problem.experts:
-            send, recv = (tuple(n for run in table for n in run) for table in (local.runs, runs))
-            is_late = not problem.multiplies_first
-            extents = Extents(comm.rank, comm.size, shares, (), send, recv, problem.experts, is_late)
-        elif sizes is None:
-            extents = Extents(comm.rank, comm.size, shares, (), local.rows, tuple(incoming))
-        else:
-            extents = sizes.extents(comm.rank, shares)
+        extents = extents_of(problem, comm.rank, shares, local.rows, incoming, local.runs, runs)
         self.extents = extents
         sized = program.sized(extents)
         try:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from operator import index
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.numpy import narrow
-from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
+from fompi.base.errors import DtypeError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, HALF
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -205,14 +204,3 @@ def as_rows(a: Array) -> Array:
 def lent(array: Array, like: Tensor) -> Any:
     """An array in the dtype of `like`, as a tensor of its framework."""
     return dlpack.lend(array, like.dtype, like)
-
-
-def check_counts(counts: Any, total: int, size: int) -> list[int]:
-    """`counts` as a list of the rows of each rank. Raises LayoutError if they are not `size` numbers with that sum."""
-    try:
-        rows = [index(n) for n in counts]
-    except TypeError as error:
-        raise LayoutError(f"counts={counts!r}: {error}") from None
-    if len(rows) != size or min(rows) < 0 or sum(rows) != total:
-        raise LayoutError(f"counts={rows} must be {size} numbers >= 0 that add up to {total}, the rows")
-    return rows

@@ -10,7 +10,7 @@ import numpy as np
 
 from fompi.backends.numpy import narrow, widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError
-from fompi.base.layout import accumulator, split
+from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import (
     all_gather_matmul,
@@ -29,7 +29,6 @@ from fompi.parallel.arrays import (
     begin,
     borrow,
     call,
-    check_counts,
     enter,
     enter_backward,
     give,
@@ -41,6 +40,7 @@ from fompi.parallel.arrays import (
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.local import product
+from fompi.plans.rows import counts_of
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -187,7 +187,7 @@ def _row(
         rows = len(tensors[0].array)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
-        kept = list(split(rows, comm.size)) if counts is None else check_counts(counts, rows, comm.size)
+        kept = list(counts_of("row_parallel_linear", counts, rows, comm.size, "the rows"))
         return "of row_parallel_linear", (*tensors, kept)
 
     group, text, (tx, tw, tb, kept) = admit(operation, comm, check)

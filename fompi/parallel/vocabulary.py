@@ -11,7 +11,7 @@ import numpy as np
 
 from fompi.backends.numpy import widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, integer, number, split
+from fompi.base.layout import accumulator, integer, number
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
@@ -21,7 +21,6 @@ from fompi.parallel.arrays import (
     borrow,
     borrow_integers,
     call,
-    check_counts,
     enter,
     enter_backward,
     give,
@@ -30,6 +29,7 @@ from fompi.parallel.arrays import (
     start_sum,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.plans.rows import counts_of
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -75,7 +75,7 @@ def _embedding(
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
         rows = len(numbers)
-        kept = list(split(rows, comm.size)) if counts is None else check_counts(counts, rows, comm.size)
+        kept = list(counts_of("vocab_parallel_embedding", counts, rows, comm.size, "the rows"))
         text = f"{tt.dtype}, tokens {numbers.shape} {_checksum(numbers)}, n={tt.array.shape[1]}, rows {kept}"
         text += f", {sequence_parallel=}"
         return text, len(tt.array), (numbers, tt, kept)

@@ -140,9 +140,9 @@ class Problem:
         """The sizes of a call in which rank r has `rows[r]` rows of x, or owns so many of its result."""
         size, root = self.size, self.root
         if self.operation == "reduce":
-            return Sizes(_at(root, size, sum(rows)))
+            return Sizes(at_root(root, size, sum(rows)))
         if self.operation == "gather":
-            return Sizes(pairs=tuple(_at(root, size, n) for n in rows))
+            return Sizes(pairs=tuple(at_root(root, size, n) for n in rows))
         if self.operation == "scatter":
             return Sizes(pairs=tuple(tuple(rows) if r == root else (0,) * size for r in range(size)))
         if self.experts:
@@ -358,7 +358,7 @@ class OwnProblem:
         raise NotImplementedError
 
 
-def _at(root: int, size: int, count: int) -> tuple[int, ...]:
+def at_root(root: int, size: int, count: int) -> tuple[int, ...]:
     """`count` rows for the root, and none for the others."""
     return tuple(count if rank == root else 0 for rank in range(size))
 

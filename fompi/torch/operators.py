@@ -38,6 +38,7 @@ from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import HOOKS, CallOptions, Operation
 from fompi.plans.meaning import MEANING
+from fompi.plans.rows import Rows, rows_alike
 from fompi.torch import private
 from fompi.torch.autograd import conjugate
 
@@ -333,7 +334,7 @@ class Operator:
             return a.x.new_empty(a.x.shape if given.comm.rank == a.root else (0, *a.x.shape[1:]))
         if not self._has_rows(given):
             return _as_returned(a.result(defaultdict(lambda: a.x.new_empty(0))))
-        rows = rows_of(self, given).rows_of_result
+        rows = rows_of(self, given).result
         outputs = {}
         if a.keep or not (a.weights or a.operands):
             outputs["x_full" if a.keep else "y"] = _rows_first(a, rows, given.comm)
@@ -428,45 +429,15 @@ def check(operation: str, arguments: Arguments, gradient: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-class Rows(NamedTuple):
-    """The rows of a call, as far as the arguments tell them."""
-
-    extents: Extents
-    arriving: Sequence[Any] = ()
-    rows_of_result: Any = 0
-
-
 def rows_of(operator: Operator, given: Given) -> Rows:
     """The rows of a call. Where only the other ranks know them: `arriving`, or those of ranks like this one."""
-    a, comm, arriving = given.arguments, given.comm, given.arriving
-    rank, size, moves = comm.rank, comm.size, operator.moves
-    if moves in ("broadcast", "sendrecv") or operator.name in ("all_reduce", "reduce"):
-        return Rows(Extents(rank, size, (1,)))
-    total = a.x.shape[_at(a)]
-    columns = split_at(a) is not None
-    if moves == "all_gather" or columns:
-        rows = tuple(arriving or (total,) * size)
-        sent = columns_of(a, size) if columns else operator.dealt(a, size)
-        return Rows(Extents(rank, size, (1,), rows, sent), rows, sum(rows))
-    here = split(total, size) if a.counts is None else tuple(a.counts)
-    mine = here[rank] if len(here) == size else 0
-    if moves in ("reduce_scatter", "all_reduce"):
-        sent = operator.dealt(a, size)
-        return Rows(Extents(rank, size, (1,), here, sent), here, total if moves == "all_reduce" else mine)
-    is_root = a.root == rank
-    none = (0,) * size
-    if operator.name == "gather":
-        send, received = _only(a.root, size, total), (total,) * size if is_root else none
-    elif operator.name == "scatter":
-        send, received = here if is_root else none, _only(a.root, size, mine)
-    else:
-        send, received = here, (mine,) * size
-    received = tuple(arriving or received)
-    return Rows(Extents(rank, size, (1,), send=send, recv=received), received, sum(received))
-
-
-def _only(root: int, size: int, rows: Any) -> tuple[Any, ...]:
-    return tuple(rows if rank == root else 0 for rank in range(size))
+    a, comm = given.arguments, given.comm
+    if operator.moves in ("broadcast", "sendrecv") or operator.name in ("all_reduce", "reduce"):
+        return Rows(Extents(comm.rank, comm.size, (1,)))
+    total, name, counts, columns = a.x.shape[_at(a)], operator.name, a.counts, operator.dealt(a, comm.size)
+    if split_at(a) is not None:
+        name, counts, columns = "all_to_all_columns", None, columns_of(a, comm.size)
+    return rows_alike(name, comm.rank, comm.size, total, counts, given.arriving, columns, a.root)
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
