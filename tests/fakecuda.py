@@ -22,10 +22,10 @@ from typing import NamedTuple
 import cupy
 import numpy as np
 
-from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, Form
+from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, KernelForm
 from fompi.backends.cuda.counters.signal import WORDS
 from fompi.backends.cuda.cupy import CudaDevice
-from fompi.backends.cuda.library import Library
+from fompi.backends.cuda.library import DeviceLibraries
 from fompi.backends.numpy import Numpy, narrow, widen
 
 REAL = cupy.cuda.runtime
@@ -337,7 +337,7 @@ class Driver:
         return call
 
     def moduleLoadData(self, image):
-        self.forms.append(Form(*json.loads(image)))
+        self.forms.append(KernelForm(*json.loads(image)))
         self.loaded.add(len(self.forms))
         return len(self.forms)
 
@@ -413,7 +413,7 @@ def view(array):
     return np.asarray(_At(array.interface))
 
 
-class FakeLibrary(Library):
+class FakeLibrary(DeviceLibraries):
     """Elementwise kernels by NumPy, at the time of the launch. Products by `Cublas`, announced ones by `Driver`."""
 
     has_triton = True

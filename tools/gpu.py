@@ -27,7 +27,7 @@ import numpy as np
 import fompi
 from fompi.backends.cuda.counters.announced import measured
 from fompi.backends.cuda.cupy import CudaDevice
-from fompi.backends.cuda.device import Product
+from fompi.backends.cuda.device import ProductCall
 
 ROUNDS, WARM_UP = 20, 3
 HOST_CALLS = 2000
@@ -168,7 +168,7 @@ def counters(gpu: Gpu) -> None:
         for groups in GROUPS:
             runs = [slice(i * (m // groups), (i + 1) * (m // groups)) for i in range(groups)]
             one, each = measured(
-                gpu.device, [Product("matmul", [x[run], w], [y[run]], ["bfloat16"] * 2, ["bfloat16"]) for run in runs]
+                gpu.device, [ProductCall("matmul", [x[run], w], [y[run]], ["bfloat16"] * 2, ["bfloat16"]) for run in runs]
             )
             say(f"{m}x{n}x{k} bf16, {groups} products announced", one / each, "x a call for each")
 

@@ -38,7 +38,7 @@ def corner(a: Array, whole: bool = False) -> Array:
     return a[..., :CORNER] if a.ndim > 1 else a
 
 
-class Stream:
+class KernelQueue:
     """Runs kernels one after the other. `free` is when the last one is done, in seconds of perf_counter.
 
     `busy` is how many seconds all kernels have taken.
@@ -52,12 +52,12 @@ def _nothing() -> None:
     pass
 
 
-class Enqueued:
+class QueuedKernel:
     """The Token of a kernel that runs on the stream `queue` from `begun` to `due`."""
 
     __slots__ = ("begun", "due", "queue")
 
-    def __init__(self, queue: Stream, begun: float, due: float):
+    def __init__(self, queue: KernelQueue, begun: float, due: float):
         self.queue, self.begun, self.due = queue, begun, due
 
     def done(self) -> bool:
@@ -74,7 +74,7 @@ class Emulated:
     def __init__(self, machine: Machine):
         self.machine = machine
         self._host = Numpy()
-        self._products, self._merges = Stream(), Stream()
+        self._products, self._merges = KernelQueue(), KernelQueue()
 
     @property
     def busy(self) -> float:
@@ -99,7 +99,7 @@ class Emulated:
         seconds = self.machine.kernel(*kernels.demand(kernel, *sizes))
         return self._on(self._merges if lane_of(kernel) == "merge" else self._products, compute, seconds)
 
-    def bind_timed(self, compute: Callable[[], object], seconds: float) -> Callable[..., Enqueued]:
+    def bind_timed(self, compute: Callable[[], object], seconds: float) -> Callable[..., QueuedKernel]:
         """A kernel of the user, which takes these seconds. It runs on the host when it is enqueued."""
         return self._on(self._products, compute, seconds)
 
@@ -108,12 +108,12 @@ class Emulated:
         token = self._on(self._products, compute, self.machine.kernel(flops, nbytes))(())
         sleep(max(0.0, token.due - perf_counter()))
 
-    def _on(self, stream: Stream, compute: Callable[[], object], seconds: float) -> Callable[..., Enqueued]:
-        def enqueue(after: Sequence[Enqueued]) -> Enqueued:
+    def _on(self, stream: KernelQueue, compute: Callable[[], object], seconds: float) -> Callable[..., QueuedKernel]:
+        def enqueue(after: Sequence[QueuedKernel]) -> QueuedKernel:
             begun = max([perf_counter(), stream.free, *(token.due for token in after)])
             stream.free = begun + seconds
             stream.busy += seconds
             compute()
-            return Enqueued(stream, begun, stream.free)
+            return QueuedKernel(stream, begun, stream.free)
 
         return enqueue

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.emulated import Emulated
+from fompi.bench.kernels import emulated
 from fompi.engine.communicator import Communicator
 from fompi.model.machine import Machine
 
@@ -51,7 +52,8 @@ class Accelerator(Emulated):
         for comm in self.comms:
             comm.backend = self
         try:
-            yield
+            with emulated(self):
+                yield
         finally:
             for comm in self.comms:
                 comm.backend = None

@@ -15,7 +15,7 @@ from typing import Any
 
 import fompi
 from fompi.base.errors import StateError
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import MIB, problem_of, progress
 from fompi.bench.options import Options
 from fompi.bench.planner import explained_for
@@ -41,12 +41,12 @@ def rows(comm: Any, options: Options) -> list[Row]:
     if "NETLAB_CONTROL" not in os.environ:
         raise StateError("bench adapt changes links: start it with python -m fompi.lab (docs/howto/lab.md)")
     total = QUICK_TOTAL if options.quick else TOTAL
-    with Cluster(comm.link.comm) as cluster:
+    with TcpHosts(comm.link.comm) as cluster:
         operations = options.progress.each([*OPERATIONS])
         return [_measured(comm, cluster, operation, total, options.rounds) for operation in operations]
 
 
-def _measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: int) -> Row:
+def _measured(comm: Any, cluster: TcpHosts, operation: str, total: int, rounds: int) -> Row:
     mpi, machine = comm.link.comm, calibrate(comm)
     full = int(os.environ["NETLAB_RATES"].split(",")[1]) // 10**6
     x, reference = problem_of(operation, total, comm.rank, comm.size)

@@ -14,7 +14,7 @@ IDLE_SECONDS = 0.05
 """Silence between two calls over a network. Token buckets are full again by then, and queues are empty."""
 
 
-class Cluster:
+class TcpHosts:
     """The hosts of the ranks of `comm` (mpi4py), and plain TCP streams between them if there are several. Collective.
 
     `totals` counts the turns in which kernels ran, as far as `turns` was called. A `quick` benchmark repeats no turn.

@@ -20,7 +20,7 @@ import numpy as np
 
 import fompi
 from fompi.base.layout import Shard, Spec
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.options import Options
 from fompi.plans.meaning import layouts
 from fompi.schedules.registry import can_move
@@ -58,7 +58,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 
 def rows(comm: Any, options: Options) -> list[Row]:
     totals = QUICK_TOTALS if options.quick else TOTALS
-    with Cluster(comm.link.comm) as cluster:
+    with TcpHosts(comm.link.comm) as cluster:
         cases = [(name, total) for name in OPERATIONS for total in totals]
         shown = options.each(cases, lambda case: _title(*case))
         return [measured(comm, cluster, *case, options.rounds) for case in shown]
@@ -68,7 +68,7 @@ def _title(operation: str, total: int) -> str:
     return f"{operation} of {total // MIB} MiB"
 
 
-def measured(comm: Any, cluster: Cluster, operation: str, total: int, rounds: int) -> Row:
+def measured(comm: Any, cluster: TcpHosts, operation: str, total: int, rounds: int) -> Row:
     size = comm.size
     x, reference = problem_of(operation, total, comm.rank, size)
     error = partial(relative_error, reference=reference)

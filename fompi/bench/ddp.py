@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import fompi
 from fompi.base.errors import FompiError
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
 from fompi.bench.rivals import steps
@@ -37,7 +37,7 @@ from fompi.tuning.rounds import Figure, Row, alternate
 BUCKET_MB = 1
 
 
-class Model(NamedTuple):
+class Blocks(NamedTuple):
     """A stack of `depth` blocks x + gelu(x @ w1.T) @ w2.T, and the rows of a rank."""
 
     depth: int
@@ -59,9 +59,9 @@ class Model(NamedTuple):
 
 
 MODELS = (
-    Model(4, 512, 1024, 256), Model(4, 512, 1024, 64), Model(4, 512, 1024, 512), Model(4, 512, 1024, 1024),
-    Model(8, 256, 512, 256), Model(16, 256, 512, 256), Model(32, 128, 256, 256), Model(2, 256, 1024, 256),
-    Model(2, 1024, 2048, 256), Model(1, 1024, 4096, 256),
+    Blocks(4, 512, 1024, 256), Blocks(4, 512, 1024, 64), Blocks(4, 512, 1024, 512), Blocks(4, 512, 1024, 1024),
+    Blocks(8, 256, 512, 256), Blocks(16, 256, 512, 256), Blocks(32, 128, 256, 256), Blocks(2, 256, 1024, 256),
+    Blocks(2, 1024, 2048, 256), Blocks(1, 1024, 4096, 256),
 )  # fmt: skip
 
 GLOO, GROUP, OURS = "gloo", "fompi", "fompi.torch"
@@ -78,7 +78,7 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
     from fompi.torch.autoload import register
 
     register()
-    with Cluster(comm.link.comm) as cluster:
+    with TcpHosts(comm.link.comm) as cluster:
         gloo = Gloo(comm.link.comm, cluster.rendezvous())
         try:
             group = distributed.new_group(backend="fompi")
@@ -88,7 +88,7 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
             gloo.close()
 
 
-def measured(comm: Communicator, cluster: Cluster, group: Any, model: Model, rounds: int) -> Row:
+def measured(comm: Communicator, cluster: TcpHosts, group: Any, model: Blocks, rounds: int) -> Row:
     import torch
 
     from fompi.torch import DistributedDataParallel
@@ -118,7 +118,7 @@ def measured(comm: Communicator, cluster: Cluster, group: Any, model: Model, rou
     return Row(**{**vars(row), "figures": _figures(row, model, median(backward.seconds), cluster.shared)})
 
 
-def _figures(row: Row, model: Model, backward: float, is_shared: bool) -> list[Figure]:
+def _figures(row: Row, model: Blocks, backward: float, is_shared: bool) -> list[Figure]:
     compute, messages = row.median(COMPUTE), row.median(MESSAGES)
     least_hidden = None if is_shared else LEAST_HIDDEN
     is_balanced = AT_BALANCE[0] <= compute / messages <= AT_BALANCE[1]
@@ -152,7 +152,7 @@ def _step(model: Any, x: Any) -> None:
     model(x).square().mean().backward()
 
 
-def _all_reduces(comm: Communicator, model: Model) -> None:
+def _all_reduces(comm: Communicator, model: Blocks) -> None:
     """The gradients of all buckets, all started at once."""
     import torch
 

@@ -21,7 +21,7 @@ import fompi
 from fompi.backends.cuda import Device, backend_of
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import Partial, Shard, Spec
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options, shape_of
 from fompi.cli.output import UsageError
@@ -79,13 +79,13 @@ def rows(comm: Any, options: Options, kind: str, like: str | None = None) -> lis
     summed = Spec((m, k), "float32", Shard(1)), Spec((k, n), "float32", Shard(0))
     moved = Spec((m, k), "float32", Shard(0)), Spec((m, n), "float32", Partial())
     cases = {
-        OPERATIONS[0]: Case(gathered, ((m // size, k), (k, n // size)), fompi.all_gather, moved[0]),
-        OPERATIONS[1]: Case(summed, ((m, k // size), (k // size, n)), fompi.reduce_scatter, moved[1]),
+        OPERATIONS[0]: DeviceCase(gathered, ((m // size, k), (k, n // size)), fompi.all_gather, moved[0]),
+        OPERATIONS[1]: DeviceCase(summed, ((m, k // size), (k // size, n)), fompi.reduce_scatter, moved[1]),
     }
     return [measured(comm, device, options.rounds, name, cases[name]) for name in options.progress.each([*cases])]
 
 
-class Case(NamedTuple):
+class DeviceCase(NamedTuple):
     """An operation: its tensors as a whole and on a rank, and the collective that moves what it moves."""
 
     specs: tuple[Spec, Spec]
@@ -94,7 +94,7 @@ class Case(NamedTuple):
     moved: Spec
 
 
-def measured(comm: Any, device: Any, rounds: int, name: str, case: Case) -> Row:
+def measured(comm: Any, device: Any, rounds: int, name: str, case: DeviceCase) -> Row:
     """The row of one operation."""
     operation, size = getattr(fompi, name), comm.size
     random = np.random.default_rng(comm.rank)
@@ -103,7 +103,7 @@ def measured(comm: Any, device: Any, rounds: int, name: str, case: Case) -> Row:
     (m, k), (_, n) = (spec.shape for spec in case.specs)
     product = (m, case.shapes[0][1], case.shapes[1][1])
     exchanged = case.shapes[0] if case.exchange is fompi.all_gather else case.moved.shape
-    with ExitStack() as bound, Cluster(comm.link.comm) as cluster:
+    with ExitStack() as bound, TcpHosts(comm.link.comm) as cluster:
         tensors = {"x": device.array(x), "w": device.array(w)}
 
         def step_of(plan: Plan, **given: Any) -> Callable[[], Any]:

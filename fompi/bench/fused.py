@@ -25,10 +25,10 @@ import numpy as np
 
 import fompi
 from fompi.base.layout import slices_in_words
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import DEFAULT, plan, progress
 from fompi.bench.options import Options
-from fompi.bench.peers import KS, QUICK_KS, Case, M, kernel_of
+from fompi.bench.peers import KS, QUICK_KS, M, PeerCase, kernel_of
 from fompi.bench.rivals import plain_mpi
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.bench.rivals.rival import OPERATIONS, Rival
@@ -68,13 +68,13 @@ LOWER_QUARTILES = ", lower quartiles"
 
 def rows(comm: Any, options: Options) -> list[Row]:
     edge, ks = (M // 4, QUICK_KS) if options.quick else (M, KS)
-    cases = [Case(operation, edge, edge, k) for operation in OPERATIONS for k in ks]
-    with Cluster(comm.link.comm, options.quick) as cluster:
+    cases = [PeerCase(operation, edge, edge, k) for operation in OPERATIONS for k in ks]
+    with TcpHosts(comm.link.comm, options.quick) as cluster:
         measured_rows = [measured(comm, cluster, case, options.rounds) for case in options.progress.each(cases)]
         return [*measured_rows, summary(measured_rows, cluster)]
 
 
-def measured(comm: Any, cluster: Cluster, case: Case, rounds: int, has_slices: bool = True) -> Row:
+def measured(comm: Any, cluster: TcpHosts, case: PeerCase, rounds: int, has_slices: bool = True) -> Row:
     """The best schedule of fompi, the default one, the operation without overlap, and in slices (`has_slices`)."""
     mpi, operation = comm.link.comm, case.operation
     x, w = case.operands(comm.rank, comm.size)
@@ -117,7 +117,7 @@ def is_available(operation: str, how: dict[str, Any]) -> bool:
     return operation != "matmul_all_to_all" or how["schedule"] == "direct"
 
 
-def evaluated(comm: Any, cluster: Cluster, case: Case, best: str, cpu: float, row: Row) -> Row:
+def evaluated(comm: Any, cluster: TcpHosts, case: PeerCase, best: str, cpu: float, row: Row) -> Row:
     """The row with its limits, figures and marks. `best` is fompi's best schedule, `cpu` is c_m."""
     t_c, t_m = row.median(KERNEL), row.median(BARE)
     bound = median(max(c + cpu, m) for c, m in zip(row.samples[KERNEL], row.samples[BARE], strict=True))
@@ -155,7 +155,7 @@ def evaluated(comm: Any, cluster: Cluster, case: Case, best: str, cpu: float, ro
     )
 
 
-def summary(measured_rows: list[Row], cluster: Cluster) -> Row:
+def summary(measured_rows: list[Row], cluster: TcpHosts) -> Row:
     """Geometric means. Rows that are void do not count for the bound."""
     valid = [row for row in measured_rows if not row.marks]
     has_targets = not cluster.shared
@@ -175,7 +175,7 @@ def summary(measured_rows: list[Row], cluster: Cluster) -> Row:
     return Row("all rows", str(cluster), figures=means)
 
 
-def exchange_of(own: Any, case: Case, size: int) -> Callable[[], object]:
+def exchange_of(own: Any, case: PeerCase, size: int) -> Callable[[], object]:
     """The messages of the operation. An all-reduce moves its shards twice."""
     once = bare_exchange(own, case.m // size * case.n * 4, PIECES)
     if case.operation != "matmul_all_reduce":

@@ -27,7 +27,7 @@ import numpy as np
 import fompi
 from fompi.backends.emulated import CORNER, Emulated, corner
 from fompi.base.layout import offsets, slices_in_words, split
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import plan, progress
 from fompi.bench.options import Options
 from fompi.bench.rivals.exchange import bare_exchange
@@ -108,7 +108,7 @@ class Setting:
 
 def rows(comm: Any, options: Options) -> list[Row]:
     measured_rows = []
-    with Cluster(comm.link.comm) as cluster:
+    with TcpHosts(comm.link.comm) as cluster:
         for operation in OPERATIONS if not options.quick else OPERATIONS[:1]:
             setting = Setting(operation, comm.rank, comm.size)
             exchange = best_exchange(comm, cluster, setting)
@@ -121,7 +121,7 @@ def _title(setting: Setting, ratio: float) -> str:
     return f"{setting.operation}, T_m / T_c = {ratio:g}"
 
 
-def best_exchange(comm: Any, cluster: Cluster, setting: Setting) -> Callable[[], object]:
+def best_exchange(comm: Any, cluster: TcpHosts, setting: Setting) -> Callable[[], object]:
     """The messages of the operation without its kernels, in the number of pieces that is fastest with this MPI."""
     shard = M // setting.size * N * 4
     exchanges = {
@@ -134,7 +134,7 @@ def best_exchange(comm: Any, cluster: Cluster, setting: Setting) -> Callable[[],
 
 
 def measured(
-    comm: Any, cluster: Cluster, setting: Setting, exchange: Callable[[], object], ratio: float, rounds: int
+    comm: Any, cluster: TcpHosts, setting: Setting, exchange: Callable[[], object], ratio: float, rounds: int
 ) -> Row:
     mpi = comm.link.comm
     x, w = setting.operands()
@@ -169,7 +169,7 @@ def measured(
 
 
 def evaluated(
-    comm: Any, cluster: Cluster, setting: Setting, ratio: float, best: str, samples: dict[str, list[float]]
+    comm: Any, cluster: TcpHosts, setting: Setting, ratio: float, best: str, samples: dict[str, list[float]]
 ) -> Row:
     """The row with its limits and figures. `best` is fompi's best schedule."""
     row = Row(_title(setting, ratio), str(cluster), samples, base=best)

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
 from fompi.bench.pipelines import pipelines
-from fompi.bench.strategies import CASES, Case
+from fompi.bench.strategies import CASES, StrategyCase
 from fompi.bench.two_axes import data_beside_tensor
 from fompi.engine.communicator import Communicator
 from fompi.tuning.rounds import Figure, Row, alternate, median_interval
@@ -43,7 +43,7 @@ SLACK = 0.03
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
     measured_rows: list[Row] = []
-    with Cluster(comm.link.comm) as cluster:
+    with TcpHosts(comm.link.comm) as cluster:
         accelerator = Accelerator([comm])
         with accelerator.on():
             for make in CASES:
@@ -60,12 +60,12 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
     return measured_rows
 
 
-def _title(case: Case, ratio: float) -> str:
+def _title(case: StrategyCase, ratio: float) -> str:
     return f"{case.what}, {case.of} = {ratio:g}"
 
 
 def measured(
-    comm: Communicator, cluster: Cluster, accelerator: Accelerator, case: Case, ratio: float, rounds: int
+    comm: Communicator, cluster: TcpHosts, accelerator: Accelerator, case: StrategyCase, ratio: float, rounds: int
 ) -> Row:
     mpi = comm.link.comm
 

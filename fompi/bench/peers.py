@@ -23,7 +23,7 @@ import numpy as np
 
 import fompi
 from fompi.base.layout import slices_in_words
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import plan, progress
 from fompi.bench.options import Options
 from fompi.bench.rivals import plain_mpi
@@ -64,7 +64,7 @@ SWITCH_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
-class Case:
+class PeerCase:
     """One operation and the size of its kernel on every rank: M x K x N."""
 
     operation: str
@@ -105,9 +105,9 @@ class Case:
 def rows(comm: Any, options: Options) -> list[Row]:
     """A row for every operation and K, and a summary."""
     edge, ks, slices = (M, KS, SLICES) if not options.quick else (M // 4, QUICK_KS, QUICK_SLICES)
-    with Cluster(comm.link.comm, options.quick) as cluster, frameworks(cluster, slices) as (peers, absent):
+    with TcpHosts(comm.link.comm, options.quick) as cluster, frameworks(cluster, slices) as (peers, absent):
         measured_rows = []
-        for case in options.progress.each([Case(operation, edge, edge, k) for operation in OPERATIONS for k in ks]):
+        for case in options.progress.each([PeerCase(operation, edge, edge, k) for operation in OPERATIONS for k in ks]):
             with ExitStack() as held:
                 contestants = contestants_of(comm, peers, case, slices, held)
                 measured_rows.append(measured(comm, cluster, case, contestants, absent, options.rounds))
@@ -118,7 +118,7 @@ Peer = Callable[[str, Array, Array], Rival]
 
 
 @contextmanager
-def frameworks(cluster: Cluster, slices: Sequence[int]) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
+def frameworks(cluster: TcpHosts, slices: Sequence[int]) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
     """The peers by name, and the reason for each peer that cannot run here. Collective."""
     comm = cluster.comm
     if cluster.shared:
@@ -167,7 +167,7 @@ def failure(comm: Any, do: Callable[[], object]) -> str:
 
 
 def contestants_of(
-    comm: Any, peers: Mapping[str, Peer], case: Case, slices: Sequence[int], held: ExitStack
+    comm: Any, peers: Mapping[str, Peer], case: PeerCase, slices: Sequence[int], held: ExitStack
 ) -> dict[str, Contestant]:
     """All contestants bound to their arrays. `held` closes them."""
     mpi, operation = comm.link.comm, case.operation
@@ -189,7 +189,7 @@ def contestants_of(
     return {name: Contestant(call, error) for name, call in calls.items()}
 
 
-def kernel_of(case: Case) -> Callable[[], object]:
+def kernel_of(case: PeerCase) -> Callable[[], object]:
     """The product of one rank, in one call."""
     inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
     a, b = np.ones((case.m, inner), np.float32), np.ones((inner, outer), np.float32)
@@ -198,8 +198,8 @@ def kernel_of(case: Case) -> Callable[[], object]:
 
 def measured(
     comm: Any,
-    cluster: Cluster,
-    case: Case,
+    cluster: TcpHosts,
+    case: PeerCase,
     contestants: Mapping[str, Contestant],
     absent: Mapping[str, str],
     rounds: int,
@@ -255,7 +255,7 @@ def is_sliced(name: str) -> bool:
     return name.startswith("gloo, ")
 
 
-def summary(measured_rows: Sequence[Row], cluster: Cluster) -> Row:
+def summary(measured_rows: Sequence[Row], cluster: TcpHosts) -> Row:
     """Geometric means: for slices over all rows, for other peers over the balanced rows."""
     sliced = [row.figures[2].value for row in measured_rows]
     balanced = [

@@ -11,7 +11,7 @@ import numpy as np
 
 from fompi.backends.emulated import Emulated
 from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.engine.communicator import Communicator
 from fompi.parallel.pipeline import SCHEDULES, Pipeline
@@ -54,7 +54,7 @@ def formula(schedule: str, p: int, m: int, c: float, chunks: int = 1) -> float:
     return m * (f + b) + (p - 1) * bubble + messages * c
 
 
-def pipelines(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
+def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     """All schedules of a pipeline, each with what its formula says. The time is that of the busiest rank's kernels."""
     mpi, size = comm.link.comm, comm.size
     spans: dict[str, list[float]] = {name: [] for name in SCHEDULES}

@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fompi
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import MIB, problem_of, progress, specs
 from fompi.bench.fused import KERNEL
 from fompi.bench.options import Options
-from fompi.bench.peers import KS, Case, M, kernel_of
+from fompi.bench.peers import KS, M, PeerCase, kernel_of
 from fompi.bench.rivals.rival import OPERATIONS
-from fompi.model.bound import bound
 from fompi.model.fit import product_seconds, slowed
+from fompi.model.lower_bound import lower_bound
 from fompi.model.machine import NO_PACKING, Machine
 from fompi.model.simulate import predict
 from fompi.planner.candidates import UNFUSED, Candidate
@@ -87,7 +87,7 @@ LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
 def rows(comm: Any, options: Options) -> list[Row]:
     machine = Machine.load("laptop") if options.quick else calibrate(comm)
     description = _described(machine)
-    with Cluster(comm.link.comm, options.quick) as cluster:
+    with TcpHosts(comm.link.comm, options.quick) as cluster:
         if machine.levels or machine.rates:
             return [description, *_collectives(comm, cluster, machine, options)]
         shapes = options.progress.each([*_shapes(options, comm.size)])
@@ -113,16 +113,16 @@ def _described(machine: Machine) -> Row:
 # ----------------------------------------------------------------------------------------------- fused operations
 
 
-def _shapes(options: Options, size: int) -> Iterator[Case]:
+def _shapes(options: Options, size: int) -> Iterator[PeerCase]:
     """The grid of the suite `fused`, then random shapes."""
     generator = random.Random(SEED)
     if not options.quick:
-        yield from (Case(operation, M, M, k) for operation in OPERATIONS for k in KS)
+        yield from (PeerCase(operation, M, M, k) for operation in OPERATIONS for k in KS)
     count, part = (QUICK_SHAPES, 4) if options.quick else (RANDOM_SHAPES, 1)
     for i in range(count):
         m = size * generator.randrange(256 // size, 2049 // size)
         n, k = generator.randrange(256, 2049), generator.randrange(128, 3073)
-        yield Case(OPERATIONS[i % len(OPERATIONS)], -(-m // part // size) * size, n // part, k // part)
+        yield PeerCase(OPERATIONS[i % len(OPERATIONS)], -(-m // part // size) * size, n // part, k // part)
 
 
 def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
@@ -139,7 +139,7 @@ class _Measured(NamedTuple):
         return (self.final if name in self.final.samples else self.first).median(name)
 
 
-def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds: int) -> _Measured:
+def _measured(comm: Any, cluster: TcpHosts, machine: Machine, case: PeerCase, rounds: int) -> _Measured:
     """Measure the chosen plan, the best others by the model, and those without overlap."""
     mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
@@ -164,7 +164,7 @@ def _measured(comm: Any, cluster: Cluster, machine: Machine, case: Case, rounds:
     now = slowed(machine, first.median(KERNEL) / _kernel_seconds(machine, case))
     seconds = {str(candidate): seconds for candidate, seconds in walked.items()}
     at_kernels = {str(candidate): predict(explained.plan_of(candidate), now) for candidate in walked}
-    limits = {"T_c": first.median(KERNEL), "bound": explained.bound.seconds}
+    limits = {"T_c": first.median(KERNEL), "bound": explained.lower_bound.seconds}
     words = f"{progress(comm)}; {cluster.turns()}"
     measured = _Measured(
         replace(first, limits=limits, predicted=seconds, progress=words),
@@ -182,7 +182,7 @@ def _finalists(first: Row) -> list[str]:
     return list(dict.fromkeys([first.base, *near[:FINALISTS], *(name for name in near if name == unfused)]))
 
 
-def _kernel_seconds(machine: Machine, case: Case) -> float:
+def _kernel_seconds(machine: Machine, case: PeerCase) -> float:
     """The model's time of the whole product."""
     inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
     return product_seconds(machine, case.m, inner, outer)
@@ -214,7 +214,7 @@ def _compared(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figu
     ]
 
 
-def _summary(measured: list[_Measured], cluster: Cluster) -> Row:
+def _summary(measured: list[_Measured], cluster: TcpHosts) -> Row:
     def errors(kind: int) -> list[float]:
         return [abs(final.figures[kind].value - 1) for _, final in measured]
 
@@ -246,7 +246,7 @@ def _summary(measured: list[_Measured], cluster: Cluster) -> Row:
 # ---------------------------------------------------------------------------------------------- unequal links
 
 
-def _collectives(comm: Any, cluster: Cluster, machine: Machine, options: Options) -> list[Row]:
+def _collectives(comm: Any, cluster: TcpHosts, machine: Machine, options: Options) -> list[Row]:
     total = QUICK_TOTAL if options.quick else TOTAL
     operations = options.progress.each(COLLECTIVES)
     return [_collective(comm, cluster, machine, operation, total, options.rounds) for operation in operations]
@@ -268,7 +268,7 @@ def shaped(machine: Machine, size: int) -> Machine:
     return replace(machine, bandwidth=max(rates), curve=(), levels=levels, rates=shares)
 
 
-def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, total: int, rounds: int) -> Row:
+def _collective(comm: Any, cluster: TcpHosts, machine: Machine, operation: str, total: int, rounds: int) -> Row:
     size = comm.size
     x, reference = problem_of(operation, total, comm.rank, size)
     error = partial(relative_error, reference=reference)
@@ -286,7 +286,7 @@ def _collective(comm: Any, cluster: Cluster, machine: Machine, operation: str, t
         samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
     row = Row(f"{operation} of {total // MIB} MiB", str(cluster), samples, str(chosen), errors=errors)
     blind = row.best(str(c) for c in rivals if c.schedule != "unfused")
-    least_time = bound(explained.problem, explained.sizes, shaped(machine, size))
+    least_time = lower_bound(explained.problem, explained.sizes, shaped(machine, size))
     least = OF_BOUND_GROUPS if machine.levels else OF_BOUND_SLOW
     return replace(
         row,

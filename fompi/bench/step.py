@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import FompiError
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
 from fompi.bench.rivals import steps
@@ -47,7 +47,7 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
     except ImportError:
         raise FompiError("bench step compares with PyTorch, which is not installed: pip install torch") from None
     measured_rows = []
-    with Cluster(comm.link.comm) as cluster:
+    with TcpHosts(comm.link.comm) as cluster:
         gloo = Gloo(comm.link.comm, cluster.rendezvous())
         try:
             for make in options.each(CASES[:1] if options.quick else CASES, lambda f: f.__name__):
@@ -114,7 +114,7 @@ def one_product() -> Step:
 # ----------------------------------------------------------------------------------------------------------- the rows
 
 
-def data_parallel(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
+def data_parallel(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     from fompi.torch import DistributedDataParallel
 
     x, models = rows_of(comm.rank), [blocks(BLOCKS) for _ in range(4)]
@@ -132,7 +132,7 @@ def data_parallel(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
     return evaluated("data parallel", comm, cluster, calls, rounds, flops(ROWS, BLOCKS), ROWS * comm.size)
 
 
-def sharded(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
+def sharded(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     from torch.distributed.tensor import DTensor
 
     x, model, theirs = rows_of(comm.rank), blocks(BLOCKS), blocks(BLOCKS)
@@ -179,7 +179,7 @@ def sharded_step(dp: DataParallel, x: Any) -> None:
     dp.step()
 
 
-class Stage:
+class BlockStage:
     """Some blocks of the model, as a stage of `fompi.parallel.pipeline.Pipeline`."""
 
     def __init__(self, module: Any):
@@ -199,7 +199,7 @@ class Stage:
         return x.grad
 
 
-def pipeline(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
+def pipeline(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     """1F1B and interleaved, with half of the blocks in each of two chunks."""
     x, size, count = rows_of(0, ROWS * MICROBATCHES // 2), comm.size, BLOCKS // 2  # blocks of a rank
     parts = x.chunk(MICROBATCHES)
@@ -208,7 +208,7 @@ def pipeline(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
     for name, schedule, chunks in (("1F1B", "1f1b", 1), ("interleaved", "interleaved", 2)):
         ours, theirs = ([blocks(count // chunks, seed=comm.rank + i * size) for i in range(chunks)] for _ in range(2))
         pipe = Pipeline(
-            [*map(Stage, ours)],
+            [*map(BlockStage, ours)],
             comm=comm,
             microbatches=MICROBATCHES,
             schedule=schedule,
@@ -249,7 +249,7 @@ def _all_microbatches(model: Any, parts: Sequence[Any]) -> None:
         model(x).square().mean().backward()
 
 
-CASES: tuple[Callable[[Communicator, Cluster, int], Row], ...] = (data_parallel, sharded, pipeline)
+CASES: tuple[Callable[[Communicator, TcpHosts, int], Row], ...] = (data_parallel, sharded, pipeline)
 
 
 def compare(comm: Communicator, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
@@ -263,7 +263,7 @@ def compare(comm: Communicator, name: str, ours: Sequence[Any], theirs: Sequence
 def evaluated(
     what: str,
     comm: Communicator,
-    cluster: Cluster,
+    cluster: TcpHosts,
     calls: Mapping[str, Step],
     rounds: int,
     work: float,

@@ -12,6 +12,7 @@ import numpy as np
 from fompi.base.layout import split
 from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
 from fompi.bench.cluster import IDLE_SECONDS
+from fompi.bench.kernels import spend
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.model.flow_shop import Job, makespan
@@ -22,9 +23,9 @@ from fompi.ops.operations import (
     matmul_all_to_all_columns,
     reduce_scatter,
 )
+from fompi.parallel.arrays import product
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.expert import experts_of, moe
-from fompi.parallel.local import product
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
 from fompi.tuning.rounds import alternate
@@ -33,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass
-class Case:
+class StrategyCase:
     """A strategy: `call` runs it once. `bound(T_c, T_m)` are the seconds that must be exposed.
 
     `ratios` are those of `of`, in words. `t_m_over_t_c` translates such a ratio. `serial` is the call without overlap,
@@ -84,7 +85,7 @@ UNIT = 1e10
 """Operations of a forward of one bucket: so many that sums, at this speed, take no time."""
 
 
-def zero_1(comm: Communicator, accelerator: Accelerator) -> Case:
+def zero_1(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """ZeRO-1: sums behind the backward (b a bucket), gathers behind the forward (b / 2). g: one sum, and one gather.
 
     Bound: max over k of (the sums from k on, less the backward after k), and the same of the gathers.
@@ -109,14 +110,14 @@ def zero_1(comm: Communicator, accelerator: Accelerator) -> Case:
         return sums + gathers - t_c
 
     accelerator.comms += [dp._sums, dp._gathers]
-    return Case("ZeRO-1", "g / b", (0.5, 0.9), step, bound, lambda r: 4 / 3 * r, close=dp.close)
+    return StrategyCase("ZeRO-1", "g / b", (0.5, 0.9), step, bound, lambda r: 4 / 3 * r, close=dp.close)
 
 
 ROWS, WIDTH, FEATURES = 1024, 2048, 1024
 """Rows of a rank, features that travel, and features of a rank in between."""
 
 
-def tpsp_block(comm: Communicator, accelerator: Accelerator) -> Case:
+def tpsp_block(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """An MLP: gather and product, product and reduce-scatter. Bound of each: T_m - (1 - 1/N) T_c, with whole pieces."""
     x = np.zeros((ROWS // comm.size, WIDTH), np.float32)
     w1, w2 = np.zeros((WIDTH, FEATURES), np.float32), np.zeros((FEATURES, WIDTH), np.float32)
@@ -125,20 +126,20 @@ def tpsp_block(comm: Communicator, accelerator: Accelerator) -> Case:
         row_parallel_linear(column_parallel_linear(x, w1, comm=comm), w2, comm=comm)
 
     def serial() -> None:
-        h = product.on(comm, all_gather(x, comm=comm), w1)
-        reduce_scatter(product.on(comm, h, w2), comm=comm)
+        h = spend(accelerator, product, all_gather(x, comm=comm), w1)
+        reduce_scatter(spend(accelerator, product, h, w2), comm=comm)
 
     def bound(t_c: float, t_m: float) -> float:
         return max(0.0, t_m - (1 - 1 / comm.size / MOST_SLICES) * t_c)
 
-    return Case("TP+SP block", "T_m / T_c", (0.56, 1.0), call, bound, serial=serial)
+    return StrategyCase("TP+SP block", "T_m / T_c", (0.56, 1.0), call, bound, serial=serial)
 
 
 MOST_SLICES = 8
 HEADS, HEAD_DIM, TOKENS = 8, 64, 2048
 
 
-def query_split(comm: Communicator, accelerator: Accelerator) -> Case:
+def query_split(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """Attention with tensor parallelism: the reduce-scatter hides behind scores, values and output projection.
 
     Bound: that of the gather with the projections, and max(0, M - (1 - 1/N) (A + O)).
@@ -159,23 +160,23 @@ def query_split(comm: Communicator, accelerator: Accelerator) -> Case:
         accelerator.spend(0)
         full = all_gather(x, comm=comm)
         for w in (wq, wk, wv):
-            product.on(comm, full, w)
+            spend(accelerator, product, full, w)
         accelerator.spend(scores)
-        reduce_scatter(product.on(comm, np.zeros((TOKENS, own), np.float32), wo), comm=comm)
+        reduce_scatter(spend(accelerator, product, np.zeros((TOKENS, own), np.float32), wo), comm=comm)
 
     def bound(t_c: float, t_m: float) -> float:
         first = t_m / 2 - (1 - 1 / size) * t_c * projections / total
         last = t_m / 2 - (1 - 1 / size) * t_c * (scores + out) / total
         return max(0.0, first) + max(0.0, last)
 
-    return Case("attention, query split", "T_m / T_c", (0.5,), call, bound, serial=serial)
+    return StrategyCase("attention, query split", "T_m / T_c", (0.5,), call, bound, serial=serial)
 
 
 def _qkv(comm: Communicator, tokens: int) -> list[Array]:
     return [np.zeros((tokens // comm.size, HEADS, HEAD_DIM), np.float32) for _ in range(3)]
 
 
-def ring(comm: Communicator, accelerator: Accelerator) -> Case:
+def ring(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """Ring attention, forward: N blocks of keys and values. Bound: (N - 1) (k - a) where a block travels longer."""
     q, k, v = _qkv(comm, TOKENS)
     sharding, size = Sharding(TOKENS, ring=comm.size), comm.size
@@ -187,10 +188,10 @@ def ring(comm: Communicator, accelerator: Accelerator) -> Case:
         block = t_m / (size - 1)
         return received([0.0, *[block] * (size - 1)], [t_c / size] * size) - t_c
 
-    return Case("ring attention", "k / a", (0.5, 1.0, 1.3), call, bound, lambda r: r * (size - 1) / size)
+    return StrategyCase("ring attention", "k / a", (0.5, 1.0, 1.3), call, bound, lambda r: r * (size - 1) / size)
 
 
-def ring_backward(comm: Communicator, accelerator: Accelerator) -> Case:
+def ring_backward(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """Ring attention, backward: keys and values travel N - 1 times, their gradients N times. k: both, one step.
 
     Bound: the last gradients travel home behind nothing; before that a step takes the longer of a and k.
@@ -206,12 +207,12 @@ def ring_backward(comm: Communicator, accelerator: Accelerator) -> Case:
         hop, a = t_m / (2 * size - 1), t_c / size
         return received([0.0, hop, *[2 * hop] * (size - 2)], [a] * size) + hop - t_c
 
-    return Case(
+    return StrategyCase(
         "ring attention, backward", "k / a", (0.5, 1.0, 1.3), call, bound, lambda r: r * (2 * size - 1) / 2 / size
     )
 
 
-def ulysses(comm: Communicator, accelerator: Accelerator) -> Case:
+def ulysses(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """Ulysses: the attention begins with the tokens that are there; the results of a rank leave once they are complete.
 
     Bound: the flow of the N x N pieces of queries and keys through the port in, the attention and the port out.
@@ -219,7 +220,7 @@ def ulysses(comm: Communicator, accelerator: Accelerator) -> Case:
     return _ulysses(comm, "Ulysses attention")
 
 
-def ulysses_pairs(comm: Communicator, accelerator: Accelerator) -> Case | None:
+def ulysses_pairs(comm: Communicator, accelerator: Accelerator) -> StrategyCase | None:
     """Ulysses in pairs of ranks, all at once. Bound: the same, with N = 2."""
     if comm.size == 2 or comm.size % 2:
         return None
@@ -235,7 +236,7 @@ def _computes_on(accelerator: Accelerator, mesh: Mesh) -> Mesh:
     return mesh
 
 
-def _ulysses(comm: Communicator, what: str) -> Case:
+def _ulysses(comm: Communicator, what: str) -> StrategyCase:
     q, k, v = _qkv(comm, TOKENS)
     sharding, size = Sharding(TOKENS, ulysses=comm.size), comm.size
 
@@ -249,14 +250,14 @@ def _ulysses(comm: Communicator, what: str) -> Case:
         send = [0.0] * (size - 1) + [leave] * (size - 1) + [0.0]
         return round_trip(receive, compute, send) - t_c
 
-    return Case(what, "T_m / T_c", (0.5, 1.0), call, bound)
+    return StrategyCase(what, "T_m / T_c", (0.5, 1.0), call, bound)
 
 
 DEALT: dict[str, Any] = {"schedule": "direct", "slices": 4}
 """How the projections of Ulysses run here: on four hosts it hides more than whole pieces do."""
 
 
-def ulysses_projections(comm: Communicator, accelerator: Accelerator) -> Case:
+def ulysses_projections(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """The projections around Ulysses: of queries, keys and values before it, and of the results behind it.
 
     Bound of each: T_m - (1 - 1/(N m)) T_c, with m pieces per rank.
@@ -270,16 +271,16 @@ def ulysses_projections(comm: Communicator, accelerator: Accelerator) -> Case:
         all_to_all_columns_matmul(own, wo, comm=comm, **DEALT)
 
     def serial() -> None:
-        all_to_all(product.on(comm, x, w), split_dim=1, concat_dim=0, comm=comm)
-        product.on(comm, all_to_all(own, split_dim=0, concat_dim=1, comm=comm), wo)
+        all_to_all(spend(accelerator, product, x, w), split_dim=1, concat_dim=0, comm=comm)
+        spend(accelerator, product, all_to_all(own, split_dim=0, concat_dim=1, comm=comm), wo)
 
     def bound(t_c: float, t_m: float) -> float:
         return max(0.0, t_m - (1 - 1 / comm.size / DEALT["slices"]) * t_c)
 
-    return Case("Ulysses, projections", "T_m / T_c", (0.5, 1.0), call, bound, serial=serial)
+    return StrategyCase("Ulysses, projections", "T_m / T_c", (0.5, 1.0), call, bound, serial=serial)
 
 
-def usp(comm: Communicator, accelerator: Accelerator) -> Case | None:
+def usp(comm: Communicator, accelerator: Accelerator) -> StrategyCase | None:
     """Ulysses between two ranks, a ring round the others, whose links may be slower.
 
     Bound: the messages of Ulysses, measured alone, and the ring's own bound for the others.
@@ -305,13 +306,13 @@ def usp(comm: Communicator, accelerator: Accelerator) -> Case | None:
         step = (t_m - across) / max(around - 1, 1)
         return across + received([0.0, *[step] * (around - 1)], [t_c / around] * around) - t_c
 
-    return Case(f"USP {around}x2", "T_m / T_c", (0.5,), call, bound, close=mesh.close)
+    return StrategyCase(f"USP {around}x2", "T_m / T_c", (0.5,), call, bound, close=mesh.close)
 
 
 EXPERTS, HIDDEN, FFN, CHOSEN = 8, 512, 1024, 2
 
 
-def experts(comm: Communicator, accelerator: Accelerator) -> Case:
+def experts(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """A mixture of experts, evenly used: half of the own rows first, half last, those of other ranks as they arrive.
 
     Bound: the flow of these pieces through the port in, the experts and the port out.
@@ -330,10 +331,10 @@ def experts(comm: Communicator, accelerator: Accelerator) -> Case:
         compute = [t_c / size / 2, *[t_c / size] * (size - 1), t_c / size / 2]
         return round_trip(arrive, compute, arrive) - t_c
 
-    return Case("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1.0), call, bound)
+    return StrategyCase("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1.0), call, bound)
 
 
-CASES: tuple[Callable[[Communicator, Accelerator], Case | None], ...] = (
+CASES: tuple[Callable[[Communicator, Accelerator], StrategyCase | None], ...] = (
     zero_1,
     tpsp_block,
     query_split,

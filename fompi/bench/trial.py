@@ -16,10 +16,10 @@ from typing import Any
 import fompi
 from fompi.base.errors import LaunchError
 from fompi.bench import fused
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import DEFAULT
 from fompi.bench.options import shape_of
-from fompi.bench.peers import Case
+from fompi.bench.peers import PeerCase
 from fompi.cli.output import Progress, Table, UsageError, check_writable, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
@@ -98,7 +98,7 @@ def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
                 refusal = error
         agree(comm, f"try {text}", refusal)
         mpi = comm.link.comm
-        with Progress.of_rank(comm.rank, f"try {text}") as progress, Cluster(mpi, patience=PATIENCE) as cluster:
+        with Progress.of_rank(comm.rank, f"try {text}") as progress, TcpHosts(mpi, patience=PATIENCE) as cluster:
             load, rows = OtherLoad(cluster.comm), list[Row]()
             for case in progress.each(cases(*shape, comm.size)):
                 rows.append(fused.measured(comm, cluster, case, rounds, has_slices=False))
@@ -152,17 +152,19 @@ def note_threads() -> None:
         print(f"fompi: {note}", file=sys.stderr)
 
 
-def cases(m: int, k: int, n: int, size: int) -> list[Case]:
+def cases(m: int, k: int, n: int, size: int) -> list[PeerCase]:
     """Every fused operation on the global shapes x[m, k] @ w[k, n].
 
     Sizes are rounded up to multiples of `size`, because the rivals need even shards.
     """
     m, k, n = (-(-total // size) * size for total in (m, k, n))
     return [
-        Case("all_gather_matmul", m, k, n // size),
-        Case("matmul_reduce_scatter", m, n, k // size),
-        Case("matmul_all_reduce", m, n, k // size),
-        Case("matmul_all_to_all", -(-m // size**2) * size, n, k),  # each rank has own rows and sends some to each other
+        PeerCase("all_gather_matmul", m, k, n // size),
+        PeerCase("matmul_reduce_scatter", m, n, k // size),
+        PeerCase("matmul_all_reduce", m, n, k // size),
+        PeerCase(
+            "matmul_all_to_all", -(-m // size**2) * size, n, k
+        ),  # each rank has own rows and sends some to each other
     ]
 
 
@@ -257,7 +259,7 @@ class Trial:
         cls,
         shape: tuple[int, int, int],
         size: int,
-        cluster: Cluster,
+        cluster: TcpHosts,
         rows: Sequence[Row],
         others: tuple[float, int] = (0.0, 0),
     ) -> Trial:

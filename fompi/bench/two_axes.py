@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fompi.bench.accelerator import PILOT_ROUNDS, Accelerator
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.strategies import FEATURES, ROWS, WIDTH
 from fompi.engine.communicator import Communicator
@@ -27,7 +27,7 @@ ALONE, FIRST_COME, IN_ORDER = "tensor alone", "with data, first come", "with dat
 MOST_BEYOND_ALONE = 1.05
 
 
-def data_beside_tensor(comm: Communicator, cluster: Cluster, rounds: int) -> Row:
+def data_beside_tensor(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     """A backward of TP+SP blocks, T_m = T_c. After each block data parallelism sums the gradients of its layer.
 
     The time is that of the blocks. What data parallelism exposes after the last of them does not count. Exposed is what

@@ -32,8 +32,8 @@ from fompi.cli.findings import (
     PRODUCTS,
     Facts,
     Finding,
+    HostFacts,
     Measured,
-    Place,
     Products,
     findings,
     milliseconds,
@@ -50,7 +50,7 @@ from fompi.ops.operations import plan
 from fompi.runtime import alignment
 from fompi.runtime.binding import bind
 from fompi.traces import clocks
-from fompi.tuning.links import ROUNDS, Messages
+from fompi.tuning.links import ROUNDS, LinkMeter
 from fompi.tuning.rounds import alternate, meet, of_all_ranks
 from fompi.tuning.verdict import OtherLoad
 
@@ -93,10 +93,10 @@ def _text_of(file: Path) -> str:
         return ""
 
 
-def place_here(host: str, versions: Mapping[str, str]) -> Place:
+def place_here(host: str, versions: Mapping[str, str]) -> HostFacts:
     """The Place of this rank."""
     temporary = tempfile.gettempdir() if "TMPDIR" not in os.environ else os.environ["TMPDIR"]
-    return Place(
+    return HostFacts(
         host,
         versions,
         _free("/dev/shm"),
@@ -150,7 +150,7 @@ class _Steps:
         self.link = comm.link.duplicate()
         self.mpi = self.link.comm
         self.undone: list[str] = []
-        self.messages = Messages(comm, self.link, self.proceed)
+        self.messages = LinkMeter(comm, self.link, self.proceed)
 
     def proceed(self) -> None:
         """Raise _OutOfTime on all ranks if one of them has used up the time."""
@@ -244,7 +244,7 @@ def measure(given: Mapping[str, Any], seconds: float, say: Callable[[str], objec
     versions["MPI"] = f"{given['mpi']['library']} {given['mpi']['version']}"
     say("folders and versions")
     records = transport.gather_records(place_here(row["host"], versions).pack())
-    places = [Place.unpack(record) for record in records]
+    places = [HostFacts.unpack(record) for record in records]
     if given["warning"]:
         return Facts(given, places)
     try:

@@ -72,7 +72,7 @@ def _values(explanation: Explanation, most: int | None) -> dict[str, Any]:
         "problem": str(explanation.problem),
         "ranks": explanation.problem.size,
         "machine": explanation.machine.name,
-        "bound": {"seconds": explanation.bound.seconds, "what": explanation.bound.what},
+        "lower_bound": {"seconds": explanation.lower_bound.seconds, "what": explanation.lower_bound.what},
         "candidates": _candidates(explanation, most),
         "refused": {str(candidate): why for candidate, why in explanation.refused},
         "best": str(explanation.winner.candidate),

@@ -66,7 +66,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostFacts:
     """What a rank says of its host. Bytes are free bytes; None: there is no such folder, or it cannot be written.
 
     `cache` is why the folder of FOMPI_CACHE cannot be written. `links` are bytes per second of network links, by name.
@@ -88,7 +88,7 @@ class Place:
         return json.dumps(asdict(replace(self, links=dict(links)))).encode().ljust(RECORD_NBYTES)
 
     @classmethod
-    def unpack(cls, record: bytes) -> Place:
+    def unpack(cls, record: bytes) -> HostFacts:
         return cls(**json.loads(record))
 
 
@@ -121,7 +121,7 @@ class Facts:
     """What was collected and measured. `failure` is why no communicator could be made, `undone` are skipped steps."""
 
     info: Mapping[str, Any]
-    places: Sequence[Place] = ()
+    places: Sequence[HostFacts] = ()
     failure: str = ""
     pairs: Pairs = field(default_factory=dict)
     levels: Sequence[Measured] = ()
@@ -331,7 +331,7 @@ def _clocks(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def wall_ahead(zero: Place, place: Place, clock: Clock) -> float:
+def wall_ahead(zero: HostFacts, place: HostFacts, clock: Clock) -> float:
     """How far the wall clock of a rank is ahead of that of rank 0. `clock` maps its clock to that of rank 0."""
     return place.wall - zero.wall - clock.offset
 
@@ -390,7 +390,7 @@ def _ratio(products: Products) -> float:
     return products.together / max(products.alone, 1e-9)
 
 
-def _ranks_of(places: Sequence[Place]) -> dict[str, list[int]]:
+def _ranks_of(places: Sequence[HostFacts]) -> dict[str, list[int]]:
     """The ranks of each host."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):

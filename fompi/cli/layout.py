@@ -9,7 +9,7 @@ import fompi
 from fompi.cli import plan
 from fompi.cli.output import Table, is_pretty, show, show_json
 from fompi.model.pipeline import SCHEDULES
-from fompi.planner.layers import MODELS, Model
+from fompi.planner.layers import MODELS, Transformer
 from fompi.planner.layout import BATCH_TOKENS, FREE, TOP, Layouts
 from fompi.planner.step import AXES, COLUMNS, RECOMPUTE, Predicted
 
@@ -69,7 +69,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _model(options: argparse.Namespace) -> str | Model:
+def _model(options: argparse.Namespace) -> str | Transformer:
     """The name of a model, or its sizes with those that are given in their place."""
     given = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
     if not given or options.model not in MODELS:

@@ -7,7 +7,7 @@ import argparse
 import fompi
 from fompi.cli import plan
 from fompi.cli.output import Table, UsageError, is_pretty, show, show_json
-from fompi.planner.layers import MODELS, PARALLEL, Step, step
+from fompi.planner.layers import MODELS, PARALLEL, LayerStep, step
 from fompi.traces.trace import Trace
 
 EXAMPLE = "{} simulate all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
@@ -88,7 +88,7 @@ def _step(options: argparse.Namespace) -> int:
     return 0
 
 
-def _step_values(predicted: Step) -> dict[str, object]:
+def _step_values(predicted: LayerStep) -> dict[str, object]:
     return {
         "title": predicted.title,
         "layers": predicted.layers,

@@ -26,7 +26,7 @@ LOOK_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class Facts:
+class SlurmFacts:
     """The MPI library, whether it is a wheel, and the plug-ins of srun. None: there is no Slurm here."""
 
     library: str
@@ -35,7 +35,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobRequest:
     """What the user asks for. Empty and 0: nothing."""
 
     program: tuple[str, ...]
@@ -67,7 +67,7 @@ class Job:
         return re.sub(r"[^\w.-]", "_", names[0]) or "fompi"
 
 
-def script(facts: Facts, job: Job, command: str = "fompi slurm") -> str:
+def script(facts: SlurmFacts, job: JobRequest, command: str = "fompi slurm") -> str:
     """The job script. `command` is how it was asked for."""
     start = _start(facts, job)
     python = f"{_inside(job)}python"
@@ -85,7 +85,7 @@ def script(facts: Facts, job: Job, command: str = "fompi slurm") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _head(facts: Facts, job: Job, command: str, start: str) -> str:
+def _head(facts: SlurmFacts, job: JobRequest, command: str, start: str) -> str:
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -119,7 +119,7 @@ def _head(facts: Facts, job: Job, command: str, start: str) -> str:
     return "\n".join([*lines, "", "set -euo pipefail"])
 
 
-def _environment(facts: Facts, job: Job) -> str:
+def _environment(facts: SlurmFacts, job: JobRequest) -> str:
     lines = [f"module load {shlex.quote(name)}" for name in job.modules]
     if job.container:
         lines = [
@@ -140,7 +140,7 @@ def _environment(facts: Facts, job: Job) -> str:
     )
 
 
-def _variables(facts: Facts, job: Job) -> str:
+def _variables(facts: SlurmFacts, job: JobRequest) -> str:
     lines = [
         "# BLAS and Numba start one thread for each core of a rank.",
         f"export OMP_NUM_THREADS={job.cpus_per_rank} OPENBLAS_NUM_THREADS={job.cpus_per_rank}",
@@ -162,7 +162,7 @@ def _variables(facts: Facts, job: Job) -> str:
     return "\n".join(lines)
 
 
-def _start(facts: Facts, job: Job) -> str:
+def _start(facts: SlurmFacts, job: JobRequest) -> str:
     """What starts the ranks: srun with the plug-in of the library, or the library's mpirun if Slurm lacks it."""
     plugin = job.mpi if job.mpi != "auto" else PLUGINS.get(facts.library, "pmi2")
     known = facts.plugins
@@ -178,12 +178,12 @@ def _is_mpirun(start: str) -> bool:
     return start.startswith("mpirun ")
 
 
-def _inside(job: Job) -> str:
+def _inside(job: JobRequest) -> str:
     gpus = "--nv " if job.gpus_per_node else ""  # the driver of the host
     return f"apptainer exec {gpus}{shlex.quote(job.container)} " if job.container else ""
 
 
-def _run(job: Job, start: str, command: str) -> str:
+def _run(job: JobRequest, start: str, command: str) -> str:
     if not job.resume:
         return command
     if _is_mpirun(start):  # the signal of Slurm would end its daemons
@@ -218,7 +218,7 @@ def _run(job: Job, start: str, command: str) -> str:
 # ------------------------------------------------------------------------------------------------- the command
 
 
-def look() -> Facts:
+def look() -> SlurmFacts:
     """The MPI library that Python loads, and the plug-ins of srun if there is Slurm here."""
     from fompi.mpi import transport
 
@@ -226,7 +226,7 @@ def look() -> Facts:
     is_wheel = (
         library.path is not None and Path(library.path).is_relative_to(sys.prefix) and sys.prefix != sys.base_prefix
     )
-    return Facts(library.name, is_wheel, _plugins())
+    return SlurmFacts(library.name, is_wheel, _plugins())
 
 
 def _plugins() -> tuple[str, ...] | None:
@@ -305,8 +305,8 @@ def run(options: argparse.Namespace) -> int:
     program = tuple(options.program[1:] if options.program[:1] == ["--"] else options.program)
     if not program:
         raise UsageError("which program? for example: fompi slurm --nodes 2 -- train.py")
-    same = {name: value for name, value in vars(options).items() if name in Job.__dataclass_fields__}
-    job = Job(**{**same, "program": program, "modules": tuple(options.module), "sbatch": tuple(options.sbatch)})
+    same = {name: value for name, value in vars(options).items() if name in JobRequest.__dataclass_fields__}
+    job = JobRequest(**{**same, "program": program, "modules": tuple(options.module), "sbatch": tuple(options.sbatch)})
     if program[0].endswith(".py") and not job.container and not Path(program[0]).exists():
         print(
             f"fompi: there is no {program[0]} here; the job will look for it in the folder of sbatch", file=sys.stderr

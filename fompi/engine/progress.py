@@ -285,7 +285,7 @@ LOST_SECONDS = 2.0
 """A message that takes longer than this is abandoned."""
 
 
-class Native(NamedTuple):
+class NativeShare(NamedTuple):
     """The share of a message of `nbytes` that the library moves while the program does not call it.
 
     `seconds` is the time of the message if all ranks poll. If `share` is None, `skipped` says why.
@@ -305,14 +305,14 @@ def native_share(polled: float, rest: float) -> float:
     return min(1.0, max(0.0, 1.0 - rest / polled))
 
 
-def measure_native(link: Link, rounds: int = 3) -> Native:
+def measure_native(link: Link, rounds: int = 3) -> NativeShare:
     """Measure how much of a message the library moves while the program sleeps. The slowest rank counts.
 
     Each rank sends to the next rank and polls. Then it sends again, sleeps, and polls after that. Collective. Takes a
     few tenths of a second.
     """
     if link.size == 1:
-        return Native(0, 0.0, None, "there is one rank")
+        return NativeShare(0, 0.0, None, "there is one rank")
     small, nbytes = PROBE_NBYTES // 16, PROBE_NBYTES
     buffers = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     seconds = 0.0
@@ -322,7 +322,9 @@ def measure_native(link: Link, rounds: int = 3) -> Native:
         nbytes = min(nbytes, max(small, int(small * PROBE_SECONDS / seconds)))
         seconds = _exchange(link, buffers, nbytes)
     if seconds >= LOST_SECONDS:
-        return Native(nbytes, seconds, None, f"{nbytes >> 10} KiB to the next rank took more than {LOST_SECONDS:g} s")
+        return NativeShare(
+            nbytes, seconds, None, f"{nbytes >> 10} KiB to the next rank took more than {LOST_SECONDS:g} s"
+        )
     polled, shares = [], []
     for _ in range(rounds):
         polled.append(_exchange(link, buffers, nbytes))
@@ -330,8 +332,10 @@ def measure_native(link: Link, rounds: int = 3) -> Native:
         shares.append(native_share(polled[-1], rest))
     seconds = median(polled)
     if seconds < SHORTEST_SECONDS:
-        return Native(nbytes, seconds, None, f"{nbytes >> 10} KiB take {1e3 * seconds:.2f} ms: too short to measure")
-    return Native(nbytes, seconds, median(shares))
+        return NativeShare(
+            nbytes, seconds, None, f"{nbytes >> 10} KiB take {1e3 * seconds:.2f} ms: too short to measure"
+        )
+    return NativeShare(nbytes, seconds, median(shares))
 
 
 def _exchange(link: Link, buffers: tuple[Any, Any], nbytes: int, pause: float = 0.0) -> float:

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from fompi.base.errors import LayoutError
 from fompi.jax import private
 from fompi.jax.primitive import call_of, under_trace
-from fompi.jax.replicated import ReplicatedCall
+from fompi.jax.replicated import JaxReplicatedCall
 from fompi.jax.started import start
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, check_convention, flatten
 from fompi.ops.arguments import Arguments
@@ -63,7 +63,7 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
         inner = replace(call, needs=needs)
         if any(map(private.is_forward, tensors)):
             given = call.arguments.with_tensors(tensors)
-            convention = "replicated" if isinstance(call, ReplicatedCall) else "sum"
+            convention = "replicated" if isinstance(call, JaxReplicatedCall) else "sum"
             site, result = under_trace(call.operation, given, call.comm, call.call_options, convention)
             inner = call_of(site)
         elif any(map(is_tracer, tensors)):
@@ -88,7 +88,7 @@ def run(
     tensors = arguments.tensors
     if private.is_staged(tensors) or any(map(private.is_forward, tensors)):
         return under_trace(operation, arguments, comm, call_options, gradient)[1]
-    kind = ReplicatedCall if gradient == "replicated" else Call
+    kind = JaxReplicatedCall if gradient == "replicated" else Call
     return _apply(kind(operation, arguments, comm, call_options, _run), tensors)
 
 

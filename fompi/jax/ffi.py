@@ -17,7 +17,7 @@ import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
@@ -25,6 +25,7 @@ import jaxlib
 import numpy as np
 
 from fompi.base.errors import StateError, in_words
+from fompi.plans.problems import Form
 from fompi.tensors.dlpack import STORAGE
 
 TARGET = "fompi"
@@ -51,13 +52,6 @@ _DATA = 24
 
 _P = c.c_void_p
 _HEAD: Any = [("size", c.c_size_t), ("extension", _P)]
-
-
-class Form(NamedTuple):
-    """The shape and the dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class _Version(c.Structure):

@@ -31,7 +31,7 @@ import numpy as np
 from fompi.base.errors import StateError, TensorError
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Target
-from fompi.jax.replicated import ReplicatedCall
+from fompi.jax.replicated import JaxReplicatedCall
 from fompi.jax.sites import Half, Opaque, Site, filled, flat, site_of
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
@@ -149,7 +149,7 @@ def no_gradient(operation: Operation[Any]) -> TensorError:
 
 def call_of(site: Site) -> Call:
     """The call of a site, for its backward."""
-    kind = ReplicatedCall if site.gradient == "replicated" else Call
+    kind = JaxReplicatedCall if site.gradient == "replicated" else Call
     call = kind(site.operation, site.arguments, site.comm, site.call_options, _apply)
     call._extents, call._number, call.shape = site.extents, site.call, site.given[0].shape
     return call

@@ -18,7 +18,7 @@ COPY = jax.extend.core.Primitive("fompi_copy")
 """The identity on a gradient that all ranks have alike. Its dual is an all-reduce: the sum of all ranks."""
 
 
-class ReplicatedCall(adjoints.ReplicatedCall):
+class JaxReplicatedCall(adjoints.ReplicatedCall):
     """A call for `gradient="replicated"`."""
 
     def shared(self, dy: Any) -> Any:

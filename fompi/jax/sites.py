@@ -25,12 +25,13 @@ from fompi.base.errors import DtypeError, PlanError, TensorError
 from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
 from fompi.jax import ffi
-from fompi.jax.ffi import Form, Target, array_at
+from fompi.jax.ffi import Target, array_at
 from fompi.ops.arguments import Arguments, LocalCall, localise, names_of
 from fompi.ops.decide import decide
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation, communicator_of
 from fompi.plans.plan import Plan
+from fompi.plans.problems import Form
 from fompi.runtime.binding import check_tensors
 from fompi.runtime.compiled import NATIVE, Compiled
 from fompi.runtime.executor import Executor
@@ -114,7 +115,7 @@ class BoundSite(Site):
             without_data = [dlpack.Lent(np.empty(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
             return localise(operation.name, arguments.with_tensors(without_data), comm.rank, comm.size)
 
-        words = [f"gradient={gradient}"] * (gradient != "sum") + [arguments.gradient] * (arguments.gradient != "")
+        words = [f"gradient={gradient}"] * (gradient != "sum") + [arguments.words] * (arguments.words != "")
         compared = "under jax.jit", " ".join(words)
         local, plan = decide(operation.name, localised, comm, call_options, *compared, refusal, packs=False)
         self.call = comm.next_bound()  # all ranks have come here

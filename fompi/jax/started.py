@@ -15,7 +15,7 @@ from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer
 
 
-class Started:
+class JaxPending:
     """An operation in flight. Under `jax.jit` too: the compiled program does other work meanwhile.
 
         pending = fompi.jax.all_reduce.start(x, comm=tp)
@@ -49,20 +49,22 @@ class Started:
 
 
 jax.tree_util.register_pytree_node(
-    Started, lambda started: ((started._handle,), started._site), lambda site, children: Started(children[0], site)
+    JaxPending,
+    lambda started: ((started._handle,), started._site),
+    lambda site, children: JaxPending(children[0], site),
 )
 
 
-def start(operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions) -> Started:
+def start(operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions) -> JaxPending:
     """Start a call, on arrays or under a trace."""
     if not private.is_staged(arguments.tensors):
         if any(map(is_tracer, arguments.tensors)):  # inside jax.grad
             operation.refuse(no_gradient(operation), comm)
         pending: Any = operation.begin(arguments, comm, call_options)
         pending.leave()
-        return Started(pending, None)
+        return JaxPending(pending, None)
     site, tensors = traced(operation, arguments, comm, call_options)
     if not isinstance(site, BoundSite):
         raise TensorError(f"fompi.jax.{operation.name}.start is not possible under jax.jit: call it without start")
     (handle,) = CALL.bind(*tensors, site=Start(site))
-    return Started(handle, site)
+    return JaxPending(handle, site)

@@ -18,10 +18,10 @@ import numpy as np
 
 from fompi.base.errors import LayoutError, StateError
 from fompi.jax import ffi, private
-from fompi.jax.ffi import Form
 from fompi.jax.primitive import CALL, ready
 from fompi.jax.sites import Opaque, form_of
 from fompi.parallel.differentiable import Differentiable, flatten, unflatten
+from fompi.plans.problems import Form
 from fompi.tensors import dlpack
 
 MOST_KEPT = 256

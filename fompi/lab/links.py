@@ -37,16 +37,16 @@ class Ring(Protocol):
 
 
 @dataclass(frozen=True)
-class Times:
+class LinkSeconds:
     """Seconds of one message from every host to the next: one after the other, and all at once."""
 
     alone: tuple[float, ...]
     together: tuple[float, ...]
 
-    def best(self, other: Times | None) -> Times:
+    def best(self, other: LinkSeconds | None) -> LinkSeconds:
         if other is None:
             return self
-        return Times(tuple(map(min, self.alone, other.alone)), min(self.together, other.together, key=max))
+        return LinkSeconds(tuple(map(min, self.alone, other.alone)), min(self.together, other.together, key=max))
 
 
 def take_turns(rank: int, sizes: Sequence[int], ring: Ring) -> tuple[float, float]:
@@ -72,7 +72,7 @@ def deadline(lab: Lab) -> float:
     return 10 + 4 * sum(lab.message(host) / lab.expected(host).goodput for host in range(len(lab.rates)))
 
 
-def measure_tcp(cluster: Cluster) -> Times:
+def measure_tcp(cluster: Cluster) -> LinkSeconds:
     """Measure with plain TCP, from a process in the network namespace of each host."""
     specification = importlib.util.spec_from_file_location("wire", WIRE)  # importing fompi would need NumPy
     assert specification and specification.loader
@@ -109,10 +109,10 @@ def measure_tcp(cluster: Cluster) -> Times:
     if not all(answers):
         raise Refused("plain TCP does not pass between the hosts: see the lines above", REFUSED)
     alone, together = zip(*map(json.loads, answers), strict=True)
-    return Times(alone, together)
+    return LinkSeconds(alone, together)
 
 
-def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str]) -> Times:
+def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str]) -> LinkSeconds:
     """Measure with MPI: a small job with one rank per host, launched like the real job."""
     lab = cluster.lab
     hosts = len(lab.rates)
@@ -136,7 +136,7 @@ def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment:
             f"Its output:\n{last}",
             REFUSED,
         )
-    return Times(**{name: tuple(values) for name, values in json.loads(result[0]).items()})
+    return LinkSeconds(**{name: tuple(values) for name, values in json.loads(result[0]).items()})
 
 
 def probe(sizes: Sequence[int]) -> int:
@@ -184,7 +184,7 @@ class MpiRing:
         return time.perf_counter() - start
 
 
-def shares(lab: Lab, times: Times) -> Iterator[tuple[str, float, float]]:
+def shares(lab: Lab, times: LinkSeconds) -> Iterator[tuple[str, float, float]]:
     """The rows of the table: the link, the goodput that it allows, and the share that was reached."""
     hosts = range(len(lab.rates))
     for host in hosts:
@@ -196,7 +196,7 @@ def shares(lab: Lab, times: Times) -> Iterator[tuple[str, float, float]]:
     yield TOGETHER, slowest, size / max(times.together) / slowest
 
 
-def table(lab: Lab, measured: dict[str, Times]) -> str:
+def table(lab: Lab, measured: dict[str, LinkSeconds]) -> str:
     sizes = {f"{lab.message(host) / 1e6:g}" for host in range(len(lab.rates))}
     heading = f"{'/'.join(sorted(sizes, key=float))} MB after {IDLE_SECONDS} s, TCP {lab.congestion}; MB/s"
     lines = [f"{heading:<40}{'shaped':>8}" + "".join(f"{name:>16}" for name in measured)]
@@ -232,7 +232,7 @@ class Fault:
         return f"warning: {self.reached}: {why}The job starts all the same. Do not record its times"
 
 
-def fault(lab: Lab, name: str, times: Times) -> Fault | None:
+def fault(lab: Lab, name: str, times: LinkSeconds) -> Fault | None:
     """The fault if a measurement misses the requested rates. None if all is well."""
     for way, rate, share in shares(lab, times):
         if share <= TOO_FAST and not too_slow(lab, way, share):
@@ -258,11 +258,11 @@ def measure(
     A measurement that is too slow is repeated, because other load may be the cause. The fastest attempt counts, so that
     a link that is too fast is always found.
     """
-    methods: dict[str, Callable[[], Times]] = {
+    methods: dict[str, Callable[[], LinkSeconds]] = {
         "tcp": lambda: measure_tcp(cluster),
         mpi.name: lambda: measure_mpi(cluster, mpi, command, environment),
     }
-    measured: dict[str, Times] = {}
+    measured: dict[str, LinkSeconds] = {}
     for name, method in methods.items():
         for _ in range(ATTEMPTS):
             measured[name] = method().best(measured.get(name))

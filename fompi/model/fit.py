@@ -242,7 +242,7 @@ def ports(taken: Mapping[int, float]) -> int:
     return max((count for count, seconds in taken.items() if seconds <= PORT_TOLERANCE * taken[1]), default=1)
 
 
-class Product(NamedTuple):
+class MeasuredProduct(NamedTuple):
     """A measured product: its operations, the bytes of its operands, and its seconds without the overhead of a call."""
 
     flops: float
@@ -250,12 +250,12 @@ class Product(NamedTuple):
     seconds: float
 
 
-def product(m: int, k: int, n: int, seconds: float) -> Product:
+def product(m: int, k: int, n: int, seconds: float) -> MeasuredProduct:
     """The product of (m, k) and (k, n) in float32."""
-    return Product(2.0 * m * k * n, 4.0 * k * (m + n), seconds)
+    return MeasuredProduct(2.0 * m * k * n, 4.0 * k * (m + n), seconds)
 
 
-def product_rates(timed: Sequence[Product]) -> tuple[float, float]:
+def product_rates(timed: Sequence[MeasuredProduct]) -> tuple[float, float]:
     """Operations per second, and packed bytes per second, by least squares of relative errors.
 
     If a rate would be negative, packing counts as free.

@@ -78,7 +78,7 @@ class Level(NamedTuple):
         return max([*rates, (b - a) / (z - y) if z > y else inf])
 
 
-class Link(NamedTuple):
+class LinkModel(NamedTuple):
     """The link from one rank to another: its level, its ports, and the rate of its slower end (1: full speed)."""
 
     level: Level
@@ -180,14 +180,16 @@ class Machine:
         inner: dict[str, Any] = {"latency": latency, "bandwidth": bandwidth, "curve": curve, "burst": burst}
         return replace(self, **inner, levels=tuple(levels), **changes)
 
-    def link(self, source: int, dest: int) -> Link:
+    def link(self, source: int, dest: int) -> LinkModel:
         """The link between two ranks: the outermost level that separates them."""
         number, level = -1, self.innermost
         for i, outer in enumerate(self.levels):
             if source // outer.ranks != dest // outer.ranks:
                 number, level = i, outer
         ends = [end // level.ranks if level.shared else end for end in (source, dest)]
-        return Link(level, (("out", number, ends[0]), ("in", number, ends[1])), min(map(self.rate, (source, dest))))
+        return LinkModel(
+            level, (("out", number, ends[0]), ("in", number, ends[1])), min(map(self.rate, (source, dest)))
+        )
 
     def rate(self, rank: int) -> float:
         """The share of its bandwidth that a rank has."""
@@ -230,7 +232,7 @@ class Machine:
         if ranks == 1:  # a copy
             return self.overhead + nbytes / self.memory_rate
         level = next((outer for outer in reversed(self.levels) if ranks > outer.ranks), self.innermost)
-        link = Link(level, (), self.slowest(ranks))
+        link = LinkModel(level, (), self.slowest(ranks))
         points = (self.sampled(name, ranks, True) if behind else ()) or self.sampled(name, ranks)
         if points:
             least = link.busy(nbytes * _moved_share(name, ranks)) if again else 0.0

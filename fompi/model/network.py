@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-from fompi.model.machine import Link, Machine
+from fompi.model.machine import LinkModel, Machine
 
 Port = tuple[str, int, int]
 """("out" or "in", number of the level or -1 for the innermost, number of the rank or of the group)."""
@@ -64,7 +64,7 @@ class Network:
         self.machine, self.step, self.queue = machine, step, queue
         self.waiting: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.busy: set[tuple[int, int]] = set()  # pairs of ranks with a message on the way
-        self.links: dict[tuple[int, int], tuple[Link, list[Port]]] = {}
+        self.links: dict[tuple[int, int], tuple[LinkModel, list[Port]]] = {}
         self.messages: defaultdict[Port, dict[Message, None]] = defaultdict(dict)
         self.changed: set[Port] = set()  # ports at which a message has begun or ended at this moment
         self.starting: list[

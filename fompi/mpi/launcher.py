@@ -46,7 +46,7 @@ _SRUN = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchVariables:
     """What the launcher says in its variables. None: it does not say.
 
     `launcher` is a name of `MARKS`: "sbatch" is a Slurm job in which srun has started nothing, "pmi" any other launcher
@@ -62,7 +62,7 @@ class Launch:
     local_size: int | None = None
 
 
-class Mark(NamedTuple):
+class LauncherMark(NamedTuple):
     """A launcher, the variables that only it sets, and those in which it says size, rank, local rank and local size."""
 
     launcher: str
@@ -84,19 +84,21 @@ _OMPI, _MV2 = (
 )
 
 MARKS = (
-    Mark("torchrun", ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
-    Mark("openmpi", ("OMPI_COMM_WORLD_SIZE",), *_OMPI),
-    Mark("intel", ("PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"), *_HYDRA),
-    Mark("hydra", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_HYDRA),
-    Mark("mvapich", ("MV2_COMM_WORLD_SIZE",), *_MV2),
-    Mark("jsrun", ("JSM_NAMESPACE_SIZE",), *_JSM),
-    Mark("flux", ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
-    Mark("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-    Mark("pals", ("PALS_RANKID",), *_PALS),
-    Mark("pmi", ("PMI_SIZE",), "PMI_SIZE", "PMI_RANK"),
-    Mark("openmpi", ("PMIX_RANK",), "", "PMIX_RANK"),  # prterun: only PMIx knows the size
-    Mark("sbatch", ("SLURM_JOB_ID", "SLURM_NTASKS"), "SLURM_NTASKS"),
-    Mark("torch", ("WORLD_SIZE", "RANK", "LOCAL_RANK"), *_TORCHRUN),
+    LauncherMark("torchrun", ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
+    LauncherMark("openmpi", ("OMPI_COMM_WORLD_SIZE",), *_OMPI),
+    LauncherMark("intel", ("PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"), *_HYDRA),
+    LauncherMark("hydra", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_HYDRA),
+    LauncherMark("mvapich", ("MV2_COMM_WORLD_SIZE",), *_MV2),
+    LauncherMark("jsrun", ("JSM_NAMESPACE_SIZE",), *_JSM),
+    LauncherMark("flux", ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    LauncherMark(
+        "srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"
+    ),
+    LauncherMark("pals", ("PALS_RANKID",), *_PALS),
+    LauncherMark("pmi", ("PMI_SIZE",), "PMI_SIZE", "PMI_RANK"),
+    LauncherMark("openmpi", ("PMIX_RANK",), "", "PMIX_RANK"),  # prterun: only PMIx knows the size
+    LauncherMark("sbatch", ("SLURM_JOB_ID", "SLURM_NTASKS"), "SLURM_NTASKS"),
+    LauncherMark("torch", ("WORLD_SIZE", "RANK", "LOCAL_RANK"), *_TORCHRUN),
 )
 """The launchers, innermost first: mpirun inside a Slurm job is mpirun, torchrun inside srun is torchrun.
 
@@ -106,12 +108,12 @@ daemons' job step. `srun --mpi=pmi2` sets PMI_SIZE, but not Hydra's MPI_LOCALNRA
 """
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Launch:
+def detect(environ: Mapping[str, str] | None = None) -> LaunchVariables:
     """The innermost launcher of `MARKS`, and what it says. Without any: the launcher "none"."""
     environ = os.environ if environ is None else environ
     for mark in MARKS:
         if all(name in environ for name in mark.needs):
-            launch = Launch(mark.launcher, *(_number(environ.get(name)) for name in mark[2:]))
+            launch = LaunchVariables(mark.launcher, *(_number(environ.get(name)) for name in mark[2:]))
             if mark.launcher == "srun":
                 tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
                 launch = replace(launch, local_size=_tasks_on_node(tasks, _number(environ.get("SLURM_NODEID"))))
@@ -121,7 +123,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
                     launch, local_size=launch.size // nodes if nodes and launch.size % nodes == 0 else None
                 )
             return launch
-    return Launch("none")
+    return LaunchVariables("none")
 
 
 def plugin(environ: Mapping[str, str] | None = None) -> str | None:
@@ -136,7 +138,7 @@ def plugin(environ: Mapping[str, str] | None = None) -> str | None:
     return "pmi2" if "PMI_FD" in environ else "none"
 
 
-class Batch(NamedTuple):
+class BatchSystem(NamedTuple):
     """A batch system with its article, the variables that its jobs have, and what says how many processes it allotted.
 
     `slots` is a variable with a number, or with the name of a file that has a line per slot. `start` starts {n} ranks.
@@ -149,11 +151,11 @@ class Batch(NamedTuple):
 
 
 BATCHES = (
-    Batch("a Flux", ("FLUX_ENCLOSING_ID",), "", "flux run -n {n}"),
-    Batch("a Slurm", ("SLURM_JOB_ID",), "SLURM_JOB_NUM_NODES", "srun -n {n}"),
-    Batch("a PBS", ("PBS_NODEFILE",), "PBS_NODEFILE"),
-    Batch("an LSF", ("LSB_DJOB_NUMPROC",), "LSB_DJOB_NUMPROC"),
-    Batch("a Grid Engine", ("NSLOTS", "PE_HOSTFILE"), "NSLOTS"),
+    BatchSystem("a Flux", ("FLUX_ENCLOSING_ID",), "", "flux run -n {n}"),
+    BatchSystem("a Slurm", ("SLURM_JOB_ID",), "SLURM_JOB_NUM_NODES", "srun -n {n}"),
+    BatchSystem("a PBS", ("PBS_NODEFILE",), "PBS_NODEFILE"),
+    BatchSystem("an LSF", ("LSB_DJOB_NUMPROC",), "LSB_DJOB_NUMPROC"),
+    BatchSystem("a Grid Engine", ("NSLOTS", "PE_HOSTFILE"), "NSLOTS"),
 )
 """The batch systems, innermost first: Flux runs inside jobs of the others."""
 
@@ -183,7 +185,7 @@ def _slots(text: str) -> int | None:
     return _number(text)
 
 
-def kill_note(launch: Launch, library_name: str, environ: Mapping[str, str] | None = None) -> str | None:
+def kill_note(launch: LaunchVariables, library_name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """What to set if a rank that is killed would leave the others waiting, else None. It does with MPICH under srun."""
     environ = os.environ if environ is None else environ
     if launch.launcher != "srun" or library_name == "Open MPI" or launch.size in (None, 1):
@@ -196,7 +198,7 @@ def kill_note(launch: Launch, library_name: str, environ: Mapping[str, str] | No
     )
 
 
-def warning(launch: Launch, mpi_size: int, library_name: str, mpirun: str | None = None) -> str | None:
+def warning(launch: LaunchVariables, mpi_size: int, library_name: str, mpirun: str | None = None) -> str | None:
     """One line with cause and fix if MPI has another number of ranks than the launcher started, else None.
 
     `library_name` is the loaded MPI library ("MPICH", "Open MPI", ...). `mpirun` is the path of its own launcher.
@@ -257,7 +259,7 @@ def is_child(environ: Mapping[str, str]) -> bool:
     return environ.get(CONNECTED) == process_of(environ)
 
 
-def is_bridged(launch: Launch, library_name: str, environ: Mapping[str, str]) -> bool:
+def is_bridged(launch: LaunchVariables, library_name: str, environ: Mapping[str, str]) -> bool:
     """True if fompi connects the processes to each other, because their launcher, torchrun, starts no MPI.
 
     False for a child of such a process, which has the variables of both, and for a job of one process.
@@ -281,7 +283,7 @@ def torchrun_refusal(environ: Mapping[str, str], library_name: str, mpirun: str 
     return f"torchrun, inside a rank of another launcher, starts no MPI: {_fix(launch, library_name, mpirun)}"
 
 
-def _why(launch: Launch, library_name: str) -> str:
+def _why(launch: LaunchVariables, library_name: str) -> str:
     if launch.launcher == "torchrun" and library_name in BRIDGED:
         return (
             "MPI was started before fompi could connect them, or MASTER_ADDR is not set (let fompi start MPI: call "
@@ -294,7 +296,7 @@ def _why(launch: Launch, library_name: str) -> str:
     return f"Python loaded {library_name}"
 
 
-def _fix(launch: Launch, library_name: str, mpirun: str | None) -> str:
+def _fix(launch: LaunchVariables, library_name: str, mpirun: str | None) -> str:
     own_srun = _SRUN.get(library_name, f"the `srun --mpi=...` that {library_name} was built for")
     own_mpirun = f"the mpirun of {library_name}" + (f", {mpirun}" if mpirun else "")
     if launch.launcher == "srun":

@@ -43,7 +43,7 @@ def choose(wanted: str, same_host: bool, gpu_aware: bool) -> str:
     return DIRECT if gpu_aware or wanted == DIRECT else STAGED
 
 
-class _Message:
+class _PathMessage:
     """A Token that is a queue of its own: messages end in any order."""
 
     due = float("inf")
@@ -53,7 +53,7 @@ class _Message:
         return self  # not an attribute: that would be a circle, and memory would wait for the garbage collector
 
 
-class Offer(_Message):
+class Offer(_PathMessage):
     """The Token of a send by ipc. It is done when the receiver has copied the data."""
 
     def __init__(self, link: Link, handle: bytes, peer: int, tag: int):
@@ -68,7 +68,7 @@ class Offer(_Message):
         return not self._requests
 
 
-class Pull(_Message):
+class Pull(_PathMessage):
     """The Token of a receive by ipc. It is done when the data is there and the sender has been told."""
 
     def __init__(self, path: Ipc, data: DeviceArray | None, peer: int, tag: int, what: str):

@@ -29,7 +29,7 @@ from typing import Protocol
 from fompi.base.errors import LaunchError, WaitTimeout
 from fompi.mpi import launcher
 
-STORES: dict[str, Callable[[float], Store]] = {}
+STORES: dict[str, Callable[[float], KeyValueStore]] = {}
 """By the name of a launcher: a function (timeout in seconds) that opens the store of its processes.
 
 `fompi/__init__.py` adds that of torchrun, which is in the room `torch`.
@@ -42,7 +42,7 @@ VALUE_NBYTES, KEY_NBYTES = 1024, 256
 """The longest value and key that MPI may publish. It splits longer ones."""
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What all processes share: `torch.distributed.Store` has these methods. None of them may wait for long."""
 
     def set(self, key: str, value: str) -> None:
@@ -59,10 +59,10 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class PmiJob:
     """The processes that met in `store`. Keys of the job begin with `name`; `nodes` is the node of each rank."""
 
-    store: Store
+    store: KeyValueStore
     name: str
     rank: int
     nodes: tuple[str, ...]
@@ -75,7 +75,7 @@ class Job:
         return "/".join(map(str, (self.name, *words)))
 
 
-def meet(store: Store, rank: int, size: int, node: str, library: str, seconds: float) -> Job:
+def meet(store: KeyValueStore, rank: int, size: int, node: str, library: str, seconds: float) -> PmiJob:
     """The Job of these `size` processes. Collective.
 
     The store may have the keys of an earlier job: a launcher that restarts its processes may keep it. So every rank
@@ -126,7 +126,7 @@ def meet(store: Store, rank: int, size: int, node: str, library: str, seconds: f
         raise LaunchError(
             f"rank 0 has loaded {libraries[0]}, but rank {other} {libraries[other]}: give all hosts the same MPI"
         )
-    return Job(store, name, rank, tuple(words[1] for words in everyone))
+    return PmiJob(store, name, rank, tuple(words[1] for words in everyone))
 
 
 def _waited(is_done: Callable[[], bool], seconds: float) -> bool:
@@ -162,7 +162,7 @@ class Bridge:
     A barrier of MPI_Init that takes longer than `seconds` ends the process. After `initialised` there is no limit.
     """
 
-    def __init__(self, connection: socket.socket, job: Job, seconds: float):
+    def __init__(self, connection: socket.socket, job: PmiJob, seconds: float):
         self._connection, self._job, self._seconds = connection, job, seconds
         self._barriers, self._said_finalize = 0, False
         threading.Thread(target=self._serve, name="fompi PMI", daemon=True).start()
@@ -243,7 +243,7 @@ class Bridge:
             )
 
 
-def connect(job: Job, environ: MutableMapping[str, str], seconds: float) -> Bridge:
+def connect(job: PmiJob, environ: MutableMapping[str, str], seconds: float) -> Bridge:
     """Set the variables of PMI-1, and answer what MPI_Init will ask.
 
     Child processes do not inherit the connection. They see that they are children: `launcher.CONNECTED`.

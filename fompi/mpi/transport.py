@@ -47,7 +47,7 @@ still happens for messages above the eager limit. Such messages are therefore se
 
 
 @dataclass(frozen=True)
-class Library:
+class MpiLibrary:
     """The loaded MPI library. `path` is its file, `mpirun` the launcher installed with it; None if unknown."""
 
     name: str
@@ -93,7 +93,7 @@ def start_mpi() -> ModuleType:
     return MPI
 
 
-def library() -> Library:
+def library() -> MpiLibrary:
     """The MPI library that mpi4py loads. Does not start MPI."""
     return _library(load_mpi())
 
@@ -335,14 +335,14 @@ def _refuse_foreign_launcher(MPI: ModuleType) -> None:
         raise LaunchError(reason) if is_orphan else LaunchError.everywhere(reason)
 
 
-def _library(MPI: ModuleType) -> Library:
+def _library(MPI: ModuleType) -> MpiLibrary:
     description = MPI.Get_library_version().rstrip("\0\n ")
     name, version = MPI.get_vendor()
     if "CRAY MPICH" in description.upper():  # based on MPICH, with its own launcher
         name = "Cray MPICH"
     standard = MPI.Get_version()
     path = _library_path(MPI)
-    return Library(name, _dotted(version), _dotted(standard), description, path, _mpirun_of(path))
+    return MpiLibrary(name, _dotted(version), _dotted(standard), description, path, _mpirun_of(path))
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

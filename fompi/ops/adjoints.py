@@ -93,7 +93,7 @@ class Call:
         a = self.arguments = self.arguments.with_tensors([...] * len(self.arguments.tensors))
         if any(self.needs):
             biased = tuple(b is not None for b in a.biases)
-            a.gradient += _wanted(len(a.weights), biased, len(a.operands), tuple(self.needs), " " * bool(a.gradient))
+            a.words += _wanted(len(a.weights), biased, len(a.operands), tuple(self.needs), " " * bool(a.words))
 
     @property
     def keeps(self) -> bool:
@@ -157,7 +157,7 @@ class Call:
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
         number = f" (call {self._number})" if self._number >= 0 else ""
         words = f"in the backward of {self.operation.name}{number}"
-        arguments = replace(operation.read(tensors, options)[0], gradient=words)
+        arguments = replace(operation.read(tensors, options)[0], words=words)
         return self.apply(operation, arguments, self.comm, CallOptions(schedule, slices, effort))
 
 
@@ -193,7 +193,7 @@ class ReplicatedCall(Call):
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(self.needs):
-            self.arguments.gradient += " of a loss that counts once"
+            self.arguments.words += " of a loss that counts once"
 
     def shared(self, dy: Any) -> Any:
         """dy, in the graph of a second derivative: the gradient of dy is the sum of those of all ranks."""

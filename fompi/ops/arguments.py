@@ -63,7 +63,7 @@ class Arguments:
     keep: bool = False  # the rows that arrive are a result too
     expects: int = -1  # how many rows must arrive here, if no operand and no out= says it; -1: any number
     arriving: Sequence[int] | None = None  # how many rows must arrive from each rank of an exchange; None: `expects`
-    gradient: str = ""  # words: whose gradients are wanted, in which backward; the same on all ranks, they compare it
+    words: str = ""  # what the ranks compare beside: whose gradients are wanted, in which backward, at which step
     result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])  # from outputs by name
 
     @property

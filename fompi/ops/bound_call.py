@@ -50,7 +50,7 @@ class BoundCall:
         def localised() -> LocalCall:
             return _checked(operation, arguments, communicator, call_options)
 
-        compared = "bound", arguments.gradient
+        compared = "bound", arguments.words
         local, plan = decide(operation.name, localised, communicator, call_options, *compared, refusal=wrong)
         self._arguments, self._local = arguments, local
         self._outputs = [b for b in plan.programs[communicator.rank].buffers if b.role == "output"]

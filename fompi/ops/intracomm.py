@@ -66,7 +66,7 @@ def is_in_place(spec: Any) -> bool:
     return spec is None or spec is MPI.IN_PLACE
 
 
-class Buffer:
+class MpiBuffer:
     """A buffer argument of mpi4py: memory, a datatype, and `counts[i]` items from the item `displacements[i]` on.
 
     `parts` is the number of ranks, if there is something for each of them, else 0. `vector`: they may have different
@@ -230,7 +230,7 @@ def _numbers(given: Any, count: int) -> list[int]:
     return numbers
 
 
-class Call(NamedTuple):
+class MpiCall(NamedTuple):
     """A call of an operation of fompi, and `finish(pending)`, which brings its result to the buffers of the program.
 
     `expects` is how many bytes of rows must arrive on this rank, -1: any number. The ranks compare it before they send.
@@ -346,8 +346,8 @@ class Comm(MPI.Intracomm):
         return Communicator.of(self)
 
     # -- moves: bytes
-    def _bcast(self, buf: Any, root: int = 0) -> Call:
-        buffer = Buffer(buf)
+    def _bcast(self, buf: Any, root: int = 0) -> MpiCall:
+        buffer = MpiBuffer(buf)
         x, is_root = buffer.packed(), self.Get_rank() == root
         in_place = buffer.memory is not None and x.flags.writeable
         if not (in_place or is_root or x.flags.writeable):
@@ -358,9 +358,9 @@ class Comm(MPI.Intracomm):
             if not (in_place or is_root):
                 buffer.unpack(y)
 
-        return Call(operations.broadcast, x, {"root": root, "out": x if in_place else None}, finish)
+        return MpiCall(operations.broadcast, x, {"root": root, "out": x if in_place else None}, finish)
 
-    def _gathered(self, operation: Operation[Any], x: Bytes, target: Buffer | None, **options: Any) -> Call:
+    def _gathered(self, operation: Operation[Any], x: Bytes, target: MpiBuffer | None, **options: Any) -> MpiCall:
         """The call whose result goes to `target`: straight to its memory, where that is possible."""
         out = None if target is None else target.memory
         if out is not None and np.may_share_memory(out, x):
@@ -378,49 +378,49 @@ class Comm(MPI.Intracomm):
                 target.unpack(y)
 
         expects = -1 if target is None else sum(target.nbytes)
-        return Call(operation, x, {"out": out, **options}, finish, expects)
+        return MpiCall(operation, x, {"out": out, **options}, finish, expects)
 
-    def _allgather(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Call:
-        target = Buffer(recvbuf, self.Get_size(), vector)
-        x = target.part(self.Get_rank()) if is_in_place(sendbuf) else Buffer(sendbuf).packed()
+    def _allgather(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> MpiCall:
+        target = MpiBuffer(recvbuf, self.Get_size(), vector)
+        x = target.part(self.Get_rank()) if is_in_place(sendbuf) else MpiBuffer(sendbuf).packed()
         return self._gathered(operations.all_gather, x, target)
 
-    def _allgatherv(self, sendbuf: Any, recvbuf: Any) -> Call:
+    def _allgatherv(self, sendbuf: Any, recvbuf: Any) -> MpiCall:
         return self._allgather(sendbuf, recvbuf, True)
 
-    def _gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> Call:
+    def _gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> MpiCall:
         if self.Get_rank() != root:
-            return self._gathered(operations.gather, Buffer(sendbuf).packed(), None, root=root)
-        target = Buffer(recvbuf, self.Get_size(), vector)
-        x = target.part(root) if is_in_place(sendbuf) else Buffer(sendbuf).packed()
+            return self._gathered(operations.gather, MpiBuffer(sendbuf).packed(), None, root=root)
+        target = MpiBuffer(recvbuf, self.Get_size(), vector)
+        x = target.part(root) if is_in_place(sendbuf) else MpiBuffer(sendbuf).packed()
         return self._gathered(operations.gather, x, target, root=root)
 
-    def _gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+    def _gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> MpiCall:
         return self._gather(sendbuf, recvbuf, root, True)
 
-    def _scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> Call:
+    def _scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> MpiCall:
         if self.Get_rank() != root:
-            return self._gathered(operations.scatter, np.empty(0, np.uint8), Buffer(recvbuf), root=root)
-        source = Buffer(sendbuf, self.Get_size(), vector)
-        target = None if is_in_place(recvbuf) else Buffer(recvbuf)
+            return self._gathered(operations.scatter, np.empty(0, np.uint8), MpiBuffer(recvbuf), root=root)
+        source = MpiBuffer(sendbuf, self.Get_size(), vector)
+        target = None if is_in_place(recvbuf) else MpiBuffer(recvbuf)
         return self._gathered(operations.scatter, source.packed(), target, root=root, counts=source.nbytes)
 
-    def _scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+    def _scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> MpiCall:
         return self._scatter(sendbuf, recvbuf, root, True)
 
-    def _alltoall(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Call:
-        target = Buffer(recvbuf, self.Get_size(), vector)
-        source = target if is_in_place(sendbuf) else Buffer(sendbuf, self.Get_size(), vector)
+    def _alltoall(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> MpiCall:
+        target = MpiBuffer(recvbuf, self.Get_size(), vector)
+        source = target if is_in_place(sendbuf) else MpiBuffer(sendbuf, self.Get_size(), vector)
         x = source.packed().copy() if source is target else source.packed()
         return self._gathered(operations.all_to_all, x, target, counts=source.nbytes)
 
-    def _alltoallv(self, sendbuf: Any, recvbuf: Any) -> Call:
+    def _alltoallv(self, sendbuf: Any, recvbuf: Any) -> MpiCall:
         return self._alltoall(sendbuf, recvbuf, True)
 
     # -- reductions: numbers. None: the op or the type is MPI's
     def _reduced(
-        self, operation: Operation[Any], source: Buffer, target: Buffer | None, op: Any, **options: Any
-    ) -> Call | None:
+        self, operation: Operation[Any], source: MpiBuffer, target: MpiBuffer | None, op: Any, **options: Any
+    ) -> MpiCall | None:
         name, number = next((name for known, name in OPS if op == known), None), source.number
         if name is None or not number or (number.startswith("complex") and name in ("min", "max")):
             return None
@@ -443,36 +443,36 @@ class Comm(MPI.Intracomm):
             if target.memory is None:
                 target.unpack(room.view(np.uint8))
 
-        return Call(operation, x, {"op": name, "out": out, **options}, finish)
+        return MpiCall(operation, x, {"op": name, "out": out, **options}, finish)
 
-    def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call | None:
-        target = Buffer(recvbuf)
-        source = target if is_in_place(sendbuf) else Buffer(sendbuf)
+    def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> MpiCall | None:
+        target = MpiBuffer(recvbuf)
+        source = target if is_in_place(sendbuf) else MpiBuffer(sendbuf)
         return self._reduced(operations.all_reduce, source, target, op)
 
-    def _reduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0) -> Call | None:
-        target = Buffer(recvbuf) if self.Get_rank() == root else None
-        source = target if target is not None and is_in_place(sendbuf) else Buffer(sendbuf)
+    def _reduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0) -> MpiCall | None:
+        target = MpiBuffer(recvbuf) if self.Get_rank() == root else None
+        source = target if target is not None and is_in_place(sendbuf) else MpiBuffer(sendbuf)
         return self._reduced(operations.reduce, source, target, op, root=root)
 
-    def _reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Call | None:
+    def _reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> MpiCall | None:
         size, in_place = self.Get_size(), is_in_place(sendbuf)
-        target = Buffer(recvbuf, size if in_place else 0)
-        source = target if in_place else Buffer(sendbuf, size)
+        target = MpiBuffer(recvbuf, size if in_place else 0)
+        source = target if in_place else MpiBuffer(sendbuf, size)
         return self._reduced(operations.reduce_scatter, source, target, op, counts=source.counts)
 
     def _reduce_scatter(
         self, sendbuf: Any, recvbuf: Any, recvcounts: Sequence[int] | None = None, op: Any = MPI.SUM
-    ) -> Call | None:
+    ) -> MpiCall | None:
         if recvcounts is None:
             return None
-        target = Buffer(recvbuf)
-        source = target if is_in_place(sendbuf) else Buffer(sendbuf)
+        target = MpiBuffer(recvbuf)
+        source = target if is_in_place(sendbuf) else MpiBuffer(sendbuf)
         return self._reduced(
             operations.reduce_scatter, source, target, op, counts=_numbers(recvcounts, self.Get_size())
         )
 
-    def _begin(self, operation: Operation[Any], prepare: Callable[..., Call | None], args: Any, options: Any) -> Any:
+    def _begin(self, operation: Operation[Any], prepare: Callable[..., MpiCall | None], args: Any, options: Any) -> Any:
         """The pending of a call and what finishes it. None: it goes to MPI."""
         try:
             call = prepare(*args, **options)

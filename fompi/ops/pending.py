@@ -179,7 +179,7 @@ class Pending:
             if moves in ("all_gather", "all_to_all"):
                 rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
-            form = comm, local, schedule, slices, arguments.gradient
+            form = comm, local, schedule, slices, arguments.words
             self._task = agreement = Agreement(
                 *(comm, self._stamp, common_of(*form), lambda: in_words(*form), rows, expects, None),
                 *(equal_totals, signature, hint),

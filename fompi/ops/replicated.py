@@ -77,7 +77,7 @@ def _total(tensors: Sequence[Tensor], dtype: str, comm: Any) -> Any:
     more = f", ... (all: {digest(str(shapes)):x})" if len(shapes) > MOST_NAMED else ""
     words = f"of gradients with the shapes {', '.join(map(str, shapes[:MOST_NAMED]))}{more}"
     arguments, _, _ = all_reduce.read((dlpack.lend(flat, dtype, "dlpack" if device is None else "device"),), {})
-    total = all_reduce.run(replace(arguments, gradient=words), comm, CallOptions())
+    total = all_reduce.run(replace(arguments, words=words), comm, CallOptions())
     return total.array if device is None else dlpack.borrow(total).array
 
 

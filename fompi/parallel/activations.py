@@ -11,19 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from fompi.parallel.local import Work, local_kernel
-
 Array = np.ndarray[Any, Any]
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu", "swiglu")
 
 
-def _activate_work(z: Array, activation: str) -> Work:
-    features = z.shape[-1] // 2 if activation == "swiglu" else z.shape[-1]
-    return Work(0, 2 * z.nbytes, [((*z.shape[:-1], features), z.dtype)])
-
-
-@local_kernel(_activate_work)
 def activate(z: Array, activation: str) -> Array:
     """The activation of z, feature by feature."""
     if activation == "relu":
@@ -38,7 +30,6 @@ def activate(z: Array, activation: str) -> Array:
     return z
 
 
-@local_kernel(lambda z, dy, activation: Work(0, 2 * z.nbytes + dy.nbytes, [(z.shape, z.dtype)]))
 def activate_backward(z: Array, dy: Array, activation: str) -> Array:
     """The gradient of z, where dy is that of `activate(z, activation)`."""
     if activation == "relu":

@@ -121,7 +121,7 @@ def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **opti
     """The operation with which a strategy begins, finished. The ranks also compare `text` in it."""
     tensors = _tensors(arrays, options, dtype)
     arguments, comm, how = operation.read(tuple(tensors), options)
-    arguments.gradient = text
+    arguments.words = text
     pending = operation.begin(arguments, comm, how)
     pending.wait()
     section.begin(comm, pending.number)
@@ -204,3 +204,17 @@ def as_rows(a: Array) -> Array:
 def lent(array: Array, like: Tensor) -> Any:
     """An array in the dtype of `like`, as a tensor of its framework."""
     return dlpack.lend(array, like.dtype, like)
+
+
+# -- kernels of strategies are functions, so that a benchmark can put emulated ones in their place
+
+
+def product(a: Array, b: Array) -> Array:
+    """a @ b, where b is a matrix."""
+    y: Array = a @ b
+    return y
+
+
+def add(into: Array, other: Array) -> None:
+    """into += other"""
+    into += other

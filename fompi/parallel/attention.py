@@ -20,7 +20,6 @@ import numpy as np
 
 from fompi.base.errors import LayoutError
 from fompi.base.layout import integer, number
-from fompi.parallel.local import Work, local_kernel
 
 Array = np.ndarray[Any, Any]
 
@@ -78,15 +77,6 @@ class Rule:
             return np.zeros(len(at), np.intp)
         return np.searchsorted(np.asarray(self.cu_seqlens), at, side="right")
 
-    def pairs(self, q_at: Array, k_at: Array) -> int:
-        """How many keys all queries see together."""
-        if self.cu_seqlens is not None:
-            seen = ((q, k, mask) for q, runs in self.tiles(q_at, k_at) for k, mask in runs)
-            return sum(len(q_at[q]) * len(k_at[k]) if mask is None else int(mask.sum()) for q, k, mask in seen)
-        if self.causal:
-            return int(np.searchsorted(np.sort(k_at), q_at, "right").sum())
-        return len(q_at) * len(k_at)
-
     def tiles(self, q_at: Array, k_at: Array) -> Iterator[tuple[slice, list[tuple[slice, Array | None]]]]:
         """Runs of queries, each with the runs of keys that it sees. With a mask if it does not see all of them."""
         q_documents, k_documents = self.documents(q_at), self.documents(k_at)
@@ -115,14 +105,6 @@ def runs_of(at: Array, most: int) -> Iterator[slice]:
         begin = end
 
 
-def _attend_work(q: Array, k: Array, v: Array, reads: Sequence[int], q_at: Array, k_at: Array, rule: Rule) -> Work:
-    (_, heads, d), e = q.shape, v.shape[2]
-    flops = 2.0 * rule.pairs(q_at, k_at) * heads * (d + e)
-    results = [((*q.shape[:2], e), q.dtype), (q.shape[:2], q.dtype)]
-    return Work(flops, q.nbytes + k.nbytes + 2 * v.nbytes, results)
-
-
-@local_kernel(_attend_work)
 def attend(
     q: Array, k: Array, v: Array, reads: Sequence[int], q_at: Array, k_at: Array, rule: Rule
 ) -> tuple[Array, Array]:
@@ -153,7 +135,6 @@ def attend(
     return o, lse
 
 
-@local_kernel(lambda o, lse, more, more_lse: Work(0, 3 * o.nbytes + 3 * lse.nbytes, ()))
 def merge(o: Array, lse: Array, more: Array, more_lse: Array) -> None:
     """(o, lse) becomes the attention over its keys and those of (more, more_lse)."""
     new = np.logaddexp(lse, more_lse)
@@ -163,16 +144,6 @@ def merge(o: Array, lse: Array, more: Array, more_lse: Array) -> None:
     lse[...] = new
 
 
-def _attend_backward_work(
-    q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, reads: Any, q_at: Array, k_at: Array, rule: Rule
-) -> Work:
-    (_, heads, d), e = q.shape, v.shape[2]
-    flops = 2.0 * rule.pairs(q_at, k_at) * heads * (3 * d + 2 * e)
-    nbytes = 2 * (q.nbytes + k.nbytes + v.nbytes) + 2 * o.nbytes
-    return Work(flops, nbytes, [(a.shape, a.dtype) for a in (q, k, v)])
-
-
-@local_kernel(_attend_backward_work)
 def attend_backward(
     q: Array,
     k: Array,

@@ -16,18 +16,11 @@ from fompi.ops.operations import all_to_all
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
 from fompi.parallel.arrays import Array, arrived, borrow, start, transfer
 from fompi.parallel.choices import Choice, experts_of
-from fompi.parallel.local import Work, local_kernel
 from fompi.tensors.dlpack import Tensor
 
 # --------------------------------------------------------------------------------------------------- the experts
 
 
-def _grouped_work(rows: Array, counts: Sequence[int], w: Array) -> Work:
-    results = [((len(rows), w.shape[2]), rows.dtype)]
-    return Work(2.0 * rows.size * w.shape[2], rows.nbytes + w.nbytes + len(rows) * w.shape[2] * w.itemsize, results)
-
-
-@local_kernel(_grouped_work)
 def grouped(rows: Array, counts: Sequence[int], w: Array) -> Array:
     """rows @ w[e] for each run of rows: the first counts[0] rows for expert 0, and so on."""
     out = np.empty((len(rows), w.shape[2]), rows.dtype)
@@ -36,9 +29,6 @@ def grouped(rows: Array, counts: Sequence[int], w: Array) -> Array:
     return out
 
 
-@local_kernel(
-    lambda rows, counts, d, into: Work(2.0 * rows.size * d.shape[1], rows.nbytes + d.nbytes + into.nbytes, ())
-)
 def grouped_gradient(rows: Array, counts: Sequence[int], d: Array, into: Array) -> None:
     """into[e] += rows.T @ d for each run of rows."""
     for e, (a, b) in enumerate(pairwise(offsets(counts))):
@@ -52,26 +42,23 @@ class Batch:
     rows: Array
     counts: list[int]
     z: Array  # rows @ w1
-    comm: Communicator
 
     @classmethod
-    def forward(
-        cls, rows: Array, counts: Any, w1: Array, w2: Array, activation: str, comm: Communicator
-    ) -> tuple[Batch, Array]:
+    def forward(cls, rows: Array, counts: Any, w1: Array, w2: Array, activation: str) -> tuple[Batch, Array]:
         """The batch, and activation(rows @ w1) @ w2."""
         numbers = [int(n) for n in counts]
-        batch = cls(rows, numbers, grouped.on(comm, rows, numbers, w1), comm)
-        return batch, grouped.on(comm, activate.on(comm, batch.z, activation), numbers, w2)
+        batch = cls(rows, numbers, grouped(rows, numbers, w1))
+        return batch, grouped(activate(batch.z, activation), numbers, w2)
 
     def backward(self, d: Array, w1: Array, w2: Array, activation: str) -> tuple[Array, Array]:
         """The gradients of the rows and of z."""
-        dh = grouped.on(self.comm, d, self.counts, w2.swapaxes(1, 2))
-        dz = activate_backward.on(self.comm, self.z, dh, activation)
-        return grouped.on(self.comm, dz, self.counts, w1.swapaxes(1, 2)), dz
+        dh = grouped(d, self.counts, w2.swapaxes(1, 2))
+        dz = activate_backward(self.z, dh, activation)
+        return grouped(dz, self.counts, w1.swapaxes(1, 2)), dz
 
     def add_weight_gradients(self, d: Array, dz: Array, activation: str, dw1: Array, dw2: Array) -> None:
-        grouped_gradient.on(self.comm, self.rows, self.counts, dz, dw1)
-        grouped_gradient.on(self.comm, activate.on(self.comm, self.z, activation), self.counts, d, dw2)
+        grouped_gradient(self.rows, self.counts, dz, dw1)
+        grouped_gradient(activate(self.z, activation), self.counts, d, dw2)
 
 
 def check_experts(

@@ -28,7 +28,7 @@ from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.parallel.activations import activate, activate_backward
-from fompi.parallel.arrays import Array, arrived, arrived_from, borrow, enter, enter_backward, give, start_sum
+from fompi.parallel.arrays import Array, arrived, arrived_from, borrow, enter, enter_backward, give, product, start_sum
 from fompi.parallel.choices import (
     POLICIES,
     Choice,
@@ -52,12 +52,11 @@ from fompi.parallel.exchange import (
     halves,
     in_turns,
 )
-from fompi.parallel.local import product
 from fompi.parallel.route import Gate, Moved, Route, combine, dispatch, experts, route
 from fompi.tensors.dlpack import Tensor
 
 __all__ = [
-    "POLICIES", "Batch", "Choice", "Exchange", "Gate", "Gradient", "Moe", "Moved", "Part", "Route", "choose",
+    "POLICIES", "Batch", "Choice", "Exchange", "Gate", "LayerGradient", "MicroBatch", "Moe", "Moved", "Route", "choose",
     "choose_backward", "combine", "dispatch", "experts", "experts_of", "grouped", "grouped_gradient", "halves",
     "in_turns", "moe", "route",
 ]  # fmt: skip
@@ -75,7 +74,7 @@ class Moe:
     comm: Communicator
     activation: str
     choice: Choice
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MicroBatch] = field(default_factory=list)
     shared_z: Array | None = None
     shape: tuple[int, ...] = ()
     tokens_per_expert: Array = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -95,7 +94,7 @@ Term = tuple[Batch, Array, Array]
 """One term of the gradients of w1 and w2: a batch, the gradients of its results and of its z."""
 
 
-class Part:
+class MicroBatch:
     """One micro-batch of a layer."""
 
     def __init__(self, layer: Moe, rows: range):
@@ -110,7 +109,7 @@ class Part:
         back = np.empty((len(exchange.token), w2.shape[2]), w2.dtype)
 
         def compute(rows: Array, counts: Any) -> Array:
-            batch, out = Batch.forward(widen(rows, dtype), counts, w1, w2, layer.activation, layer.comm)
+            batch, out = Batch.forward(widen(rows, dtype), counts, w1, w2, layer.activation)
             self.batches.append(batch)
             return out
 
@@ -211,14 +210,14 @@ def _moe(
     layer = Moe(tx, tr, t1, t2, both, group, activation, choice)
     counting = start_count(choice, group)
     ends = offsets(split(len(tx.array), int(microbatches)))
-    layer.parts = [Part(layer, range(a, b)) for a, b in pairwise(ends)]
+    layer.parts = [MicroBatch(layer, range(a, b)) for a, b in pairwise(ends)]
     layer.shape = (len(tx.array), t2.array.shape[2])
     y = np.zeros(layer.shape, accumulator(tx.dtype))
 
     def meanwhile() -> Iterator[None]:  # while the first rows travel
         if both is not None:
-            layer.shared_z = product.on(group, layer.wide(tx), layer.wide(both[0]))
-            y[...] = product.on(group, activate.on(group, layer.shared_z, activation), layer.wide(both[1]))
+            layer.shared_z = product(layer.wide(tx), layer.wide(both[0]))
+            y[...] = product(activate(layer.shared_z, activation), layer.wide(both[1]))
         yield
 
     in_turns([*(part.forward(y) for part in layer.parts), meanwhile()])
@@ -238,9 +237,9 @@ def _backward_rows(layer: Moe, dy: Any, use: Callable[[list[Term]], None], meanw
         dz = None
         if layer.shared is not None and layer.shared_z is not None:
             s1, s2 = map(layer.wide, layer.shared)
-            dh = product.on(layer.comm, given, s2.T)
-            dz = activate_backward.on(layer.comm, layer.shared_z, dh, layer.activation)
-            dx[...] += product.on(layer.comm, dz, s1.T)
+            dh = product(given, s2.T)
+            dz = activate_backward(layer.shared_z, dh, layer.activation)
+            dx[...] += product(dz, s1.T)
         meanwhile((given, dlogits, dz))
         yield
 
@@ -248,7 +247,7 @@ def _backward_rows(layer: Moe, dy: Any, use: Callable[[list[Term]], None], meanw
     return give(dx, layer.x)
 
 
-class Gradient:
+class LayerGradient:
     """The gradients of the weights of a layer, which are added up term by term."""
 
     def __init__(self, layer: Moe):
@@ -263,11 +262,11 @@ class Gradient:
     def start_sums(self, local: tuple[Array, Array, Array | None]) -> None:
         """Start to sum the gradients of the replicated weights over the ranks."""
         (dy, dlogits, dz), layer = local, self.layer
-        comm, x_t = layer.comm, layer.wide(layer.x).T
-        gradients = [product.on(comm, x_t, dlogits)]
+        x_t = layer.wide(layer.x).T
+        gradients = [product(x_t, dlogits)]
         if dz is not None and layer.shared_z is not None:
-            h = activate.on(comm, layer.shared_z, layer.activation)
-            gradients += [product.on(comm, x_t, dz), product.on(comm, h.T, dy)]
+            h = activate(layer.shared_z, layer.activation)
+            gradients += [product(x_t, dz), product(h.T, dy)]
         self.sums = [start_sum(g, accumulator(layer.dtype), layer.comm) for g in gradients]
 
     def result(self) -> Gradients:
@@ -279,7 +278,7 @@ class Gradient:
 
 
 def _moe_backward(saved: Moe, dy: Any) -> Gradients:
-    gradient = Gradient(saved)
+    gradient = LayerGradient(saved)
     dx = _backward_rows(saved, dy, gradient.add, gradient.start_sums)
     return dx, *gradient.result()
 
@@ -293,7 +292,7 @@ def _moe_backward_input(saved: Moe, dy: Any) -> tuple[Gradients, Any]:
 
 def _moe_backward_weight(rest: Any) -> Gradients:
     saved, terms, local = rest
-    gradient = Gradient(saved)
+    gradient = LayerGradient(saved)
     gradient.start_sums(local)
     gradient.add(terms)
     return gradient.result()

@@ -34,12 +34,12 @@ from fompi.parallel.arrays import (
     give,
     keywords_of,
     lent,
+    product,
     same_bits,
     start,
     start_sum,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.local import product
 from fompi.plans.rows import counts_of
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -106,13 +106,13 @@ def _column(
 
         group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
         dtype = tx.dtype
-        wide = product.on(group, widen(tx.array, dtype), widen(tw.array, dtype))
+        wide = product(widen(tx.array, dtype), widen(tw.array, dtype))
         z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
     saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
     if activation == "none":
         return dlpack.lend(z, dtype, tx), saved
     saved.z = z
-    y = narrow(activate.on(group, widen(z, dtype), activation), dtype)
+    y = narrow(activate(widen(z, dtype), activation), dtype)
     saved.shape = y.shape
     return dlpack.lend(y, dtype, tx), saved
 
@@ -122,7 +122,7 @@ def _column_dz(saved: Linear, dy: Any) -> Array:
     given = enter_backward("column_parallel_linear", saved, dy)
     if saved.z is None:
         return given
-    dz = activate_backward.on(saved.comm, widen(saved.z, saved.dtype), widen(given, saved.dtype), saved.activation)
+    dz = activate_backward(widen(saved.z, saved.dtype), widen(given, saved.dtype), saved.activation)
     return narrow(dz, saved.dtype)
 
 
@@ -153,12 +153,12 @@ def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
 
 
 def _local_dx(saved: Linear, dz: Array) -> Any:
-    return give(product.on(saved.comm, widen(dz, saved.dtype), widen(saved.w.array, saved.dtype).T), saved.x)
+    return give(product(widen(dz, saved.dtype), widen(saved.w.array, saved.dtype).T), saved.x)
 
 
 def _local_dw(saved: Linear, dz: Array) -> Gradients:
     x, d = (as_rows(widen(a, saved.dtype)) for a in (saved.x.array, dz))
-    return give(product.on(saved.comm, x.T, d), saved.w), _sum_rows(dz, saved.dtype, saved.bias)
+    return give(product(x.T, d), saved.w), _sum_rows(dz, saved.dtype, saved.bias)
 
 
 def _row(

@@ -221,7 +221,7 @@ def gives(action: Action) -> list[tuple[int, str, int]]:
 # ------------------------------------------------------------------------------------------------ the time it takes
 
 
-class Times(NamedTuple):
+class OrderTimes(NamedTuple):
     """When each action begins and ends, in seconds.
 
     `begins` and `ends` start at 0, when the first action of the pipeline begins.
@@ -237,7 +237,7 @@ class Times(NamedTuple):
 
 def times(
     orders: Sequence[Sequence[Action]], seconds: Mapping[str, float] | None = None, message: float = 0.0
-) -> Times:
+) -> OrderTimes:
     """The event walk: every rank does its actions in order, each as soon as what it needs is there.
 
     `seconds` are those of F, B, I and W (by default 1, 2, 1 and 1). A message to another rank takes `message` seconds,
@@ -246,7 +246,7 @@ def times(
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
     ranks, stages = len(orders), 1 + max((a.stage for actions in orders for a in actions), default=0)
     made: dict[tuple[int, str, int], float] = {}
-    found = Times({}, {})
+    found = OrderTimes({}, {})
     at, now, waiting, moved = [0] * ranks, [0.0] * ranks, set(range(ranks)), True
     while moved:
         moved = False

@@ -54,11 +54,11 @@ def ring_run(
     """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
     mine, o, lse = widen(q, dtype), None, None
     for source, key, value in _circle(k, v, dtype, comm):
-        part = attend.on(comm, mine, widen(key, dtype), widen(value, dtype), reads, at[comm.rank], at[source], rule)
+        part = attend(mine, widen(key, dtype), widen(value, dtype), reads, at[comm.rank], at[source], rule)
         if o is None or lse is None:
             o, lse = part
         else:
-            merge.on(comm, o, lse, *part)
+            merge(o, lse, *part)
     assert o is not None and lse is not None
     o = narrow(o, dtype)
     return o, RingStep(q, k, v, o, lse, at, reads)
@@ -73,7 +73,7 @@ def ring_run_backward(
     travels = None
     for source, key, value in _circle(step.k, step.v, dtype, comm):
         k, v, at = widen(key, dtype), widen(value, dtype), step.at
-        more, dk, dv = attend_backward.on(comm, q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
+        more, dk, dv = attend_backward(q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
         dq += more
         if travels is None:
             total = np.concatenate([dk, dv], 2)

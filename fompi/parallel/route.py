@@ -193,7 +193,7 @@ def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu"
 
     tensors = enter("experts", _routed(route).comm, check)[1]
     rows, v1, v2 = (widen(t.array, t.dtype) for t in tensors)
-    batch, y = Batch.forward(rows, route.rows_per_expert, v1, v2, activation, route.comm)
+    batch, y = Batch.forward(rows, route.rows_per_expert, v1, v2, activation)
     return give(y, tensors[0]), Moved(route, tensors, y.shape, batch, activation=activation)
 
 

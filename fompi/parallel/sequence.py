@@ -222,11 +222,11 @@ def _ulysses(
     returns = Returns(rows, queries, result, dtype, group)
 
     def partial(of: slice, over: slice) -> tuple[Array, Array]:
-        wide = (widen(x, dtype) for x in (full_q[of], full_k[over], full_v[over]))
-        return attend.on(group, *wide, reads, at[of], at[over], saved.rule)
+        q, k, v = (widen(x, dtype) for x in (full_q[of], full_k[over], full_v[over]))
+        return attend(q, k, v, reads, at[of], at[over], saved.rule)
 
     def more(of: slice, over: slice) -> None:
-        merge.on(group, o[of], lse[of], *partial(of, over))
+        merge(o[of], lse[of], *partial(of, over))
 
     for number, (source, run) in enumerate(zip(sources, runs, strict=True)):
         full_q[run], full_k[run], full_v[run] = to_heads.of(source)
@@ -263,8 +263,7 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     keys = Returns(rows, deal.keys, all_kv, sent, group)
 
     def add(of: slice, over: slice) -> None:
-        gradients = attend_backward.on(
-            group, q[of], k[over], v[over], o[of], step.lse[of], given[of],
+        gradients = attend_backward(q[of], k[over], v[over], o[of], step.lse[of], given[of],
             deal.reads, step.at[of], step.at[over], saved.rule,
         )  # fmt: skip
         for into, gradient in zip((dq[of], dkv[over, :, :width], dkv[over, :, width:]), gradients, strict=True):

@@ -31,6 +31,7 @@ from fompi.ops.operations import (
 )
 from fompi.parallel.arrays import (
     Array,
+    add,
     arrived,
     borrow,
     call,
@@ -38,6 +39,7 @@ from fompi.parallel.arrays import (
     enter_backward,
     keywords_of,
     lent,
+    product,
     start,
     start_sum,
     transfer,
@@ -45,7 +47,6 @@ from fompi.parallel.arrays import (
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
-from fompi.parallel.local import add, product
 from fompi.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fompi.tensors.dlpack import Tensor
 
@@ -161,7 +162,7 @@ def _attention(
     def attend_to(begin: int, end: int) -> Array:
         """The results of the heads of this rank for these queries: (queries, ..., heads of this rank * d)."""
         rows = slice(begin, end)
-        part, lse[rows] = attend.on(group, widen(q[rows], dtype), wide_k, wide_v, reads, at[rows], at, rule)
+        part, lse[rows] = attend(widen(q[rows], dtype), wide_k, wide_v, reads, at[rows], at, rule)
         o[rows] = narrow(part, dtype)
         return o[rows].reshape(end - begin, *between, len(mine) * d)
 
@@ -170,14 +171,14 @@ def _attention(
         arrive: list[Any] = []
         for distance in range(1, size + 1):  # the queries of the next rank first, those of this rank last
             owner, source = (rank + distance) % size, (rank - distance) % size
-            term = product.on(group, widen(attend_to(first[owner], first[owner + 1]), dtype), wo_wide)
+            term = product(widen(attend_to(first[owner], first[owner + 1]), dtype), wo_wide)
             if owner != rank:
                 there, here = owner if counts[owner] else None, source if counts[rank] else None
                 arrive.append(transfer(term, there, here, accumulator(dtype), group))
         for pending in arrive:
             other = arrived(pending)
             if counts[rank]:
-                add.on(group, term, other)
+                add(term, other)
         y = narrow(term, dtype)
     else:
         y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
@@ -193,8 +194,8 @@ def _attention_inner(saved: Heads, do: Array) -> Array:
     dtype, total = saved.dtype, len(saved.q)
     q, k, v, o = (widen(a, dtype) for a in (saved.q, saved.k, saved.v, saved.o))
     at = np.arange(total)
-    gradients = attend_backward.on(
-        saved.comm, q, k, v, o, saved.lse, widen(do.reshape(o.shape), dtype), saved.reads, at, at, saved.rule
+    gradients = attend_backward(
+        q, k, v, o, saved.lse, widen(do.reshape(o.shape), dtype), saved.reads, at, at, saved.rule
     )
     between = saved.x.array.shape[1:-1]
     widths = [w.array.shape[1] for w in saved.weights[:3]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil, gcd
 from typing import NamedTuple
 
-from fompi.model.machine import Link, Machine
+from fompi.model.machine import LinkModel, Machine
 
 
 class Hop(NamedTuple):
@@ -16,7 +16,7 @@ class Hop(NamedTuple):
     work at the same time. So a shared port also carries what the other ranks of the node send on their own axes.
     """
 
-    link: Link
+    link: LinkModel
     groups: int
     inside: int
     share: float
@@ -39,7 +39,7 @@ class Axis(NamedTuple):
                 share = (level.ranks / own) if level.shared else 1 / own
                 if level.ranks == 1:
                     share = 1 / min(machine.ports, size - 1)
-                hops.append(Hop(Link(level, (), machine.slowest(ranks)), ceil(outer / own), own, share))
+                hops.append(Hop(LinkModel(level, (), machine.slowest(ranks)), ceil(outer / own), own, share))
         return Axis(size, tuple(hops))
 
     def _seconds(self, entering: Sequence[float]) -> float:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from fompi.base.layout import Sizes, Slices, cut, slices_in_words
-from fompi.model.bound import call_seconds, dealt, native_nbytes, row_nbytes, rows_worked
 from fompi.model.flow_shop import Groups, Job, announced, johnson, pieces
+from fompi.model.lower_bound import call_seconds, dealt, native_nbytes, row_nbytes, rows_worked
 from fompi.model.machine import Machine
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Workspace
 from fompi.plans.problems import Problem

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fompi.base.layout import Sizes
-from fompi.model.bound import call_seconds, native_nbytes, row_nbytes, rows_worked
-from fompi.model.machine import Level, Link, Machine
+from fompi.model.lower_bound import call_seconds, native_nbytes, row_nbytes, rows_worked
+from fompi.model.machine import Level, LinkModel, Machine
 from fompi.planner.candidates import Candidate
 from fompi.plans.plan import PAIRWISE, group_size
 from fompi.plans.problems import Problem
@@ -106,7 +106,7 @@ class _Wire:
         In a ring a shard is passed on only after it has arrived. With a window of 1 the next send starts only after
         the last one has arrived.
         """
-        link = Link(level, (), self.slowest)
+        link = LinkModel(level, (), self.slowest)
         busy = [link.busy(piece * self.row) for piece in pieces]
         shard = sum(busy)
         if candidate.window == 1:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fompi.base import html
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes
-from fompi.model.bound import Bound, bound
+from fompi.model.lower_bound import LowerBound, lower_bound
 from fompi.model.machine import Machine
 from fompi.model.simulate import representatives
 from fompi.planner.candidates import (
@@ -92,14 +92,14 @@ class Judged(NamedTuple):
 class Explanation:
     """All candidates for a problem on a machine: `judged`, the best first. The simulated ones come before the others.
 
-    `bound` is the lower bound of the time. `refused` are schedules of users that are wrong here, and why. `at(rank)` is
-    the problem of each rank, if the problems differ in columns that are not sent.
+    `lower_bound` is that of the time. `refused` are schedules of users that are wrong here, and why. `at(rank)` is the
+    problem of each rank, if the problems differ in columns that are not sent.
     """
 
     problem: Problem
     sizes: Sizes
     machine: Machine
-    bound: Bound
+    lower_bound: LowerBound
     judged: tuple[Judged, ...]
     refused: tuple[tuple[Candidate, str], ...] = ()
     at: Callable[[int], Problem] | None = field(default=None, compare=False)
@@ -116,7 +116,7 @@ class Explanation:
     @property
     def gap(self) -> float:
         """By which share the winner takes longer than the lower bound. 0.05 is 5 %."""
-        return self.winner.seconds / self.bound.seconds - 1 if self.bound.seconds else 0.0
+        return self.winner.seconds / self.lower_bound.seconds - 1 if self.lower_bound.seconds else 0.0
 
     @property
     def plan(self) -> Plan:
@@ -180,7 +180,7 @@ class Explanation:
         return [
             head,
             f"best: {best.candidate}, {1e3 * best.seconds:.3f} ms, {above}, {gain}",
-            f"lower bound {1e3 * self.bound.seconds:.3f} ms: {self.bound.what}",
+            f"lower bound {1e3 * self.lower_bound.seconds:.3f} ms: {self.lower_bound.what}",
         ]
 
     def rows(self, most: int | None = SHOWN_TIMES) -> list[tuple[str, ...]]:
@@ -210,7 +210,7 @@ class Explanation:
 
     def _row(self, alike: list[Judged]) -> tuple[str, ...]:
         first, proof = alike[0], alike[0].proof
-        share = f"{self.bound.seconds / first.seconds:.3f}" if first.seconds else ""
+        share = f"{self.lower_bound.seconds / first.seconds:.3f}" if first.seconds else ""
         more = [f"{len(alike) - 1} more with the same time"] * (len(alike) > 1)
         if proof is None:
             return (
@@ -249,7 +249,7 @@ def explain(
     `at(rank)` is the problem of each rank, if the problems differ in columns that are not sent. `schedules` are the
     only ones that are compared, beside those without overlap. Raises PlanError if one of them is no candidate.
     """
-    least = bound(problem, sizes, machine, at)
+    least = lower_bound(problem, sizes, machine, at)
     listed = list(
         dict.fromkeys([*candidates(problem, machine, most_ops), *exact_cuts(problem, sizes, machine, most_ops)])
     )

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from fompi.base.errors import LayoutError
 from fompi.base.layout import Partial, Replicate, Shard, Spec
-from fompi.model.bound import call_seconds, rows_worked
+from fompi.model.lower_bound import call_seconds, rows_worked
 from fompi.model.machine import Machine
 from fompi.planner.explain import explain
 from fompi.plans.meaning import MEANING
@@ -42,7 +42,7 @@ MOST_COUNT = 1 << 30
 """The most ranks, and the most tokens of a rank."""
 
 
-class Model(NamedTuple):
+class Transformer(NamedTuple):
     """The sizes of a transformer with causal attention. `hidden` is its width.
 
     Its MLP has `matrices` matrices of the shape (hidden, ffn): two, or three if it is gated. A sequence has `sequence`
@@ -113,25 +113,27 @@ class Model(NamedTuple):
 _LLAMA_3 = "Grattafiori et al. 2024 (Llama 3), table 3"
 
 MODELS = {
-    "gpt2-1.5b": Model(48, 1600, 6400, 2, 1024, "Radford et al. 2019: 48 layers, width 1600", 25, 25, 50257, tied=True),
-    "gpt3-175b": Model(96, 12288, 49152, 2, 2048, "Brown et al. 2020, table 2.1", 96, 96, 51200, tied=True),
-    "llama-7b": Model(
+    "gpt2-1.5b": Transformer(
+        48, 1600, 6400, 2, 1024, "Radford et al. 2019: 48 layers, width 1600", 25, 25, 50257, tied=True
+    ),
+    "gpt3-175b": Transformer(96, 12288, 49152, 2, 2048, "Brown et al. 2020, table 2.1", 96, 96, 51200, tied=True),
+    "llama-7b": Transformer(
         32, 4096, 11008, 3, 2048, "Touvron et al. 2023: 32 layers, width 4096, gated 11008", 32, 32, 32000
     ),
-    "llama-8b": Model(32, 4096, 14336, 3, 8192, _LLAMA_3, 32, 8, 128256),
-    "llama-70b": Model(80, 8192, 28672, 3, 8192, _LLAMA_3, 64, 8, 128256),
-    "llama-405b": Model(126, 16384, 53248, 3, 8192, _LLAMA_3, 128, 8, 128256),
-    "mixtral-8x7b": Model(32, 4096, 14336, 3, 8192, "Jiang et al. 2024, table 1", 32, 8, 32000, 8, 2),
-    "deepseek-moe-16b": Model(
+    "llama-8b": Transformer(32, 4096, 14336, 3, 8192, _LLAMA_3, 32, 8, 128256),
+    "llama-70b": Transformer(80, 8192, 28672, 3, 8192, _LLAMA_3, 64, 8, 128256),
+    "llama-405b": Transformer(126, 16384, 53248, 3, 8192, _LLAMA_3, 128, 8, 128256),
+    "mixtral-8x7b": Transformer(32, 4096, 14336, 3, 8192, "Jiang et al. 2024, table 1", 32, 8, 32000, 8, 2),
+    "deepseek-moe-16b": Transformer(
         28, 2048, 1408, 3, 4096, "Dai et al. 2024 (first layer dense there)", 16, 16, 102400, 64, 6, 2
     ),
-    "ul2-20b": Model(
+    "ul2-20b": Transformer(
         64, 4096, 16384, 3, 512, "Tay et al. 2022: 32 encoder and 32 decoder layers, width 4096, 16384", 16, 16, 32128
     ),
 }
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """One operation or kernel of a layer: its seconds without and with overlap, and its schedule."""
 
     what: str
@@ -140,12 +142,12 @@ class Part(NamedTuple):
     schedule: str = ""
 
 
-class Step(NamedTuple):
+class LayerStep(NamedTuple):
     """All parts of a layer, and the time of a step with `layers` layers, in seconds."""
 
     title: str
     layers: int
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
 
     @property
     def unfused(self) -> float:
@@ -166,7 +168,7 @@ class Step(NamedTuple):
         return "\n".join([*lines, f"{self.layers} layers: {times}, {ratio:.2f}x (simulated)"])
 
 
-def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -> Step:
+def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -> LayerStep:
     """The Step of a model in MODELS with `tokens` tokens per rank, forward and backward.
 
     A group of tensor parallelism works on `tokens * ranks` tokens together. Raises LayoutError for an unknown model or
@@ -182,7 +184,7 @@ def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -
     if sizes.experts:
         raise LayoutError(f"{model} has {sizes.experts} experts: see `fompi layout`, which predicts whole steps of it")
     title = f"{model}, {parallel} over {ranks} ranks, {tokens} tokens per rank, on {machine.name}, two-byte elements"
-    return Step(title, sizes.layers, tuple(PARALLEL[parallel](sizes, ranks, machine, tokens)))
+    return LayerStep(title, sizes.layers, tuple(PARALLEL[parallel](sizes, ranks, machine, tokens)))
 
 
 @lru_cache(maxsize=1024)
@@ -209,17 +211,17 @@ def _moved(moves: str, multiplied: bool, specs: tuple[Spec, ...]) -> Spec:
     return Spec((x.shape[0], columns), DTYPE, MEANING[moves].x)
 
 
-def _operation(what: str, operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> Part:
+def _operation(what: str, operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> LayerPart:
     unfused, fused, schedule = _predicted(operation, specs, ranks, machine)
-    return Part(f"{what}: {operation}", unfused, fused, schedule)
+    return LayerPart(f"{what}: {operation}", unfused, fused, schedule)
 
 
-def _kernel(what: str, machine: Machine, flops: float, nbytes: float) -> Part:
+def _kernel(what: str, machine: Machine, flops: float, nbytes: float) -> LayerPart:
     seconds = machine.kernel(flops, nbytes)
-    return Part(what, seconds, seconds)
+    return LayerPart(what, seconds, seconds)
 
 
-def _attention(model: Model, machine: Machine, tokens: float, share: int) -> Iterator[Part]:
+def _attention(model: Transformer, machine: Machine, tokens: float, share: int) -> Iterator[LayerPart]:
     """The products of attention beside the projections: half of all pairs of tokens, because it is causal.
 
     The backward has two and a half times as many operations as the forward. `share` ranks share the work.
@@ -229,7 +231,7 @@ def _attention(model: Model, machine: Machine, tokens: float, share: int) -> Ite
     yield _kernel("attention, backward", machine, 2.5 * flops, 2 * nbytes)
 
 
-def _tensor(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
+def _tensor(model: Transformer, ranks: int, machine: Machine, tokens: int) -> Iterator[LayerPart]:
     """Tensor parallelism with sequence parallelism: weights are sharded by columns or rows, tokens between them."""
     rows, h, f = tokens * ranks, model.hidden, model.ffn
     wide = {"qkv": h + 2 * model.kv_width, "up": (model.matrices - 1) * f}
@@ -247,7 +249,7 @@ def _tensor(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator
     yield from _attention(model, machine, rows, ranks)
 
 
-def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
+def _data(model: Transformer, ranks: int, machine: Machine, tokens: int) -> Iterator[LayerPart]:
     """Data parallelism: the sum of a layer's gradients is hidden behind the backward of the layer before it."""
     weights = model.attention_weights + model.ffn_weights
     products = 2.0 * tokens * weights
@@ -264,10 +266,10 @@ def _data(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[P
         sums = 6.0 * weights * (ranks - 1) / ranks / machine.memory_rate
     hidden = min(messages - sums, behind)
     exposed = messages - hidden + hidden / model.layers  # nothing is hidden for the first layer: its backward is last
-    yield Part("sum of the gradients: all_reduce", unfused, exposed, schedule)
+    yield LayerPart("sum of the gradients: all_reduce", unfused, exposed, schedule)
 
 
-def _experts(model: Model, ranks: int, machine: Machine, tokens: int) -> Iterator[Part]:
+def _experts(model: Transformer, ranks: int, machine: Machine, tokens: int) -> Iterator[LayerPart]:
     """Expert parallelism: each token goes to one expert, evenly. Attention runs on the rank's own tokens."""
     rows, h, f = tokens * ranks, model.hidden, model.ffn
     wide = (model.matrices - 1) * f
@@ -291,7 +293,7 @@ def _spec(rows: int, columns: int, layout: object) -> Spec:
     return Spec((rows, columns), DTYPE, layout)  # type: ignore[arg-type]
 
 
-PARALLEL: dict[str, Callable[[Model, int, Machine, int], Iterator[Part]]] = {
+PARALLEL: dict[str, Callable[[Transformer, int, Machine, int], Iterator[LayerPart]]] = {
     "tp": _tensor,
     "dp": _data,
     "ep": _experts,

@@ -16,8 +16,8 @@ from fompi.base.errors import LayoutError
 from fompi.base.layout import integer
 from fompi.model.machine import Machine
 from fompi.model.pipeline import SCHEDULES, has_formula
-from fompi.planner.layers import MODELS, Model
-from fompi.planner.step import AXES, COLUMNS, RECOMPUTE, Layout, Predicted, Step
+from fompi.planner.layers import MODELS, Transformer
+from fompi.planner.step import AXES, COLUMNS, RECOMPUTE, Predicted, StepLayout, StepParts
 
 FREE = (*AXES, "microbatch", "schedule", "chunks", "zero", "recompute")
 """What is chosen, unless it is given."""
@@ -60,7 +60,7 @@ class Layouts:
 
 
 def layouts(
-    model: str | Model,
+    model: str | Transformer,
     ranks: int,
     machine: Machine | str,
     *,
@@ -72,9 +72,9 @@ def layouts(
 
         print(fompi.layouts("llama-8b", 64, "h100-ndr", batch=512, tp=8))
 
-    `model` is a name in `fompi.planner.layers.MODELS`, or a `Model` with sizes of your own. `batch` are the sequences
-    of a step (without it 4 Mi tokens). `fixed` are parts of a layout that are given: dp, tp, pp, ep, cp, microbatch,
-    schedule, chunks, zero, recompute. The others are chosen. `fompi/planner/step.py` says what is counted.
+    `model` is a name in `fompi.planner.layers.MODELS`, or a `Transformer` with sizes of your own. `batch` are the
+    sequences of a step (without it 4 Mi tokens). `fixed` are parts of a layout that are given: dp, tp, pp, ep, cp,
+    microbatch, schedule, chunks, zero, recompute. The others are chosen. `fompi/planner/step.py` says what is counted.
 
     Raises LayoutError for numbers out of range, if no layout is possible, and if none fits into the memory: then it
     names the one that comes nearest, and what it needs.
@@ -88,9 +88,9 @@ def layouts(
     if not 1 <= (integer(batch) or 0) <= MOST_RANKS:
         raise LayoutError(f"batch={batch!r} must be a number of sequences from 1 to {MOST_RANKS}")
     _check_fixed(fixed)
-    step = Step(sizes, machine, ranks, batch)
+    step = StepParts(sizes, machine, ranks, batch)
     best: dict[tuple[int, ...], Predicted] = {}
-    nearest: tuple[float, Layout] = inf, Layout()
+    nearest: tuple[float, StepLayout] = inf, StepLayout()
     tried = left_out = 0
     for leaner_and_leaner in _candidates(sizes, ranks, batch, fixed):
         for layout in leaner_and_leaner:
@@ -117,7 +117,7 @@ def _order(made: Predicted) -> tuple[float, int, int, int]:
     return float(f"{made.seconds:.6g}"), made.layout.cp, made.layout.pp, made.layout.tp
 
 
-def _model_of(model: str | Model) -> tuple[str, Model]:
+def _model_of(model: str | Transformer) -> tuple[str, Transformer]:
     if isinstance(model, str):
         if model not in MODELS:
             raise LayoutError(f"no model {model!r}; choose {', '.join(MODELS)}, or give the sizes of your own")
@@ -155,12 +155,12 @@ def _check_fixed(fixed: dict[str, int | str]) -> None:
 
 def _refusal(
     name: str,
-    model: Model,
+    model: Transformer,
     ranks: int,
     batch: int,
     machine: Machine,
     fixed: dict[str, int | str],
-    nearest: tuple[float, Layout],
+    nearest: tuple[float, StepLayout],
 ) -> LayoutError:
     """Why there is no layout, and what to do."""
     given = "".join(f", {key}={value}" for key, value in fixed.items())
@@ -184,7 +184,7 @@ def _refusal(
 # ------------------------------------------------------------------------------------------------------- the candidates
 
 
-def _candidates(model: Model, ranks: int, batch: int, fixed: dict[str, int | str]) -> Iterator[list[Layout]]:
+def _candidates(model: Transformer, ranks: int, batch: int, fixed: dict[str, int | str]) -> Iterator[list[StepLayout]]:
     """Lists of layouts that differ in ZeRO and recomputation only. Those that need more memory come first."""
 
     def among(name: str, values: Sequence[int]) -> Sequence[int]:
@@ -203,7 +203,7 @@ def _candidates(model: Model, ranks: int, batch: int, fixed: dict[str, int | str
                 for ep in among("ep", _divisors(gcd(dp * cp, model.experts)) if model.experts else [1]):
                     for size in _microbatches(batch // dp, fixed):
                         for schedule, chunks in _orders(model, pp, batch // dp // size, fixed):
-                            yield [*_leaner(Layout(dp, tp, pp, ep, cp, size, schedule, chunks), fixed)]
+                            yield [*_leaner(StepLayout(dp, tp, pp, ep, cp, size, schedule, chunks), fixed)]
 
 
 def _divisors(n: int) -> list[int]:
@@ -218,7 +218,7 @@ def _microbatches(sequences: int, fixed: dict[str, int | str]) -> list[int]:
     return [size for size in sizes if sequences % size == 0]
 
 
-def _orders(model: Model, pp: int, count: int, fixed: dict[str, int | str]) -> Iterator[tuple[str, int]]:
+def _orders(model: Transformer, pp: int, count: int, fixed: dict[str, int | str]) -> Iterator[tuple[str, int]]:
     """The schedules of a pipeline and their chunks. Without a pipeline the schedule means nothing."""
     if pp == 1:
         if fixed.get("chunks", 1) == 1:
@@ -232,7 +232,7 @@ def _orders(model: Model, pp: int, count: int, fixed: dict[str, int | str]) -> I
                 yield schedule, chunks
 
 
-def _leaner(base: Layout, fixed: dict[str, int | str]) -> Iterator[Layout]:
+def _leaner(base: StepLayout, fixed: dict[str, int | str]) -> Iterator[StepLayout]:
     stages = [0] if base.dp * base.cp == 1 else [1, 2, 3] if base.pp == 1 else [1]
     if (given := fixed.get("zero")) is not None:
         stages = [int(given)] if base.pp == 1 or int(given) <= 1 else []

@@ -37,7 +37,7 @@ from fompi.model import pipeline
 from fompi.model.flow_shop import Job, makespan
 from fompi.model.machine import Machine
 from fompi.planner.axis import Axis
-from fompi.planner.layers import Model
+from fompi.planner.layers import Transformer
 
 AXES = ("dp", "tp", "pp", "ep", "cp")
 """The axes, in the order in which a layout is printed."""
@@ -58,7 +58,7 @@ COLUMNS = ("dp x tp x pp x ep x cp", "ms", "compute", "bubble", *AXES, "GB", "TF
 """The heads of the table. Times are in ms, those of the axes are exposed. TFLOP/s are per rank."""
 
 
-class Layout(NamedTuple):
+class StepLayout(NamedTuple):
     """The sizes of the axes, and how a step runs.
 
     A micro-batch has `microbatch` sequences. `zero` is the ZeRO stage over dp * cp. `attention` is how cp shares a
@@ -99,7 +99,7 @@ class Layout(NamedTuple):
         return " x ".join(map(str, self.sizes))
 
 
-class Memory(NamedTuple):
+class MemoryBytes(NamedTuple):
     """Bytes of the rank with the most. `activations` has working buffers too: logits, and what is gathered."""
 
     parameters: float
@@ -116,15 +116,15 @@ class Memory(NamedTuple):
 class Predicted:
     """A layout and its step: seconds == compute + bubble + sum(exposed.values()), exposed by axis.
 
-    `mfu` is the share of the machine's `flops_rate` that the operations of the model take (`Model.step_flops`).
+    `mfu` is the share of the machine's `flops_rate` that the operations of the model take (`Transformer.step_flops`).
     `flops_rate` are those operations per second and rank.
     """
 
-    layout: Layout
+    layout: StepLayout
     compute: float
     bubble: float
     exposed: dict[str, float]
-    memory: Memory
+    memory: MemoryBytes
     tokens_rate: float
     flops_rate: float
     mfu: float
@@ -145,7 +145,7 @@ class Predicted:
 # -------------------------------------------------------------------------------------------------- the parts of a step
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Seconds of kernels, and the exposed seconds of the messages among them, by axis."""
 
     compute: float = 0.0
@@ -157,8 +157,8 @@ class Work(NamedTuple):
     def seconds(self) -> float:
         return sum(self)
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
-        return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: StepWork, times: float = 1.0) -> StepWork:
+        return StepWork(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 class Passes(NamedTuple):
@@ -167,10 +167,10 @@ class Passes(NamedTuple):
     `cheap` is the part of the forward that "selective" computes again.
     """
 
-    forward: Work = Work()
-    inputs: Work = Work()
-    weights: Work = Work()
-    cheap: Work = Work()
+    forward: StepWork = StepWork()
+    inputs: StepWork = StepWork()
+    weights: StepWork = StepWork()
+    cheap: StepWork = StepWork()
 
     @property
     def seconds(self) -> float:
@@ -178,14 +178,14 @@ class Passes(NamedTuple):
 
     def with_recompute(self, recompute: str) -> Passes:
         """These passes, with what the backward computes again."""
-        again = {"none": Work(), "selective": self.cheap, "full": self.forward}[recompute]
+        again = {"none": StepWork(), "selective": self.cheap, "full": self.forward}[recompute]
         return self._replace(inputs=self.inputs.plus(again))
 
     def plus(self, other: Passes, times: float = 1.0) -> Passes:
         return Passes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
 
 
-class Stage(NamedTuple):
+class StageLoad(NamedTuple):
     """The mean stage of the busiest rank, the layers of a stage, and those of the last one, beside the output layer."""
 
     passes: Passes
@@ -193,10 +193,10 @@ class Stage(NamedTuple):
     last: int
 
 
-class Step:
+class StepParts:
     """The parts of a step of one model on one machine, kept by the sizes on which they depend."""
 
-    def __init__(self, model: Model, machine: Machine, ranks: int, batch: int):
+    def __init__(self, model: Transformer, machine: Machine, ranks: int, batch: int):
         self.model, self.machine, self.ranks, self.batch = model, machine, ranks, batch
         self.axis = lru_cache(maxsize=None)(lambda size, stride: Axis.of(machine, size, stride, ranks))
         self.layer = lru_cache(maxsize=None)(self._layer)
@@ -206,7 +206,7 @@ class Step:
         self.stage = lru_cache(maxsize=None)(self._stage)
         self.exposed = lru_cache(maxsize=None)(self._exposed)
 
-    def tokens(self, layout: Layout) -> float:
+    def tokens(self, layout: StepLayout) -> float:
         """The tokens of a micro-batch on the tp ranks of a group."""
         return layout.microbatch * self.model.sequence / layout.cp
 
@@ -246,7 +246,9 @@ class Step:
         )
         ahead = self._pipelined(axis.size, messages, whole, self._product(rows / tp, k, n, weights))
         sums = self._sums(ITEM * rows * k, tp)
-        return Passes(Work(whole, ahead), Work(dx, max(0.0, messages - dx) + sums), Work(dw, max(0.0, messages - dw)))
+        return Passes(
+            StepWork(whole, ahead), StepWork(dx, max(0.0, messages - dx) + sums), StepWork(dw, max(0.0, messages - dw))
+        )
 
     def _row(self, tp: int, rows: float, k: float, n: float, weights: float = 1) -> Passes:
         """A row-parallel product: product and reduce-scatter; in the backward all-gather, dx and dw."""
@@ -261,7 +263,7 @@ class Step:
             behind += self._touch(3 * ITEM * rows / tp * n) + self._sums(ITEM * rows * n, tp)
         both = self._product(rows / tp, n, k, weights) + self._product(k, rows / tp, n)
         both += (weights - 1) * self._touch(ITEM * k * n)
-        return Passes(Work(whole, behind), Work(dx, self._pipelined(tp, messages, dx + dw, both)), Work(dw))
+        return Passes(StepWork(whole, behind), StepWork(dx, self._pipelined(tp, messages, dx + dw, both)), StepWork(dw))
 
     # ---------------------------------------------------------------------------------------------------------- a layer
 
@@ -271,17 +273,17 @@ class Step:
         h = model.hidden
         projections = self._column(tp, rows, h, h / tp + 2 * self._keys(tp))
         attention, way = min(self._attentions(tp, cp, rows, projections), key=lambda each: each[0].seconds)
-        norms = Work(self._touch(10 * ITEM * rows / tp * h))  # two norms, and two sums with what goes around
+        norms = StepWork(self._touch(10 * ITEM * rows / tp * h))  # two norms, and two sums with what goes around
         made = projections.plus(self._row(tp, rows, h / tp, h)).plus(attention)
-        made = made.plus(Passes(norms, Work().plus(norms, 2), cheap=norms))
+        made = made.plus(Passes(norms, StepWork().plus(norms, 2), cheap=norms))
         return made.plus(self._experts(tp, ep, rows) if model.experts else self._mlp(tp, rows, model.ffn)), way
 
     def _mlp(self, tp: int, rows: float, ffn: int, weights: float = 1) -> Passes:
         h, matrices = self.model.hidden, self.model.matrices
         made = self._column(tp, rows, h, (matrices - 1) * ffn / tp, weights)
         made = made.plus(self._row(tp, rows, ffn / tp, h, weights))
-        activation = Work(self._touch(ITEM * rows * matrices * ffn / tp))
-        return made.plus(Passes(activation, Work().plus(activation, 2), cheap=activation))
+        activation = StepWork(self._touch(ITEM * rows * matrices * ffn / tp))
+        return made.plus(Passes(activation, StepWork().plus(activation, 2), cheap=activation))
 
     def _experts(self, tp: int, ep: int, rows: float) -> Passes:
         """The router, the experts, and those that all tokens go to. They hide dispatch and combine."""
@@ -295,7 +297,7 @@ class Step:
         copies = self._touch(4 * moved)  # tokens are sorted by expert, and added
         route = self._product(rows / tp, model.hidden, model.experts)
         exposed = [max(0.0, messages - seconds) for seconds in hidden]
-        return made.plus(Passes(Work(copies + route, ep=exposed[0]), Work(copies + 2 * route, ep=exposed[1])))
+        return made.plus(Passes(StepWork(copies + route, ep=exposed[0]), StepWork(copies + 2 * route, ep=exposed[1])))
 
     def _attentions(self, tp: int, cp: int, rows: float, projections: Passes) -> Iterator[tuple[Passes, str]]:
         """Attention beside its projections, by ring and by Ulysses, whose messages hide behind the projections too."""
@@ -303,12 +305,12 @@ class Step:
         flops, nbytes = model.attention(rows) / tp, 8.0 * rows * model.hidden / tp
         ahead, back = self.machine.kernel(flops, nbytes), self.machine.kernel(2.5 * flops, 2 * nbytes)
         if cp == 1:
-            yield Passes(Work(ahead), Work(back)), ""
+            yield Passes(StepWork(ahead), StepWork(back)), ""
             return
         a, b = self.machine.kernel(flops / cp, nbytes / cp), self.machine.kernel(2.5 * flops / cp, 2 * nbytes / cp)
         message = axis.message(2 * ITEM * rows * self._keys(tp))
         exposed = [(cp - 1) * max(0.0, k - kernel) for k, kernel in ((message, a), (2 * message, b))]
-        yield Passes(Work(cp * a, cp=exposed[0]), Work(cp * b, cp=exposed[1])), "ring"
+        yield Passes(StepWork(cp * a, cp=exposed[0]), StepWork(cp * b, cp=exposed[1])), "ring"
         if model.heads % (tp * cp):
             return
         into = axis.exchange(ITEM * rows * (model.hidden / tp + 2 * max(self._keys(tp), cp * head)))
@@ -316,33 +318,33 @@ class Step:
         outer = self._product(rows, model.hidden, model.hidden / tp)  # dx of the output projection
         forward = max(0.0, into - hides * projections.forward.compute) + max(0.0, out - hides * ahead)
         backward = max(0.0, out - hides * outer) + max(0.0, into - hides * back)
-        yield Passes(Work(ahead, cp=forward), Work(back, cp=backward)), "ulysses"
+        yield Passes(StepWork(ahead, cp=forward), StepWork(back, cp=backward)), "ulysses"
 
     def _output(self, tp: int, cp: int, microbatch: int) -> Passes:
         """The output layer and the loss, over the vocabulary."""
         rows, columns = microbatch * self.model.sequence / cp, self.model.vocabulary / tp
         loss = self._touch(3 * 4 * rows * columns)
-        return self._column(tp, rows, self.model.hidden, columns).plus(Passes(Work(loss), Work(loss)))
+        return self._column(tp, rows, self.model.hidden, columns).plus(Passes(StepWork(loss), StepWork(loss)))
 
     # ----------------------------------------------------------------------------------------------- stages and buckets
 
-    def _stage(self, tp: int, cp: int, ep: int, microbatch: int, pp: int, chunks: int) -> Stage:
+    def _stage(self, tp: int, cp: int, ep: int, microbatch: int, pp: int, chunks: int) -> StageLoad:
         """Layers are dealt evenly, but for the last stage, which has fewer: the output layer is there."""
         layer, output = self.layer(tp, cp, ep, microbatch)[0], self.output(tp, cp, microbatch)
         total, stages = self.model.layers, pp * chunks
         if stages == 1:
-            return Stage(output.plus(layer, total), total, total)
-        found: list[tuple[float, Stage]] = []
+            return StageLoad(output.plus(layer, total), total, total)
+        found: list[tuple[float, StageLoad]] = []
         for count in range(ceil(total / stages), ceil(total / (stages - 1)) + 1):
             last = max(0, total - (stages - 1) * count)
             first_rank = Passes().plus(layer, count)
             last_rank = output.plus(layer, (chunks - 1) * count + last)
             last_rank = Passes().plus(last_rank, 1 / chunks)
             busiest = max(first_rank, last_rank, key=lambda passes: passes.seconds)
-            found.append((busiest.seconds, Stage(busiest, count, last)))
+            found.append((busiest.seconds, StageLoad(busiest, count, last)))
         return min(found, key=lambda each: each[0])[1]
 
-    def _stage_of(self, layout: Layout) -> Stage:
+    def _stage_of(self, layout: StepLayout) -> StageLoad:
         _, tp, pp, ep, cp, microbatch, _, chunks, *_ = layout
         return self.stage(tp, cp, ep, microbatch, pp, chunks)
 
@@ -363,7 +365,7 @@ class Step:
         dense, experts = self.weights(tp, ep, layers, tables)
         return self.axis(data, tp).gather(item * dense) + self.axis(data // ep, tp * ep).gather(item * experts)
 
-    def _exposed(self, layout: Layout) -> float:
+    def _exposed(self, layout: StepLayout) -> float:
         """The exposed seconds of the axis dp, of the first stage: its embedding has no backward behind it."""
         dp, tp, pp, ep, cp, microbatch, _, chunks, zero, recompute, _ = layout
         data, count = dp * cp, self._count(layout)
@@ -416,11 +418,11 @@ class Step:
 
     # --------------------------------------------------------------------------------------------------------- a layout
 
-    def _count(self, layout: Layout) -> int:
+    def _count(self, layout: StepLayout) -> int:
         """The micro-batches of a rank."""
         return self.batch // layout.dp // layout.microbatch
 
-    def predicted(self, layout: Layout, memory: Memory) -> Predicted:
+    def predicted(self, layout: StepLayout, memory: MemoryBytes) -> Predicted:
         """The step of a layout."""
         _, tp, pp, ep, cp, microbatch, schedule, chunks, _, recompute, _ = layout
         model, count = self.model, self._count(layout)
@@ -429,7 +431,7 @@ class Step:
         layout = layout._replace(attention=self.layer(tp, cp, ep, microbatch)[1])
         seconds = {"F": forward.seconds, "B": backward.seconds, "I": inputs.seconds, "W": weights.seconds}
         message = self.axis(pp, self.ranks // pp).message(ITEM * self.tokens(layout) * model.hidden / tp)
-        work = Work().plus(forward.plus(backward), count * chunks)
+        work = StepWork().plus(forward.plus(backward), count * chunks)
         alone = pipeline.predicted(schedule, pp, count, chunks, seconds)
         bubble = max(0.0, alone - work.seconds) if pp > 1 else 0.0
         owned = memory.optimizer / OPTIMIZER
@@ -445,11 +447,11 @@ class Step:
         rate = model.step_flops(tokens) / total / self.ranks
         return Predicted(layout, compute, bubble, exposed, memory, tokens / total, rate, rate / self.machine.flops_rate)
 
-    def memory(self, layout: Layout) -> Memory:
+    def memory(self, layout: StepLayout) -> MemoryBytes:
         """The bytes of the first or of the last stage, whichever has more."""
         return max((self._memory(layout, rank) for rank in {0, layout.pp - 1}), key=lambda memory: memory.total)
 
-    def _memory(self, layout: Layout, rank: int) -> Memory:
+    def _memory(self, layout: StepLayout, rank: int) -> MemoryBytes:
         dp, tp, pp, ep, cp, _, schedule, chunks, zero, recompute, _ = layout
         model, stage, tokens, is_last = self.model, self._stage_of(layout), self.tokens(layout), rank == pp - 1
         layers = stage.layers * chunks - (stage.layers - stage.last if is_last and pp > 1 else 0)
@@ -470,7 +472,7 @@ class Step:
             working += kept
             kept = ITEM * tokens / tp * model.hidden
         each = min(stage.layers, layers) if pp > 1 else layers
-        return Memory(parameters, gradients, optimizer, sum(held) * each * kept + working)
+        return MemoryBytes(parameters, gradients, optimizer, sum(held) * each * kept + working)
 
     def _kept(self, tp: int, recompute: str) -> float:
         """Bytes per token that the forward of a layer keeps for its backward. Scores of attention are computed again.

@@ -17,7 +17,7 @@ from fompi.plans.plan import Program, Workspace
 
 
 class Form(NamedTuple):
-    """The shape and dtype of the tensor of one rank. The first dimension counts the rows."""
+    """The shape and dtype of the tensor of one rank. In a problem the first dimension counts the rows."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -21,7 +21,7 @@ PINGS = 20
 _TIME, _COUNT = struct.Struct("<d"), struct.Struct("<q")
 
 
-class _Message(Task):
+class _ClockMessage(Task):
     """One message in flight, for which this rank waits."""
 
     def __init__(self, peer: int, verb: str):
@@ -46,16 +46,16 @@ class _Messenger:
     def send(self, message: bytes, dest: int) -> None:
         with self.comm.engine.lock:
             request = self.comm.link.isend(message, dest, self.tag)
-        self._wait(request, _Message(dest, "to receive"))
+        self._wait(request, _ClockMessage(dest, "to receive"))
 
     def recv(self, nbytes: int, source: int) -> bytes:
         inbox = bytearray(nbytes)
         with self.comm.engine.lock:
             request = self.comm.link.irecv(inbox, source, self.tag)
-        self._wait(request, _Message(source, "to send"))
+        self._wait(request, _ClockMessage(source, "to send"))
         return bytes(inbox)
 
-    def _wait(self, request: Any, task: _Message) -> None:
+    def _wait(self, request: Any, task: _ClockMessage) -> None:
         engine = self.comm.engine
         with engine.lock:
             engine.post(request, task, 0)

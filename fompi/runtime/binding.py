@@ -18,7 +18,7 @@ from fompi.mpi import environment
 from fompi.plans.kernels import find
 from fompi.plans.plan import Collective, Plan, Send, parts_in_words
 from fompi.plans.staged import for_device, is_mirror
-from fompi.runtime.bound_plan import Memory, cut
+from fompi.runtime.bound_plan import BoundMemory, cut
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device, upload
 from fompi.runtime.executor import Executor
@@ -27,7 +27,7 @@ from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
 
 
-def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], backend: Backend) -> Memory:
+def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], backend: Backend) -> BoundMemory:
     """The memory of a bound plan. Raises PlanError, ShapeError, DtypeError or TensorError if the tensors do not fit."""
     if plan.size != comm.size:
         raise PlanError(f"the plan is for {plan.size} ranks, {comm!r} has {comm.size}")
@@ -83,7 +83,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
                 words = remedy(plan, plan.problem, extents, given, error.free + taken, stage)
                 arrays.clear()  # the traceback of the error keeps them
                 raise DeviceError(f"{error}. {words}") from error
-    return Memory(borrowed, shapes, arrays)
+    return BoundMemory(borrowed, shapes, arrays)
 
 
 def replaced_kernels(plan: Plan, kernels: Mapping[str, Callable[..., object]], backend: Backend) -> list[str]:

@@ -19,13 +19,13 @@ from fompi.mpi import environment
 from fompi.plans.plan import Buffer, Plan
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.dispatch import Announcing
-from fompi.runtime.given import Form, Given, On, Overlay, address_of
+from fompi.runtime.given import Given, On, Overlay, TensorForm, address_of
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import Tensor
 
 
-class Memory(NamedTuple):
+class BoundMemory(NamedTuple):
     """`tensors`: those that the caller gave, by buffer. `shapes`: their shapes, and that of a flat result.
 
     `arrays`: every buffer of the program as an array. Buffers that the caller did not give have fresh memory.
@@ -60,7 +60,7 @@ class BoundPlan:
         self,
         compiled: Compiled,
         comm: Communicator,
-        memory: Memory,
+        memory: BoundMemory,
         backend: Backend,
         kernels: Mapping[str, Callable[..., object]] | None = None,
     ):
@@ -73,7 +73,7 @@ class BoundPlan:
         self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.role == "input"]
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
-        self._forms: dict[str, Form] = {}
+        self._forms: dict[str, TensorForm] = {}
         self._overlays: dict[tuple[str, ...], Overlay] = {}  # by the buffers that are given
         self._spare: dict[str, Any] = {}  # memory for tensors of a call that one kernel with announced products uses
         self._spare_announcing: dict[tuple[str, ...], Announcing | None] = {}  # by the buffers that lie there
@@ -222,7 +222,7 @@ class BoundPlan:
             self._overlays[names] = Overlay(self.compiled, names, [*map(self._form, names)])
         return self._overlays[names]
 
-    def _form(self, name: str) -> Form:
+    def _form(self, name: str) -> TensorForm:
         """What the tensor `name` of a call must be like. Raises PlanError if the plan has no such tensor."""
         if name in self._forms:
             return self._forms[name]
@@ -233,7 +233,7 @@ class BoundPlan:
         bound, mine = self._tensors.get(name), self._arrays[name]
         like, array = bound or self._like, mine if bound is None or bound.host is None else bound.host
         storage, is_contiguous = dlpack.STORAGE[buffer.dtype], array.flags.c_contiguous
-        form = self._forms[name] = Form(
+        form = self._forms[name] = TensorForm(
             storage if buffer.dtype not in CARRIERS and is_contiguous and mine.size else None,
             self._shapes.get(name, mine.shape),
             storage,

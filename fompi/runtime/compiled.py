@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.base import Backend
-from fompi.backends.cuda.device import Product
+from fompi.backends.cuda.device import ProductCall
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, offsets
@@ -70,7 +70,7 @@ class Sized(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
 
-class Native:
+class NativeStart:
     """The start of a collective of the library, and the arrays that it reads and writes. It returns the request."""
 
     __slots__ = ("reads", "start", "writes")
@@ -276,7 +276,7 @@ class Compiled:
                     for block in range(start, stop)
                 ]
                 start = native(op.name, reads, writes, self.plan.problem.root, rows)
-                actions.append(Native(start, reads, writes))
+                actions.append(NativeStart(start, reads, writes))
             elif isinstance(op, Compute):
                 own = self.plan.kernel(op.kernel) if self.is_opaque else None
                 if own is not None and kernels:
@@ -302,10 +302,10 @@ class Compiled:
                     found[kind] = nbytes, (op.kernel, reads, writes)
         return [example for _, example in found.values()]
 
-    def products(self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]]) -> list[Product]:
+    def products(self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]]) -> list[ProductCall]:
         """The products that one kernel may announce, on these arrays."""
         kernels = [(self.program.ops[i].kernel, i) for i in self.announced]  # type: ignore[union-attr]
-        return [Product(name, *self._operands(arrays, starts, i), *self._dtypes[i]) for name, i in kernels]
+        return [ProductCall(name, *self._operands(arrays, starts, i), *self._dtypes[i]) for name, i in kernels]
 
     def _operands(
         self, arrays: Mapping[str, Array], starts: Mapping[str, list[int]], i: int

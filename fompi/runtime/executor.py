@@ -16,9 +16,9 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import digest
 from fompi.runtime.baselines import ROUNDS, Baselines
-from fompi.runtime.bound_plan import BoundPlan, Memory
+from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.feed import Call, Feed, Feedings, Kernel
+from fompi.runtime.feed import FedCall, Feed, Feedings, Kernel
 from fompi.runtime.given import Given
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
@@ -61,7 +61,7 @@ class Executor(BoundPlan):
         self,
         compiled: Compiled,
         comm: Communicator,
-        memory: Memory,
+        memory: BoundMemory,
         backend: Backend,
         kernels: Mapping[str, Callable[..., object]] | None = None,
     ):
@@ -260,8 +260,8 @@ class Executor(BoundPlan):
         self._feeds[name] = feed, source
         return self
 
-    def _call_in_flight(self) -> Call:
-        return Call(self._current(), self._extents, self._used)
+    def _call_in_flight(self) -> FedCall:
+        return FedCall(self._current(), self._extents, self._used)
 
     def arrived(self, name: str, part: int) -> bool:
         """True once part `part` of the output `name` is there. Progresses everything in flight."""

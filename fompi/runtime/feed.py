@@ -32,7 +32,7 @@ def _copy(y: Any, x: Any) -> None:
     np.copyto(x, y)
 
 
-class Call(NamedTuple):
+class FedCall(NamedTuple):
     """One call of an executor that is fed, or that feeds another one: its rows on this rank, and its arrays."""
 
     run: Run
@@ -74,7 +74,7 @@ class Feed:
                 )
         self._fitting = into, source
 
-    def of_call(self, engine: Engine, into: Call, source: Call) -> Feeding:
+    def of_call(self, engine: Engine, into: FedCall, source: FedCall) -> Feeding:
         """What feeds the call `into` from the call `source`."""
         name, output = self.input.name, self.result.name
         starts, writers = self.input.offsets(into.extents), self.source.last_writers(output)

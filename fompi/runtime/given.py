@@ -18,7 +18,7 @@ MOST_KNOWN = 256
 """How many calls on other memory an executor remembers for each choice of buffers."""
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What the tensor of a call must be like: as the bound one, or as the memory that bind took.
 
     `storage` is the dtype of its array, `dtype` the logical one. `strides` is None for a contiguous tensor. `at` is the
@@ -99,7 +99,7 @@ class Overlay:
     an allocator, are given again and again.
     """
 
-    def __init__(self, compiled: Compiled, names: Sequence[str], forms: Sequence[Form]):
+    def __init__(self, compiled: Compiled, names: Sequence[str], forms: Sequence[TensorForm]):
         roles = {b.name: b.role for b in compiled.program.buffers if b.role != "scratch"}
         pairs = {frozenset((a, b)) for a in names for b in roles if a != b and "output" in (roles[a], roles[b])}
         self.names = names

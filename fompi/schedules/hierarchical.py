@@ -84,7 +84,7 @@ def _all_gather(local: Gather, groups: _Groups) -> Iterator[Op]:
                 yield from local.use(groups.counterpart(-d, groups.mate(-e)), part)
 
 
-class _Sums:
+class _GroupSums:
     """The buffers for sums: `inbox` for sums that go round the group, `groups` for the sums of other groups."""
 
     def __init__(self, local: Scatter, axis: str):
@@ -125,7 +125,7 @@ class _Sums:
 
 def _reduce_scatter(local: Scatter, groups: _Groups) -> Iterator[Op]:
     """The group sums each piece. The sums for other groups are sent to counterparts. The rank's own sum is last."""
-    parts, sums = range(local.parts), _Sums(local, "rows")
+    parts, sums = range(local.parts), _GroupSums(local, "rows")
     for d in groups.others:
         for part in parts:
             yield Recv(groups.counterpart(-d), sums.from_group(d, part))
@@ -146,7 +146,7 @@ def _all_reduce(local: Scatter, groups: _Groups, part: int) -> Iterator[Op | Non
 
     A message that is sent in one step is received in the next step. So both ends handle slices in the same order.
     """
-    rank, y, sums = local.rank, local.work["y"], _Sums(local, "slices")
+    rank, y, sums = local.rank, local.work["y"], _GroupSums(local, "slices")
     for d in (*groups.others, 0):
         total = yield from sums.group_sum(groups, d, part)
         if d:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class Memory(Protocol):
+class Allocation(Protocol):
     """An allocation of a device. It is freed when the last array on it has died."""
 
     device: Any
@@ -56,11 +56,11 @@ class DeviceArray:
     __array_ufunc__ = None  # NumPy's functions refuse it, and operators with NumPy arrays too
     __iter__ = None
 
-    def __init__(self, memory: Memory, at: np.ndarray[Any, Any]):
+    def __init__(self, memory: Allocation, at: np.ndarray[Any, Any]):
         self.memory, self._at = memory, at  # `at` has the address of the device: nobody may read its elements
 
     @classmethod
-    def of(cls, memory: Memory, shape: Sequence[int], dtype: Any, offset: int = 0) -> DeviceArray:
+    def of(cls, memory: Allocation, shape: Sequence[int], dtype: Any, offset: int = 0) -> DeviceArray:
         """An array in C order, `offset` bytes behind the begin of `memory`."""
         dtype = np.dtype(dtype)
         block = (ctypes.c_uint8 * (prod(shape) * dtype.itemsize)).from_address(memory.ptr + offset)

@@ -18,7 +18,7 @@ from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import clip_factor
 from fompi.parallel.data import agree_everywhere
 from fompi.parallel.section import in_section
-from fompi.torch.sharded import Layout, Sharded
+from fompi.torch.sharded import PartLayout, Sharded
 
 MOST_NAMED = 8
 """An error names at most this many parameters."""
@@ -88,13 +88,13 @@ PRUNED = ("_orig", "_mask")
 """What `torch.nn.utils.prune` appends to the name of a parameter: both have the layout of the parameter."""
 
 
-def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, Layout]]:
+def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, PartLayout]]:
     """The parameters that `Sharded` modules hold, by all their names in `module.state_dict()`.
 
     A layout belongs to a parameter, whatever its name is now.
     """
-    found: dict[str, tuple[Communicator, Layout]] = {}
-    held: dict[int, tuple[Communicator, Layout]] = {}
+    found: dict[str, tuple[Communicator, PartLayout]] = {}
+    held: dict[int, tuple[Communicator, PartLayout]] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         before = f"{prefix}." if prefix else ""
         if isinstance(part, Sharded):
@@ -106,7 +106,7 @@ def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, Layout]
     return found | {n: held[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if id(p) in held}
 
 
-def _check_all_known(module: torch.nn.Module, layouts: Mapping[str, tuple[Communicator, Layout]]) -> None:
+def _check_all_known(module: torch.nn.Module, layouts: Mapping[str, tuple[Communicator, PartLayout]]) -> None:
     """Raise LayoutError for what a `Sharded` module holds without a layout.
 
     A parametrization, such as a weight norm, has computed it from the part of this rank.
@@ -123,7 +123,7 @@ def _check_all_known(module: torch.nn.Module, layouts: Mapping[str, tuple[Commun
 def _agree(
     what: str,
     module: torch.nn.Module,
-    layouts: Mapping[str, tuple[Communicator, Layout]],
+    layouts: Mapping[str, tuple[Communicator, PartLayout]],
     check: Callable[[], None],
 ) -> None:
     """All ranks of all communicators go on, or all raise."""
@@ -141,7 +141,7 @@ def _agree(
         section.begin(axis)
 
 
-def _check_parts(state: Mapping[str, Any], layouts: Mapping[str, tuple[Communicator, Layout]]) -> None:
+def _check_parts(state: Mapping[str, Any], layouts: Mapping[str, tuple[Communicator, PartLayout]]) -> None:
     for name, (comm, layout) in layouts.items():
         if name in state and tuple(state[name].shape) != (shape := layout.shape_on(comm.rank)):
             raise ShapeError(f"{name!r} has the shape {tuple(state[name].shape)}, but its module gave it {shape}")

@@ -35,7 +35,7 @@ from fompi.torch import private
 from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 
 
-class Bucket:
+class GradientBucket:
     """Parameters of one dtype. `flat` has their gradients, and for each a number > 0 if some rank has used it.
 
     Gradients of a half type are also added up in float32, in `wide`. autograd adds them to p.grad, which rounds each
@@ -183,7 +183,7 @@ class DistributedDataParallel(Wrapper):
         changes = {i for i in range(1, len(parameters)) if parameters[i].dtype != parameters[i - 1].dtype}
         edges = sorted({0, *changes, *accumulate(counts)})
         self._buckets = [
-            Bucket(names[a:b], parameters[a:b], self.comm) for a, b in reversed([*pairwise(edges)])
+            GradientBucket(names[a:b], parameters[a:b], self.comm) for a, b in reversed([*pairwise(edges)])
         ]  # in the order in which they leave
         self._left = 0  # this many have left
         self._is_syncing = True
@@ -254,7 +254,7 @@ class DistributedDataParallel(Wrapper):
         self._is_looked_at = True
 
     # ------------------------------------------------------------------------------------------------- backward
-    def _hook(self, bucket: Bucket, i: int) -> Any:
+    def _hook(self, bucket: GradientBucket, i: int) -> Any:
         @torch.no_grad()
         def ready(parameter: torch.Tensor) -> None:
             """Called by autograd when the gradient of the parameter is complete."""

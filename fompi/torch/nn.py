@@ -32,9 +32,9 @@ from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
 from fompi.torch.sharded import (
-    Layout,
+    PartLayout,
     Sharded,
-    Weight,
+    ShardedWeight,
     check_activation,
     enter_module,
     fill_linear,
@@ -95,8 +95,8 @@ class ColumnParallelLinear(Sharded):
         self.sequence_parallel = sequence_parallel
         halves = 2 if activation == "swiglu" else 1
         runs = runs_of(split(out_features // halves, self.comm.size), halves)
-        full = Layout((out_features, in_features), 0, runs)
-        _draw_linear(self, full, Layout((out_features,), 0, runs), bias, factory)
+        full = PartLayout((out_features, in_features), 0, runs)
+        _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias, factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = tensor.column_parallel_linear(
@@ -147,7 +147,7 @@ class RowParallelLinear(Sharded):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
         runs = runs_of(split(in_features, self.comm.size))
-        _draw_linear(self, Layout((out_features, in_features), 1, runs), Layout((out_features,)), bias, factory)
+        _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias, factory)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         y: torch.Tensor = tensor.row_parallel_linear(
@@ -162,7 +162,9 @@ class RowParallelLinear(Sharded):
         )
 
 
-def _draw_linear(module: Sharded, weight: Layout, bias: Layout, has_bias: bool, factory: dict[str, Any]) -> None:
+def _draw_linear(
+    module: Sharded, weight: PartLayout, bias: PartLayout, has_bias: bool, factory: dict[str, Any]
+) -> None:
     """weight and bias, drawn as `torch.nn.Linear` does."""
     bound = 1 / sqrt(weight.shape[1])
     module.draw("weight", weight, fill_linear, factory)
@@ -220,7 +222,7 @@ class _Norm(Sharded):
         )
         self.features, self.eps = features, eps
         for name in names:
-            self.draw(name, Layout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
+            self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
 
     def extra_repr(self) -> str:
         return f"features={self.features}, eps={self.eps}, {' and '.join(self.layouts)} on all {self.comm.size} ranks"
@@ -320,13 +322,13 @@ class ParallelAttention(torch.nn.Module):
         held = [tensor.heads_of(rank, group.size, heads, keys) for rank in range(group.size)]
         q, kv = ([[range(part[i].start * d, part[i].stop * d)] for part in held] for i in (0, 1))
         layouts = {
-            "q_proj": Layout((heads * d, embed_dim), 0, q),
-            "k_proj": Layout((keys * d, embed_dim), 0, kv),
-            "v_proj": Layout((keys * d, embed_dim), 0, kv),
-            "o_proj": Layout((embed_dim, heads * d), 1, q),
+            "q_proj": PartLayout((heads * d, embed_dim), 0, q),
+            "k_proj": PartLayout((keys * d, embed_dim), 0, kv),
+            "v_proj": PartLayout((keys * d, embed_dim), 0, kv),
+            "o_proj": PartLayout((embed_dim, heads * d), 1, q),
         }
         for name, layout in layouts.items():
-            self.add_module(name, Weight(group, factory, weight=layout))
+            self.add_module(name, ShardedWeight(group, factory, weight=layout))
 
     def forward(self, x: torch.Tensor, cu_seqlens: Any = None) -> torch.Tensor:
         weights = (getattr(self, f"{name}_proj").weight.T for name in "qkvo")
@@ -382,7 +384,7 @@ class VocabParallelEmbedding(Sharded):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
         runs = runs_of(split(num_embeddings, self.comm.size))
-        self.draw("weight", Layout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
+        self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         y: torch.Tensor = tensor.vocab_parallel_embedding(
@@ -457,15 +459,19 @@ class MoE(torch.nn.Module):
         self.tokens_per_expert, self.dropped = None, 0
         wide = 2 if activation == "swiglu" else 1
         runs = runs_of(split(experts, group.size))
-        self.router = Weight(group, factory, weight=Layout((experts, features)))
-        self.experts = Weight(
+        self.router = ShardedWeight(group, factory, weight=PartLayout((experts, features)))
+        self.experts = ShardedWeight(
             group,
             factory,
-            w1=Layout((experts, wide * ffn, features), 0, runs),
-            w2=Layout((experts, features, ffn), 0, runs),
+            w1=PartLayout((experts, wide * ffn, features), 0, runs),
+            w2=PartLayout((experts, features, ffn), 0, runs),
         )
-        both = {} if shared is None else {"w1": Layout((wide * shared, features)), "w2": Layout((features, shared))}
-        self.shared = Weight(group, factory, **both) if both else None
+        both = (
+            {}
+            if shared is None
+            else {"w1": PartLayout((wide * shared, features)), "w2": PartLayout((features, shared))}
+        )
+        self.shared = ShardedWeight(group, factory, **both) if both else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         w1, w2 = (w.transpose(1, 2) for w in (self.experts.w1, self.experts.w2))

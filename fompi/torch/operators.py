@@ -165,7 +165,7 @@ def joined(*words: str) -> str:
     return " ".join(filter(None, words))
 
 
-class Given(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call of an operator."""
 
     arguments: Arguments
@@ -206,17 +206,17 @@ class Operator:
         total = a.weights[0].shape[-1 if self.multiplies_first else 0]
         return split(total, size) if a.columns is None else tuple(a.columns)
 
-    def _given(self, values: Sequence[Any]) -> Given:
+    def _given(self, values: Sequence[Any]) -> OperatorCall:
         """The call with these values of all parameters."""
         options = dict(zip(self.names, values, strict=True))
         comm, gradient, arriving, words = (options.pop(name) for name in ("comm", "gradient", "arriving", "words"))
         own = {name: options.pop(name) for name in self.own}
         arguments = self.operation._arguments(**own)
-        arguments.gradient = words
+        arguments.words = words
         if options.get("slices"):
             slices = tuple(options["slices"])
             options["slices"] = len(slices) if slices == (1,) * len(slices) else slices
-        return Given(arguments, _named(comm), CallOptions(**options), gradient, arriving)
+        return OperatorCall(arguments, _named(comm), CallOptions(**options), gradient, arriving)
 
     def __call__(self, arguments: Arguments, comm: Any, call_options: CallOptions, **options: Any) -> Any:
         """Call the operator with these Arguments."""
@@ -224,7 +224,7 @@ class Operator:
         if values is None:
             with torch.no_grad():
                 return self.operation.run(arguments, comm, call_options)  # it refuses them
-        words = joined(arguments.gradient, wanted(values, options.get("gradient", "sum")))
+        words = joined(arguments.words, wanted(values, options.get("gradient", "sum")))
         return self.call(**values, comm=name_of(comm), words=words, **options)
 
     def _values(self, arguments: Arguments, call_options: CallOptions) -> dict[str, Any] | None:
@@ -278,7 +278,7 @@ class Operator:
             )
         return _as_returned(result)
 
-    def _expect(self, given: Given) -> Exception | None:
+    def _expect(self, given: OperatorCall) -> Exception | None:
         """Let the ranks compare the rows that arrive. Returns the error of an `arriving` that cannot be right here."""
         a, comm, arriving = given.arguments, given.comm, given.arriving
         if self.moves not in ("all_gather", "all_to_all") or not self._has_rows(given):
@@ -299,10 +299,10 @@ class Operator:
         if not rows.extents.rows:
             a.arriving = rows.arriving
         elif len({*rows.arriving}) > 1:  # else the sum says it all
-            a.gradient = joined(a.gradient, f"with arriving={list(rows.arriving)}")
+            a.words = joined(a.words, f"with arriving={list(rows.arriving)}")
         return None
 
-    def _has_rows(self, given: Given) -> bool:
+    def _has_rows(self, given: OperatorCall) -> bool:
         """True if `rows_of` can read the arguments. If not, the operation refuses them."""
         a, size = given.arguments, given.comm.size
         return (
@@ -313,7 +313,7 @@ class Operator:
         )
 
     def _remedy(self, a: Arguments) -> str:
-        if OF_LAYER in a.gradient:
+        if OF_LAYER in a.words:
             return (
                 "A plain tensor must have as many rows on every rank, as in torch: pass a DTensor, which knows the "
                 "rows of each rank (torch.distributed.tensor.distribute_tensor), or pad the rows"
@@ -355,7 +355,7 @@ class Operator:
         if a.op == "prod":
             raise TensorError(f'fompi.{self.name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
         known = rows_of(self, given).extents
-        apply = functools.partial(_apply, known, given.arguments.gradient)
+        apply = functools.partial(_apply, known, given.arguments.words)
         ctx.call = kind(self.operation, a, given.comm, given.call_options, apply)
         ctx.call._extents, ctx.names = known, self.names
         ctx.set_materialize_grads(False)
@@ -429,7 +429,7 @@ def check(operation: str, arguments: Arguments, gradient: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def rows_of(operator: Operator, given: Given) -> Rows:
+def rows_of(operator: Operator, given: OperatorCall) -> Rows:
     """The rows of a call. Where only the other ranks know them: `arriving`, or those of ranks like this one."""
     a, comm = given.arguments, given.comm
     if operator.moves in ("broadcast", "sendrecv") or operator.name in ("all_reduce", "reduce"):
@@ -471,7 +471,7 @@ def _apply(
     It belongs to a variable of each rank, also if the loss of the forward is replicated: "sum" is its convention. Its
     words are those of the forward too: so the backward of one layer never meets that of another one.
     """
-    arguments.gradient = joined(arguments.gradient, words)
+    arguments.words = joined(arguments.words, words)
     operator, arriving = OPERATORS[operation.name], None
     moves = operator.moves
     if moves == "all_gather":

@@ -187,7 +187,7 @@ class Collectives:
         """Begin a call. The ranks compare `words`, and `arriving` with the elements or rows that each rank sends."""
         try:
             arguments, comm, how = operation.read(args, {**options, "comm": self.comm})
-            arguments.gradient = words
+            arguments.words = words
             if arriving is not None:
                 arguments.expects, arguments.arriving = sum(arriving), arriving
             return operation.begin(arguments, comm, how)

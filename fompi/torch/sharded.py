@@ -21,7 +21,7 @@ from fompi.parallel.arrays import FLOATS, enter
 
 
 @dataclass(frozen=True)
-class Layout:
+class PartLayout:
     """Which part of a full parameter each rank holds: the runs `runs[rank]` of dimension `dim`, one after the other.
 
     A `dim` of None: every rank holds all of it.
@@ -84,9 +84,9 @@ class Sharded(torch.nn.Module):
     def __init__(self, comm: Communicator):
         super().__init__()
         self.comm = comm
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, PartLayout] = {}
 
-    def draw(self, name: str, layout: Layout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:
+    def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:
         """Draw the full parameter, and keep the part of this rank. All ranks draw the same numbers."""
         full = torch.empty(layout.shape, **factory)
         if not full.is_meta:
@@ -105,10 +105,10 @@ def fill_linear(weight: torch.Tensor) -> None:
         init.kaiming_uniform_(w, a=sqrt(5))
 
 
-class Weight(Sharded):
+class ShardedWeight(Sharded):
     """Linear layers without bias: `weight`, or several names. Programs do not make one: it holds a part of a module."""
 
-    def __init__(self, comm: Communicator, factory: dict[str, Any], **layouts: Layout):
+    def __init__(self, comm: Communicator, factory: dict[str, Any], **layouts: PartLayout):
         super().__init__(comm)
         for name, layout in layouts.items():
             self.draw(name, layout, fill_linear, factory)

@@ -13,10 +13,10 @@ from fompi.parallel.differentiable import Differentiable, flatten, unflatten
 def differentiable(f: Differentiable, given: dict[str, Any]) -> Any:
     """f(**given), attached to the graph of its tensors. The backward computes all gradients, on all ranks alike."""
     leaves = flatten([given[name] for name in f.tensors])
-    return _Node.apply(f, given, *leaves)
+    return _StrategyNode.apply(f, given, *leaves)
 
 
-class _Node(torch.autograd.Function):
+class _StrategyNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, f: Differentiable, given: dict[str, Any], *leaves: Any) -> Any:
         nested = unflatten([given[name] for name in f.tensors], leaves)

@@ -55,7 +55,7 @@ _KEPT: deque[tuple[Any, list[Any]]] = deque()
 _LOCK = RLock()
 
 
-class OnDevice(Order):
+class OnGpu(Order):
     """The order of a call that begins now, on the GPU `device`. `cuda` is `torch.cuda`."""
 
     def __init__(self, device: Any, cuda: Any = None):
@@ -102,7 +102,7 @@ class OnDevice(Order):
 def order_of(*tensors: Any) -> Order:
     """The order of a call that has begun on these tensors, or lists of tensors."""
     first = _first(tensors)
-    return OnDevice(first.device) if first is not None and first.is_cuda else HOST
+    return OnGpu(first.device) if first is not None and first.is_cuda else HOST
 
 
 def _first(tensors: Any) -> Any:

@@ -204,7 +204,7 @@ def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
     return problem.moves == "reduce_scatter" or one.slices == other.slices
 
 
-class Change(NamedTuple):
+class Switch(NamedTuple):
     """From call number `call` on, this candidate is used. `why` says in words why it was chosen, or kept."""
 
     call: int
@@ -222,7 +222,7 @@ class Adaptive:
     """
 
     def __init__(self, binding: _Binding, candidate: Candidate, adapt: bool):
-        self.binding, self.adapt, self.changes = binding, adapt, [Change(1, candidate, "chosen when bound")]
+        self.binding, self.adapt, self.changes = binding, adapt, [Switch(1, candidate, "chosen when bound")]
         self.step = binding.executor(candidate)
         self._count = 0  # calls
         self._usual = 0.0  # seconds of a call on the slowest rank with this plan; 0: not known yet
@@ -302,7 +302,7 @@ class Adaptive:
             last, self.step = self.step, self.binding.executor(winner)
             last.close()
         self._predicted, self._usual = self._prediction(winner), slowest if winner == current else 0.0
-        self.changes.append(Change(self._count, winner, why))
+        self.changes.append(Switch(self._count, winner, why))
         ended = perf_counter()
         self._rests_until = ended + (ended - begun) / REFIT_SHARE
 

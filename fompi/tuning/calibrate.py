@@ -36,7 +36,7 @@ from fompi.plans.plan import Collective
 from fompi.runtime.binding import bind
 from fompi.runtime.executor import Executor
 from fompi.runtime.report import lower_quartile
-from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, Messages
+from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, LinkMeter
 from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, texts
 from fompi.tuning.verdict import OtherLoad, Verdict, judge
 
@@ -127,7 +127,7 @@ class _Calibration:
 
     def __init__(self, comm: Communicator, say: Callable[[str], object], limit: float = inf):
         self.comm, self.said, self.link = comm, say, comm.link.duplicate()
-        self.messages = Messages(comm, self.link, self.proceed)
+        self.messages = LinkMeter(comm, self.link, self.proceed)
         self.mpi, self.idle = self.link.comm, self.messages.idle
         self.rank, self.size = comm.rank, comm.size
         self.limit, self.end, self.step = limit, perf_counter() + limit, ""

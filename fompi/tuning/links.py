@@ -58,7 +58,7 @@ AT_ONCE = (1, 2, 4, 8)
 """Numbers of peers with which a rank exchanges messages at once. They show how many ports it has."""
 
 
-class Messages:
+class LinkMeter:
     """Measures messages over `link`, a communicator that nobody else uses. All methods are collective.
 
     `proceed` is called on all ranks before each measurement. It may raise an error, on all of them.

@@ -303,7 +303,7 @@ def test_explain_as_json():
     values = json.loads(run("explain", *GATHER.split(), "--machine", "laptop", "--json")[0])
     assert values["best"] == str(found.winner.candidate) == values["candidates"][0]["candidate"]
     assert [row["seconds"] for row in values["candidates"]] == [one.seconds for one in found.judged]
-    assert values["bound"]["seconds"] == found.bound.seconds and values["gain"] > 1
+    assert values["lower_bound"]["seconds"] == found.lower_bound.seconds and values["gain"] > 1
     one = json.loads(run("explain", *GATHER.split(), "--machine", "laptop", "--json", "--top", 1)[0])
     assert one["candidates"] == values["candidates"][:1]
 

@@ -18,7 +18,7 @@ from fompi.lab import command as tool
 from fompi.lab import namespaces
 from fompi.lab.hosts import LAB
 from fompi.lab.launcher import Mpi
-from fompi.lab.links import Times, fault, table
+from fompi.lab.links import LinkSeconds, fault, table
 from fompi.lab.values import Change, Lab, Rate, Refused
 
 MEASURE = """
@@ -450,23 +450,23 @@ def test_a_lab_as_values():
 def test_a_measurement_is_judged():
     lab = Lab((Rate.parse("1gbit"),) * 2)
     right = lab.message(0) / lab.expected(0).goodput
-    good = Times((right, right / 1.01), (right, right * 1.03))
+    good = LinkSeconds((right, right / 1.01), (right, right * 1.03))
     assert fault(lab, "tcp", good) is None
     assert "119.6   119.6 (100%)" in table(lab, {"tcp": good})
     for name, times, words in (
-        ("tcp", Times((right, right / 1.05), (right, right)), "a larger --size"),
-        ("mpich", Times((right, right / 20), (right, right)), "bypasses the links"),
+        ("tcp", LinkSeconds((right, right / 1.05), (right, right)), "a larger --size"),
+        ("mpich", LinkSeconds((right, right / 20), (right, right)), "bypasses the links"),
     ):
         found = fault(lab, name, times)
         assert words in found.line(starts=False) and not found.is_slow
-    slow = Times((right, right), (right, right * 1.2))
+    slow = LinkSeconds((right, right), (right, right * 1.2))
     found = fault(lab, "tcp", slow)
     assert found.is_slow and "(all at once): end other programs" in found.line(starts=False)
     assert found.line(starts=True) == (
         "warning: tcp moves 99.6 MB/s where the links carry 119.6 (all at once): other programs use this machine, or "
         "it is too weak. The job starts all the same. Do not record its times"
     )
-    assert slow.best(good) == good.best(slow) == Times(good.alone, good.together)
+    assert slow.best(good) == good.best(slow) == LinkSeconds(good.alone, good.together)
 
 
 DROP = """

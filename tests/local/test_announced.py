@@ -14,7 +14,7 @@ import fompi
 from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.counters import announced
 from fompi.backends.cuda.counters.announced import CudaAnnouncer, layout
-from fompi.backends.cuda.device import Product
+from fompi.backends.cuda.device import ProductCall
 from fompi.backends.numpy import narrow, widen
 
 pytestmark = pytest.mark.one_mpi  # CuPy is in the environment of one MPI library only
@@ -42,7 +42,7 @@ def products(device, of_w="float32", of_x="float32", of_y="float32", of_bias="",
         reads, dtypes = [x for x, _ in xs] + [w], [of_x] * len(xs) + [of_w]
         if has_bias:
             reads, dtypes = [*reads, bias], [*dtypes, of_bias]
-        made.append(Product("matmul_bias" if has_bias else "matmul", reads, ys, dtypes, [of_y] * len(ys)))
+        made.append(ProductCall("matmul_bias" if has_bias else "matmul", reads, ys, dtypes, [of_y] * len(ys)))
         wanted.append([narrow(x @ w_values + has_bias * bias_values, of_y) for _, x in xs])
     return made, wanted
 
@@ -163,7 +163,7 @@ def test_alignment(device):
     x, w, y = (device.empty(shape, "u2") for shape in ((64, 128), (128, 256), (64, 256)))
 
     def form(x, w, y):
-        found = layout([Product("matmul", [x, w], [y], ["bfloat16"] * 2, ["bfloat16"])], False)
+        found = layout([ProductCall("matmul", [x, w], [y], ["bfloat16"] * 2, ["bfloat16"])], False)
         return found.form.even, found.form.aligned
 
     assert form(x, w, y) == (True, True)

@@ -256,7 +256,7 @@ def test_the_current_stream_is_asked_for_by_the_number_of_the_gpu(device, monkey
         current_stream=lambda number: asked.append(number) or SimpleNamespace(cuda_stream=6),
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=of_torch))
-    assert library.Library(device, None).current() == [5, 6] and asked == [device.number] * 2
+    assert library.DeviceLibraries(device, None).current() == [5, 6] and asked == [device.number] * 2
 
 
 def test_a_process_has_one_device_for_a_gpu(fakecuda, monkeypatch):

@@ -201,7 +201,7 @@ def test_launches_of_compiled_kernels(device, monkeypatch):
             loads.append(name)
             return SimpleNamespace(kernel=SimpleNamespace(ptr=functions.setdefault(name, 100 + len(functions))))
 
-    real = library.Library(device, driver=Driver)
+    real = library.DeviceLibraries(device, driver=Driver)
     monkeypatch.setattr(device, "cupy", SimpleNamespace(RawModule=RawModule))
     a, c = device.empty((70, 6), "f4"), device.empty((70, 6), "f2")
     stream = device.stream("mine")
@@ -224,7 +224,7 @@ def test_the_current_stream_of_cupy_is_ours_during_a_product(device, monkeypatch
             return nullcontext()
 
     monkeypatch.setattr(device, "cupy", SimpleNamespace(cuda=SimpleNamespace(Stream=Stream)))
-    real = library.Library(device, device.library._cublas)
+    real = library.DeviceLibraries(device, device.library._cublas)
     a, c = matrix(device.array(random(3, 3))), matrix(device.empty((3, 3), "f4"))
     stream = device.stream("mine")
     enqueue = real.gemm(a, a, c, "float32", "float32", False)
@@ -236,7 +236,7 @@ def test_the_current_stream_of_cupy_is_ours_during_a_product(device, monkeypatch
 
 
 def test_cublas_that_is_missing(device):
-    lib = library.Library(device)
+    lib = library.DeviceLibraries(device)
     with pytest.raises(fompi.DeviceError, match=r"cuBLAS is missing: .*\[ctk\]"):
         _ = lib.handle
 

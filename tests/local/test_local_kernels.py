@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from time import perf_counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fompi.backends.emulated import Emulated
-from fompi.bench import pipelines, strategies
+from fompi.bench import kernels, pipelines, strategies
 from fompi.model.machine import Machine
+from fompi.parallel import linear
 from fompi.parallel.activations import activate, activate_backward
+from fompi.parallel.arrays import add, product
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
 from fompi.parallel.expert import grouped, grouped_gradient
-from fompi.parallel.local import add, product
 
 
 def a(*shape, dtype=np.float32):
@@ -43,8 +43,8 @@ CALLS = [
 
 @pytest.mark.parametrize(("kernel", "args"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
 def test_results_have_the_form_of_the_real_ones(kernel, args):
-    comm = SimpleNamespace(backend=Emulated(Machine("fast", 0.0, 1.0, 1e15, 1e15, 0.0)))
-    emulated, real = kernel.on(comm, *args), kernel.on(SimpleNamespace(backend=None), *args)
+    accelerator = Emulated(Machine("fast", 0.0, 1.0, 1e15, 1e15, 0.0))
+    emulated, real = kernels.spend(accelerator, kernel, *args), kernel(*args)
     forms = [
         [(x.shape, x.dtype) for x in (result if isinstance(result, tuple) else (result,) if result is not None else ())]
         for result in (emulated, real)
@@ -55,7 +55,10 @@ def test_results_have_the_form_of_the_real_ones(kernel, args):
 def test_a_kernel_takes_the_time_of_its_work():
     backend = Emulated(Machine("slow", 0.0, 1.0, 1e3, 1e15, 0.0))
     begun = perf_counter()
-    product.on(SimpleNamespace(backend=backend), a(2, 5), a(5, 3))  # 60 operations
+    with kernels.emulated(backend):
+        assert linear.product is not product
+        linear.product(a(2, 5), a(5, 3))  # 60 operations
+    assert linear.product is product
     assert perf_counter() - begun >= 0.06 and backend.busy == pytest.approx(0.06)
 
 
@@ -68,7 +71,7 @@ def test_pairs(rule, q_at):
         for q in q_at
         for k in AT
     )
-    assert rule.pairs(q_at, AT) == seen
+    assert kernels.pairs(rule, q_at, AT) == seen
 
 
 def test_flows():

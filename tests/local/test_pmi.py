@@ -196,7 +196,7 @@ def test_who_needs_it():
     assert not is_bridged(MASTER_ADDR="") and not is_bridged("Open MPI") and not is_bridged(WORLD_SIZE="1")
     assert is_bridged(PMI_RANK="1", PMI_SIZE="4")  # srun --mpi=pmi2, with a torchrun of one process on each node
     environ = dict(TORCHRUN)
-    pmi.connect(pmi.Job(Store(), "x", 1, ("a",) * 4), environ, 10.0)
+    pmi.connect(pmi.PmiJob(Store(), "x", 1, ("a",) * 4), environ, 10.0)
     assert not is_bridged(**environ)  # a child of a rank
     os.close(int(environ["PMI_FD"]))
     assert launcher.torchrun_refusal(environ, "MPICH") is None

@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from fompi.base.errors import LaunchError
-from fompi.cli.slurm import PLUGINS, Facts, Job, _indices, _time, script
+from fompi.cli.slurm import PLUGINS, JobRequest, SlurmFacts, _indices, _time, script
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = "fompi slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 --time 00:10:00 -- examples/tp_mlp.py"
-EXAMPLE = Job(("examples/tp_mlp.py",), nodes=2, ranks_per_node=4, cpus_per_rank=4, time="00:10:00")
+EXAMPLE = JobRequest(("examples/tp_mlp.py",), nodes=2, ranks_per_node=4, cpus_per_rank=4, time="00:10:00")
 
 
 @pytest.mark.parametrize(("library", "name"), [("MPICH", "mpich"), ("Open MPI", "openmpi")])
 def test_the_examples_are_its_output(library, name):
-    assert (ROOT / f"examples/slurm/{name}.sbatch").read_text() == script(Facts(library), EXAMPLE, ASKED)
+    assert (ROOT / f"examples/slurm/{name}.sbatch").read_text() == script(SlurmFacts(library), EXAMPLE, ASKED)
 
 
 @pytest.mark.parametrize("library", PLUGINS)
 def test_it_names_the_plugin_of_the_library(library):
-    assert f"srun --mpi={PLUGINS[library]} python -m fompi info --expect 8" in script(Facts(library), EXAMPLE)
+    assert f"srun --mpi={PLUGINS[library]} python -m fompi info --expect 8" in script(SlurmFacts(library), EXAMPLE)
 
 
 def test_plugins_that_slurm_lacks():
-    facts = Facts("Open MPI", plugins=("pmi2", "none"))
+    facts = SlurmFacts("Open MPI", plugins=("pmi2", "none"))
     text = script(facts, EXAMPLE)
     assert "mpirun -n 8 --bind-to none python examples/tp_mlp.py" in text and "srun --mpi" not in text
     with pytest.raises(LaunchError, match="no --mpi=pmix; it has pmi2, none"):
@@ -41,7 +41,7 @@ def test_options():
         EXAMPLE, gpus_per_node=4, array="0-3", resume=True, modules=("mpich/4", "a b"), container="an image.sif",
         program=("./run me", "--x", "1"),
     )  # fmt: skip
-    text = script(Facts("MPICH", is_wheel=True), job)
+    text = script(SlurmFacts("MPICH", is_wheel=True), job)
     for line in (
         "#SBATCH --gpus-per-node=4", "#SBATCH --array=0-3", "#SBATCH --signal=USR1@120", "#SBATCH --requeue",
         "#SBATCH --output=%x-%A_%a.out", "module load 'a b'", "export MPIR_CVAR_CH4_NETMOD=ofi",
@@ -54,17 +54,17 @@ def test_options_of_the_site():
     job = replace(
         EXAMPLE, partition="gpu", account="abc", qos="short", mem="64G", sbatch=("exclusive", "--hint=nomultithread")
     )
-    lines = script(Facts("MPICH"), job).splitlines()
+    lines = script(SlurmFacts("MPICH"), job).splitlines()
     for option in ("partition=gpu", "account=abc", "qos=short", "mem=64G", "exclusive", "hint=nomultithread"):
         assert f"#SBATCH --{option}" in lines, lines
 
 
 def test_resume_with_mpirun():
     """Slurm signals the daemons of mpirun, which would end. So only the script gets the signal, and passes it on."""
-    text = script(Facts("Open MPI", plugins=("pmi2",)), replace(EXAMPLE, resume=True))
+    text = script(SlurmFacts("Open MPI", plugins=("pmi2",)), replace(EXAMPLE, resume=True))
     assert "#SBATCH --signal=B:USR1@120" in text and "trap 'kill -USR1 $!' USR1" in text
     assert "mpirun -n 8 --bind-to none python examples/tp_mlp.py &" in text.splitlines()
-    assert "#SBATCH --signal=USR1@120" in script(Facts("Open MPI"), replace(EXAMPLE, resume=True))
+    assert "#SBATCH --signal=USR1@120" in script(SlurmFacts("Open MPI"), replace(EXAMPLE, resume=True))
 
 
 ENDS = {"again": 'touch "$FOMPI_AGAIN"', "fails": "exit 3", "ends": "true"}
@@ -74,8 +74,8 @@ ENDS = {"again": 'touch "$FOMPI_AGAIN"', "fails": "exit 3", "ends": "true"}
 @pytest.mark.parametrize("plugins", [("pmix",), ("pmi2",)], ids=["srun", "mpirun"])
 def test_what_a_script_does_with_the_end_of_the_program(plugins, end, tmp_path):
     """Run with programs in place of Slurm and MPI. The signal reaches mpirun once, and the script goes on waiting."""
-    job = Job(("true",), nodes=1, ranks_per_node=1, resume=True)
-    (tmp_path / "script").write_text(script(Facts("Open MPI", plugins=plugins), job))
+    job = JobRequest(("true",), nodes=1, ranks_per_node=1, resume=True)
+    (tmp_path / "script").write_text(script(SlurmFacts("Open MPI", plugins=plugins), job))
     signalled = plugins == ("pmi2",)
     program = (
         "#!/bin/bash\n"

@@ -37,7 +37,7 @@ def fused_row(best=1.06, unfused=1.9, sliced=1.2, cpu=0.02, shared=False, k=512)
     named = samples(**{fused.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
     named |= dict.fromkeys(fused.UNFUSED, [unfused] * 7)
     named |= {f"{n} slices, {way}": [sliced] * 7 for n in fused.SLICES for way in ("native", "P2P")}
-    case = peers.Case("matmul_reduce_scatter", 2048, 2048, k)
+    case = peers.PeerCase("matmul_reduce_scatter", 2048, 2048, k)
     row = Row(str(case), "two hosts", named)
     return fused.evaluated(COMM, Hosts(shared), case, "fompi direct, 2 slices", cpu, row)
 

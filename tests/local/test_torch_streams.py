@@ -80,7 +80,7 @@ class Case:
             device.copy(x, three)(self.program.stream)
             self.kept = [three]
             pending = fompi.all_reduce.start(x, comm=comm)
-            self.work = Work("all_reduce", comm, [pending], self.finish, self.out, streams.OnDevice("gpu", cuda))
+            self.work = Work("all_reduce", comm, [pending], self.finish, self.out, streams.OnGpu("gpu", cuda))
 
     def finish(self, y):
         self.device.copy(self.out, y)(self.cuda.current_stream().stream)

@@ -11,11 +11,11 @@ import pytest
 import fompi
 from fompi.base.errors import LayoutError
 from fompi.bench import collectives, peers
-from fompi.bench.cluster import Cluster
-from fompi.bench.peers import OPERATIONS, Case
+from fompi.bench.cluster import TcpHosts
+from fompi.bench.peers import OPERATIONS, PeerCase
 from fompi.bench.rivals import plain_mpi
 from fompi.bench.rivals.gloo import Gloo
-from fompi.bench.rivals.messages import Messages
+from fompi.bench.rivals.messages import Requests
 from fompi.tuning.rounds import relative_error
 
 MAKERS = {
@@ -29,7 +29,7 @@ MAKERS = {
 
 
 def case(operation, size):
-    return Case(operation, m=8 * size * size, n=5, k=7)
+    return PeerCase(operation, m=8 * size * size, n=5, k=7)
 
 
 def operands_and_reference(operation, comm):
@@ -67,7 +67,7 @@ def test_rivals_refuse_rows_that_do_not_divide(comm, operation):
 
 def test_a_rival_s_helper_polls_only_for_messages(comm):
     """The helper of fompi does the same, because each poll takes the core from the kernel."""
-    messages = Messages(comm, 2)
+    messages = Requests(comm, 2)
     sent, into, sums = np.ones(3), np.zeros(3), []
     with messages.kernel():
         sleep(0.05)
@@ -87,7 +87,7 @@ def test_a_rival_s_helper_polls_only_for_messages(comm):
 def test_gloo_is_right(comm, monkeypatch):
     """The blocking form, and the form in slices."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with Cluster(comm) as cluster:
+    with TcpHosts(comm) as cluster:
         gloo = Gloo(comm, cluster.rendezvous())
         for operation in OPERATIONS:
             (x, w), reference = operands_and_reference(operation, comm)
@@ -108,7 +108,7 @@ def test_a_peer_that_one_rank_cannot_start_is_skipped_on_all(comm):
 
 
 def test_a_cluster_of_one_host(comm):
-    with Cluster(comm) as cluster:
+    with TcpHosts(comm) as cluster:
         assert cluster.shared and cluster.idle == 0 and "shared memory: no wire" in str(cluster)
         address = cluster.rendezvous()
         assert comm.allgather(address) == [address] * comm.size
@@ -119,7 +119,7 @@ def test_a_cluster_of_one_host(comm):
 @pytest.mark.parametrize("operation", collectives.OPERATIONS)
 def test_collectives_are_compared_with_the_native_ones(world, operation):
     """One small row of the suite. Every candidate has the same bits as the reference."""
-    with Cluster(world.link.comm) as cluster:
+    with TcpHosts(world.link.comm) as cluster:
         row = collectives.measured(world, cluster, operation, 4 * collectives.COLUMNS * 16 * world.size, rounds=2)
     assert row.base == "native" and set(row.errors.values()) == {0.0} and row.errors.keys() == row.samples.keys()
     left_out = "ring" if operation == "all_to_all" else "pairwise"

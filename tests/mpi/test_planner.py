@@ -15,7 +15,7 @@ from fompi.model import fit
 from fompi.model.machine import Machine
 from fompi.ops import compared
 from fompi.tuning.calibrate import slowdown
-from fompi.tuning.links import Messages
+from fompi.tuning.links import LinkMeter
 from fompi.tuning.rounds import meet
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_a_shared_link_is_measured_one_way(own, comm):
     """With a message the other way, acknowledgements would wait behind data, and the link would seem slower."""
     if own.size == 1:
         return
-    messages = Messages(own, own.link)
+    messages = LinkMeter(own, own.link)
     messages._one_way((0, own.size - 1), 1000)
     assert comm.allgather(int(messages.inbox.sum())) == [0] * (own.size - 1) + [1000]
 
@@ -158,7 +158,7 @@ def test_a_measurement_has_a_deadline(own, comm, monkeypatch):
         with pytest.raises(fompi.WaitTimeout, match=r"not all ranks reached a measurement within 0\.3 s"):
             meet(private)
         monkeypatch.setattr(own.engine, "timeout", 0.3)
-        messages = Messages(own, own.link)
+        messages = LinkMeter(own, own.link)
         with pytest.raises(fompi.WaitTimeout, match="to measure a link"):
             messages._complete([private.Irecv(messages.inbox[:8], 1, 7)])
         monkeypatch.undo()

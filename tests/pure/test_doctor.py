@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fompi.cli.doctor import links_of
-from fompi.cli.findings import Facts, Finding, Measured, Place, Products, findings, wall_ahead
+from fompi.cli.findings import Facts, Finding, HostFacts, Measured, Products, findings, wall_ahead
 from fompi.model.machine import Level
 from fompi.traces.clocks import Clock
 
@@ -32,7 +32,8 @@ INFO = {
     "progress": {"mode": "helper", "native": {"share": 0.1}},
 }
 PLACES = [
-    Place(host, VERSIONS, 8 << 30, "/tmp", 8 << 30, "", {"ib0": 100 * GIGABIT, "eth0": GIGABIT}, 5.0) for host in HOSTS
+    HostFacts(host, VERSIONS, 8 << 30, "/tmp", 8 << 30, "", {"ib0": 100 * GIGABIT, "eth0": GIGABIT}, 5.0)
+    for host in HOSTS
 ]
 LEVEL = Level(1, 2e-6, 1e10, curve=((1024, 3e-6),))
 PAIRS = {(a, b): (80 if HOSTS[a] != HOSTS[b] else 300) * GIGABIT for a in range(4) for b in range(a + 1, 4)}
@@ -310,15 +311,15 @@ def test_ranks_that_share_cores_are_slow_for_a_known_reason():
 
 def test_wall_clocks_are_compared_at_the_same_moment():
     """The clocks of measurements begin at different times: rank 0's shows 10 s more, and its wall clock 3 s less."""
-    zero, other = Place("n1", wall=100.0), Place("n2", wall=113.0)
+    zero, other = HostFacts("n1", wall=100.0), HostFacts("n2", wall=113.0)
     assert wall_ahead(zero, other, Clock(0.0, 10.0, 0.0, 1e-6)) == 3.0
 
 
 def test_a_place_is_unpacked_as_it_was_packed():
-    assert Place.unpack(PLACES[0].pack()) == PLACES[0]
+    assert HostFacts.unpack(PLACES[0].pack()) == PLACES[0]
     many = replace(PLACES[0], links={f"card{i}": 1.0 for i in range(1000)})
     assert len(many.pack()) == len(PLACES[0].pack())
-    assert len(Place.unpack(many.pack()).links) == 32
+    assert len(HostFacts.unpack(many.pack()).links) == 32
 
 
 def test_links_of_a_host(tmp_path):

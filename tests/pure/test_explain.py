@@ -14,8 +14,8 @@ import fompi
 from fompi import Partial, Replicate, Shard, Spec
 from fompi.base.errors import LayoutError
 from fompi.base.layout import Sizes, cut
-from fompi.model.bound import call_seconds, native_nbytes, row_nbytes
 from fompi.model.flow_shop import Job, makespan
+from fompi.model.lower_bound import call_seconds, native_nbytes, row_nbytes
 from fompi.model.machine import PRESETS, Level, Machine
 from fompi.model.simulate import predict
 from fompi.planner.candidates import (
@@ -70,7 +70,7 @@ def test_every_problem_has_an_explanation(name, ranks):
     made = catalogue.problems(ranks)[name]
     sizes = catalogue.sizes(made, "uneven")
     explanation = explain(made, sizes, Machine.load("laptop"))
-    winner, bound, machine = explanation.winner, explanation.bound, explanation.machine
+    winner, bound, machine = explanation.winner, explanation.lower_bound, explanation.machine
     listed, judged = set(candidates(made, machine)), [judged.candidate for judged in explanation.judged]
     assert listed <= set(judged) and len(judged) == len(set(judged))
     assert all(candidate.order or candidate.window in WINDOWS for candidate in set(judged) - listed)
@@ -179,7 +179,7 @@ def test_hierarchical_is_the_best_over_a_slow_link():
     seconds = simulated(made, sizes, between)
     others = [seconds[c] for c in seconds if c.schedule in ("direct", "ring", "bidirectional")]
     assert min(others) >= 1.3 * explanation.winner.seconds and explanation.gap < 0.08
-    assert "group" in explanation.bound.what
+    assert "group" in explanation.lower_bound.what
 
 
 def test_the_first_slice_is_small_if_messages_take_longer_than_kernels():
@@ -211,7 +211,7 @@ def test_collectives_that_were_measured_on_another_number_of_ranks():
 def test_one_rank_has_no_messages():
     x, w = Spec((512, 256), "float32", Shard(0)), Spec((256, 512), "float32", Shard(1))
     explanation = fompi.explain("all_gather_matmul", x, w, ranks=1, machine="gigabit")
-    assert explanation.winner.seconds < 1.2 * explanation.bound.seconds
+    assert explanation.winner.seconds < 1.2 * explanation.lower_bound.seconds
 
 
 def test_an_explanation_prints_itself():
@@ -297,7 +297,7 @@ def test_right_schedules_of_users_are_candidates(forgotten):
 def test_no_candidate_beats_the_bound(operation, name):
     layout = {"broadcast": Replicate(), "all_reduce": Partial()}.get(operation, Shard(0))
     explanation = fompi.explain(operation, Spec((4096, 64), "float32", layout), ranks=4, machine=name)
-    assert min(judged.seconds for judged in explanation.judged) >= explanation.bound.seconds * (1 - 1e-9)
+    assert min(judged.seconds for judged in explanation.judged) >= explanation.lower_bound.seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", ["gigabit", "laptop"])
@@ -306,7 +306,7 @@ def test_sums_of_the_library_take_core_time_from_kernels(operation, name):
     """If kernels and sums share a core, no candidate is faster than both together."""
     x, w = Spec((4096, 1024), "float32", Shard(1)), Spec((1024, 1024), "float32", Shard(0))
     explanation = fompi.explain(operation, x, w, ranks=4, machine=name)
-    assert min(judged.seconds for judged in explanation.judged) >= explanation.bound.seconds * (1 - 1e-9)
+    assert min(judged.seconds for judged in explanation.judged) >= explanation.lower_bound.seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])

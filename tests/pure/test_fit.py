@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fompi.model import fit
-from fompi.model.fit import Product, Topology
+from fompi.model.fit import MeasuredProduct, Topology
 from fompi.model.machine import Level, Machine
 
 
@@ -213,6 +213,6 @@ def test_ports(taken, expected):
 
 def test_packing_that_costs_nothing():
     """By noise, packing may seem to save time. It then counts as free."""
-    timed = [Product(1e9, 4e6, 1.0), Product(1e8, 4e6, 0.09)]
+    timed = [MeasuredProduct(1e9, 4e6, 1.0), MeasuredProduct(1e8, 4e6, 0.09)]
     flops_rate, pack_rate = fit.product_rates(timed)
     assert pack_rate == 1e300 and 1e9 <= flops_rate <= 1.2e9

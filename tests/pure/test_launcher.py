@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fompi.mpi.launcher import (
-    Launch,
+    LaunchVariables,
     batch_note,
     cores_per_rank,
     crowded,
@@ -65,34 +65,34 @@ LIKE_TORCHRUN = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}  # set by de
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, Launch("none")),
-        ({"HOME": "/home/me", "PATH": "/bin"}, Launch("none")),
-        (STEP, Launch("srun", 8, 7, 1, 2)),
-        (STEP | PMI, Launch("srun", 8, 7, 1, 2)),  # srun --mpi=pmi2
-        (STEP | {"PMIX_RANK": "7"}, Launch("srun", 8, 7, 1, 2)),  # srun --mpi=pmix
-        (BATCH, Launch("sbatch", 8)),
-        (BATCH | HYDRA, Launch("hydra", 8, 5, 1, 4)),  # mpirun inside sbatch
-        (DAEMON | HYDRA, Launch("hydra", 8, 5, 1, 4)),
-        (DAEMON | INTEL, Launch("intel", 8, 5, 1, 4)),
-        (DAEMON | OPENMPI, Launch("openmpi", 8, 5, 1, 4)),
-        (HYDRA, Launch("hydra", 8, 5, 1, 4)),
-        (HYDRA_PORT, Launch("hydra", 8, 5, 1, 4)),
-        (INTEL, Launch("intel", 8, 5, 1, 4)),
-        (OPENMPI, Launch("openmpi", 8, 5, 1, 4)),
-        ({"PMIX_RANK": "5", "PMIX_NAMESPACE": "prterun-host-1@1"}, Launch("openmpi", None, 5)),
-        (PMI, Launch("pmi", 8, 5)),
-        (PALS, Launch("pals", 8, 5, 1, 4)),
-        (STEP | PALS, Launch("srun", 8, 7, 1, 2)),  # srun --mpi=cray_shasta
-        (JSRUN, Launch("jsrun", 8, 5, 1, 4)),
-        (MVAPICH, Launch("mvapich", 8, 5, 1, 4)),
-        (FLUX | PMI, Launch("flux", 8, 5, 1, 4)),
-        (FLUX | {"FLUX_JOB_NNODES": "3"}, Launch("flux", 8, 5, 1)),  # some nodes have more ranks than others
-        (STEP | FLUX, Launch("flux", 8, 5, 1, 4)),  # Flux inside a job of Slurm
-        (TORCHRUN, Launch("torchrun", 8, 5, 1, 4)),
-        (STEP | TORCHRUN, Launch("torchrun", 8, 5, 1, 4)),  # srun starts one torchrun per node
-        (LIKE_TORCHRUN, Launch("torch", 8, 5, 1)),
-        (OPENMPI | LIKE_TORCHRUN, Launch("openmpi", 8, 5, 1, 4)),  # set by hand, for torch
-        (STEP | LIKE_TORCHRUN, Launch("srun", 8, 7, 1, 2)),
+        ({}, LaunchVariables("none")),
+        ({"HOME": "/home/me", "PATH": "/bin"}, LaunchVariables("none")),
+        (STEP, LaunchVariables("srun", 8, 7, 1, 2)),
+        (STEP | PMI, LaunchVariables("srun", 8, 7, 1, 2)),  # srun --mpi=pmi2
+        (STEP | {"PMIX_RANK": "7"}, LaunchVariables("srun", 8, 7, 1, 2)),  # srun --mpi=pmix
+        (BATCH, LaunchVariables("sbatch", 8)),
+        (BATCH | HYDRA, LaunchVariables("hydra", 8, 5, 1, 4)),  # mpirun inside sbatch
+        (DAEMON | HYDRA, LaunchVariables("hydra", 8, 5, 1, 4)),
+        (DAEMON | INTEL, LaunchVariables("intel", 8, 5, 1, 4)),
+        (DAEMON | OPENMPI, LaunchVariables("openmpi", 8, 5, 1, 4)),
+        (HYDRA, LaunchVariables("hydra", 8, 5, 1, 4)),
+        (HYDRA_PORT, LaunchVariables("hydra", 8, 5, 1, 4)),
+        (INTEL, LaunchVariables("intel", 8, 5, 1, 4)),
+        (OPENMPI, LaunchVariables("openmpi", 8, 5, 1, 4)),
+        ({"PMIX_RANK": "5", "PMIX_NAMESPACE": "prterun-host-1@1"}, LaunchVariables("openmpi", None, 5)),
+        (PMI, LaunchVariables("pmi", 8, 5)),
+        (PALS, LaunchVariables("pals", 8, 5, 1, 4)),
+        (STEP | PALS, LaunchVariables("srun", 8, 7, 1, 2)),  # srun --mpi=cray_shasta
+        (JSRUN, LaunchVariables("jsrun", 8, 5, 1, 4)),
+        (MVAPICH, LaunchVariables("mvapich", 8, 5, 1, 4)),
+        (FLUX | PMI, LaunchVariables("flux", 8, 5, 1, 4)),
+        (FLUX | {"FLUX_JOB_NNODES": "3"}, LaunchVariables("flux", 8, 5, 1)),  # some nodes have more ranks than others
+        (STEP | FLUX, LaunchVariables("flux", 8, 5, 1, 4)),  # Flux inside a job of Slurm
+        (TORCHRUN, LaunchVariables("torchrun", 8, 5, 1, 4)),
+        (STEP | TORCHRUN, LaunchVariables("torchrun", 8, 5, 1, 4)),  # srun starts one torchrun per node
+        (LIKE_TORCHRUN, LaunchVariables("torch", 8, 5, 1)),
+        (OPENMPI | LIKE_TORCHRUN, LaunchVariables("openmpi", 8, 5, 1, 4)),  # set by hand, for torch
+        (STEP | LIKE_TORCHRUN, LaunchVariables("srun", 8, 7, 1, 2)),
     ],
 )
 def test_detect(environ, expected):
@@ -103,12 +103,12 @@ def test_detect_reads_the_environment_by_default(monkeypatch):
     for name, value in OPENMPI.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert detect() == Launch("openmpi", 8, 5, 1, 4)
+    assert detect() == LaunchVariables("openmpi", 8, 5, 1, 4)
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "8.0", "٨"])
 def test_a_variable_that_is_not_a_number_is_ignored(text):
-    assert detect(OPENMPI | {"OMPI_COMM_WORLD_SIZE": text}) == Launch("openmpi", None, 5, 1, 4)
+    assert detect(OPENMPI | {"OMPI_COMM_WORLD_SIZE": text}) == LaunchVariables("openmpi", None, 5, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_killed_rank_under_srun():
     assert kill_note(detect(STEP), "MPICH", STEP | {"SLURM_KILL_BAD_EXIT": "1"}) is None
     assert kill_note(detect(STEP), "Open MPI", STEP) is None
     assert kill_note(detect(HYDRA), "MPICH", HYDRA) is None
-    assert kill_note(Launch("srun", 1, 0, 0, 1), "MPICH", STEP) is None
+    assert kill_note(LaunchVariables("srun", 1, 0, 0, 1), "MPICH", STEP) is None
 
 
 STARTED = "started 8 processes, but MPI has 1 rank, because"

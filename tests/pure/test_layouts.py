@@ -16,17 +16,17 @@ from fompi.model.machine import Level, Machine
 from fompi.parallel import orders
 from fompi.parallel.pipeline_plan import plan
 from fompi.planner.axis import Axis
-from fompi.planner.layers import DTYPE, MODELS, Model, _predicted, _spec
+from fompi.planner.layers import DTYPE, MODELS, Transformer, _predicted, _spec
 from fompi.planner.layout import _candidates, layouts
-from fompi.planner.step import AXES, GRADIENT, ITEM, RECOMPUTE, Layout, Step
+from fompi.planner.step import AXES, GRADIENT, ITEM, RECOMPUTE, StepLayout, StepParts
 
 NDR, NVLINK = Machine.load("h100-ndr"), Machine.load("h100-nvlink")
-SMALL = Model(8, 1024, 4096, 2, 512, "made up", 16, 16, 8192)
+SMALL = Transformer(8, 1024, 4096, 2, 512, "made up", 16, 16, 8192)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def made(layout: Layout, model=SMALL, machine=NDR, batch=64):
-    step = Step(model, machine, layout.ranks, batch)
+def made(layout: StepLayout, model=SMALL, machine=NDR, batch=64):
+    step = StepParts(model, machine, layout.ranks, batch)
     return step.predicted(layout, step.memory(layout))
 
 
@@ -83,12 +83,12 @@ def test_the_text_has_a_row_for_each_layout():
 
 
 LAYOUTS = [
-    Layout(4, 2, 2, 1, 1, zero=1),
-    Layout(2, 2, 2, 1, 2, schedule="zb-h1", zero=1),
-    Layout(8, 1, 1, 1, 2, zero=3),
-    Layout(16, 1, 1, 1, 1, zero=2, recompute="full"),
-    Layout(1, 16, 1, 1, 1),
-    Layout(4, 1, 4, 1, 1, schedule="interleaved", chunks=2, zero=1),
+    StepLayout(4, 2, 2, 1, 1, zero=1),
+    StepLayout(2, 2, 2, 1, 2, schedule="zb-h1", zero=1),
+    StepLayout(8, 1, 1, 1, 2, zero=3),
+    StepLayout(16, 1, 1, 1, 1, zero=2, recompute="full"),
+    StepLayout(1, 16, 1, 1, 1),
+    StepLayout(4, 1, 4, 1, 1, schedule="interleaved", chunks=2, zero=1),
 ]
 EXPERTS = SMALL._replace(experts=8, top_k=2, ffn=1024, shared=1)
 
@@ -111,21 +111,21 @@ def test_faster_links_are_never_slower(layout):
 
 def test_memory_falls_with_the_stage_of_zero_and_with_recomputation():
     for model in (SMALL, EXPERTS):
-        stages = [Step(model, NDR, 16, 64).memory(Layout(16, zero=zero)) for zero in range(4)]
+        stages = [StepParts(model, NDR, 16, 64).memory(StepLayout(16, zero=zero)) for zero in range(4)]
         assert stages[0].parameters == pytest.approx(ITEM * model.parameters, rel=1e-3)
         assert stages[0].optimizer == pytest.approx(16 * stages[1].optimizer)
         assert stages[1].gradients == pytest.approx(16 * stages[2].gradients)
         assert stages[2].parameters == pytest.approx(16 * stages[3].parameters)
         totals = [stage.total for stage in stages]
         assert totals == sorted(totals, reverse=True)
-        kept = [Step(model, NDR, 1, 8).memory(Layout(recompute=how)).activations for how in RECOMPUTE]
+        kept = [StepParts(model, NDR, 1, 8).memory(StepLayout(recompute=how)).activations for how in RECOMPUTE]
         assert kept == sorted(kept, reverse=True) and len({*kept}) == 3
 
 
 def test_activations_are_those_of_korthikanti():
     """Without scores and dropout a layer of GPT keeps 32 s b h bytes, divided by tp with sequence parallelism."""
     model = SMALL._replace(vocabulary=1)
-    kept = [Step(model, NDR, tp, 8).memory(Layout(tp=tp, microbatch=2)).activations for tp in (1, 4)]
+    kept = [StepParts(model, NDR, tp, 8).memory(StepLayout(tp=tp, microbatch=2)).activations for tp in (1, 4)]
     tokens = 2 * model.sequence
     lse, gathered = 4 * model.heads * tokens * model.layers, 2 * ITEM * tokens * model.hidden
     assert kept[0] == pytest.approx(32 * tokens * model.hidden * model.layers + lse, rel=1e-3)
@@ -136,7 +136,9 @@ def test_what_is_alive_decides_the_memory_of_a_pipeline():
     """GPipe keeps all micro-batches, 1F1B as many as there are stages, zero bubble without bubble twice as many."""
 
     def activations(schedule):
-        return Step(SMALL._replace(vocabulary=1), NDR, 4, 64).memory(Layout(pp=4, schedule=schedule)).activations
+        return (
+            StepParts(SMALL._replace(vocabulary=1), NDR, 4, 64).memory(StepLayout(pp=4, schedule=schedule)).activations
+        )
 
     one = activations("1f1b") / 4
     assert {name: round(activations(name) / one, 2) for name in ("gpipe", "zb-h2")} == {"gpipe": 64, "zb-h2": 8}
@@ -149,9 +151,9 @@ def test_what_is_alive_decides_the_memory_of_a_pipeline():
 def test_a_pipeline_takes_as_long_as_in_the_simulator(schedule):
     """The plan of the pipeline with the seconds of the stages, and messages of the same time."""
     chunks = 2 if schedule == "interleaved" else 1
-    layout = Layout(pp=4, schedule=schedule, chunks=chunks)
+    layout = StepLayout(pp=4, schedule=schedule, chunks=chunks)
     model = SMALL._replace(vocabulary=1)  # else the last stage takes longer, and W cannot fill what F and I leave
-    step = Step(model, NVLINK, 4, 8)
+    step = StepParts(model, NVLINK, 4, 8)
     result = step.predicted(layout, step.memory(layout))
     passes = step._stage_of(layout).passes
     seconds = {"F": passes.forward.seconds, "I": passes.inputs.seconds, "W": passes.weights.seconds}
@@ -166,7 +168,7 @@ def test_a_pipeline_takes_as_long_as_in_the_simulator(schedule):
 def test_the_last_stage_has_fewer_layers_because_of_the_output_layer():
     """As Llama 3 405B on 16 stages: 126 layers, 8 on a stage. The simulator has the seconds of each stage."""
     model = SMALL._replace(layers=30, vocabulary=65536)
-    step, layout = Step(model, NVLINK, 4, 16), Layout(pp=4)
+    step, layout = StepParts(model, NVLINK, 4, 16), StepLayout(pp=4)
     stage = step._stage_of(layout)
     assert (stage.layers, stage.last) == (9, 3) and model.layers == 3 * 9 + 3
     layer, output = step.layer(1, 1, 1, 1)[0], step.output(1, 1, 1)
@@ -192,8 +194,8 @@ def test_alive_is_what_the_orders_have():
 def test_exposed_sums_and_gathers_are_the_bounds(zero):
     """E_RS and E_AG of the best of all numbers of buckets, written out: suffixes of sums, prefixes of gathers."""
     model, machine = SMALL._replace(vocabulary=32768), replace(NDR, levels=(Level(8, 6e-6, 2e9),))
-    layout = Layout(16, zero=zero)
-    step = Step(model, machine, 16, 64)  # four micro-batches
+    layout = StepLayout(16, zero=zero)
+    step = StepParts(model, machine, 16, 64)  # four micro-batches
     layer, output, data = step.layer(1, 1, 1, 1)[0], step.output(1, 1, 1), step.axis(16, 1)
     weights = (sum(step.weights(1, 1, 1, 0)), model.vocabulary * model.hidden)
     forward, backward = [(p.forward.seconds, p.inputs.seconds + p.weights.seconds) for p in (layer, output)], []
@@ -231,7 +233,7 @@ def test_gathers_take_about_as_long_as_the_best_plans():
 
 def test_products_of_tensor_parallelism_take_as_long_as_fompis_plans():
     machine = replace(NVLINK, wave=0)  # the formulas count no waves
-    step, rows, h, f = Step(MODELS["llama-7b"], machine, 8, 8), 8192, 4096, 11008
+    step, rows, h, f = StepParts(MODELS["llama-7b"], machine, 8, 8), 8192, 4096, 11008
     wide = (_spec(rows, h, fompi.Shard(0)), _spec(h, f, fompi.Shard(1)))
     back = (_spec(rows, f, fompi.Shard(1)), _spec(f, h, fompi.Shard(0)))
     adjoint = (_spec(rows, h, fompi.Shard(0)), _spec(h, f, fompi.Shard(1)), _spec(rows, f, fompi.Shard(1)))
@@ -247,7 +249,7 @@ def test_products_of_tensor_parallelism_take_as_long_as_fompis_plans():
 def test_ring_and_ulysses_expose_what_their_bounds_say():
     """Slow links: T = a + (N - 1) max(a, k), backward 2.5 a and 2 k."""
     slow = replace(NVLINK, bandwidth=20e9)
-    step = Step(SMALL, slow, 4, 8)
+    step = StepParts(SMALL, slow, 4, 8)
     found = {way: p for p, way in step._attentions(1, 4, 2048.0, step._column(1, 2048.0, 1024, 3072))}
     flops, k = SMALL.attention(2048.0) / 4, slow.latency + 4 * 2048 * 1024 / slow.bandwidth
     a, b = slow.kernel(flops, 2.0 * 2048 * 1024), slow.kernel(2.5 * flops, 4.0 * 2048 * 1024)
@@ -262,7 +264,7 @@ def test_ring_and_ulysses_expose_what_their_bounds_say():
 def test_experts_hide_their_messages_down_to_the_floor():
     slow = replace(NVLINK, bandwidth=4e9)
     for machine in (NVLINK, slow):
-        step = Step(EXPERTS, machine, 4, 8)
+        step = StepParts(EXPERTS, machine, 4, 8)
         passes = step._experts(1, 4, 512.0)
         messages = 2 * step.axis(4, 1).exchange(2.0 * 512 * 2 * 1024)
         made_by = step._mlp(1, 1024.0, 1024, 2).plus(step._mlp(1, 512.0, 1024))

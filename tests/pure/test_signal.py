@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fompi.backends.cuda.counters import signal
 from fompi.backends.cuda.counters.announced import tile_of
-from fompi.backends.cuda.counters.signal import WORDS, Rows, Signals, in_place, launched
+from fompi.backends.cuda.counters.signal import WORDS, RowRun, Signals, in_place, launched
 from fompi.base.errors import DeviceError
 from fompi.model.flow_shop import announced
 from fompi.model.machine import PRESETS, TILE
@@ -40,7 +40,7 @@ def test_tiles_cover_each_product_once(groups, columns, high, broad):
     """Each element of each product lies in one tile of its group. Groups start one after the other."""
     x_row, y_row, at, listed = 12, 8, 1000, []
     for runs in groups:
-        listed.append([Rows(at + 7 * i, (at := at + 4000), 5 * i, rows) for i, rows in enumerate(runs)])
+        listed.append([RowRun(at + 7 * i, (at := at + 4000), 5 * i, rows) for i, rows in enumerate(runs)])
     table = in_place(listed, columns, x_row, y_row, high, broad, band=2)
     assert table.dtype == np.int64 and table.shape[1] == len(WORDS) and (np.diff(table[:, 5]) >= 0).all()
     for group, runs in enumerate(listed):
@@ -176,7 +176,7 @@ def losses(moves, rows, machine, is_equal=True):
 def test_the_tiles_of_a_cut_are_those_of_the_table():
     """By `in_place`, as the kernel gets them: 300 rows for each of two ranks, in two slices."""
     case = Case("reduce_scatter", (300, 300), 512, 64)
-    groups = [[Rows(0, 0, 0, rows)] for rows in (150, 150, 300)]
+    groups = [[RowRun(0, 0, 0, rows)] for rows in (150, 150, 300)]
     of = in_place(groups, case.columns, 128, 1024, HIGH, BROAD, band=8)[:, 5]
     last = [int(np.flatnonzero(of == group)[-1]) + 1 for group in range(3)]
     machine = replace(MACHINE, wave=TILE)

@@ -14,7 +14,7 @@ import fompi
 from fompi import Shard, Spec
 from fompi.base.errors import LayoutError
 from fompi.base.layout import Sizes
-from fompi.model.bound import native_nbytes
+from fompi.model.lower_bound import native_nbytes
 from fompi.model.machine import Level, Machine
 from fompi.model.simulate import predict, simulate, symmetry
 from fompi.planner.candidates import Candidate

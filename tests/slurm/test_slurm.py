@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from slurm_cluster import ENVIRONMENTS, MPIS, ROOT
 
-from fompi.cli.slurm import Facts, Job, script
+from fompi.cli.slurm import JobRequest, SlurmFacts, script
 
-EXAMPLE = Job(
+EXAMPLE = JobRequest(
     ("examples/tp_mlp.py",), nodes=2, ranks_per_node=4, cpus_per_rank=4, time="00:10:00"
 )  # what examples/slurm runs
 
@@ -133,7 +133,7 @@ def test_slurm_accepts_every_script(cluster):
     ]
     for number, (each, library) in enumerate(itertools.product(jobs, ("MPICH", "Open MPI"))):
         file = cluster.folder / f"printed-{number}.sbatch"
-        file.write_text(script(Facts(library, is_wheel=bool(number % 2)), each))
+        file.write_text(script(SlurmFacts(library, is_wheel=bool(number % 2)), each))
         done = cluster.run("mpich", "sbatch", "--test-only", file)
         assert done.returncode == 0, done.output
         assert cluster.run("mpich", "bash", "-n", file).returncode == 0
@@ -169,7 +169,10 @@ def test_an_agreed_stop_and_a_second_run(cluster):
     """All ranks stop in the same step, and the job is started again."""
     program = cluster.folder / "stops.py"
     program.write_text(STOPS)
-    facts, asked = Facts("MPICH", is_wheel=True), Job((str(program),), nodes=2, ranks_per_node=2, resume=True)
+    facts, asked = (
+        SlurmFacts("MPICH", is_wheel=True),
+        JobRequest((str(program),), nodes=2, ranks_per_node=2, resume=True),
+    )
     output = cluster.folder / "stops.out"
     number = cluster.submit("mpich", script(facts, asked), output)
     cluster.wait_for(output, lambda text: text.count("run 0") == 4)

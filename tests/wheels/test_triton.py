@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fompi.backends.cuda.counters.announced import Form
+from fompi.backends.cuda.counters.announced import KernelForm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,8 +155,8 @@ STEPS = {
 """Instructions by what they are for."""
 
 FORMS = (
-    Form("bfloat16", "bfloat16", "bfloat16", "bfloat16", even=True, aligned=True, transposed=False, tf32=False),
-    Form("float32", "bfloat16", "float32", "float32", even=False, aligned=False, transposed=True, tf32=True),
+    KernelForm("bfloat16", "bfloat16", "bfloat16", "bfloat16", even=True, aligned=True, transposed=False, tf32=False),
+    KernelForm("float32", "bfloat16", "float32", "float32", even=False, aligned=False, transposed=True, tf32=True),
 )
 
 

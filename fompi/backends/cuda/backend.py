@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Arrays, Dtypes, Kernel
-from fompi.backends.cuda.device import AnyArray, Device, Enqueue, Product
+from fompi.backends.cuda.device import AnyArray, Device, Enqueue, ProductCall
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, in_words
@@ -158,7 +158,7 @@ class OnDevice:
         return self._enqueuer(kernel, work)
 
     def bind_announced(
-        self, products: Sequence[Product], forced: bool = True, folder: Path | None = None
+        self, products: Sequence[ProductCall], forced: bool = True, folder: Path | None = None
     ) -> Callable[[Sequence[Enqueued]], list[Enqueued]] | None:
         """One kernel for all of these products (`Device.announced`): a function that launches it. None: there is none.
 

@@ -27,13 +27,13 @@ import numpy as np
 from fompi.backends.base import Dtypes
 from fompi.backends.cuda.counters import announced
 from fompi.backends.cuda.counters.announced import CudaAnnouncer
-from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, Product
+from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, ProductCall
 from fompi.backends.cuda.driver import device_count, load_cupy
 from fompi.backends.cuda.failures import OutOfMemory, nothing
-from fompi.backends.cuda.library import Library
+from fompi.backends.cuda.library import DeviceLibraries
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
-from fompi.backends.cuda.staging import Mark, Staging
+from fompi.backends.cuda.staging import HostMark, Staging
 from fompi.backends.numpy import storage
 from fompi.base.errors import DeviceError, FompiError, in_words
 from fompi.tensors.device_array import DeviceArray
@@ -62,7 +62,7 @@ LEGACY = 1
 # ---------------------------------------------------------------------------------------------- streams and events
 
 
-class Event(Mark):
+class StreamEvent(HostMark):
     """A mark in a stream. CUDA events are used again, because to make one takes some microseconds."""
 
     __slots__ = ("device", "ptr")
@@ -108,7 +108,7 @@ class Stream:
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.ptr
 
-    def record(self, event: Event) -> Event:
+    def record(self, event: StreamEvent) -> StreamEvent:
         self.device.begin()
         try:
             self._record(event.ptr, self.ptr)
@@ -116,7 +116,7 @@ class Stream:
             raise self.device.failure(error, f"record on stream {self.name}") from error
         return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         self.device.begin()
         try:
             self._wait(self.ptr, event.ptr)
@@ -153,7 +153,7 @@ class CudaDevice(Staging):
         number: int = 0,
         runtime: Any = None,
         cupy: Any = None,
-        library: Callable[[CudaDevice], Library] = Library,
+        library: Callable[[CudaDevice], DeviceLibraries] = DeviceLibraries,
         tf32: bool = False,
         known_to_mpi: bool = False,
     ):
@@ -289,10 +289,10 @@ class CudaDevice(Staging):
                 self.ask(self.runtime.streamDestroy, ptr)
         return Stream(self, name, priority)
 
-    def event(self) -> Event:
-        return Event(self)
+    def event(self) -> StreamEvent:
+        return StreamEvent(self)
 
-    def entry(self) -> Event | None:
+    def entry(self) -> StreamEvent | None:
         """An event behind what the caller's current streams have to do. None: nothing.
 
         Blocks of memory that the program has dropped are free once it is done.
@@ -304,7 +304,7 @@ class CudaDevice(Staging):
             self.pool.await_lent(blocks, event)
         return event
 
-    def _entry(self) -> Event | None:
+    def _entry(self) -> StreamEvent | None:
         self.use()
         thread, arrived = self._thread, self._arrived
         busy = [ptr for ptr in dict.fromkeys(self.library.current()) if self._is_busy(ptr)]
@@ -313,7 +313,7 @@ class CudaDevice(Staging):
         for ptr in busy:
             self._arrivals.wait(self._mark(ptr))
         thread.seen = arrived
-        return self._arrivals.record(Event(self))
+        return self._arrivals.record(StreamEvent(self))
 
     def _is_busy(self, ptr: int) -> bool:
         """False if the stream has nothing to do. The default stream follows others, so it always counts as busy."""
@@ -324,10 +324,10 @@ class CudaDevice(Staging):
             raise self.reported(status)
         return bool(status == NOT_READY)
 
-    def _mark(self, ptr: int) -> Event:
+    def _mark(self, ptr: int) -> StreamEvent:
         """A new event in a stream that is not fompi's."""
         self.use()  # for the default stream, whose address is the same on all devices
-        event = Event(self)
+        event = StreamEvent(self)
         self.ask(self.runtime.eventRecord, event.ptr, ptr)
         return event
 
@@ -345,9 +345,9 @@ class CudaDevice(Staging):
     def lend_to(self, ptr: int) -> None:
         """Let the stream at `ptr`, of a consumer, wait for what fompi has enqueued."""
         self.check()
-        self._await(ptr, [stream.record(Event(self)) for stream in self._busy_streams()])
+        self._await(ptr, [stream.record(StreamEvent(self)) for stream in self._busy_streams()])
 
-    def leave(self, events: Sequence[Event]) -> None:
+    def leave(self, events: Sequence[StreamEvent]) -> None:
         for ptr in dict.fromkeys(self.library.current()):
             self._await(ptr, events)
 
@@ -358,7 +358,7 @@ class CudaDevice(Staging):
         if self._departures is None:
             self._departures = Stream(self, "departures", -1)
         for stream in busy:
-            self._departures.wait(stream.record(Event(self)))
+            self._departures.wait(stream.record(StreamEvent(self)))
         return int(self._departures.ptr)
 
     def _busy_streams(self) -> list[Stream]:
@@ -366,7 +366,7 @@ class CudaDevice(Staging):
         queues = () if self.backend is None else self.backend.queues.values()
         return [queue.stream for queue in queues if self._is_busy(queue.stream.ptr)]
 
-    def _await(self, ptr: int, events: Sequence[Event]) -> None:
+    def _await(self, ptr: int, events: Sequence[StreamEvent]) -> None:
         """Let the stream at `ptr` wait for these events."""
         self.use()  # for the default stream, whose address is the same on all devices
         for event in events:
@@ -417,7 +417,7 @@ class CudaDevice(Staging):
         steps = self.library.elementwise(name, reads, writes, read_dtypes, write_dtypes)
         return self._in_order(name, steps, (reads, writes))
 
-    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> CudaAnnouncer | None:
+    def announced(self, products: Sequence[ProductCall], forced: bool, folder: Path | None) -> CudaAnnouncer | None:
         """As in the protocol. A kernel that does not compile is a warning: each product then is a call of cuBLAS."""
         self._check_place(*(a for product in products for a in (*product.reads, *product.writes)))
         if not self.library.has_triton or (found := announced.layout(products, self.tf32)) is None:

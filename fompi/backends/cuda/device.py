@@ -29,7 +29,7 @@ Enqueue = Callable[[Any], None]
 """`enqueue(stream)`: give a kernel or a copy to a stream. It raises the errors of the device."""
 
 
-class Product(NamedTuple):
+class ProductCall(NamedTuple):
     """One product of an announced kernel: the arguments of `Device.kernel`."""
 
     name: str
@@ -54,7 +54,7 @@ class Announcer(Protocol):
         ...
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A mark in a stream."""
 
     def done(self) -> bool:
@@ -67,11 +67,11 @@ class Stream(Protocol):
 
     name: str
 
-    def record(self, event: Event) -> Event:
+    def record(self, event: StreamEvent) -> StreamEvent:
         """Put the mark `event` behind all that is enqueued. Returns it."""
         ...
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         """What is enqueued from now on runs after `event`, which another stream has recorded."""
         ...
 
@@ -129,7 +129,7 @@ class Device(Protocol):
         """The kernel `name` of `fompi.plans.kernels` on these arrays."""
         ...
 
-    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> Announcer | None:
+    def announced(self, products: Sequence[ProductCall], forced: bool, folder: Path | None) -> Announcer | None:
         """One kernel for all of these products. They have the same weight. None: a kernel for each is better.
 
         `forced`: the device need not show that the one kernel ends earlier. What it has measured is kept in `folder`.

@@ -252,7 +252,7 @@ def _launch(function: str, threads: int, *args: Any) -> list[Launch]:
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-class Rows(NamedTuple):
+class FlatRows(NamedTuple):
     """An array as a matrix: all dimensions but the last become one."""
 
     ptr: int
@@ -262,7 +262,7 @@ class Rows(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, name: str, array: DeviceArray) -> Rows:
+    def of(cls, name: str, array: DeviceArray) -> FlatRows:
         shape, strides = _joined(array.shape[:-1], [array.strides[:-1]])
         itemsize, columns = array.dtype.itemsize, array.shape[-1]
         if array.size and (len(shape) > 1 or (columns > 1 and array.strides[-1] != itemsize)):
@@ -289,7 +289,7 @@ def _index(name: str, index: DeviceArray, entries: int) -> tuple[int, np.int32]:
     return index.ptr, np.int32(index.dtype.itemsize == 8)
 
 
-def _pieces(name: str, stored: DeviceArray, matrix: Rows) -> tuple[np.ndarray[Any, Any], int]:
+def _pieces(name: str, stored: DeviceArray, matrix: FlatRows) -> tuple[np.ndarray[Any, Any], int]:
     """How `stored` holds the matrix, and the entries of its index."""
     pieces = np.zeros((), PIECES)
     if stored.ndim == 3:
@@ -301,7 +301,7 @@ def _pieces(name: str, stored: DeviceArray, matrix: Rows) -> tuple[np.ndarray[An
         across = -(-matrix.columns // broad)
         pieces[()] = (high, broad, across, count, stored.strides[0], stored.strides[1])
         return pieces, -(-matrix.rows // high) * across
-    rows = Rows.of(name, stored)
+    rows = FlatRows.of(name, stored)
     if rows.columns != matrix.columns:
         raise ShapeError(f"{name}: rows of {rows.columns} elements do not give rows of {matrix.columns}")
     pieces[()] = (1, max(rows.columns, 1), 1, rows.rows, rows.stride, 0)
@@ -312,7 +312,7 @@ def _gather_or_scatter(name: str) -> Callable[..., list[Launch]]:
     def launch(reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> list[Launch]:
         _check(name, read_dtypes[0] == write_dtypes[0], (write_dtypes[0], read_dtypes[0]))
         stored, array = (reads[0], writes[0]) if name == "gather" else (writes[0], reads[0])
-        matrix = Rows.of(name, array)
+        matrix = FlatRows.of(name, array)
         pieces, entries = _pieces(name, stored, matrix)
         index, is_long = _index(name, reads[1], entries)
         runs = [int(pieces[key]) for key in ("piece", "row")] + [int(pieces["broad"]) * matrix.itemsize]
@@ -329,7 +329,7 @@ def _gather_or_scatter(name: str) -> Callable[..., list[Launch]]:
 def _scatter_add(reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> list[Launch]:
     dtypes = write_dtypes[0], read_dtypes[0]
     _check("scatter_add", (dtypes[0] == "float32" and dtypes[1] in FLOATS) or {*dtypes} == {"float64"}, dtypes)
-    x, y = Rows.of("scatter_add", reads[0]), Rows.of("scatter_add", writes[0])
+    x, y = FlatRows.of("scatter_add", reads[0]), FlatRows.of("scatter_add", writes[0])
     _same_shapes("scatter_add", (y.columns,), [(x.columns,)])
     index = _index("scatter_add", reads[1], x.rows)
     numbers = [np.int64(n) for n in (y.stride, y.rows, x.stride, x.rows, x.columns)]
@@ -340,7 +340,7 @@ def _scatter_add(reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -
 def _gather_add(reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> list[Launch]:
     dtypes = write_dtypes[0], read_dtypes[0]
     _check("gather_add", len({*dtypes}) == 1 and dtypes[0] in (*FLOATS, "float64"), dtypes)
-    x, y = Rows.of("gather_add", reads[0]), Rows.of("gather_add", writes[0])
+    x, y = FlatRows.of("gather_add", reads[0]), FlatRows.of("gather_add", writes[0])
     _same_shapes("gather_add", (y.columns,), [(x.columns,)])
     terms = reads[1].shape[-1]
     index = _index("gather_add", reads[1], y.rows * terms)
@@ -367,7 +367,7 @@ def _merge(reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> list
 def _rmsnorm(reads: Arrays, y: DeviceArray, dtypes: Sequence[str], eps: float) -> list[Launch]:
     x, weight, index = reads
     _check("rmsnorm", len({*dtypes}) == 1 and dtypes[0] in FLOATS, (dtypes[-1], *dtypes[:-1]))
-    matrix = Rows.of("rmsnorm", y)
+    matrix = FlatRows.of("rmsnorm", y)
     _same_shapes("rmsnorm", (matrix.columns,), [weight.shape])
     pieces, entries = _pieces("rmsnorm", x, matrix)
     pointer, is_long = _index("rmsnorm", index, entries)

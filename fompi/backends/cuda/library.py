@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Dtypes
-from fompi.backends.cuda.counters.announced import MOST_STAGES, STAGE_NBYTES, WARPS, Form
+from fompi.backends.cuda.counters.announced import MOST_STAGES, STAGE_NBYTES, WARPS, KernelForm
 from fompi.backends.cuda.device import Array, Arrays, Enqueue
 from fompi.backends.cuda.products import TYPES, Matrix
 from fompi.base.errors import DeviceError, in_words
@@ -37,7 +37,7 @@ LOADED_SIZE = 16
 """The rows and columns of the product with which cuBLAS loads its kernels."""
 
 
-class Library:
+class DeviceLibraries:
     """The libraries of one device. Tests give another one, which computes on the host."""
 
     def __init__(self, device: Any, cublas: Any = None, driver: Any = None):
@@ -45,7 +45,7 @@ class Library:
         self._lock = threading.Lock()  # a handle of cuBLAS belongs to one thread at a time
         self._factors: dict[tuple[str, int], Array] = {}
         self._functions: dict[str, int] = {}
-        self._announcers: dict[Form, tuple[int, int, int]] = {}  # the function, its shared memory, its scratch
+        self._announcers: dict[KernelForm, tuple[int, int, int]] = {}  # the function, its shared memory, its scratch
         self._modules: list[int] = []  # the code of these functions
         self._parts: dict[int, Any] = {}  # of `kernels.cu`
         self._handle = 0
@@ -65,7 +65,7 @@ class Library:
         if stream.of_cupy is None:
             cuda = self.device.cupy.cuda
             make = getattr(cuda.Stream, "from_external", None)  # since CuPy 14
-            stream.of_cupy = cuda.ExternalStream(stream.ptr) if make is None else make(_Address(stream.ptr))
+            stream.of_cupy = cuda.ExternalStream(stream.ptr) if make is None else make(_StreamAddress(stream.ptr))
         return stream.of_cupy
 
     # -- products
@@ -191,14 +191,14 @@ class Library:
     def has_triton(self) -> bool:
         return find_spec("triton") is not None
 
-    def announced(self, form: Form, tiles: int, args: Sequence[Any]) -> Enqueue:
+    def announced(self, form: KernelForm, tiles: int, args: Sequence[Any]) -> Enqueue:
         """The kernel of `fompi.backends.cuda.counters` on so many tiles. It is compiled when it is needed first."""
         if form not in self._announcers:
             self._announcers[form] = self._announcer(form)
         function, shared, scratch = self._announcers[form]
         return self._launch(function, (tiles,), (32 * WARPS,), (*args, *[0] * scratch), shared)
 
-    def _announcer(self, form: Form) -> tuple[int, int, int]:
+    def _announcer(self, form: KernelForm) -> tuple[int, int, int]:
         major, minor, most = map(self.device.attribute, (CAPABILITY_MAJOR, CAPABILITY_MINOR, SHARED_NBYTES))
         made = self._compiled(form, 10 * major + minor, max(1, min(MOST_STAGES, most // STAGE_NBYTES)))
         self.device.use()
@@ -207,7 +207,7 @@ class Library:
         self.driver.funcSetAttribute(function, MOST_DYNAMIC_SHARED, made.shared)
         return function, made.shared, made.scratch
 
-    def _compiled(self, form: Form, capability: int, stages: int) -> Any:
+    def _compiled(self, form: KernelForm, capability: int, stages: int) -> Any:
         return import_module("fompi.backends.cuda.counters.triton").compiled_groups(form, capability, stages)
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Library:
             self.driver.moduleUnload(self._modules.pop())
 
 
-class _Address:
+class _StreamAddress:
     """A stream as CuPy's `Stream.from_external` takes it. It does not keep the Stream alive."""
 
     def __init__(self, ptr: int):

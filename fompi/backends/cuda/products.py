@@ -68,7 +68,7 @@ def matrix(array: DeviceArray) -> Matrix | None:
     return None
 
 
-class Product:
+class ProductKernels:
     """The kernels of one product, in order. `keep` is memory that they use."""
 
     def __init__(self, device: Any, name: str, dtype: str):
@@ -110,7 +110,7 @@ class Product:
 
 def product(
     device: Any, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes
-) -> Product:
+) -> ProductKernels:
     """The product `name` of `fompi.plans.kernels` on these arrays."""
     kernel = find(name)
     factors = dict.fromkeys(kernel.rows(read_dtypes)[0])
@@ -118,7 +118,7 @@ def product(
     dtype = next(iter(factors)) if len(factors) == 1 else "float32"
     if dtype not in TYPES or (len(factors) > 1 and not {*factors} <= {*HALF, "float32"}):
         raise DtypeError(f"cuBLAS has no product of {' and '.join(factors)}: it has {', '.join(TYPES)}")
-    made, groups, wholes = Product(device, name, dtype), kernel.rows(reads), kernel.wholes(reads)
+    made, groups, wholes = ProductKernels(device, name, dtype), kernel.rows(reads), kernel.wholes(reads)
     of_rows, of_wholes = kernel.rows(read_dtypes), kernel.wholes(read_dtypes)
     is_grouped = name in GROUPED
     if is_grouped and kernel.reduces:
@@ -145,7 +145,7 @@ def product(
 
 
 def _gradient(
-    made: Product,
+    made: ProductKernels,
     groups: Sequence[Arrays],
     dtypes: Sequence[Dtypes],
     wholes: Arrays,

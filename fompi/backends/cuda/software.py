@@ -34,10 +34,10 @@ import numpy as np
 
 from fompi.backends.base import Dtypes
 from fompi.backends.cuda.counters.signal import Signals
-from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, Product
+from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, ProductCall
 from fompi.backends.cuda.failures import OutOfMemory, nothing
 from fompi.backends.cuda.races import HOST, Clocks, Place, Span, freed_in_use
-from fompi.backends.cuda.staging import Mark, Staging
+from fompi.backends.cuda.staging import HostMark, Staging
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, in_words
 from fompi.plans.kernels import find
@@ -139,7 +139,7 @@ def seen(array: AnyArray) -> Array:
     return shadow if shadow.dtype == array.dtype else shadow.view(array.dtype)  # dtypes of ml_dtypes
 
 
-class Event(Mark):
+class StreamEvent(HostMark):
     """A mark in a stream. Once `done()` is True, the host knows all that the stream knew at the mark."""
 
     __slots__ = ("clock", "device", "reached")
@@ -182,7 +182,7 @@ class Stream:
         name = self.name
         self._queue.put(lambda: device.run(work, name))
 
-    def record(self, event: Event) -> Event:
+    def record(self, event: StreamEvent) -> StreamEvent:
         with self.device.clocks.lock:
             clocks = self.device.clocks
             clocks.tick(self.actor)
@@ -191,7 +191,7 @@ class Stream:
         self._queue.put(event.reached.set)
         return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         if event.reached is None:
             raise DeviceError(f"stream {self.name} waits for an event that no stream has recorded")  # CUDA: no error
         with self.device.clocks.lock:
@@ -226,7 +226,7 @@ class SoftwareAnnouncer:
     has seen a flag, it knows the tiles that were stored when the flag was raised.
     """
 
-    def __init__(self, device: SoftwareDevice, products: Sequence[Product]):
+    def __init__(self, device: SoftwareDevice, products: Sequence[ProductCall]):
         self.device, self.name = device, products[0].name
         self.signals = Signals(device.pinned((len(products),), np.int32))
         self.tiles = [[*device.tiles(product)] for product in products]
@@ -313,7 +313,7 @@ class SoftwareDevice(Staging):
         self._dropped: deque[Span] = deque()
         self._own = Stream(self, "own")  # for `array` and `get`
         self._default = Stream(self, "default")  # the current stream of a program that has chosen none
-        self._left: Event | None = None  # the last mark in it
+        self._left: StreamEvent | None = None  # the last mark in it
         self._current = threading.local()
         self.backend: Any = None
 
@@ -341,8 +341,8 @@ class SoftwareDevice(Staging):
     def stream(self, name: str, priority: int = 0) -> Stream:
         return Stream(self, name)
 
-    def event(self) -> Event:
-        return Event(self)
+    def event(self) -> StreamEvent:
+        return StreamEvent(self)
 
     @contextmanager
     def using(self, stream: Stream) -> Any:
@@ -356,21 +356,21 @@ class SoftwareDevice(Staging):
         finally:
             self._current.stream = before
 
-    def entry(self) -> Event | None:
+    def entry(self) -> StreamEvent | None:
         self.check_for_program()
         stream = getattr(self._current, "stream", None)
         if stream is not None:
-            return cast(Event, stream.record(Event(self)))
+            return cast(StreamEvent, stream.record(StreamEvent(self)))
         left = self._left
         return None if left is None or left.done() else left
 
-    def leave(self, events: Sequence[Event]) -> None:
+    def leave(self, events: Sequence[StreamEvent]) -> None:
         chosen = getattr(self._current, "stream", None)
         stream = chosen or self._default
         for event in events:
             stream.wait(event)
         if chosen is None:
-            self._left = stream.record(Event(self))
+            self._left = stream.record(StreamEvent(self))
 
     def departing(self) -> int | None:
         return None  # no library can read this memory
@@ -424,7 +424,7 @@ class SoftwareDevice(Staging):
         work = self._host.bind(name, [*map(seen, reads)], [*map(seen, writes)], read_dtypes, write_dtypes)
         return self._enqueue(name, work, reads, writes)
 
-    def announced(self, products: Sequence[Product], forced: bool, folder: Path | None) -> SoftwareAnnouncer | None:
+    def announced(self, products: Sequence[ProductCall], forced: bool, folder: Path | None) -> SoftwareAnnouncer | None:
         """Only if it is forced: it is slow, and nothing to measure."""
         if not forced or not all(array.size for product in products for array in (*product.reads, *product.writes)):
             return None
@@ -433,7 +433,7 @@ class SoftwareDevice(Staging):
     def needs_for_announced(self) -> str:
         return ""
 
-    def tiles(self, product: Product) -> Iterator[tuple[Callable[[], object], list[Place]]]:
+    def tiles(self, product: ProductCall) -> Iterator[tuple[Callable[[], object], list[Place]]]:
         """A product in tiles: the work of each, and what it touches. Each run of rows is cut in two."""
         kernel, reads, of_reads = find(product.name), product.reads, product.read_dtypes
         (rows,), (of_rows,) = kernel.rows(reads), kernel.rows(of_reads)

@@ -20,7 +20,7 @@ MOST_OPENED = 64
 """So much memory of other processes stays open. What was unused for longest is closed first."""
 
 
-class Mark:
+class HostMark:
     """An event of a device that the host can wait for."""
 
     __slots__ = ()

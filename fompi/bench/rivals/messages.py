@@ -28,7 +28,7 @@ NAP_SECONDS = 2e-5
 """How long it sleeps. A nap is short beside the latency of a message."""
 
 
-class Messages:
+class Requests:
     """Requests of one rank. Receives start at once. Sends and collectives start in turn, at most `window` in flight.
 
     `then` is called when a request is done. `kernel()` is a context in which a helper thread tests the requests.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.bench.rivals.messages import Messages, Sum
+from fompi.bench.rivals.messages import Requests, Sum
 from fompi.bench.rivals.rival import Array, Rival, piece_rows, result_rows
 
 
@@ -151,7 +151,7 @@ class _Sliced:
         self.rank, self.size, self.slices = comm.Get_rank(), comm.Get_size(), slices
         self.x, self.w, self.columns = x, w, w.shape[1]
         self.rows = piece_rows(operation, self.size, len(x), slices)
-        self.messages = Messages(comm, window)
+        self.messages = Requests(comm, window)
         self.y = np.empty((result_rows(operation, self.size, len(x)), self.columns), x.dtype)
         shape = (slices, self.size, self.rows)
         if operation == "all_gather_matmul":

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi.backends.cuda.counters.signal import Rows, Signals, in_place
-from fompi.backends.cuda.device import Enqueue, Product
+from fompi.backends.cuda.counters.signal import RowRun, Signals, in_place
+from fompi.backends.cuda.device import Enqueue, ProductCall
 from fompi.backends.cuda.products import Matrix, matrix
 from fompi.base import kept
 from fompi.base.version import __version__
@@ -51,7 +51,7 @@ LEAST_FLOPS = 1e9
 """Below that many floating-point operations a kernel is too short to gain anything: nothing is measured."""
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """What the kernel is compiled for: dtypes of the weight, of x, of the results and of the biases ("": none).
 
     `even`: no tile reaches over the last column, nor over the depth. `aligned`: addresses and strides are multiples of
@@ -81,11 +81,11 @@ def tile_of(w: str) -> tuple[int, int, int]:
     return 128, 128, 32 if w == "float32" else 64
 
 
-class Layout(NamedTuple):
+class OperandLayout(NamedTuple):
     """Where the operands of all products lie. `groups` has the runs of rows of each product."""
 
-    form: Form
-    groups: list[list[Rows]]
+    form: KernelForm
+    groups: list[list[RowRun]]
     w: int
     columns: int
     depth: int
@@ -94,7 +94,7 @@ class Layout(NamedTuple):
     y_row: int
 
 
-def layout(products: Sequence[Product], tf32: bool) -> Layout | None:
+def layout(products: Sequence[ProductCall], tf32: bool) -> OperandLayout | None:
     """The operands as the kernel takes them. None: it does not."""
     found = [_runs(product) for product in products]
     if not all(found):
@@ -116,15 +116,15 @@ def layout(products: Sequence[Product], tf32: bool) -> Layout | None:
         return None
     _, broad, deep = tile_of(of_w)
     addresses = (w.ptr, *(m.ptr for run in runs for m in (run.x, run.y)))
-    form = Form(
+    form = KernelForm(
         of_w, of_x, of_y, "".join(biases),
         even=not (w.columns % broad or w.rows % deep),
         aligned=not any(number % 16 for number in (*numbers, *addresses)),
         transposed=w.is_transposed,
         tf32=tf32 and of_w == "float32",
     )  # fmt: skip
-    groups = [[Rows(run.x.ptr, run.y.ptr, run.bias, run.x.rows) for run in each or ()] for each in found]
-    return Layout(form, groups, w.ptr, *numbers)
+    groups = [[RowRun(run.x.ptr, run.y.ptr, run.bias, run.x.rows) for run in each or ()] for each in found]
+    return OperandLayout(form, groups, w.ptr, *numbers)
 
 
 class _Run(NamedTuple):
@@ -138,7 +138,7 @@ class _Run(NamedTuple):
     of_bias: str
 
 
-def _runs(product: Product) -> list[_Run] | None:
+def _runs(product: ProductCall) -> list[_Run] | None:
     """The runs of a product that have rows. None: the kernel cannot address an operand."""
     kernel, runs = find(product.name), []
     (weight, *bias), (of_w, *of_bias) = kernel.wholes(product.reads), kernel.wholes(product.read_dtypes)
@@ -158,7 +158,7 @@ def _runs(product: Product) -> list[_Run] | None:
 class CudaAnnouncer:
     """The kernel on the arrays of these products."""
 
-    def __init__(self, device: Any, products: Sequence[Product], found: Layout):
+    def __init__(self, device: Any, products: Sequence[ProductCall], found: OperandLayout):
         self.products, form, (high, broad, _) = products, found.form, found.form.tile
         nbytes = [device.storage(dtype).itemsize for dtype in form.dtypes[1:3]]
         x_row, y_row = (row * each for row, each in zip((found.x_row, found.y_row), nbytes, strict=True))
@@ -186,11 +186,11 @@ class CudaAnnouncer:
 # --------------------------------------------------------------------------------------------------- is it worth while
 
 
-def flops(found: Layout) -> float:
+def flops(found: OperandLayout) -> float:
     return 2.0 * sum(run.rows for runs in found.groups for run in runs) * found.columns * found.depth
 
 
-def is_faster(device: Any, products: Sequence[Product], found: Layout, folder: Path | None) -> bool:
+def is_faster(device: Any, products: Sequence[ProductCall], found: OperandLayout, folder: Path | None) -> bool:
     """True if the one kernel ends earlier than a call of cuBLAS for each product. It is known, or measured now.
 
     The figures are kept in `folder`, for this card, these versions and these shapes.
@@ -208,7 +208,7 @@ def is_faster(device: Any, products: Sequence[Product], found: Layout, folder: P
     return one < calls
 
 
-def measured(device: Any, products: Sequence[Product]) -> tuple[float, float]:
+def measured(device: Any, products: Sequence[ProductCall]) -> tuple[float, float]:
     """Seconds of the one kernel, and of a call for each product, on results of their own: the medians of ROUNDS."""
     own = [product._replace(writes=[device.empty(y.shape, y.dtype) for y in product.writes]) for product in products]
     found = layout(own, device.tf32)

@@ -29,7 +29,7 @@ MOST_BEHIND = 1 << 16
 """A flag may hold the epoch of a call that is at most so many calls old."""
 
 
-class Rows(NamedTuple):
+class RowRun(NamedTuple):
     """A run of rows of one product: the addresses of x, of the result, and of the bias of each row (0: none)."""
 
     x: int
@@ -43,7 +43,7 @@ WORDS = ("x", "y", "bias", "rows", "column", "group")
 
 
 def in_place(
-    groups: Sequence[Sequence[Rows]], columns: int, x_row: int, y_row: int, high: int, broad: int, band: int
+    groups: Sequence[Sequence[RowRun]], columns: int, x_row: int, y_row: int, high: int, broad: int, band: int
 ) -> Array:
     """A table of tiles in the order in which they start, for products whose results lie where the plan wants them.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, MOST_STAGES, WARPS, Form
+from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, MOST_STAGES, WARPS, KernelForm
 
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -67,7 +67,7 @@ def multiply_groups(
         tl.atomic_xchg(flag + g, epoch, sem="release", scope="sys")
 
 
-def group_constants(form: Form) -> dict[str, Any]:
+def group_constants(form: KernelForm) -> dict[str, Any]:
     high, broad, deep = form.tile
     dtypes = {
         name: getattr(tl, dtype) if dtype else None
@@ -79,7 +79,7 @@ def group_constants(form: Form) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Compiled(NamedTuple):
+class MachineCode(NamedTuple):
     """The machine code of a kernel. `shared` bytes must be allowed for the function before it is launched.
 
     Behind its parameters the function takes `scratch` addresses that are not used.
@@ -91,7 +91,7 @@ class Compiled(NamedTuple):
     scratch: int
 
 
-def compiled_groups(form: Form, capability: int, stages: int = MOST_STAGES) -> Compiled:
+def compiled_groups(form: KernelForm, capability: int, stages: int = MOST_STAGES) -> MachineCode:
     """The kernel `multiply_groups` of this form, for a GPU of this compute capability: 80, 90, 100 ..."""
     types = {**dict.fromkeys(GROUP_POINTERS, "*i32"), **dict.fromkeys(GROUP_NUMBERS, "i32")}
     types.update(tiles="*i64", w=f"*{TYPES[form.w]}")
@@ -109,4 +109,4 @@ def compiled_groups(form: Form, capability: int, stages: int = MOST_STAGES) -> C
     )
     entry = next(line for line in made.asm["ptx"].splitlines() if ".entry" in line)
     text = made.asm["ptx"].split(entry, 1)[1].split(")", 1)[0]
-    return Compiled(made.asm["cubin"], made.metadata.name, made.metadata.shared, text.count(".param") - len(names))
+    return MachineCode(made.asm["cubin"], made.metadata.name, made.metadata.shared, text.count(".param") - len(names))

@@ -10,7 +10,7 @@ import pytest
 
 import fompi
 from fompi.base.layout import Partial, Shard, Sizes, Spec
-from fompi.model.bound import bound
+from fompi.model.lower_bound import lower_bound
 from fompi.model.machine import Level, Machine
 from fompi.model.simulate import predict
 from fompi.plans.specs import from_specs
@@ -51,7 +51,7 @@ def test_no_schedule_is_faster(name, size, dtype):
     for turn, how in enumerate(("even", "uneven")):  # each has half of the schedules on a machine
         sizes = catalogue.sizes(problem, how)
         for number, machine in enumerate(machines(draw)):
-            least = bound(problem, sizes, machine)
+            least = lower_bound(problem, sizes, machine)
             for schedule in registry.available(problem)[(turn + number) % 2 :: 2]:
                 if schedule == "sliced":
                     continue  # the time of the library's sums behind kernels is not charged to the core
@@ -66,7 +66,7 @@ def test_ranks_with_different_columns(columns):
         x, w = Spec((8, columns), "float32", Shard(1)), Spec((columns, 4), "float32", Shard(0))
         at, sizes = from_specs(name, [x, w], 4)
         for machine in machines(Random(columns)):
-            least = bound(at(0), sizes, machine, at)
+            least = lower_bound(at(0), sizes, machine, at)
             for schedule in ("direct", "ring", "unfused_p2p"):
                 seconds = predict(registry.write(at(0), schedule, 1, sizes, None, at), machine)
                 assert seconds >= least.seconds * (1 - 1e-9), (schedule, machine, least)
@@ -95,7 +95,7 @@ def test_the_bound_is_reached_on_equal_links(name):
     """If only messages take time, direct messages take as long as the bound."""
     problem = catalogue.problems(4)[name]
     sizes = Sizes(pairs=((6,) * 4,) * 4) if name == "all_to_all" else Sizes((6,) * 4)
-    least = bound(problem, sizes, plain())
+    least = lower_bound(problem, sizes, plain())
     assert predict(registry.write(problem, "direct", 1, sizes), plain()) == pytest.approx(least.seconds)
     assert least.what in {f"the bytes that {way}" for way in ("rank 3 receives", "rank 3 sends", "all ranks receive")}
 
@@ -105,7 +105,7 @@ def test_the_bound_is_reached_over_a_shared_link(name):
     """2 x 2 ranks. The link between the groups is so slow that nothing else counts."""
     problem, sizes = catalogue.problems(4)[name], Sizes((6,) * 4)
     slow = plain(levels=(Level(2, 0.0, 48e-6, True),))
-    least = bound(problem, sizes, slow)
+    least = lower_bound(problem, sizes, slow)
     assert "group" in least.what
     seconds = {s: predict(registry.write(problem, s, 1, sizes), slow) for s in ("hierarchical(2)", "direct", "ring")}
     assert seconds["hierarchical(2)"] == pytest.approx(least.seconds, rel=1e-5)
@@ -115,7 +115,7 @@ def test_the_bound_is_reached_over_a_shared_link(name):
 def test_one_slow_rank():
     problem, sizes = catalogue.problems(4)["all_gather"], Sizes((6,) * 4)
     slow = plain(rates=(1.0, 1.0, 1.0, 0.25))
-    least = bound(problem, sizes, slow)
+    least = lower_bound(problem, sizes, slow)
     assert least.what == "the bytes that rank 3 receives"
     assert predict(registry.write(problem, "direct", 1, sizes), slow) == pytest.approx(least.seconds)
 
@@ -123,6 +123,6 @@ def test_one_slow_rank():
 def test_kernels_that_take_longer_than_messages():
     problem, sizes = catalogue.problems(4)["all_gather_matmul"], Sizes((6,) * 4)
     slow = Machine("slow", 0.0, 1e9, 100.0, 1e300, 0.0)
-    least = bound(problem, sizes, slow)
+    least = lower_bound(problem, sizes, slow)
     assert least.what.startswith("the kernels of rank")
     assert predict(registry.write(problem, "ring", 1, sizes), slow) == pytest.approx(least.seconds)

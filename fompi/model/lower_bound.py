@@ -23,19 +23,21 @@ from fompi.model.machine import Level, Machine
 from fompi.plans.problems import Problem
 
 
-class Bound(NamedTuple):
+class LowerBound(NamedTuple):
     """`seconds`, and what takes them: "the kernels of rank 0", "the bytes that rank 3 receives"."""
 
     seconds: float
     what: str
 
 
-def bound(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None = None) -> Bound:
+def lower_bound(
+    problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None = None
+) -> LowerBound:
     """The largest of all bounds.
 
     `at(rank)` is the problem of each rank, if ranks have different numbers of columns that stay on the rank.
     """
-    return max(_bounds(problem, sizes, machine, at or (lambda rank: problem)))
+    return max(_lower_bounds(problem, sizes, machine, at or (lambda rank: problem)))
 
 
 class _Moved(NamedTuple):
@@ -46,16 +48,18 @@ class _Moved(NamedTuple):
     together: float
 
 
-def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem]) -> Iterator[Bound]:
+def _lower_bounds(
+    problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem]
+) -> Iterator[LowerBound]:
     size = problem.size
     kernels = [call_seconds(at(rank), machine, rows_worked(problem, sizes, rank)) for rank in range(size)]
-    yield from (Bound(seconds, f"the kernels of rank {rank}") for rank, seconds in enumerate(kernels))
+    yield from (LowerBound(seconds, f"the kernels of rank {rank}") for rank, seconds in enumerate(kernels))
     if size == 1:
         return
     if problem.sums and machine.lanes == 1:
         term, rounded = row_nbytes(problem)
         sums = (2 * term + rounded) * (size - 1) * sum(sizes.rows) / machine.memory_rate  # of all ranks
-        yield Bound((sum(kernels) + sums) / size, "kernels and sums, on average over the ranks")
+        yield LowerBound((sum(kernels) + sums) / size, "kernels and sums, on average over the ranks")
     computes = bool(problem.weights or problem.gradients)
     edge = machine.overhead if computes else 0.0  # a kernel before the first message or after the last one
     ports = [machine.innermost, *machine.levels]
@@ -67,9 +71,9 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int]
     for rank in range(size):
         for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
             if nbytes:
-                yield Bound(edge + lag + nbytes / full / rates[rank], f"the bytes that rank {rank} {way}")
+                yield LowerBound(edge + lag + nbytes / full / rates[rank], f"the bytes that rank {rank} {way}")
     if moved.together:
-        yield Bound(edge + lag + moved.together / full / sum(rates), "the bytes that all ranks receive")
+        yield LowerBound(edge + lag + moved.together / full / sum(rates), "the bytes that all ranks receive")
     for i, level in enumerate(machine.levels):
         if size % level.ranks or size == level.ranks:
             continue
@@ -82,10 +86,10 @@ def _bounds(problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int]
                 if nbytes:
                     first, last = group * level.ranks, (group + 1) * level.ranks - 1
                     what = f"the bytes that {way} the group of ranks {first} to {last}"
-                    yield Bound(edge + lag + nbytes / rate, what)
+                    yield LowerBound(edge + lag + nbytes / rate, what)
         if moved.together:
             seconds = edge + lag + moved.together / rate / len(moved.enter)
-            yield Bound(seconds, f"the bytes between groups of {level.ranks} ranks")
+            yield LowerBound(seconds, f"the bytes between groups of {level.ranks} ranks")
 
 
 def _lag(ports: Sequence[Level]) -> float:

@@ -1,0 +1,57 @@
+"""One word for one thing: class names, and the glossary."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import fompi
+
+HOUSE = Path(fompi.__file__).parent
+GLOSSARY = HOUSE.parent / "docs" / "reference" / "glossary.md"
+
+SEVERAL = {
+    "Stream": "the protocol of a device, and its two implementations",
+    "StreamEvent": "the protocol of a device, and its two implementations",
+    "Pipeline": "that of arrays, and that of modules of torch",
+}
+"""Names of several classes, and why."""
+
+
+def test_a_class_name_stands_for_one_thing():
+    places = defaultdict(set)
+    for path in HOUSE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(str(path.relative_to(HOUSE)))
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in SEVERAL} == {}
+
+
+def entries():
+    for line in GLOSSARY.read_text().splitlines():
+        if found := re.fullmatch(r"\| (.+?) \| .+ \| `(fompi[\w.]+)` \|", line):
+            yield found.groups()
+
+
+@pytest.mark.parametrize(("word", "path"), [*entries()])
+def test_the_glossary_says_where_the_code_has_it(word, path):
+    parts = path.split(".")
+    for at in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:at]))
+            break
+        except ModuleNotFoundError:
+            continue
+    for name in parts[at:]:
+        found = getattr(found, name)
+    assert found is not None
+
+
+def test_the_glossary_has_each_word_once():
+    words = [word for word, _ in entries()]
+    assert len(words) == len({*words}) and len(words) > 30
