@@ -52,7 +52,7 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
     """
 
     @jax.custom_vjp
-    def run(*tensors: Any) -> Any:
+    def of_tensors(*tensors: Any) -> Any:
         return call.forward(tensors)
 
     needs: list[bool] = []
@@ -64,7 +64,7 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
         if any(map(private.is_forward, tensors)):
             given = call.arguments.with_tensors(tensors)
             convention = "replicated" if isinstance(call, JaxReplicatedCall) else "sum"
-            site, result = under_trace(call.operation, given, call.comm, call.call_options, convention)
+            site, result = under_trace(run, call.operation, given, call.comm, call.call_options, convention)
             inner = call_of(site)
         elif any(map(is_tracer, tensors)):
             result = _apply(inner, tensors)
@@ -77,8 +77,8 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
         gradients = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]
         return tuple(call.backward(tensors, gradients, needs))
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(*tensors)
+    of_tensors.defvjp(forward, backward, symbolic_zeros=True)
+    return of_tensors(*tensors)
 
 
 def run(
@@ -87,15 +87,17 @@ def run(
     """The result of a call, which JAX can differentiate."""
     tensors = arguments.tensors
     if private.is_staged(tensors) or any(map(private.is_forward, tensors)):
-        return under_trace(operation, arguments, comm, call_options, gradient)[1]
+        return under_trace(run, operation, arguments, comm, call_options, gradient)[1]
     kind = JaxReplicatedCall if gradient == "replicated" else Call
     return _apply(kind(operation, arguments, comm, call_options, _run), tensors)
 
 
-def _run(operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
+def _run(
+    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
+) -> Any:
     """The result of an operation of the backward."""
     if any(map(is_tracer, arguments.tensors)):
-        return run(operation, arguments, comm, call_options)
+        return run(operation, arguments, comm, call_options, gradient)
     return operation.run(arguments, comm, call_options)
 
 

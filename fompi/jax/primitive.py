@@ -1,6 +1,6 @@
 """Operations in programs that JAX traces: `jax.jit`, `jax.vmap`, `jax.lax.scan`, and gradients inside of them.
 
-    site, result = under_trace(operation, arguments, comm, call_options, gradient)
+    site, result = under_trace(apply, operation, arguments, comm, call_options, gradient)
 
 Two primitives:
 
@@ -32,7 +32,7 @@ from fompi.base.errors import StateError, TensorError
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Target
 from fompi.jax.replicated import JaxReplicatedCall
-from fompi.jax.sites import Half, Opaque, Site, filled, flat, site_of
+from fompi.jax.sites import Apply, Half, Opaque, Site, filled, flat, site_of
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
@@ -45,10 +45,16 @@ CALL.multiple_results = TANGENT.multiple_results = True
 
 
 def under_trace(
-    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
+    apply: Apply,
+    operation: Operation[Any],
+    arguments: Arguments,
+    comm: Any,
+    call_options: CallOptions,
+    gradient: str = "sum",
 ) -> tuple[Site, Any]:
-    """The site of a call on tracers, and its result. Collective: the ranks trace alike."""
+    """The site of a call on tracers, and its result. Collective: the ranks trace alike. `apply` is for its backward."""
     site, tensors = traced(operation, arguments, comm, call_options, gradient)
+    site.apply = apply
     return site, filled(site.nested, CALL.bind(*tensors, site=site))
 
 
@@ -150,7 +156,7 @@ def no_gradient(operation: Operation[Any]) -> TensorError:
 def call_of(site: Site) -> Call:
     """The call of a site, for its backward."""
     kind = JaxReplicatedCall if site.gradient == "replicated" else Call
-    call = kind(site.operation, site.arguments, site.comm, site.call_options, _apply)
+    call = kind(site.operation, site.arguments, site.comm, site.call_options, site.apply)
     call._extents, call._number, call.shape = site.extents, site.call, site.given[0].shape
     return call
 
@@ -174,13 +180,6 @@ def _transpose_call(cotangents: Sequence[Any], *inputs: Any, site: Site) -> list
     kept = [None if w else t for w, t in zip(wanted, inputs, strict=True)]
     gradients = call_of(site).backward(kept, grads, wanted)
     return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
-
-
-def _apply(operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
-    """The result of an operation of the backward."""
-    from fompi.jax.custom_vjp import run
-
-    return run(operation, arguments, comm, call_options)
 
 
 # -------------------------------------------------------------------------------------------------- forward mode
@@ -261,6 +260,7 @@ def _batch(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[
         x = jnp.moveaxis(tensors[0], dims[0], at)
         arguments = replace(a.with_tensors([x, *tensors[1:]]), dim=dim, split_dim=split_dim)
     batched = site_of(site.operation, arguments, site.comm, site.call_options, site.gradient)
+    batched.apply = site.apply
     results = CALL.bind(*arguments.tensors, site=batched)
     return results, [at] * len(results)
 

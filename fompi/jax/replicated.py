@@ -26,16 +26,14 @@ class JaxReplicatedCall(adjoints.ReplicatedCall):
         if not isinstance(dy, jax.core.Tracer):
             return dy
         _ready()
-        return COPY.bind(dy, comm=self.comm, call_options=self.call_options)
+        return COPY.bind(dy, comm=self.comm, call_options=self.call_options, apply=self.apply)
 
 
 @functools.cache
 def _ready() -> None:
     """Give the primitive its rules."""
 
-    def transpose(ct: Any, _: Any, *, comm: Any, call_options: CallOptions) -> list[Any]:
-        from fompi.jax.custom_vjp import run
-
-        return [ct if private.is_zero(ct) else run(all_reduce, Arguments(ct), comm, call_options, "replicated")]
+    def transpose(ct: Any, _: Any, *, comm: Any, call_options: CallOptions, apply: Any) -> list[Any]:
+        return [ct if private.is_zero(ct) else apply(all_reduce, Arguments(ct), comm, call_options, "replicated")]
 
     private.register_copy(COPY, transpose)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,9 @@ from fompi.runtime.compiled import NATIVE, Compiled
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 
+Apply = Callable[..., Any]
+"""(operation, arguments, comm, call_options, gradient) -> the result, which JAX can differentiate."""
+
 _NUMBERS = itertools.count()
 
 
@@ -58,6 +61,9 @@ class Site(Target):
 
     extents: Extents
     """The rows of all ranks."""
+
+    apply: Apply
+    """Runs an operation of the backward (`fompi.jax.custom_vjp.run`)."""
 
     call = -1
     """Which site of its communicator this is: a number that is the same on all ranks. -1: not all ranks have it."""
