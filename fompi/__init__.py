@@ -37,10 +37,12 @@ There are three ways to use an operation:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fompi.backends.cuda import Device
+from fompi.base.doors import DOORS
 from fompi.base.errors import (
     ArgumentError,
     DeviceError,
@@ -63,15 +65,13 @@ from fompi.base.errors import (
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.base.version import __version__ as __version__
 from fompi.engine import frames
-from fompi.engine.communicator import OBSERVERS, Communicator
+from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
-from fompi.mpi.pmi import STORES
 from fompi.ops.bound_call import BoundCall
 from fompi.ops.messages import recv, send, sendrecv
-from fompi.ops.operation import HOOKS
 from fompi.ops.operations import (
     all_gather,
     all_gather_matmul,
@@ -211,32 +211,26 @@ def barrier(comm: Any = None) -> None:
     Communicator.of(comm).barrier()
 
 
-def _differentiable(*call: Any) -> Any:
-    """The call as a node of autograd. This import is late, because torch is optional and slow to import."""
-    return import_module("fompi.torch.autograd").differentiable(*call)
-
-
-def _report() -> Any:
-    """The report of this process, if FOMPI_REPORT asks for one."""
-    return import_module("fompi.runtime.report").of_environment()
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function that is imported when it is called: few programs need it, or its framework is optional."""
+    return lambda *args: getattr(import_module(module), name)(*args)
 
 
 def _prepare() -> None:
     """Prepare for torch.compile. It runs this function where it reads a call, as the mark below says, once."""
-    HOOKS.traced = import_module("fompi.torch.compile").traced
+    DOORS.traced = import_module("fompi.torch.compile").traced
 
 
 _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without torch
 
 
-def _store_of_torchrun(seconds: float) -> Any:
-    """The store by which the processes of torchrun start MPI."""
-    return import_module("fompi.torch.store").of_torchrun(seconds)
-
-
-HOOKS.differentiable, HOOKS.prepare, HOOKS.bind = _differentiable, _prepare, BoundCall
-OBSERVERS.append(_report)
-STORES["torchrun"] = _store_of_torchrun
+DOORS.bind, DOORS.prepare = BoundCall, _prepare
+DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
+DOORS.strategy_of_torch = _late("fompi.torch.strategies", "differentiable")
+DOORS.strategy_of_jax = _late("fompi.jax.strategies", "differentiable")
+DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
+DOORS.report = _late("fompi.runtime.report", "of_environment")
+DOORS.store_of_torchrun = _late("fompi.torch.store", "of_torchrun")
 frames.install()
 
 

@@ -81,11 +81,11 @@ def no_collection():
 @pytest.fixture
 def forgotten():
     """Remove the schedules that a test has registered."""
-    from fompi.schedules import registry  # imported late: some tests check which modules are loaded
+    from fompi.base.doors import DOORS  # imported late: some tests check which modules are loaded
+    from fompi.schedules import registry
 
     yield
     for name in registry.REGISTERED:
         del registry.SCHEDULES[name]
     registry.REGISTERED.clear()
-    for forget in registry.ON_REGISTER:
-        forget()
+    DOORS.schedule_registered()

@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, overload
 
-from fompi.backends import numpy as backend
+from fompi.base import kept
 
 Array = np.ndarray[Any, Any]
 
@@ -79,7 +79,7 @@ class _Cache(FunctionCache):
         return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        if backend.writes_compiled_code:
+        if kept.keeps_compiled_code:
             with suppress(OSError):
                 super().save_overload(signature, compiled)
 

@@ -103,10 +103,6 @@ LARGE = 1 << 18
 """Elements. Larger arrays use compiled code: for smaller ones it does not repay the second that Numba takes to load."""
 
 
-writes_compiled_code = True
-"""Whether this process keeps compiled code on disk for later runs. The engine lets one rank of each host do so."""
-
-
 @cache
 def _numba() -> Any:
     """The module of compiled kernels, or None if Numba is not installed."""

@@ -1,4 +1,4 @@
-"""`fompi info --doctor`: a self-test of a job, which ends in a list of findings, worst first, each with its remedy.
+"""`fompi doctor`: a self-test of a job, which ends in a list of findings, worst first, each with its remedy.
 
     facts = measure(collect(), seconds, say)          # collective; the measurements are those of `calibrate`
     findings(facts)                                   # pure: what is wrong with these values
@@ -9,6 +9,7 @@ ends the job if a rank or a link hangs.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -39,7 +40,7 @@ from fompi.cli.findings import (
     milliseconds,
     wall_ahead,
 )
-from fompi.cli.output import Progress, Table, show, show_json
+from fompi.cli.output import Progress, Table, UsageError, show, show_json
 from fompi.engine import faults
 from fompi.engine.communicator import Communicator
 from fompi.engine.progress import native_share
@@ -323,8 +324,21 @@ def _link_rows(facts: Facts) -> list[list[str]]:
     return rows
 
 
-def run(seconds: float, as_json: bool) -> int:
+EXAMPLE = "mpirun -n 4 {} doctor"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, metavar="S", help=f"the time for its measurements ({SECONDS:g})"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
     """Measure, and print the findings on rank 0. There the status is 1 if one of them is an error."""
+    seconds = options.seconds
+    if not seconds > 0:
+        raise UsageError(f"doctor: --seconds {seconds:g}: give a number above 0")
     with _Watchdog(seconds + GRACE_SECONDS) as watchdog:
         watchdog.step = "MPI starts"
         given = collect()
@@ -346,7 +360,7 @@ def run(seconds: float, as_json: bool) -> int:
     if not prints:
         return 0
     found = findings(facts)
-    if as_json:
+    if options.json:
         show_json({"info": given, "measured": _values(facts), "findings": [asdict(finding) for finding in found]})
     else:
         show(*blocks(facts, found))

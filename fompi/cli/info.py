@@ -97,8 +97,7 @@ def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--expect", type=int, metavar="N", help="exit with status 1 unless this is one job of N ranks")
-    parser.add_argument("--doctor", action="store_true", help="measure the job, and list what is wrong, with remedies")
-    parser.add_argument("--seconds", type=float, metavar="S", help="the time for the measurements of --doctor (60)")
+    parser.add_argument("--doctor", action="store_true", help=argparse.SUPPRESS)  # its old name
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,14 +105,8 @@ def run(options: argparse.Namespace) -> int:
 
     The others exit with 0, so that a launcher does not end the one that prints.
     """
-    if options.seconds is not None and not (options.doctor and options.seconds > 0):
-        raise UsageError(f"info: --seconds {options.seconds:g}: give a number above 0, with --doctor")
     if options.doctor:
-        if options.expect is not None:
-            raise UsageError("info: give --expect or --doctor")
-        from fompi.cli import doctor
-
-        return doctor.run(doctor.SECONDS if options.seconds is None else options.seconds, options.json)
+        raise UsageError("info --doctor is now `fompi doctor`")
     facts = collect()
     if not prints(facts):
         return 0

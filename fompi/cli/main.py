@@ -47,6 +47,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "info": Command("fompi.cli.info", "versions, MPI, launcher, ranks and hosts"),
+    "doctor": Command("fompi.cli.doctor", "measure the job, and list what is wrong, with remedies"),
     "plan": Command("fompi.cli.plan", "the grid of ranks of a plan"),
     "simulate": Command(
         "fompi.cli.simulate",
@@ -132,7 +133,7 @@ def _complete(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Ar
 
 def _starts_mpi(command: Command | None) -> bool:
     """True if the subcommand runs on the ranks. All others do the same on every rank, and rank 0 says it."""
-    return command is not None and (command.on_ranks or command is COMMANDS["info"])
+    return command is not None and (command.on_ranks or command in (COMMANDS["info"], COMMANDS["doctor"]))
 
 
 def _check_environment() -> None:

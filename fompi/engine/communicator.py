@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fompi.backends import numpy
+from fompi.base import kept
+from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, text_of
 from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.log import log
@@ -44,9 +45,6 @@ from fompi.traces.trace import Trace
 ARENA_NBYTES, SMALL_NBYTES = 1 << 30, 4096
 """The arena keeps at most 1 GiB of free blocks. Arrays of up to 4 KiB do not come from it (`fompi.tensors.arena`)."""
 
-OBSERVERS: list[Callable[[], Any]] = []
-"""Functions that return an object that notes finished calls, or None. `fompi/__init__.py` adds that of FOMPI_REPORT."""
-
 
 def _make_engine() -> Engine:
     """The engine of this process, set up by FOMPI_TIMEOUT, FOMPI_PROGRESS and the cores per rank.
@@ -61,7 +59,7 @@ def _make_engine() -> Engine:
             raise LaunchError.everywhere(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
     if world()[0] == 0:
         environment.warn_of_unknown()
-    numpy.writes_compiled_code = launcher.detect().local_rank in (None, 0)
+    kept.keeps_compiled_code = launcher.detect().local_rank in (None, 0)
     timeout = launcher.timeout()
     mode, cores = progress_mode(), launcher.cores_per_rank()
     pause = pause_between_polls(mode, cores)
@@ -69,14 +67,12 @@ def _make_engine() -> Engine:
     helper = (lambda engine: Helper(engine, pause, worker)) if mode in HELPED else None
     engine = Engine(request_testsome(), timeout, SPINS if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
-    observers = [observer for make in OBSERVERS if (observer := make()) is not None]
-    for observer in observers:
-        engine.report = observer
-        atexit.register(observer.finish)  # registered first, so called last: after the ranks have left
+    engine.report = report = DOORS.report()
+    if report is not None:
+        atexit.register(report.finish)  # registered first, so called last: after the ranks have left
     faults.install(engine)
-    for observer in observers:
-        atexit.register(observer.settle_all)
-    if observers:
+    if report is not None:
+        atexit.register(report.settle_all)
         atexit.register(engine.settle)  # called first: the report needs the ends of kernels on devices
     return engine
 

@@ -13,12 +13,13 @@ May import `base`, `plans`, `traces`, `model`, `tensors` and `backends`, never `
 request is done is tested in `fompi.engine.in_flight`.
 """
 
-from importlib import import_module
 from typing import Any
+
+from fompi.base.doors import DOORS
 
 
 def __getattr__(name: str) -> Any:
     """Import `Comm` at its first use: it loads mpi4py."""
     if name == "Comm":
-        return import_module("fompi.ops.intracomm").Comm
+        return DOORS.comm()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,9 +10,9 @@ rank 0 prints how much of the communication was hidden (FOMPI_REPORT).
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from typing import Any
 
+from fompi.base.doors import DOORS
 from fompi.mpi import unedited
 from fompi.mpi.transport import start_mpi
 
@@ -22,7 +22,7 @@ USAGE = "usage: mpirun -n N python -m fompi.mpi (SCRIPT | -m MODULE) [ARGUMENT .
 def swap() -> None:
     """Let `MPI.COMM_WORLD` of this process be one of fompi."""
     MPI: Any = start_mpi()
-    MPI.COMM_WORLD = import_module("fompi.ops.intracomm").Comm(MPI.COMM_WORLD)  # late: `ops` stands on this room
+    MPI.COMM_WORLD = DOORS.comm()(MPI.COMM_WORLD)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,6 @@ from typing import Protocol
 from fompi.base.errors import LaunchError, WaitTimeout
 from fompi.mpi import launcher
 
-STORES: dict[str, Callable[[float], KeyValueStore]] = {}
-"""By the name of a launcher: a function (timeout in seconds) that opens the store of its processes.
-
-`fompi/__init__.py` adds that of torchrun, which is in the room `torch`.
-"""
-
 LONGEST_PAUSE = 0.05
 """Seconds between two questions to the store, while the answer is no."""
 

@@ -20,6 +20,7 @@ from time import perf_counter, sleep
 from types import ModuleType
 from typing import Any
 
+from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
 from fompi.mpi import environment, launcher, pmi
@@ -292,7 +293,7 @@ def _start_bridged(MPI: ModuleType) -> None:
     """
     launch, seconds, loaded = launcher.detect(), launcher.timeout(), _library(MPI)
     rank, size = launch.rank or 0, launch.size or 1
-    store = pmi.STORES[launch.launcher](seconds)
+    store = DOORS.store_of_torchrun(seconds)
     job = pmi.meet(store, rank, size, pmi.node_of(os.environ), f"{loaded.name} {loaded.version}", seconds)
     bridge = pmi.connect(job, os.environ, seconds)
     functions, level = ctypes.CDLL(MPI.__file__), getattr(MPI, f"THREAD_{_requested_thread_level().upper()}")

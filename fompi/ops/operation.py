@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
-from fompi.base.errors import ArgumentError, LaunchError, PlanError, StateError, TensorError, of_signature
+from fompi.base.doors import DOORS
+from fompi.base.errors import ArgumentError, LaunchError, PlanError, TensorError, of_signature
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -49,33 +49,6 @@ _DEFAULTS = CallOptions()
 _OF_CALL = frozenset(CallOptions._fields)
 
 
-@dataclass
-class Hooks:
-    """Functions of rooms that this room must not import. `import fompi` fills them in."""
-
-    differentiable: Callable[..., Any]
-    """(operation, arguments, comm, call_options) -> the result, attached to autograd (`fompi.torch`)."""
-
-    measure: Callable[..., tuple[str, Slices]]
-    """(operation, arguments, local, comm) -> the fastest schedule and slices (`fompi.tuning.autotune`)."""
-
-    bind: Callable[..., Any]
-    """(operation, arguments, comm, call_options) -> the BoundCall (`fompi.ops.bound_call`)."""
-
-    prepare: Callable[[], None]
-    """Set `traced`, and hide from torch.compile what it must not read (`fompi.torch`)."""
-
-    traced: Callable[..., Any]
-    """(operation, args, options) -> the result, where torch.compile reads the call (`fompi.torch`)."""
-
-
-def _unregistered(*args: Any) -> Any:
-    raise StateError("this call needs parts of fompi that are not loaded: run `import fompi` first")
-
-
-HOOKS = Hooks(*(_unregistered,) * 5)
-
-
 class Operation(Generic[P]):
     """A public operation, for example `fompi.all_gather`.
 
@@ -96,17 +69,17 @@ class Operation(Generic[P]):
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> Any:
         if "torch._dynamo" in sys.modules and is_compiling():
-            HOOKS.prepare()
-            return HOOKS.traced(self, args, options)
+            DOORS.prepare()
+            return DOORS.traced(self, args, options)
         arguments, comm, call_options = self.read(args, options)
         if self.is_differentiable(arguments):
-            return HOOKS.differentiable(self, arguments, comm, call_options)
+            return DOORS.differentiable(self, arguments, comm, call_options)
         return self._begin(arguments, comm, call_options).wait()
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
         if self.is_differentiable(arguments):
-            return HOOKS.differentiable(self, arguments, comm, call_options)
+            return DOORS.differentiable(self, arguments, comm, call_options)
         return self._begin(arguments, comm, call_options).wait()
 
     def start(self, *args: P.args, **options: P.kwargs) -> Pending:
@@ -116,7 +89,7 @@ class Operation(Generic[P]):
         grad.
         """
         if "torch._dynamo" in sys.modules and is_compiling():
-            HOOKS.prepare()
+            DOORS.prepare()
             return type(self).start(self, *args, **options)  # now it is hidden from the compiler
         pending = self.begin(*self.read(args, options))
         pending.leave()
@@ -133,7 +106,7 @@ class Operation(Generic[P]):
         in memory that the next call writes again. Returns a BoundCall. Raises the errors of the operation on all ranks,
         TensorError for a tensor that requires grad or would be copied, and PlanError for what cannot be bound.
         """
-        return HOOKS.bind(self, *self.read(args, options))
+        return DOORS.bind(self, *self.read(args, options))
 
     def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
         """The Arguments of a call, its communicator and its CallOptions. The tensors are not checked yet.
@@ -208,7 +181,7 @@ class Operation(Generic[P]):
             raise
         nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
-            schedule, slices = HOOKS.measure(self, arguments, local, communicator)
+            schedule, slices = DOORS.measure(self, arguments, local, communicator)
         return kind(self.name, arguments, local, communicator, schedule, slices)
 
     def is_differentiable(self, arguments: Arguments) -> bool:

@@ -25,6 +25,7 @@ import numpy as np
 from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
+from fompi.base.doors import DOORS
 from fompi.base.errors import DeviceError, LayoutError, PlanError, ShapeError, StateError, WaitTimeout
 from fompi.base.layout import Extents, Slices, integer
 from fompi.base.log import log
@@ -118,7 +119,7 @@ def _other_plans(problem: Problem) -> Iterator[tuple[str, int, Plan]]:
                     yield schedule, slices, write(problem, schedule, slices)
 
 
-needs.other_plans = _other_plans
+DOORS.other_plans = _other_plans
 
 
 class Pending:

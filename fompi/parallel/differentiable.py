@@ -14,11 +14,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
+from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError
-from fompi.ops.operation import HOOKS, is_compiling
+from fompi.ops.operation import is_compiling
 from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 
@@ -62,14 +62,14 @@ class Differentiable:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if "torch._dynamo" in sys.modules and is_compiling():
-            HOOKS.prepare()
+            DOORS.prepare()
             return type(self).__call__(self, *args, **options)  # now it is hidden from the compiler
         given = self.read(args, options)
         leaves = flatten([given[name] for name in self.tensors])
         if "torch" in sys.modules and any(map(dlpack.requires_grad, leaves)):
-            return import_module("fompi.torch.strategies").differentiable(self, given)  # late: torch is optional
+            return DOORS.strategy_of_torch(self, given)
         if any(map(dlpack.is_tracer, leaves)):
-            return import_module("fompi.jax.strategies").differentiable(self, given)
+            return DOORS.strategy_of_jax(self, given)
         return self.forward(**given)[0]
 
     def watched(self, note: Callable[[Any], None]) -> Differentiable:

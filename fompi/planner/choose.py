@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from fompi.base import layout
+from fompi.base.doors import DOORS
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes, Slices
 from fompi.model.machine import Machine
@@ -22,7 +23,6 @@ from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Plan
 from fompi.plans.problems import Problem
 from fompi.schedules.registry import (
     DIRECT_FAMILY,
-    ON_REGISTER,
     alternatives,
     is_available,
     messages_per_peer,
@@ -118,7 +118,7 @@ def clear_choices() -> None:
     _by_model.cache_clear()
 
 
-ON_REGISTER.append(clear_choices)
+DOORS.schedule_registered = clear_choices
 
 
 @lru_cache(maxsize=4096)

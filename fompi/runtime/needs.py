@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
+from fompi.base.doors import DOORS
 from fompi.base.layout import Extents, nbytes
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem
-
-other_plans: Callable[[Problem], Iterable[tuple[str, int, Plan]]] = lambda problem: ()  # noqa: E731
-"""Every schedule of a problem with some numbers of slices, and its plan. `fompi.ops.pending` replaces it."""
 
 
 def device_nbytes(plan: Plan, extents: Extents, given: Collection[str]) -> int:
@@ -34,7 +32,7 @@ def remedy(
     need = device_nbytes(plan, extents, given)
     needs = {
         (schedule, slices): device_nbytes(made_for_device(other), extents._replace(shares=other.shares), given)
-        for schedule, slices, other in other_plans(problem)
+        for schedule, slices, other in DOORS.other_plans(problem)
     }
     text = f"{plan.schedule} needs {need} bytes on the device for this call, {free} are free for it"
     (schedule, slices), least = min(needs.items(), key=lambda item: item[1], default=((plan.schedule, 1), need))

@@ -27,6 +27,7 @@ from operator import index
 from types import CodeType
 from typing import Any
 
+from fompi.base.doors import DOORS
 from fompi.base.errors import PlanError
 from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
 from fompi.plans.meaning import MEANING
@@ -54,9 +55,6 @@ SCHEDULES: dict[str, Schedule] = {
 
 REGISTERED: dict[str, tuple[str, ...]] = {}
 """The schedules of users, and what each of them moves."""
-
-ON_REGISTER: list[Callable[[], None]] = []
-"""Called after a schedule is registered. The planner clears its caches here."""
 
 
 def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
@@ -87,8 +85,7 @@ def schedule(name: str, *moves: str) -> Callable[[Schedule], Schedule]:
 
     def register(generator: Schedule) -> Schedule:
         SCHEDULES[name], REGISTERED[name] = generator, moves
-        for callback in ON_REGISTER:
-            callback()
+        DOORS.schedule_registered()
         return generator
 
     return register

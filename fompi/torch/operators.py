@@ -31,12 +31,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch._dynamo  # the first call of an operator would load it, for seconds, while other ranks wait
 
+from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import HOOKS, CallOptions, Operation
+from fompi.ops.operation import CallOptions, Operation
 from fompi.plans.meaning import MEANING
 from fompi.plans.rows import Rows, rows_alike
 from fompi.torch import private
@@ -523,8 +524,8 @@ def _public(operation: Operation[Any]) -> Callable[..., Any]:
     @functools.wraps(operation)
     def call(*args: Any, gradient: str = "sum", arriving: Sequence[int] | None = None, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            HOOKS.prepare()
-            return HOOKS.traced(operation, args, options, gradient, arriving)
+            DOORS.prepare()
+            return DOORS.traced(operation, args, options, gradient, arriving)
         operator = OPERATORS.get(operation.name)
         try:
             comm = communicator(options.get("comm"))

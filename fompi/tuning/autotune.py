@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base import kept
+from fompi.base.doors import DOORS
 from fompi.base.layout import Sizes, Slices
 from fompi.base.log import log
 from fompi.base.version import __version__
@@ -36,7 +37,7 @@ from fompi.mpi.transport import library
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.compared import place_of
-from fompi.ops.operation import HOOKS, CallOptions, Operation
+from fompi.ops.operation import CallOptions, Operation
 from fompi.planner.candidates import UNFUSED, Candidate, candidates_without_machine
 from fompi.planner.choose import decode_rows, encode_rows
 from fompi.planner.explain import Explanation, explain
@@ -211,4 +212,4 @@ def _store(comm: Communicator, key: str, best: Candidate) -> None:
     kept.store(_file(conditions), conditions, "choice", list(best))
 
 
-HOOKS.measure = measured_schedule
+DOORS.measure = measured_schedule

@@ -1,4 +1,4 @@
-"""`python -m fompi info --doctor`, as jobs of two ranks and of one."""
+"""`python -m fompi doctor`, as jobs of two ranks and of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-DOCTOR = ("-m", "fompi", "info", "--doctor")
+DOCTOR = ("-m", "fompi", "doctor")
 
 
 def test_two_ranks(mpirun):
@@ -63,15 +63,13 @@ def test_one_rank_measures_its_host():
 
 
 def test_options_that_do_not_fit():
-    for words in (["--seconds", "9"], ["--doctor", "--seconds", "0"], ["--doctor", "--expect", "2"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "fompi", "info", *words], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 2 and "info: " in done.stderr.splitlines()[-1]
+    for words in (["doctor", "--seconds", "0"], ["doctor", "--expect", "2"], ["info", "--doctor"]):
+        done = subprocess.run([sys.executable, "-m", "fompi", *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "doctor" in done.stderr.splitlines()[-1]
 
 
 HANGS = """
-import sys, time
+import argparse, sys, time
 from fompi.cli import doctor
 from fompi.mpi import transport
 
@@ -81,7 +79,7 @@ if transport.world()[0] == 1:
     if sys.argv[1] == "MPI starts":
         time.sleep(100)
     doctor._Steps.products = lambda *arguments: time.sleep(100)
-sys.exit(doctor.run(1.0, False))
+sys.exit(doctor.run(argparse.Namespace(seconds=1.0, json=False)))
 """
 
 

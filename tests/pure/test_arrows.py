@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import fompi
+from fompi.base.doors import DOORS, Doors, closed
 
 HOUSE = Path(fompi.__file__).resolve().parent
 
@@ -61,15 +64,13 @@ MODULES = {module_of(path) for path in files()}
 
 
 def imports(path, everywhere=True):
-    """The modules that a file imports: all of them, or only those that are imported when the file is loaded."""
+    """The modules that a file imports, also in functions: all of them, or without those that only type checkers see."""
     found = set()
 
     def read(node):
         for child in ast.iter_child_nodes(node):
-            later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or (
-                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            )
-            if later and not everywhere:
+            for_checkers = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            if for_checkers and not everywhere:
                 continue
             if isinstance(child, ast.Import):
                 found.update(alias.name for alias in child.names)
@@ -119,7 +120,7 @@ def test_every_file_imports_only_what_it_may(path):
 
 
 def test_no_import_cycles():
-    """Imports inside functions do not count."""
+    """Imports inside functions count, those for type checkers do not."""
     graph = {module_of(path): {m for m in imports(path, False) if m.split(".")[0] == "fompi"} for path in files()}
     try:
         list(TopologicalSorter(graph).static_order())
@@ -130,6 +131,7 @@ def test_no_import_cycles():
 PLANNING = """
 import sys
 import fompi
+from fompi.base.doors import DOORS, Doors, closed
 from fompi import Replicate, Shard, Spec
 
 plan = fompi.plan(fompi.all_gather_matmul, Spec((64, 8), "bfloat16", Shard(0)), Spec((8, 12), "bfloat16", Shard(1)),
@@ -153,7 +155,7 @@ def test_planning_loads_no_mpi_and_no_framework():
 
 
 def test_imports_are_found(tmp_path):
-    """Imports in functions and for type checkers count for the order of rooms, but not for cycles."""
+    """Imports in functions count, those for type checkers only for the order of rooms."""
     path = tmp_path / "module.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"
@@ -162,7 +164,23 @@ def test_imports_are_found(tmp_path):
         "if TYPE_CHECKING:\n    from fompi.engine.engine import Engine\n"
         "def f():\n    from fompi.planner import choose\n    import mpi4py.MPI\n"
     )
-    at_load = {"typing", "fompi.plans.plan", "fompi"}
-    assert imports(path, everywhere=False) == at_load
-    assert imports(path) == at_load | {"fompi.engine.engine", "fompi.planner.choose", "mpi4py.MPI"}
+    at_run = {"typing", "fompi.plans.plan", "fompi", "fompi.planner.choose", "mpi4py.MPI"}
+    assert imports(path, everywhere=False) == at_run
+    assert imports(path) == at_run | {"fompi.engine.engine"}
     assert rooms_imported(path) == {"plans", "engine", "planner", "__init__"}
+
+
+def test_every_door_is_filled_and_listed():
+    """`fompi.base.doors` has all of them; the design lists them. No room imports another one by a string."""
+    page = (HOUSE.parent / "docs" / "inside" / "design.md").read_text()
+    listed = re.findall(r"^\| (`.+?`) \| `", page.partition("| door |")[2].partition("\n\n")[0], re.MULTILINE)
+    names = [name for cell in listed for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(names) == sorted(field.name for field in fields(Doors))
+    assert [name for name in names if getattr(DOORS, name) is closed and name != "traced"] == []
+
+
+@pytest.mark.parametrize("path", [path for path in files() if path.parent != HOUSE], ids=module_of)
+def test_modules_named_by_strings_follow_the_arrows(path):
+    """What is heavy is imported by its name, late. It is in the same room."""
+    named = re.findall(r'import_module\(f?"(fompi[\w.]*)', path.read_text())
+    assert {room_of(name) for name in named} <= {room_of(module_of(path)), "__init__"}

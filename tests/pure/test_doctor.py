@@ -1,4 +1,4 @@
-"""The findings of `fompi info --doctor`, on made-up values: each one for a fault, and none for a healthy job."""
+"""The findings of `fompi doctor`, on made-up values: each one for a fault, and none for a healthy job."""
 
 from __future__ import annotations
 

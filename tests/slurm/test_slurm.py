@@ -26,7 +26,7 @@ def test_info_tells_that_it_is_one_job(cluster, mpi):
 
 def test_the_doctor_on_two_nodes(cluster):
     """It measures links between the nodes, and ends in findings with remedies. A busy machine may be one."""
-    done = cluster.srun("mpich", "python", "-m", "fompi", "info", "--doctor", "--seconds", "8")
+    done = cluster.srun("mpich", "python", "-m", "fompi", "doctor", "--seconds", "8")
     assert done.returncode in (0, 1) and "between hosts" in done.stdout, done.output
     assert re.search(r"^(error|warning|note): .*\n    \S", done.stdout, re.MULTILINE) or "nothing" in done.stdout, (
         done.output
