@@ -57,7 +57,7 @@ SIZES = {
 """Which files of tests/mpi run on which number of ranks; (): all."""
 
 FRAMEWORKS = (
-    *("jax", "jax_jit", "torch_derivatives", "torch_micro_pipeline", "torch_modes", "torch_operators"),
+    *("jax", "jax_jit", "torch_derivatives", "torch_modes", "torch_operators"),
     "torch_tensor_parallel",
 )
 """The files of tests/mpi about what a framework makes of a call. The MPI library below does not matter to them."""

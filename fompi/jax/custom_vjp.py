@@ -16,11 +16,12 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from fompi.base.errors import LayoutError
+from fompi.base.nested import flatten
 from fompi.jax import private
 from fompi.jax.primitive import call_of, under_trace
 from fompi.jax.replicated import JaxReplicatedCall
 from fompi.jax.started import start
-from fompi.ops.adjoints import DIFFERENTIABLE, Call, check_convention, flatten
+from fompi.ops.adjoints import DIFFERENTIABLE, Call, check_convention
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer

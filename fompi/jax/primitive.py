@@ -29,10 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fompi.base.errors import StateError, TensorError
+from fompi.base.nested import flatten, unflatten
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Target
 from fompi.jax.replicated import JaxReplicatedCall
-from fompi.jax.sites import Apply, Half, Opaque, Site, filled, flat, site_of
+from fompi.jax.sites import Apply, Half, Opaque, Site, site_of
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
@@ -55,7 +56,7 @@ def under_trace(
     """The site of a call on tracers, and its result. Collective: the ranks trace alike. `apply` is for its backward."""
     site, tensors = traced(operation, arguments, comm, call_options, gradient)
     site.apply = apply
-    return site, filled(site.nested, CALL.bind(*tensors, site=site))
+    return site, unflatten(site.nested, CALL.bind(*tensors, site=site))
 
 
 def traced(
@@ -209,7 +210,7 @@ def _pushed(*tensors: Any, site: Site, wanted: tuple[bool, ...]) -> list[Any]:
         terms.append(CALL.bind(dx, *constant, site=site))
     if any(wanted[1:]):
         results = CALL.bind(x, *others, site=site)
-        names = flat(site.nested)
+        names = flatten(site.nested)
         terms.append([jnp.zeros_like(y) if name == "x_full" else y for name, y in zip(names, results, strict=True)])
     return [sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True)]
 

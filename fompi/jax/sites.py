@@ -23,6 +23,7 @@ import numpy as np
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, PlanError, TensorError
 from fompi.base.layout import Extents
+from fompi.base.nested import flatten
 from fompi.engine.communicator import Communicator
 from fompi.jax import ffi
 from fompi.jax.ffi import Target, array_at
@@ -57,7 +58,7 @@ class Site(Target):
     """One operation at one place of a traced program."""
 
     nested: Any
-    """The result of the operation, with a number in place of each tensor."""
+    """The result of the operation, with a name in place of each tensor."""
 
     extents: Extents
     """The rows of all ranks."""
@@ -160,8 +161,8 @@ class BoundSite(Site):
                 elif buffer.axis not in ("whole", "experts"):
                     array = dlpack.rows_at(array, dim, local.split)
                 outputs[buffer.name] = Form(array.shape, buffer.dtype), array
-        self.nested = self.arguments.result({name: (name,) for name in outputs})
-        order = flat(self.nested)
+        self.nested = self.arguments.result({name: name for name in outputs})
+        order = flatten(self.nested)
         self.results = [outputs[name][0] for name in order]
         self._outputs = [outputs[name][1] for name in order]
         lent = {name: dlpack.Lent(memory[name], dtype) for name, dtype in tensors.items()}
@@ -265,7 +266,7 @@ class MessageSite(Site):
         ffi.register()
         _check(operation, arguments, call_options)
         super().__init__(operation, arguments, comm, call_options, gradient)
-        self.results, self.nested = list(self.given), ("y",)
+        self.results, self.nested = list(self.given), "y"
         self.extents = Extents(comm.rank, comm.size, (1,))
 
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
@@ -285,17 +286,3 @@ def _check(operation: Operation[Any], arguments: Arguments, call_options: CallOp
         raise TensorError(f"fompi.{operation.name}: out= cannot be used under jax.jit: take the result")
     if call_options.effort != "plan":
         raise PlanError(f'fompi.{operation.name}: effort="measure" cannot be used under jax.jit: give schedule=')
-
-
-def flat(nested: Any) -> list[str]:
-    """The names in a nested result."""
-    if len(nested) == 1 and isinstance(nested[0], str):
-        return [nested[0]]
-    return [name for part in nested for name in flat(part)]
-
-
-def filled(nested: Any, tensors: list[Any]) -> Any:
-    """`nested` with tensors in the places of names. Removes them from the list."""
-    if len(nested) == 1 and isinstance(nested[0], str):
-        return tensors.pop(0)
-    return tuple(filled(part, tensors) for part in nested)

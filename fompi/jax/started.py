@@ -7,9 +7,10 @@ from typing import Any
 import jax
 
 from fompi.base.errors import TensorError
+from fompi.base.nested import unflatten
 from fompi.jax import private
 from fompi.jax.primitive import CALL, no_gradient, traced
-from fompi.jax.sites import BoundSite, End, Start, filled
+from fompi.jax.sites import BoundSite, End, Start
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors.dlpack import is_tracer
@@ -44,7 +45,7 @@ class JaxPending:
         handle = self._handle
         if after is not None:
             handle, after = jax.lax.optimization_barrier((handle, after))
-        result = filled(self._site.nested, CALL.bind(handle, site=End(self._site)))
+        result = unflatten(self._site.nested, CALL.bind(handle, site=End(self._site)))
         return result if after is None else (result, after)
 
 

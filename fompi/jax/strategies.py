@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fompi.base.errors import LayoutError, StateError
+from fompi.base.nested import flatten, unflatten
 from fompi.jax import ffi, private
 from fompi.jax.primitive import CALL, ready
 from fompi.jax.sites import Opaque, form_of
-from fompi.parallel.differentiable import Differentiable, flatten, unflatten
+from fompi.parallel.differentiable import Differentiable
 from fompi.plans.problems import Form
 from fompi.tensors import dlpack
 
@@ -78,11 +79,11 @@ def _under_trace(name: str, forward: Callable[..., Any], backward: Callable[...,
     ffi.register()
     given = list(map(form_of, tensors))
     y, saved = forward(*itertools.starmap(_drawn, enumerate(given)))
-    nested = y if isinstance(y, tuple) else (y,)
-    results = list(map(_form, flatten(nested)))
+    results = list(map(_form, flatten(y)))
+    nested = unflatten(y, range(len(results)))
 
     def result(ys: Sequence[Any]) -> Any:
-        return tuple(unflatten(nested, ys)) if isinstance(y, tuple) else ys[0]
+        return unflatten(nested, ys)
 
     def keeping(*tensors: Any) -> tuple[Any, tuple[Any, _Kept]]:
         site = _Forward(name, forward, given, results, keeps=True)
@@ -91,7 +92,7 @@ def _under_trace(name: str, forward: Callable[..., Any], backward: Callable[...,
 
     def pull(kept: tuple[Any, _Kept], dy: Any) -> tuple[Any, ...]:
         handle, site = kept[0], kept[1].saved
-        dys = [jnp.asarray(d) for d in flatten(dy if isinstance(dy, tuple) else (dy,))]
+        dys = [jnp.asarray(d) for d in flatten(dy)]
         has_gradient = [g is not None for g in backward(saved, result(list(map(_zeros, results))))]
         forms = [form for form, has in zip(given, has_gradient, strict=True) if has]
         grads = iter(CALL.bind(handle, *dys, site=_Backward(name, site, backward, nested, forms)))
@@ -146,7 +147,7 @@ class _Forward(Opaque):
             del self._saved[number]
         self._used.clear()
         y, saved = self._forward(*_lent(given, self.given))
-        ys = flatten(y if isinstance(y, tuple) else (y,))
+        ys = flatten(y)
         for array, tensor in zip(results, ys, strict=False):
             np.copyto(array, dlpack.borrow(tensor).array)
         if self._keeps:
@@ -177,7 +178,7 @@ class _Backward(Opaque):
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         handle, *dys = given
         lent = _lent(dys, self.given[1:])
-        dy = tuple(unflatten(self._nested, lent)) if len(lent) > 1 else lent[0]
+        dy = unflatten(self._nested, lent)
         gradients = [g for g in self._backward(self._forward.take(int(handle)), dy) if g is not None]
         for array, gradient in zip(results, gradients, strict=True):
             np.copyto(array, dlpack.borrow(gradient).array)

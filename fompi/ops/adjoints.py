@@ -514,13 +514,3 @@ ADJOINTS: dict[str, Callable[[Call, Arguments, Sequence[Any], Sequence[bool]], l
 
 DIFFERENTIABLE: dict[str, Operation] = {**operations.OPERATIONS, "sendrecv": sendrecv}
 """The operations that have a gradient, by name."""
-
-
-def flatten(result: Any) -> list[Any]:
-    """The tensors of a result as a list. A result is a tensor, or a tuple of results."""
-    return [t for part in result for t in flatten(part)] if isinstance(result, tuple) else [result]
-
-
-def unflatten(like: Any, tensors: list[Any]) -> Any:
-    """The inverse of `flatten`: `tensors` nested as in `like`. Removes them from the list."""
-    return tuple(unflatten(part, tensors) for part in like) if isinstance(like, tuple) else tensors.pop(0)

@@ -18,6 +18,7 @@ from typing import Any
 
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError
+from fompi.base.nested import flatten
 from fompi.ops.operation import is_compiling
 from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
@@ -107,21 +108,3 @@ class Differentiable:
 
     def __repr__(self) -> str:
         return f"<{self.__module__}.{self.__name__}>"
-
-
-def flatten(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors of arguments or gradients as a list, in order. None counts as a tensor."""
-    found: list[Any] = []
-    for tensor in tensors:
-        found += flatten(tensor) if isinstance(tensor, (tuple, list)) else [tensor]
-    return found
-
-
-def unflatten(like: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """The inverse of `flatten`: `leaves` nested as in `like`."""
-    rest = iter(leaves)
-
-    def nested(part: Any) -> Any:
-        return tuple(map(nested, part)) if isinstance(part, (tuple, list)) else next(rest)
-
-    return [nested(part) for part in like]

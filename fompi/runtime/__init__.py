@@ -5,7 +5,6 @@
 - `program`: one call in flight: its beginning, turns, errors, and its trace.
 - `given`: the tensors of one call: what they must be like, and the memory of the call.
 - `bound_plan`: a plan on fixed memory: each op gets its arrays, in every call.
-- `feed`: the result of one executor flows into the input of another one.
 - `executor`: the `Executor`, a bound plan that can be called.
 - `binding`: `bind` makes an Executor: tensors are checked, and the ranks agree.
 - `needs`, `default_device`: what a plan needs of a device's memory; the device of tensors on the host.

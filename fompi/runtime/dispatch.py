@@ -73,7 +73,6 @@ class Dispatch(Task):
     notes: dict[int, list[Callable[[], None]]] = {}  # noqa: RUF012  # for such messages in flight: call them at the end
     entries: dict[int, tuple[Token, ...]] = {}  # noqa: RUF012  # kernel -> what the program had enqueued when its parts were ready
     held_entry: dict[int, list[int]] = {}  # noqa: RUF012  # key -> messages of device memory that the program may still write
-    listeners: tuple[Callable[[int], None], ...] = ()  # called with each op that is done; -1: abandoned
     on_finish: Callable[[], None] | None = None
     then: Callable[[], None] | None = None  # called once the kernels of a call that has returned are done
     end: Task | None = None  # what a thread waits for that needs these kernels
@@ -338,8 +337,6 @@ class Dispatch(Task):
         """Op `i` is done. Returns the ops that become free."""
         self.ended[i] = self.moved_at = perf_counter()
         self.unfinished -= 1
-        for listener in self.listeners:
-            listener(i)
         if self.notes and i in self.notes:
             for end in self.notes.pop(i):
                 end()

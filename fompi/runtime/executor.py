@@ -11,14 +11,13 @@ from typing import Any
 
 from fompi.backends.base import Backend
 from fompi.base.errors import PlanError, StateError, WaitTimeout
-from fompi.base.layout import Extents, Sizes, integer
+from fompi.base.layout import Extents, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import MOST_MARKS
 from fompi.engine.handshake import digest
 from fompi.runtime.baselines import ROUNDS, Baselines
 from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.feed import FedCall, Feed, Feedings, Kernel
 from fompi.runtime.given import Given
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
@@ -74,8 +73,6 @@ class Executor(BoundPlan):
         self.drift: Drift | None = None  # compares calls with their prediction
         self._run: Run | None = None
         self._call: Given | None = None  # the memory of the last call, if it had tensors of its own
-        self._feeds: dict[str, tuple[Feed, Executor]] = {}  # by the input that is fed, with its source
-        self._feedings = Feedings()
         self._returned_at: float | None = None  # when `start` returned to the program
         self._baselines = Baselines(compiled, comm, backend, kernels)
 
@@ -133,21 +130,16 @@ class Executor(BoundPlan):
     ) -> None:
         """Start a call. `tensors` are those of this call, or `given` is its memory. With a `refusal` it fails."""
         sizes = self.plan.sizes if counts is None else self._sizes_of(counts)
-        self.check_start(partial, sizes)
-        if self._feeds or partial:
-            partial = (*partial, *(name for name in self._feeds if name not in partial))
+        self.check_start(partial)
+        if partial:
             partial = tuple(each for name in partial for each in self.compiled.named(name))
         self._returned_at = None
         if self._run is not None and not self._run.finished:
             self.comm.engine.wait(self._run, self.comm.channel, patient=True)
-        if self._feedings.into or self._feedings.readers:
-            self._feedings.end(self.comm.engine, self.comm.channel)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
         if tensors:
             try:
-                if self._feeds and not self._feeds.keys().isdisjoint(tensors):
-                    raise PlanError(f"{self.compiled.title}: {', '.join(self._feeds)} come from feed()")
                 given = self._given(tensors, is_whole=not partial)
             except Exception as error:
                 refusal = error  # the other ranks start the call
@@ -191,16 +183,8 @@ class Executor(BoundPlan):
                 for name in given.outputs:
                     dlpack.mark_written(given.owners[name])
             self.comm.note_start(self.compiled.title, stamp)
-            if self._feeds:
-                mine = self._call_in_flight()
-                fed = [feed.of_call(engine, mine, source._call_in_flight()) for feed, source in self._feeds.values()]
-                self._feedings.into, run.fed = fed, dict(zip(self._feeds, fed, strict=True))
             actions = self._actions if given is None else given.on.actions
             run.start(actions, unready, self._is_long, self._is_small, refusal or failure, entry, holds_all)
-            if self._feeds:
-                for (_, source), feeding in zip(self._feeds.values(), self._feedings.into, strict=True):
-                    source._feedings.readers.append(feeding)
-                    feeding.begin()
         if refusal is not None:
             engine.wake_helper()  # the call ends without this program
             raise refusal
@@ -233,35 +217,6 @@ class Executor(BoundPlan):
                 run.ready_part(each, block, entry)
         if not run.finished:
             self.comm.engine.wake_helper()  # the helper thread may sleep, because nothing was in flight
-
-    def feed(self, name: str, source: Executor, output: str = "y", kernel: Kernel | None = None) -> Executor:
-        """From now on block i of the input `name` is made of block i of the result `output` of `source`, in the engine.
-
-            second.feed("x", first, "y", lambda y, x: np.maximum(y, 0, out=x))
-            first.start()
-            second.start()
-            z = second.wait()
-
-        `kernel(y, x)` reads a block of the result and writes a block of the input, as arrays of the plan. The engine
-        runs it as soon as the block of the result is written, while other blocks are on their way. None copies. Each
-        call of this executor needs a new call of `source`, which is started before. Both have the same rows.
-
-        An error of the kernel, or of `source`, is an error of this call on all ranks. Raises PlanError if the blocks of
-        both do not have the same rows on all ranks, or if the kernels of one of them run on a device.
-        """
-        for each in (self, source):
-            if each.backend.asynchronous or each.backend.device is not None:
-                raise PlanError(f"feed: the kernels of {each.compiled.title} run on a device")
-        self._readers_of(name)
-        source._writer(output, 0)
-        ranks = range(self.comm.size) if source.comm is self.comm else (self.comm.rank,)  # so that all ranks refuse
-        feed = Feed(self.compiled, name, source.compiled, output, kernel, ranks)
-        feed.check_rows(self.plan.sizes, source.plan.sizes)
-        self._feeds[name] = feed, source
-        return self
-
-    def _call_in_flight(self) -> FedCall:
-        return FedCall(self._current(), self._extents, self._used)
 
     def arrived(self, name: str, part: int) -> bool:
         """True once part `part` of the output `name` is there. Progresses everything in flight."""
@@ -425,8 +380,8 @@ class Executor(BoundPlan):
             raise StateError(f"{self.compiled.title} was not started")
         return self._run
 
-    def check_start(self, partial: Iterable[str] = (), sizes: Sizes | None = None) -> None:
-        """Raise the error with which this rank would refuse `start(*partial)`, with the rows of `sizes` (None: all)."""
+    def check_start(self, partial: Iterable[str] = ()) -> None:
+        """Raise the error with which this rank would refuse `start(*partial)`."""
         if self.closed:
             raise StateError(f"{self.compiled.title}: the executor is closed")
         self.comm.check()
@@ -435,10 +390,6 @@ class Executor(BoundPlan):
         for name in partial:
             for each in self.compiled.named(name):
                 self._readers_of(each)
-        for name, (feed, source) in self._feeds.items():
-            if source._run is None or source._run is feed.last:
-                raise StateError(f"{self.compiled.title}: start {source.compiled.title}, which feeds {name}, first")
-            feed.check_rows(sizes or self.plan.sizes, source._sizes)
 
     @property
     def announced(self) -> int:
@@ -502,8 +453,6 @@ class Executor(BoundPlan):
                 if not run.can_finish():
                     self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
                 self.comm.engine.wait(run, self.comm.channel, patient=True)
-            with suppress(Exception):  # they belong to the calls that are fed
-                self._feedings.end(self.comm.engine, self.comm.channel)
             if run is not None:
                 run.settle()
             self._call = None

@@ -12,7 +12,7 @@ from fompi.base.errors import PeerError, StateError, in_words
 from fompi.base.layout import Extents, nbytes
 from fompi.engine.control import FAILED
 from fompi.engine.engine import Engine
-from fompi.engine.tasks import ANYONE, Sent, Task
+from fompi.engine.tasks import ANYONE, Sent
 from fompi.plans.dependencies import track
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import NATIVE, RECV, SEND
@@ -53,7 +53,6 @@ class Run(Dispatch):
     given_up: Sequence[tuple[Any, int]] = ()  # requests of an abandoned call, with their ops
     held: object = None  # tensors of the program whose memory this call uses
     failed_here = False  # True if the error came from this rank, whatever its type
-    fed: Mapping[str, Task] = {}  # inputs that another call fills, and what does it
     compared = 0.0  # when this call last compared its mark with that of another rank
     started = 0.0  # when the call began, in seconds of perf_counter
 
@@ -247,8 +246,6 @@ class Run(Dispatch):
         self.comm.link.given_up += [*self.given_up, self.actions, self.held]
         self.finish()
         self.comm.end_turn(self.stamp)
-        for listener in self.listeners:
-            listener(-1)
 
     def broke(self, error: Exception) -> None:
         self.comm.channel.fail(self, error)
@@ -269,12 +266,12 @@ class Run(Dispatch):
 
     # -- what a wait reports
     def can_finish(self) -> bool:
-        return not self.missing() and all(task.can_finish() for task in self.fed.values())
+        return not self.missing()
 
     def missing(self) -> list[str]:
         """The blocks of inputs for which only the program can call `ready`."""
         with self.comm.engine.lock:
-            return sorted({f"{name}[{block}]" for name, block in self.unready if name not in self.fed})
+            return sorted({f"{name}[{block}]" for name, block in self.unready})
 
     def waits_for(self) -> tuple[int, str] | None:
         for wanted in (RECV, SEND):

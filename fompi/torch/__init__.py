@@ -9,7 +9,6 @@
 - `compile`: what `torch.compile` reads of a call, and what it must not read.
 - `strategies`: a strategy of `fompi.parallel` as a node.
 - `parallel`: `fompi.torch.install`, fused operations for the tensor parallelism of torch.
-- `micro_pipeline`: `fompi.torch.fused_compile`, the pass of torch.compile that fuses them.
 - `fully_sharded`: `fompi.torch.overlap`, FSDP2 whose communication runs behind the backward.
 - `process_group`: the backend "fompi" of `torch.distributed`. The import of this room registers it (`autoload`).
 
@@ -37,8 +36,6 @@ def __getattr__(name: str) -> Any:
         return import_module("fompi.torch.zero").ZeroDataParallel
     if name in ("ColwiseParallel", "RowwiseParallel", "PrepareModuleInput", "install", "uninstall", "fused_calls"):
         return getattr(import_module("fompi.torch.parallel"), name)
-    if name == "fused_compile":
-        return import_module("fompi.torch.micro_pipeline").fused_compile
     if name == "overlap":
         return import_module("fompi.torch.fully_sharded").overlap
     if name == "Pipeline":

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fompi.ops.adjoints import Call, flatten, unflatten
+from fompi.base.nested import flatten, unflatten
+from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.tensors import dlpack
@@ -41,7 +42,7 @@ def differentiable(operation: Operation, arguments: Arguments, comm: Any, call_o
         call.refuse(
             " cannot run inside torch.func (grad, vjp, vmap, ...): use torch.autograd.grad and create_graph=True"
         )
-    return unflatten(results[0], list(outputs))
+    return unflatten(results[0], outputs)
 
 
 class _Node(torch.autograd.Function):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
@@ -195,7 +194,7 @@ def keep_in_order(operator: Any) -> None:
 
 def missing() -> list[str]:
     """The names that this version of torch does not have. "env://" must also have a handler."""
-    names = [*NAMES, *_later(), *_symmetric_memory()]
+    names = [*NAMES, *_later()]
     lost = [f"{words} is gone" for words, place, name in names if not hasattr(place, name)]
     return lost or ([] if "env" in _handlers() else ["_rendezvous_handlers has no handler of env:// any more"])
 
@@ -308,53 +307,6 @@ def refuse_changed(x: Any) -> None:
             )
 
     comptime(look)
-
-
-# ----------------------------------------------------------------------------------------------------------- inductor
-
-
-def symmetric_memory_kernels() -> Any:
-    """The library to which kernels of `torch.ops.symm_mem` are added. Raises StateError if torch has none."""
-    names = [name for words, place, name in _symmetric_memory() if not hasattr(place, name)]
-    if names:
-        raise StateError(f"torch {torch.__version__} has no {', '.join(names)}: use fompi.torch.install()")
-    return torch.library.Library("symm_mem", "IMPL")
-
-
-def _symmetric_memory() -> list[tuple[str, Any, str]]:
-    """More of NAMES, for `micro_pipeline`."""
-    import torch._inductor.config
-    from torch.distributed import _symmetric_memory
-
-    words = "torch.distributed._symmetric_memory"
-    names: list[tuple[str, Any, str]] = [(words, _symmetric_memory, "_group_name_to_store")]
-    names += [(words, _symmetric_memory, "is_symm_mem_enabled_for_group")]
-    names += [("torch._inductor.config", torch._inductor.config, "_micro_pipeline_tp")]
-    operators = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-    return names + [("torch.ops.symm_mem", torch.ops.symm_mem, name) for name in operators]
-
-
-@contextmanager
-def fuses_products(groups: Sequence[str]) -> Iterator[None]:
-    """In this block inductor fuses products with the collectives of these groups.
-
-    It asks whether symmetric memory is enabled for a group, and whether torch has NCCL. Both is about CUDA.
-    """
-    import torch._inductor.config
-    from torch.distributed import _symmetric_memory
-
-    stores: dict[str, Any] = _symmetric_memory._group_name_to_store
-    added = [name for name in groups if name not in stores]
-    available = dist.is_nccl_available
-    stores.update(dict.fromkeys(added))
-    dist.is_nccl_available = lambda: True
-    try:
-        with torch._inductor.config.patch(_micro_pipeline_tp=True):
-            yield
-    finally:
-        dist.is_nccl_available = available
-        for name in added:
-            stores.pop(name, None)
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fompi.base.errors import TensorError
-from fompi.parallel.differentiable import Differentiable, flatten, unflatten
+from fompi.base.nested import flatten, unflatten
+from fompi.parallel.differentiable import Differentiable
 
 
 def differentiable(f: Differentiable, given: dict[str, Any]) -> Any:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from fompi.base.errors import TensorError
+from fompi.base.nested import flatten, unflatten
 from fompi.parallel.arrays import borrow, give
-from fompi.parallel.differentiable import Differentiable, flatten, unflatten
+from fompi.parallel.differentiable import Differentiable
 
 
 def _forward(x, w, more=None, bias=None, *, power=1):
@@ -63,7 +64,7 @@ def test_halves_of_its_own():
 def test_flatten_and_unflatten():
     like = [1, (2, (3, None)), None, ()]
     assert flatten(like) == [1, 2, 3, None, None]
-    assert unflatten(like, "abcde") == ["a", ("b", ("c", "d")), "e", ()]
+    assert unflatten(like, "abcde") == ("a", ("b", ("c", "d")), "e", ())
 
 
 @pytest.mark.parametrize("has_more", [True, False])

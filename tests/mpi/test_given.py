@@ -159,17 +159,6 @@ def test_parts_feeds_and_labels(world):
         assert first.wait() is y
         np.testing.assert_array_equal(first.part("y", 1), whole[4:8])
         np.testing.assert_array_equal(y, whole)
-        scatter = fompi.plan(fompi.reduce_scatter, Spec(whole.shape, "float64", Partial()), ranks=world.size, slices=2)
-        with fompi.bind(scatter, comm=world, x=np.zeros_like(whole)) as second:
-            second.feed("x", first, "y")
-            for out in (np.zeros_like(whole), np.zeros_like(whole), None):
-                first.start(x=np.array(mine), out=out)
-                second.start()
-                np.testing.assert_array_equal(second.wait(), world.size * mine)
-            first.start()
-            with pytest.raises(fompi.PlanError, match="x come from feed"):
-                second.start(x=whole)
-            first.wait()
 
 
 def test_threads(world):

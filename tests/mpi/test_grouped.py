@@ -192,32 +192,6 @@ def test_bound_plan_with_other_counts(world):
                 step(counts=wrong)
 
 
-@pytest.mark.parametrize("slices", [1, 2])
-def test_experts_in_one_go(world, slices):
-    """The blocks of a dispatch flow through the activation into the combine while other blocks arrive."""
-    size, rank = world.size, world.rank
-    case, back = both_ways(size, 2 * size + 1)
-    plans = []
-    for operation, each in ((fompi.all_to_all_grouped_matmul, case), (fompi.grouped_matmul_all_to_all, back)):
-        rows, columns = sum(n for row in each.runs for run in row for n in run), each.ws[0].shape[1:]
-        specs = Spec((rows, columns[0]), "float64", Shard(0)), Spec((each.total, *columns), "float64", Shard(0))
-        plans.append(fompi.plan(operation, *specs, ranks=size, counts=each.runs, slices=slices))
-    arrived = np.empty((sum(sum(row[rank]) for row in case.runs), N))
-    first = fompi.bind(plans[0], comm=world, x=case.xs[rank], w=case.ws[rank])
-    second = fompi.bind(plans[1], comm=world, x=arrived, w=back.ws[rank])
-    with first, second.feed("x", first, "y", lambda y, x: np.maximum(y, 0, out=x)):
-        for counts in (None, [[[min(n, 1) for n in run] for run in row] for row in case.runs]):
-            runs = case.runs if counts is None else counts
-            turned = [[runs[source][r] for source in range(size)] for r in range(size)]
-            case.runs, back.runs = runs, turned
-            xs = [x[: sum(map(sum, row))] for x, row in zip(case.xs, runs, strict=True)]
-            wanted = back.expected([np.maximum(h, 0) for h in case.expected(xs, case.ws)], back.ws)[rank]
-            first.start(counts=counts)
-            second.start(counts=None if counts is None else turned)
-            np.testing.assert_allclose(second.wait(), wanted)
-            first.wait()
-
-
 def test_other_backends(world, device):
     """A device runs a product for each run, an emulated one takes the time of the kernel."""
     size, rank = world.size, world.rank
