@@ -167,9 +167,9 @@ def counters(gpu: Gpu) -> None:
         x, w, y = gpu.random(m, k), gpu.random(k, n), gpu.random(m, n)
         for groups in GROUPS:
             runs = [slice(i * (m // groups), (i + 1) * (m // groups)) for i in range(groups)]
-            one, each = measured(
-                gpu.device, [ProductCall("matmul", [x[run], w], [y[run]], ["bfloat16"] * 2, ["bfloat16"]) for run in runs]
-            )
+            half = ["bfloat16"]
+            products = [ProductCall("matmul", [x[run], w], [y[run]], half * 2, half) for run in runs]
+            one, each = measured(gpu.device, products)
             say(f"{m}x{n}x{k} bf16, {groups} products announced", one / each, "x a call for each")
 
 

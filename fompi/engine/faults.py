@@ -167,7 +167,7 @@ def _follows(engine: Engine, error: BaseException | None) -> bool:
 def _is_lower(channel: Channel, peer: int) -> bool:
     """True if rank `peer` of this channel has a lower world rank than this rank."""
     world_ranks = channel.link.world_ranks
-    return world_ranks[peer] < world_ranks[channel.link.rank]
+    return bool(world_ranks[peer] < world_ranks[channel.link.rank])
 
 
 def _listen(engine: Engine, seconds: float) -> None:

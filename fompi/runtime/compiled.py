@@ -339,7 +339,8 @@ def _bind_own(
     """The call of a kernel that the plan declares, on the host, on a device, or on one that is emulated."""
     function = partial(function, op.args)
     if (bind_timed := getattr(backend, "bind_timed", None)) is not None:
-        return bind_timed(partial(function, reads, writes), kernel.seconds_of(op))
+        timed: Callable[..., Any] = bind_timed(partial(function, reads, writes), kernel.seconds_of(op))
+        return timed
     return _bind_function(function, op, reads, writes, backend)
 
 
@@ -348,7 +349,8 @@ def _bind_function(
 ) -> Callable[..., Any]:
     """The call of a kernel of the user, on the host or on a device."""
     if backend.device is not None:
-        return backend.bind_user(function, op.kernel, reads, writes)
+        bound: Callable[..., Any] = backend.bind_user(function, op.kernel, reads, writes)
+        return bound
     return partial(function, reads, writes)
 
 

@@ -98,7 +98,7 @@ class Calls:
         """A Proof of the typical call: each figure is the median of the calls, each wait the mean."""
 
         def median_of(name: str) -> float:
-            return median(getattr(proof, name) for proof in self.proofs)
+            return float(median(getattr(proof, name) for proof in self.proofs))
 
         return Proof(
             title=self.compiled.title,

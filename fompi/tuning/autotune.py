@@ -54,7 +54,7 @@ MOST_CANDIDATES = 5
 
 
 def measured_schedule(
-    operation: Operation, arguments: Arguments, local: LocalCall, comm: Communicator
+    operation: Operation[Any], arguments: Arguments, local: LocalCall, comm: Communicator
 ) -> tuple[str, Slices]:
     """Schedule and slices of the fastest candidate for a call. Collective; it runs the candidates if none is known.
 
@@ -122,7 +122,8 @@ def fastest_of(
     a choice. An error on rank 0 is raised on all ranks.
     """
     key += fingerprint()
-    if keep and (known := comm.choices.get(key)) is not None:
+    known: Candidate | None = comm.choices.get(key) if keep else None
+    if known is not None:
         return known
     listed: list[Candidate] = []
     refusal: Exception | None = None
