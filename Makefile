@@ -1,5 +1,6 @@
 # `make run`   sets up .venv and trains the example on 8 ranks.
 # `make lab`   sets up .venv and trains a wide model on four hosts with slow links: pictures with and without overlap.
+# `make quick` sets up a light .venv-quick, without MPI and frameworks: linter, types, the pure tests. Three minutes.
 # `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
 # `make docs`  builds the documentation as HTML in build/site.
 # `make wheelhouse`  collects in build/wheelhouse all that an installation without a network needs. WITH names extras.
@@ -26,7 +27,7 @@ GPU_PATHS ?= staged ipc
 TORCH_INDEX ?=
 FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
-.PHONY: run lab test test-device test-torch test-gpu test-gpu-here soak docs wheelhouse environments test-mpich \
+.PHONY: run lab quick test test-device test-torch test-gpu test-gpu-here soak docs wheelhouse environments test-mpich \
 	test-openmpi lint format clean
 
 run: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
@@ -38,6 +39,11 @@ lab: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 		"$(CURDIR)/.venv/bin/python" tools/netlab.py run --trust-slow $(LAB) -- "$(CURDIR)/.venv/bin/python" examples/tp_mlp.py \
 		--width 1024 --hidden 2048 --batch 1024 --epochs 24 --learning-rate 0.3 \
 		--schedule ring --timelines build/lab.svg $(ARGS)
+
+quick: .venv-quick/.ready-quick
+	.venv-quick/bin/ruff check . && .venv-quick/bin/ruff format --check .
+	.venv-quick/bin/mypy
+	.venv-quick/bin/python -m pytest -q -n 2 -W error tests/pure $(ARGS)
 
 test:
 	@$(MAKE) --no-print-directory -j 2 environments
@@ -135,11 +141,16 @@ endef
 	@$(@D)/bin/python -m pip uninstall --quiet --yes $(filter-out cupy-cuda$(CUDA)x,cupy-cuda12x cupy-cuda13x)
 	$(environment)
 
+.venv-quick/.ready-quick: EXTRAS = quick
+.venv-quick/.ready-quick: pyproject.toml
+	@echo "Setting up .venv-quick: NumPy, mpi4py, pytest, ruff, mypy"
+	$(environment)
+
 .venv-openmpi/.ready-test: EXTRAS = openmpi,numba,example,test
 .venv-openmpi/.ready-test: pyproject.toml
 	@echo "Setting up .venv-openmpi for the tests: Open MPI, torch, jax, the test tools (some minutes)"
 	$(environment)
 
 clean:
-	rm -rf .venv .venv-openmpi build dist fompi.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-quick .venv-openmpi build dist fompi.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -133,7 +133,7 @@ def legs() -> list[Leg]:
     found = [
         Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
         Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
-        Leg("pure", "mpich", 300, ("-n", "2", "tests/pure")),
+        Leg("pure", "mpich", 300, ("-n", "2", "-W", "error", "tests/pure")),
         Leg("local", "mpich", 300, ("-n", "2", "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
