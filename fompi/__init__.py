@@ -70,36 +70,10 @@ from fompi.engine.mesh import Mesh
 from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
+from fompi.ops import operations
 from fompi.ops.bound_call import BoundCall
 from fompi.ops.messages import recv, send, sendrecv
-from fompi.ops.operations import (
-    all_gather,
-    all_gather_matmul,
-    all_gather_matmul_many,
-    all_gather_matmul_weight_gradient,
-    all_gather_weight_gradient,
-    all_reduce,
-    all_to_all,
-    all_to_all_columns_matmul,
-    all_to_all_grouped_matmul,
-    all_to_all_grouped_matmul_weight_gradient,
-    all_to_all_grouped_weight_gradient,
-    all_to_all_matmul,
-    all_to_all_matmul_weight_gradient,
-    all_to_all_weight_gradient,
-    broadcast,
-    explain,
-    gather,
-    grouped_matmul_all_to_all,
-    matmul_all_reduce,
-    matmul_all_to_all,
-    matmul_all_to_all_columns,
-    matmul_reduce_scatter,
-    plan,
-    reduce,
-    reduce_scatter,
-    scatter,
-)
+from fompi.ops.operations import *  # noqa: F403
 from fompi.ops.pending import Pending
 from fompi.ops.replicated import sum_replicated
 from fompi.planner.explain import Explanation
@@ -120,39 +94,14 @@ if TYPE_CHECKING:
     from fompi.tuning.calibrate import calibrate
 
 __all__ = [
-    # operations
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "scatter",
-    "reduce",
-    "all_gather_matmul",
-    "all_gather_matmul_many",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_to_all",
-    "all_to_all_matmul",
-    "all_gather_weight_gradient",
-    "all_gather_matmul_weight_gradient",
-    "all_to_all_weight_gradient",
-    "all_to_all_matmul_weight_gradient",
-    "matmul_all_to_all_columns",
-    "all_to_all_columns_matmul",
-    "grouped_matmul_all_to_all",
-    "all_to_all_grouped_matmul",
-    "all_to_all_grouped_weight_gradient",
-    "all_to_all_grouped_matmul_weight_gradient",
+    # operations, and plan and explain
+    *operations.__all__,
     "sum_replicated",
     "send",
     "recv",
     "sendrecv",
     "barrier",
     # planning: without MPI and data
-    "plan",
-    "explain",
     "layouts",
     "verify",
     "simulate",

@@ -34,6 +34,35 @@ from fompi.plans.specs import from_specs
 from fompi.plans.verify import verify
 from fompi.schedules.registry import REGISTERED
 
+__all__ = [
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "broadcast",
+    "all_gather_matmul",
+    "all_gather_matmul_many",
+    "all_gather_weight_gradient",
+    "all_gather_matmul_weight_gradient",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+    "all_to_all_weight_gradient",
+    "all_to_all_matmul_weight_gradient",
+    "matmul_all_to_all_columns",
+    "all_to_all_columns_matmul",
+    "grouped_matmul_all_to_all",
+    "all_to_all_grouped_matmul",
+    "all_to_all_grouped_weight_gradient",
+    "all_to_all_grouped_matmul_weight_gradient",
+    "plan",
+    "explain",
+]
+
 
 @Operation
 def all_gather(x: Any, *, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:

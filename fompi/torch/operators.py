@@ -130,13 +130,6 @@ COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words=""
 PLANNED = 'str schedule="auto", int[]? slices=None, str effort="plan"'
 """The parameters that all operators have, and those of operations that have a plan."""
 
-RESULTS = {
-    "all_gather_matmul_many": "(Tensor, Tensor[])",
-    "all_gather_matmul_weight_gradient": "(Tensor, Tensor)",
-    "all_to_all_matmul_weight_gradient": "(Tensor, Tensor, Tensor)",
-}
-"""The results of an operator. All others have one: Tensor."""
-
 CONVENTIONS = ("sum", "replicated")
 """Whose losses a gradient is of: the sum of those of all ranks, or the one that all ranks have."""
 
@@ -192,13 +185,23 @@ class Operator:
         self.deals = self.planned and MEANING[self.name].deals
         self.multiplies_first = self.planned and MEANING[self.name].family == "scatter"
         texts = [PARAMETERS[name][0] for name in self.own] + [COMMON] + [PLANNED] * self.planned
-        schema = f"({', '.join(texts)}) -> {RESULTS.get(self.name, 'Tensor')}"
+        schema = f"({', '.join(texts)}) -> {self._results()}"
         made = torch.library.custom_op(f"fompi::{self.name}", self._run, mutates_args=(), schema=schema)
         made.register_fake(self._fake)
         made.register_autograd(_backward, setup_context=self._keep)
         private.keep_in_order(made)
         self.call: Callable[..., Any] = getattr(torch.ops.fompi, self.name).default
         self.names = [argument.name for argument in self.call._schema.arguments]
+
+    def _results(self) -> str:
+        """The results, as the schema says them: the rows that arrive, a product, a weight gradient."""
+        if not self.planned:
+            return "Tensor"
+        meaning = MEANING[self.name]
+        if self.name.endswith("_many"):
+            return "(Tensor, Tensor[])"
+        count = meaning.keeps + (meaning.weight is not None) + (meaning.operand is not None)
+        return "Tensor" if count < 2 else f"({', '.join(['Tensor'] * count)})"
 
     def dealt(self, a: Arguments, size: int) -> tuple[Any, ...]:
         """How many columns each rank has in a call that deals them. Empty: it deals none."""
