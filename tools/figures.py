@@ -68,8 +68,8 @@ Medians, on two cores, MPICH 5.0.2, Python 3.11.7, NumPy 2.4.6.
   `python -m fompi.lab run --hosts 2 --rate 1gbit -- python examples/before_after.py`
 - A training step of a tensor-parallel MLP, four hosts, 500 Mbit/s, 2026-11-25: 334 ms without overlap, 254 ms with.
   `make lab`
-- Data parallelism with ten buckets of 16 KiB, two hosts, 1 Gbit/s, 2026-11-26: 2.6 ms; 4.1 ms when each bucket agreed for
-  itself. [Overhead](inside/overhead.md#small-buckets) has the runs.
+- Data parallelism with ten buckets of 16 KiB, two hosts, 1 Gbit/s, 2026-11-26: 2.6 ms; 4.1 ms when each bucket agreed
+  for itself. [Overhead](inside/overhead.md#small-buckets) has the runs.
 """
 
 
