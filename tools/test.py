@@ -11,6 +11,7 @@ test. So does a leg that ends without a report.
 """
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -25,46 +26,6 @@ import job
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
-OPERATIONS = ("communicator", "operations", "torch")
-SUBSET = (
-    *(*OPERATIONS, "counts", "labels", "local_errors"),
-    *("messages", "reductions", "refusals", "tensors", "values"),
-)
-"""The files of tests/mpi in which the number of ranks matters most: what the plans do, and how ranks agree."""
-
-STRATEGIES = tuple(f"parallel_{name}" for name in ("data", "expert", "pipeline", "sequence", "tensor", "zeros"))
-FOUR = (
-    *("executor", "lifetime", "pending", "priorities"),
-    *("process_group", "three_axes", "torch_data_parallel", "torch_nn"),
-)
-
-SIZES = {
-    "mpich": {
-        1: (*SUBSET, "device"),
-        2: (),
-        3: (*OPERATIONS, "counts"),
-        4: (*SUBSET, *STRATEGIES, *FOUR),
-        8: ("communicator", "operations"),
-    },
-    "openmpi": {
-        1: OPERATIONS,
-        2: (),
-        3: ("device", *STRATEGIES),
-        4: (*OPERATIONS, "lifetime", "priorities"),
-        8: ("communicator",),
-    },
-}
-"""Which files of tests/mpi run on which number of ranks; (): all."""
-
-FRAMEWORKS = (
-    *("jax", "jax_jit", "torch_derivatives", "torch_modes", "torch_operators"),
-    "torch_tensor_parallel",
-)
-"""The files of tests/mpi about what a framework makes of a call. The MPI library below does not matter to them."""
-
-LEFT_OUT = {("openmpi", 2): ("device", *FRAMEWORKS)}
-"""Files that do not run there. They run on two ranks of the other MPI, `device` also on three of this one."""
-
 SLOWEST = 10
 """This many of the slowest tests are listed after each leg."""
 
@@ -128,6 +89,15 @@ class Result:
         return "FAILED" if self.problem else "ok"
 
 
+def ranks_of(path: Path) -> dict[str, list[int]]:
+    """On how many ranks of each MPI a file runs: its mark `pytest.mark.ranks(mpich=[...], openmpi=[...])`, or two."""
+    found = {mpi: [2] for mpi in ENVIRONMENTS}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "ranks":
+            found |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return found
+
+
 def legs() -> list[Leg]:
     lint = "ruff check . && ruff format --check ."
     found = [
@@ -137,10 +107,10 @@ def legs() -> list[Leg]:
         Leg("local", "mpich", 300, ("-n", "2", "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
-        for size, names in SIZES[mpi].items():
-            left_out = (f"--ignore=tests/mpi/test_{name}.py" for name in LEFT_OUT.get((mpi, size), ()))
-            tests = ("--with-mpi", *([f"tests/mpi/test_{name}.py" for name in names] or ["tests/mpi", *left_out]))
-            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 420 if size == 2 else 300, tests, ranks=size))
+        ranks_of_files = {path: ranks_of(path)[mpi] for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))}
+        for size in sorted({size for sizes in ranks_of_files.values() for size in sizes}):
+            files = [f"tests/mpi/{path.name}" for path, sizes in ranks_of_files.items() if size in sizes]
+            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 420 if size == 2 else 300, ("--with-mpi", *files), ranks=size))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "4", "tests/faults")))
     for mpi in ENVIRONMENTS:

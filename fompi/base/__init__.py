@@ -2,9 +2,11 @@
 
 - `errors`: the exceptions and warnings of fompi.
 - `layout`: where the rows of a tensor are: layouts, shapes, blocks and their sizes.
+- `nested`: results that are nested in tuples.
+- `doors`: functions that a lower room calls and an upper room fills in.
 - `log`: the log, `logging.getLogger("fompi")`; `html`: values as HTML, for notebooks.
 - `extras`: packages that may be missing, and the line of pip for them.
-- `kept`: what was measured, kept on disk.
+- `kept`: what was measured, and compiled code, kept on disk.
 - `file_checks`: checks of values that are read from JSON files.
 - `version`: the version number.
 

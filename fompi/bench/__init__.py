@@ -6,6 +6,7 @@
 | `trial.py`       | `fompi try`: what overlap gains for one shape; one table and a verdict                     |
 | `options.py`     | how much is measured                                                                       |
 | `cluster.py`     | which ranks share a host, and the TCP streams between hosts                                |
+| `kernels.py`     | the kernels of strategies on an emulated accelerator                                       |
 | `table.py`       | rows as JSON, Markdown and plots                                                           |
 | `collectives.py` | suite: plain collectives, the MPI library's own, and a TCP stream                          |
 | `fused.py`       | suite: fused operations on real GEMMs, and what the core and the link allow                |

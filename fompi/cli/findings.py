@@ -1,4 +1,4 @@
-"""What `fompi info --doctor` finds in what it has measured: `findings(facts)`, worst first, each with its remedy.
+"""What `fompi doctor` finds in what it has measured: `findings(facts)`, worst first, each with its remedy.
 
 Pure: values in, values out. `fompi.cli.doctor` measures.
 """
@@ -153,7 +153,7 @@ def _launch(facts: Facts) -> Iterator[Finding]:
         yield Finding("warning", *_divided(given["threads"]))
     if size == 1 and not given["mpi_error"] and not given["warning"]:
         yield Finding(
-            "note", "one rank has no links to measure", "start it as mpirun -n 4 python -m fompi info --doctor"
+            "note", "one rank has no links to measure", "start it as mpirun -n 4 python -m fompi doctor"
         )
     for step in facts.undone:
         yield Finding("warning", f"no time was left for this step: {step}", "give more time: --seconds 120")

@@ -3,10 +3,11 @@
 - `operations`: the operations with their docstrings; `plan` and `explain`.
 - `operation`: how a call begins; `pending`: the call in flight, up to its result.
 - `arguments`: the arguments of a call on one rank, checked.
+- `compared`: what the ranks compare before a call, and the schedule that follows.
 - `bound_call`: `operation.bind`, a call that is agreed once; `decide`: what the ranks decide about such a call.
 - `replicated`: the sum of gradients of replicated parameters.
 - `adjoints`: the backward of every operation, written as operations, for every framework.
 
 This room may import `base`, `plans`, `schedules`, `traces`, `model`, `planner`, `tensors`, `backends`, `mpi`, `engine`
-and `runtime`. `operation.HOOKS` calls rooms that it must not import.
+and `runtime`. It calls others through `fompi.base.doors`.
 """

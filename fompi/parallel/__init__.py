@@ -12,6 +12,8 @@
 | `differentiable` | what they have in common: a forward, a backward, and the adapters of torch and JAX |
 | `attention` | attention of some queries over some keys, in tiles, on one rank |
 | `activations` | activations and their derivatives |
+| `repeated` | a call that a wrapper makes in every step: bound if it is small |
+| `section` | calls that belong together: an error in one ends all of them, on all ranks |
 | `arrays` | tensors as arrays, and the agreement of the ranks before a strategy |
 
 Every function has `f(...)`, `f.forward(...) -> (y, saved)` and `f.backward(saved, dy) -> gradients`.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fompi.base import html
 from fompi.base.errors import PlanError
@@ -103,6 +103,10 @@ class Explanation:
     judged: tuple[Judged, ...]
     refused: tuple[tuple[Candidate, str], ...] = ()
     at: Callable[[int], Problem] | None = field(default=None, compare=False)
+
+    @property
+    def bound(self) -> NoReturn:
+        raise AttributeError("Explanation.bound is lower_bound now")
 
     @property
     def winner(self) -> Judged:

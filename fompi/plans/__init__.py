@@ -2,6 +2,7 @@
 
 - `meaning`: what each operation means: what moves its rows, and the layouts of its operands and its result.
 - `problems`: an operation with the shapes and dtypes of its operands, and the buffers that each rank has for it.
+- `rows`: the rows of a call: how many each rank has, sends and gets.
 - `specs`: the problem of an operation on global tensors, for every rank.
 - `conditions`: what the inputs and the outputs of each rank hold, and a reference.
 - `plan`: a plan as a value: for every rank its buffers and its list of ops.

@@ -44,7 +44,8 @@ def __getattr__(name: str) -> Any:
         operators = import_module("fompi.torch.operators")
         if name in operators.PUBLIC:
             return operators.PUBLIC[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    gone = "fompi.torch.fused_compile is gone: fompi.torch.install() fuses the same products"
+    raise AttributeError(gone if name == "fused_compile" else f"module {__name__!r} has no attribute {name!r}")
 
 
 register()

@@ -12,6 +12,8 @@ from mpi4py import MPI
 
 import fompi
 
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 4, 8], openmpi=[1, 2, 4, 8])
+
 
 def meshes(size):
     """The sizes of every grid with two axes."""

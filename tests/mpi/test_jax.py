@@ -16,7 +16,7 @@ INTEGERS = ["int64", "int32", "uint8"]
 TAKEN = [case for case in CASES if not case.options or str(case).endswith("-bias-ring")]
 """Most schedules are left out: the backward is the same for all frameworks, and test_torch has all of them."""
 ADDING = ("reduce", "reduce_scatter", "all_reduce", "matmul_reduce_scatter", "matmul_all_reduce")
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.usefixtures("x64")]
 
 
 def random_tensor(tp, *shape, call=0):

@@ -25,7 +25,7 @@ from fompi.jax import ffi, private, sites
 
 TAKEN = [case for case in BASIC if case.dim != 1]
 TAKEN += [case for case in CASES if str(case).endswith("-dim1-bias-direct-2")]
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.usefixtures("x64")]
 
 
 def of_rank(rank, *shape, call=0):

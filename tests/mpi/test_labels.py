@@ -10,6 +10,8 @@ import pytest
 import fompi
 from fompi import Partial, Shard, Spec
 
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+
 
 @pytest.fixture
 def own(comm):

@@ -17,6 +17,8 @@ import fompi
 from fompi import Partial, Shard, Spec
 from fompi.ops import pending as module
 
+pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2, 4])
+
 
 def sum_of(comm, nbytes=800_000):
     return fompi.all_reduce.start(np.ones(nbytes // 8), comm=comm)

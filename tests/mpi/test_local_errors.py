@@ -14,6 +14,8 @@ from fompi.ops.pending import Pending
 from fompi.runtime.compiled import Compiled
 from fompi.tensors import dlpack
 
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+
 
 class Unspeakable(Exception):
     def __str__(self):

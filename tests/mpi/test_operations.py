@@ -14,6 +14,8 @@ from fompi.base.layout import FLOAT8, HALF, ITEMSIZE
 from fompi.plans.plan import Collective, Compute, Recv, Send
 from fompi.schedules import registry
 
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 4, 8], openmpi=[1, 2, 4])
+
 
 def assert_same(got, wanted, what):
     """All results are equal, bit for bit."""

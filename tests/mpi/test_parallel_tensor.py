@@ -16,6 +16,8 @@ from fompi.parallel.tensor import (
     vocab_parallel_embedding,
 )
 
+pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2, 3])
+
 STRATEGIES = (
     attention,
     column_parallel_linear,

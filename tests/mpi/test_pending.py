@@ -14,6 +14,8 @@ from mpi4py import MPI
 
 import fompi
 
+pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2])
+
 SCHEDULES = ("auto", "unfused", "ring", "sliced", "direct", "bidirectional")
 
 

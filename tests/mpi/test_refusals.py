@@ -11,6 +11,8 @@ from fompi.plans.plan import Compute
 from fompi.schedules import registry
 from fompi.tuning import autotune
 
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+
 UNTOUCHED = 99.0
 
 

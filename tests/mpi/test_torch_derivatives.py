@@ -8,6 +8,8 @@ from meanings import BASIC, CASES
 
 import fompi
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 WEIGHTED = [case for case in BASIC if case.weights and not case.dim]
 
 

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fompi
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 
 class Block(torch.nn.Module):
     """Two fused operations with local operations between them, as in tensor parallelism."""

@@ -15,7 +15,7 @@ from fompi.base.errors import LaunchError, LayoutError, MismatchError, PlanError
 MOVES = [name for name in CASES if "matmul" not in name and "gradient" not in name]
 PRODUCTS = [name for name in CASES if name not in MOVES]
 
-pytestmark = pytest.mark.one_mpi
+pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.one_mpi]
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from fompi.torch.process_group import Group
 from fompi.torch.work import Work
 
 D = torch.float64
-pytestmark = pytest.mark.usefixtures("group")
+pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.usefixtures("group")]
 
 
 @pytest.fixture
