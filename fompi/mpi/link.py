@@ -19,6 +19,10 @@ from fompi.mpi.transport import start_mpi, unlink_segments
 Array = np.ndarray[Any, Any]
 
 
+PAUSE_SECONDS = 1e-4
+"""Between two tests of a request that makes a communicator."""
+
+
 class Link:
     """`isend(uint8, dest, tag)`, `issend`, `irecv(uint8, source, tag)`, and `collective(...)`.
 
@@ -54,7 +58,7 @@ class Link:
 
     def duplicate(self) -> Link:
         """Another Link of the same ranks, without `blocking`. Collective, without a deadline."""
-        return Link(_made(self.blocking.Dup))
+        return Link(_duplicated(self.blocking))
 
     def collective(
         self, name: str, reads: Sequence[Array], writes: Sequence[Array], root: int, rows: Sequence[int]
@@ -138,10 +142,21 @@ def free_closed() -> bool:
 def _with_blocking(comm: Any) -> Link:
     """A Link with a second communicator for blocking collectives. Collective, without a deadline."""
     try:
-        return Link(comm, _made(comm.Dup))
+        return Link(comm, _duplicated(comm))
     except StateError:
         comm.Free()
         raise
+
+
+def _duplicated(comm: Any) -> Any:
+    """A duplicate of an MPI communicator. Collective, without a deadline.
+
+    A blocking MPI_Comm_dup may spin until all ranks have come, on a core that one of them needs.
+    """
+    duplicate, request = _made(comm.Idup)
+    while not _made(request.Test):
+        sleep(PAUSE_SECONDS)
+    return duplicate
 
 
 def _made(make: Callable[[], Any]) -> Any:
@@ -172,7 +187,7 @@ def connect(
     while not _made(request.Test):
         if progress():
             continue
-        sleep(1e-4)
+        sleep(PAUSE_SECONDS)
         waited = perf_counter() - begun
         error = find_departed(members) if waited > 0.2 else None
         if error is not None:
