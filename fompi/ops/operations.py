@@ -1,5 +1,9 @@
 """The public operations. The docstring of each one opens with its meaning as code.
 
+In that code, `xs[r]` is x of rank r, `rank` and `size` are those of this rank, `split(x, counts, dim)` cuts x into
+pieces, `empty(x, dim)` has no rows, `matrix(x)` has all dimensions but the last as one, and the other names are NumPy's
+or those of operations. A test runs it (tests/mpi/test_docstrings.py).
+
 What all operations have in common:
 
 - The rows of a tensor are its entries along `dim`, by default 0. Rows are distributed over the ranks of `comm`.
@@ -66,7 +70,7 @@ __all__ = [
 
 @Operation
 def all_gather(x: Any, *, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
-    """y = concatenate([x of rank 0, x of rank 1, ...], dim)
+    """y = concatenate(xs, dim)
 
     x has the rows of this rank, Shard(dim). y has the rows of all ranks, Replicate. Any dtype.
 
@@ -88,7 +92,7 @@ def reduce_scatter(
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """y = sum(x of all ranks)[rows of this rank]
+    """y = split(sum(xs), counts, dim)[rank]
 
     x has all rows on every rank, Partial. y has the rows of this rank, Shard(dim). Any dtype but bool.
 
@@ -102,7 +106,7 @@ def reduce_scatter(
 
 @Operation
 def all_reduce(x: Any, *, op: str = "sum", out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
-    """y = sum(x of all ranks)
+    """y = sum(xs)
 
     x has any shape, the same on all ranks, Partial. y has the shape of x, Replicate. Any dtype but bool.
 
@@ -121,7 +125,7 @@ def all_reduce(x: Any, *, op: str = "sum", out: Any = None, **how: Unpack[CallKe
 
 @Operation
 def reduce(x: Any, *, root: int = 0, op: str = "sum", out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
-    """y = sum(x of all ranks) if comm.rank == root else empty
+    """y = sum(xs) if rank == root else empty(x, 0)
 
     x has any shape, the same on all ranks, Partial. On the root y has the shape of x. On the other ranks y has no rows:
     its shape is `(0, *x.shape[1:])`. dtypes and `op` are those of `all_reduce`.
@@ -134,7 +138,7 @@ def reduce(x: Any, *, root: int = 0, op: str = "sum", out: Any = None, **how: Un
 
 @Operation
 def gather(x: Any, *, root: int = 0, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
-    """y = concatenate([x of rank 0, x of rank 1, ...], dim) if comm.rank == root else empty
+    """y = concatenate(xs, dim) if rank == root else empty(x, dim)
 
     x has the rows of this rank, Shard(dim). On the root y has the rows of all ranks, on the other ranks none. Any
     dtype.
@@ -155,7 +159,7 @@ def scatter(
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """y = (x of rank `root`)[rows of this rank]
+    """y = split(xs[root], counts, dim)[rank]
 
     x has the rows for rank 0, then those for rank 1, and so on, on the root. On the other ranks x gives only the dtype
     and the shape of a row: it may be empty. y has the rows of this rank, Shard(dim). Any dtype.
@@ -177,9 +181,10 @@ def all_to_all(
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """y = concatenate([part of rank 0 for this rank, part of rank 1 for this rank, ...], concat_dim)
+    """y = concatenate([split(xs[r], counts_of[r], split_dim)[rank] for r in range(size)], concat_dim)
 
     `split_dim` is the dimension of x that is split into parts, one for each rank. `dim` is a word for both.
+    `counts_of[r]` is `counts` of rank r.
 
     - The same dimension for both: x has the rows for rank 0, then those for rank 1, and so on, Shard(dim). y has the
       rows that arrive here, Shard(dim). `counts` is the number of rows for each rank. It may differ between ranks and
@@ -198,7 +203,7 @@ def all_to_all(
 
 @Operation
 def broadcast(x: Any, *, root: int = 0, out: Any = None, **how: Unpack[CallKeywords]) -> Arguments:
-    """y = x of rank `root`
+    """y = xs[root]
 
     x has any shape and dtype, the same on all ranks; only x of the root is read. y has the shape of x, Replicate.
 
@@ -251,7 +256,7 @@ def all_gather_matmul_many(
 def all_gather_weight_gradient(
     x: Any, h: Any, *, dim: int = 0, out: Any = None, **how: Unpack[CallKeywords]
 ) -> Arguments:
-    """g = einsum("...k,...n->kn", all_gather(x, dim), h)
+    """g = matrix(all_gather(x, dim)).T @ matrix(h)
 
     x: (rows of this rank, ..., k), Shard(dim). h: (rows of all ranks, ..., n), Shard(-1). g: (k, n), Shard(-1). Any
     dtype but bool, the same for all tensors.
@@ -266,7 +271,7 @@ def all_gather_weight_gradient(
 def all_gather_matmul_weight_gradient(
     d: Any, w: Any, h: Any, *, dim: int = 0, **how: Unpack[CallKeywords]
 ) -> Arguments:
-    """full = all_gather(d, dim); return full @ w, einsum("...k,...n->kn", h, full)
+    """full = all_gather(d, dim); return full @ w, matrix(h).T @ matrix(full)
 
     d: (rows of this rank, ..., n), Shard(dim). w: (n, k), Shard(-1). h: (rows of all ranks, ..., k), Shard(-1).
     Results: (rows of all ranks, ..., k), Shard(-1), and (k, n), Shard(0). Any dtype but bool, the same for all tensors.
@@ -374,7 +379,7 @@ def all_to_all_weight_gradient(
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """g = einsum("...k,...n->kn", all_to_all(x, dim, counts), h)
+    """g = matrix(all_to_all(x, dim, counts)).T @ matrix(h)
 
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim). h: (rows that arrive here, ..., n), Shard(dim).
     g: (k, n), a different one on each rank. Any dtype but bool, the same for all tensors.
@@ -389,7 +394,7 @@ def all_to_all_weight_gradient(
 def all_to_all_matmul_weight_gradient(
     d: Any, w: Any, h: Any, *, dim: int = 0, counts: Sequence[int] | None = None, **how: Unpack[CallKeywords]
 ) -> Arguments:
-    """back = all_to_all(d, dim, counts); return back, back @ w, einsum("...k,...n->kn", h, back)
+    """back = all_to_all(d, dim, counts); return back, back @ w, matrix(h).T @ matrix(back)
 
     d: (rows for rank 0, for rank 1, ...; ..., n), Shard(dim). w: (n, k), a different one on each rank. h: (rows that
     arrive here, ..., k), Shard(dim). Results: (rows that arrive here, ..., n), (rows that arrive here, ..., k), and
@@ -463,8 +468,9 @@ def grouped_matmul_all_to_all(
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """y = all_to_all(concatenate([rows @ w[e] for each run of rows of expert e]), dim)
+    """y = all_to_all(grouped_matmul(x, w, counts, dim), dim, [sum(runs) for runs in counts])
 
+    `grouped_matmul` multiplies each run of rows with the matrix of its expert.
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim): the rows for a rank stand expert by expert, of the
     experts of this rank. w: (experts of this rank, k, n), Shard(0). y: (rows that arrive here, ..., n), Shard(dim):
     rank by rank, in it expert by expert of that rank. Any dtype but bool, the same for both tensors.
@@ -488,8 +494,9 @@ def all_to_all_grouped_matmul(
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """y = concatenate([rows @ w[e] for each run of rows of expert e in all_to_all(x, dim)])
+    """y = grouped_matmul(all_to_all(x, dim, [sum(runs) for runs in counts]), w, arrived, dim)
 
+    `grouped_matmul` multiplies each run of rows with the matrix of its expert, `arrived[source][expert]` rows.
     x: (rows for rank 0, for rank 1, ...; ..., k), Shard(dim): the rows for a rank stand expert by expert, of the
     experts of that rank. w: (experts of this rank, k, n), Shard(0). y: (rows that arrive here, ..., n), Shard(dim):
     rank by rank, in it expert by expert of this rank. Any dtype but bool, the same for both tensors.
@@ -514,8 +521,9 @@ def all_to_all_grouped_weight_gradient(
     out: Any = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """g[e] = einsum("...k,...n->kn", rows of expert e in all_to_all(x, dim), rows of expert e in h)
+    """g = grouped_gradient(all_to_all(x, dim, [sum(runs) for runs in counts]), h, arrived, dim)
 
+    `grouped_gradient` is matrix(x).T @ matrix(h) of the rows of each expert, `arrived[source][expert]` rows.
     x and `counts` are those of `all_to_all_grouped_matmul`, h is the gradient of its y: (rows that arrive here, ...,
     n), Shard(dim). g: (experts of this rank, k, n), Shard(0), the gradient of its weight. `experts` is the number of
     experts of all ranks. Any dtype but bool, the same for both tensors.
@@ -535,8 +543,9 @@ def all_to_all_grouped_matmul_weight_gradient(
     experts: int | None = None,
     **how: Unpack[CallKeywords],
 ) -> Arguments:
-    """back = all_to_all(d, dim); return back, and for each expert e: back @ w[e], einsum("...k,...n->kn", h, back)
+    """b = all_to_all(d, dim, sums); return b, grouped_matmul(b, w, arrived), grouped_gradient(h, b, arrived)
 
+    `sums` are the rows for each rank; the others are those of `all_to_all_grouped_weight_gradient`.
     d: (rows for rank 0, for rank 1, ...; ..., n), Shard(dim), in it expert by expert. w: (experts of this rank, n, k),
     Shard(0). h: (rows that arrive here, ..., k), Shard(dim). Results: (rows that arrive here, ..., n), (rows that
     arrive here, ..., k), and (experts of this rank, k, n). Any dtype but bool, the same for all tensors.
