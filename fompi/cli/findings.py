@@ -152,9 +152,7 @@ def _launch(facts: Facts) -> Iterator[Finding]:
     if given["threads"] and not any(_ratio(products) > CROWDED_RATIO for products in facts.products.values()):
         yield Finding("warning", *_divided(given["threads"]))
     if size == 1 and not given["mpi_error"] and not given["warning"]:
-        yield Finding(
-            "note", "one rank has no links to measure", "start it as mpirun -n 4 python -m fompi doctor"
-        )
+        yield Finding("note", "one rank has no links to measure", "start it as mpirun -n 4 python -m fompi doctor")
     for step in facts.undone:
         yield Finding("warning", f"no time was left for this step: {step}", "give more time: --seconds 120")
 
