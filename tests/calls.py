@@ -81,11 +81,15 @@ def arguments(problem, given, sizes, rank):
     return [arrays["x"], *weights, *operands], options
 
 
+def operation_of(problem):
+    """The public operation of a problem."""
+    return fompi.all_to_all if problem.deals_x else getattr(fompi, problem.operation)
+
+
 def call(problem, given, sizes, comm, **options):
     """Call the operation on this rank. Returns the results by output name, in storage dtype."""
     positional, named = arguments(problem, given, sizes, comm.rank)
-    operation = fompi.all_to_all if problem.deals_x else getattr(fompi, problem.operation)
-    result = operation(*positional, comm=comm, **named, **options)
+    result = operation_of(problem)(*positional, comm=comm, **named, **options)
     return by_name(problem, result)
 
 

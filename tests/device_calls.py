@@ -5,8 +5,6 @@ from __future__ import annotations
 import calls
 import numpy as np
 
-import fompi
-
 
 def random(*shape, dtype="float32"):
     """Small whole numbers: every order of a sum gives the same bits."""
@@ -26,7 +24,7 @@ def result_of(make, get, problem, given, sizes, comm, **options):
     """As `calls.call`: `make` makes the tensors of arrays of NumPy, and `get` arrays of the results."""
     positional, named = calls.arguments(problem, given, sizes, comm.rank)
     named = {key: value if key == "counts" else moved(make, value) for key, value in named.items()}
-    result = getattr(fompi, problem.operation)(*moved(make, positional), comm=comm, **named, **options)
+    result = calls.operation_of(problem)(*moved(make, positional), comm=comm, **named, **options)
     if problem.operation == "all_gather_matmul_many":
         result = get(result[0]), [get(y) for y in result[1]]
     else:

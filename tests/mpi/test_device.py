@@ -48,7 +48,7 @@ def call_on(device, problem, given, sizes, comm, **options):
     """As `calls.call`, on the device."""
     positional, named = calls.arguments(problem, given, sizes, comm.rank)
     named = {key: value if key == "counts" else uploaded(device, value) for key, value in named.items()}
-    result = getattr(fompi, problem.operation)(*uploaded(device, positional), comm=comm, **named, **options)
+    result = calls.operation_of(problem)(*uploaded(device, positional), comm=comm, **named, **options)
     if problem.operation == "all_gather_matmul_many":
         result = result[0].get(), [y.get() for y in result[1]]
     else:
@@ -552,7 +552,7 @@ def test_gradients(world, monkeypatch, number):
         """The outputs, and the gradients of a weighted sum of them."""
         given.clear()
         options = {key: value if key == "counts" else leaves(value) for key, value in named.items()}
-        outputs = getattr(fompi, problem.operation)(*leaves(positional), comm=world, schedule="direct", **options)
+        outputs = calls.operation_of(problem)(*leaves(positional), comm=world, schedule="direct", **options)
         flat = [y for each in ([outputs] if torch.is_tensor(outputs) else outputs) for y in (
             [each] if torch.is_tensor(each) else each)]  # fmt: skip
         sum((y * torch.arange(y.numel()).reshape(y.shape)).sum() for y in flat).backward()
