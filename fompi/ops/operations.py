@@ -39,33 +39,14 @@ from fompi.plans.verify import verify
 from fompi.schedules.registry import REGISTERED
 
 __all__ = [
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "broadcast",
-    "all_gather_matmul",
-    "all_gather_matmul_many",
-    "all_gather_weight_gradient",
-    "all_gather_matmul_weight_gradient",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_to_all",
-    "all_to_all_matmul",
-    "all_to_all_weight_gradient",
-    "all_to_all_matmul_weight_gradient",
-    "matmul_all_to_all_columns",
-    "all_to_all_columns_matmul",
-    "grouped_matmul_all_to_all",
-    "all_to_all_grouped_matmul",
-    "all_to_all_grouped_weight_gradient",
-    "all_to_all_grouped_matmul_weight_gradient",
-    "plan",
-    "explain",
-]
+    "all_gather", "reduce_scatter", "all_reduce", "reduce", "gather", "scatter", "all_to_all", "broadcast",
+    "all_gather_matmul", "all_gather_matmul_many", "all_gather_weight_gradient",
+    "all_gather_matmul_weight_gradient", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all",
+    "all_to_all_matmul", "all_to_all_weight_gradient", "all_to_all_matmul_weight_gradient",
+    "matmul_all_to_all_columns", "all_to_all_columns_matmul", "grouped_matmul_all_to_all",
+    "all_to_all_grouped_matmul", "all_to_all_grouped_weight_gradient",
+    "all_to_all_grouped_matmul_weight_gradient", "plan", "explain",
+]  # fmt: skip
 
 
 @Operation
