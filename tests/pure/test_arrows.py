@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def room_of(module):
 MODULES = {module_of(path) for path in files()}
 
 
+@cache
 def imports(path, everywhere=True):
     """The modules that a file imports, also in functions: all of them, or without those that only type checkers see."""
     found = set()
