@@ -38,16 +38,20 @@ class Parser(argparse.ArgumentParser):
 
 
 class Command(NamedTuple):
-    """A subcommand. With `on_ranks` it runs on all ranks of an MPI job, and the ranks must agree on an error."""
+    """A subcommand. With `on_ranks` it runs on all ranks of an MPI job, and the ranks must agree on an error.
+
+    With `starts_mpi` it looks at the job by itself, whatever is wrong with it.
+    """
 
     module: str
     summary: str
     on_ranks: bool = False
+    starts_mpi: bool = False
 
 
 COMMANDS = {
-    "info": Command("fompi.cli.info", "versions, MPI, launcher, ranks and hosts"),
-    "doctor": Command("fompi.cli.doctor", "measure the job, and list what is wrong, with remedies"),
+    "info": Command("fompi.cli.info", "versions, MPI, launcher, ranks and hosts", starts_mpi=True),
+    "doctor": Command("fompi.cli.doctor", "measure the job, and list what is wrong, with remedies", starts_mpi=True),
     "plan": Command("fompi.cli.plan", "the grid of ranks of a plan"),
     "simulate": Command(
         "fompi.cli.simulate",
@@ -133,7 +137,7 @@ def _complete(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Ar
 
 def _starts_mpi(command: Command | None) -> bool:
     """True if the subcommand runs on the ranks. All others do the same on every rank, and rank 0 says it."""
-    return command is not None and (command.on_ranks or command in (COMMANDS["info"], COMMANDS["doctor"]))
+    return command is not None and (command.on_ranks or command.starts_mpi)
 
 
 def _check_environment() -> None:

@@ -65,15 +65,13 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
 
-def agree(
-    comm: Members, text: str, refusal: Exception | None = None, value: int = 0, compared: int | None = None
-) -> Sequence[int]:
+def agree(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
     """Wait until all ranks call this with the same `text`. Returns the `value` of every rank. Collective.
 
     0 <= value < 1 << VALUE_BITS. A rank that has a `refusal` raises it. If a rank refuses, or calls something else, all
-    ranks raise an error. With a digest `compared`, the ranks compare that, and `text` is only for errors.
+    ranks raise an error.
     """
-    return begin_agreement(comm, text, refusal, value, compared).values()
+    return begin_agreement(comm, text, refusal, value).values()
 
 
 def begin_agreement(
@@ -86,7 +84,8 @@ def begin_agreement(
 ) -> Agreement:
     """The same, in flight: `values()` waits for it.
 
-    If the ranks agree, `arrived` are the numbers that each rank has `told`, equally many.
+    With a digest `compared`, the ranks compare that, and `text` is only for errors. If they agree, `arrived` are the
+    numbers that each rank has `told`, equally many.
     """
     comm.check()
     with comm.engine.lock:

@@ -34,19 +34,26 @@ def repeated(operation: Operation[Any], nbytes: int, x: Any, *, comm: Communicat
 class Unbound:
     """What a BoundCall does, by unbound calls."""
 
+    _call: Pending | Exception | None = None
+    """The last call, or the error with which this rank has refused it. None: no call, or its result was taken."""
+
+    _is_over = True  # nothing waits for the last call any more
+
     def __init__(self, operation: Operation[Any], comm: Communicator, options: dict[str, Any]):
         self._operation, self._comm, self._options = operation, comm, options
-        self._pending: Pending | None = None
-        self._error: Exception | None = None
 
     def start(self, *, x: Any) -> Self:
-        self._pending, self._error = None, None
-        self._pending = self._operation.start(x, comm=self._comm, **self._options)
+        self._call, self._is_over = None, False
+        try:
+            self._call = self._operation.start(x, comm=self._comm, **self._options)
+        except Exception as error:  # this rank has taken part in the call by refusing it
+            self._call = error
+            raise
         return self
 
     def refuse(self, error: Exception) -> None:
-        if self._pending is None:
-            self._error = error
+        if self._is_over or self._call is None:
+            self._call, self._is_over = error, False
             with suppress(type(error)):
                 self._operation.refuse(error, self._comm)
 
@@ -54,11 +61,15 @@ class Unbound:
         """It has no memory."""
 
     def done(self) -> bool:
-        return self._pending is None or self._pending.done()
+        return not isinstance(self._call, Pending) or self._call.done()
 
     def wait(self) -> Any:
-        """The result of the call. The wrapper keeps it no longer than it needs it."""
-        pending, self._pending = self._pending, None
-        if self._error is not None:
-            raise self._error
-        return None if pending is None else pending.wait()
+        """The result of the call, which is not kept. An error is raised each time."""
+        call, self._is_over = self._call, True
+        if isinstance(call, Exception):
+            raise call
+        if call is None:
+            return None
+        result = call.wait()
+        self._call = None
+        return result

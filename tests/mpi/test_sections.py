@@ -12,6 +12,7 @@ from strategies import drawn, runs, uneven
 
 import fompi
 from fompi.base.layout import split
+from fompi.parallel import repeated
 from fompi.parallel.data import SGD
 from fompi.parallel.expert import combine, dispatch, experts, moe, route
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
@@ -161,6 +162,13 @@ def averaged(comm):
     return batch, model.close, lambda: False
 
 
+def averaged_unbound(comm):
+    """The same with sums of a size that is not bound."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeated, "MOST_BOUND_NBYTES", 0)
+        return averaged(comm)
+
+
 def zero(level):
     def wrapped(comm):
         module, x = net(comm)
@@ -218,6 +226,7 @@ def of_stages(path, name):
 
 WRAPPERS = {
     "ddp": (averaged, of_wrappers),
+    "ddp unbound": (averaged_unbound, of_wrappers),
     "zero 0": (zero(0), of_wrappers),
     "zero 1": (zero(1), of_wrappers),
     "zero 2": (zero(2), of_wrappers),
