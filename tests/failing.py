@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import fompi
@@ -23,10 +24,13 @@ def in_a_section(path, name):
 
 
 class Stages:
-    """Counts the functions of fompi that a `with` block enters where `within`, and raises in number `fails_at`."""
+    """Counts the functions of fompi that a `with` block enters where `within`, and raises in number `fails_at`.
 
-    def __init__(self, fails_at=None, within=in_a_section, kind=Injected):
-        self.fails_at, self.within, self.kind, self.count = fails_at, within, kind, 0
+    After `late` seconds, in which the other ranks go on as far as they can.
+    """
+
+    def __init__(self, fails_at=None, within=in_a_section, kind=Injected, late=0.0):
+        self.fails_at, self.within, self.kind, self.late, self.count = fails_at, within, kind, late, 0
 
     def __enter__(self):
         sys.settrace(self._entered)
@@ -44,4 +48,5 @@ class Stages:
         self.count += 1
         if self.count - 1 == self.fails_at:
             sys.settrace(None)
+            time.sleep(self.late)
             raise self.kind(f"in {name}")

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -430,10 +430,12 @@ class DataParallel:
             self._collect(bucket)
         if self.replicas is not None:
             self._sum_replicas(self.replicas)
-        norm, used = self._norm_and_used()
+        square, flags = self._summed_square_and_flags()
+        norm = self._scale * sqrt(square)
         if self.check_for_nan and not isfinite(norm):  # all ranks have the same norm
             raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
-        try:
+        try:  # nothing is told any more: the other ranks may have updated their part
+            used = {name for name, count in zip(self._index, flags, strict=True) if count}
             self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
         except BaseException as error:
             self._torn = error
@@ -484,8 +486,8 @@ class DataParallel:
             bucket.total = pending.wait()
             self.waited += perf_counter() - begun
 
-    def _norm_and_used(self) -> tuple[float, set[str]]:
-        """The norm of the whole gradient, and the names that some rank has announced. The same bits on all ranks."""
+    def _summed_square_and_flags(self) -> tuple[float, Array]:
+        """Of the whole gradient, the square of the norm; of each name, how many ranks have announced it. Alike on all."""
         squares = 0.0
         for bucket in self.buckets:
             assert bucket.total is not None
@@ -493,8 +495,7 @@ class DataParallel:
                 square = np.square(bucket.total[bucket.own(name)], dtype=np.float64)
                 count = self._holders.get(name, 1)
                 squares += float((square / (count if isinstance(count, int) else count[bucket.elements(name)])).sum())
-        names = [*self._index]
-        words = np.array([squares, *(name in self._used for name in names)], np.float64)
+        words = np.array([squares, *(name in self._used for name in self._index)], np.float64)
         total = all_reduce(words, comm=self._sums, schedule=same_bits(self._sums))
         flags = total[1:]
         if self.replicas is not None:
@@ -502,7 +503,7 @@ class DataParallel:
         norm2 = total[:1].copy() if self.zero else words[:1]
         for axis in self._over:
             norm2 = all_reduce(norm2, comm=axis, schedule=same_bits(axis))
-        return self._scale * float(np.sqrt(norm2[0])), {name for name, n in zip(names, flags, strict=True) if n}
+        return float(norm2[0]), flags
 
     def _reset(self) -> None:
         """Forget the gradients, and what is left of this step."""

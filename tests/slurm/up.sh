@@ -23,11 +23,11 @@ if [[ $(id -u) == 0 ]] && ! unshare --uts --mount true 2>/dev/null; then
 fi
 mkdir -p "$(dirname "$prefix")"
 mkdir "$prefix" 2>/dev/null || die "$prefix exists: down.sh $prefix, or another prefix"
-: >"$prefix/pids"
 # A signal ends this through EXIT. bash may fail to parse the trap of a signal that comes while it expands $(...) ("unexpected
 # EOF", status 2): EXIT is left then too.
 trap 'status=$?; trap "" INT TERM HUP; [[ $status == 0 ]] || "$here/down.sh" "$prefix" >&2 || true; exit $status' EXIT
 trap 'exit 130' INT TERM HUP
+: >"$prefix/pids"  # from here on it takes itself down
 mkdir "$prefix"/{state,spool,log,pid,tmp}
 
 # Slurm's plug-in opens the name libpmix.so, which only the package for developers has.
