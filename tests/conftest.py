@@ -39,6 +39,12 @@ def pytest_runtest_protocol(item):
         faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def old_objects():
+    """Garbage collections leave out what is there already: modules, and what the files before this one keep."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def mpirun():
     """mpirun(ranks, "script.py", "argument", seconds=20, env={}) -> job.Finished, under this Python's MPI."""

@@ -143,8 +143,7 @@ def pytest_collectreport(report):
 
 def pytest_collection_finish(session):
     others = exchange(session.config, "collection", "\n".join(COLLECTION_ERRORS))
-    gc.collect()
-    gc.freeze()  # exclude imported objects from garbage collection, which would slow down eight ranks on two cores
+    gc.collect()  # tests/conftest.py leaves the rest out of later collections
     if others:
         pytest.exit(f"the collection failed on other ranks\n{others}", returncode=1)
 

@@ -20,6 +20,7 @@ from fompi.traces import drift
 from fompi.tuning import adaptive, calibrate
 
 pytestmark = [
+    pytest.mark.ranks(mpich=[2], openmpi=[]),
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores would be slow and test nothing new"),
     pytest.mark.usefixtures("few_rounds"),
 ]

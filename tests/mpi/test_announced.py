@@ -18,6 +18,8 @@ from fompi.mpi.paths import DIRECT, IPC, STAGED
 from fompi.plans.plan import Send
 from fompi.schedules import registry
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 NAMES = ["matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "matmul_all_reduce bias"]
 PATHS = [STAGED, DIRECT, IPC]
 ROWS = 8

@@ -18,6 +18,7 @@ from fompi.planner.candidates import UNFUSED, Candidate
 from fompi.tuning import autotune
 
 pytestmark = [
+    pytest.mark.ranks(mpich=[2], openmpi=[]),
     pytest.mark.skipif(MPI.COMM_WORLD.size > 4, reason="eight ranks on two cores would be slow and test nothing new"),
     pytest.mark.usefixtures("few_rounds"),
 ]

@@ -14,6 +14,8 @@ import fompi
 from fompi import Replicate, Shard, Spec
 from fompi.base.layout import offsets, split
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 K, N = 6, 7
 
 

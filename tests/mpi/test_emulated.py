@@ -14,6 +14,8 @@ from fompi.backends import emulated
 from fompi.backends.emulated import Emulated, corner
 from fompi.plans.kernels import KERNELS
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 SLOW = Machine("kernels of a tenth of a millisecond", 0.0, 1e9, 1e15, 1e15, 1e-4)
 WHOLE = ("w", "v", "bias", "g")
 """Buffers that kernels read or write as a whole, not in chunks of rows."""

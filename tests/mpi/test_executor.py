@@ -16,7 +16,7 @@ from fompi.base.layout import Sizes, split
 from fompi.plans.problems import Form, problem
 from fompi.schedules import registry
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[3])
 
 EVERY_SCHEDULE = ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", "ring", "bidirectional")
 

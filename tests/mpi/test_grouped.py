@@ -15,6 +15,8 @@ from fompi.base.layout import offsets, split
 from fompi.plans.problems import Form, problem
 from fompi.schedules.registry import available
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 K, N = 3, 4
 EXPERTS = {"even": lambda size: 2 * size, "uneven": lambda size: 2 * size + 1, "few": lambda size: max(1, size - 1)}
 """The experts of all ranks. few: the last rank has none."""

@@ -10,6 +10,8 @@ import fompi
 import fompi.jax
 import fompi.jax.mpi4jax as mpi4jax
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 FOLDS = {
     "SUM": np.sum, "MAX": np.max, "MIN": np.min, "PROD": np.prod,
     "BAND": np.bitwise_and.reduce, "BOR": np.bitwise_or.reduce, "BXOR": np.bitwise_xor.reduce,

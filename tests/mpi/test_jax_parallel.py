@@ -16,7 +16,7 @@ from fompi.parallel.sequence import Sharding
 from fompi.parallel.tensor import heads_of
 
 TOKENS = np.array([0, 4, 2, 2, 1])
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.usefixtures("x64")]
 
 
 @pytest.fixture(scope="module")

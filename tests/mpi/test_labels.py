@@ -10,7 +10,7 @@ import pytest
 import fompi
 from fompi import Partial, Shard, Spec
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
 
 
 @pytest.fixture

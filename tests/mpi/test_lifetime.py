@@ -17,7 +17,7 @@ import fompi
 from fompi import Partial, Shard, Spec
 from fompi.ops import pending as module
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2, 4])
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[2])
 
 
 def sum_of(comm, nbytes=800_000):

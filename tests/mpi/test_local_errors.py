@@ -14,7 +14,7 @@ from fompi.ops.pending import Pending
 from fompi.runtime.compiled import Compiled
 from fompi.tensors import dlpack
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
 
 
 class Unspeakable(Exception):

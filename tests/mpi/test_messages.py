@@ -11,7 +11,7 @@ from fompi.base.errors import DtypeError, LayoutError, MismatchError, PeerError,
 from fompi.base.layout import FLOAT8
 from fompi.ops.messages import MOST_TAG
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
 
 DTYPES = ["float64", "float16", "bool", "int8", "complex64", ml_dtypes.bfloat16]
 

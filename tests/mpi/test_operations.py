@@ -14,7 +14,7 @@ from fompi.base.layout import FLOAT8, HALF, ITEMSIZE
 from fompi.plans.plan import Collective, Compute, Recv, Send
 from fompi.schedules import registry
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 4, 8], openmpi=[1, 2, 4])
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 8], openmpi=[4])
 
 
 def assert_same(got, wanted, what):
@@ -85,19 +85,23 @@ def test_products_of_other_dtypes(world, dtype, without_verification):
         inputs = catalogue.inputs(problem, sizes, number, small)
         exact = calls.expected(problem, catalogue.widened(inputs, dtype), sizes, world.rank)
         wanted = {key: catalogue.rounded(array, dtype) for key, array in exact.items()}
-        for schedule, slices in variants(problem, number, 3):
+        for schedule, slices in variants(problem, number, 3 if world.size < 5 else 1):
             got = calls.call(problem, inputs[world.rank], sizes, world, schedule=schedule, slices=slices)
             assert_same(got, wanted, f"{name} {schedule} {slices}")
 
 
 @pytest.mark.parametrize("name", calls.NAMES)
-def test_the_same_bits_in_every_run(world, name):
+def test_the_same_bits_in_every_run(world, name, request):
     """With random numbers, a different order of a sum gives different bits. The MPI library may sum in any order."""
+    most = 4
+    if world.size > 4:  # on few cores
+        most = 2
+        request.getfixturevalue("without_verification")
     problem = catalogue.problems(world.size)[name]
     sizes = calls.row_sizes(problem, "uneven")
     inputs = catalogue.inputs(problem, sizes)
     wanted = calls.expected(problem, inputs, sizes, world.rank)
-    for schedule, slices in variants(problem, len(name), 6):
+    for schedule, slices in variants(problem, len(name), most):
         first, second = (
             calls.call(problem, inputs[world.rank], sizes, world, schedule=schedule, slices=slices) for _ in range(2)
         )

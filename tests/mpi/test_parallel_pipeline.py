@@ -16,7 +16,7 @@ from fompi.backends.emulated import Emulated
 from fompi.base.errors import DtypeError, MismatchError, PeerError, PlanError, ShapeError, StateError, TensorError
 from fompi.parallel.pipeline import SCHEDULES, Pipeline, order, plan
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2, 3])
+pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
 
 NAMED = [name for name in SCHEDULES if name != "interleaved"]
 

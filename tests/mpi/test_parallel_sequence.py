@@ -7,7 +7,7 @@ from strategies import close, drawn, refused, same_bits, slopes, softmax_attenti
 import fompi
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2, 3])
+pytestmark = pytest.mark.ranks(mpich=[4], openmpi=[3])
 
 STRATEGIES = ring_attention, ulysses_attention, usp_attention
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import fompi
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[3])
 
 SCHEDULES = ("auto", "unfused", "ring", "sliced", "direct", "bidirectional")
 

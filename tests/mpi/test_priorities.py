@@ -14,7 +14,7 @@ from fompi.base.errors import LayoutError, MismatchError, PeerError, StateError
 from fompi.engine import port as ports
 from fompi.engine.port import Port
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2, 4])
+pytestmark = pytest.mark.ranks(mpich=[4], openmpi=[4])
 
 LARGE = 40_000
 """Elements of float64 that go in some parts, of 8 KiB here."""

@@ -15,7 +15,7 @@ from fompi.torch import private, process_group, store, work
 
 R = dist.ReduceOp
 RELEASE = private.release(torch.__version__)
-pytestmark = [pytest.mark.ranks(mpich=[2, 4], openmpi=[2]), pytest.mark.usefixtures("group")]
+pytestmark = [pytest.mark.ranks(mpich=[4], openmpi=[2]), pytest.mark.usefixtures("group")]
 
 
 def test_rank_and_size_come_from_mpi_and_nobody_connects(world, group):

@@ -10,7 +10,7 @@ import fompi
 from fompi.base.errors import DtypeError, LayoutError, MismatchError, ShapeError, TensorError
 from fompi.schedules import registry
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
 
 COMBINE = {"max": np.maximum, "min": np.minimum, "prod": np.multiply}
 

@@ -11,7 +11,7 @@ from fompi.plans.plan import Compute
 from fompi.schedules import registry
 from fompi.tuning import autotune
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
 
 UNTOUCHED = 99.0
 

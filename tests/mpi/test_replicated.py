@@ -8,6 +8,8 @@ import torch
 
 import fompi
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 
 def numbers(tp, *shape, call=0, rank=None):
     random = np.random.default_rng([call, tp.rank if rank is None else rank])

@@ -15,6 +15,8 @@ from fompi.plans.plan import Compute
 from fompi.runtime import alignment, report
 from fompi.traces.trace import Trace, intersection, length, union
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 KERNEL_SECONDS = 0.004
 
 

@@ -23,7 +23,7 @@ MESHES = {
 }
 """Steps, and dp, pp, tp, for each number of ranks. Steps are slow where many ranks share a core."""
 
-pytestmark = [pytest.mark.ranks(mpich=[2, 4], openmpi=[2]), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.ranks(mpich=[4], openmpi=[]), pytest.mark.usefixtures("float64")]
 
 
 class Attention(torch.nn.Module):

@@ -12,7 +12,7 @@ import fompi
 from fompi.parallel.data import SGD, AdamW
 from fompi.torch import DistributedDataParallel, ZeroDataParallel, nn
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.usefixtures("float64")]
 RATE = 0.1
 
 

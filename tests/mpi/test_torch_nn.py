@@ -9,7 +9,7 @@ from fompi.torch.nn import full_state_dict, load_full_state_dict
 
 TOKENS = torch.tensor([3, 10, 0, 4, 3, 7, 9])
 TARGET = torch.linspace(-1, 1, 42, dtype=torch.float64).view(7, 6)
-pytestmark = [pytest.mark.ranks(mpich=[2, 4], openmpi=[2]), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.ranks(mpich=[4], openmpi=[]), pytest.mark.usefixtures("float64")]
 
 
 class Attention(torch.nn.Module):

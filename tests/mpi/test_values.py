@@ -13,7 +13,7 @@ from fompi.base.layout import FLOAT8, NATIVE_SUMS
 from fompi.plans.problems import Form, problem
 from fompi.schedules import registry
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
 
 
 def schedules(name, comm, dtype, shape=(0, 3)):
