@@ -360,7 +360,7 @@ def test_some_ranks_represent_all(name, size):
     groups = replace(flat, levels=(Level(2, 1e-4, 1e7, True),))
     for schedule in registry.available(problem):
         plan = registry.write(problem, schedule, 2, sizes)
-        for on in (flat, groups) if size > 2 else (flat,):
+        for on in (flat, groups) if size == 4 else (flat,):
             step = symmetry(plan, sizes, on)
             assert predict(plan, on) == pytest.approx(simulate(plan, on).seconds, rel=1e-9), (schedule, step)
             differs = problem.packed or problem.columns or problem.operation in ROOTED or schedule == "exchange"

@@ -48,20 +48,20 @@ def assert_close(got, wanted, what):
 def test_every_plan_is_verified_and_computes_its_operation(size, name):
     """All schedules with all slices. The distributions of rows, the windows and the interleavings take turns.
 
-    From 5 ranks on, the slices take turns too: 5, 7 and 8 ranks have a third of them each.
+    From 4 ranks on, the slices take turns too: 4 and 5, 7 and 8 ranks have a third of them each.
     """
     problem = catalogue.problems(size)[name]
     for call, (schedule, slices) in enumerate(product(registry.available(problem), SLICES)):
-        if size > 4 and (call + call // 3) % 3 != RANKS.index(size) % 3:
+        if size > 3 and (call + call // 3) % 3 != RANKS.index(size) % 3:
             continue
         plan = registry.write(problem, schedule, slices, window=WINDOWS[(call + size) % 3])
         verify(plan)
-        for distribution in sorted({ROWS[(call + size) % 5], ROWS[(call + size + 2 * (size < 4)) % 5]}):
-            sizes = catalogue.sizes(problem, distribution)
-            inputs = catalogue.inputs(problem, sizes, call)
-            outputs = twin(plan, inputs, BACKEND, sizes=sizes, seed=call)
-            what = f"{schedule} {slices} {distribution} {plan.window}"
-            assert_close(outputs, reference(problem, inputs, sizes, np), what)
+        distribution = ROWS[(call + size) % 5]
+        sizes = catalogue.sizes(problem, distribution)
+        inputs = catalogue.inputs(problem, sizes, call)
+        outputs = twin(plan, inputs, BACKEND, sizes=sizes, seed=call)
+        what = f"{schedule} {slices} {distribution} {plan.window}"
+        assert_close(outputs, reference(problem, inputs, sizes, np), what)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -138,8 +138,8 @@ def test_every_interleaving_gives_the_same_bits(name):
     problem = catalogue.problems(5)[name]
     sizes = catalogue.sizes(problem, "uneven")
     inputs = catalogue.inputs(problem, sizes)
-    for schedule, slices in product(registry.available(problem), (1, 2)):
-        plan = registry.write(problem, schedule, slices)
+    for number, schedule in enumerate(registry.available(problem)):
+        plan = registry.write(problem, schedule, 1 + number % 2)
         first, *others = (bits(twin(plan, inputs, BACKEND, sizes=sizes, seed=seed)) for seed in range(4))
         assert all(other == first for other in others), schedule
 
@@ -153,8 +153,8 @@ def test_every_dtype_is_moved_and_added(dtype):
             sizes = catalogue.sizes(problem, "uneven")
             inputs = catalogue.inputs(problem, sizes)
             expected = reference(problem, catalogue.widened(inputs, dtype), sizes, np)
-            for schedule, slices in product(registry.available(problem), (1, 2)):
-                plan = registry.write(problem, schedule, slices)
+            for number, schedule in enumerate(registry.available(problem)):
+                plan = registry.write(problem, schedule, 1 + (number + len(dtype)) % 2)
                 verify(plan)
                 got = twin(plan, inputs, BACKEND, sizes=sizes, seed=size)
                 if name in catalogue.SUMS and ("float" in dtype or "complex" in dtype):
