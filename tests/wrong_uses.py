@@ -36,6 +36,13 @@ class Use:
     env: dict[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = (MPICH,)  # where it is tried
 
+    @property
+    def is_one_call(self) -> bool:
+        """It raises an error on all ranks, and the program could go on. What uses do at the end of a job, BOTH show."""
+        special = self.command or self.env or self.launcher != "mpirun" or self.libraries != (MPICH,)
+        by_python = "AttributeError" in self.words  # it suggests a name where it prints the error
+        return not special and not by_python and "interrupt" not in self.code
+
 
 def use(
     name: str, code: str, *words: str, launcher: str = "mpirun", libraries: tuple[str, ...] = (MPICH,), **env: str
@@ -105,7 +112,7 @@ USES = (
         "Finalize",
         libraries=BOTH,
     ),
-    use("send to a rank that is none", COMM + "fompi.send(np.ones(3), 7, comm=comm)", "7", "2"),
+    use("send to a rank that is none", COMM + "fompi.send(np.ones(3), 7, comm=comm)", "7", "0 to 1"),
     # ------------------------------------------------------------------------------------------- ranks that differ
     use(
         "operations",
@@ -194,7 +201,12 @@ fompi.all_gather(np.ones((2, 2)), schedule="mine")
         "(4, 3)",
         "(5, 2)",
     ),
-    use("experts", "from fompi.parallel import expert\nexpert.route(np.ones((4, 8)), np.ones((8, 3)), 5)", "5", "3"),
+    use("experts", "from fompi.parallel import expert\nexpert.route(np.ones((4, 8)), np.ones((8, 3)), k=5)", "5", "3"),
+    use(
+        "k by its place",
+        "from fompi.parallel import expert\nexpert.route(np.ones((4, 8)), np.ones((8, 3)), 5)",
+        "route() takes 2 positional arguments but 3 were given",
+    ),
     use(
         "an order of stages",
         "from fompi.parallel import pipeline\npipeline.order('1f2b', ranks=2, microbatches=4)",

@@ -5,6 +5,8 @@ Each exception is a `FompiError` and also the closest builtin exception, so that
 
 from __future__ import annotations
 
+import re
+
 
 def text_of(error: BaseException) -> str:
     """The text of an error, also of one whose `str()` raises."""
@@ -23,7 +25,11 @@ def of_signature(name: str, error: TypeError) -> TypeError:
     """An ArgumentError if `error` says that a call of `name` does not fit its signature. Else `error` itself."""
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # a line of the function raised it
         return error
-    return ArgumentError(f"{name}{text_of(error)[text_of(error).find('(') :]}")
+    function, _, words = text_of(error).partition("(")
+    outer = function.rpartition(".")[0]
+    if outer and not outer.endswith("<locals>"):  # of a method Python counts self
+        words = re.sub(r"(takes|but) (\d+)", lambda found: f"{found[1]} {int(found[2]) - 1}", words)
+    return ArgumentError(f"{name}({words}")
 
 
 class FompiError(Exception):

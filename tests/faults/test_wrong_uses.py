@@ -1,7 +1,8 @@
-"""Each use of `wrong_uses.py`, started as a user would: one sentence that helps, once per job, in few lines, soon."""
+"""Each use of `wrong_uses.py`: one sentence that helps, in few lines, soon. Those that end a job: once per job."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -38,7 +39,10 @@ def command_of(use, script):
     return [*start, *(program[1:] if use.launcher == "torchrun" else program)]
 
 
-@pytest.mark.parametrize("use", [use for use in USES if MPI in use.libraries], ids=lambda use: use.name)
+ALONE = [use for use in USES if MPI in use.libraries and not use.is_one_call]
+
+
+@pytest.mark.parametrize("use", ALONE, ids=lambda use: use.name)
 def test_the_answer(use, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PRELUDE + use.code + "\n")
@@ -50,6 +54,39 @@ def test_the_answer(use, tmp_path):
     assert len(lines) <= LINES and sum("Error: " in line for line in lines) <= 1, finished.output
     busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     assert finished.seconds < SECONDS * (3 if busy else 1), finished.seconds
+
+
+TOGETHER = """
+import json
+for name, code in json.loads(sys.argv[1]).items():
+    begun, error = time.perf_counter(), None
+    try:
+        exec(code, {**globals()})
+    except Exception as raised:
+        error = raised
+    seconds = time.perf_counter() - begun
+    assert fompi.all_reduce(np.ones(1)).tolist() == [2.0], name  # the program can go on
+    if fompi.Communicator.of(None).rank == 0:
+        print(json.dumps([name, f"{type(error).__name__}: {error}", seconds]), flush=True)
+"""
+
+
+@pytest.mark.one_mpi
+def test_the_answers_in_one_job(tmp_path):
+    """An error on both ranks, after each of which the next call is right."""
+    codes = {use.name: use.code for use in USES if use.is_one_call}
+    script = tmp_path / "program.py"
+    script.write_text(PRELUDE + TOGETHER)
+    command = [str(BIN / "mpirun"), "-n", "2", sys.executable, str(script), json.dumps(codes)]
+    finished = job.run(command, 90, env={}, cwd=tmp_path)
+    found = [json.loads(line) for line in finished.output.splitlines() if line.startswith("[")]
+    answers = {name: (text, seconds) for name, text, seconds in found}
+    assert finished.returncode == 0 and answers.keys() == codes.keys(), finished.output
+    for use in USES:
+        if use.is_one_call:
+            text, seconds = answers[use.name]
+            assert not [word for word in use.words if word not in text], (use.name, text)
+            assert "Error: " in text and len(text.splitlines()) <= LINES and seconds < SECONDS, (use.name, text)
 
 
 def test_there_are_sixty():
