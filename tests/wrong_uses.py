@@ -63,9 +63,8 @@ USES = (
         "inner dimension",
         "fompi.all_gather_matmul(np.ones((4, 3)), np.ones((5, 2)))",
         "ShapeError",
-        "(4, 3)",
+        "3 columns",
         "(5, 2)",
-        libraries=BOTH,
     ),
     use("a list", "fompi.all_reduce([1, 2, 3])", "TensorError", "np.asarray(x)"),
     use("a number", "fompi.all_reduce(3.0)", "TensorError"),
@@ -100,7 +99,6 @@ USES = (
         COMM + "comm.close()\nfompi.all_reduce(np.ones(3), comm=comm)",
         "StateError",
         "closed",
-        libraries=BOTH,
     ),
     use("color", COMM + "comm.split('left')", "color", "'left'"),
     use("mesh of other ranks", "fompi.Mesh(dp=2, tp=3)", "2 x 3", "number of ranks"),
@@ -120,7 +118,6 @@ USES = (
         "MismatchError",
         "all_reduce",
         "all_gather",
-        libraries=BOTH,
     ),
     use("shapes", COMM + "fompi.all_reduce(np.ones(2 + comm.rank))", "MismatchError", "(2,)", "(3,)"),
     use("dtypes", COMM + "fompi.all_reduce(np.ones(2, 'fd'[comm.rank]))", "MismatchError", "float32", "float64"),
@@ -163,7 +160,6 @@ USES = (
         "a refusal on one rank",
         COMM + "fompi.all_reduce(np.ones(2) if comm.rank else 'x')",
         "TensorError",
-        libraries=BOTH,
     ),
     # ------------------------------------------------------------------------------------------------------ plans
     use(
@@ -230,7 +226,7 @@ fompi.all_gather(np.ones((2, 2)), schedule="mine")
     use("jit", "import jax\njax.jit(fompi.all_reduce)(np.ones(3))", "fompi.jax.<operation>"),
     use("torch: meta", "import torch\nfompi.all_reduce(torch.ones(3, device='meta'))", "meta"),
     # --------------------------------------------------------------------------------------------------- variables
-    use("timeout", COMM, "LaunchError", "FOMPI_TIMEOUT=abc", FOMPI_TIMEOUT="abc", libraries=BOTH),
+    use("timeout", COMM, "LaunchError", "FOMPI_TIMEOUT=abc", FOMPI_TIMEOUT="abc"),
     use("progress", COMM, "FOMPI_PROGRESS=fast", "helper", FOMPI_PROGRESS="fast"),
     use("report", COMM, "FOMPI_REPORT", FOMPI_REPORT="/nowhere/report.json"),
     use("FOMPI_MACHINE", "fompi.all_reduce(np.ones(3))", "gigabyte", "gigabit", FOMPI_MACHINE="gigabyte"),

@@ -46,6 +46,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.one_mpi
 @pytest.mark.timeout(120)
 def test_groups_after_a_failure_in_a_group(launch):
     kinds = ["time-out", "one starts", "mismatch", "message", "receive"]

@@ -108,15 +108,18 @@ def test_a_job_array(cluster):
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_example(cluster, mpi):
-    """The job scripts, unchanged. They train the main example on eight ranks of two nodes, as mpirun does on one."""
-    script = ROOT / "examples" / "slurm" / f"{mpi}.sbatch"
+    """The job scripts, with fewer epochs: the main example on eight ranks of two nodes, as mpirun runs it on one."""
+    text = (ROOT / "examples" / "slurm" / f"{mpi}.sbatch").read_text()
+    assert text.endswith("python examples/tp_mlp.py\n")
+    script = cluster.folder / f"{mpi}.sbatch"
+    script.write_text(text.rstrip() + " --epochs 5\n")
     text = cluster.batch(mpi, script, f"--chdir={ROOT}", seconds=140)
-    assert float(re.search(r"^test accuracy ([\d.]+)%$", text, re.MULTILINE)[1]) > 96, text
+    assert float(re.search(r"^test accuracy ([\d.]+)%$", text, re.MULTILINE)[1]) > 90, text
     assert text.count(" n2 ") >= 4
     epochs = re.findall(r"^epoch.*$", text, re.MULTILINE)
-    assert len(epochs) == 15
+    assert len(epochs) == 5
     if mpi == MPIS[0]:
-        here = cluster.run(mpi, "mpirun", "-n", 8, "python", ROOT / "examples" / "tp_mlp.py", seconds=60)
+        here = cluster.run(mpi, "mpirun", "-n", 8, "python", ROOT / "examples" / "tp_mlp.py", "--epochs", 5, seconds=60)
         assert epochs == re.findall(r"^epoch.*$", here.stdout, re.MULTILINE), here.output
 
 
