@@ -47,6 +47,9 @@ VARIABLES = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
+OF_TORCH = ("-W", "ignore:`torch.jit.script`:DeprecationWarning", "-W", "ignore:The PyTorch API of nested:UserWarning")
+"""What torch says of itself."""
+
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 # Hidden from the output: tests that passed, and the frames of pytest itself in a traceback.
@@ -104,7 +107,7 @@ def legs() -> list[Leg]:
         Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
         Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
         Leg("pure", "mpich", 300, ("-n", "2", "-W", "error", "tests/pure")),
-        Leg("local", "mpich", 300, ("-n", "2", "tests/local")),
+        Leg("local", "mpich", 300, ("-n", "2", "-W", "error", *OF_TORCH, "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
         ranks_of_files = {path: ranks_of(path)[mpi] for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))}

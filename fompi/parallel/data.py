@@ -487,7 +487,7 @@ class DataParallel:
             self.waited += perf_counter() - begun
 
     def _summed_square_and_flags(self) -> tuple[float, Array]:
-        """Of the whole gradient, the square of the norm; of each name, how many ranks have announced it. Alike on all."""
+        """The square of the norm of the whole gradient, and how many ranks have announced each name: alike on all."""
         squares = 0.0
         for bucket in self.buckets:
             assert bucket.total is not None

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -103,32 +104,40 @@ def test_the_mapping_of_ranks_to_nodes(nodes, mapping):
     assert pmi.process_mapping(nodes) == f"(vector,{mapping})"
 
 
-def bridged(seconds=10.0, size=2):
-    """(the job, and for each rank a function that asks a line and returns the answer)"""
-    jobs = met(Store(), "a" * size)
-
-    def connected(job):
-        torchrun = {**TORCHRUN, "RANK": str(job.rank)}
-        environ = {**torchrun, "PMIX_RANK": "3"}
-        pmi.connect(job, environ, seconds)
-        set_here = {name: environ[name] for name in environ.keys() - torchrun.keys() - {"PMI_FD"}}
-        assert set_here == {
-            "PMI_RANK": str(job.rank),
-            "PMI_SIZE": str(size),
-            launcher.CONNECTED: f"n1 7 {job.rank}",
-        }
-        lines = socket.socket(fileno=int(environ["PMI_FD"])).makefile("rw")
-
-        def ask(line):
-            print(line, file=lines, flush=True)
-            return lines.readline().rstrip("\n")
-
-        return ask
-
-    return [connected(job) for job in jobs]
+@pytest.fixture
+def opened():
+    """opened(environ) -> the socket of its PMI_FD, which is closed after the test."""
+    with ExitStack() as stack:
+        yield lambda environ: stack.enter_context(socket.socket(fileno=int(environ["PMI_FD"])))
 
 
-def test_what_mpi_asks():
+@pytest.fixture
+def bridged(opened):
+    """bridged(seconds, size) -> for each rank of a job a function that asks a line and returns the answer."""
+    with ExitStack() as stack:
+
+        def connected(job, seconds, size):
+            torchrun = {**TORCHRUN, "RANK": str(job.rank)}
+            environ = {**torchrun, "PMIX_RANK": "3"}
+            pmi.connect(job, environ, seconds)
+            set_here = {name: environ[name] for name in environ.keys() - torchrun.keys() - {"PMI_FD"}}
+            assert set_here == {
+                "PMI_RANK": str(job.rank),
+                "PMI_SIZE": str(size),
+                launcher.CONNECTED: f"n1 7 {job.rank}",
+            }
+            lines = stack.enter_context(opened(environ).makefile("rw"))
+
+            def ask(line):
+                print(line, file=lines, flush=True)
+                return lines.readline().rstrip("\n")
+
+            return ask
+
+        yield lambda seconds=10.0, size=2: [connected(job, seconds, size) for job in met(Store(), "a" * size)]
+
+
+def test_what_mpi_asks(bridged):
     first, second = bridged()
     assert (
         first("cmd=init pmi_version=1 pmi_subversion=1") == "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
@@ -147,7 +156,7 @@ def test_what_mpi_asks():
     assert second("cmd=finalize") == "cmd=finalize_ack rc=0"
 
 
-def test_what_it_does_not_know():
+def test_what_it_does_not_know(bridged):
     """It refuses, and goes on: MPI_Comm_spawn and MPI_Publish_name raise an error."""
     ask, _ = bridged()
     assert ask("cmd=publish_name service=x port=y") == "cmd=publish_name_result rc=-1 msg=not_supported"
@@ -155,7 +164,7 @@ def test_what_it_does_not_know():
     assert ask("garbage\n\ncmd=abort exitcode=3\n=\ncmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
 
 
-def test_a_barrier_has_a_deadline(capfd):
+def test_a_barrier_has_a_deadline(bridged, capfd):
     """The connection closes, so that MPI ends the process. One sentence says why."""
     ask, _ = bridged(seconds=0.2, size=3)[:2]
     assert ask("cmd=barrier_in") == ""
@@ -165,15 +174,16 @@ def test_a_barrier_has_a_deadline(capfd):
     )
 
 
-def test_the_answer_that_comes_before_the_question():
+def test_the_answer_that_comes_before_the_question(opened):
     """MPICH says "finalize" when no thread of Python runs any more."""
     (job,) = met(Store(), "a")
     environ = {}
     bridge = pmi.connect(job, environ, 10.0)
     bridge.finalised()
-    there = socket.socket(fileno=int(environ["PMI_FD"]))
+    there = opened(environ)
     assert there.recv(100) == b"cmd=finalize_ack rc=0\n"
     there.sendall(b"cmd=finalize\n")
+    assert there.recv(100) == b"cmd=finalize_ack rc=0\n"  # read by nobody in a job
 
 
 def test_a_connection_that_is_closed_needs_no_answer():

@@ -24,7 +24,7 @@ from fompi.plans.plan import Compute
 from fompi.runtime.needs import device_nbytes
 from fompi.schedules import registry
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[3])
 
 PATHS = [STAGED, DIRECT, IPC]
 
