@@ -1,3 +1,19 @@
-from setuptools import setup
+"""Builds the calls in C (docs/inside/native.md). Without a compiler fompi has none. The rest is in pyproject.toml."""
 
-setup()  # everything is said in pyproject.toml; this serves tools that still ask for a setup.py
+from tempfile import mkdtemp
+
+from setuptools import Extension, setup
+
+NATIVE = Extension(
+    "fompi.native._native",
+    ["fompi/native/engine.c", "fompi/native/kernels.c"],
+    depends=["fompi/native/kernels.h"],
+    extra_compile_args=["-O3", "-ffp-contract=off"],
+    py_limited_api=True,
+    optional=True,
+)
+
+OPTIONS = {"build_ext": {"build_temp": mkdtemp()}, "bdist_wheel": {"py_limited_api": "cp311"}}
+"""Two environments may build at the same time."""
+
+setup(ext_modules=[NATIVE], options=OPTIONS)

@@ -134,6 +134,10 @@ class Channel:
                 if peer != self.link.rank:
                     self.send(peer, kind, stamp, text)
 
+    def passed(self, stamp: int) -> None:
+        """The call `stamp` has begun, and is finished unless a task does it."""
+        self.begun[_series(stamp)] = stamp
+
     def begin(self, stamp: int, task: Task) -> None:
         """From now on `task` does the call `stamp`."""
         self.active[stamp] = task

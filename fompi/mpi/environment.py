@@ -65,6 +65,7 @@ VARIABLES = {
     for variable in (
         Variable("FOMPI_TIMEOUT", "300", "a number of seconds above 0", _is_positive),
         _one_of("FOMPI_PROGRESS", "auto", "auto", "helper", "native", "poll"),
+        _one_of("FOMPI_ENGINE", "auto", "auto", "native", "python"),
         Variable("FOMPI_REPORT", "0", "0, 1, full, or a .json file in a folder that can be written", _is_report),
         # Whether there is such a machine is known when it is loaded.
         Variable("FOMPI_MACHINE", "", "the name of a preset, or a file", bool),

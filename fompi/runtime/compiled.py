@@ -150,6 +150,14 @@ class Compiled:
         """The chunks that op `i` moves or works on: those it writes for a receive, else those it reads."""
         return self._writes[i] if self.kinds[i] == RECV else self._reads[i]
 
+    def operands(self, i: int) -> tuple[list[Place], list[Place]]:
+        """The chunks that op `i` reads, and those that it writes."""
+        return self._reads[i], self._writes[i]
+
+    def dtypes(self, i: int) -> tuple[list[str], list[str]]:
+        """The dtypes of these chunks."""
+        return self._dtypes[i]
+
     def is_message(self, i: int) -> bool:
         """True if op `i` sends or receives, or is a collective of the MPI library."""
         return self.kinds[i] != COMPUTE

@@ -19,6 +19,7 @@ from fompi.runtime.baselines import ROUNDS, Baselines
 from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
+from fompi.runtime.native_run import finished_run, native_call, run_in_c, taken_over
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -75,12 +76,58 @@ class Executor(BoundPlan):
         self._call: Given | None = None  # the memory of the last call, if it had tensors of its own
         self._returned_at: float | None = None  # when `start` returned to the program
         self._baselines = Baselines(compiled, comm, backend, kernels)
+        self._in_c_at: tuple[int, int] | None = None  # the stamp and the slot of the last call in C
 
     # -- one call
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
+        if not tensors and out is None and label is None and counts is None and self._begins_in_c():
+            results = self._results
+            return self.wait() if self._run is not None else results[0] if len(results) == 1 else results
         self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()
+
+    @functools.cached_property
+    def _in_c(self) -> Any:
+        """This plan with all its rows, as a call in C. None: it must run in Python."""
+        if self.kernels or self._is_uploaded or any(like.framework == "jax" for _, _, like in self._outputs):
+            return None
+        sized = self.compiled.sized(self.plan.extents(self.comm.rank))
+        return native_call(self.compiled, sized, self._arrays, self.comm, self.backend)
+
+    def _begins_in_c(self) -> bool:
+        """Run a call in C. If it is not finished there, it is `_run` now. False: nothing has begun."""
+        call, comm = self._in_c, self.comm
+        if call is None or self._sizes is not self.plan.sizes or self.closed:
+            return False
+        if self._run is not None and not self._run.finished:
+            return False
+        comm.check()
+        engine, channel = comm.engine, comm.channel
+        if engine.report is not None or comm.recording is not None:
+            return False
+        with engine.lock:
+            if not engine.idle or channel.failures or channel.lost is not None:
+                return False
+            self._calls += 1
+            stamp, slot = self._in_c_at = comm.bound_call(self._instance, self._calls)
+            self._returned_at, self._call, self._in_parts = None, None, False
+            for _, tensor in self._written:
+                dlpack.mark_written(tensor)
+            comm.note_start(self.compiled.title, stamp)
+            self._run, is_finished = None, False
+            try:
+                is_finished = run_in_c(call, slot)
+            finally:
+                if not is_finished:
+                    self._run = Run(self.compiled, comm, stamp, slot)
+                    taken_over(call, self._run, self._actions, self._is_small)
+            channel.passed(stamp)
+        if self._run is None:
+            self._seconds = call.moved_at - call.started
+            if self.drift is not None:
+                self.drift.note(self._seconds)
+        return True
 
     def moving(self, *names: str) -> Callable[[tuple[int, ...]], None]:
         """A function that runs one call in which these buffers lie at other addresses. It gets them in this order.
@@ -376,6 +423,8 @@ class Executor(BoundPlan):
         return number + (digest(str(label)) if known is None else known)
 
     def _current(self) -> Run:
+        if self._run is None and self._in_c_at is not None and self._in_c is not None:
+            self._run = finished_run(self._in_c, Run(self.compiled, self.comm, *self._in_c_at), self._actions)
         if self._run is None:
             raise StateError(f"{self.compiled.title} was not started")
         return self._run
@@ -457,6 +506,7 @@ class Executor(BoundPlan):
                 run.settle()
             self._call = None
             self._release()
+            self.__dict__["_in_c"] = None
             if self.backend.device is not None:
                 self.backend.device.tell()
 

@@ -1,0 +1,35 @@
+from typing import Any
+
+OP_NBYTES: int
+
+class Library:
+    def __init__(
+        self, isend: int, issend: int, irecv: int, test: int, testsome: int, byte: int, request_nbytes: int, /
+    ) -> None: ...
+
+class Call:
+    started: float
+    moved_at: float
+    unfinished: int
+    error: int
+    def __init__(
+        self,
+        library: Library,
+        ops: Any,
+        start_at: Any,
+        start_to: Any,
+        done_at: Any,
+        done_to: Any,
+        blockers: Any,
+        first: Any,
+        nbytes: Any,
+        comm: int,
+        is_small: bool,
+        spins: int,
+        /,
+    ) -> None: ...
+    def place(self, addresses: Any, /) -> None: ...
+    def run(self, tag: int, seconds: float, stall: float, /) -> int: ...
+    def drive(self, seconds: float, stall: float, /) -> int: ...
+    def times(self) -> bytes: ...
+    def export(self) -> tuple[bytes, bytes, list[tuple[int, int]]]: ...

@@ -1,0 +1,139 @@
+"""A compiled program as the table that C carries out: each op with buffers, offsets and numbers, no Python object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fompi.base.layout import ITEMSIZE
+from fompi.engine.in_flight import EAGER_NBYTES
+from fompi.plans.dependencies import divisor
+from fompi.plans.kernels import MOVES
+from fompi.plans.plan import Compute
+from fompi.runtime.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled, Place, Sized
+
+Array = np.ndarray[Any, Any]
+
+OP = np.dtype(
+    [
+        *((name, "i4") for name in ("kind", "kernel", "flags", "peer", "number", "divisor")),
+        ("buffers", "i4", 3),
+        ("dtype", "i4"),
+        ("offsets", "i8", 3),
+        ("count", "i8"),
+    ]
+)
+"""`Op` of engine.c."""
+
+KIND = {SEND: 0, RECV: 1, COMPUTE: 2}
+SYNCHRONOUS, TESTED = 1, 2
+"""Flags of a send: it is done when the receiver has posted its receive; its request is tested at once."""
+
+KERNELS = {"add": 1, "prod": 2}
+COPY, MEAN, BYTE = 0, 3, 0
+
+DTYPES = {
+    "float32": 1, "float64": 2, "bfloat16": 3, "int8": 4, "uint8": 4, "int16": 5, "uint16": 5, "int32": 6, "uint32": 6,
+    "int64": 7, "uint64": 7, "complex64": 8, "complex128": 9,
+}  # fmt: skip
+"""The numbers of dtypes in kernels.h. Integers wrap, so signed ones are added as unsigned ones."""
+
+MOST_NBYTES = (1 << 31) - 1
+"""A message of C has at most so many bytes."""
+
+
+class Table(NamedTuple):
+    """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes."""
+
+    ops: Array
+    on_start: tuple[Array, Array]
+    on_done: tuple[Array, Array]
+    blockers: Array
+    first: Array
+    buffers: tuple[str, ...]
+    nbytes: Array
+
+
+def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> Table | None:
+    """The program with these rows. None: it has an op that C does not know, or a message of more than `most_nbytes`."""
+    if compiled.asynchronous or compiled.is_opaque or NATIVE in compiled.kinds:
+        return None
+    names = tuple(compiled.buffers)
+    index = {name: number for number, name in enumerate(names)}
+    ops = np.zeros(len(compiled.ops), OP)
+    for i, kind in enumerate(compiled.kinds):
+        op = ops[i]
+        op["kind"] = KIND[kind]
+        operands = _kernel(compiled, i, op) if kind == COMPUTE else compiled.places(i)
+        if operands is None:
+            return None
+        spans = [_span(compiled, sized, place) for place in operands]
+        sizes = {stop - start for start, stop in spans}
+        if len(sizes) > 1 or None in {index.get(place.buffer) for place in operands}:
+            return None
+        nbytes = sizes.pop()
+        op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
+        op["offsets"][: len(operands)] = [start for start, _ in spans]
+        op["count"] = nbytes
+        if kind == COMPUTE:
+            op["count"] = nbytes // (1 if op["kernel"] == COPY else ITEMSIZE[_dtype(compiled, i)])
+            continue
+        if len(operands) != 1 or nbytes > min(most_nbytes, MOST_NBYTES):
+            return None
+        op["peer"], op["number"] = compiled.peers[i], compiled.numbers[i]
+        if kind == SEND:
+            op["flags"] = TESTED if nbytes <= EAGER_NBYTES else SYNCHRONOUS * compiled.is_paced
+    return Table(
+        ops,
+        _edges(compiled.on_start),
+        _edges(compiled.on_done),
+        np.array(compiled.blockers, np.int32),
+        np.array(compiled.first, np.int32),
+        names,
+        np.array([_nbytes(compiled, sized, name) for name in names], np.int64),
+    )
+
+
+def _kernel(compiled: Compiled, i: int, op: Any) -> list[Place] | None:
+    """Fill in the kernel of op `i`. Returns its two operands and its result, or None if C has no such kernel."""
+    compute, dtype = compiled.ops[i], _dtype(compiled, i)
+    assert isinstance(compute, Compute)
+    reads, writes = compiled.operands(i)
+    if dtype is None or len(writes) != 1:
+        return None
+    if compute.kernel in MOVES and len(reads) == 1:
+        op["kernel"], op["dtype"] = COPY, BYTE
+        return [reads[0], reads[0], writes[0]]
+    count = divisor(compute.kernel)
+    known = KERNELS.get(compute.kernel) if count is None else MEAN
+    is_summed = known != 2 or "complex" not in dtype
+    if known is None or dtype not in DTYPES or len(reads) != 2 or not is_summed or (count and "int" in dtype):
+        return None
+    op["kernel"], op["dtype"], op["divisor"] = known, DTYPES[dtype], count or 1
+    return [*reads, *writes]
+
+
+def _dtype(compiled: Compiled, i: int) -> Any:
+    """The dtype of all operands of op `i`, or None if there are several."""
+    reads, writes = compiled.dtypes(i)
+    return writes[0] if len({*reads, *writes}) == 1 else None
+
+
+def _span(compiled: Compiled, sized: Sized, place: Place) -> tuple[int, int]:
+    """The first byte of a chunk in its buffer, and the byte behind its last."""
+    name, start, stop, width = place
+    if name in sized.starts:
+        return sized.starts[name][start] * width, sized.starts[name][stop] * width
+    return 0, _nbytes(compiled, sized, name)
+
+
+def _nbytes(compiled: Compiled, sized: Sized, name: str) -> int:
+    return int(np.prod(sized.shapes[name], dtype=np.int64)) * ITEMSIZE[compiled.buffers[name].dtype]
+
+
+def _edges(lists: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """Lists of op numbers as one list, and where each of them begins there."""
+    begins = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+    return begins, np.array([i for each in lists for i in each], np.int32)

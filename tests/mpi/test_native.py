@@ -1,0 +1,186 @@
+"""Bound calls in C: the bits of the Python engine, which goes on with a call at any point, each rank at another one."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import calls
+import catalogue
+import numpy as np
+import pytest
+
+import fompi
+from fompi.engine.native import engine
+from fompi.plans.plan import MESSAGE_BITS
+from fompi.runtime import executor as module
+from fompi.schedules import registry
+from fompi.tensors import dlpack
+
+pytestmark = [
+    pytest.mark.ranks(mpich=[2, 3], openmpi=[2, 4]),
+    pytest.mark.skipif(os.environ.get("FOMPI_ENGINE") == "python", reason="calls run in Python"),
+]
+
+
+def test_c_is_there():
+    assert str(engine()) == "C (bound calls), Python for the rest"
+
+
+def bound(world, problem, schedule, slices, seed):
+    """A bound plan on random rows, whose call has run in Python once: (executor, the bits of its results)."""
+    sizes = calls.row_sizes(problem, ("uneven", "even")[seed % 2], seed=seed)
+    plan = registry.write(problem, schedule, slices, sizes)
+    mine = catalogue.inputs(problem, sizes, seed)[world.rank]
+    step = fompi.bind(plan, comm=world, **{name: dlpack.lend(x, problem.dtype, "dlpack") for name, x in mine.items()})
+    step.start()
+    return step, bits(step.wait())
+
+
+def bits(results):
+    results = results if isinstance(results, tuple) else (results,)
+    return [dlpack.borrow(y).array.tobytes() for y in results]
+
+
+def forget(step):
+    """Overwrite what the last call has written."""
+    for array, _, _ in step._outputs:
+        array.view(np.uint8)[...] = 0xAB
+
+
+def cut_short(monkeypatch, rounds):
+    """C does so many rounds of each call. Then Python goes on."""
+
+    def run(call, slot):
+        state = call.run(slot << MESSAGE_BITS, 0.0, 1.0)
+        for _ in range(rounds()):
+            if state != 0 and not call.error:
+                state = call.drive(0.0, 1.0)
+        return state == 0
+
+    monkeypatch.setattr(module, "run_in_c", run)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int32", "complex128"])
+def test_every_schedule_has_the_same_bits(world, dtype, without_verification):
+    in_c = 0
+    for number, (name, problem) in enumerate(catalogue.moves(world.size, dtype).items()):
+        for schedule in registry.available(problem):
+            step, wanted = bound(world, problem, schedule, 1 + number % 2, number)
+            with step:
+                for _ in range(3):
+                    forget(step)
+                    assert bits(step()) == wanted, (name, schedule)
+                in_c += step._in_c is not None
+    assert in_c >= 10
+
+
+def test_python_goes_on_at_every_step(world, comm, monkeypatch, without_verification):
+    """All ranks at other steps: the bits are the same, and the next call is in step."""
+    draw = np.random.default_rng(world.rank)
+    for number, (name, problem) in enumerate(catalogue.moves(world.size, "float32").items()):
+        for schedule in registry.available(problem):
+            step, wanted = bound(world, problem, schedule, 1 + number % 2, number)
+            with step:
+                for _ in range(6):
+                    forget(step)
+                    with monkeypatch.context() as patch:
+                        cut_short(patch, lambda: int(draw.integers(0, 12)))
+                        assert bits(step()) == wanted, (name, schedule)
+                    assert step.trace.seconds > 0 and not step.failed_here
+                assert bits(step()) == wanted
+
+
+def test_a_late_rank_is_waited_for_in_python(world):
+    """C gives up after a millisecond without progress."""
+    step, wanted = bound(world, catalogue.problems(world.size)["all_reduce"], "ring", 1, 1)
+    with step:
+        assert step._in_c is not None
+        if world.rank == world.size - 1:
+            threading.Event().wait(0.05)
+        assert bits(step()) == wanted
+        assert bits(step()) == wanted
+
+
+def test_traces_and_times(world):
+    """A call in C has the trace, the proof and the time of a call."""
+    step, _ = bound(world, catalogue.problems(world.size)["all_reduce"], "ring", 2, 1)
+    with step:
+        step()
+        assert step.seconds > 0 and step.finished and step.done() and step.is_whole
+        trace = step.trace
+        assert len(trace.events) == len(step.plan.programs[world.rank].ops)
+        assert all(event.start <= event.end for event in trace.events) and trace.seconds <= step.seconds * 1.01
+        assert "exposed" in str(step.proof)
+        assert step.part("y", 0) is not None and step.arrived("y", 0)
+        with world.record() as traces:
+            step()
+        assert len(traces) == 1
+
+
+def test_calls_with_labels_and_rows_are_in_step(world):
+    """They run in Python, between calls in C."""
+    problem = catalogue.problems(world.size)["all_gather"]
+    step, wanted = bound(world, problem, "ring", 1, 1)
+    with step:
+        for turn in range(4):
+            assert bits(step()) == wanted
+            assert bits(step(label=turn)) == wanted
+            step([0] * world.size)
+        assert bits(step()) == wanted
+
+
+def test_refusals_between_calls_in_c(world):
+    """An error of one rank ends that call on all, and the next one runs in C again."""
+    x = np.ones(8)
+    with fompi.all_reduce.bind(x, comm=world) as step:
+        for turn in range(2 * world.size):
+            assert (step() == world.size).all()
+            if turn % world.size == world.rank:
+                step.refuse(ValueError("not now"))
+                with pytest.raises(ValueError, match="not now"):
+                    step.wait()
+            else:
+                with pytest.raises(fompi.PeerError, match="not now"):
+                    step()
+
+
+def test_other_calls_in_flight(world):
+    """They move while a bound call is waited for: then it runs in Python."""
+    x = np.full(50_000, world.rank + 1.0)
+    with fompi.all_reduce.bind(np.ones(8), comm=world) as step:
+        for _ in range(5):
+            pending = fompi.all_reduce.start(x, comm=world)
+            assert (step() == world.size).all()
+            assert (pending.wait() == world.size * (world.size + 1) / 2).all()
+            assert (step() == world.size).all()
+
+
+def test_several_threads(own):
+    """Each has a bound call of its own; C holds the engine's lock for milliseconds at most."""
+    steps = [fompi.all_reduce.bind(np.full(16, k + 1.0), comm=own) for k in range(3)]
+    failures = []
+
+    def run(k):
+        try:
+            for _ in range(50):
+                assert (steps[k]() == own.size * (k + 1)).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for step in steps:
+        step.close()
+
+
+def test_a_closed_communicator(comm):
+    with fompi.Communicator(comm) as made:
+        step = fompi.all_reduce.bind(np.ones(3), comm=made)
+        assert (step() == made.size).all()
+    with pytest.raises(fompi.StateError, match="closed"):
+        step()

@@ -1,0 +1,319 @@
+"""Calls in C on an MPI that is a Python class: all ranks in one process, in any order, with errors anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from dataclasses import replace
+from random import Random
+
+import catalogue
+import numpy as np
+import pytest
+
+from fompi.backends.numpy import Numpy, storage
+from fompi.model.twin import twin
+from fompi.runtime.compiled import Compiled
+from fompi.runtime.lower import OP, table
+from fompi.schedules import registry
+
+native = pytest.importorskip("fompi.native._native", reason="fompi was installed without a C compiler")
+
+FINISHED, GOES_ON, _, FAILED = range(4)
+DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "uint8", "complex64"])
+INT, POINTER, HANDLE, INTS = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.POINTER(ctypes.c_int)
+SEND = ctypes.CFUNCTYPE(INT, POINTER, INT, HANDLE, INT, INT, HANDLE, POINTER)
+TEST = ctypes.CFUNCTYPE(INT, POINTER, INTS, POINTER)
+TESTSOME = ctypes.CFUNCTYPE(INT, INT, POINTER, INTS, INTS, POINTER)
+
+
+class FakeMPI:
+    """Messages between ranks that are numbers of communicators. They arrive late by chance; call `fails_at` fails."""
+
+    def __init__(self, seed, request_nbytes=4, fails_at=None):
+        self.draw, self.fails_at, self.calls = Random(seed), fails_at, 0
+        self.request = {4: ctypes.c_int32, 8: ctypes.c_int64}[request_nbytes]
+        self.messages, self.requests, self.last = {}, {}, 0
+        functions = (SEND(self.isend), SEND(self.issend), SEND(self.irecv), TEST(self.test), TESTSOME(self.testsome))
+        self.functions = functions  # they must stay
+        addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in functions]
+        self.library = native.Library(*addresses, 7, request_nbytes)
+
+    def failed(self):
+        self.calls += 1
+        return self.calls - 1 == self.fails_at
+
+    def posted(self, where, request):
+        self.last += 1
+        self.requests[self.last] = request
+        self.request.from_address(where).value = self.last
+        return 0
+
+    def isend(self, data, count, kind, dest, tag, rank, where, is_synchronous=False):
+        assert kind == 7
+        if self.failed():
+            return 13
+        message = [ctypes.string_at(data, count), False]
+        self.messages.setdefault((rank, dest, tag), deque()).append(message)
+        return self.posted(where, lambda: message[1] if is_synchronous else self.draw.random() < 0.7)
+
+    def issend(self, *arguments):
+        return self.isend(*arguments, is_synchronous=True)
+
+    def irecv(self, data, count, kind, source, tag, rank, where):
+        if self.failed():
+            return 14
+
+        def received():
+            queue = self.messages.get((source, rank, tag))
+            if not queue or self.draw.random() < 0.3:
+                return False
+            message = queue.popleft()
+            assert len(message[0]) == count
+            ctypes.memmove(data, message[0], count)
+            message[1] = True
+            return True
+
+        return self.posted(where, received)
+
+    def is_done(self, where):
+        number = self.request.from_address(where)
+        done = self.requests[number.value]()
+        if done:
+            del self.requests[number.value]
+            number.value = 0
+        return done
+
+    def test(self, where, flag, status):
+        if self.failed():
+            return 15
+        flag[0] = self.is_done(where)
+        return 0
+
+    def testsome(self, count, where, n, indices, statuses):
+        if self.failed():
+            return 16
+        done = [i for i in range(count) if self.is_done(where + i * ctypes.sizeof(self.request))]
+        self.draw.shuffle(done)
+        for k, i in enumerate(done):
+            indices[k] = i
+        n[0] = len(done) or -32766
+        return 0
+
+
+class Rank:
+    """One rank of a plan on fresh memory."""
+
+    def __init__(self, plan, rank, sizes, inputs, mpi):
+        self.compiled = Compiled(plan, rank)
+        sized = self.compiled.sized(plan.extents(rank, sizes))
+        self.table = table(self.compiled, sized, 1 << 30)
+        self.arrays = {}
+        for buffer in self.compiled.program.buffers:
+            array = Numpy().poisoned(sized.shapes[buffer.name], buffer.dtype)
+            if buffer.role == "input":
+                array[...] = np.asarray(inputs[buffer.name]).reshape(array.shape)
+            self.arrays[buffer.name] = np.ascontiguousarray(array)
+        if self.table is not None:
+            self.call = made(mpi, self.table, rank)
+            self.call.place(np.array([self.arrays[name].ctypes.data for name in self.table.buffers], np.uint64))
+
+    @property
+    def outputs(self):
+        return {b.name: self.arrays[b.name] for b in self.compiled.outputs}
+
+
+def made(mpi, t, rank=0, is_small=False):
+    ops = t.ops.view(np.uint8)
+    return native.Call(mpi.library, ops, *t.on_start, *t.on_done, t.blockers, t.first, t.nbytes, rank, is_small, 5)
+
+
+def ranks_of(problem, schedule, slices, seed, **options):
+    """The ranks of a plan, and what the twin computes. No ranks: C does not know an op of the plan."""
+    plan = registry.write(problem, schedule, slices)
+    sizes = catalogue.sizes(problem, ("even", "uneven", "few")[seed % 3], seed=seed)
+    inputs, mpi = catalogue.inputs(problem, sizes, seed), FakeMPI(seed, **options)
+    ranks = [Rank(plan, rank, sizes, inputs[rank], mpi) for rank in range(problem.size)]
+    if any(rank.table is None for rank in ranks):
+        return [], None, mpi
+    return ranks, twin(plan, inputs, Numpy(), sizes=sizes, seed=seed), mpi
+
+
+def interleaved(ranks, draw):
+    """Drive all ranks in random turns until each is finished or has failed. Returns their last states."""
+    states = [rank.call.run(1 << 8, 0.0, 1.0) for rank in ranks]
+    for _ in range(100_000):
+        alive = [i for i, state in enumerate(states) if state == GOES_ON]
+        if not alive:
+            break
+        i = draw.choice(alive)
+        states[i] = ranks[i].call.drive(0.0, 1.0)
+    return states
+
+
+def assert_bits(ranks, wanted):
+    for rank, expected in zip(ranks, wanted, strict=True):
+        for name, array in rank.outputs.items():
+            assert array.tobytes() == np.ascontiguousarray(expected[name]).tobytes(), (name, rank.compiled.title)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_plan_has_the_bits_of_the_twin(size, dtype):
+    lowered = 0
+    for number, (name, problem) in enumerate(catalogue.moves(size, dtype).items()):
+        for schedule in registry.available(problem):
+            seed = size + number
+            ranks, wanted, mpi = ranks_of(problem, schedule, 1 + seed % 2, seed, request_nbytes=(4, 8)[seed % 2])
+            if not ranks:
+                continue
+            lowered += 1
+            assert interleaved(ranks, Random(seed)) == [FINISHED] * size, (name, schedule)
+            assert_bits(ranks, wanted)
+            assert not mpi.requests and not any(mpi.messages.values())
+            begun, ended = np.frombuffer(ranks[0].call.times()).reshape(2, -1)
+            assert (begun > 0).all() and (ended >= begun).all() and ranks[0].call.moved_at == ended.max()
+    assert lowered > 10
+
+
+def test_a_call_runs_again_and_again():
+    """With other bases, too."""
+    ranks, wanted, _ = ranks_of(catalogue.problems(3)["all_reduce"], "ring", 2, 4)
+    moved = [{name: array.copy() for name, array in rank.arrays.items()} for rank in ranks]
+    for turn in range(3):
+        if turn == 1:
+            for rank, arrays in zip(ranks, moved, strict=True):
+                rank.arrays = arrays
+                rank.call.place(np.array([arrays[name].ctypes.data for name in rank.table.buffers], np.uint64))
+        assert interleaved(ranks, Random(turn)) == [FINISHED] * 3
+        assert_bits(ranks, wanted)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_an_error_of_mpi_anywhere(name):
+    """The rank that gets it fails. What it exports names each op once: done, in flight, ready or blocked."""
+    failures = 0
+    for fails_at in range(0, 60):
+        ranks, _, mpi = ranks_of(catalogue.problems(3)[name], "direct", 1, fails_at, fails_at=fails_at)
+        for _ in range(40):  # the others may wait for ever
+            interleaved_some(ranks, mpi.draw)
+        for rank in ranks:
+            call = rank.call
+            failures += call.error != 0
+            assert call.error in (0, 13, 14, 15, 16)
+            if not call.unfinished:
+                continue
+            code, unfinished = call.error, call.unfinished
+            blockers, times, requests = call.export()
+            begun, ended = np.frombuffer(times).reshape(2, -1)
+            flying = [op for _, op in requests]
+            assert len(set(flying)) == len(flying) and not call.unfinished
+            assert (ended == 0).sum() == unfinished and not ended[flying].any() and begun[flying].all()
+            ready = [i for i, n in enumerate(np.frombuffer(blockers, np.int32)) if not n and not begun[i]]
+            assert code or not [i for i in ready if rank.table.ops[i]["kind"] < 2]
+    assert failures > 10
+
+
+def interleaved_some(ranks, draw):
+    for rank in ranks:
+        if rank.call.unfinished and not rank.call.error:
+            rank.call.drive(0.0, 1.0)
+        elif not rank.call.started:
+            rank.call.run(0, 0.0, 1.0)
+
+
+def test_without_progress_python_goes_on():
+    ranks, _, _ = ranks_of(catalogue.problems(2)["all_reduce"], "ring", 1, 1)
+    assert ranks[0].call.run(0, 5.0, 0.01) == 2 and ranks[0].call.unfinished
+    with pytest.raises(RuntimeError, match="not finished"):
+        ranks[0].call.run(0, 1.0, 1.0)
+
+
+def test_wrong_tables_are_refused():
+    """A spoiled table is an error, or keeps every op inside its buffers and every counter right."""
+    draw, refused = Random(7), 0
+    ranks, _, mpi = ranks_of(catalogue.problems(3)["reduce_scatter"], "ring", 2, 1)
+    right = ranks[1].table
+    for _ in range(600):
+        fields = right._asdict()
+        which = draw.choice(["ops", "on_start", "on_done", "blockers", "first", "nbytes"])
+        parts = fields[which]
+        at = draw.randrange(2) if isinstance(parts, tuple) else None
+        array = (parts if at is None else parts[at]).copy()
+        place = array.view(np.uint8)
+        if not len(place):
+            continue
+        place[draw.randrange(len(place))] ^= 1 << draw.randrange(8)
+        fields[which] = array if at is None else tuple(array if k == at else part for k, part in enumerate(parts))
+        try:
+            made(mpi, right._replace(**fields))
+        except ValueError:
+            refused += 1
+    assert refused > 250
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 1, 1, 1, 7, 4), (1, 1, 1, 1, 1, 7, 3000), (1, 1, 1, 1, 1, 7, 0)])
+def test_a_library_without_functions_is_refused(wrong):
+    with pytest.raises(ValueError, match="no address"):
+        native.Library(*wrong)
+
+
+def test_the_table_has_the_layout_of_c():
+    assert OP.itemsize == native.OP_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "dtype", "most"),
+    [
+        ("all_reduce", "unfused", "float64", 1 << 30),  # a collective of the library
+        ("all_gather_matmul", "ring", "float64", 1 << 30),
+        ("all_reduce", "ring", "float16", 1 << 30),
+        ("all_gather", "ring", "float64", 8),  # messages of more bytes
+    ],
+)
+def test_what_c_does_not_know(name, schedule, dtype, most):
+    plan = registry.write(catalogue.problems(2, dtype)[name], schedule, 1)
+    compiled = Compiled(plan, 0)
+    sized = compiled.sized(plan.extents(0, catalogue.sizes(plan.problem, "even")))
+    assert table(compiled, sized, most) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int8", "int64", "complex128"])
+def test_numbers_at_the_edges(dtype):
+    """Zeros with signs, infinities, subnormal and wrapping numbers: the bits of NumPy."""
+    draw = np.random.default_rng(1)
+    for size, name in ((2, "all_reduce"), (3, "all_reduce")):
+        for op in ("sum", "prod", "mean"):
+            if (op == "mean" and "int" in dtype) or (op == "prod" and "complex" in dtype):
+                continue
+            problem = catalogue.problems(size, dtype)[name]
+            problem = replace(problem, op=op)
+            plan = registry.write(problem, "ring", 1)
+            sizes = catalogue.sizes(problem, "uneven")
+            inputs = [
+                {key: any_bits(draw, array) for key, array in of.items()} for of in catalogue.inputs(problem, sizes, 0)
+            ]
+            mpi = FakeMPI(3)
+            ranks = [Rank(plan, rank, sizes, inputs[rank], mpi) for rank in range(size)]
+            if any(rank.table is None for rank in ranks):  # sums that are kept in float32
+                assert dtype == "bfloat16"
+                continue
+            with np.errstate(all="ignore"):
+                wanted = twin(plan, inputs, Numpy(), sizes=sizes, seed=1)
+            interleaved(ranks, Random(1))
+            for rank, expected in zip(ranks, wanted, strict=True):
+                for key, array in rank.outputs.items():
+                    assert same(array, expected[key], dtype), (dtype, op)
+
+
+def any_bits(draw, array):
+    return draw.integers(0, 256, array.nbytes, np.uint8).view(array.dtype).reshape(array.shape)
+
+
+def same(a, b, dtype):
+    """The same bits, but for those of a NaN."""
+    if storage(dtype).kind not in "fc":
+        return a.tobytes() == b.tobytes()
+    numbers = (np.float32 if dtype == "complex64" else np.float64) if "complex" in dtype else a.dtype
+    a, b = (np.ascontiguousarray(x).view(numbers) for x in (a, b))
+    return np.array_equal(np.isnan(a), np.isnan(b)) and a[~np.isnan(a)].tobytes() == b[~np.isnan(b)].tobytes()
