@@ -135,9 +135,17 @@ class BoundPlan:
         """
         on = overlay.known.get(addresses)
         if on is None:
-            on = self._on(overlay, {**self._arrays, **overlay.arrays_at(addresses)})._replace(is_shared=True)
+            on = self._on(overlay, {**self._arrays, **overlay.arrays_at(addresses)})
+            on = on._replace(is_shared=True, bases=self._bases(on.arrays))
             overlay.remember(addresses, on)
         return on
+
+    def _bases(self, arrays: Mapping[str, Any]) -> bytes | None:
+        """The addresses of the buffers, as a call in C takes them. None: some are not contiguous memory of the host."""
+        every = [arrays[name] for name in self.compiled.buffers]
+        if not all(isinstance(array, np.ndarray) and array.flags.c_contiguous for array in every):
+            return None
+        return np.array([*map(address_of, every)], np.uint64).tobytes()
 
     def _given_views(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
         """The same for tensors of a device, and for strided ones. The arrays keep their memory alive."""

@@ -76,14 +76,15 @@ class Executor(BoundPlan):
         self._call: Given | None = None  # the memory of the last call, if it had tensors of its own
         self._returned_at: float | None = None  # when `start` returned to the program
         self._baselines = Baselines(compiled, comm, backend, kernels)
+        self._bound_bases: bytes | None = None  # where the bound buffers are, for calls in C
+        self._placed: bytes | None = None  # where those of the last call in C were
         self._in_c_at: tuple[int, int] | None = None  # the stamp and the slot of the last call in C
 
     # -- one call
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
         if not tensors and out is None and label is None and counts is None and self._begins_in_c():
-            results = self._results
-            return self.wait() if self._run is not None else results[0] if len(results) == 1 else results
+            return self.wait()
         self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()
 
@@ -93,41 +94,77 @@ class Executor(BoundPlan):
         if self.kernels or self._is_uploaded or any(like.framework == "jax" for _, _, like in self._outputs):
             return None
         sized = self.compiled.sized(self.plan.extents(self.comm.rank))
-        return native_call(self.compiled, sized, self._arrays, self.comm, self.backend)
+        self._bound_bases = self._bases(self._arrays)
+        return native_call(self.compiled, sized, self.comm, self.backend)
 
     def _begins_in_c(self) -> bool:
-        """Run a call in C. If it is not finished there, it is `_run` now. False: nothing has begun."""
-        call, comm = self._in_c, self.comm
-        if call is None or self._sizes is not self.plan.sizes or self.closed:
+        """Begin a call on the bound tensors in C, if it may run there. False: nothing has begun."""
+        if self._in_c is None or self._sizes is not self.plan.sizes or self.closed:
             return False
         if self._run is not None and not self._run.finished:
             return False
+        comm = self.comm
         comm.check()
-        engine, channel = comm.engine, comm.channel
-        if engine.report is not None or comm.recording is not None:
-            return False
-        with engine.lock:
-            if not engine.idle or channel.failures or channel.lost is not None:
-                return False
+        with comm.engine.lock:
             self._calls += 1
-            stamp, slot = self._in_c_at = comm.bound_call(self._instance, self._calls)
             self._returned_at, self._call, self._in_parts = None, None, False
-            for _, tensor in self._written:
-                dlpack.mark_written(tensor)
-            comm.note_start(self.compiled.title, stamp)
-            self._run, is_finished = None, False
-            try:
-                is_finished = run_in_c(call, slot)
-            finally:
-                if not is_finished:
-                    self._run = Run(self.compiled, comm, stamp, slot)
-                    taken_over(call, self._run, self._actions, self._is_small)
-            channel.passed(stamp)
-        if self._run is None:
-            self._seconds = call.moved_at - call.started
-            if self.drift is not None:
-                self.drift.note(self._seconds)
+            if self._runs_in_c(*comm.bound_call(self._instance, self._calls), None):
+                return True
+            self._calls -= 1
+        return False
+
+    def _runs_in_c(self, stamp: int, slot: int, given: Given | None) -> bool:
+        """Run a call in C, with the engine locked. If it is not finished there, it is `_run` now.
+
+        False: it must run in Python, because other calls are in flight, somebody wants its trace, or it has other rows.
+        """
+        call, comm = self._in_c, self.comm
+        engine, channel = comm.engine, comm.channel
+        bases = self._bound_bases if given is None else given.on.bases
+        if call is None or bases is None or self._sizes is not self.plan.sizes:
+            return False
+        if engine.report is not None or comm.recording is not None or not engine.idle:
+            return False
+        if channel.failures or channel.lost is not None:
+            return False
+        if bases is not self._placed:
+            call.place(bases)
+            self._placed = bases
+        self._mark_written(given)
+        comm.note_start(self.compiled.title, stamp)
+        self._run, self._in_c_at, is_finished = None, (stamp, slot), False
+        try:
+            is_finished = run_in_c(call, slot)
+        finally:
+            if not is_finished:
+                self._run = run = Run(self.compiled, comm, stamp, slot)
+                run.held = None if given is None else given.owners
+                taken_over(call, run, self._actions if given is None else given.on.actions, self._is_small)
+        channel.passed(stamp)
+        self._seconds = call.moved_at - call.started
+        if self.drift is not None:
+            self.drift.note(self._seconds)
         return True
+
+    def _results_in_c(self) -> Any:
+        """The results of the last call, which C has finished."""
+        given, results = self._call, self._results
+        if given is not None:
+            if given.outputs:
+                results = self._results_given(given)
+                given.forget_inputs()
+            else:
+                self._call = None
+        return results[0] if len(results) == 1 else results
+
+    def _mark_written(self, given: Given | None) -> None:
+        """Tell torch which of its tensors a call writes."""
+        for name, tensor in self._written:
+            if given is None or name not in given.outputs:
+                dlpack.mark_written(tensor)
+        if given is not None:
+            for name in given.outputs:
+                dlpack.mark_written(given.owners[name])
 
     def moving(self, *names: str) -> Callable[[tuple[int, ...]], None]:
         """A function that runs one call in which these buffers lie at other addresses. It gets them in this order.
@@ -209,6 +246,8 @@ class Executor(BoundPlan):
             entry, late = enter(engine, self.backend)
             failure = failure or late
         with engine.lock:
+            if awaited and mark is None and refusal is None and self._runs_in_c(stamp, slot, given):
+                return
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
                 run.marked = True
@@ -222,13 +261,9 @@ class Executor(BoundPlan):
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
             if engine.report is not None or self.comm.recording is not None:
                 run.on_finish = functools.partial(self._note, self.comm.recording, run, self._extents)
-            for name, tensor in self._written:
-                if given is None or name not in given.outputs:
-                    dlpack.mark_written(tensor)
             if given is not None:
                 run.held = given.owners
-                for name in given.outputs:
-                    dlpack.mark_written(given.owners[name])
+            self._mark_written(given)
             self.comm.note_start(self.compiled.title, stamp)
             actions = self._actions if given is None else given.on.actions
             run.start(actions, unready, self._is_long, self._is_small, refusal or failure, entry, holds_all)
@@ -339,6 +374,8 @@ class Executor(BoundPlan):
         Raises the error that ended the call on this rank, PeerError if another rank failed first, and WaitTimeout
         after `timeout` seconds (the call goes on).
         """
+        if self._run is None and self._in_c_at is not None:
+            return self._results_in_c()
         run = self._current()
         if run.unready and run.error is None and timeout is None and (missing := run.missing()):
             raise StateError(f"wait() for {self.compiled.title}, but ready() was never called for {', '.join(missing)}")

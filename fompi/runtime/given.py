@@ -56,12 +56,14 @@ class TensorForm(NamedTuple):
 class On(NamedTuple):
     """The memory of a call: every buffer of the program as an array, and what each op does with them.
 
-    `is_shared`: several calls have it. Then its arrays do not keep the tensors of the program alive.
+    `is_shared`: several calls have it. Then its arrays do not keep the tensors of the program alive. `bases`: the
+    addresses of all buffers, for a call in C, if they are plain memory of the host.
     """
 
     arrays: dict[str, Any]
     actions: list[Any]
     is_shared: bool = False
+    bases: bytes | None = None
 
 
 class Given:

@@ -6,7 +6,6 @@ everything is as if Python had begun it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,14 +31,12 @@ control messages and other calls.
 """
 
 
-def native_call(
-    compiled: Compiled, sized: Sized, arrays: Mapping[str, Any], comm: Communicator, backend: Any
-) -> Call | None:
-    """The program on these arrays as a call in C. None: it must run in Python."""
+def native_call(compiled: Compiled, sized: Sized, comm: Communicator, backend: Any) -> Call | None:
+    """The program with these rows as a call in C. None: it must run in Python."""
     library = engine().library
     if library is None or comm.size == 1 or comm.urgency is not None or type(backend) is not Numpy:
         return None
-    if compiled.is_long(sized) or not all(array.flags.c_contiguous for array in arrays.values()):
+    if compiled.is_long(sized):
         return None  # messages must progress while its kernels run: that is the helper thread's work
     made = table(compiled, sized, comm.most_nbytes)
     if made is None:
@@ -48,9 +45,7 @@ def native_call(
 
     lists = *made.on_start, *made.on_done, made.blockers, made.first, made.nbytes
     is_small, spins = compiled.is_small(sized), comm.engine.spins
-    call = Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, is_small, spins)
-    call.place(np.array([arrays[name].ctypes.data for name in made.buffers], np.uint64))
-    return call
+    return Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, is_small, spins)
 
 
 def run_in_c(call: Call, slot: int) -> bool:
