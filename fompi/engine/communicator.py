@@ -16,7 +16,7 @@ from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.log import log
 from fompi.base.version import __version__
 from fompi.engine import faults
-from fompi.engine.control import GONE, LEFT, STOPPED, Channel
+from fompi.engine.control import CALL_BITS, GONE, LAST_CALL, LEFT, STOPPED, Channel
 from fompi.engine.engine import SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
@@ -332,7 +332,7 @@ class Communicator(Shared):
         if stamp < 0:
             return f"message {-stamp} of {self.name}"
         if stamp >> 62:
-            return f"bound {stamp >> 24 & (1 << 38) - 1}, call {stamp & 0xFFFFFF}"
+            return f"bound {stamp >> CALL_BITS & (1 << 38) - 1}, call {stamp & LAST_CALL}"
         return f"call {stamp} of {self.name}"
 
     def note_start(self, name: str, stamp: int) -> None:
@@ -349,7 +349,7 @@ class Communicator(Shared):
 
         A call with a `mark` has a slot of its own kind, so its messages only match those of calls with the same mark.
         """
-        stamp, slots = (1 << 62) | (instance << 24) | (call & 0xFFFFFF), self._slots
+        stamp, slots = (1 << 62) | (instance << CALL_BITS) | (call & LAST_CALL), self._slots
         if mark is None:
             return stamp, slots + instance % slots
         return stamp, 2 * slots + instance % self._marked_slots * self._marks + mark % self._marks

@@ -13,10 +13,15 @@ from fompi.engine.engine import Engine
 from fompi.engine.tasks import ANYONE, CONTROL, ControlChannel, Sent, Task
 from fompi.mpi.link import Link
 
+CALL_BITS = 24
+"""The bits of the stamp of a bound call that count the calls of its operation."""
+
+LAST_CALL = (1 << CALL_BITS) - 1
+
 
 def _series(stamp: int) -> int:
     """The series of a call: all unbound calls, or all calls of one bound operation. Its stamps increase with time."""
-    return stamp >> 24 if stamp >> 62 else 0
+    return stamp >> CALL_BITS if stamp >> 62 else 0
 
 
 FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED, ENDED = range(12)
@@ -134,10 +139,6 @@ class Channel:
                 if peer != self.link.rank:
                     self.send(peer, kind, stamp, text)
 
-    def passed(self, stamp: int) -> None:
-        """The call `stamp` has begun, and is finished unless a task does it."""
-        self.begun[_series(stamp)] = stamp
-
     def begin(self, stamp: int, task: Task) -> None:
         """From now on `task` does the call `stamp`."""
         self.active[stamp] = task
@@ -228,9 +229,9 @@ class Channel:
         unknown = self.forgets_marks and stamp not in self.marks
         if stamp > self.begun.get(_series(stamp), 0) or own == theirs or unknown:
             return
-        rank, call = self.link.rank, stamp & 0xFFFFFF
+        rank, call, operation = self.link.rank, stamp & LAST_CALL, stamp >> CALL_BITS & (1 << 38) - 1
         error = MismatchError(
-            f"the ranks disagree in call {call} of bound operation {stamp >> 24 & (1 << 38) - 1} of {self.name}: "
+            f"the ranks disagree in call {call} of bound operation {operation} of {self.name}: "
             f"rank {sender} calls it with {theirs}, rank {rank} with {own}"
         )
         self.broken = self.broken or error

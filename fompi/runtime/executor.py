@@ -13,13 +13,14 @@ from fompi.backends.base import Backend
 from fompi.base.errors import PlanError, StateError, WaitTimeout
 from fompi.base.layout import Extents, integer
 from fompi.engine.communicator import Communicator
-from fompi.engine.control import MOST_MARKS
+from fompi.engine.control import CALL_BITS, LAST_CALL, MOST_MARKS
 from fompi.engine.handshake import digest
+from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.baselines import ROUNDS, Baselines
 from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
-from fompi.runtime.native_run import finished_run, native_call, run_in_c, taken_over
+from fompi.runtime.native_run import FINISHED, IN_C_SECONDS, STALL_SECONDS, finished_run, native_call, taken_over
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -67,6 +68,7 @@ class Executor(BoundPlan):
     ):
         self.closed = False
         self._instance, self._calls = comm.next_bound(), 0
+        self._first, self._slot = comm.bound_call(self._instance, 0)  # of calls without a mark
         super().__init__(compiled, comm, memory, backend, kernels)
         self._paths = None if backend.device is None else comm.paths(backend.device)
         self._is_uploaded = any(tensor.host is not None for tensor in memory.tensors.values())
@@ -84,7 +86,7 @@ class Executor(BoundPlan):
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
         if not tensors and out is None and label is None and counts is None and self._begins_in_c():
-            return self.wait()
+            return self._results_in_c() if self._run is None else self.wait()
         self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()
 
@@ -108,7 +110,7 @@ class Executor(BoundPlan):
         with comm.engine.lock:
             self._calls += 1
             self._returned_at, self._call, self._in_parts = None, None, False
-            if self._runs_in_c(*comm.bound_call(self._instance, self._calls), None):
+            if self._runs_in_c(self._first | self._calls & LAST_CALL, self._slot, None):
                 return True
             self._calls -= 1
         return False
@@ -130,17 +132,18 @@ class Executor(BoundPlan):
         if bases is not self._placed:
             call.place(bases)
             self._placed = bases
-        self._mark_written(given)
+        if given is not None or self._written:
+            self._mark_written(given)
         comm.note_start(self.compiled.title, stamp)
         self._run, self._in_c_at, is_finished = None, (stamp, slot), False
         try:
-            is_finished = run_in_c(call, slot)
+            is_finished = call.run(slot << MESSAGE_BITS, IN_C_SECONDS, STALL_SECONDS) == FINISHED
         finally:
             if not is_finished:
                 self._run = run = Run(self.compiled, comm, stamp, slot)
                 run.held = None if given is None else given.owners
                 taken_over(call, run, self._actions if given is None else given.on.actions, self._is_small)
-        channel.passed(stamp)
+        channel.begun[stamp >> CALL_BITS] = stamp
         self._seconds = call.moved_at - call.started
         if self.drift is not None:
             self.drift.note(self._seconds)

@@ -14,7 +14,6 @@ from fompi.backends.numpy import Numpy
 from fompi.engine.communicator import Communicator
 from fompi.engine.native import engine
 from fompi.mpi.transport import start_mpi
-from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.lower import table
 from fompi.runtime.program import Run
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 FINISHED = 0
 """What `Call.run` returns if the call is finished."""
 
-SECONDS, STALL_SECONDS = 5e-3, 1e-3
+IN_C_SECONDS, STALL_SECONDS = 5e-3, 1e-3
 """So long a call may take in C, and so long without progress. Then Python goes on: it looks after deadlines, signals,
 control messages and other calls.
 """
@@ -46,11 +45,6 @@ def native_call(compiled: Compiled, sized: Sized, comm: Communicator, backend: A
     lists = *made.on_start, *made.on_done, made.blockers, made.first, made.nbytes
     is_small, spins = compiled.is_small(sized), comm.engine.spins
     return Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, is_small, spins)
-
-
-def run_in_c(call: Call, slot: int) -> bool:
-    """Run the call. False: it is not finished, and Python must go on with it (`taken_over`)."""
-    return call.run(slot << MESSAGE_BITS, SECONDS, STALL_SECONDS) == FINISHED
 
 
 def taken_over(call: Call, run: Run, actions: list[Any], is_small: bool) -> None:
