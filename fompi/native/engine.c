@@ -28,7 +28,7 @@ enum { FINISHED, GOES_ON, STALLED, FAILED }; /* what a drive returns */
 typedef intptr_t Handle;
 
 typedef struct { /* the dtype `OP` of fompi.runtime.lower */
-    int32_t kind, kernel, flags, peer, number, divisor;
+    int32_t kind, kernel, flags, peer, number, divisor; /* flags of a kernel: its operands that are float32 */
     int32_t buffers[3]; /* of a message: the first. Of a kernel: two operands (or one) and the result */
     int32_t dtype;
     int64_t offsets[3]; /* in bytes */
@@ -75,7 +75,7 @@ static double now(void) {
 static char *at(const Call *c, const Op *o, int k) { return c->bases[o->buffers[k]] + o->offsets[k]; }
 
 static void run_kernel(Call *c, const Op *o) {
-    if (o->count) kernel_run(o->kernel, o->dtype, o->divisor, at(c, o, 0), at(c, o, 1), at(c, o, 2), o->count);
+    if (o->count) kernel_run(o->kernel, o->dtype, o->divisor, o->flags, at(c, o, 0), at(c, o, 1), at(c, o, 2), o->count);
 }
 
 static void release(Call *c, const int32_t *from, const int32_t *to, int32_t i) {
@@ -296,10 +296,11 @@ static int is_inside(const Call *c, const Op *o, int k, int64_t nbytes) {
 static int is_op(const Call *c, const Op *o) {
     if (o->kind == SEND || o->kind == RECV)
         return o->count >= 0 && o->count <= INT32_MAX && o->number >= 0 && o->peer >= 0 && is_inside(c, o, 0, o->count);
-    int64_t width = o->kind == KERNEL ? kernel_width(o->kernel, o->dtype, o->divisor) : 0;
-    if (!width || o->count < 0 || o->count > INT64_MAX / 16) return 0;
-    for (int k = 0; k < 3; k++)
-        if (!is_inside(c, o, k, width * o->count)) return 0;
+    if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 16) return 0;
+    for (int k = 0; k < 3; k++) {
+        int64_t width = kernel_width(o->kernel, o->dtype, o->divisor, o->flags, k);
+        if (!width || !is_inside(c, o, k, width * o->count)) return 0;
+    }
     return 1;
 }
 

@@ -4,9 +4,17 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
-#define FAST __attribute__((target_clones("avx2", "default")))
+#define FAST __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define FAST
+#endif
+
+#ifdef __FLT16_MAX__
+#define HAS_FLOAT16 1
+typedef _Float16 float16;
+#else
+#define HAS_FLOAT16 0
+typedef uint16_t float16;
 #endif
 
 static inline float widen(uint16_t x) {
@@ -37,31 +45,48 @@ NUMBERS(uint64_t, u64)
 COMBINE(mean_f32, float, (a[i] + b[i]) / by)
 COMBINE(mean_f64, double, (a[i] + b[i]) / by)
 
-FAST static void half(int32_t kernel, const uint16_t *a, const uint16_t *b, uint16_t *c, int64_t n, float by) {
-    if (kernel == ADD)
-        for (int64_t i = 0; i < n; i++) c[i] = narrow(widen(a[i]) + widen(b[i]));
-    else if (kernel == PROD)
-        for (int64_t i = 0; i < n; i++) c[i] = narrow(widen(a[i]) * widen(b[i]));
-    else
-        for (int64_t i = 0; i < n; i++) c[i] = narrow((widen(a[i]) + widen(b[i])) / by);
+/* In float32, rounded once. The branches do not depend on i: the compiler takes them out of the loop. */
+static inline float combined(int32_t kernel, float a, float b, float by) {
+    return kernel == COPY ? a : kernel == ADD ? a + b : kernel == PROD ? a * b : (a + b) / by;
 }
 
-int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor) {
-    static const int64_t widths[] = {1, 4, 8, 2, 1, 2, 4, 8, 8, 16};
-    if (kernel < COPY || kernel > MEAN || dtype < BYTE || dtype > COMPLEX128) return 0;
-    if (kernel == COPY) return dtype == BYTE ? 1 : 0;
-    if (dtype == BYTE || (kernel == PROD && dtype >= COMPLEX64)) return 0;
+#define HALF(name, type, to_float, from_float)                                                                       \
+    FAST static void name(int32_t kernel, int32_t wide, const char *a, const char *b, char *c, int64_t n, float by) { \
+        for (int64_t i = 0; i < n; i++) {                                                                             \
+            float x = wide & 1 ? ((const float *)a)[i] : to_float(((const type *)a)[i]);                              \
+            float y = wide & 2 ? ((const float *)b)[i] : to_float(((const type *)b)[i]);                              \
+            float z = combined(kernel, x, y, by);                                                                     \
+            if (wide & 4)                                                                                             \
+                ((float *)c)[i] = z;                                                                                  \
+            else                                                                                                      \
+                ((type *)c)[i] = from_float(z);                                                                       \
+        }                                                                                                             \
+    }
+HALF(half_bf16, uint16_t, widen, narrow)
+#define FLOAT_OF(x) ((float)(x))
+#define FLOAT16_OF(x) ((float16)(x))
+HALF(half_f16, float16, FLOAT_OF, FLOAT16_OF)
+
+static int is_half(int32_t dtype) { return dtype == BFLOAT16 || (dtype == FLOAT16 && HAS_FLOAT16); }
+
+int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, int k) {
+    static const int64_t widths[] = {1, 4, 8, 2, 1, 2, 4, 8, 8, 16, 2};
+    if (kernel < COPY || kernel > MEAN || dtype < BYTE || dtype > FLOAT16) return 0;
+    if (kernel == COPY && dtype == BYTE) return !wide;
+    if (dtype == BYTE || (kernel == COPY && !is_half(dtype)) || (kernel == PROD && (dtype == COMPLEX64 || dtype == COMPLEX128))) return 0;
     if (kernel == MEAN && (divisor < 1 || (dtype >= UINT8 && dtype <= UINT64))) return 0;
-    return widths[dtype];
+    if (wide < 0 || wide > 7 || (wide && !is_half(dtype)) || (dtype == FLOAT16 && !HAS_FLOAT16)) return 0;
+    return wide >> k & 1 ? 4 : widths[dtype];
 }
 
 #define RUN(name, type, n) name((const type *)a, (const type *)b, (type *)c, n, (type)divisor)
 #define ADD_OR_PROD(type, suffix) \
     (kernel == ADD ? RUN(add_##suffix, type, count) : RUN(prod_##suffix, type, count))
 
-void kernel_run(int32_t kernel, int32_t dtype, int32_t divisor, const char *a, const char *b, char *c, int64_t count) {
+void kernel_run(
+    int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, const char *a, const char *b, char *c, int64_t count) {
     int is_mean = kernel == MEAN;
-    if (kernel == COPY) {
+    if (kernel == COPY && dtype == BYTE) {
         memcpy(c, a, (size_t)count);
         return;
     }
@@ -70,7 +95,8 @@ void kernel_run(int32_t kernel, int32_t dtype, int32_t divisor, const char *a, c
     case FLOAT32: is_mean ? RUN(mean_f32, float, count) : ADD_OR_PROD(float, f32); break;
     case COMPLEX128: count *= 2; /* fall through */
     case FLOAT64: is_mean ? RUN(mean_f64, double, count) : ADD_OR_PROD(double, f64); break;
-    case BFLOAT16: half(kernel, (const uint16_t *)a, (const uint16_t *)b, (uint16_t *)c, count, (float)divisor); break;
+    case BFLOAT16: half_bf16(kernel, wide, a, b, c, count, (float)divisor); break;
+    case FLOAT16: half_f16(kernel, wide, a, b, c, count, (float)divisor); break;
     case UINT8: ADD_OR_PROD(uint8_t, u8); break;
     case UINT16: ADD_OR_PROD(uint16_t, u16); break;
     case UINT32: ADD_OR_PROD(uint32_t, u32); break;

@@ -2,10 +2,12 @@
 #include <stdint.h>
 
 enum { COPY, ADD, PROD, MEAN }; /* the kernels, as numbered in fompi.runtime.lower */
-enum { BYTE, FLOAT32, FLOAT64, BFLOAT16, UINT8, UINT16, UINT32, UINT64, COMPLEX64, COMPLEX128 }; /* the dtypes there */
+enum { BYTE, FLOAT32, FLOAT64, BFLOAT16, UINT8, UINT16, UINT32, UINT64, COMPLEX64, COMPLEX128, FLOAT16 }; /* the dtypes */
 
-/* The bytes of an element, or 0 if there is no such kernel. */
-int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor);
+/* The bytes of an element of operand k (two operands and the result), or 0 if there is no such kernel. Sums of half types
+ * may be kept in float32: bit k of `wide` says which operands are. */
+int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, int k);
 
-/* c = kernel(a, b), on `count` elements. A copy does not read b. */
-void kernel_run(int32_t kernel, int32_t dtype, int32_t divisor, const char *a, const char *b, char *c, int64_t count);
+/* c = kernel(a, b), on `count` elements. A copy is one of bytes, or between a half type and float32; b is a there. */
+void kernel_run(
+    int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, const char *a, const char *b, char *c, int64_t count);

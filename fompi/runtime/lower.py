@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,10 +36,13 @@ KERNELS = {"add": 1, "prod": 2}
 COPY, MEAN, BYTE = 0, 3, 0
 
 DTYPES = {
-    "float32": 1, "float64": 2, "bfloat16": 3, "int8": 4, "uint8": 4, "int16": 5, "uint16": 5, "int32": 6, "uint32": 6,
+    "float32": 1, "float64": 2, "int8": 4, "uint8": 4, "int16": 5, "uint16": 5, "int32": 6, "uint32": 6,
     "int64": 7, "uint64": 7, "complex64": 8, "complex128": 9,
 }  # fmt: skip
 """The numbers of dtypes in kernels.h. Integers wrap, so signed ones are added as unsigned ones."""
+
+HALF_DTYPES = {"bfloat16": 3, "float16": 10}
+"""Half types. Sums of them may be kept in float32: the flags of the op say which operands are."""
 
 MOST_NBYTES = (1 << 31) - 1
 """A message of C has at most so many bytes."""
@@ -70,15 +74,16 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> Table | None:
         if operands is None:
             return None
         spans = [_span(compiled, sized, place) for place in operands]
-        sizes = {stop - start for start, stop in spans}
-        if len(sizes) > 1 or None in {index.get(place.buffer) for place in operands}:
-            return None
-        nbytes = sizes.pop()
         op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
         op["offsets"][: len(operands)] = [start for start, _ in spans]
-        op["count"] = nbytes
+        widths = [1] * len(operands)
+        if kind == COMPUTE and (op["kernel"], op["dtype"]) != (COPY, BYTE):
+            widths = [ITEMSIZE[compiled.buffers[place.buffer].dtype] for place in operands]
+        counts = {(stop - start) // width for (start, stop), width in zip(spans, widths, strict=True)}
+        if len(counts) > 1:
+            return None
+        op["count"] = nbytes = counts.pop()
         if kind == COMPUTE:
-            op["count"] = nbytes // (1 if op["kernel"] == COPY else ITEMSIZE[_dtype(compiled, i)])
             continue
         if len(operands) != 1 or nbytes > min(most_nbytes, MOST_NBYTES):
             return None
@@ -98,27 +103,33 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> Table | None:
 
 def _kernel(compiled: Compiled, i: int, op: Any) -> list[Place] | None:
     """Fill in the kernel of op `i`. Returns its two operands and its result, or None if C has no such kernel."""
-    compute, dtype = compiled.ops[i], _dtype(compiled, i)
+    compute, (reads, writes) = compiled.ops[i], compiled.operands(i)
     assert isinstance(compute, Compute)
-    reads, writes = compiled.operands(i)
-    if dtype is None or len(writes) != 1:
+    dtypes = [*map(str, chain(*compiled.dtypes(i)))]
+    if len(writes) != 1:
         return None
-    if compute.kernel in MOVES and len(reads) == 1:
-        op["kernel"], op["dtype"] = COPY, BYTE
-        return [reads[0], reads[0], writes[0]]
     count = divisor(compute.kernel)
     known = KERNELS.get(compute.kernel) if count is None else MEAN
-    is_summed = known != 2 or "complex" not in dtype
-    if known is None or dtype not in DTYPES or len(reads) != 2 or not is_summed or (count and "int" in dtype):
+    if compute.kernel in MOVES and len(reads) == 1:
+        known, reads, dtypes = COPY, reads * 2, [dtypes[0], *dtypes]
+    if known is None or len(reads) != 2:
         return None
-    op["kernel"], op["dtype"], op["divisor"] = known, DTYPES[dtype], count or 1
+    op["kernel"], op["divisor"] = known, count or 1
+    if known == COPY and len({*dtypes}) == 1:
+        op["dtype"] = BYTE
+        return [*reads, *writes]
+    halves = {*dtypes} - {"float32"}
+    if len(halves) == 1 and not halves.isdisjoint(HALF_DTYPES):
+        op["dtype"] = HALF_DTYPES[halves.pop()]
+        op["flags"] = sum(1 << k for k, dtype in enumerate(dtypes) if dtype == "float32")
+        return [*reads, *writes]
+    dtype = dtypes[0]
+    if len({*dtypes}) > 1 or dtype not in DTYPES or known == COPY or (known == KERNELS["prod"] and "complex" in dtype):
+        return None
+    if count and "int" in dtype:
+        return None
+    op["dtype"] = DTYPES[dtype]
     return [*reads, *writes]
-
-
-def _dtype(compiled: Compiled, i: int) -> Any:
-    """The dtype of all operands of op `i`, or None if there are several."""
-    reads, writes = compiled.dtypes(i)
-    return writes[0] if len({*reads, *writes}) == 1 else None
 
 
 def _span(compiled: Compiled, sized: Sized, place: Place) -> tuple[int, int]:

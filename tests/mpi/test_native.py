@@ -63,7 +63,7 @@ class CutShort:
         return getattr(self.call, name)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int32", "complex128"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int32", "complex128"])
 def test_every_schedule_has_the_same_bits(world, dtype, without_verification):
     in_c = 0
     for number, (name, problem) in enumerate(catalogue.moves(world.size, dtype).items()):
