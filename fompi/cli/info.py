@@ -49,6 +49,8 @@ def blocks(facts: dict[str, Any]) -> list[Table | str]:
     if any(facts["gpus_per_rank"]):
         lines += [("GPUs", f"each rank sees {' or '.join(map(str, facts['gpus_per_rank']))}")]
     lines += _progress_lines(facts["progress"])
+    if facts.get("engine"):
+        lines += [("engine", facts["engine"])]
     return [_keys_and_values(lines), _rank_table(facts["ranks"]), *remarks(facts)]
 
 

@@ -15,7 +15,9 @@
 | `pickled` | what a pickle of a communicator or a mesh contains, and how it is found again |
 | `communicator` | `Communicator`: the ranks on which an operation runs |
 | `mesh` | `Mesh`: a grid of all ranks with named axes, each a `Communicator` |
+| `native` | the functions of MPI for calls in C, and whether there are any (FOMPI_ENGINE) |
 | `stop` | `Stop`: all ranks end in the same step after a signal of the batch system |
 
-May import `base`, `plans`, `traces`, `model`, `tensors`, `backends` and `mpi`, never `schedules` or `planner`.
+May import `base`, `plans`, `traces`, `model`, `tensors`, `backends`, `mpi` and `native`, never `schedules` or
+`planner`.
 """

@@ -20,7 +20,7 @@ NAMES = ("libmpi.so", "libmpi_abi.so", "libmpich.so", "libmpi.")
 """How the files of MPI libraries begin."""
 
 
-class Engine(NamedTuple):
+class NativeSupport(NamedTuple):
     """`library`: what a call in C needs (`fompi.native._native.Library`), or None. `why` says in words why not."""
 
     library: Any
@@ -31,38 +31,38 @@ class Engine(NamedTuple):
 
 
 @cache
-def engine() -> Engine:
+def engine() -> NativeSupport:
     """What carries out calls in this process. FOMPI_ENGINE chooses. MPI has started.
 
     Raises LaunchError if FOMPI_ENGINE=native and calls cannot run in C.
     """
     choice = environment.value("FOMPI_ENGINE")
     if choice == "python":
-        return Engine(None, "FOMPI_ENGINE=python")
+        return NativeSupport(None, "FOMPI_ENGINE=python")
     found = _found()
     if choice == "native" and found.library is None:
         raise LaunchError(f"FOMPI_ENGINE=native, but {found.why}")
     return found
 
 
-def _found() -> Engine:
+def _found() -> NativeSupport:
     try:
         from fompi.native._native import Library
     except ImportError:
-        return Engine(None, "fompi was installed without a C compiler: install one, then fompi again")
+        return NativeSupport(None, "fompi was installed without a C compiler: install one, then fompi again")
     MPI = start_mpi()
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        return Engine(None, "MPI allows only its main thread to call it")
+        return NativeSupport(None, "MPI allows only its main thread to call it")
     nbytes = MPI._sizeof(MPI.Request)
     if nbytes not in REQUEST_NBYTES:
-        return Engine(None, f"this MPI has requests of {nbytes} bytes")
+        return NativeSupport(None, f"this MPI has requests of {nbytes} bytes")
     for loaded in _mpi_libraries():
         if all(hasattr(loaded, name) for name in FUNCTIONS):
             isend, issend, irecv, test, testsome = (
                 ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS
             )
-            return Engine(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
-    return Engine(None, "the functions of the MPI library that mpi4py has loaded were not found")
+            return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
+    return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")
 
 
 def _mpi_libraries() -> list[ctypes.CDLL]:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BAD = {
     "FOMPI_TIMEOUT": ("abc", "-1", "0", "nan"),
     "FOMPI_PROGRESS": ("x", "AUTO", "helper "),
+    "FOMPI_ENGINE": ("C", "Native"),
     "FOMPI_REPORT": ("maybe", "2", "yes", "/nowhere/report.json", "report.txt"),
     "FOMPI_CACHE": (str(Path(__file__)),),
     "FOMPI_GPU_AWARE": ("maybe", "2"),
@@ -32,6 +33,7 @@ BAD = {
 GOOD = {
     "FOMPI_TIMEOUT": ("10", "0.5", "inf"),
     "FOMPI_PROGRESS": ("auto", "helper", "native", "poll"),
+    "FOMPI_ENGINE": ("auto", "native", "python"),
     "FOMPI_REPORT": ("0", "1", "full", "report.json"),
     "FOMPI_MACHINE": ("gigabit", "/any/file.json"),
     "FOMPI_CACHE": ("0", "/any/folder", str(ROOT)),
