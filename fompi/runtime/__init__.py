@@ -13,6 +13,6 @@
 - `alignment`: the traces of all ranks on one clock.
 - `report`: what overlap gained in a job (FOMPI_REPORT); `report_text`: the same as text.
 
-This room may import `base`, `plans`, `traces`, `model`, `tensors`, `backends`, `mpi`, `native` and `engine`. It must not
-import `schedules` or `planner`: it carries plans out, and does not know how they are written or chosen.
+This room may import `base`, `plans`, `traces`, `model`, `tensors`, `backends`, `mpi`, `native` and `engine`. It must
+not import `schedules` or `planner`: it carries plans out, and does not know how they are written or chosen.
 """

@@ -101,12 +101,12 @@ class Executor(BoundPlan):
 
     def _begins_in_c(self) -> bool:
         """Begin a call on the bound tensors in C, if it may run there. False: nothing has begun."""
+        comm = self.comm
+        comm.check()
         if self._in_c is None or self._sizes is not self.plan.sizes or self.closed:
             return False
         if self._run is not None and not self._run.finished:
             return False
-        comm = self.comm
-        comm.check()
         with comm.engine.lock:
             self._calls += 1
             self._returned_at, self._call, self._in_parts = None, None, False

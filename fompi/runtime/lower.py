@@ -48,7 +48,7 @@ MOST_NBYTES = (1 << 31) - 1
 """A message of C has at most so many bytes."""
 
 
-class Table(NamedTuple):
+class CallTable(NamedTuple):
     """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes."""
 
     ops: Array
@@ -60,7 +60,7 @@ class Table(NamedTuple):
     nbytes: Array
 
 
-def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> Table | None:
+def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> CallTable | None:
     """The program with these rows. None: it has an op that C does not know, or a message of more than `most_nbytes`."""
     if compiled.asynchronous or compiled.is_opaque or NATIVE in compiled.kinds:
         return None
@@ -90,7 +90,7 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> Table | None:
         op["peer"], op["number"] = compiled.peers[i], compiled.numbers[i]
         if kind == SEND:
             op["flags"] = TESTED if nbytes <= EAGER_NBYTES else SYNCHRONOUS * compiled.is_paced
-    return Table(
+    return CallTable(
         ops,
         _edges(compiled.on_start),
         _edges(compiled.on_done),
