@@ -133,6 +133,8 @@ def run(leg: Leg, expression: str | None, marker: str = "") -> Result:
         return Result(leg, 0.0, {FAILED: 1}, f"there is no {bin_folder}/python: call `make test`", "")
     # First in PATH: tests that call `python`, `mpirun` or a tool get those of this environment.
     variables = {**VARIABLES, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+    if leg.name == "mpi-openmpi-3":  # the engine in Python, which C must equal
+        variables["FOMPI_ENGINE"] = "python"
     if leg.name == "slurm":  # each rank has a core, and one that yields and polls can starve the kernel's own threads
         variables["OMPI_MCA_mpi_yield_when_idle"] = "0"
     seconds = SOAK_FACTOR * leg.seconds if marker else leg.seconds

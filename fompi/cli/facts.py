@@ -138,13 +138,10 @@ def _progress_facts() -> dict[str, Any]:
 
 
 def _engine_in_words() -> str:
-    """What carries out calls, or why FOMPI_ENGINE is refused."""
+    """What carries out calls."""
     from fompi.engine import native
 
-    try:
-        return str(native.engine())
-    except LaunchError as error:
-        return str(error)
+    return str(native.engine())
 
 
 def _version(distributions: Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, te
 from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.log import log
 from fompi.base.version import __version__
-from fompi.engine import faults
+from fompi.engine import faults, native
 from fompi.engine.control import CALL_BITS, GONE, LAST_CALL, LEFT, STOPPED, Channel
 from fompi.engine.engine import SPINS, Engine
 from fompi.engine.handshake import VALUE_BITS, agree, digest
@@ -156,7 +156,7 @@ class Communicator(Shared):
         self.calls = self._bound = 0
         if not from_split:
             self.calls = -1  # this agreement is call 0
-            refusal = environment.refusal() or _load_machine(self.engine)
+            refusal = environment.refusal() or native.refusal() or _load_machine(self.engine)
             machine = self.engine.machine
             text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
             if machine is not None:

@@ -32,17 +32,17 @@ class NativeSupport(NamedTuple):
 
 @cache
 def engine() -> NativeSupport:
-    """What carries out calls in this process. FOMPI_ENGINE chooses. MPI has started.
-
-    Raises LaunchError if FOMPI_ENGINE=native and calls cannot run in C.
-    """
-    choice = environment.value("FOMPI_ENGINE")
-    if choice == "python":
+    """What carries out calls in this process. FOMPI_ENGINE chooses. MPI has started."""
+    if environment.value("FOMPI_ENGINE") == "python":
         return NativeSupport(None, "FOMPI_ENGINE=python")
-    found = _found()
-    if choice == "native" and found.library is None:
-        raise LaunchError(f"FOMPI_ENGINE=native, but {found.why}")
-    return found
+    return _found()
+
+
+def refusal() -> LaunchError | None:
+    """The error if FOMPI_ENGINE=native and calls cannot run in C. MPI has started."""
+    if environment.value("FOMPI_ENGINE") != "native" or engine().library is not None:
+        return None
+    return LaunchError(f"FOMPI_ENGINE=native, but {engine().why}")
 
 
 def _found() -> NativeSupport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from time import perf_counter
 
 import calls
 import catalogue
@@ -179,6 +180,24 @@ def test_several_threads(own):
     assert not failures
     for step in steps:
         step.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_million_calls(world):
+    """No drift of memory or time."""
+    import resource
+
+    with fompi.all_reduce.bind(np.ones(128), comm=world) as step:
+        seconds, nbytes = [], []
+        for _ in range(20):
+            begun = perf_counter()
+            for _ in range(50_000):
+                step()
+            seconds.append(perf_counter() - begun)
+            nbytes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert nbytes[-1] < nbytes[1] + 1024  # KiB
+    assert min(seconds[10:]) < 2 * min(seconds[:10])
 
 
 def test_a_closed_communicator(comm):
