@@ -10,16 +10,19 @@ import struct
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from fompi.base.errors import MismatchError, PeerError, ShapeError, in_words
 from fompi.engine.control import Channel
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
 from fompi.mpi.link import Link
+from fompi.mpi.transport import start_mpi
 from fompi.plans.plan import MESSAGE_BITS
 
 _HEADER = struct.Struct("<qqqq")  # call number, digest, signature + hint + rows for the peer, expected rows (or -1)
+
+HEADER_NBYTES = _HEADER.size
 
 _ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
 """The bits of the third field of a header. Together they fit into a signed 64-bit integer."""
@@ -130,7 +133,7 @@ class Agreement(Task):
     _ended: int | None = None  # a rank that has ended by an error what the call belongs to
     _round = HANDSHAKE
     _missing = 0  # messages of this round that have not arrived
-    _inbox = bytearray()
+    _inbox: Any = bytearray()
     _arrived: set[int] = set()  # noqa: RUF012
 
     def __init__(
@@ -168,12 +171,47 @@ class Agreement(Task):
             if fatal:  # the other ranks have abandoned this call after they received this handshake
                 self.abandon(error)
 
-    def _exchange_headers(self, round: int) -> None:
+    def headers(self) -> list[bytes]:
+        """The header for each rank."""
         own_digest = self.digest
         if self.refusal is not None:
             own_digest = REFUSED if getattr(self.refusal, "world_origin", None) is None else ENDED
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
-        headers = [pack(stamp, own_digest, rows | hint, expects) for rows in self.outgoing]
+        return [pack(stamp, own_digest, rows | hint, expects) for rows in self.outgoing]
+
+    @property
+    def has_one_round(self) -> bool:
+        """True for a finished agreement that the headers have decided."""
+        return self._round == HANDSHAKE
+
+    @property
+    def headers_in(self) -> Any:
+        """The headers of all ranks, in rank order, if it had one round."""
+        return self._inbox
+
+    def go_on(self, inbox: Any, requests: Sequence[tuple[int, int]], code: int) -> None:
+        """Go on where C has left it. Called with the engine's lock held. A `code` that is not 0 is an error of MPI.
+
+        `inbox`: the headers of all ranks, in memory where some may still arrive. `requests`: the messages in flight as
+        handles of MPI, those to come with their rank, those that are sent with -1.
+        """
+        comm, MPI = self.comm, start_mpi()
+        self.moved_at = self.begun = perf_counter()
+        comm.channel.begin(self.stamp, self)
+        self._inbox = memoryview(inbox).cast("B")
+        awaited = {peer for _, peer in requests if peer >= 0}
+        self._arrived, self._missing = {*range(comm.size)} - awaited, len(awaited)
+        for handle, peer in requests:
+            comm.engine.post(MPI.Request.fromhandle(handle), self, peer)
+        if code:
+            error = MPI.Exception(code)
+            comm.channel.fail(self, error)
+            raise error
+        if not awaited:
+            self._end_round()
+
+    def _exchange_headers(self, round: int) -> None:
+        headers = self.headers()
         if self.runs and round == CONFIRMATION:
             headers = [header + struct.pack(f"<{len(n)}q", *n) for header, n in zip(headers, self.runs, strict=True)]
         self._exchange(len(headers[0]), round, headers)

@@ -21,9 +21,9 @@
 #define STATUS_NBYTES 64
 #define MOST_REQUEST_NBYTES 16
 
-enum { SEND, RECV, KERNEL };              /* kinds of ops */
-enum { SYNCHRONOUS = 1, TESTED = 2 };     /* of a send: Issend; its request is tested at once */
-enum { FINISHED, GOES_ON, STALLED, FAILED }; /* what a drive returns */
+enum { SEND, RECV, KERNEL, CHECK };       /* kinds of ops; a CHECK goes on if two chunks are equal */
+enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4 }; /* Issend; tested at once; `number` is the tag itself */
+enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES }; /* what a drive returns */
 
 typedef intptr_t Handle;
 
@@ -61,7 +61,7 @@ typedef struct {
     int32_t *blockers, *queue, *ready, *owners, *indices, *finished;
     char *requests, *statuses;
     double *begun, *ended, started, moved_at;
-    int error;
+    int error, disagrees;
 } Call;
 
 static double now(void) {
@@ -94,7 +94,7 @@ static int start_message(Call *c, int32_t i) {
     const Op *o = &c->ops[i];
     Library *mpi = c->library;
     char *request = c->requests + c->n_pending * mpi->request_nbytes;
-    int done = 0, status = 0, number = c->tag + o->number;
+    int done = 0, status = 0, number = o->flags & ABSOLUTE ? o->number : c->tag + o->number;
     c->begun[i] = now();
     if (!o->count) {
         complete(c, i); /* no rows, so no message: both ranks know this */
@@ -128,7 +128,7 @@ static void kernel_ready(Call *c, int32_t i) { /* descending: the first op of th
 }
 
 static void start_ops(Call *c) {
-    while (c->head < c->tail && !c->error) {
+    while (c->head < c->tail && !c->error && !c->disagrees) {
         int32_t i = c->queue[c->head];
         const Op *o = &c->ops[i];
         if (o->kind == KERNEL && !c->is_small) {
@@ -136,9 +136,13 @@ static void start_ops(Call *c) {
             kernel_ready(c, i);
             continue;
         }
-        if (o->kind == KERNEL) {
+        if (o->kind == CHECK && memcmp(at(c, o, 0), at(c, o, 1), (size_t)o->count)) {
+            c->disagrees = 1;
+            return;
+        }
+        if (o->kind == KERNEL || o->kind == CHECK) {
             c->begun[i] = now();
-            run_kernel(c, o);
+            if (o->kind == KERNEL) run_kernel(c, o);
             complete(c, i);
         } else if (!start_message(c, i)) {
             if (!c->begun[i]) return;
@@ -201,13 +205,13 @@ static int progress(Call *c) {
 static int drive(Call *c, double seconds, double stall) {
     double from = now();
     long idle = 0;
-    while (c->unfinished && !c->error) {
+    while (c->unfinished && !c->error && !c->disagrees) {
         if (progress(c)) {
             idle = 0;
-            if (now() - from >= seconds && c->unfinished) return c->error ? FAILED : GOES_ON;
+            if (c->unfinished && !c->error && !c->disagrees && now() - from >= seconds) return GOES_ON;
             continue;
         }
-        if (c->error) break;
+        if (c->error || c->disagrees) break;
         if (seconds <= 0) return GOES_ON;
         if (++idle <= c->spins) continue;
         sched_yield();
@@ -215,7 +219,7 @@ static int drive(Call *c, double seconds, double stall) {
         if (t - silent_from > stall) return STALLED;
         if (t - from >= seconds) return GOES_ON;
     }
-    return c->error ? FAILED : FINISHED;
+    return c->error ? FAILED : c->disagrees ? DISAGREES : FINISHED;
 }
 
 /* ------------------------------------------------------------------------------------------------ Library */
@@ -296,6 +300,7 @@ static int is_inside(const Call *c, const Op *o, int k, int64_t nbytes) {
 static int is_op(const Call *c, const Op *o) {
     if (o->kind == SEND || o->kind == RECV)
         return o->count >= 0 && o->count <= INT32_MAX && o->number >= 0 && o->peer >= 0 && is_inside(c, o, 0, o->count);
+    if (o->kind == CHECK) return o->count >= 0 && is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
     if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 16) return 0;
     for (int k = 0; k < 3; k++) {
         int64_t width = kernel_width(o->kernel, o->dtype, o->divisor, o->flags, k);
@@ -422,7 +427,7 @@ static PyObject *call_run(PyObject *self, PyObject *args) {
     memcpy(c->blockers, c->blockers_at_first, (size_t)c->n_ops * sizeof(int32_t));
     memcpy(c->queue, c->first, (size_t)c->n_first * sizeof(int32_t));
     memset(c->begun, 0, 2 * (size_t)c->n_ops * sizeof(double));
-    c->head = c->n_ready = c->n_pending = c->error = 0;
+    c->head = c->n_ready = c->n_pending = c->error = c->disagrees = 0;
     c->tail = c->n_first;
     c->unfinished = c->n_ops;
     c->tag = tag;

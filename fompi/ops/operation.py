@@ -74,13 +74,13 @@ class Operation(Generic[P]):
         arguments, comm, call_options = self.read(args, options)
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
-        return self._begin(arguments, comm, call_options).wait()
+        return self._begin(arguments, comm, call_options, waits=True)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
-        return self._begin(arguments, comm, call_options).wait()
+        return self._begin(arguments, comm, call_options, waits=True)
 
     def start(self, *args: P.args, **options: P.kwargs) -> Pending:
         """Start the operation and return at once. It progresses while the program does other work.
@@ -160,7 +160,9 @@ class Operation(Generic[P]):
         call_options: CallOptions,
         refusal: Exception | None = None,
         kind: type[Pending] = Pending,
+        waits: bool = False,
     ) -> Any:
+        """A `kind` of the call, or its result if this `waits` for it."""
         wrong = None
         if type(comm) is Communicator:
             comm.check()
@@ -182,7 +184,10 @@ class Operation(Generic[P]):
         nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = DOORS.measure(self, arguments, local, communicator)
-        return kind(self.name, arguments, local, communicator, schedule, slices)
+        if waits and call_options is _DEFAULTS:
+            return Pending.result_of(self.name, arguments, local, communicator)
+        pending = kind(self.name, arguments, local, communicator, schedule, slices)
+        return pending.wait() if waits else pending
 
     def is_differentiable(self, arguments: Arguments) -> bool:
         """True if this call must be a node of autograd."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,9 @@ from fompi.base.layout import Extents, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
-from fompi.engine.tasks import Task
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
+from fompi.ops.ticket import form_of, remember
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
@@ -58,6 +59,8 @@ VERIFIED_RANKS = 8
 
 Plans for more ranks are only verified by the tests, except those of schedules that a user has registered.
 """
+
+NOTHING_KEPT: Mapping[str, Array] = MappingProxyType({})
 
 _COPYING = Lock()
 """Held while a result is copied over x. Of several threads that wait for one call, all return after the copy."""
@@ -150,15 +153,7 @@ class Pending:
         schedule: str,
         slices: Slices | None,
     ):
-        self._arguments, self._local, self._comm = arguments, local, comm
-        self._schedule, self._slices = schedule, slices
-        self._name = name
-        self._outputs: dict[str, Array] = {}
-        self._handshake: tuple[float, float, int] | None = None  # when it began and ended, and which rank was last
-        self._run: Run | None = None
-        self._returned_at: float | None = None  # when `start` returned to the program
-        self._task: Task  # the agreement, then the run; this drops the agreement, which refers to this Pending
-        self.extents: Extents | None = None
+        self._describe(name, arguments, local, comm, schedule, slices)
         engine, moves = comm.engine, local.problem.moves
         if local.device is not None:
             self._backend = backend_of(local.device)
@@ -173,26 +168,66 @@ class Pending:
             if comm.size == 1:
                 self._launch([sum(local.rows) if moves == "all_to_all" else local.rows[0]], runs=local.runs)
                 return
-            rows, expects, equal_totals, signature, hint = (0,) * comm.size, -1, moves != "all_to_all", 0, 0
-            if comm.machine is not None or (comm.network and not equal_totals):
-                signature = signature_of(local.problem)
-                hint = 0 if equal_totals else encode_rows(local.rows, comm.rank)
-            if moves in ("all_gather", "all_to_all"):
-                rows, expects = local.rows, local.expects
             comm.turns.append(self._stamp)
-            form = comm, local, schedule, slices, arguments.words
-            self._task = agreement = Agreement(
-                *(comm, self._stamp, common_of(*form), lambda: in_words(*form), rows, expects, None),
-                *(equal_totals, signature, hint),
-            )
-            agreement.arriving = self._arguments.arriving
-            if local.runs:
-                agreement.runs = local.runs
-            agreement.then = self._agreed
+            agreement = self._task = self.agreement()
             agreement.start()
+
+    def _describe(
+        self, name: str, arguments: Arguments, local: LocalCall, comm: Any, schedule: str, slices: Slices | None
+    ) -> None:
+        """What the call is. It has not begun."""
+        self._arguments, self._local, self._comm = arguments, local, comm
+        self._schedule, self._slices = schedule, slices
+        self._name = name
+        self._stamp = self._slot = 0
+        self._outputs: dict[str, Array] = {}
+        self._handshake: tuple[float, float, int] | None = None  # when it began and ended, and which rank was last
+        self._run: Run | None = None
+        self._returned_at: float | None = None  # when `start` returned to the program
+        self._task: Any = None  # the agreement, then the run. None: C has done both
+        self.agreed: Agreement | None = None  # the agreement, once all ranks have agreed
+        self.extents: Extents | None = None
+
+    @classmethod
+    def result_of(cls, name: str, arguments: Arguments, local: LocalCall, comm: Communicator) -> Any:
+        """The result of a call with the default options, which the program makes and waits for in one step."""
+        form = form_of(comm, local, arguments)
+        ticket = None if form is None else comm.tickets.get(form)
+        if ticket:
+            pending = cls.__new__(cls)
+            pending._describe(name, arguments, local, comm, "auto", None)
+            if ticket.run(pending):
+                return pending._results(ticket.program) if pending._task is None else pending.wait()
+        pending = cls(name, arguments, local, comm, "auto", None)
+        result = pending.wait()
+        if form is not None and ticket is None:
+            remember(pending, form)
+        return result
+
+    def agreement(self) -> Agreement:
+        """The agreement of this call, which has its number already."""
+        comm, local = self._comm, self._local
+        moves = local.problem.moves
+        rows, expects, equal_totals, signature, hint = (0,) * comm.size, -1, moves != "all_to_all", 0, 0
+        if comm.machine is not None or (comm.network and not equal_totals):
+            signature = signature_of(local.problem)
+            hint = 0 if equal_totals else encode_rows(local.rows, comm.rank)
+        if moves in ("all_gather", "all_to_all"):
+            rows, expects = local.rows, local.expects
+        form = comm, local, self._schedule, self._slices, self._arguments.words
+        agreement = Agreement(
+            *(comm, self._stamp, common_of(*form), lambda: in_words(*form), rows, expects, None),
+            *(equal_totals, signature, hint),
+        )
+        agreement.arriving = self._arguments.arriving
+        if local.runs:
+            agreement.runs = local.runs
+        agreement.then = self._agreed
+        return agreement
 
     def _agreed(self, agreement: Any) -> None:
         if agreement.error is None:
+            self.agreed = agreement
             self._handshake = agreement.begun, agreement.moved_at, agreement.last
             try:
                 self._launch(agreement.rows, agreement.same_signature, agreement.hints, agreement.arrived)
@@ -228,11 +263,11 @@ class Pending:
         self.extents = extents
         sized = program.sized(extents)
         try:
-            memory = self._memory(program, sized.shapes)
+            memory = self.memory(program, sized.shapes)
             actions = program.resolve(memory, sized.starts, self._backend, comm.link.collective)
         except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
             refusal, actions = refusal or error, program.drain(sized, self._backend, comm.link.collective)
-        self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
+        run = self._task = self._run = Run(program, comm, self._stamp, self._slot)
         if local.out is not None:
             dlpack.mark_written(local.out.owner)
         run.takes_turns = comm.size > 1
@@ -265,11 +300,16 @@ class Pending:
             name = _device_name(self._comm, self._local.device)
             return Compiled(_plan_of(self._comm, self._local, *how), self._comm.rank, name), error
 
-    def _memory(self, program: Compiled, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-        """Every buffer of the program as an array: the caller's memory, or memory of the arena."""
+    def memory(
+        self, program: Compiled, shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, Array] = NOTHING_KEPT
+    ) -> dict[str, Array]:
+        """Every buffer of the program as an array: the caller's memory, `kept` memory, or memory of the arena."""
         local, arena = self._local, self._comm.engine.arena
         out = None if local.in_place else local.out
-        arrays, aligned = dict(local.arrays), local.like.framework == "jax"  # JAX copies memory that is not aligned
+        arrays, aligned = (
+            {**local.arrays, **kept},
+            local.like.framework == "jax",
+        )  # JAX copies memory that is not aligned
         for buffer in program.program.buffers:
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
@@ -378,11 +418,15 @@ class Pending:
             raise task.error
         if not task.finished:
             raise StateError(f"fompi.{self._name} is in flight: call wait() or done() first")
-        local, run = self._local, self._run
+        run = self._run
         assert run is not None
-        dim = local.dim
         if run.is_enqueued:
             self._backend.leave(run.in_flight())
+        return self._results(run.compiled)
+
+    def _results(self, program: Compiled) -> Any:
+        """The results in their memory, in the form that the operation gives them."""
+        local, dim = self._local, self._local.dim
         if local.out is not None:
             if local.in_place:
                 with _COPYING:
@@ -393,7 +437,7 @@ class Pending:
                 np.copyto(local.out.host, local.out.array.get())
             return self._arguments.out
         outputs = {}
-        for buffer in run.compiled.outputs:
+        for buffer in program.outputs:
             array = self._outputs[buffer.name]
             if local.problem.flat:
                 array = array.reshape(local.problem.result_shape(local.shape, self._comm.rank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +29,13 @@ OP = np.dtype(
 """`Op` of engine.c."""
 
 KIND = {SEND: 0, RECV: 1, COMPUTE: 2}
-SYNCHRONOUS, TESTED = 1, 2
-"""Flags of a send: it is done when the receiver has posted its receive; its request is tested at once."""
+CHECK = 3
+"""The kind of an op that compares two chunks, and goes on if they are equal."""
+
+SYNCHRONOUS, TESTED, ABSOLUTE = 1, 2, 4
+"""Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
+its number is its tag.
+"""
 
 KERNELS = {"add": 1, "prod": 2}
 COPY, MEAN, BYTE = 0, 3, 0
@@ -99,6 +104,55 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> CallTable | Non
         names,
         np.array([_nbytes(compiled, sized, name) for name in names], np.int64),
     )
+
+
+HEADERS = ("headers out", "headers in", "headers expected")
+"""The buffers of an agreement: a header for each rank, one from each, and what they must be (`with_agreement`)."""
+
+
+def with_agreement(plan: CallTable, rank: int, size: int, nbytes: int, tag: int) -> tuple[CallTable, int]:
+    """The same call behind an agreement, and how many ops that has: the last of them compares all headers.
+
+    A header of `nbytes` goes to each rank and comes from each, in the order of `Agreement._exchange`.
+    """
+    peers, count = [peer for peer in range(size) if peer != rank], len(plan.buffers)
+    ops = np.zeros(2 * len(peers) + 1, OP)
+    sends = [*range(rank + 1, size), *range(rank)]
+    for op, kind, buffer, peer in zip(
+        ops,
+        [KIND[RECV]] * len(peers) + [KIND[SEND]] * len(peers),
+        [count + 1] * len(peers) + [count] * len(peers),
+        [*peers, *sends],
+        strict=False,
+    ):
+        op["kind"], op["peer"], op["number"], op["count"] = kind, peer, tag, nbytes
+        op["flags"], op["buffers"][0], op["offsets"][0] = (
+            ABSOLUTE | TESTED * (kind == KIND[SEND]),
+            buffer,
+            peer * nbytes,
+        )
+    check, front = ops[-1], len(ops)
+    check["kind"], check["buffers"][:2], check["count"] = CHECK, (count + 1, count + 2), size * nbytes
+    last = front - 1
+    begins, ends = _lists(plan.on_start), _lists(plan.on_done)
+    blockers = plan.blockers.copy()
+    blockers[plan.first] = 1
+    received = [[last]] * len(peers) + [[]] * len(peers)
+    made = CallTable(
+        np.concatenate([ops, plan.ops]),
+        _edges([[]] * front + [[i + front for i in each] for each in begins]),
+        _edges([*received, [i + front for i in plan.first], *([i + front for i in each] for each in ends)]),
+        np.concatenate([np.array([0] * last + [len(peers)], np.int32), blockers]).astype(np.int32),
+        np.arange(last, dtype=np.int32),
+        (*plan.buffers, *HEADERS),
+        np.concatenate([plan.nbytes, np.full(3, size * nbytes, np.int64)]),
+    )
+    return made, front
+
+
+def _lists(edges: tuple[Array, Array]) -> list[list[int]]:
+    begins, to = edges
+    return [to[a:b].tolist() for a, b in pairwise(begins)]
 
 
 def _kernel(compiled: Compiled, i: int, op: Any) -> list[Place] | None:

@@ -13,9 +13,10 @@ import numpy as np
 from fompi.backends.numpy import Numpy
 from fompi.engine.communicator import Communicator
 from fompi.engine.native import engine
+from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
 from fompi.runtime.compiled import Compiled, Sized
-from fompi.runtime.lower import table
+from fompi.runtime.lower import CallTable, table
 from fompi.runtime.program import Run
 
 if TYPE_CHECKING:
@@ -40,27 +41,35 @@ def native_call(compiled: Compiled, sized: Sized, comm: Communicator, backend: A
     made = table(compiled, sized, comm.most_nbytes)
     if made is None:
         return None
+    return made_call(library, made, comm, compiled.is_small(sized))
+
+
+def made_call(library: Any, made: CallTable, comm: Communicator, is_small: bool) -> Call:
+    """The call of this table on `comm`. `is_small`: sums run where they are released."""
     from fompi.native._native import Call
 
     lists = *made.on_start, *made.on_done, made.blockers, made.first, made.nbytes
-    is_small, spins = compiled.is_small(sized), comm.engine.spins
-    return Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, is_small, spins)
+    return Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, is_small, comm.engine.spins)
 
 
-def taken_over(call: Call, run: Run, actions: list[Any], is_small: bool) -> None:
+def taken_over(
+    call: Call, run: Run, actions: list[Any], is_small: bool, front: int = 0, beside: Task | None = None
+) -> None:
     """`run` goes on with the call where C has left it. The engine is locked. Raises the error of MPI, if it has failed.
 
     An op has begun if it has a time, and waits for nothing if its counter is zero: those that do neither can start.
+    The first `front` ops are those of an agreement, which is over. `beside` owns their sends.
     """
     MPI, channel = start_mpi(), run.comm.channel
     code = call.error
     blockers, times, requests = call.export()
     run.actions, run.is_small, run.awaited = actions, is_small, True
-    run.blockers = np.frombuffer(blockers, np.int32).tolist()
-    _take_times(run, call, times)
+    run.blockers = np.frombuffer(blockers, np.int32)[front:].tolist()
+    _take_times(run, call, times, front)
     channel.begin(run.stamp, run)
     for handle, op in requests:
-        run.comm.engine.post(MPI.Request.fromhandle(handle), run, op)
+        task = run if op >= front or beside is None else beside
+        run.comm.engine.post(MPI.Request.fromhandle(handle), task, op - front)
     try:
         if code:
             raise MPI.Exception(code)
@@ -80,8 +89,8 @@ def finished_run(call: Call, run: Run, actions: list[Any]) -> Run:
     return run
 
 
-def _take_times(run: Run, call: Call, times: bytes) -> None:
+def _take_times(run: Run, call: Call, times: bytes, front: int = 0) -> None:
     both = np.frombuffer(times, np.float64).tolist()
-    run.begun, run.ended = both[: len(both) // 2], both[len(both) // 2 :]
+    run.begun, run.ended = both[front : len(both) // 2], both[len(both) // 2 + front :]
     run.unfinished = run.ended.count(0.0)
     run.started, run.moved_at = call.started, call.moved_at
