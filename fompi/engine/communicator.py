@@ -139,7 +139,8 @@ class Communicator(Shared):
         self.channel = Channel(self.link, self.engine, name)
         self.channel.counts = self.begun_with
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
-        self.tickets: dict[Any, Any] = {}  # unbound calls that run in C (`fompi.ops.ticket`)
+        self.tickets: dict[Any, Any] = {}  # unbound calls that run in C, by form (`fompi.ops.ticket`)
+        self.seen: dict[int, None] = {}  # the forms of calls that were made once, as hashes
         self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)
         self.machine: Machine | None = None  # the machine of FOMPI_MACHINE, restricted to these ranks
         self.turns: deque[int] = deque()  # stamps of unbound calls that may start the MPI library's collectives

@@ -11,6 +11,7 @@ class Call:
     started: float
     moved_at: float
     unfinished: int
+    disagrees: int
     error: int
     def __init__(
         self,

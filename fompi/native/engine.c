@@ -483,6 +483,7 @@ static PyMemberDef call_members[] = {
     {"started", T_DOUBLE, offsetof(Call, started), READONLY, "when the last call began"},
     {"moved_at", T_DOUBLE, offsetof(Call, moved_at), READONLY, "when it last made progress"},
     {"unfinished", T_INT, offsetof(Call, unfinished), READONLY, "how many ops are not done"},
+    {"disagrees", T_INT, offsetof(Call, disagrees), READONLY, "1 if a CHECK has found a difference"},
     {"error", T_INT, offsetof(Call, error), READONLY, "the error code of MPI, or 0"},
     {NULL, 0, 0, 0, NULL},
 };

@@ -142,6 +142,7 @@ class Pending:
 
     _backend: Any = Numpy()
     _entry: Any = None  # on a device: the token of what the program had enqueued before the call
+    _task: Any  # the agreement, then the run; this drops the agreement. None: C has done both
     _is_unread = False  # True for a Started, until the program asks for the result or whether it is there
 
     def __init__(
@@ -169,7 +170,7 @@ class Pending:
                 self._launch([sum(local.rows) if moves == "all_to_all" else local.rows[0]], runs=local.runs)
                 return
             comm.turns.append(self._stamp)
-            agreement = self._task = self.agreement()
+            self._task = agreement = self.agreement()
             agreement.start()
 
     def _describe(
@@ -184,7 +185,7 @@ class Pending:
         self._handshake: tuple[float, float, int] | None = None  # when it began and ended, and which rank was last
         self._run: Run | None = None
         self._returned_at: float | None = None  # when `start` returned to the program
-        self._task: Any = None  # the agreement, then the run. None: C has done both
+        self._task = None
         self.agreed: Agreement | None = None  # the agreement, once all ranks have agreed
         self.extents: Extents | None = None
 
@@ -267,7 +268,7 @@ class Pending:
             actions = program.resolve(memory, sized.starts, self._backend, comm.link.collective)
         except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
             refusal, actions = refusal or error, program.drain(sized, self._backend, comm.link.collective)
-        run = self._task = self._run = Run(program, comm, self._stamp, self._slot)
+        self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
         if local.out is not None:
             dlpack.mark_written(local.out.owner)
         run.takes_turns = comm.size > 1

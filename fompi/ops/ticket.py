@@ -43,14 +43,17 @@ def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hasha
         return None
     if comm.backend is not None or comm.urgency is not None or native_engine().library is None:
         return None
-    arriving = None if arguments.arriving is None else tuple(arguments.arriving)
-    return local.problem, local.packed, local.shape, local.dim, local.split, local.rows, local.expects, arriving
+    if arguments.counts is not None or arguments.arriving is not None:  # they are others at every call
+        return None
+    where = "new" if local.out is None else "over x" if local.in_place else "out"
+    return local.problem, local.packed, local.shape, local.dim, local.split, local.rows, local.expects, where
 
 
 class Ticket:
     """A call in C of one form on one communicator. `headers`: those to the ranks, from them, and what is expected."""
 
-    def __init__(self, pending: Pending, agreement: Agreement, program: Compiled, sized: Sized):
+    def __init__(self, form: Hashable, pending: Pending, agreement: Agreement, program: Compiled, sized: Sized):
+        self.form = form
         comm, local = pending._comm, pending._local
         self.comm, self.program, self.sized, self.extents = comm, program, sized, pending.extents
         self.schedule, self.generator = program.plan.schedule, SCHEDULES.get(program.plan.schedule)
@@ -134,6 +137,8 @@ class Ticket:
         agreement = pending.agreement()
         pending._task = agreement
         comm.turns.append(pending._stamp)
+        if self.call.disagrees:  # as where rows change at every call
+            comm.tickets[self.form] = False
         code, (_, _, requests) = self.call.error, self.call.export()
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
         agreement.go_on(headers[1], [(handle, peers[op] if op < len(peers) else -1) for handle, op in requests], code)
@@ -141,16 +146,22 @@ class Ticket:
 
 def remember(pending: Pending, form: Hashable) -> None:
     """Note a call that is finished. At the second one of its form it gets a ticket, if C can carry it out."""
-    tickets = pending._comm.tickets
-    if form not in tickets:
-        while len(tickets) >= MOST_TICKETS:
-            del tickets[next(iter(tickets))]
-        tickets[form] = None
-    elif tickets[form] is None:
-        tickets[form] = _ticket_of(pending) or False
+    tickets, seen = pending._comm.tickets, pending._comm.seen
+    number = hash(form)
+    if number not in seen:
+        _make_room(seen)
+        seen[number] = None
+    else:
+        _make_room(tickets)
+        tickets[form] = _ticket_of(pending, form) or False
 
 
-def _ticket_of(pending: Pending) -> Ticket | None:
+def _make_room(entries: dict[Any, Any]) -> None:
+    while len(entries) >= MOST_TICKETS:
+        del entries[next(iter(entries))]
+
+
+def _ticket_of(pending: Pending, form: Hashable) -> Ticket | None:
     """The ticket of a finished call. None: C does not know some op of its plan, or its agreement had two rounds."""
     agreement, run, extents = pending.agreed, pending._run, pending.extents
     if agreement is None or run is None or extents is None or not agreement.has_one_round:
@@ -161,4 +172,4 @@ def _ticket_of(pending: Pending) -> Ticket | None:
         return None
     if table(program, sized, pending._comm.most_nbytes) is None:
         return None
-    return Ticket(pending, agreement, program, sized)
+    return Ticket(form, pending, agreement, program, sized)
