@@ -422,6 +422,9 @@ class Messenger(Operation[Any]):
     def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         return self._begin(arguments, comm, call_options)
 
+    def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
+        return self._begin(arguments, comm, call_options).wait()
+
     def _begin(self, arguments: Arguments, comm: Any, *how: Any) -> Any:
         refusal = None
         if dlpack.requires_grad(arguments.x):

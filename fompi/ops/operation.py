@@ -74,13 +74,13 @@ class Operation(Generic[P]):
         arguments, comm, call_options = self.read(args, options)
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
-        return self._begin(arguments, comm, call_options, waits=True)
+        return self._finished(arguments, comm, call_options)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
-        return self._begin(arguments, comm, call_options, waits=True)
+        return self._finished(arguments, comm, call_options)
 
     def start(self, *args: P.args, **options: P.kwargs) -> Pending:
         """Start the operation and return at once. It progresses while the program does other work.
@@ -188,6 +188,10 @@ class Operation(Generic[P]):
             return Pending.result_of(self.name, arguments, local, communicator)
         pending = kind(self.name, arguments, local, communicator, schedule, slices)
         return pending.wait() if waits else pending
+
+    def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
+        """The result of the call."""
+        return self._begin(arguments, comm, call_options, waits=True)
 
     def is_differentiable(self, arguments: Arguments) -> bool:
         """True if this call must be a node of autograd."""
