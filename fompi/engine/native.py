@@ -27,7 +27,7 @@ class NativeSupport(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return "C (bound calls), Python for the rest" if self.library is not None else f"Python: {self.why}"
+        return "C, and Python where C does not go on" if self.library is not None else f"Python: {self.why}"
 
 
 @cache

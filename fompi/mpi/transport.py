@@ -239,6 +239,7 @@ def gather_at_exit(data: bytes, rank: int, seconds: float) -> dict[int, bytes]:
     return gathered
 
 
+@cache
 def load_mpi() -> ModuleType:
     """The module `mpi4py.MPI`, without starting MPI at import. The launcher is checked before MPI starts."""
     try:

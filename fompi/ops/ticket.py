@@ -71,6 +71,8 @@ class Ticket:
             b for b in program.program.buffers
             if b.role == "scratch" or (b.role == "output" and local.in_place)
         ]  # fmt: skip
+        kept = {buffer.name for buffer in self._keeps}
+        self._given = [(at, name) for at, name in enumerate(self.names) if name not in kept]  # memory of each call
         self._renew()
 
     def _renew(self) -> None:
@@ -106,9 +108,8 @@ class Ticket:
             stamp, slot = pending._stamp, pending._slot = comm.next_call()
             comm.note_start(pending._name, stamp)
             self._headers[:, :, 0] = stamp
-            for at, name in enumerate(self.names):
-                if name not in self.kept:
-                    self.bases[at] = address_of(arrays[name])
+            for at, name in self._given:
+                self.bases[at] = address_of(arrays[name])
             self.call.place(self.bases)
             if local.out is not None:
                 dlpack.mark_written(local.out.owner)

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def test_c_is_there():
-    assert str(engine()) == "C (bound calls), Python for the rest"
+    assert str(engine()) == "C, and Python where C does not go on"
 
 
 def bound(world, problem, schedule, slices, seed):
