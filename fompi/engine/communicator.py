@@ -384,6 +384,7 @@ class Communicator(Shared):
             self.channel.close()
             with self.engine.lock:
                 self.plans.clear()
+                self.tickets.clear()
             devices = [paths.device for paths in self._paths.values()]
             self._paths.clear()
             with self.engine.lock:
