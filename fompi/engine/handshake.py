@@ -134,6 +134,7 @@ class Agreement(Task):
     _round = HANDSHAKE
     _missing = 0  # messages of this round that have not arrived
     _inbox: Any = bytearray()
+    _held: Any = None  # the memory of headers that C has sent
     _arrived: set[int] = set()  # noqa: RUF012
 
     def __init__(
@@ -198,7 +199,7 @@ class Agreement(Task):
         comm, MPI = self.comm, start_mpi()
         self.moved_at = self.begun = perf_counter()
         comm.channel.begin(self.stamp, self)
-        self._inbox = memoryview(inbox).cast("B")
+        self._inbox, self._held = memoryview(inbox).cast("B"), inbox
         awaited = {peer for _, peer in requests if peer >= 0}
         self._arrived, self._missing = {*range(comm.size)} - awaited, len(awaited)
         for handle, peer in requests:
