@@ -53,6 +53,8 @@ def install() -> None:
         elif size == 1 or (not (_is_of_all_ranks(error) and rank) and _is_first_here(error)):
             show(error, before, rank, size)
             sleep(DEFER_SECONDS * (size > 1))  # until then, the others of this host keep silent
+        else:
+            sleep(DEFER_SECONDS)  # a launcher that sees this rank end may end the one that speaks
 
     uncaught.before = before  # type: ignore[attr-defined]
     sys.excepthook = uncaught
