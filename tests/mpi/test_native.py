@@ -10,6 +10,7 @@ import calls
 import catalogue
 import numpy as np
 import pytest
+from cut_short import CutShort
 
 import fompi
 from fompi.engine.native import engine
@@ -45,23 +46,6 @@ def forget(step):
     """Overwrite what the last call has written."""
     for array, _, _ in step._outputs:
         array.view(np.uint8)[...] = 0xAB
-
-
-class CutShort:
-    """A call in C that does so many rounds of each call. Then Python goes on."""
-
-    def __init__(self, call, rounds):
-        self.call, self.rounds = call, rounds
-
-    def run(self, tag, *_):
-        state = self.call.run(tag, 0.0, 1.0)
-        for _ in range(self.rounds()):
-            if state != 0 and not self.call.error:
-                state = self.call.drive(0.0, 1.0)
-        return state
-
-    def __getattr__(self, name):
-        return getattr(self.call, name)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int32", "complex128"])

@@ -11,6 +11,7 @@ import catalogue
 import numpy as np
 import pytest
 import torch
+from cut_short import CutShort
 
 import fompi
 from fompi.ops.ticket import Ticket
@@ -19,23 +20,6 @@ pytestmark = [
     pytest.mark.ranks(mpich=[2, 3], openmpi=[2, 4]),
     pytest.mark.skipif(os.environ.get("FOMPI_ENGINE") == "python", reason="calls run in Python"),
 ]
-
-
-class CutShort:
-    """A call in C that does so many rounds of each call. Then Python goes on."""
-
-    def __init__(self, call, rounds):
-        self.call, self.rounds = call, rounds
-
-    def run(self, tag, *_):
-        state = self.call.run(tag, 0.0, 1.0)
-        for _ in range(self.rounds()):
-            if state == 1:
-                state = self.call.drive(0.0, 1.0)
-        return state
-
-    def __getattr__(self, name):
-        return getattr(self.call, name)
 
 
 def tickets(comm):
