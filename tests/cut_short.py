@@ -1,8 +1,8 @@
-"""A call in C that Python takes over after some rounds, as if it had made no progress."""
+"""A call in C that Python takes over after some rounds, as if it could not end well."""
 
 from __future__ import annotations
 
-GOES_ON = 1
+GOES_ON, STALLED = 1, 2
 
 
 class CutShort:
@@ -17,6 +17,10 @@ class CutShort:
             if state == GOES_ON:
                 state = self.call.drive(0.0, 1.0)
         return state
+
+    @property
+    def state(self):
+        return STALLED if self.call.state == GOES_ON else self.call.state
 
     def __getattr__(self, name):
         return getattr(self.call, name)

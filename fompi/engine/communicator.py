@@ -140,6 +140,7 @@ class Communicator(Shared):
         self.channel.counts = self.begun_with
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.tickets: dict[Any, Any] = {}  # unbound calls that run in C, by form (`fompi.ops.ticket`)
+        self.fronts: dict[Any, Any] = {}  # the same, by their arguments (`fompi.ops.front`)
         self.seen: dict[int, None] = {}  # the forms of calls that were made once, as hashes
         self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)
         self.machine: Machine | None = None  # the machine of FOMPI_MACHINE, restricted to these ranks
@@ -385,6 +386,7 @@ class Communicator(Shared):
             with self.engine.lock:
                 self.plans.clear()
                 self.tickets.clear()
+                self.fronts.clear()
             devices = [paths.device for paths in self._paths.values()]
             self._paths.clear()
             with self.engine.lock:

@@ -108,7 +108,12 @@ class Engine(InFlight):
     def needs_no_poll(self) -> bool:
         """True if a poll can move nothing: only kernels are in flight, and a thread runs them."""
         ready = self._ready and not self.has_kernel_thread
-        return not (self._requests or self._launched or ready or self.watched)
+        return not (self._requests or self._in_c or self._launched or ready or self.watched)
+
+    @property
+    def is_all_in_c(self) -> bool:
+        """True if Python drives nothing of what is in flight."""
+        return not (self._requests or self._ready or self._launched)
 
     @property
     def has_kernel_thread(self) -> bool:
@@ -299,6 +304,8 @@ class Engine(InFlight):
         silent = perf_counter() - max(task.moved_at, begun)
         if silent > STALLED_SECONDS:
             task.stalled()
+            if task.finished:  # C has given it back: another task goes on with the call
+                return
         if (channel.departed or channel.stopped) and silent > DEPARTED_SECONDS:
             awaited = task.waits_for()
             absent = channel.absent_peer(task.awaits_start, awaited)

@@ -1,4 +1,4 @@
-"""Agreement before data moves: each rank sends 32 bytes to every other rank that say what it calls, with how many rows.
+"""Agreement before data moves: each rank sends 40 bytes to every other rank that say what it calls, with how many rows.
 
 If the ranks disagree, or if one refuses its own arguments, the call ends with a typed error on all ranks. No data has
 moved then. Every rank sends its own message, so it is known which ranks are missing.
@@ -20,7 +20,11 @@ from fompi.mpi.link import Link
 from fompi.mpi.transport import start_mpi
 from fompi.plans.plan import MESSAGE_BITS
 
-_HEADER = struct.Struct("<qqqq")  # call number, digest, signature + hint + rows for the peer, expected rows (or -1)
+_HEADER = struct.Struct("<5q")
+"""Call number, digest, signature + hint + rows for the peer, expected rows (or -1), a hash of all rows.
+
+The last one says whether two calls have the same rows for every rank. Only calls in C look at it.
+"""
 
 HEADER_NBYTES = _HEADER.size
 
@@ -134,6 +138,7 @@ class Agreement(Task):
     _round = HANDSHAKE
     _missing = 0  # messages of this round that have not arrived
     _inbox: Any = bytearray()
+    _first_inbox: Any = None  # that of the first round, once there was another one
     _held: Any = None  # the memory of headers that C has sent
     _arrived: set[int] = set()  # noqa: RUF012
 
@@ -178,17 +183,13 @@ class Agreement(Task):
         if self.refusal is not None:
             own_digest = REFUSED if getattr(self.refusal, "world_origin", None) is None else ENDED
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
-        return [pack(stamp, own_digest, rows | hint, expects) for rows in self.outgoing]
-
-    @property
-    def has_one_round(self) -> bool:
-        """True for a finished agreement that the headers have decided."""
-        return self._round == HANDSHAKE
+        whole = hash((expects, *self.outgoing, *(self.arriving or ())))  # of integers: alike on all ranks
+        return [pack(stamp, own_digest, rows | hint, expects, whole) for rows in self.outgoing]
 
     @property
     def headers_in(self) -> Any:
-        """The headers of all ranks, in rank order, if it had one round."""
-        return self._inbox
+        """The headers of the first round, of all ranks, in rank order."""
+        return self._inbox if self._first_inbox is None else self._first_inbox
 
     def go_on(self, inbox: Any, requests: Sequence[tuple[int, int]], code: int) -> None:
         """Go on where C has left it. Called with the engine's lock held. A `code` that is not 0 is an error of MPI.
@@ -257,8 +258,8 @@ class Agreement(Task):
         size = self.comm.size
         if self.runs and self._round == CONFIRMATION:
             self._inbox = self._take_runs()
-        fields = struct.unpack(f"<{4 * size}q", self._inbox)
-        stamps, digests, rows, expected = fields[::4], fields[1::4], fields[2::4], fields[3::4]
+        fields = struct.unpack(f"<{5 * size}q", self._inbox)
+        stamps, digests, rows, expected = fields[::5], fields[1::5], fields[2::5], fields[3::5]
         if digests[0] >= 0 and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
                 if self.hint or max(rows) >> _ROWS_BITS:
@@ -267,6 +268,7 @@ class Agreement(Task):
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
                 if (max(expected) >= 0 and self._check_expected(expected)) or self.runs:
+                    self._first_inbox = self._inbox
                     self._exchange_headers(CONFIRMATION)
                     return
             self._finish()

@@ -24,6 +24,9 @@ MOST_PARTS = 64
 CONTROL_POLLS = 64
 """Control messages are rare, so they are received only at every 64th poll."""
 
+GOES_ON, SOME_HAVE_ENDED = 1, 2
+"""What a call in C, and a poll of all calls in C, say (`enum`s of engine.c)."""
+
 BLAME_SECONDS = 1.0
 """So long a thread that finds a failed device waits for the engine, to learn which operation was the reason."""
 
@@ -40,6 +43,8 @@ class InFlight:
         self.watched: list[Watch] = []
         self._requests: list[Any] = []
         self._owners: list[tuple[Task, int]] = []  # for each request: its task and its key
+        self._in_c: list[Any] = []  # calls that C carries out (`fompi.runtime.native_run.InC`)
+        self._library: Any = None  # which polls them
         self._ready: list[Task] = []  # tasks with kernels that can run
         self._launched: dict[
             Any, deque[tuple[Token, Task, int]]
@@ -126,6 +131,15 @@ class InFlight:
             launched = (task for queue in self._launched.values() for _, task, _ in queue)
             return next((task for task in launched if task.is_enqueued), None)
 
+    def in_c(self, task: Any, library: Any) -> None:
+        """Call `task.ended()` once C has ended its call, well or not."""
+        self._in_c.append(task)
+        self._library = library
+
+    def not_in_c(self, task: Any) -> None:
+        """Python goes on with this call."""
+        self._in_c.remove(task)
+
     def kernels_ready(self, task: Task) -> None:
         """`task` has kernels that can run: `task.take` hands them out."""
         if task not in self._ready:
@@ -138,7 +152,7 @@ class InFlight:
     @property
     def idle(self) -> bool:
         """True if nothing is in flight."""
-        return not (self._requests or self._ready or self._launched or self.watched)
+        return not (self._requests or self._in_c or self._ready or self._launched or self.watched)
 
     def poll(self) -> bool:
         """Test all requests, and call `completed` for those that are done. False: none was done."""
@@ -148,6 +162,8 @@ class InFlight:
         moved = self.polls % CONTROL_POLLS == 0 and self.receive_control()
         if self._launched:
             moved |= self._finish_launched()
+        if self._in_c:
+            moved |= self._poll_c()
         requests, owners = self._requests, self._owners
         if not requests:
             return moved
@@ -168,6 +184,17 @@ class InFlight:
                 requests[i], owners[i] = last, owner
         self._complete(completed)
         return True
+
+    def _poll_c(self) -> bool:
+        """One round of each call in C."""
+        moved = self._library.poll()
+        if moved == SOME_HAVE_ENDED:
+            for task in [task for task in self._in_c if task.call.state != GOES_ON]:
+                try:
+                    task.ended()
+                except Exception as error:
+                    task.broke(error)
+        return bool(moved)
 
     def _finish_launched(self) -> bool:
         """Poll the oldest kernel of each queue: a queue runs in order."""

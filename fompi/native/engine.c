@@ -3,6 +3,9 @@
  * docs/inside/native.md names the Python line that each rule here equals. Everything else is Python's: at any point
  * `export` gives the counters, times and requests of a call, and `fompi.runtime.native_run` goes on from there.
  *
+ * A call that `run` does not finish is in flight: `Library.poll`, and each `run` and `drive` of another call, go on with
+ * it. Who calls any of these functions holds the engine's lock of Python.
+ *
  * There is no mpi.h. Functions of MPI are addresses, handles are `intptr_t` (an int of MPICH, a pointer of Open MPI), a
  * request has `request_nbytes` bytes, and a status is memory of STATUS_NBYTES that nobody reads.
  */
@@ -23,9 +26,11 @@
 
 enum { SEND, RECV, KERNEL, CHECK };       /* kinds of ops; a CHECK goes on if two chunks are equal */
 enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4 }; /* Issend; tested at once; `number` is the tag itself */
-enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES }; /* what a drive returns */
+enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES }; /* the state of a call */
+enum { NOTHING, MOVED, ENDED }; /* what `Library.poll` returns */
 
 typedef intptr_t Handle;
+typedef struct Call Call;
 
 typedef struct { /* the dtype `OP` of fompi.runtime.lower */
     int32_t kind, kernel, flags, peer, number, divisor; /* flags of a kernel: its operands that are float32 */
@@ -44,11 +49,15 @@ typedef struct {
     int (*testsome)(int, void *, int *, int *, void *);
     Handle byte;
     Py_ssize_t request_nbytes;
+    Call *in_flight; /* the calls in flight, in the order in which they began */
+    int has_ended;   /* some of them have ended, and `Library.poll` has not told */
 } Library;
 
-typedef struct {
+struct Call {
     PyObject_HEAD
     Library *library;
+    Call *next, *previous; /* in flight */
+    int is_in_flight;
     int32_t n_ops, n_first, n_messages, n_buffers, is_small, spins;
     Op *ops;
     int32_t *start_at, *start_to, *done_at, *done_to; /* op i frees start_to[start_at[i] .. start_at[i + 1]] at its start */
@@ -62,7 +71,7 @@ typedef struct {
     char *requests, *statuses;
     double *begun, *ended, started, moved_at;
     int error, disagrees;
-} Call;
+};
 
 static double now(void) {
     struct timespec t;
@@ -201,25 +210,72 @@ static int progress(Call *c) {
     return moved;
 }
 
-/* Drives the call for `seconds`, or until it has made no progress for `stall` seconds. 0 seconds: one round. */
+static int state_of(const Call *c) {
+    return c->error ? FAILED : c->disagrees ? DISAGREES : c->unfinished ? GOES_ON : FINISHED;
+}
+
+static void depart(Call *c) { /* it is in flight from now on */
+    Call **last = &c->library->in_flight;
+    c->next = c->previous = NULL;
+    for (; *last; last = &(*last)->next) c->previous = *last;
+    *last = c;
+    c->is_in_flight = 1;
+}
+
+static void land(Call *c) {
+    if (!c->is_in_flight) return;
+    if (c->next) c->next->previous = c->previous;
+    if (c->previous) c->previous->next = c->next;
+    else c->library->in_flight = c->next;
+    c->is_in_flight = 0;
+}
+
+/* One round of each call in flight but `except`. */
+static int go_round(Library *mpi, const Call *except) {
+    int moved = 0;
+    for (Call *c = mpi->in_flight, *next; c; c = next) {
+        next = c->next;
+        if (c == except) continue;
+        moved |= progress(c);
+        if (state_of(c) == GOES_ON) continue;
+        land(c);
+        mpi->has_ended = 1;
+    }
+    return moved;
+}
+
+/* Drives the call for `seconds`, or until it has made no progress for `stall` seconds. 0 seconds: one round.
+ *
+ * Other calls in flight go on meanwhile. If the call has not ended, it is in flight.
+ */
 static int drive(Call *c, double seconds, double stall) {
-    double from = now();
+    double from = now(), t;
     long idle = 0;
-    while (c->unfinished && !c->error && !c->disagrees) {
+    int state;
+    while ((state = state_of(c)) == GOES_ON) {
         if (progress(c)) {
             idle = 0;
-            if (c->unfinished && !c->error && !c->disagrees && now() - from >= seconds) return GOES_ON;
-            continue;
+            if (seconds > 0 && now() - from < seconds) continue;
+            state = state_of(c);
+            break;
         }
-        if (c->error || c->disagrees) break;
-        if (seconds <= 0) return GOES_ON;
+        if ((state = state_of(c)) != GOES_ON || seconds <= 0) break;
+        if (c->library->in_flight) go_round(c->library, c);
         if (++idle <= c->spins) continue;
         sched_yield();
-        double silent_from = c->moved_at > from ? c->moved_at : from, t = now();
-        if (t - silent_from > stall) return STALLED;
-        if (t - from >= seconds) return GOES_ON;
+        t = now();
+        if (t - (c->moved_at > from ? c->moved_at : from) > stall) {
+            state = STALLED;
+            break;
+        }
+        if (t - from >= seconds) break;
     }
-    return c->error ? FAILED : c->disagrees ? DISAGREES : FINISHED;
+    if (state == GOES_ON || state == STALLED) {
+        if (!c->is_in_flight) depart(c);
+    } else {
+        land(c);
+    }
+    return state;
 }
 
 /* ------------------------------------------------------------------------------------------------ Library */
@@ -254,9 +310,27 @@ static void plain_free(PyObject *self) {
     Py_DECREF(type);
 }
 
+static PyObject *library_poll(PyObject *self, PyObject *none) {
+    Library *mpi = (Library *)self;
+    int moved;
+    (void)none;
+    Py_BEGIN_ALLOW_THREADS
+    moved = go_round(mpi, NULL) ? MOVED : NOTHING;
+    Py_END_ALLOW_THREADS
+    if (mpi->has_ended) moved = ENDED;
+    mpi->has_ended = 0;
+    return PyLong_FromLong(moved);
+}
+
+static PyMethodDef library_methods[] = {
+    {"poll", library_poll, METH_NOARGS,
+     "One round of each call in flight. 0: nothing has moved; 2: some call has ended (`Call.state`)."},
+    {NULL, NULL, 0, NULL},
+};
 static PyType_Slot library_slots[] = {
     {Py_tp_new, library_new},
     {Py_tp_dealloc, plain_free},
+    {Py_tp_methods, library_methods},
     {Py_tp_doc, "The functions of an MPI library by address, its MPI_BYTE, and the size of a request."},
     {0, NULL},
 };
@@ -327,6 +401,7 @@ static const char *fault(const Call *c, int32_t n_start, int32_t n_start_to, int
 
 static void call_free(PyObject *object) {
     Call *c = (Call *)object;
+    if (c->library) land(c);
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
                    c->bases, c->blockers, c->queue, c->ready, c->owners, c->indices, c->finished, c->requests,
                    c->statuses, c->begun};
@@ -420,7 +495,7 @@ static PyObject *call_run(PyObject *self, PyObject *args) {
     double seconds, stall;
     int tag;
     if (!PyArg_ParseTuple(args, "idd", &tag, &seconds, &stall) || refuse_if_driven(c)) return NULL;
-    if (c->unfinished) {
+    if (c->is_in_flight || c->unfinished) {
         PyErr_SetString(PyExc_RuntimeError, "the last call is not finished");
         return NULL;
     }
@@ -440,6 +515,22 @@ static PyObject *call_drive(PyObject *self, PyObject *args) {
     double seconds, stall;
     if (!PyArg_ParseTuple(args, "dd", &seconds, &stall) || refuse_if_driven(c)) return NULL;
     return driven(c, seconds, stall);
+}
+
+static PyObject *call_has_ended(PyObject *self, PyObject *number) {
+    Call *c = (Call *)self;
+    long i = PyLong_AsLong(number);
+    if (i == -1 && PyErr_Occurred()) return NULL;
+    if (i < 0 || i >= c->n_ops) {
+        PyErr_SetString(PyExc_IndexError, "there is no such op");
+        return NULL;
+    }
+    return PyBool_FromLong(c->ended[i] != 0.0);
+}
+
+static PyObject *call_state(PyObject *self, void *none) {
+    (void)none;
+    return PyLong_FromLong(state_of((Call *)self));
 }
 
 static PyObject *call_times(PyObject *self, PyObject *none) {
@@ -466,6 +557,7 @@ static PyObject *call_export(PyObject *self, PyObject *none) {
             return NULL;
         }
     }
+    land(c);
     c->n_pending = c->unfinished = 0;
     return Py_BuildValue("y#NN", (char *)c->blockers, (Py_ssize_t)((size_t)c->n_ops * sizeof(int32_t)),
                          call_times(self, NULL), requests);
@@ -473,7 +565,8 @@ static PyObject *call_export(PyObject *self, PyObject *none) {
 
 static PyMethodDef call_methods[] = {
     {"place", call_place, METH_O, "place(addresses): where the buffers are, 64 bits each."},
-    {"run", call_run, METH_VARARGS, "run(tag, seconds, stall): begin a call, and drive it."},
+    {"run", call_run, METH_VARARGS, "run(tag, seconds, stall): begin a call, and drive it. If it has not ended then, it is in flight."},
+    {"has_ended", call_has_ended, METH_O, "has_ended(op): True once this op is done."},
     {"drive", call_drive, METH_VARARGS, "drive(seconds, stall): go on with the call. 0 seconds: one round."},
     {"times", call_times, METH_NOARGS, "When each op began, then when each op ended, as doubles of perf_counter."},
     {"export", call_export, METH_NOARGS, "(blockers, times, [(request, op)]): C goes on with this call no more."},
@@ -487,11 +580,16 @@ static PyMemberDef call_members[] = {
     {"error", T_INT, offsetof(Call, error), READONLY, "the error code of MPI, or 0"},
     {NULL, 0, 0, 0, NULL},
 };
+static PyGetSetDef call_getset[] = {
+    {"state", call_state, NULL, "0: finished; 1: it goes on; 3: MPI has failed; 4: a CHECK has found a difference", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 static PyType_Slot call_slots[] = {
     {Py_tp_new, call_new},
     {Py_tp_dealloc, call_free},
     {Py_tp_methods, call_methods},
     {Py_tp_members, call_members},
+    {Py_tp_getset, call_getset},
     {Py_tp_doc, "A plan of one rank as a table of ops: Call(library, ops, start_at, start_to, done_at, done_to, blockers, "
                 "first, nbytes of the buffers, communicator, is_small, spins)."},
     {0, NULL},

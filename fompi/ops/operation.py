@@ -20,6 +20,7 @@ from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.arguments import Arguments, localise
+from fompi.ops.front import REFUSED, front_of, known_call
 from fompi.ops.pending import Pending, Started, program_of
 from fompi.plans.meaning import VARIANTS
 from fompi.schedules.registry import as_slices
@@ -71,10 +72,24 @@ class Operation(Generic[P]):
         if "torch._dynamo" in sys.modules and is_compiling():
             DOORS.prepare()
             return DOORS.traced(self, args, options)
+        call, comm = known_call(self.name, args, options), options.get("comm")
+        if call is not None and (comm is None or type(comm) is Communicator):
+            front = front_of(Communicator.of(None) if comm is None else comm, call)
+            if front is not None:
+                result = front.run(call, lambda: self.described(*self.read(args, {**options})[:2]))
+                if result is not REFUSED:
+                    return result
         arguments, comm, call_options = self.read(args, options)
+        arguments.key = None if call is None else call.key
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
         return self._finished(arguments, comm, call_options)
+
+    def described(self, arguments: Arguments, comm: Any) -> Pending:
+        """A call that has not begun, with arguments that were right before."""
+        communicator = Communicator.of(comm)
+        local = localise(self.name, arguments, communicator.rank, communicator.size)
+        return Pending.described(self.name, arguments, local, communicator)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
@@ -184,8 +199,9 @@ class Operation(Generic[P]):
         nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = DOORS.measure(self, arguments, local, communicator)
-        if waits and call_options is _DEFAULTS:
-            return Pending.result_of(self.name, arguments, local, communicator)
+        if call_options is _DEFAULTS:
+            begin = kind.result_of if waits else kind.begun
+            return begin(self.name, arguments, local, communicator)
         pending = kind(self.name, arguments, local, communicator, schedule, slices)
         return pending.wait() if waits else pending
 

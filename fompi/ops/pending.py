@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 from time import perf_counter
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,7 +33,8 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
-from fompi.ops.ticket import form_of, remember
+from fompi.ops.front import take_front
+from fompi.ops.ticket import DONE, Ticket, form_of, remember
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
@@ -43,6 +43,7 @@ from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
 from fompi.runtime import needs
 from fompi.runtime.compiled import Compiled
+from fompi.runtime.native_run import InC, Times, drive_in_c, finished_run
 from fompi.runtime.program import Run, enter
 from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
 from fompi.tensors import dlpack
@@ -59,8 +60,6 @@ VERIFIED_RANKS = 8
 
 Plans for more ranks are only verified by the tests, except those of schedules that a user has registered.
 """
-
-NOTHING_KEPT: Mapping[str, Array] = MappingProxyType({})
 
 _COPYING = Lock()
 """Held while a result is copied over x. Of several threads that wait for one call, all return after the copy."""
@@ -142,7 +141,11 @@ class Pending:
 
     _backend: Any = Numpy()
     _entry: Any = None  # on a device: the token of what the program had enqueued before the call
-    _task: Any  # the agreement, then the run; this drops the agreement. None: C has done both
+    _task: Any  # the agreement, then the run; this drops the agreement. Before them a call in C, or instead of them
+    _ticket: Ticket | None = None  # by which C has begun it
+    _times: Times | None = None  # when its ops ran in C
+    _has_memory = False  # True: it goes on in the memory with which C has begun it
+    _form: Hashable = None  # under which it is remembered once it is finished
     _is_unread = False  # True for a Started, until the program asks for the result or whether it is there
 
     def __init__(
@@ -195,15 +198,36 @@ class Pending:
         form = form_of(comm, local, arguments)
         ticket = None if form is None else comm.tickets.get(form)
         if ticket:
-            pending = cls.__new__(cls)
-            pending._describe(name, arguments, local, comm, "auto", None)
-            if ticket.run(pending):
-                return pending._results(ticket.program) if pending._task is None else pending.wait()
+            pending = cls.described(name, arguments, local, comm)
+            if ticket.run(pending, waits=True):
+                if arguments.key is not None:
+                    take_front(ticket, pending)
+                return pending._results(ticket.program) if pending._task is DONE else pending.wait()
         pending = cls(name, arguments, local, comm, "auto", None)
-        result = pending.wait()
-        if form is not None and ticket is None:
-            remember(pending, form)
-        return result
+        pending._form = form if ticket is None else None
+        return pending.wait()
+
+    @classmethod
+    def begun(cls, name: str, arguments: Arguments, local: LocalCall, comm: Communicator) -> Self:
+        """A call with the default options, in flight."""
+        form = form_of(comm, local, arguments)
+        ticket = None if form is None else comm.tickets.get(form)
+        if ticket:
+            pending = cls.described(name, arguments, local, comm)
+            if ticket.run(pending, waits=False):
+                if arguments.key is not None:
+                    take_front(ticket, pending)
+                return pending
+        pending = cls(name, arguments, local, comm, "auto", None)
+        pending._form = form if ticket is None else None
+        return pending
+
+    @classmethod
+    def described(cls, name: str, arguments: Arguments, local: LocalCall, comm: Communicator) -> Self:
+        """A call with the default options that has not begun."""
+        pending = cls.__new__(cls)
+        pending._describe(name, arguments, local, comm, "auto", None)
+        return pending
 
     def agreement(self) -> Agreement:
         """The agreement of this call, which has its number already."""
@@ -302,16 +326,15 @@ class Pending:
             return Compiled(_plan_of(self._comm, self._local, *how), self._comm.rank, name), error
 
     def memory(
-        self, program: Compiled, shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, Array] = NOTHING_KEPT
+        self, program: Compiled, shapes: Mapping[str, tuple[int, ...]], kept: Container[str] = ()
     ) -> dict[str, Array]:
-        """Every buffer of the program as an array: the caller's memory, `kept` memory, or memory of the arena."""
+        """Every buffer of the program but `kept` ones as an array: the caller's memory, or memory of the arena."""
         local, arena = self._local, self._comm.engine.arena
         out = None if local.in_place else local.out
-        arrays, aligned = (
-            {**local.arrays, **kept},
-            local.like.framework == "jax",
-        )  # JAX copies memory that is not aligned
+        arrays, aligned = {**local.arrays}, local.like.framework == "jax"  # JAX copies memory that is not aligned
         for buffer in program.program.buffers:
+            if buffer.name in kept:
+                continue
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
             if given is None and buffer.role == "output" and out is not None and buffer.name in ("y", "g"):
@@ -359,9 +382,12 @@ class Pending:
         engine, channel = self._comm.engine, self._comm.channel
         self._is_unread = False
         end = None if timeout is None else perf_counter() + timeout
-        for _ in ("agreement", "run"):
+        task = None
+        drive_in_c(self._task)
+        while task is not self._task:  # in C, then the agreement, then the run
+            task = self._task
             seconds = None if end is None else max(0.0, end - perf_counter())
-            if not engine.wait(self._task, channel, seconds):
+            if not engine.wait(task, channel, seconds):
                 raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
         return self.result
 
@@ -385,31 +411,44 @@ class Pending:
         engine, channel = comm.engine, comm.channel
         self._is_unread = False
         end = None if timeout is None else perf_counter() + timeout
-        for _ in ("agreement", "run"):
+        task = None
+        while task is not self._task:
+            task = self._task
             seconds = None if end is None else max(0.0, end - perf_counter())
-            if not engine.wait(self._task, channel, seconds, until=self._has_come(rank)):
+            if not engine.wait(task, channel, seconds, until=self._has_come(rank)):
                 raise WaitTimeout(f"the rows of rank {rank} in fompi.{self._name} are not here after {timeout:g} s")
-        run = self._run
-        if run is None or run.finished or run.error is not None:
+        if task.finished or task.error is not None:
             array = dlpack.borrow(self.result, "the result").array
         else:
             array = dlpack.rows_at(self._outputs["y"], local.dim, local.split)
-        assert run is not None
         assert self.extents is not None
         rows = self.extents.by_peer("recv") or self.extents.rows
         rows = tuple(map(sum, rows)) if local.problem.experts else rows
         first = sum(rows[:rank])
         where = (slice(None),) * local.dim + (slice(first, first + rows[rank]),)
-        return dlpack.lend(array[where], run.compiled.buffers["y"].dtype, local.like)
+        return dlpack.lend(array[where], self._compiled.buffers["y"].dtype, local.like)
 
     def _has_come(self, rank: int) -> Callable[[], bool] | None:
         """Whether the rows of `rank` are in the result. None: only the end of the call tells."""
-        run, local = self._run, self._local
-        if run is None or local.device is not None or len(run.compiled.outputs) != 1:
+        run, local, ticket = self._run, self._local, self._ticket
+        if (run is None and ticket is None) or local.device is not None or len(self._compiled.outputs) != 1:
             return None
-        parts, last = run.compiled.plan.parts, run.compiled.last_writers("y")
-        ended, writers = run.ended, {last[block] for block in range(rank * parts, (rank + 1) * parts) if block in last}
-        return lambda: all(ended[i] for i in writers)
+        parts, last = self._compiled.plan.parts, self._compiled.last_writers("y")
+        writers = {last[block] for block in range(rank * parts, (rank + 1) * parts) if block in last}
+        if run is not None:
+            return lambda: all(run.ended[i] for i in writers)
+        task = self._task
+        if ticket is None or not isinstance(task, InC):
+            return None
+        return lambda: all(task.has_ended(ticket.front + i) for i in writers)
+
+    @property
+    def _compiled(self) -> Compiled:
+        """The program of a call whose ranks have agreed."""
+        if self._run is not None:
+            return self._run.compiled
+        assert self._ticket is not None
+        return self._ticket.program
 
     @property
     def result(self) -> Any:
@@ -420,10 +459,12 @@ class Pending:
         if not task.finished:
             raise StateError(f"fompi.{self._name} is in flight: call wait() or done() first")
         run = self._run
-        assert run is not None
-        if run.is_enqueued:
+        if run is not None and run.is_enqueued:
             self._backend.leave(run.in_flight())
-        return self._results(run.compiled)
+        form, self._form = self._form, None
+        if form is not None:
+            remember(self, form)
+        return self._results(self._compiled)
 
     def _results(self, program: Compiled) -> Any:
         """The results in their memory, in the form that the operation gives them."""
@@ -460,10 +501,20 @@ class Pending:
     @property
     def trace(self) -> Trace:
         """The Trace of a finished operation on this rank. On a device it waits for the kernels."""
+        if self._run is None and self._times is not None:
+            self._traced_in_c(self._times)
         if self._run is None or not self._run.finished:
             raise StateError(f"fompi.{self._name} is not finished: there is no trace yet")
         self._run.settle()
         return self._traced(self._run)
+
+    def _traced_in_c(self, times: Times) -> None:
+        """Take over what C has noted of this finished call."""
+        self._run = finished_run(times, Run(self._compiled, self._comm, self._stamp, self._slot), [])
+        agreement = times.agreement()
+        if agreement is not None:
+            begun, ended, last = agreement
+            self._handshake = begun, ended, last + (last >= self._comm.rank)  # the receives come first, without its own
 
     def _traced(self, run: Run) -> Trace:
         assert self.extents is not None

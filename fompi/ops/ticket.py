@@ -2,28 +2,42 @@
 
 All that a call decides follows from the headers of all ranks, and from what this rank has checked of its own tensors.
 So the second call of a form keeps, as a `Ticket`, what came out. From the third one on C exchanges the headers, sees
-that they are those of the last time, and carries out the plan. If they differ, if a rank is late or an error comes, the
-call becomes a `Pending` as if Python had begun it.
+that they are those of the last time, and carries out the plan. If they differ, if a rank fails or is long silent, the
+call goes on as a `Pending`, as if Python had begun it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fompi.backends.numpy import Numpy
+from fompi.base.errors import WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HEADER_NBYTES, Agreement
+from fompi.engine.in_flight import GOES_ON
 from fompi.engine.native import engine as native_engine
-from fompi.engine.tasks import HANDSHAKE, Sent
+from fompi.engine.tasks import HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import address_of
 from fompi.runtime.lower import table, with_agreement
-from fompi.runtime.native_run import FINISHED, IN_C_SECONDS, STALL_SECONDS, made_call, taken_over
+from fompi.runtime.native_run import (
+    FINISHED,
+    IN_C_SECONDS,
+    STALL_SECONDS,
+    InC,
+    Times,
+    arrays_at,
+    drive_in_c,
+    made_call,
+    taken_over,
+)
 from fompi.runtime.program import Run
 from fompi.schedules.registry import SCHEDULES
 from fompi.tensors import dlpack
@@ -36,113 +50,250 @@ Array = np.ndarray[Any, Any]
 MOST_TICKETS = 256
 """The forms of calls that a communicator remembers."""
 
+MOST_IN_FLIGHT = 16
+"""The calls of one form that may be in flight in C. Others run in Python."""
+
+DONE = Task()
+"""The task of a call that C has finished."""
+
+DONE.finished = True
+
 
 def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hashable | None:
     """What two calls have in common whose agreement has the same headers. None: such a call never runs in C."""
-    if comm.size == 1 or local.device is not None or local.runs or local.packing is not None or arguments.words:
+    if comm.size == 1 or local.device is not None or local.runs or local.packing is not None:
         return None
     if comm.backend is not None or comm.urgency is not None or native_engine().library is None:
         return None
-    if arguments.counts is not None or arguments.arriving is not None:  # they are others at every call
-        return None
     where = "new" if local.out is None else "over x" if local.in_place else "out"
-    return local.problem, local.packed, local.shape, local.dim, local.split, local.rows, local.expects, where
+    arriving = None if arguments.arriving is None else tuple(arguments.arriving)
+    compared = local.rows, local.expects, arriving, arguments.words
+    return local.problem, local.packed, local.shape, local.dim, local.split, *compared, where
+
+
+class Memory:
+    """What a call in C works on beside the tensors of the program. Each call in flight has one of its own."""
+
+    def __init__(self, ticket: Ticket):
+        comm, self.call = ticket.comm, made_call(native_engine().library, ticket.table, ticket.comm, ticket.is_small)
+        self.headers = np.repeat(ticket.headers[None], 3, axis=0)  # to the ranks, from them, and what is expected
+        self.headers[0] = ticket.own_headers
+        self.bases = np.zeros(len(ticket.table.buffers), np.uint64)
+        shapes, arena = ticket.sized.shapes, comm.engine.arena
+        self.kept = {b.name: Numpy().empty(arena, shapes[b.name], b.dtype) for b in ticket.kept}
+        for name, array in self.kept.items():
+            self.bases[ticket.names.index(name)] = address_of(array)
+        self.bases[-3:] = [part.ctypes.data for part in self.headers]
 
 
 class Ticket:
-    """A call in C of one form on one communicator. `headers`: those to the ranks, from them, and what is expected."""
+    """A call of one form on one communicator, in C. `given`: the buffers whose memory is another one at each call."""
 
     def __init__(self, form: Hashable, pending: Pending, agreement: Agreement, program: Compiled, sized: Sized):
         self.form = form
         comm, local = pending._comm, pending._local
         self.comm, self.program, self.sized, self.extents = comm, program, sized, pending.extents
         self.schedule, self.generator = program.plan.schedule, SCHEDULES.get(program.plan.schedule)
-        self.is_small = program.is_small(sized)
+        self.is_small, self.in_place = program.is_small(sized), local.in_place
         plan = table(program, sized, comm.most_nbytes)
         assert plan is not None
-        whole, self.front = with_agreement(plan, comm.rank, comm.size, HEADER_NBYTES, HANDSHAKE)
-        self.call = made_call(native_engine().library, whole, comm, self.is_small)
+        in_place = local.in_place and "y" in plan.buffers
+        self.table, self.front = with_agreement(plan, comm.rank, comm.size, HEADER_NBYTES, HANDSHAKE, in_place)
         self.names = plan.buffers
-        self.bases = np.zeros(len(whole.buffers), np.uint64)
-        expected = np.frombuffer(agreement.headers_in, np.int64).reshape(comm.size, -1)
-        self._headers = np.stack([np.frombuffer(b"".join(agreement.headers()), np.int64).reshape(expected.shape)] * 3)
-        self._headers[1:] = expected
-        self._keeps = [
+        self.headers = np.frombuffer(agreement.headers_in, np.int64).reshape(comm.size, -1)
+        self.own_headers = np.frombuffer(b"".join(agreement.headers()), np.int64).reshape(self.headers.shape)
+        self.kept = [
             b for b in program.program.buffers
             if b.role == "scratch" or (b.role == "output" and local.in_place)
         ]  # fmt: skip
-        kept = {buffer.name for buffer in self._keeps}
-        self._given = [(at, name) for at, name in enumerate(self.names) if name not in kept]  # memory of each call
-        self._renew()
+        kept = {buffer.name for buffer in self.kept}
+        self.given = {name: at for at, name in enumerate(self.names) if name not in kept}
+        self.is_written = local.out is not None
+        self.last_stamp, self.is_dropped = 0, False
+        self._free: list[Memory] = []
+        self._in_flight = 0
 
-    def _renew(self) -> None:
-        """Take memory of its own: a call that Python goes on with keeps the memory that it had."""
-        arena = self.comm.engine.arena
-        self._headers = self._headers.copy()
-        self.kept = {b.name: Numpy().empty(arena, self.sized.shapes[b.name], b.dtype) for b in self._keeps}
-        for name, array in self.kept.items():
-            self.bases[self.names.index(name)] = address_of(array)
-        self.bases[-3:] = [part.ctypes.data for part in self._headers]
+    def begin(
+        self,
+        addresses: Iterable[int],
+        held: object,
+        describe: Callable[[], Pending],
+        waits: bool,
+        note: Callable[[Times], object] | None = None,
+    ) -> Any:
+        """Begin a call on memory at these addresses, those of `given`. None: it is finished. Else its task in C.
 
-    def run(self, pending: Pending) -> bool:
-        """Run the call that `pending` describes in C. If it is not finished there, `pending` goes on with it.
-
-        False: nothing has begun, because other calls are in flight, or somebody wants its trace.
+        If Python goes on with the call, it does so as the Pending that `describe()` returns. `held` is kept until the
+        call is finished. `note` gets the times of a call that C has finished, for its trace.
+        False: nothing has begun: it must run in Python.
         """
-        comm, local = self.comm, pending._local
+        comm = self.comm
         engine, channel = comm.engine, comm.channel
-        try:
-            arrays = pending.memory(self.program, self.sized.shapes, self.kept)
-        except Exception:  # the call fails in Python, where the other ranks hear of it
-            return False
-        if (
-            not all(array.flags.c_contiguous for array in arrays.values())
-            or SCHEDULES.get(self.schedule) is not self.generator
-        ):
+        if self.is_dropped or SCHEDULES.get(self.schedule) is not self.generator:
             return False
         with engine.lock:
-            if not engine.idle or channel.failures or channel.lost is not None or comm.turns:
-                return False
             if engine.report is not None or comm.recording is not None:
                 return False
-            stamp, slot = pending._stamp, pending._slot = comm.next_call()
-            comm.note_start(pending._name, stamp)
-            self._headers[:, :, 0] = stamp
-            for at, name in self._given:
-                self.bases[at] = address_of(arrays[name])
-            self.call.place(self.bases)
-            if local.out is not None:
-                dlpack.mark_written(local.out.owner)
+            if channel.failures or channel.lost is not None:
+                return False
+            memory = self._free.pop() if self._free else None
+            if memory is None:
+                if self._in_flight >= MOST_IN_FLIGHT:
+                    return False
+                memory = Memory(self)
+            call, bases = memory.call, memory.bases
+            stamp, slot = self.last_stamp, _ = comm.next_call()
+            comm.note_start(self.program.title, stamp)
+            memory.headers[:, :, 0] = stamp
+            for at, address in zip(self.given.values(), addresses, strict=True):
+                bases[at] = address
+            call.place(bases)
+            seconds = IN_C_SECONDS if waits and engine.is_all_in_c else 0.0
             is_finished = False
             try:
-                is_finished = self.call.run(slot << MESSAGE_BITS, IN_C_SECONDS, STALL_SECONDS) == FINISHED
+                is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS) == FINISHED
             finally:
                 if not is_finished:
-                    self._hand_over(pending, arrays)
-            channel.begun[0] = stamp
-        pending.extents = self.extents
-        return True
+                    task = self._flies(memory, stamp, slot, describe, held, note)
+            if is_finished:
+                channel.begun[0] = stamp
+                if note is not None:
+                    note(Times.of(call, self.front))
+                self._free.append(memory)
+                return None
+            return task
 
-    def _hand_over(self, pending: Pending, arrays: dict[str, Array]) -> None:
+    def _flies(
+        self,
+        memory: Memory,
+        stamp: int,
+        slot: int,
+        describe: Callable[[], Pending],
+        held: object,
+        note: Callable[[Times], object] | None,
+    ) -> InC:
+        """The task of a call that is in flight from now on."""
+        comm = self.comm
+        self._in_flight += 1
+        comm.turns.append(stamp)
+
+        def arrived() -> None:
+            if note is not None:
+                note(Times.of(memory.call, self.front))
+            comm.end_turn(stamp)
+            self._in_flight -= 1
+            self._free.append(memory)
+
+        def take_over() -> Task:
+            self._in_flight -= 1
+            return self._hand_over(memory, stamp, slot, describe(), held)
+
+        task = InC(memory.call, comm, stamp, take_over, arrived, held)
+        if memory.call.state != GOES_ON:
+            task.ended()
+        return task
+
+    def _hand_over(self, memory: Memory, stamp: int, slot: int, pending: Pending, held: object) -> Task:
         """Python goes on: with the agreement, or with the plan if the ranks have agreed."""
-        comm, program, front = self.comm, self.program, self.front
-        headers, times = self._headers, np.frombuffer(self.call.times(), np.float64)
-        self._renew()
+        comm, program, front, call = self.comm, self.program, self.front, memory.call
+        pending._stamp, pending._slot = stamp, slot
+        times = np.frombuffer(call.times(), np.float64)
         if times[len(times) // 2 + front - 1]:
-            run = Run(program, comm, pending._stamp, pending._slot)
+            arrays = arrays_at(program, self.sized.shapes, memory.bases)
+            run = Run(program, comm, stamp, slot)
+            run.held, pending.extents = (memory, held), self.extents
+            pending._outputs = {b.name: arrays[b.name] for b in program.outputs} | pending._outputs
             pending._task = pending._run = run
-            run.held, pending.extents = headers, self.extents
+            pending._has_memory = True
             actions = program.resolve(arrays, self.sized.starts, Numpy(), comm.link.collective)
-            taken_over(self.call, run, actions, self.is_small, front, Sent())
-            return
+            taken_over(call, run, actions, self.is_small, front, Sent())
+            comm.end_turn(stamp)
+            return run
         agreement = pending.agreement()
         pending._task = agreement
-        comm.turns.append(pending._stamp)
-        if self.call.disagrees:  # as where rows change at every call
-            comm.tickets[self.form] = False
-        code, (_, _, requests) = self.call.error, self.call.export()
+        if call.disagrees:  # as where rows change at every call
+            comm.tickets[self.form], self.is_dropped = False, True
+        code, (_, _, requests) = call.error, call.export()
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        agreement.go_on(headers[1], [(handle, peers[op] if op < len(peers) else -1) for handle, op in requests], code)
+        there = [(handle, peers[op] if op < len(peers) else -1) for handle, op in requests]
+        agreement.go_on(memory.headers[1], there, code)
+        return pending._task
+
+    def run(self, pending: Pending, waits: bool) -> bool:
+        """Begin the call that `pending` describes in C. If it is not finished there, it goes on as its task.
+
+        False: nothing has begun.
+        """
+        try:
+            arrays = pending.memory(self.program, self.sized.shapes, [b.name for b in self.kept])
+        except Exception:  # the call fails in Python, where the other ranks hear of it
+            return False
+        given = [arrays[name] for name in self.given]
+        if not all(array.flags.c_contiguous for array in given):
+            return False
+        out = pending._local.out
+        with self.comm.engine.lock:
+            note = None if waits else functools.partial(setattr, pending, "_times")
+            begun = self.begin(map(address_of, given), given, lambda: pending, waits, note)
+            if begun is False:
+                return False
+            pending._stamp = self.last_stamp
+        if out is not None:
+            dlpack.mark_written(out.owner)
+        if pending._task is None:  # it may have a task of Python by now
+            pending._ticket, pending._task, pending.extents = self, begun or DONE, self.extents
+        return True
+
+
+class Flight:
+    """A call of a `Front` that is in flight, used as a Pending. `value` is its result, if C finishes it."""
+
+    def __init__(self, comm: Communicator, describe: Callable[[], Pending]):
+        self.comm, self._describe = comm, describe
+        self.task: Task = DONE
+        self.value: Any = None
+        self.pending: Pending | None = None  # it goes on with the call
+
+    def described(self) -> Pending:
+        """The call as Python would have begun it."""
+        self.pending = self._describe()
+        return self.pending
+
+    @property
+    def _current(self) -> Task:
+        return self.task if self.pending is None else self.pending._task
+
+    def done(self) -> bool:
+        """True once the call is finished. Progresses everything in flight."""
+        if not self._current.finished:
+            self.comm.engine.progress_while_waiting()
+        return self._current.finished
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
+        begun = perf_counter()
+        drive_in_c(self.task)
+        if not self.comm.engine.wait(self.task, self.comm.channel, timeout):
+            raise WaitTimeout(f"a call of {self.comm.name} is not finished after {timeout:g} s; it goes on")
+        if self.pending is not None:
+            self.pending.wait(None if timeout is None else max(0.0, timeout - (perf_counter() - begun)))
+        return self.result
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
+        self.comm.engine.watch(lambda: self._current, self.comm.channel, callback)
+
+    def leave(self) -> None:
+        """The program goes on with other work: the call must progress by itself."""
+        self.comm.engine.wake_helper()
+
+    @property
+    def result(self) -> Any:
+        """The result of a finished call. Raises its error."""
+        if self.pending is None:
+            return self.value
+        result = self.pending.result
+        return self.value if self.pending._has_memory else result
 
 
 def remember(pending: Pending, form: Hashable) -> None:
@@ -165,7 +316,7 @@ def _make_room(entries: dict[Any, Any]) -> None:
 def _ticket_of(pending: Pending, form: Hashable) -> Ticket | None:
     """The ticket of a finished call. None: C does not know some op of its plan, or its agreement had two rounds."""
     agreement, run, extents = pending.agreed, pending._run, pending.extents
-    if agreement is None or run is None or extents is None or not agreement.has_one_round:
+    if agreement is None or run is None or extents is None:
         return None
     program, arrays = run.compiled, pending._local.arrays.values()
     sized = program.sized(extents)

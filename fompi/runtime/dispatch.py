@@ -120,6 +120,10 @@ class Dispatch(Task):
         """The same, after the call has returned to the program."""
         raise NotImplementedError
 
+    def has_ended(self, i: int) -> bool:
+        """True once op `i` is done."""
+        return bool(self.ended[i])
+
     # -- starting ops
     def start_ops(self, queue: list[int]) -> None:
         """Start these ops, and all ops that become free because these have started, or are done at once."""

@@ -15,12 +15,23 @@ from fompi.base.layout import Extents, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import CALL_BITS, LAST_CALL, MOST_MARKS
 from fompi.engine.handshake import digest
+from fompi.engine.in_flight import GOES_ON
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.baselines import ROUNDS, Baselines
 from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
-from fompi.runtime.native_run import FINISHED, IN_C_SECONDS, STALL_SECONDS, finished_run, native_call, taken_over
+from fompi.runtime.native_run import (
+    FINISHED,
+    IN_C_SECONDS,
+    STALL_SECONDS,
+    InC,
+    Times,
+    drive_in_c,
+    finished_run,
+    native_call,
+    taken_over,
+)
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -74,7 +85,7 @@ class Executor(BoundPlan):
         self._is_uploaded = any(tensor.host is not None for tensor in memory.tensors.values())
         self._seconds: float | None = None  # the time of the last call on this rank
         self.drift: Drift | None = None  # compares calls with their prediction
-        self._run: Run | None = None
+        self._run: Run | InC | None = None  # None after a call that C has finished: `_in_c_at` is its
         self._call: Given | None = None  # the memory of the last call, if it had tensors of its own
         self._returned_at: float | None = None  # when `start` returned to the program
         self._baselines = Baselines(compiled, comm, backend, kernels)
@@ -110,22 +121,22 @@ class Executor(BoundPlan):
         with comm.engine.lock:
             self._calls += 1
             self._returned_at, self._call, self._in_parts = None, None, False
-            if self._runs_in_c(self._first | self._calls & LAST_CALL, self._slot, None):
+            if self._runs_in_c(self._first | self._calls & LAST_CALL, self._slot, None, True):
                 return True
             self._calls -= 1
         return False
 
-    def _runs_in_c(self, stamp: int, slot: int, given: Given | None) -> bool:
-        """Run a call in C, with the engine locked. If it is not finished there, it is `_run` now.
+    def _runs_in_c(self, stamp: int, slot: int, given: Given | None, waits: bool) -> bool:
+        """Begin a call in C, with the engine locked. If it is not finished there, it is `_run` now.
 
-        False: it must run in Python, because other calls are in flight, somebody wants its trace, or it has other rows.
+        False: it must run in Python, because somebody wants its trace, or it has other rows.
         """
         call, comm = self._in_c, self.comm
         engine, channel = comm.engine, comm.channel
         bases = self._bound_bases if given is None else given.on.bases
         if call is None or bases is None or self._sizes is not self.plan.sizes:
             return False
-        if engine.report is not None or comm.recording is not None or not engine.idle:
+        if engine.report is not None or comm.recording is not None:
             return False
         if channel.failures or channel.lost is not None:
             return False
@@ -136,17 +147,48 @@ class Executor(BoundPlan):
             self._mark_written(given)
         comm.note_start(self.compiled.title, stamp)
         self._run, self._in_c_at, is_finished = None, (stamp, slot), False
+        seconds = IN_C_SECONDS if waits and engine.is_all_in_c else 0.0
         try:
-            is_finished = call.run(slot << MESSAGE_BITS, IN_C_SECONDS, STALL_SECONDS) == FINISHED
+            is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS) == FINISHED
         finally:
             if not is_finished:
-                self._run = run = Run(self.compiled, comm, stamp, slot)
-                run.held = None if given is None else given.owners
-                taken_over(call, run, self._actions if given is None else given.on.actions, self._is_small)
-        channel.begun[stamp >> CALL_BITS] = stamp
+                take_over = functools.partial(self._take_over, stamp, slot, given)
+                self._run = task = InC(call, comm, stamp, take_over, self._arrived)
+                if call.state != GOES_ON:
+                    task.ended()
+        if is_finished:
+            channel.begun[stamp >> CALL_BITS] = stamp
+            self._arrived()
+        return True
+
+    def _arrived(self) -> None:
+        """C has finished the call."""
+        self._run, call = None, self._in_c
         self._seconds = call.moved_at - call.started
         if self.drift is not None:
             self.drift.note(self._seconds)
+
+    def _take_over(self, stamp: int, slot: int, given: Given | None) -> Run:
+        """Python goes on with the call."""
+        self._run = run = Run(self.compiled, self.comm, stamp, slot)
+        run.held = None if given is None else given.owners
+        actions = self._actions if given is None else given.on.actions
+        return taken_over(self._in_c, run, actions, self._is_small)
+
+    def _await(
+        self, timeout: float | None = None, patient: bool = False, until: Callable[[Any], bool] | None = None
+    ) -> bool:
+        """Drive until the call has ended, or `until(what does it)`, whoever does it. False: not within `timeout`."""
+        engine, channel = self.comm.engine, self.comm.channel
+        end = None if timeout is None else perf_counter() + timeout
+        if isinstance(self._run, InC) and until is None:
+            drive_in_c(self._run)
+        while (task := self._run) is not None:
+            seconds = None if end is None else max(0.0, end - perf_counter())
+            if not engine.wait(task, channel, seconds, patient, None if until is None else lambda: until(task)):
+                return False
+            if self._run is task:
+                break
         return True
 
     def _results_in_c(self) -> Any:
@@ -184,9 +226,10 @@ class Executor(BoundPlan):
                 run = self._run
                 if run is not None:
                     if not (run.finished or isinstance(error, Exception)):  # who interrupts does not wait for others
-                        self.comm.channel.fail(run, StateError(f"{run.title} was interrupted"))
-                    self.comm.engine.wait(run, self.comm.channel, patient=True)
-                    run.take_back()
+                        self.comm.channel.fail(run, StateError(f"{self.name} was interrupted"))
+                    self._await(patient=True)
+                    if isinstance(self._run, Run):
+                        self._run.take_back()
                 raise
 
         return run
@@ -222,7 +265,7 @@ class Executor(BoundPlan):
             partial = tuple(each for name in partial for each in self.compiled.named(name))
         self._returned_at = None
         if self._run is not None and not self._run.finished:
-            self.comm.engine.wait(self._run, self.comm.channel, patient=True)
+            self._await(patient=True)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
         if tensors:
@@ -249,7 +292,8 @@ class Executor(BoundPlan):
             entry, late = enter(engine, self.backend)
             failure = failure or late
         with engine.lock:
-            if awaited and mark is None and refusal is None and self._runs_in_c(stamp, slot, given):
+            in_c = mark is None and refusal is None and not unready and self._in_c is not None
+            if in_c and self._runs_in_c(stamp, slot, given, awaited):
                 return
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
@@ -289,7 +333,7 @@ class Executor(BoundPlan):
 
         On a device the caller's current stream may still write it: what reads the part follows what is enqueued there.
         """
-        run, block = self._current(), self._block(name, part)
+        run, block = self._in_python(), self._block(name, part)
         names, entry, failure = self.compiled.named(name), None, None
         for each in names if self._is_uploaded else ():
             self._upload(self._mine, each, block)
@@ -306,11 +350,12 @@ class Executor(BoundPlan):
     def arrived(self, name: str, part: int) -> bool:
         """True once part `part` of the output `name` is there. Progresses everything in flight."""
         run, writer = self._current(), self._writer(name, part)
-        if not run.ended[writer]:
+        if not run.has_ended(writer):
             self.comm.engine.progress_while_waiting()
+            run = self._current()
         if run.error is not None:
             raise run.error
-        return bool(run.ended[writer])
+        return run.has_ended(writer)
 
     def part(self, name: str, part: int, timeout: float | None = None) -> Any:
         """Wait for part `part` of the output `name`, and return it: a view of the memory of the result.
@@ -319,13 +364,13 @@ class Executor(BoundPlan):
         raises.
         """
         run, writer = self._current(), self._writer(name, part)
-        until = None if self._paths is not None else lambda: bool(run.ended[writer])
-        if run.unready and until is None:
+        is_there = None if self._paths is not None else lambda task: task.has_ended(writer)
+        if is_there is None and isinstance(run, Run) and run.unready:
             self.wait(timeout)  # it says what is not ready
-        if not self.comm.engine.wait(run, self.comm.channel, timeout, until=until):
+        if not run.has_ended(writer) and not self._await(timeout, until=is_there):
             raise WaitTimeout(f"{name}[{part}] of {self.compiled.title} is not there after {timeout:g} s; it goes on")
-        if run.error is not None:
-            raise run.error
+        if (error := self._current().error) is not None:
+            raise error
         if self._paths is not None:
             self.wait()
         at = [buffer.name for buffer in self.compiled.outputs].index(name)
@@ -345,10 +390,10 @@ class Executor(BoundPlan):
 
     def progress(self) -> bool:
         """Progress everything in flight. Returns True once this call is finished."""
-        run = self._current()
+        self._current()
         self.comm.engine.progress_while_waiting()
         self._leave()
-        return run.finished
+        return self._current().finished
 
     done = progress
 
@@ -364,7 +409,7 @@ class Executor(BoundPlan):
         True if some of them may still run.
         """
         run = self._run
-        if run is None or not run.is_enqueued:
+        if not isinstance(run, Run) or not run.is_enqueued:
             return False
         self.backend.leave(run.in_flight())  # type: ignore[attr-defined]
         return run.is_enqueued
@@ -379,11 +424,15 @@ class Executor(BoundPlan):
         """
         if self._run is None and self._in_c_at is not None:
             return self._results_in_c()
-        run = self._current()
-        if run.unready and run.error is None and timeout is None and (missing := run.missing()):
+        first = self._current()
+        can_miss = isinstance(first, Run) and first.unready and first.error is None and timeout is None
+        if can_miss and (missing := first.missing()):  # type: ignore[union-attr]
             raise StateError(f"wait() for {self.compiled.title}, but ready() was never called for {', '.join(missing)}")
-        if not self.comm.engine.wait(run, self.comm.channel, timeout):
+        if not self._await(timeout):
             raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
+        if self._run is None:
+            return self._results_in_c()
+        run = self._in_python()
         if run.error is not None:
             if self._call is not None:
                 self._forget(run)
@@ -462,12 +511,23 @@ class Executor(BoundPlan):
         known = integer(label)
         return number + (digest(str(label)) if known is None else known)
 
-    def _current(self) -> Run:
+    def _current(self) -> Run | InC:
+        """What does the last call."""
         if self._run is None and self._in_c_at is not None and self._in_c is not None:
-            self._run = finished_run(self._in_c, Run(self.compiled, self.comm, *self._in_c_at), self._actions)
+            run = Run(self.compiled, self.comm, *self._in_c_at)
+            self._run = finished_run(Times.of(self._in_c), run, self._actions)
         if self._run is None:
             raise StateError(f"{self.compiled.title} was not started")
         return self._run
+
+    def _in_python(self) -> Run:
+        """The same. If C does it, Python goes on with it."""
+        task = self._current()
+        if isinstance(task, InC):
+            task.heir()
+            task = self._current()
+        assert isinstance(task, Run)
+        return task
 
     def check_start(self, partial: Iterable[str] = ()) -> None:
         """Raise the error with which this rank would refuse `start(*partial)`."""
@@ -500,12 +560,12 @@ class Executor(BoundPlan):
     @property
     def failed_here(self) -> bool:
         """True if this rank has failed in the last call, whatever the type of its error."""
-        return self._current().failed_here
+        return self._in_python().failed_here
 
     @property
     def trace(self) -> Trace:
         """The Trace of the last call on this rank. On a device it waits for the kernels."""
-        run = self._current()
+        run = self._in_python()
         run.settle()
         return run.trace(self._extents)
 
@@ -526,7 +586,7 @@ class Executor(BoundPlan):
 
         It can warn of missing overlap only after `compute_seconds()` and `messages_seconds()` with the same rows.
         """
-        return self._baselines.proof(self._current(), self._extents, self._returned_at)
+        return self._baselines.proof(self._in_python(), self._extents, self._returned_at)
 
     # -- the end
     def close(self) -> None:
@@ -539,11 +599,11 @@ class Executor(BoundPlan):
             self.closed = True
             run = self._run
             if run is not None and not run.finished:
-                if not run.can_finish():
+                if isinstance(run, Run) and not run.can_finish():
                     self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
-                self.comm.engine.wait(run, self.comm.channel, patient=True)
-            if run is not None:
-                run.settle()
+                self._await(patient=True)
+            if self._run is not None:
+                self._run.settle()
             self._call = None
             self._release()
             self.__dict__["_in_c"] = None

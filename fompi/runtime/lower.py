@@ -110,10 +110,13 @@ HEADERS = ("headers out", "headers in", "headers expected")
 """The buffers of an agreement: a header for each rank, one from each, and what they must be (`with_agreement`)."""
 
 
-def with_agreement(plan: CallTable, rank: int, size: int, nbytes: int, tag: int) -> tuple[CallTable, int]:
+def with_agreement(
+    plan: CallTable, rank: int, size: int, nbytes: int, tag: int, in_place: bool = False
+) -> tuple[CallTable, int]:
     """The same call behind an agreement, and how many ops that has: the last of them compares all headers.
 
-    A header of `nbytes` goes to each rank and comes from each, in the order of `Agreement._exchange`.
+    A header of `nbytes` goes to each rank and comes from each, in the order of `Agreement._exchange`. `in_place`: one
+    op more, the last of all, copies y to x.
     """
     peers, count = [peer for peer in range(size) if peer != rank], len(plan.buffers)
     ops = np.zeros(2 * len(peers) + 1, OP)
@@ -138,11 +141,22 @@ def with_agreement(plan: CallTable, rank: int, size: int, nbytes: int, tag: int)
     blockers = plan.blockers.copy()
     blockers[plan.first] = 1
     received = [[last]] * len(peers) + [[]] * len(peers)
+    starts: list[list[int]] = [[]] * front + [[i + front for i in each] for each in begins]
+    dones = [*received, [i + front for i in plan.first], *([i + front for i in each] for each in ends)]
+    tail = np.zeros(int(in_place), OP)
+    if in_place:
+        x, y = plan.buffers.index("x"), plan.buffers.index("y")
+        tail[0]["kind"], tail[0]["kernel"], tail[0]["buffers"] = KIND[COMPUTE], COPY, (y, y, x)
+        tail[0]["divisor"], tail[0]["count"] = 1, plan.nbytes[y]
+        at = len(dones)
+        starts, dones = [*starts, []], [*dones[:last], *([*each, at] for each in dones[last:]), []]
     made = CallTable(
-        np.concatenate([ops, plan.ops]),
-        _edges([[]] * front + [[i + front for i in each] for each in begins]),
-        _edges([*received, [i + front for i in plan.first], *([i + front for i in each] for each in ends)]),
-        np.concatenate([np.array([0] * last + [len(peers)], np.int32), blockers]).astype(np.int32),
+        np.concatenate([ops, plan.ops, tail]),
+        _edges(starts),
+        _edges(dones),
+        np.concatenate(
+            [np.array([0] * last + [len(peers)]), blockers, np.full(int(in_place), 1 + len(plan.ops))], dtype=np.int32
+        ),
         np.arange(last, dtype=np.int32),
         (*plan.buffers, *HEADERS),
         np.concatenate([plan.nbytes, np.full(3, size * nbytes, np.int64)]),

@@ -6,11 +6,14 @@ everything is as if Python had begun it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from ctypes import c_char
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fompi.backends.numpy import Numpy
+from fompi.backends.numpy import Numpy, storage
 from fompi.engine.communicator import Communicator
 from fompi.engine.native import engine
 from fompi.engine.tasks import Task
@@ -25,10 +28,117 @@ if TYPE_CHECKING:
 FINISHED = 0
 """What `Call.run` returns if the call is finished."""
 
+UNDER_WAY = (1, 2)
+"""What it returns if the call is in flight."""
+
 IN_C_SECONDS, STALL_SECONDS = 5e-3, 1e-3
-"""So long a call may take in C, and so long without progress. Then Python goes on: it looks after deadlines, signals,
-control messages and other calls.
+"""So long C drives a call without a look at anything else, and so long without progress. Then the call is in flight:
+Python polls it, and looks after deadlines, signals, control messages and other calls.
 """
+
+
+def drive_in_c(task: Task) -> None:
+    """The program waits for this task. If it is in C, and Python drives nothing else, C drives it for a while."""
+    if isinstance(task, InC) and not task.finished:
+        with task.comm.engine.lock:
+            goes_on = task.finished or not task.comm.engine.is_all_in_c
+            if not goes_on and task.call.drive(IN_C_SECONDS, STALL_SECONDS) not in UNDER_WAY:
+                task.ended()
+
+
+class Times(NamedTuple):
+    """When a call in C began and ended, and when each of its ops did (`Call.times`). The first `front` ops agree."""
+
+    started: float
+    moved_at: float
+    of_ops: bytes
+    front: int = 0
+
+    @classmethod
+    def of(cls, call: Call, front: int = 0) -> Times:
+        return cls(call.started, call.moved_at, call.times(), front)
+
+    def agreement(self) -> tuple[float, float, int] | None:
+        """When the agreement began and ended, and the op that ended last."""
+        begun, ended = np.frombuffer(self.of_ops, np.float64).reshape(2, -1)[:, : self.front]
+        return (begun[0], ended[-1], int(np.argmax(ended[:-1]))) if self.front else None
+
+
+class InC(Task):
+    """A call in flight that C carries out.
+
+    If C cannot end it well, or Python must know more of it, Python goes on with it: `take_over()` returns the task that
+    does. Then this one is finished, as it is when C has finished the call; before that, `arrived()` was called. `held`
+    is the memory of the call.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        comm: Communicator,
+        stamp: int,
+        take_over: Callable[[], Task],
+        arrived: Callable[[], object],
+        held: object = None,
+    ):
+        self.call, self.comm, self.stamp, self.held = call, comm, stamp, held
+        self._take_over, self._arrived = take_over, arrived
+        self._heir: Task | None = None
+        comm.channel.begin(stamp, self)
+        comm.engine.in_c(self, engine().library)
+
+    @property
+    def moved_at(self) -> float:  # type: ignore[override]
+        return self.call.moved_at
+
+    @property
+    def awaits_start(self) -> bool:  # type: ignore[override]
+        heir = self.heir()
+        return heir is not None and heir.awaits_start
+
+    def has_ended(self, op: int) -> bool:
+        """True once this op is done."""
+        return self.call.has_ended(op)
+
+    def ended(self) -> None:
+        """C goes on no more. Called with the engine's lock held."""
+        if self.call.state != FINISHED:
+            self.heir()
+            return
+        self.comm.engine.not_in_c(self)
+        self.comm.channel.active.pop(self.stamp, None)
+        self._arrived()
+        self.finished = True  # last: a thread that waits for it reads what `arrived` has made
+
+    def heir(self) -> Task | None:
+        """The task that goes on with the call in Python, from now on. None: C has finished it."""
+        with self.comm.engine.lock:
+            if not self.finished:
+                self.comm.engine.not_in_c(self)
+                self._heir = self._take_over()
+                self.finished = True
+            return self._heir
+
+    def stalled(self) -> None:
+        self.heir()
+
+    def waits_for(self) -> tuple[int, str] | None:
+        heir = self.heir()
+        return None if heir is None else heir.waits_for()
+
+    def poison(self, error: BaseException, sender: int) -> bool:
+        heir = self.heir()
+        return heir is not None and heir.poison(error, sender)
+
+    def acknowledged(self, rank: int) -> None: ...
+
+    def abandon(self, error: BaseException) -> None:
+        heir = self.heir()
+        if heir is not None:
+            heir.abandon(error)
+
+    def broke(self, error: Exception) -> None:
+        self.comm.channel.fail(self, error)
 
 
 def native_call(compiled: Compiled, sized: Sized, comm: Communicator, backend: Any) -> Call | None:
@@ -54,18 +164,20 @@ def made_call(library: Any, made: CallTable, comm: Communicator, is_small: bool)
 
 def taken_over(
     call: Call, run: Run, actions: list[Any], is_small: bool, front: int = 0, beside: Task | None = None
-) -> None:
+) -> Run:
     """`run` goes on with the call where C has left it. The engine is locked. Raises the error of MPI, if it has failed.
 
     An op has begun if it has a time, and waits for nothing if its counter is zero: those that do neither can start.
-    The first `front` ops are those of an agreement, which is over. `beside` owns their sends.
+    The first `front` ops are those of an agreement, which is over. `beside` owns their sends. Ops behind those of the
+    program are not Python's.
     """
-    MPI, channel = start_mpi(), run.comm.channel
+    MPI, channel, behind = start_mpi(), run.comm.channel, front + len(run.compiled.ops)
     code = call.error
-    blockers, times, requests = call.export()
+    times = Times.of(call, front)
+    blockers, _, requests = call.export()
     run.actions, run.is_small, run.awaited = actions, is_small, True
-    run.blockers = np.frombuffer(blockers, np.int32)[front:].tolist()
-    _take_times(run, call, times, front)
+    run.blockers = np.frombuffer(blockers, np.int32)[front:behind].tolist()
+    _take_times(run, times)
     channel.begin(run.stamp, run)
     for handle, op in requests:
         task = run if op >= front or beside is None else beside
@@ -79,18 +191,30 @@ def taken_over(
         raise
     if run.unfinished == 0 and not run.finished:
         run.finish()
+    return run
 
 
-def finished_run(call: Call, run: Run, actions: list[Any]) -> Run:
+def finished_run(times: Times, run: Run, actions: list[Any]) -> Run:
     """The `Run` of a call that C has finished: for its trace."""
     run.actions = actions
-    _take_times(run, call, call.times())
+    _take_times(run, times)
     run.finished = True
     return run
 
 
-def _take_times(run: Run, call: Call, times: bytes, front: int = 0) -> None:
-    both = np.frombuffer(times, np.float64).tolist()
-    run.begun, run.ended = both[front : len(both) // 2], both[len(both) // 2 + front :]
+def arrays_at(compiled: Compiled, shapes: Mapping[str, tuple[int, ...]], addresses: Iterable[int]) -> dict[str, Any]:
+    """The buffers of a program as arrays, at the addresses that C has. They keep no memory alive."""
+    arrays = {}
+    for (name, buffer), address in zip(compiled.buffers.items(), addresses, strict=False):
+        dtype = storage(buffer.dtype)
+        nbytes = prod(shapes[name]) * dtype.itemsize
+        data: Any = (c_char * nbytes).from_address(int(address)) if nbytes else None
+        arrays[name] = np.ndarray(shapes[name], dtype, data)
+    return arrays
+
+
+def _take_times(run: Run, times: Times) -> None:
+    behind = times.front + len(run.compiled.ops)
+    run.begun, run.ended = np.frombuffer(times.of_ops, np.float64).reshape(2, -1)[:, times.front : behind].tolist()
     run.unfinished = run.ended.count(0.0)
-    run.started, run.moved_at = call.started, call.moved_at
+    run.started, run.moved_at = times.started, times.moved_at

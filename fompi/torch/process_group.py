@@ -19,7 +19,7 @@ The methods have the names of torch 2.13, and those of 2.6 to 2.12 as aliases. W
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
@@ -43,8 +43,9 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi import environment, launcher
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
+from fompi.ops.front import REFUSED, Front, front_of, known_call, place_of
 from fompi.torch import private, streams
-from fompi.torch.work import FromAnyone, Work, in_words_of_torch
+from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
 MEETING, MONITORED = messages.MOST_TAG, messages.MOST_TAG - 1
 """Tags of messages of this file. Tags of the program are below them."""
@@ -170,6 +171,29 @@ def refusing(operation: Any) -> Callable[[Any], Any]:
     return made
 
 
+class _How(NamedTuple):
+    """How a method of the group calls an operation of fompi."""
+
+    operation: Any
+    counts: Sequence[int] | None
+    words: str
+    arriving: Sequence[int] | None
+    options: dict[str, Any]
+
+    @property
+    def compared(self) -> Hashable:
+        """What a key must hold beside the options."""
+        return self.words, self.arriving and (*self.arriving,), self.counts and (*self.counts,)
+
+    def read(self, args: Any, comm: Communicator, **more: Any) -> tuple[Any, Any]:
+        counts = {} if self.counts is None else {"counts": self.counts}
+        arguments, _, call_options = self.operation.read(args, {**self.options, **counts, **more, "comm": comm})
+        arguments.words = self.words
+        if self.arriving is not None:
+            arguments.expects, arguments.arriving = sum(self.arriving), self.arriving
+        return arguments, call_options
+
+
 class Collectives:
     """The methods that torch calls, on the ranks of `comm`, for tensors on the host and on the GPU of the rank."""
 
@@ -177,6 +201,9 @@ class Collectives:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm, self._name, self._desc, self._store = comm, name, "", store
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
+        self._ones = torch.ones(1, dtype=torch.int32)  # what barriers send
+        self._fronts: dict[Hashable, tuple[Front, _How]] = {}  # calls that were made before
+        self._wanted: tuple[Hashable, int, int] | None = None  # the key of the call that begins, and its addresses
         self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
         self.set_timeout(timeout)
 
@@ -185,14 +212,58 @@ class Collectives:
         self, operation: Any, *args: Any, words: str = "", arriving: Sequence[int] | None = None, **options: Any
     ) -> Any:
         """Begin a call. The ranks compare `words`, and `arriving` with the elements or rows that each rank sends."""
+        wanted, self._wanted = self._wanted, None
+        how = _How(operation, options.pop("counts", None), words, arriving, options)
         try:
-            arguments, comm, how = operation.read(args, {**options, "comm": self.comm})
-            arguments.words = words
-            if arriving is not None:
-                arguments.expects, arguments.arriving = sum(arriving), arriving
-            return operation.begin(arguments, comm, how)
+            call = known_call(operation.name, args, options, how.compared)
+            arguments, call_options = how.read(args, self.comm)
+            if call is not None:
+                arguments.key = call.key
+                front = front_of(self.comm, call)
+                if front is not None and wanted is not None and wanted[1:] == (call.x_at, call.out_at):
+                    self._fronts[wanted[0]] = front, how
+            return operation.begin(arguments, self.comm, call_options)
         except Exception as error:
             raise in_words_of_torch(error, operation.name) from error
+
+    def _at_once(self, verb: Hashable, x: Any, out: Any, opts: Any) -> Any:
+        """The Work of a call that was made before, on tensors like these: it writes to `out`, which may be `x`.
+
+        None: `_start` must begin it.
+        """
+        self._wanted = None
+        if self._parts is not None:
+            return None
+        there = place = place_of(x)
+        if out is not x:
+            there = place_of(out)
+        if place is None or there is None:
+            return None
+        key = verb, place.form, there.form
+        found = self._fronts.get(key)
+        if found is None:
+            self._wanted = key, place.address, there.address
+            return None
+        front, how = found
+
+        def describe() -> Any:
+            data = flat(x)
+            target = data if out is x else out.data.view(-1)
+            return how.operation.described(how.read((data,), self.comm, out=target)[0], self.comm)
+
+        try:
+            is_async = getattr(opts, "asyncOp", True)
+            flight = front.begin(place.address, there.address, (x, out), describe, not is_async)
+            if flight is REFUSED:
+                return None
+            if flight is not None and is_async:
+                return self._work(how.operation.name, opts, [flight], None, [out])
+            if flight is not None:
+                limit = _limit_of(opts)
+                flight.wait(None if limit is None else limit.total_seconds())
+        except Exception as error:
+            raise in_words_of_torch(error, how.operation.name) from error
+        return Landed(out)
 
     def _work(
         self,
@@ -245,8 +316,10 @@ class Collectives:
         return [(self._start(operations.all_gather, rows(each), words=words), then) for each, then in calls]
 
     @refusing(operations.all_reduce)
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         tensors, op, calls = _listed(tensors), _op_of(opts), []
+        if len(tensors) == 1 and (done := self._at_once(("all_reduce", hash(op)), tensors[0], tensors[0], opts)):
+            return done
         for t in tensors:
             is_sparse_sum = t.layout == torch.sparse_coo and op == _R.SUM
             calls += self._sum_of_sparse(t) if is_sparse_sum else [self._reduce(operations.all_reduce, t, op)]
@@ -295,15 +368,19 @@ class Collectives:
         calls = [self._reduce_scatter(flat(x), out, _op_of(opts), None) for out, x in zip(outs, ins, strict=True)]
         return self._work("reduce_scatter", opts, *_merged(calls), outs)
 
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        if done := self._at_once(("reduce_scatter", hash(_op_of(opts))), x, out, opts):
+            return done
         work = self.reduce_scatter_single_coalesced([out], [x], opts)
         work.value = out
         return work
 
     # -- moves
     @refusing(operations.broadcast)
-    def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Work:
+    def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Any:
         tensors, root, calls = _listed(tensors), _root_of(opts), []
+        if len(tensors) == 1 and (done := self._at_once(("broadcast", root), tensors[0], tensors[0], opts)):
+            return done
         for t in tensors:
             x = flat(t)
             place = x.data_ptr() == t.data_ptr()
@@ -334,7 +411,9 @@ class Collectives:
         calls = [self._all_gather(out, x) for out, x in zip(outs, ins, strict=True)]
         return self._work("all_gather", opts, *_merged(calls), outs)
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        if done := self._at_once("all_gather", x, out, opts):
+            return done
         work = self.all_gather_single_coalesced([out], [x], opts)
         work.value = out
         return work
@@ -384,7 +463,9 @@ class Collectives:
     @refusing(operations.all_to_all)
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_splits: Any, in_splits: Any, opts: Any = None, timeout: Any = None
-    ) -> Work:
+    ) -> Any:
+        if done := self._at_once(("all_to_all", *out_splits, None, *in_splits), x, out, opts):
+            return done
         size, x_rows, counts = self.comm.size, rows(x), list(in_splits) or None
         _check_same_dtype("all_to_all", out, x)
         for word, t, splits in (("input", x_rows, counts), ("output", out, list(out_splits) or None)):
@@ -434,10 +515,12 @@ class Collectives:
         return work
 
     # -- barriers
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """It waits for all ranks, and for what the current stream of the device that `opts` names has to do."""
         streams.drain(getattr(opts, "device", None))
-        pending = self._start(operations.all_reduce, np.zeros(1, np.int32), words="for a barrier")
+        if done := self._at_once("barrier", self._ones, self._ones, opts):
+            return done
+        pending = self._start(operations.all_reduce, self._ones, out=self._ones, words="for a barrier")
         return self._work("barrier", opts, [pending], timeout=timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

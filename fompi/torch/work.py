@@ -212,6 +212,32 @@ class Work(private.WORK):
     _source_rank = source_rank
 
 
+class Landed(private.WORK):
+    """A finished call. `value` is what its future holds."""
+
+    def __init__(self, value: Any):
+        super().__init__()
+        self.value = value
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    is_completed = is_success = wait
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> Any:
+        return self.value
+
+    def synchronize(self) -> None: ...
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self.value)
+        return future
+
+
 class Future(torch.futures.Future):
     """A future of torch whose wait drives fompi: the thread that waits may be the helper, in a callback."""
 

@@ -15,6 +15,7 @@ from cut_short import CutShort
 
 import fompi
 from fompi.ops.ticket import Ticket
+from fompi.runtime.native_run import made_call
 
 pytestmark = [
     pytest.mark.ranks(mpich=[2, 3], openmpi=[2, 4]),
@@ -49,19 +50,103 @@ def test_every_operation(own, dtype):
     assert len(tickets(own)) >= 3
 
 
-def test_python_goes_on_at_every_step(own):
+def cut_short(monkeypatch, rounds):
+    """From now on tickets have calls that Python takes over. Returns the calls."""
+    made = []
+
+    def make(*args):
+        made.append(CutShort(made_call(*args), rounds))
+        return made[-1]
+
+    monkeypatch.setattr("fompi.ops.ticket.made_call", make)
+    return made
+
+
+def test_python_goes_on_at_every_step(own, monkeypatch):
     """Before the ranks have agreed and after it, on each rank at another point."""
-    draw, found = np.random.default_rng(own.rank), 0
+    draw = np.random.default_rng(own.rank)
+    made = cut_short(monkeypatch, lambda: int(draw.integers(0, 10)))
     for name, call, wanted in everything(own, "float32"):
         for turn in range(14):
-            for ticket in tickets(own):
-                if not isinstance(ticket.call, CutShort):
-                    ticket.call = CutShort(ticket.call, lambda: int(draw.integers(0, 10)))
-                    found += 1
             assert_equal(call(), wanted, (name, turn))
-        if turn == 13:
-            assert fompi.all_reduce(np.ones(2), comm=own).tolist() == [own.size] * 2
-    assert found >= 3
+    assert len(made) >= 3
+    assert fompi.all_reduce(np.ones(2), comm=own).tolist() == [own.size] * 2
+
+
+def test_several_in_flight(own, monkeypatch):
+    """Started calls of one form, waited for in any order; Python goes on with some of them."""
+    draw = np.random.default_rng(own.rank)
+    for hands_over in (False, True):
+        with monkeypatch.context() as patch:
+            if hands_over:
+                cut_short(patch, lambda: int(draw.integers(0, 10)))
+                for ticket in tickets(own):
+                    ticket._free.clear()
+            for turn in range(8):
+                tensors = [np.full(6, turn + n + own.rank, np.float64) for n in range(20)]
+                pendings = [fompi.all_reduce.start(x, comm=own) for x in tensors]
+                in_place = [torch.full((3,), n + 1.0) for n in range(3)]
+                pendings += [fompi.all_reduce.start(x, out=x, comm=own) for x in in_place]
+                middle = fompi.all_reduce(np.full(6, turn, np.float64), comm=own)
+                assert middle.tolist() == [own.size * turn] * 6
+                for n in draw.permutation(20):
+                    y = pendings[n].wait()
+                    assert y.tolist() == [own.size * (turn + n) + sum(range(own.size))] * 6
+                    assert pendings[n].done() and pendings[n].number > 0 and len(pendings[n].trace.events) > 1
+                for n in range(3):
+                    assert pendings[20 + n].wait() is in_place[n] and (in_place[n] == own.size * (n + 1)).all()
+
+
+def test_parts_of_a_call_in_c(own):
+    for turn in range(5):
+        pending = fompi.all_gather.start(np.full((own.rank + 1, 2), turn + own.rank), comm=own)
+        for rank in reversed(range(own.size)):
+            assert pending.part(rank).tolist() == [[turn + rank] * 2] * (rank + 1)
+        assert pending.counts == tuple(range(1, own.size + 1)) and pending.wait().shape == (sum(pending.counts), 2)
+
+
+def test_a_started_call_progresses_without_a_wait(own):
+    x = np.full(9, own.rank, np.float64)
+    for _ in range(4):
+        pending = fompi.all_reduce.start(x, comm=own)
+        called = threading.Event()
+        pending.then(called.set)
+        if own.engine.helper is not None:
+            assert called.wait(5)
+        assert pending.wait().tolist() == [sum(range(own.size))] * 9
+
+
+def test_keys(own):
+    """Calls that differ only in what their key holds."""
+    x = np.arange(6.0).reshape(3, 2)
+    forms = [x, x.T, x[:, :1], x.astype("f4"), torch.from_numpy(x), torch.from_numpy(x).T, x[::-1]]
+    for _ in range(5):
+        for form in forms:
+            y = fompi.all_reduce(form, comm=own)
+            assert type(y) is type(form) and y.shape == form.shape
+            np.testing.assert_array_equal(y, own.size * np.asarray(form))
+            np.testing.assert_array_equal(fompi.all_reduce(form, op="max", comm=own), form)
+        grown = torch.ones(2, requires_grad=True)
+        assert fompi.all_reduce(grown, comm=own).requires_grad
+        with torch.no_grad():
+            assert not fompi.all_reduce(grown, comm=own).requires_grad
+        frozen = np.zeros(3)
+        frozen.flags.writeable = False
+        with pytest.raises(fompi.TensorError, match="read-only"):
+            fompi.all_reduce(np.ones(3), out=frozen, comm=own)
+        memory = np.ones(5)
+        fompi.all_reduce(memory[:3], out=np.empty(3), comm=own)
+        with pytest.raises(fompi.TensorError, match="shares memory"):
+            fompi.all_reduce(memory[:3], out=memory[2:], comm=own)
+    assert own.fronts
+
+
+def test_a_closed_communicator(comm):
+    with fompi.Communicator(comm) as own:
+        for _ in range(5):
+            fompi.all_reduce(np.ones(3), comm=own)
+    with pytest.raises(fompi.StateError, match="closed"):
+        fompi.all_reduce(np.ones(3), comm=own)
 
 
 def test_results_are_fresh_and_inputs_are_read_at_each_call(own):

@@ -1,0 +1,184 @@
+"""The front of a call that was made before: from its tensors straight to its ticket.
+
+A call is read, its tensors are checked, and its form is looked up. All that follows from the operation, its options and
+the type, dtype, shape and layout of its tensors. These are the key of a `Front`. A call whose key is known needs the
+addresses of its tensors, memory for its result, and C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fompi.base.layout import CARRIERS, ITEMSIZE
+from fompi.engine.communicator import Communicator
+from fompi.ops.arguments import Arguments
+from fompi.ops.ticket import Flight, Ticket
+from fompi.runtime.default_device import default_device
+from fompi.runtime.given import address_of
+from fompi.tensors import dlpack
+
+if TYPE_CHECKING:
+    from fompi.ops.pending import Pending
+
+PLAIN = frozenset((str, int, float, bool, type(None)))
+"""Options of these types are part of a key as they are."""
+
+MOST_FRONTS = 1024
+"""The keys that a communicator remembers."""
+
+REFUSED = object()
+"""What `Front.run` returns if the call must be read."""
+
+
+class Place(NamedTuple):
+    """A tensor on the host: its form as part of a key, and its address."""
+
+    form: Hashable
+    address: int
+
+
+class KnownCall(NamedTuple):
+    """A call as far as its key goes. `x` and `out` are its tensors, at these addresses."""
+
+    key: Hashable
+    x: Any
+    x_at: int
+    out: Any
+    out_at: int
+
+
+def place_of(x: Any) -> Place | None:
+    """Where a tensor of NumPy or torch lies, if it is plain: contiguous memory of the host, without a gradient."""
+    kind = type(x)
+    if kind is np.ndarray:
+        flags = x.flags
+        if not (flags.c_contiguous and flags.aligned):
+            return None
+        return Place((x.dtype, x.shape, flags.writeable), address_of(x))
+    torch = sys.modules.get("torch")
+    if torch is None or kind is not torch.Tensor or x.requires_grad or not x.is_cpu or x.layout is not torch.strided:
+        return None
+    if not x.is_contiguous() or x.is_neg() or x.is_conj():
+        return None
+    try:
+        return Place((x.dtype, x.shape, True), x.data_ptr())
+    except RuntimeError:  # it has no memory: a function of torch is traced
+        return None
+
+
+def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compared: Hashable = ()) -> KnownCall | None:
+    """The key of `operation(*args, **options)`. None: it has arguments that a key does not hold.
+
+    `compared` is what else the key must hold.
+    """
+    if len(args) != 1 or default_device() is not None:
+        return None
+    x, out, out_at, form = args[0], None, 0, None
+    place = place_of(x)
+    if place is None:
+        return None
+    rest: list[Any] = []
+    for option, value in options.items():
+        if option == "comm":
+            continue
+        if option == "out" and value is not None:
+            there = place_of(value)
+            if there is None:
+                return None
+            out, form, out_at = value, there.form, there.address
+            continue
+        if type(value) not in PLAIN:
+            return None
+        rest += [option, type(value), value]
+    return KnownCall((name, place.form, form, out_at == place.address, compared, *rest), x, place.address, out, out_at)
+
+
+class Front:
+    """A call of one key. `make` makes the memory of a new result."""
+
+    def __init__(self, ticket: Ticket, arguments: Arguments, pending: Pending):
+        local, problem = pending._local, pending._local.problem
+        self.ticket, self.in_place = ticket, local.in_place
+        self._takes_x, self._order = "x" in ticket.given, [name == "y" for name in ticket.given]
+        shapes, dtypes = ticket.sized.shapes, {b.name: b.dtype for b in ticket.program.program.buffers}
+        self._nbytes = [_nbytes(shapes[name], dtypes[name]) if name in shapes else 0 for name in ("x", "y")]
+        shape = problem.result_shape(local.shape, pending._comm.rank) if problem.flat else shapes["y"]
+        self.make = _maker(pending._comm, shape, dtypes["y"], local.like.framework)
+
+    def begin(self, x_at: int, y_at: int, held: object, describe: Callable[[], Pending], waits: bool) -> Any:
+        """Begin a call on tensors at these addresses. None: it is finished. Else its Flight, or REFUSED."""
+        if not self.in_place:
+            x_nbytes, y_nbytes = self._nbytes
+            if x_at < y_at + y_nbytes and y_at < x_at + x_nbytes:
+                return REFUSED
+        flight = Flight(self.ticket.comm, describe)
+        begun = self.ticket.begin([y_at if is_y else x_at for is_y in self._order], held, flight.described, waits)
+        if begun is None:
+            return None
+        if begun is False:
+            return REFUSED
+        flight.task = begun
+        return flight
+
+    def run(self, call: KnownCall, describe: Callable[[], Pending]) -> Any:
+        """The result of the call. REFUSED: it must be read."""
+        y, y_at = call.out, call.out_at
+        if y is None:
+            y = self.make()
+            y_at = address_of(y) if type(y) is np.ndarray else y.data_ptr()
+        flight = self.begin(call.x_at, y_at, (call.x, y), describe, waits=True)
+        if flight is REFUSED:
+            return REFUSED
+        if call.out is not None:
+            dlpack.mark_written(y)
+        if flight is None:
+            return y
+        flight.value = y
+        return flight.wait()
+
+
+def take_front(ticket: Ticket, pending: Pending) -> None:
+    """Remember the key of a call that runs by this ticket, if it says all that the call needs."""
+    local, arguments, comm = pending._local, pending._arguments, pending._comm
+    tensors = [local.like, *([] if local.out is None else [local.out])]
+    plain = all(t.framework in ("numpy", "torch") and t.host is None for t in tensors)
+    place = place_of(arguments.x)
+    if place is None or place.address != address_of(local.arrays["x"]):  # it works on a copy, or on a part
+        return
+    names = {"x", "y"} if not local.in_place else {"x"}
+    whole = arguments.result is Arguments.result and not (local.dim or local.split >= 0 or local.packed)
+    if plain and whole and names >= ticket.given.keys() and "y" in ticket.names:
+        while len(comm.fronts) >= MOST_FRONTS:
+            del comm.fronts[next(iter(comm.fronts))]
+        comm.fronts[arguments.key] = Front(ticket, arguments, pending)
+
+
+def front_of(comm: Communicator, call: KnownCall) -> Front | None:
+    """The front of a call. Raises StateError if the communicator cannot be used any more."""
+    comm.check()
+    found: Front | None = comm.fronts.get(call.key)
+    return found
+
+
+def _maker(comm: Communicator, shape: tuple[int, ...], dtype: str, framework: str) -> Callable[[], Any]:
+    storage, arena, nbytes = dlpack.STORAGE[dtype], comm.engine.arena, _nbytes(shape, dtype)
+    if framework == "torch" and nbytes <= arena.small_nbytes:
+        torch = sys.modules["torch"]
+        empty, kind = torch.empty, getattr(torch, dtype)
+        return lambda: empty(shape, dtype=kind)
+    if framework == "numpy" and dtype not in CARRIERS:
+        if nbytes <= arena.small_nbytes:
+            return lambda: np.empty(shape, storage)
+        return lambda: arena.take(shape, storage)
+    return lambda: dlpack.lend(arena.take(shape, storage), dtype, framework)
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    count = ITEMSIZE[dtype]
+    for n in shape:
+        count *= n
+    return count
