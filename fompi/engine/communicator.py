@@ -140,6 +140,7 @@ class Communicator(Shared):
         self.channel.counts = self.begun_with
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.tickets: dict[Any, Any] = {}  # unbound calls that run in C, by form (`fompi.ops.ticket`)
+        self.agreed: dict[tuple[int, int], int] = {}  # the rows that have fit on all ranks (`fompi.engine.handshake`)
         self.fronts: dict[Any, Any] = {}  # the same, by their arguments (`fompi.ops.front`)
         self.seen: dict[int, None] = {}  # the forms of calls that were made once, as hashes
         self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)

@@ -1,4 +1,4 @@
-"""Agreement before data moves: each rank sends 40 bytes to every other rank that say what it calls, with how many rows.
+"""Agreement before data moves: each rank sends 48 bytes to every other rank that say what it calls, with how many rows.
 
 If the ranks disagree, or if one refuses its own arguments, the call ends with a typed error on all ranks. No data has
 moved then. Every rank sends its own message, so it is known which ranks are missing.
@@ -20,11 +20,17 @@ from fompi.mpi.link import Link
 from fompi.mpi.transport import start_mpi
 from fompi.plans.plan import MESSAGE_BITS
 
-_HEADER = struct.Struct("<5q")
-"""Call number, digest, signature + hint + rows for the peer, expected rows (or -1), a hash of all rows.
+_FIELDS = 6
 
-The last one says whether two calls have the same rows for every rank. Only calls in C look at it.
+_HEADER = struct.Struct(f"<{_FIELDS}q")
+"""Call number, digest, signature + hint + rows for the peer, expected rows (or -1), and what saves the second round.
+
+That is a hash of all rows of this rank, and one of all these hashes in the last agreement of this rank with these rows
+(0: there was none). If all ranks send the latter, and it is that of the hashes that arrive, the rows fit as they did.
 """
+
+MOST_AGREED = 256
+"""A communicator remembers so many agreements of two rounds."""
 
 HEADER_NBYTES = _HEADER.size
 
@@ -53,6 +59,7 @@ class Members(Protocol):
     engine: Engine
     link: Link
     channel: Channel
+    agreed: dict[tuple[int, int], int]
 
     def check(self) -> None:
         """Raise StateError if it cannot be used any more."""
@@ -138,7 +145,6 @@ class Agreement(Task):
     _round = HANDSHAKE
     _missing = 0  # messages of this round that have not arrived
     _inbox: Any = bytearray()
-    _first_inbox: Any = None  # that of the first round, once there was another one
     _held: Any = None  # the memory of headers that C has sent
     _arrived: set[int] = set()  # noqa: RUF012
 
@@ -183,13 +189,21 @@ class Agreement(Task):
         if self.refusal is not None:
             own_digest = REFUSED if getattr(self.refusal, "world_origin", None) is None else ENDED
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
-        whole = hash((expects, *self.outgoing, *(self.arriving or ())))  # of integers: alike on all ranks
-        return [pack(stamp, own_digest, rows | hint, expects, whole) for rows in self.outgoing]
+        whole = known = 0
+        if not self.equal_totals and not self.runs:
+            whole = hash((expects, *self.outgoing, *(self.arriving or ())))  # of integers: alike on all ranks
+            known = self.comm.agreed.get((own_digest, whole), 0)
+        return [pack(stamp, own_digest, rows | hint, expects, whole, known) for rows in self.outgoing]
+
+    @property
+    def has_one_round(self) -> bool:
+        """True for a finished agreement that the headers have decided."""
+        return self._round == HANDSHAKE
 
     @property
     def headers_in(self) -> Any:
-        """The headers of the first round, of all ranks, in rank order."""
-        return self._inbox if self._first_inbox is None else self._first_inbox
+        """The headers of all ranks, in rank order, if it had one round."""
+        return self._inbox
 
     def go_on(self, inbox: Any, requests: Sequence[tuple[int, int]], code: int) -> None:
         """Go on where C has left it. Called with the engine's lock held. A `code` that is not 0 is an error of MPI.
@@ -258,8 +272,8 @@ class Agreement(Task):
         size = self.comm.size
         if self.runs and self._round == CONFIRMATION:
             self._inbox = self._take_runs()
-        fields = struct.unpack(f"<{5 * size}q", self._inbox)
-        stamps, digests, rows, expected = fields[::5], fields[1::5], fields[2::5], fields[3::5]
+        fields = struct.unpack(f"<{_FIELDS * size}q", self._inbox)
+        stamps, digests, rows, expected, wholes, known = (fields[n::_FIELDS] for n in range(_FIELDS))
         if digests[0] >= 0 and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
                 if self.hint or max(rows) >> _ROWS_BITS:
@@ -267,10 +281,12 @@ class Agreement(Task):
                     self.hints = [n >> _ROWS_BITS & (1 << HINT_BITS) - 1 for n in rows]
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
-                if (max(expected) >= 0 and self._check_expected(expected)) or self.runs:
-                    self._first_inbox = self._inbox
+                fit_as_before = known[0] and known.count(hash(wholes)) == size
+                if (max(expected) >= 0 and not fit_as_before and self._check_expected(expected)) or self.runs:
                     self._exchange_headers(CONFIRMATION)
                     return
+            elif not self.runs:
+                self._remember(wholes)
             self._finish()
             return
         self._ended = digests.index(ENDED) if ENDED in digests else None
@@ -278,6 +294,13 @@ class Agreement(Task):
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
+
+    def _remember(self, wholes: Sequence[int]) -> None:
+        """These rows fit on all ranks: the next call with them needs one round."""
+        agreed = self.comm.agreed
+        while len(agreed) >= MOST_AGREED:
+            del agreed[next(iter(agreed))]
+        agreed[self.digest, wholes[self.comm.rank]] = hash(tuple(wholes))
 
     def _take_runs(self) -> bytearray:
         """Take the runs out of what has arrived. Returns the headers."""

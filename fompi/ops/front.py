@@ -128,7 +128,10 @@ class Front:
         """The result of the call. REFUSED: it must be read."""
         y, y_at = call.out, call.out_at
         if y is None:
-            y = self.make()
+            try:
+                y = self.make()
+            except Exception:  # the call fails in Python, where the other ranks hear of it
+                return REFUSED
             y_at = address_of(y) if type(y) is np.ndarray else y.data_ptr()
         flight = self.begin(call.x_at, y_at, (call.x, y), describe, waits=True)
         if flight is REFUSED:

@@ -65,6 +65,8 @@ def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hasha
         return None
     if comm.backend is not None or comm.urgency is not None or native_engine().library is None:
         return None
+    if arguments.counts is not None and local.problem.moves == "all_to_all":  # they are others at every call
+        return None
     where = "new" if local.out is None else "over x" if local.in_place else "out"
     arriving = None if arguments.arriving is None else tuple(arguments.arriving)
     compared = local.rows, local.expects, arriving, arguments.words
@@ -90,7 +92,7 @@ class Ticket:
     """A call of one form on one communicator, in C. `given`: the buffers whose memory is another one at each call."""
 
     def __init__(self, form: Hashable, pending: Pending, agreement: Agreement, program: Compiled, sized: Sized):
-        self.form = form
+        self.form, self.name = form, pending._name
         comm, local = pending._comm, pending._local
         self.comm, self.program, self.sized, self.extents = comm, program, sized, pending.extents
         self.schedule, self.generator = program.plan.schedule, SCHEDULES.get(program.plan.schedule)
@@ -143,7 +145,7 @@ class Ticket:
                 memory = Memory(self)
             call, bases = memory.call, memory.bases
             stamp, slot = self.last_stamp, _ = comm.next_call()
-            comm.note_start(self.program.title, stamp)
+            comm.note_start(self.name, stamp)
             memory.headers[:, :, 0] = stamp
             for at, address in zip(self.given.values(), addresses, strict=True):
                 bases[at] = address
@@ -297,13 +299,16 @@ class Flight:
 
 
 def remember(pending: Pending, form: Hashable) -> None:
-    """Note a call that is finished. At the second one of its form it gets a ticket, if C can carry it out."""
+    """Note a call that is finished. At the second one of its form it gets a ticket, if C can carry it out.
+
+    At a later one, if the headers have not decided the second one alone.
+    """
     tickets, seen = pending._comm.tickets, pending._comm.seen
     number = hash(form)
     if number not in seen:
         _make_room(seen)
         seen[number] = None
-    else:
+    elif pending.agreed is not None and pending.agreed.has_one_round:
         _make_room(tickets)
         tickets[form] = _ticket_of(pending, form) or False
 
@@ -314,7 +319,7 @@ def _make_room(entries: dict[Any, Any]) -> None:
 
 
 def _ticket_of(pending: Pending, form: Hashable) -> Ticket | None:
-    """The ticket of a finished call. None: C does not know some op of its plan, or its agreement had two rounds."""
+    """The ticket of a finished call. None: C does not know some op of its plan."""
     agreement, run, extents = pending.agreed, pending._run, pending.extents
     if agreement is None or run is None or extents is None:
         return None

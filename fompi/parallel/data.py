@@ -412,12 +412,15 @@ class DataParallel:
                 norm = self._agreed_step(clip)
             finally:
                 self._reset()
-            if self.zero in (1, 2):
+            is_finite = isfinite(norm) or not self.check_for_nan
+            if self.zero in (1, 2) and is_finite:
                 self._at = 0
                 for bucket in self.buckets:
                     bucket.resident = False
                 self._gather_until(0, in_section=True)
                 self._gather_ahead(0, in_section=True)
+        if not is_finite:  # all ranks have the same norm, so nobody must hear of it
+            raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
         if self._torn is not None:
             if self.zero in (1, 2):
                 self._finish_cycle()  # the other ranks wait for these gathers
@@ -425,15 +428,18 @@ class DataParallel:
         return norm
 
     def _agreed_step(self, clip: float | None) -> float:
-        """The step, once all ranks are in it: an error of one rank is one on all. That of the optimizer is kept."""
+        """The step, once all ranks are in it: an error of one rank is one on all. That of the optimizer is kept.
+
+        With `check_for_nan`, a norm that is not finite updates nothing.
+        """
         for bucket in reversed(self.buckets):
             self._collect(bucket)
         if self.replicas is not None:
             self._sum_replicas(self.replicas)
         square, flags = self._summed_square_and_flags()
         norm = self._scale * sqrt(square)
-        if self.check_for_nan and not isfinite(norm):  # all ranks have the same norm
-            raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
+        if self.check_for_nan and not isfinite(norm):
+            return norm
         try:  # nothing is told any more: the other ranks may have updated their part
             used = {name for name, count in zip(self._index, flags, strict=True) if count}
             self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
