@@ -64,6 +64,7 @@ struct Call {
     int32_t *blockers_at_first, *first;
     int64_t *nbytes; /* of the buffers */
     char **bases;
+    int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
     Handle comm;
     /* the call in flight */
     int32_t tag, unfinished, head, tail, n_ready, n_pending, is_driven;
@@ -403,7 +404,7 @@ static void call_free(PyObject *object) {
     Call *c = (Call *)object;
     if (c->library) land(c);
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
-                   c->bases, c->blockers, c->queue, c->ready, c->owners, c->indices, c->finished, c->requests,
+                   c->bases, c->given, c->blockers, c->queue, c->ready, c->owners, c->indices, c->finished, c->requests,
                    c->statuses, c->begun};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
     Py_XDECREF((PyObject *)c->library);
@@ -490,15 +491,13 @@ static PyObject *driven(Call *c, double seconds, double stall) {
     return PyLong_FromLong(state);
 }
 
-static PyObject *call_run(PyObject *self, PyObject *args) {
-    Call *c = (Call *)self;
-    double seconds, stall;
-    int tag;
-    if (!PyArg_ParseTuple(args, "idd", &tag, &seconds, &stall) || refuse_if_driven(c)) return NULL;
-    if (c->is_in_flight || c->unfinished) {
-        PyErr_SetString(PyExc_RuntimeError, "the last call is not finished");
-        return NULL;
-    }
+static int refuse_if_unfinished(const Call *c) {
+    int is_unfinished = c->is_in_flight || c->unfinished;
+    if (is_unfinished) PyErr_SetString(PyExc_RuntimeError, "the last call is not finished");
+    return is_unfinished || refuse_if_driven(c);
+}
+
+static PyObject *begun(Call *c, int tag, double seconds, double stall) {
     memcpy(c->blockers, c->blockers_at_first, (size_t)c->n_ops * sizeof(int32_t));
     memcpy(c->queue, c->first, (size_t)c->n_first * sizeof(int32_t));
     memset(c->begun, 0, 2 * (size_t)c->n_ops * sizeof(double));
@@ -508,6 +507,60 @@ static PyObject *call_run(PyObject *self, PyObject *args) {
     c->tag = tag;
     c->started = c->moved_at = now();
     return driven(c, seconds, stall);
+}
+
+static PyObject *call_run(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    double seconds, stall;
+    int tag;
+    if (!PyArg_ParseTuple(args, "idd", &tag, &seconds, &stall) || refuse_if_unfinished(c)) return NULL;
+    return begun(c, tag, seconds, stall);
+}
+
+/* Which buffers `run_on` places, and how many of the last buffers have a stamp, one in every so many bytes. */
+static PyObject *call_form(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    PyObject *given;
+    int32_t *numbers, n;
+    int n_stamped, every;
+    if (!PyArg_ParseTuple(args, "Oii", &given, &n_stamped, &every) || refuse_if_unfinished(c)) return NULL;
+    if ((numbers = copied(given, sizeof(int32_t), &n)) == NULL) return NULL;
+    int is_right = n_stamped >= 0 && n_stamped <= c->n_buffers && every >= (int)sizeof(int64_t);
+    for (int32_t k = 0; k < n; k++) is_right &= numbers[k] >= 0 && numbers[k] < c->n_buffers;
+    for (int k = 1; is_right && k <= n_stamped; k++) is_right = c->nbytes[c->n_buffers - k] % every == 0;
+    if (!is_right) {
+        free(numbers);
+        PyErr_SetString(PyExc_ValueError, "there is no such buffer");
+        return NULL;
+    }
+    free(c->given);
+    c->given = numbers;
+    c->n_given = n;
+    c->n_stamped = n_stamped;
+    c->stamped_every = every;
+    Py_RETURN_NONE;
+}
+
+static PyObject *call_run_on(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    PyObject *addresses;
+    double seconds, stall;
+    long long stamp;
+    int tag;
+    if (!PyArg_ParseTuple(args, "iddLO!", &tag, &seconds, &stall, &stamp, &PyTuple_Type, &addresses)) return NULL;
+    if (refuse_if_unfinished(c)) return NULL;
+    if (PyTuple_Size(addresses) != c->n_given) {
+        PyErr_SetString(PyExc_ValueError, "each given buffer has one address");
+        return NULL;
+    }
+    for (int32_t k = 0; k < c->n_given; k++) {
+        c->bases[c->given[k]] = (char *)PyLong_AsVoidPtr(PyTuple_GetItem(addresses, k));
+        if (PyErr_Occurred()) return NULL;
+    }
+    for (int k = 1; k <= c->n_stamped; k++)
+        for (int64_t at = 0; at < c->nbytes[c->n_buffers - k]; at += c->stamped_every)
+            memcpy(c->bases[c->n_buffers - k] + at, &stamp, sizeof(int64_t));
+    return begun(c, tag, seconds, stall);
 }
 
 static PyObject *call_drive(PyObject *self, PyObject *args) {
@@ -567,6 +620,9 @@ static PyMethodDef call_methods[] = {
     {"place", call_place, METH_O, "place(addresses): where the buffers are, 64 bits each."},
     {"run", call_run, METH_VARARGS, "run(tag, seconds, stall): begin a call, and drive it. If it has not ended then, it is in flight."},
     {"has_ended", call_has_ended, METH_O, "has_ended(op): True once this op is done."},
+    {"form", call_form, METH_VARARGS, "form(given, n, nbytes): `run_on` places the buffers of these numbers, and writes "
+                                      "the stamp to every so many bytes of the last n buffers."},
+    {"run_on", call_run_on, METH_VARARGS, "run_on(tag, seconds, stall, stamp, addresses): `run` on other memory."},
     {"drive", call_drive, METH_VARARGS, "drive(seconds, stall): go on with the call. 0 seconds: one round."},
     {"times", call_times, METH_NOARGS, "When each op began, then when each op ended, as doubles of perf_counter."},
     {"export", call_export, METH_NOARGS, "(blockers, times, [(request, op)]): C goes on with this call no more."},

@@ -30,15 +30,16 @@ PLAIN = frozenset((str, int, float, bool, type(None)))
 MOST_FRONTS = 1024
 """The keys that a communicator remembers."""
 
+ORDERS: dict[tuple[str, ...], Callable[[int, int], tuple[int, ...]]] = {
+    ("x", "y"): lambda x, y: (x, y),
+    ("y", "x"): lambda x, y: (y, x),
+    ("x",): lambda x, y: (x,),
+    ("y",): lambda x, y: (y,),
+}
+"""The addresses of x and of the result in the order in which a ticket takes them."""
+
 REFUSED = object()
 """What `Front.run` returns if the call must be read."""
-
-
-class Place(NamedTuple):
-    """A tensor on the host: its form as part of a key, and its address."""
-
-    form: Hashable
-    address: int
 
 
 class KnownCall(NamedTuple):
@@ -51,21 +52,24 @@ class KnownCall(NamedTuple):
     out_at: int
 
 
-def place_of(x: Any) -> Place | None:
-    """Where a tensor of NumPy or torch lies, if it is plain: contiguous memory of the host, without a gradient."""
+def place_of(x: Any) -> tuple[Hashable, int] | None:
+    """The form and the address of a tensor of NumPy or torch. None: it is not plain.
+
+    Plain is contiguous memory of the host, without a gradient.
+    """
     kind = type(x)
     if kind is np.ndarray:
         flags = x.flags
         if not (flags.c_contiguous and flags.aligned):
             return None
-        return Place((x.dtype, x.shape, flags.writeable), address_of(x))
+        return (x.dtype, x.shape, flags.writeable), address_of(x)
     torch = sys.modules.get("torch")
     if torch is None or kind is not torch.Tensor or x.requires_grad or not x.is_cpu or x.layout is not torch.strided:
         return None
     if not x.is_contiguous() or x.is_neg() or x.is_conj():
         return None
     try:
-        return Place((x.dtype, x.shape, True), x.data_ptr())
+        return (x.dtype, x.shape, True), x.data_ptr()
     except RuntimeError:  # it has no memory: a function of torch is traced
         return None
 
@@ -89,12 +93,13 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
             there = place_of(value)
             if there is None:
                 return None
-            out, form, out_at = value, there.form, there.address
+            out, (form, out_at) = value, there
             continue
         if type(value) not in PLAIN:
             return None
         rest += [option, type(value), value]
-    return KnownCall((name, place.form, form, out_at == place.address, compared, *rest), x, place.address, out, out_at)
+    x_form, x_at = place
+    return KnownCall((name, x_form, form, out_at == x_at, compared, *rest), x, x_at, out, out_at)
 
 
 class Front:
@@ -103,26 +108,23 @@ class Front:
     def __init__(self, ticket: Ticket, arguments: Arguments, pending: Pending):
         local, problem = pending._local, pending._local.problem
         self.ticket, self.in_place = ticket, local.in_place
-        self._takes_x, self._order = "x" in ticket.given, [name == "y" for name in ticket.given]
+        self._order = ORDERS[*ticket.given]
         shapes, dtypes = ticket.sized.shapes, {b.name: b.dtype for b in ticket.program.program.buffers}
         self._nbytes = [_nbytes(shapes[name], dtypes[name]) if name in shapes else 0 for name in ("x", "y")]
         shape = problem.result_shape(local.shape, pending._comm.rank) if problem.flat else shapes["y"]
         self.make = _maker(pending._comm, shape, dtypes["y"], local.like.framework)
 
-    def begin(self, x_at: int, y_at: int, held: object, describe: Callable[[], Pending], waits: bool) -> Any:
-        """Begin a call on tensors at these addresses. None: it is finished. Else its Flight, or REFUSED."""
+    def begin(self, x_at: int, y_at: int, held: tuple[Any, Any], describe: Callable[[], Pending], waits: bool) -> Any:
+        """Begin a call on tensors at these addresses. None: it is finished. Else its Flight, or REFUSED.
+
+        `held` are x and the result.
+        """
         if not self.in_place:
             x_nbytes, y_nbytes = self._nbytes
             if x_at < y_at + y_nbytes and y_at < x_at + x_nbytes:
                 return REFUSED
-        flight = Flight(self.ticket.comm, describe)
-        begun = self.ticket.begin([y_at if is_y else x_at for is_y in self._order], held, flight.described, waits)
-        if begun is None:
-            return None
-        if begun is False:
-            return REFUSED
-        flight.task = begun
-        return flight
+        task = self.ticket.begin(self._order(x_at, y_at), held, describe, waits)
+        return None if task is None else REFUSED if task is False else Flight(task, held[1])
 
     def run(self, call: KnownCall, describe: Callable[[], Pending]) -> Any:
         """The result of the call. REFUSED: it must be read."""
@@ -138,10 +140,40 @@ class Front:
             return REFUSED
         if call.out is not None:
             dlpack.mark_written(y)
-        if flight is None:
-            return y
-        flight.value = y
-        return flight.wait()
+        return y if flight is None else flight.wait()
+
+
+class Door:
+    """The calls that another interface has made before, by keys of its own: a group of torch, or `fompi.mpi.Comm`.
+
+    A call whose key is unknown is read. If an operation then works on the very tensors of it, its front is found by
+    the key from then on. `how` is what the interface needs to describe such a call.
+    """
+
+    def __init__(self) -> None:
+        self._fronts: dict[Hashable, tuple[Front, Any]] = {}
+        self._wanted: tuple[Hashable, int, int] | None = None  # the call that is read
+
+    def find(self, key: Hashable, x_at: int, out_at: int) -> tuple[Front, Any] | None:
+        """The front of the call with this key, and `how`. None: `learn` may find them when the call is read."""
+        found = self._fronts.get(key)
+        self._wanted = None if found is not None else (key, x_at, out_at)
+        return found
+
+    def learn(self, comm: Communicator, call: KnownCall | None, how: Any) -> None:
+        """This is the call of the last key that was not found, as an operation."""
+        wanted, self._wanted = self._wanted, None
+        if call is None:
+            return
+        front = front_of(comm, call)
+        if front is not None and wanted is not None and wanted[1:] == (call.x_at, call.out_at):
+            while len(self._fronts) >= MOST_FRONTS:
+                del self._fronts[next(iter(self._fronts))]
+            self._fronts[wanted[0]] = front, how
+
+    def forget(self) -> None:
+        """The next call is none that was looked for."""
+        self._wanted = None
 
 
 def take_front(ticket: Ticket, pending: Pending) -> None:
@@ -150,11 +182,11 @@ def take_front(ticket: Ticket, pending: Pending) -> None:
     tensors = [local.like, *([] if local.out is None else [local.out])]
     plain = all(t.framework in ("numpy", "torch") and t.host is None for t in tensors)
     place = place_of(arguments.x)
-    if place is None or place.address != address_of(local.arrays["x"]):  # it works on a copy, or on a part
+    if place is None or place[1] != address_of(local.arrays["x"]):  # it works on a copy, or on a part
         return
     names = {"x", "y"} if not local.in_place else {"x"}
     whole = arguments.result is Arguments.result and not (local.dim or local.split >= 0 or local.packed)
-    if plain and whole and names >= ticket.given.keys() and "y" in ticket.names:
+    if plain and whole and tuple(ticket.given) in ORDERS and names >= ticket.given.keys() and "y" in ticket.names:
         while len(comm.fronts) >= MOST_FRONTS:
             del comm.fronts[next(iter(comm.fronts))]
         comm.fronts[arguments.key] = Front(ticket, arguments, pending)

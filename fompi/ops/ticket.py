@@ -9,7 +9,7 @@ call goes on as a `Pending`, as if Python had begun it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,8 @@ def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hasha
         return None
     if comm.backend is not None or comm.urgency is not None or native_engine().library is None:
         return None
-    if arguments.counts is not None and local.problem.moves == "all_to_all":  # they are others at every call
-        return None
+    if local.problem.moves == "all_to_all" and arguments.counts is not None and len({*arguments.counts}) > 1:
+        return None  # they are others at every call
     where = "new" if local.out is None else "over x" if local.in_place else "out"
     arriving = None if arguments.arriving is None else tuple(arguments.arriving)
     compared = local.rows, local.expects, arriving, arguments.words
@@ -86,6 +86,8 @@ class Memory:
         for name, array in self.kept.items():
             self.bases[ticket.names.index(name)] = address_of(array)
         self.bases[-3:] = [part.ctypes.data for part in self.headers]
+        self.call.place(self.bases)
+        self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), HEADER_NBYTES)
 
 
 class Ticket:
@@ -117,7 +119,7 @@ class Ticket:
 
     def begin(
         self,
-        addresses: Iterable[int],
+        addresses: tuple[int, ...],
         held: object,
         describe: Callable[[], Pending],
         waits: bool,
@@ -143,19 +145,16 @@ class Ticket:
                 if self._in_flight >= MOST_IN_FLIGHT:
                     return False
                 memory = Memory(self)
-            call, bases = memory.call, memory.bases
+            call = memory.call
             stamp, slot = self.last_stamp, _ = comm.next_call()
             comm.note_start(self.name, stamp)
-            memory.headers[:, :, 0] = stamp
-            for at, address in zip(self.given.values(), addresses, strict=True):
-                bases[at] = address
-            call.place(bases)
             seconds = IN_C_SECONDS if waits and engine.is_all_in_c else 0.0
             is_finished = False
             try:
-                is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS) == FINISHED
+                is_finished = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses) == FINISHED
             finally:
                 if not is_finished:
+                    memory.bases[[*self.given.values()]] = addresses
                     task = self._flies(memory, stamp, slot, describe, held, note)
             if is_finished:
                 channel.begun[0] = stamp
@@ -188,7 +187,8 @@ class Ticket:
 
         def take_over() -> Task:
             self._in_flight -= 1
-            return self._hand_over(memory, stamp, slot, describe(), held)
+            task.pending = describe()
+            return self._hand_over(memory, stamp, slot, task.pending, held)
 
         task = InC(memory.call, comm, stamp, take_over, arrived, held)
         if memory.call.state != GOES_ON:
@@ -236,7 +236,7 @@ class Ticket:
         out = pending._local.out
         with self.comm.engine.lock:
             note = None if waits else functools.partial(setattr, pending, "_times")
-            begun = self.begin(map(address_of, given), given, lambda: pending, waits, note)
+            begun = self.begin(tuple(map(address_of, given)), given, lambda: pending, waits, note)
             if begun is False:
                 return False
             pending._stamp = self.last_stamp
@@ -250,16 +250,13 @@ class Ticket:
 class Flight:
     """A call of a `Front` that is in flight, used as a Pending. `value` is its result, if C finishes it."""
 
-    def __init__(self, comm: Communicator, describe: Callable[[], Pending]):
-        self.comm, self._describe = comm, describe
-        self.task: Task = DONE
-        self.value: Any = None
-        self.pending: Pending | None = None  # it goes on with the call
+    def __init__(self, task: InC, value: Any):
+        self.comm, self.task, self.value = task.comm, task, value
 
-    def described(self) -> Pending:
-        """The call as Python would have begun it."""
-        self.pending = self._describe()
-        return self.pending
+    @property
+    def pending(self) -> Any:
+        """What goes on with the call. None: C does."""
+        return self.task.pending
 
     @property
     def _current(self) -> Task:

@@ -41,8 +41,9 @@ def drive_in_c(task: Task) -> None:
     """The program waits for this task. If it is in C, and Python drives nothing else, C drives it for a while."""
     if isinstance(task, InC) and not task.finished:
         with task.comm.engine.lock:
-            goes_on = task.finished or not task.comm.engine.is_all_in_c
-            if not goes_on and task.call.drive(IN_C_SECONDS, STALL_SECONDS) not in UNDER_WAY:
+            engine = task.comm.engine
+            may_drive = not (task.finished or engine.over) and engine.is_all_in_c
+            if may_drive and task.call.drive(IN_C_SECONDS, STALL_SECONDS) not in UNDER_WAY:
                 task.ended()
 
 
@@ -84,6 +85,7 @@ class InC(Task):
         self.call, self.comm, self.stamp, self.held = call, comm, stamp, held
         self._take_over, self._arrived = take_over, arrived
         self._heir: Task | None = None
+        self.pending: Any = None  # what Python has made of the call, if it is one of a ticket
         comm.channel.begin(stamp, self)
         comm.engine.in_c(self, engine().library)
 

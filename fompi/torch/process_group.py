@@ -43,7 +43,7 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi import environment, launcher
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
-from fompi.ops.front import REFUSED, Front, front_of, known_call, place_of
+from fompi.ops.front import REFUSED, Door, known_call, place_of
 from fompi.torch import private, streams
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
@@ -202,8 +202,7 @@ class Collectives:
         self.comm, self._name, self._desc, self._store = comm, name, "", store
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
         self._ones = torch.ones(1, dtype=torch.int32)  # what barriers send
-        self._fronts: dict[Hashable, tuple[Front, _How]] = {}  # calls that were made before
-        self._wanted: tuple[Hashable, int, int] | None = None  # the key of the call that begins, and its addresses
+        self._door = Door()
         self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
         self.set_timeout(timeout)
 
@@ -212,16 +211,12 @@ class Collectives:
         self, operation: Any, *args: Any, words: str = "", arriving: Sequence[int] | None = None, **options: Any
     ) -> Any:
         """Begin a call. The ranks compare `words`, and `arriving` with the elements or rows that each rank sends."""
-        wanted, self._wanted = self._wanted, None
         how = _How(operation, options.pop("counts", None), words, arriving, options)
         try:
             call = known_call(operation.name, args, options, how.compared)
+            self._door.learn(self.comm, call, how)
             arguments, call_options = how.read(args, self.comm)
-            if call is not None:
-                arguments.key = call.key
-                front = front_of(self.comm, call)
-                if front is not None and wanted is not None and wanted[1:] == (call.x_at, call.out_at):
-                    self._fronts[wanted[0]] = front, how
+            arguments.key = None if call is None else call.key
             return operation.begin(arguments, self.comm, call_options)
         except Exception as error:
             raise in_words_of_torch(error, operation.name) from error
@@ -231,7 +226,7 @@ class Collectives:
 
         None: `_start` must begin it.
         """
-        self._wanted = None
+        self._door.forget()
         if self._parts is not None:
             return None
         there = place = place_of(x)
@@ -239,10 +234,9 @@ class Collectives:
             there = place_of(out)
         if place is None or there is None:
             return None
-        key = verb, place.form, there.form
-        found = self._fronts.get(key)
+        (form, x_at), (out_form, out_at) = place, there
+        found = self._door.find((verb, form, out_form), x_at, out_at)
         if found is None:
-            self._wanted = key, place.address, there.address
             return None
         front, how = found
 
@@ -252,8 +246,9 @@ class Collectives:
             return how.operation.described(how.read((data,), self.comm, out=target)[0], self.comm)
 
         try:
+            self.comm.check()
             is_async = getattr(opts, "asyncOp", True)
-            flight = front.begin(place.address, there.address, (x, out), describe, not is_async)
+            flight = front.begin(x_at, out_at, (x, out), describe, not is_async)
             if flight is REFUSED:
                 return None
             if flight is not None and is_async:
