@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fompi.backends import in_c
 from fompi.base.errors import LaunchError
 from fompi.mpi import environment
 from fompi.mpi.transport import start_mpi
@@ -40,14 +41,14 @@ def engine() -> NativeSupport:
 
 def refusal() -> LaunchError | None:
     """The error if FOMPI_ENGINE=native and calls cannot run in C. MPI has started."""
-    if environment.value("FOMPI_ENGINE") != "native" or engine().library is not None:
+    if engine().library is not None or environment.value("FOMPI_ENGINE") != "native":
         return None
     return LaunchError(f"FOMPI_ENGINE=native, but {engine().why}")
 
 
 def _found() -> NativeSupport:
     try:
-        from fompi.native._native import Library
+        from fompi.native._native import Library, kernel
     except ImportError:
         return NativeSupport(None, "fompi was installed without a C compiler: install one, then fompi again")
     MPI = start_mpi()
@@ -61,6 +62,7 @@ def _found() -> NativeSupport:
             isend, issend, irecv, test, testsome = (
                 ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS
             )
+            in_c.run = kernel
             return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
     return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")
 

@@ -2,6 +2,8 @@ from typing import Any
 
 OP_NBYTES: int
 
+def kernel(kernel: int, dtype: int, divisor: int, flags: int, a: int, b: int, c: int, count: int, /) -> None: ...
+
 class Library:
     def __init__(
         self, isend: int, issend: int, irecv: int, test: int, testsome: int, byte: int, request_nbytes: int, /

@@ -654,7 +654,28 @@ static PyType_Spec call_spec = {"fompi.native._native.Call", sizeof(Call), 0, Py
 
 /* ------------------------------------------------------------------------------------------------ the module */
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fompi.native._native", "Calls in C.", -1, NULL, NULL, NULL, NULL, NULL};
+/* The caller vouches for the addresses. */
+static PyObject *run_one_kernel(PyObject *self, PyObject *args) {
+    int kernel, dtype, divisor, flags;
+    unsigned long long a, b, c;
+    long long count;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiiiKKKL", &kernel, &dtype, &divisor, &flags, &a, &b, &c, &count)) return NULL;
+    if (!kernel_width(kernel, dtype, divisor, flags, 0)) {
+        PyErr_SetString(PyExc_ValueError, "there is no such kernel");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    if (count > 0) kernel_run(kernel, dtype, divisor, flags, (char *)(uintptr_t)a, (char *)(uintptr_t)b, (char *)(uintptr_t)c, count);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"kernel", run_one_kernel, METH_VARARGS, "kernel(kernel, dtype, divisor, flags, a, b, c, count): one kernel on memory at these addresses."},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fompi.native._native", "Calls in C.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);

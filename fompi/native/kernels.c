@@ -17,12 +17,18 @@ typedef _Float16 float16;
 typedef uint16_t float16;
 #endif
 
-static inline float widen(uint16_t x) {
+#ifdef __GNUC__
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
+INLINE float widen(uint16_t x) {
     union { uint32_t bits; float number; } v = {(uint32_t)x << 16};
     return v.number;
 }
 
-static inline uint16_t narrow(float x) { /* to the nearest even; a NaN must not round to infinity */
+INLINE uint16_t narrow(float x) { /* to the nearest even; a NaN must not round to infinity */
     union { float number; uint32_t bits; } v = {x};
     uint32_t rounded = (v.bits + (0x7FFF + ((v.bits >> 16) & 1))) >> 16;
     return (v.bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (uint16_t)rounded;
@@ -45,22 +51,34 @@ NUMBERS(uint64_t, u64)
 COMBINE(mean_f32, float, (a[i] + b[i]) / by)
 COMBINE(mean_f64, double, (a[i] + b[i]) / by)
 
-/* In float32, rounded once. The branches do not depend on i: the compiler takes them out of the loop. */
-static inline float combined(int32_t kernel, float a, float b, float by) {
+/* In float32, rounded once. */
+INLINE float combined(int32_t kernel, float a, float b, float by) {
     return kernel == COPY ? a : kernel == ADD ? a + b : kernel == PROD ? a * b : (a + b) / by;
 }
 
-#define HALF(name, type, to_float, from_float)                                                                       \
-    FAST static void name(int32_t kernel, int32_t wide, const char *a, const char *b, char *c, int64_t n, float by) { \
-        for (int64_t i = 0; i < n; i++) {                                                                             \
-            float x = wide & 1 ? ((const float *)a)[i] : to_float(((const type *)a)[i]);                              \
-            float y = wide & 2 ? ((const float *)b)[i] : to_float(((const type *)b)[i]);                              \
-            float z = combined(kernel, x, y, by);                                                                     \
-            if (wide & 4)                                                                                             \
-                ((float *)c)[i] = z;                                                                                  \
-            else                                                                                                      \
-                ((type *)c)[i] = from_float(z);                                                                       \
-        }                                                                                                             \
+/* The switch makes a loop without branches for each kernel and each choice of wide operands. */
+#define LOOPS(loop, kernel) \
+    LOOP(loop, kernel, 0) LOOP(loop, kernel, 1) LOOP(loop, kernel, 2) LOOP(loop, kernel, 3) \
+    LOOP(loop, kernel, 4) LOOP(loop, kernel, 5) LOOP(loop, kernel, 6) LOOP(loop, kernel, 7)
+#define LOOP(loop, kernel, wide) \
+    case 8 * kernel + wide: loop(kernel, wide, a, b, c, n, by); break;
+#define HALF(name, type, to_float, from_float)                                                                         \
+    INLINE void name##_loop(                                                                                           \
+        int32_t kernel, int32_t wide, const char *a, const char *b, char *c, int64_t n, float by) {                    \
+        _Pragma("GCC ivdep") /* c may be a or b, but nothing between */                                               \
+        for (int64_t i = 0; i < n; i++) {                                                                              \
+            float x = wide & 1 ? ((const float *)a)[i] : to_float(((const type *)a)[i]);                               \
+            float y = wide & 2 ? ((const float *)b)[i] : to_float(((const type *)b)[i]);                               \
+            float z = combined(kernel, x, y, by);                                                                      \
+            if (wide & 4)                                                                                              \
+                ((float *)c)[i] = z;                                                                                   \
+            else                                                                                                       \
+                ((type *)c)[i] = from_float(z);                                                                        \
+        }                                                                                                              \
+    }                                                                                                                  \
+    FAST static void name(int32_t kernel, int32_t wide, const char *a, const char *b, char *c, int64_t n, float by) {  \
+        switch (8 * kernel + wide) { LOOPS(name##_loop, COPY) LOOPS(name##_loop, ADD) LOOPS(name##_loop, PROD)         \
+                                     LOOPS(name##_loop, MEAN) }                                                        \
     }
 HALF(half_bf16, uint16_t, widen, narrow)
 #define FLOAT_OF(x) ((float)(x))

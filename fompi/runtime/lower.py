@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fompi.backends.in_c import BYTE, COPY, kernel_of
 from fompi.base.layout import ITEMSIZE
 from fompi.engine.in_flight import EAGER_NBYTES
-from fompi.plans.dependencies import divisor
-from fompi.plans.kernels import MOVES
 from fompi.plans.plan import Compute
 from fompi.runtime.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled, Place, Sized
 
@@ -36,18 +35,6 @@ SYNCHRONOUS, TESTED, ABSOLUTE = 1, 2, 4
 """Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
 its number is its tag.
 """
-
-KERNELS = {"add": 1, "prod": 2}
-COPY, MEAN, BYTE = 0, 3, 0
-
-DTYPES = {
-    "float32": 1, "float64": 2, "int8": 4, "uint8": 4, "int16": 5, "uint16": 5, "int32": 6, "uint32": 6,
-    "int64": 7, "uint64": 7, "complex64": 8, "complex128": 9,
-}  # fmt: skip
-"""The numbers of dtypes in kernels.h. Integers wrap, so signed ones are added as unsigned ones."""
-
-HALF_DTYPES = {"bfloat16": 3, "float16": 10}
-"""Half types. Sums of them may be kept in float32: the flags of the op say which operands are."""
 
 MOST_NBYTES = (1 << 31) - 1
 """A message of C has at most so many bytes."""
@@ -173,31 +160,11 @@ def _kernel(compiled: Compiled, i: int, op: Any) -> list[Place] | None:
     """Fill in the kernel of op `i`. Returns its two operands and its result, or None if C has no such kernel."""
     compute, (reads, writes) = compiled.ops[i], compiled.operands(i)
     assert isinstance(compute, Compute)
-    dtypes = [*map(str, chain(*compiled.dtypes(i)))]
-    if len(writes) != 1:
+    found = kernel_of(compute.kernel, *([*map(str, dtypes)] for dtypes in compiled.dtypes(i)))
+    if found is None:
         return None
-    count = divisor(compute.kernel)
-    known = KERNELS.get(compute.kernel) if count is None else MEAN
-    if compute.kernel in MOVES and len(reads) == 1:
-        known, reads, dtypes = COPY, reads * 2, [dtypes[0], *dtypes]
-    if known is None or len(reads) != 2:
-        return None
-    op["kernel"], op["divisor"] = known, count or 1
-    if known == COPY and len({*dtypes}) == 1:
-        op["dtype"] = BYTE
-        return [*reads, *writes]
-    halves = {*dtypes} - {"float32"}
-    if len(halves) == 1 and not halves.isdisjoint(HALF_DTYPES):
-        op["dtype"] = HALF_DTYPES[halves.pop()]
-        op["flags"] = sum(1 << k for k, dtype in enumerate(dtypes) if dtype == "float32")
-        return [*reads, *writes]
-    dtype = dtypes[0]
-    if len({*dtypes}) > 1 or dtype not in DTYPES or known == COPY or (known == KERNELS["prod"] and "complex" in dtype):
-        return None
-    if count and "int" in dtype:
-        return None
-    op["dtype"] = DTYPES[dtype]
-    return [*reads, *writes]
+    op["kernel"], op["dtype"], op["divisor"], op["flags"] = found
+    return [*reads * (3 - len(reads)), *writes]
 
 
 def _span(compiled: Compiled, sized: Sized, place: Place) -> tuple[int, int]:

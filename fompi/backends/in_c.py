@@ -1,0 +1,78 @@
+"""Which kernels there are in C, by the numbers of `native/kernels.h`, and sums of half types by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fompi.plans.dependencies import divisor
+from fompi.plans.kernels import MOVES
+
+COPY, MEAN, BYTE = 0, 3, 0
+
+KERNELS = {"add": 1, "prod": 2}
+
+DTYPES = {
+    "float32": 1, "float64": 2, "int8": 4, "uint8": 4, "int16": 5, "uint16": 5, "int32": 6, "uint32": 6,
+    "int64": 7, "uint64": 7, "complex64": 8, "complex128": 9,
+}  # fmt: skip
+"""Integers wrap, so signed ones are added as unsigned ones."""
+
+HALF_DTYPES = {"bfloat16": 3, "float16": 10}
+"""Half types. Sums of them may be kept in float32: the flags of the kernel say which operands are."""
+
+
+class Kernel(NamedTuple):
+    """A kernel of C: its numbers. A copy has its operand twice."""
+
+    kernel: int
+    dtype: int
+    divisor: int
+    flags: int
+
+
+def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> Kernel | None:
+    """The kernel for operands and a result of these dtypes. None: C has none."""
+    count, dtypes = divisor(name), [*reads, *writes]
+    known = KERNELS.get(name) if count is None else MEAN
+    if name in MOVES and len(reads) == 1:
+        known, dtypes = COPY, [*reads, *reads, *writes]
+    if known is None or len(dtypes) != 3 or len(writes) != 1:
+        return None
+    if known == COPY and len({*dtypes}) == 1:
+        return Kernel(COPY, BYTE, 1, 0)
+    halves = {*dtypes} - {"float32"}
+    if len(halves) == 1 and not halves.isdisjoint(HALF_DTYPES):
+        flags = sum(1 << k for k, dtype in enumerate(dtypes) if dtype == "float32")
+        return Kernel(known, HALF_DTYPES[halves.pop()], count or 1, flags)
+    dtype = dtypes[0]
+    if len({*dtypes}) > 1 or dtype not in DTYPES or known == COPY or (known == KERNELS["prod"] and "complex" in dtype):
+        return None
+    return None if count and "int" in dtype else Kernel(known, DTYPES[dtype], count or 1, 0)
+
+
+run: Callable[..., None] | None = None
+"""`fompi.native._native.kernel`, if calls run in C (`fompi.engine.native`)."""
+
+
+def bound(name: str, reads: Sequence[Any], writes: Sequence[Any], dtypes: Any) -> Callable[[], None] | None:
+    """The kernel on these contiguous arrays. None: it must be NumPy's. `dtypes` are those of reads and of writes."""
+    call, arrays = run, (*reads, *writes)
+    known = None if call is None else kernel_of(name, *dtypes)
+    if (
+        call is None
+        or known is None
+        or known.dtype == BYTE
+        or not all(a.flags.c_contiguous and a.size == arrays[-1].size for a in arrays)
+    ):
+        return None
+    addresses = [a.ctypes.data for a in (*reads, *reads[: 2 - len(reads)], *writes)]
+    try:
+        call(*known, 0, 0, 0, 0)
+    except ValueError:  # this compiler has no float16
+        return None
+
+    def compute(arrays: Any = arrays) -> None:  # which must stay
+        call(*known, *addresses, arrays[-1].size)
+
+    return compute
