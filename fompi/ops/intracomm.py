@@ -21,7 +21,7 @@ The import of this file loads mpi4py. It does not start MPI.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from threading import Lock
@@ -311,7 +311,7 @@ class Request(MPI.Grequest):
         return self._ended(False, super().test, status)
 
 
-def key_of(name: str, args: Sequence[Any]) -> tuple[Hashable, int, int] | None:
+def key_of(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Hashable, int, int] | None:
     """The key of a call on arrays, with the addresses of what is sent and received. None: it must be read.
 
     An array may stand in a list with its datatype.
@@ -334,6 +334,10 @@ def key_of(name: str, args: Sequence[Any]) -> tuple[Hashable, int, int] | None:
             key.append(int(value))
         else:
             return None
+    for option, value in options.items():
+        if type(value) not in (int, MPI.Op):
+            return None
+        key += [option, value if type(value) is int else value.handle]
     return ((*key,), addresses[0], addresses[-1]) if addresses else None
 
 
@@ -533,9 +537,11 @@ class Comm(MPI.Intracomm):
             door = self.__dict__["door"] = Door()
         return door
 
-    def _at_once(self, name: str, prepare: Callable[..., MpiCall | None], args: Sequence[Any]) -> bool:
+    def _at_once(
+        self, name: str, prepare: Callable[..., MpiCall | None], args: Sequence[Any], options: Mapping[str, Any]
+    ) -> bool:
         """Carry out a call that was made before. False: it must be read."""
-        key = key_of(name, args)
+        key = key_of(name, args, options)
         if key is None:
             self._door.forget()
             return False
@@ -547,7 +553,7 @@ class Comm(MPI.Intracomm):
         comm.check()
 
         def describe() -> Any:
-            call = prepare(*args)
+            call = prepare(*args, **options)
             assert call is not None
             return call.operation.described(call.read(comm)[0], comm)
 
@@ -563,7 +569,7 @@ def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[...
     native, prepare = getattr(MPI.Intracomm, f"I{name.lower()}" if immediate else name), f"_{name.lower()}"
 
     def call(self: Comm, *args: Any, **options: Any) -> Any:
-        if not (immediate or options) and self._at_once(name, getattr(self, prepare), args):
+        if not immediate and self._at_once(name, getattr(self, prepare), args, options):
             return None
         begun = self._begin(operation, getattr(self, prepare), args, options)
         if begun is None:
