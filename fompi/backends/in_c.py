@@ -10,13 +10,18 @@ from fompi.plans.kernels import MOVES
 
 COPY, MEAN, BYTE = 0, 3, 0
 
-KERNELS = {"add": 1, "prod": 2}
+KERNELS = {"add": 1, "prod": 2, "max": 4, "min": 5}
+
+NOT_COMPLEX = frozenset((2, 4, 5))
 
 DTYPES = {
     "float32": 1, "float64": 2, "int8": 4, "uint8": 4, "int16": 5, "uint16": 5, "int32": 6, "uint32": 6,
     "int64": 7, "uint64": 7, "complex64": 8, "complex128": 9,
 }  # fmt: skip
 """Integers wrap, so signed ones are added as unsigned ones."""
+
+ORDERED = {"bool": 4, "int8": 11, "int16": 12, "int32": 13, "int64": 14}
+"""The dtypes of maxima and minima, where they are others."""
 
 HALF_DTYPES = {"bfloat16": 3, "float16": 10}
 """Half types. Sums of them may be kept in float32: the flags of the kernel say which operands are."""
@@ -46,9 +51,11 @@ def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> Kernel 
         flags = sum(1 << k for k, dtype in enumerate(dtypes) if dtype == "float32")
         return Kernel(known, HALF_DTYPES[halves.pop()], count or 1, flags)
     dtype = dtypes[0]
-    if len({*dtypes}) > 1 or dtype not in DTYPES or known == COPY or (known == KERNELS["prod"] and "complex" in dtype):
+    number = ORDERED.get(dtype) if name in ("max", "min") else None
+    number = number or DTYPES.get(dtype)
+    if len({*dtypes}) > 1 or number is None or known == COPY or (known in NOT_COMPLEX and "complex" in dtype):
         return None
-    return None if count and "int" in dtype else Kernel(known, DTYPES[dtype], count or 1, 0)
+    return None if count and "int" in dtype else Kernel(known, number, count or 1, 0)
 
 
 run: Callable[..., None] | None = None

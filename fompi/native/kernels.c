@@ -1,4 +1,7 @@
-/* See kernels.h. Integers wrap, so signed ones are added as unsigned ones. Compiled without contraction of a * b + c. */
+/* See kernels.h. Integers wrap, so signed ones are added as unsigned ones. Compiled without contraction of a * b + c.
+ *
+ * A maximum is NaN where a term is: the first one. Of zeros with two signs it is the second term, as with NumPy on x86.
+ */
 #include "kernels.h"
 
 #include <string.h>
@@ -42,17 +45,22 @@ INLINE uint16_t narrow(float x) { /* to the nearest even; a NaN must not round t
 #define NUMBERS(type, suffix)                          \
     COMBINE(add_##suffix, type, a[i] + b[i])           \
     COMBINE(prod_##suffix, type, a[i] * b[i])
-NUMBERS(float, f32)
-NUMBERS(double, f64)
-NUMBERS(uint8_t, u8)
-NUMBERS(uint16_t, u16)
-NUMBERS(uint32_t, u32)
-NUMBERS(uint64_t, u64)
+#define ORDERED(type, suffix)                                              \
+    COMBINE(max_##suffix, type, a[i] > b[i] || a[i] != a[i] ? a[i] : b[i]) \
+    COMBINE(min_##suffix, type, a[i] < b[i] || a[i] != a[i] ? a[i] : b[i])
+NUMBERS(float, f32) ORDERED(float, f32)
+NUMBERS(double, f64) ORDERED(double, f64)
+NUMBERS(uint8_t, u8) ORDERED(uint8_t, u8) ORDERED(int8_t, i8)
+NUMBERS(uint16_t, u16) ORDERED(uint16_t, u16) ORDERED(int16_t, i16)
+NUMBERS(uint32_t, u32) ORDERED(uint32_t, u32) ORDERED(int32_t, i32)
+NUMBERS(uint64_t, u64) ORDERED(uint64_t, u64) ORDERED(int64_t, i64)
 COMBINE(mean_f32, float, (a[i] + b[i]) / by)
 COMBINE(mean_f64, double, (a[i] + b[i]) / by)
 
 /* In float32, rounded once. */
 INLINE float combined(int32_t kernel, float a, float b, float by) {
+    if (kernel == MAX) return a > b || a != a ? a : b;
+    if (kernel == MIN) return a < b || a != a ? a : b;
     return kernel == COPY ? a : kernel == ADD ? a + b : kernel == PROD ? a * b : (a + b) / by;
 }
 
@@ -78,7 +86,7 @@ INLINE float combined(int32_t kernel, float a, float b, float by) {
     }                                                                                                                  \
     FAST static void name(int32_t kernel, int32_t wide, const char *a, const char *b, char *c, int64_t n, float by) {  \
         switch (8 * kernel + wide) { LOOPS(name##_loop, COPY) LOOPS(name##_loop, ADD) LOOPS(name##_loop, PROD)         \
-                                     LOOPS(name##_loop, MEAN) }                                                        \
+                                     LOOPS(name##_loop, MEAN) LOOPS(name##_loop, MAX) LOOPS(name##_loop, MIN) }                                                        \
     }
 HALF(half_bf16, uint16_t, widen, narrow)
 #define FLOAT_OF(x) ((float)(x))
@@ -88,18 +96,23 @@ HALF(half_f16, float16, FLOAT_OF, FLOAT16_OF)
 static int is_half(int32_t dtype) { return dtype == BFLOAT16 || (dtype == FLOAT16 && HAS_FLOAT16); }
 
 int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, int k) {
-    static const int64_t widths[] = {1, 4, 8, 2, 1, 2, 4, 8, 8, 16, 2};
-    if (kernel < COPY || kernel > MEAN || dtype < BYTE || dtype > FLOAT16) return 0;
+    static const int64_t widths[] = {1, 4, 8, 2, 1, 2, 4, 8, 8, 16, 2, 1, 2, 4, 8};
+    int is_complex = dtype == COMPLEX64 || dtype == COMPLEX128, is_ordering = kernel == MAX || kernel == MIN;
+    if (kernel < COPY || kernel > MIN || dtype < BYTE || dtype > INT64) return 0;
     if (kernel == COPY && dtype == BYTE) return !wide;
-    if (dtype == BYTE || (kernel == COPY && !is_half(dtype)) || (kernel == PROD && (dtype == COMPLEX64 || dtype == COMPLEX128))) return 0;
+    if (dtype == BYTE || (kernel == COPY && !is_half(dtype)) || (is_complex && (kernel == PROD || is_ordering))) return 0;
+    if (dtype >= INT8 && !is_ordering) return 0;
     if (kernel == MEAN && (divisor < 1 || (dtype >= UINT8 && dtype <= UINT64))) return 0;
     if (wide < 0 || wide > 7 || (wide && !is_half(dtype)) || (dtype == FLOAT16 && !HAS_FLOAT16)) return 0;
     return wide >> k & 1 ? 4 : widths[dtype];
 }
 
 #define RUN(name, type, n) name((const type *)a, (const type *)b, (type *)c, n, (type)divisor)
-#define ADD_OR_PROD(type, suffix) \
-    (kernel == ADD ? RUN(add_##suffix, type, count) : RUN(prod_##suffix, type, count))
+#define MAX_OR_MIN(type, suffix) (kernel == MAX ? RUN(max_##suffix, type, count) : RUN(min_##suffix, type, count))
+#define ANY(type, suffix)                         \
+    (kernel == ADD    ? RUN(add_##suffix, type, count)  \
+     : kernel == PROD ? RUN(prod_##suffix, type, count) \
+                      : MAX_OR_MIN(type, suffix))
 
 void kernel_run(
     int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, const char *a, const char *b, char *c, int64_t count) {
@@ -110,14 +123,18 @@ void kernel_run(
     }
     switch (dtype) {
     case COMPLEX64: count *= 2; /* fall through */
-    case FLOAT32: is_mean ? RUN(mean_f32, float, count) : ADD_OR_PROD(float, f32); break;
+    case FLOAT32: is_mean ? RUN(mean_f32, float, count) : ANY(float, f32); break;
     case COMPLEX128: count *= 2; /* fall through */
-    case FLOAT64: is_mean ? RUN(mean_f64, double, count) : ADD_OR_PROD(double, f64); break;
+    case FLOAT64: is_mean ? RUN(mean_f64, double, count) : ANY(double, f64); break;
     case BFLOAT16: half_bf16(kernel, wide, a, b, c, count, (float)divisor); break;
     case FLOAT16: half_f16(kernel, wide, a, b, c, count, (float)divisor); break;
-    case UINT8: ADD_OR_PROD(uint8_t, u8); break;
-    case UINT16: ADD_OR_PROD(uint16_t, u16); break;
-    case UINT32: ADD_OR_PROD(uint32_t, u32); break;
-    case UINT64: ADD_OR_PROD(uint64_t, u64); break;
+    case UINT8: ANY(uint8_t, u8); break;
+    case UINT16: ANY(uint16_t, u16); break;
+    case UINT32: ANY(uint32_t, u32); break;
+    case UINT64: ANY(uint64_t, u64); break;
+    case INT8: MAX_OR_MIN(int8_t, i8); break;
+    case INT16: MAX_OR_MIN(int16_t, i16); break;
+    case INT32: MAX_OR_MIN(int32_t, i32); break;
+    case INT64: MAX_OR_MIN(int64_t, i64); break;
     }
 }

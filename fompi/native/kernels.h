@@ -1,8 +1,9 @@
 /* The kernels of moves and sums on contiguous memory. Their bits are those of fompi.backends.numpy. */
 #include <stdint.h>
 
-enum { COPY, ADD, PROD, MEAN }; /* the kernels, as numbered in fompi.runtime.lower */
-enum { BYTE, FLOAT32, FLOAT64, BFLOAT16, UINT8, UINT16, UINT32, UINT64, COMPLEX64, COMPLEX128, FLOAT16 }; /* the dtypes */
+/* The kernels and the dtypes, as numbered in fompi.backends.in_c. */
+enum { COPY, ADD, PROD, MEAN, MAX, MIN };
+enum { BYTE, FLOAT32, FLOAT64, BFLOAT16, UINT8, UINT16, UINT32, UINT64, COMPLEX64, COMPLEX128, FLOAT16, INT8, INT16, INT32, INT64 };
 
 /* The bytes of an element of operand k (two operands and the result), or 0 if there is no such kernel. Sums of half types
  * may be kept in float32: bit k of `wide` says which operands are. */

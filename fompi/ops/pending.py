@@ -310,6 +310,12 @@ class Pending:
             report, trace = self._comm.engine.report, self._traced(run)
             report.note(run, trace, self.extents, self._backend, returned_at=self._returned_at)
 
+    def _note_in_c(self, recording: list[Trace] | None, times: Times) -> None:
+        """C has finished the call."""
+        self._traced_in_c(times)
+        assert self._run is not None
+        self._note(recording, self._run)
+
     def _program(
         self, problem: Problem, total: int | None, same_problem: bool, even: bool
     ) -> tuple[Compiled, Exception | None]:

@@ -53,6 +53,9 @@ MOST_TICKETS = 256
 MOST_IN_FLIGHT = 16
 """The calls of one form that may be in flight in C. Others run in Python."""
 
+AT_ONCE_SECONDS = 2e-5
+"""So long C drives a small call for which the program does not wait: to wake another thread for it takes longer."""
+
 DONE = Task()
 """The task of a call that C has finished."""
 
@@ -136,7 +139,7 @@ class Ticket:
         if self.is_dropped or SCHEDULES.get(self.schedule) is not self.generator:
             return False
         with engine.lock:
-            if engine.report is not None or comm.recording is not None:
+            if note is None and (engine.report is not None or comm.recording is not None):
                 return False
             if channel.failures or channel.lost is not None:
                 return False
@@ -148,7 +151,9 @@ class Ticket:
             call = memory.call
             stamp, slot = self.last_stamp, _ = comm.next_call()
             comm.note_start(self.name, stamp)
-            seconds = IN_C_SECONDS if waits and engine.is_all_in_c else 0.0
+            seconds = 0.0
+            if engine.is_all_in_c:
+                seconds = IN_C_SECONDS if waits else AT_ONCE_SECONDS if self.is_small and engine.spins else 0.0
             is_finished = False
             try:
                 is_finished = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses) == FINISHED
@@ -204,6 +209,8 @@ class Ticket:
             arrays = arrays_at(program, self.sized.shapes, memory.bases)
             run = Run(program, comm, stamp, slot)
             run.held, pending.extents = (memory, held), self.extents
+            if comm.recording is not None or comm.engine.report is not None:
+                run.on_finish = functools.partial(pending._note, comm.recording, run)
             pending._outputs = {b.name: arrays[b.name] for b in program.outputs} | pending._outputs
             pending._task = pending._run = run
             pending._has_memory = True
@@ -235,7 +242,11 @@ class Ticket:
             return False
         out = pending._local.out
         with self.comm.engine.lock:
-            note = None if waits else functools.partial(setattr, pending, "_times")
+            pending._ticket, pending.extents, note = self, self.extents, None
+            if self.comm.recording is not None or self.comm.engine.report is not None:
+                note = functools.partial(pending._note_in_c, self.comm.recording)
+            elif not waits:
+                note = functools.partial(setattr, pending, "_times")
             begun = self.begin(tuple(map(address_of, given)), given, lambda: pending, waits, note)
             if begun is False:
                 return False
@@ -243,7 +254,7 @@ class Ticket:
         if out is not None:
             dlpack.mark_written(out.owner)
         if pending._task is None:  # it may have a task of Python by now
-            pending._ticket, pending._task, pending.extents = self, begun or DONE, self.extents
+            pending._task = begun or DONE
         return True
 
 

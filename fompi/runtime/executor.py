@@ -91,6 +91,7 @@ class Executor(BoundPlan):
         self._baselines = Baselines(compiled, comm, backend, kernels)
         self._bound_bases: bytes | None = None  # where the bound buffers are, for calls in C
         self._placed: bytes | None = None  # where those of the last call in C were
+        self._noted: tuple[list[Trace] | None, Extents] | None = None  # who wants the trace of the call in C
         self._in_c_at: tuple[int, int] | None = None  # the stamp and the slot of the last call in C
 
     # -- one call
@@ -129,15 +130,15 @@ class Executor(BoundPlan):
     def _runs_in_c(self, stamp: int, slot: int, given: Given | None, waits: bool) -> bool:
         """Begin a call in C, with the engine locked. If it is not finished there, it is `_run` now.
 
-        False: it must run in Python, because somebody wants its trace, or it has other rows.
+        False: it must run in Python, because it has other rows.
         """
         call, comm = self._in_c, self.comm
         engine, channel = comm.engine, comm.channel
         bases = self._bound_bases if given is None else given.on.bases
         if call is None or bases is None or self._sizes is not self.plan.sizes:
             return False
-        if engine.report is not None or comm.recording is not None:
-            return False
+        is_noted = engine.report is not None or comm.recording is not None
+        self._noted = (comm.recording, self._extents) if is_noted else None
         if channel.failures or channel.lost is not None:
             return False
         if bases is not self._placed:
@@ -164,6 +165,10 @@ class Executor(BoundPlan):
     def _arrived(self) -> None:
         """C has finished the call."""
         self._run, call = None, self._in_c
+        if self._noted is not None and self._in_c_at is not None:
+            recording, extents = self._noted
+            run = Run(self.compiled, self.comm, *self._in_c_at)
+            self._note(recording, finished_run(Times.of(call), run, self._actions), extents)
         self._seconds = call.moved_at - call.started
         if self.drift is not None:
             self.drift.note(self._seconds)
@@ -172,6 +177,9 @@ class Executor(BoundPlan):
         """Python goes on with the call."""
         self._run = run = Run(self.compiled, self.comm, stamp, slot)
         run.held = None if given is None else given.owners
+        if self._noted is not None:
+            recording, extents = self._noted
+            run.on_finish = functools.partial(self._note, recording, run, extents)
         actions = self._actions if given is None else given.on.actions
         return taken_over(self._in_c, run, actions, self._is_small)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_char
 from math import prod
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,8 +44,12 @@ def drive_in_c(task: Task) -> None:
         with task.comm.engine.lock:
             engine = task.comm.engine
             may_drive = not (task.finished or engine.over) and engine.is_all_in_c
-            if may_drive and task.call.drive(IN_C_SECONDS, STALL_SECONDS) not in UNDER_WAY:
-                task.ended()
+            if may_drive:
+                begun = perf_counter()
+                state = task.call.drive(IN_C_SECONDS, STALL_SECONDS)
+                engine.waits.add(begun, perf_counter())
+                if state not in UNDER_WAY:
+                    task.ended()
 
 
 class Times(NamedTuple):

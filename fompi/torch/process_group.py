@@ -245,20 +245,20 @@ class Collectives:
             target = data if out is x else out.data.view(-1)
             return how.operation.described(how.read((data,), self.comm, out=target)[0], self.comm)
 
+        is_async, value = getattr(opts, "asyncOp", True), [x] if out is x else out
         try:
             self.comm.check()
-            is_async = getattr(opts, "asyncOp", True)
             flight = front.begin(x_at, out_at, (x, out), describe, not is_async)
             if flight is REFUSED:
                 return None
             if flight is not None and is_async:
-                return self._work(how.operation.name, opts, [flight], None, [out])
+                return self._work(how.operation.name, opts, [flight], None, value)
             if flight is not None:
                 limit = _limit_of(opts)
                 flight.wait(None if limit is None else limit.total_seconds())
         except Exception as error:
             raise in_words_of_torch(error, how.operation.name) from error
-        return Landed(out)
+        return Landed(value, is_async)
 
     def _work(
         self,

@@ -39,7 +39,7 @@ def in_words_of_torch(error: BaseException, what: str) -> BaseException:
     return said
 
 
-_HELD: dict[Work, None] = {}
+_HELD: dict[Work | Landed, None] = {}
 """Works that torch may still wait for, while it keeps their C++ half alone. Without its Python half, a work never ends.
 
 A torch before 2.8 keeps none. Later ones do not keep what Python code hands to C++: `DistributedDataParallel.join` does
@@ -52,11 +52,11 @@ MOST_HELD = 1024
 SMALL = 64
 """A work on tensors of at most so many numbers may be held for nothing: it does not take much memory."""
 
-_WAITED: deque[Work] = deque(maxlen=16)
+_WAITED: deque[Work | Landed] = deque(maxlen=16)
 """The last small works that were waited for: after its wait, C++ asks for the future of such a work."""
 
 
-def _hold(work: Work) -> None:
+def _hold(work: Work | Landed) -> None:
     _HELD[work] = None
     if len(_HELD) > MOST_HELD:
         for old in [each for each in list(_HELD) if each._ended][: len(_HELD) - MOST_HELD]:
@@ -213,16 +213,26 @@ class Work(private.WORK):
 
 
 class Landed(private.WORK):
-    """A finished call. `value` is what its future holds."""
+    """A finished call. `value` is what its future holds. `is_async`: torch may go on to wait for its C++ half alone."""
 
-    def __init__(self, value: Any):
+    _ended = True
+
+    def __init__(self, value: Any, is_async: bool = False):
         super().__init__()
         self.value = value
+        if is_async and (not private.KEEPS_WORK or _is_small(value)):
+            _hold(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self in _HELD:
+            _HELD.pop(self, None)
+            _WAITED.append(self)
         return True
 
-    is_completed = is_success = wait
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
 
     def exception(self) -> None:
         return None

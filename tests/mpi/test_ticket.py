@@ -227,9 +227,16 @@ def test_calls_between_started_ones(own):
 def test_traces_are_complete(own):
     for _ in range(5):
         fompi.all_reduce(np.ones(3), comm=own)
+    (ticket,) = tickets(own)
     with own.record() as traces:
-        fompi.all_reduce(np.ones(3), comm=own)
-    assert len(traces) == 1 and len(traces[0].events) > 1
+        for turn in range(3):
+            calls_before = ticket.last_stamp
+            fompi.all_reduce(np.ones(3), comm=own)
+            fompi.all_reduce.start(np.ones(3), comm=own).wait()
+            assert ticket.last_stamp == calls_before + 2 and len(traces) == 2 * turn + 2
+    for trace in traces:
+        assert len(trace.events) > 1 and any(event.op < 0 for event in trace.events)  # the agreement
+        assert all(0 < event.start <= event.end for event in trace.events)
 
 
 def test_a_schedule_that_the_user_replaces(own, forgotten):

@@ -282,8 +282,8 @@ def test_numbers_at_the_edges(dtype):
     """Zeros with signs, infinities, subnormal and wrapping numbers: the bits of NumPy."""
     draw = np.random.default_rng(1)
     for size, name in ((2, "all_reduce"), (3, "all_reduce")):
-        for op in ("sum", "prod", "mean"):
-            if (op == "mean" and "int" in dtype) or (op == "prod" and "complex" in dtype):
+        for op in ("sum", "prod", "mean", "max", "min"):
+            if (op == "mean" and "int" in dtype) or (op != "sum" and op != "mean" and "complex" in dtype):
                 continue
             problem = catalogue.problems(size, dtype)[name]
             problem = replace(problem, op=op)
@@ -304,7 +304,12 @@ def test_numbers_at_the_edges(dtype):
 
 
 def any_bits(draw, array):
-    return draw.integers(0, 256, array.nbytes, np.uint8).view(array.dtype).reshape(array.shape)
+    """Numbers of any bits, a third of them zeros of both signs."""
+    numbers = draw.integers(0, 256, array.nbytes, np.uint8).reshape(-1, array.itemsize)
+    zeros = draw.random(len(numbers)) < 0.3
+    numbers[zeros] = 0
+    numbers[zeros, -1] = draw.choice([0, 0x80], zeros.sum())
+    return numbers.reshape(-1).view(array.dtype).reshape(array.shape)
 
 
 def same(a, b, dtype):
