@@ -27,7 +27,7 @@ HALF_DTYPES = {"bfloat16": 3, "float16": 10}
 """Half types. Sums of them may be kept in float32: the flags of the kernel say which operands are."""
 
 
-class Kernel(NamedTuple):
+class KernelInC(NamedTuple):
     """A kernel of C: its numbers. A copy has its operand twice."""
 
     kernel: int
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
     flags: int
 
 
-def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> Kernel | None:
+def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> KernelInC | None:
     """The kernel for operands and a result of these dtypes. None: C has none."""
     count, dtypes = divisor(name), [*reads, *writes]
     known = KERNELS.get(name) if count is None else MEAN
@@ -45,17 +45,17 @@ def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> Kernel 
     if known is None or len(dtypes) != 3 or len(writes) != 1:
         return None
     if known == COPY and len({*dtypes}) == 1:
-        return Kernel(COPY, BYTE, 1, 0)
+        return KernelInC(COPY, BYTE, 1, 0)
     halves = {*dtypes} - {"float32"}
     if len(halves) == 1 and not halves.isdisjoint(HALF_DTYPES):
         flags = sum(1 << k for k, dtype in enumerate(dtypes) if dtype == "float32")
-        return Kernel(known, HALF_DTYPES[halves.pop()], count or 1, flags)
+        return KernelInC(known, HALF_DTYPES[halves.pop()], count or 1, flags)
     dtype = dtypes[0]
     number = ORDERED.get(dtype) if name in ("max", "min") else None
     number = number or DTYPES.get(dtype)
     if len({*dtypes}) > 1 or number is None or known == COPY or (known in NOT_COMPLEX and "complex" in dtype):
         return None
-    return None if count and "int" in dtype else Kernel(known, number, count or 1, 0)
+    return None if count and "int" in dtype else KernelInC(known, number, count or 1, 0)
 
 
 run: Callable[..., None] | None = None

@@ -16,7 +16,7 @@ import numpy as np
 from fompi.base.layout import CARRIERS, ITEMSIZE
 from fompi.engine.communicator import Communicator
 from fompi.ops.arguments import Arguments
-from fompi.ops.ticket import Flight, Ticket
+from fompi.ops.ticket import Flying, Ticket
 from fompi.runtime.default_device import default_device
 from fompi.runtime.given import address_of
 from fompi.tensors import dlpack
@@ -115,7 +115,7 @@ class Front:
         self.make = _maker(pending._comm, shape, dtypes["y"], local.like.framework)
 
     def begin(self, x_at: int, y_at: int, held: tuple[Any, Any], describe: Callable[[], Pending], waits: bool) -> Any:
-        """Begin a call on tensors at these addresses. None: it is finished. Else its Flight, or REFUSED.
+        """Begin a call on tensors at these addresses. None: it is finished. Else its Flying, or REFUSED.
 
         `held` are x and the result.
         """
@@ -124,7 +124,7 @@ class Front:
             if x_at < y_at + y_nbytes and y_at < x_at + x_nbytes:
                 return REFUSED
         task = self.ticket.begin(self._order(x_at, y_at), held, describe, waits)
-        return None if task is None else REFUSED if task is False else Flight(task, held[1])
+        return None if task is None else REFUSED if task is False else Flying(task, held[1])
 
     def run(self, call: KnownCall, describe: Callable[[], Pending]) -> Any:
         """The result of the call. REFUSED: it must be read."""

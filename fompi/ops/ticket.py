@@ -258,7 +258,7 @@ class Ticket:
         return True
 
 
-class Flight:
+class Flying:
     """A call of a `Front` that is in flight, used as a Pending. `value` is its result, if C finishes it."""
 
     def __init__(self, task: InC, value: Any):

@@ -32,7 +32,7 @@ print("right", flush=True)
 def variables(home, temporary):
     """Those of a user with this home folder. Empty ones count as not set."""
     ours = {"HOME": str(home), "NUMBA_CACHE_DIR": f"{home}/numba", "TMPDIR": str(temporary)}
-    return {**ours, "XDG_CACHE_HOME": "", "FOMPI_CACHE": ""}
+    return {**ours, "XDG_CACHE_HOME": "", "FOMPI_CACHE": "", "FOMPI_ENGINE": "python"}  # Numba, not C
 
 
 @pytest.mark.parametrize("state", ["fine", "full", "read-only"])

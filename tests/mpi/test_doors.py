@@ -152,7 +152,7 @@ def test_a_time_limit_of_a_group(group, world):
     for _ in range(5):
         dist.all_reduce(torch.ones(2), group=made)
     if world.rank == 0:
-        with pytest.raises(dist.DistBackendError, match="Timed out|no progress"):
+        with pytest.raises(dist.DistBackendError, match=r"Timed out|no progress"):
             dist.all_reduce(torch.ones(2), group=made)
     dist.barrier()
     dist.destroy_process_group(made)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fompi.torch
 from fompi.torch import fully_sharded, private
 from fompi.torch.process_group import Group
-from fompi.torch.work import Work
+from fompi.torch.work import Landed, Work
 
 D = torch.float64
 pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.usefixtures("group")]
@@ -450,11 +450,11 @@ def test_gradients_of_fsdp2_are_reduced_behind_the_backward(rank, size, mesh, mo
     """Nothing waits for a reduce-scatter until the backward ends, unless something reads the gradients before."""
     if size == 1:
         return  # torch then communicates nothing
-    events, wait = [], Work.wait
+    events, waits = [], {kind: kind.wait for kind in (Work, Landed)}
 
     def waited(self, *args):
         events.append("wait")
-        return wait(self, *args)
+        return waits[type(self)](self, *args)
 
     def queued(call):
         events.append("queued")
@@ -475,7 +475,8 @@ def test_gradients_of_fsdp2_are_reduced_behind_the_backward(rank, size, mesh, mo
             loss = net(x.chunk(size)[rank]).square().mean()
             events.clear()
             with monkeypatch.context() as patch:
-                patch.setattr(Work, "wait", waited)
+                for kind in waits:
+                    patch.setattr(kind, "wait", waited)
                 loss.backward()
             assert events.count("queued") == (3 if overlapped and step == 0 else 0)
             if overlapped and step == 0:
