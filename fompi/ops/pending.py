@@ -540,7 +540,8 @@ class Started(Pending):
     def leave(self) -> None:
         """The program goes on with other work: the operation must progress by itself."""
         self._returned_at, self._is_unread = perf_counter(), True
-        self._comm.engine.wake_helper()
+        if not self._task.finished:
+            self._comm.engine.wake_helper()
 
     def __del__(self) -> None:
         if self._is_unread:

@@ -29,13 +29,13 @@ from fompi.runtime.given import address_of
 from fompi.runtime.lower import table, with_agreement
 from fompi.runtime.native_run import (
     FINISHED,
-    IN_C_SECONDS,
     STALL_SECONDS,
     InC,
     Times,
     arrays_at,
     drive_in_c,
     made_call,
+    seconds_in_c,
     taken_over,
 )
 from fompi.runtime.program import Run
@@ -52,9 +52,6 @@ MOST_TICKETS = 256
 
 MOST_IN_FLIGHT = 16
 """The calls of one form that may be in flight in C. Others run in Python."""
-
-AT_ONCE_SECONDS = 2e-5
-"""So long C drives a small call for which the program does not wait: to wake another thread for it takes longer."""
 
 DONE = Task()
 """The task of a call that C has finished."""
@@ -151,9 +148,7 @@ class Ticket:
             call = memory.call
             stamp, slot = self.last_stamp, _ = comm.next_call()
             comm.note_start(self.name, stamp)
-            seconds = 0.0
-            if engine.is_all_in_c:
-                seconds = IN_C_SECONDS if waits else AT_ONCE_SECONDS if self.is_small and engine.spins else 0.0
+            seconds = seconds_in_c(engine, waits, self.is_small)
             is_finished = False
             try:
                 is_finished = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses) == FINISHED

@@ -23,13 +23,13 @@ from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
 from fompi.runtime.native_run import (
     FINISHED,
-    IN_C_SECONDS,
     STALL_SECONDS,
     InC,
     Times,
     drive_in_c,
     finished_run,
     native_call,
+    seconds_in_c,
     taken_over,
 )
 from fompi.runtime.program import Run, enter
@@ -148,7 +148,7 @@ class Executor(BoundPlan):
             self._mark_written(given)
         comm.note_start(self.compiled.title, stamp)
         self._run, self._in_c_at, is_finished = None, (stamp, slot), False
-        seconds = IN_C_SECONDS if waits and engine.is_all_in_c else 0.0
+        seconds = seconds_in_c(engine, waits, self._is_small)
         try:
             is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS) == FINISHED
         finally:
@@ -248,7 +248,8 @@ class Executor(BoundPlan):
         """Start a call and return at once. The inputs named in `partial` become ready block by block."""
         self._start(partial, counts, label, tensors=tensors if out is None else {**tensors, "y": out})
         self._returned_at = perf_counter()
-        self.comm.engine.wake_helper()
+        if self._run is not None:  # else C has finished it
+            self.comm.engine.wake_helper()
         return self
 
     def refuse(self, error: Exception) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fompi.backends.numpy import Numpy, storage
 from fompi.engine.communicator import Communicator
+from fompi.engine.engine import Engine
 from fompi.engine.native import engine
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
@@ -68,6 +69,17 @@ class Times(NamedTuple):
         """When the agreement began and ended, and the op that ended last."""
         begun, ended = np.frombuffer(self.of_ops, np.float64).reshape(2, -1)[:, : self.front]
         return (begun[0], ended[-1], int(np.argmax(ended[:-1]))) if self.front else None
+
+
+AT_ONCE_SECONDS = 2e-5
+"""So long C drives a small call for which the program does not wait: to wake another thread for it takes longer."""
+
+
+def seconds_in_c(engine: Engine, waits: bool, is_small: bool) -> float:
+    """How long C drives a call that begins. 0: one round, because Python drives other calls, or the call is long."""
+    if not engine.is_all_in_c:
+        return 0.0
+    return IN_C_SECONDS if waits else AT_ONCE_SECONDS if is_small and engine.spins else 0.0
 
 
 class InC(Task):
