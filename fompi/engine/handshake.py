@@ -20,9 +20,7 @@ from fompi.mpi.link import Link
 from fompi.mpi.transport import start_mpi
 from fompi.plans.plan import MESSAGE_BITS
 
-_FIELDS = 6
-
-_HEADER = struct.Struct(f"<{_FIELDS}q")
+_HEADER = struct.Struct("<6q")
 """Call number, digest, signature + hint + rows for the peer, expected rows (or -1), and what saves the second round.
 
 That is a hash of all rows of this rank, and one of all these hashes in the last agreement of this rank with these rows
@@ -272,8 +270,8 @@ class Agreement(Task):
         size = self.comm.size
         if self.runs and self._round == CONFIRMATION:
             self._inbox = self._take_runs()
-        fields = struct.unpack(f"<{_FIELDS * size}q", self._inbox)
-        stamps, digests, rows, expected, wholes, known = (fields[n::_FIELDS] for n in range(_FIELDS))
+        fields = struct.unpack(f"<{6 * size}q", self._inbox)
+        stamps, digests, rows, expected = fields[::6], fields[1::6], fields[2::6], fields[3::6]
         if digests[0] >= 0 and stamps.count(self.stamp) == digests.count(digests[0]) == size:
             if self._round == HANDSHAKE:
                 if self.hint or max(rows) >> _ROWS_BITS:
@@ -281,12 +279,11 @@ class Agreement(Task):
                     self.hints = [n >> _ROWS_BITS & (1 << HINT_BITS) - 1 for n in rows]
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
-                fit_as_before = known[0] and known.count(hash(wholes)) == size
-                if (max(expected) >= 0 and not fit_as_before and self._check_expected(expected)) or self.runs:
+                if (max(expected) >= 0 and self._must_confirm(expected, fields[4::6], fields[5::6])) or self.runs:
                     self._exchange_headers(CONFIRMATION)
                     return
             elif not self.runs:
-                self._remember(wholes)
+                self._remember(fields[4::6])
             self._finish()
             return
         self._ended = digests.index(ENDED) if ENDED in digests else None
@@ -294,6 +291,11 @@ class Agreement(Task):
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
+
+    def _must_confirm(self, expected: Sequence[int], wholes: Sequence[int], known: Sequence[int]) -> bool:
+        """True if a second round must confirm that the rows fit: they did not before."""
+        fit_as_before = known[0] != 0 and known.count(hash(wholes)) == self.comm.size
+        return not fit_as_before and self._check_expected(expected)
 
     def _remember(self, wholes: Sequence[int]) -> None:
         """These rows fit on all ranks: the next call with them needs one round."""

@@ -82,22 +82,22 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
     if len(args) != 1 or default_device() is not None:
         return None
     x, out, out_at, form = args[0], None, 0, None
+    rest: list[Any] = []
+    for option, value in options.items():
+        if type(value) in PLAIN:
+            rest += [option, type(value), value]
+        elif option == "out":
+            out = value
+        elif option != "comm":
+            return None
     place = place_of(x)
     if place is None:
         return None
-    rest: list[Any] = []
-    for option, value in options.items():
-        if option == "comm":
-            continue
-        if option == "out" and value is not None:
-            there = place_of(value)
-            if there is None:
-                return None
-            out, (form, out_at) = value, there
-            continue
-        if type(value) not in PLAIN:
+    if out is not None:
+        there = place_of(out)
+        if there is None:
             return None
-        rest += [option, type(value), value]
+        form, out_at = there
     x_form, x_at = place
     return KnownCall((name, x_form, form, out_at == x_at, compared, *rest), x, x_at, out, out_at)
 

@@ -204,7 +204,8 @@ class Pending:
                     take_front(ticket, pending)
                 return pending._results(ticket.program) if pending._task is DONE else pending.wait()
         pending = cls(name, arguments, local, comm, "auto", None)
-        pending._form = form if ticket is None else None
+        if ticket is None and form is not None:
+            pending._form = form
         return pending.wait()
 
     @classmethod
@@ -389,7 +390,8 @@ class Pending:
         self._is_unread = False
         end = None if timeout is None else perf_counter() + timeout
         task = None
-        drive_in_c(self._task)
+        if self._ticket is not None:
+            drive_in_c(self._task)
         while task is not self._task:  # in C, then the agreement, then the run
             task = self._task
             seconds = None if end is None else max(0.0, end - perf_counter())
@@ -467,8 +469,8 @@ class Pending:
         run = self._run
         if run is not None and run.is_enqueued:
             self._backend.leave(run.in_flight())
-        form, self._form = self._form, None
-        if form is not None:
+        if self._form is not None:
+            form, self._form = self._form, None
             remember(self, form)
         return self._results(self._compiled)
 
