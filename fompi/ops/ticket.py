@@ -99,6 +99,7 @@ class Ticket:
         comm, local = pending._comm, pending._local
         self.comm, self.program, self.sized, self.extents = comm, program, sized, pending.extents
         self.schedule, self.generator = program.plan.schedule, SCHEDULES.get(program.plan.schedule)
+        self.schedules = len(SCHEDULES)
         self.is_small, self.in_place = program.is_small(sized), local.in_place
         plan = table(program, sized, comm.most_nbytes)
         assert plan is not None
@@ -113,7 +114,6 @@ class Ticket:
         ]  # fmt: skip
         kept = {buffer.name for buffer in self.kept}
         self.given = {name: at for at, name in enumerate(self.names) if name not in kept}
-        self.is_written = local.out is not None
         self.last_stamp, self.is_dropped = 0, False
         self._free: list[Memory] = []
         self._in_flight = 0
@@ -128,14 +128,16 @@ class Ticket:
     ) -> Any:
         """Begin a call on memory at these addresses, those of `given`. None: it is finished. Else its task in C.
 
-        If Python goes on with the call, it does so as the Pending that `describe()` returns. `held` is kept until the
-        call is finished. `note` gets the times of a call that C has finished, for its trace.
-        False: nothing has begun: it must run in Python.
+        False: nothing has begun, and it must run in Python. If Python goes on with a call that has begun, it does so as
+        the Pending that `describe()` returns. `held` is kept until the call is finished. `note` gets the times of one
+        that C has finished, for its trace.
         """
         comm = self.comm
         engine, channel = comm.engine, comm.channel
-        if self.is_dropped or SCHEDULES.get(self.schedule) is not self.generator:
+        if self.is_dropped or comm.backend is not None or comm.urgency is not None:
             return False
+        if len(SCHEDULES) != self.schedules or SCHEDULES.get(self.schedule) is not self.generator:
+            return False  # "auto" may choose another one now
         with engine.lock:
             if note is None and (engine.report is not None or comm.recording is not None):
                 return False
@@ -145,7 +147,10 @@ class Ticket:
             if memory is None:
                 if self._in_flight >= MOST_IN_FLIGHT:
                     return False
-                memory = Memory(self)
+                try:
+                    memory = Memory(self)
+                except MemoryError:
+                    return False
             call = memory.call
             stamp, slot = self.last_stamp, _ = comm.next_call()
             comm.note_start(self.name, stamp)
@@ -247,10 +252,10 @@ class Ticket:
             if begun is False:
                 return False
             pending._stamp = self.last_stamp
+            if pending._task is None:  # else Python goes on with it already
+                pending._task = begun or DONE
         if out is not None:
             dlpack.mark_written(out.owner)
-        if pending._task is None:  # it may have a task of Python by now
-            pending._task = begun or DONE
         return True
 
 
