@@ -221,7 +221,8 @@ class Ticket:
             return run
         agreement = pending.agreement()
         pending._task = agreement
-        if call.disagrees:  # as where rows change at every call
+        _, arrived, expected = memory.headers[:, :, 1]  # the digests
+        if call.disagrees and (arrived == expected).all():  # as where rows change at every call
             comm.tickets[self.form], self.is_dropped = False, True
         code, (_, _, requests) = call.error, call.export()
         peers = [peer for peer in range(comm.size) if peer != comm.rank]

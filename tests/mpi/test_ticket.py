@@ -194,6 +194,7 @@ def test_ranks_that_disagree(own):
         else:
             assert (fompi.all_reduce(np.ones(3), comm=own) == own.size).all()
             fompi.all_gather(np.ones(3), comm=own)
+    assert len(tickets(own)) == 2  # they are used again
 
 
 def test_a_rank_that_refuses(own):
