@@ -61,11 +61,11 @@ DONE.finished = True
 
 def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hashable | None:
     """What two calls have in common whose agreement has the same headers. None: such a call never runs in C."""
+    if comm.size == 1 or local.device is not None or local.runs or local.packing is not None:
+        return None
     counts = arguments.counts
     if counts is not None and local.problem.moves == "all_to_all" and len({*counts}) > 1:
         return None  # they are others at every call
-    if comm.size == 1 or local.device is not None or local.runs or local.packing is not None:
-        return None
     if comm.backend is not None or comm.urgency is not None or native_engine().library is None:
         return None
     where = "new" if local.out is None else "over x" if local.in_place else "out"

@@ -215,7 +215,7 @@ class Work(private.WORK):
 class Landed(private.WORK):
     """A finished call. `value` is what its future holds. `is_async`: torch may go on to wait for its C++ half alone."""
 
-    _ended = True
+    _ended, what = True, "a finished call"
 
     def __init__(self, value: Any, is_async: bool = False):
         super().__init__()
@@ -243,6 +243,7 @@ class Landed(private.WORK):
     def synchronize(self) -> None: ...
 
     def get_future(self) -> Any:
+        _HELD.pop(self, None)
         future: Any = torch.futures.Future()
         future.set_result(self.value)
         return future
