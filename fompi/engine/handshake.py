@@ -203,14 +203,16 @@ class Agreement(Task):
         """The headers of all ranks, in rank order, if it had one round."""
         return self._inbox
 
-    def go_on(self, inbox: Any, requests: Sequence[tuple[int, int]], code: int) -> None:
+    def go_on(self, inbox: Any, requests: Sequence[tuple[int, int]], code: int, begun: float) -> None:
         """Go on where C has left it. Called with the engine's lock held. A `code` that is not 0 is an error of MPI.
+
+        It began at `begun`, in seconds of perf_counter.
 
         `inbox`: the headers of all ranks, in memory where some may still arrive. `requests`: the messages in flight as
         handles of MPI, those to come with their rank, those that are sent with -1.
         """
         comm, MPI = self.comm, start_mpi()
-        self.moved_at = self.begun = perf_counter()
+        self.moved_at, self.begun = perf_counter(), begun
         comm.channel.begin(self.stamp, self)
         self._inbox, self._held = memoryview(inbox).cast("B"), inbox
         awaited = {peer for _, peer in requests if peer >= 0}

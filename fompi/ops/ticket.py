@@ -224,10 +224,10 @@ class Ticket:
         _, arrived, expected = memory.headers[:, :, 1]  # the digests
         if call.disagrees and (arrived == expected).all():  # as where rows change at every call
             comm.tickets[self.form], self.is_dropped = False, True
-        code, (_, _, requests) = call.error, call.export()
+        code, begun, (_, _, requests) = call.error, call.started, call.export()
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
         there = [(handle, peers[op] if op < len(peers) else -1) for handle, op in requests]
-        agreement.go_on(memory.headers[1], there, code)
+        agreement.go_on(memory.headers[1], there, code, begun)
         return pending._task
 
     def run(self, pending: Pending, waits: bool) -> bool:

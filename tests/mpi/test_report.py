@@ -209,12 +209,18 @@ def test_a_late_rank_is_named(world, step):
         assert f"from rank {late}" in str(longest)
 
 
-def test_a_rank_that_comes_late_to_a_call_is_named(world, noting):
-    """A call waits for all ranks in its handshake. This time is exposed, and the trace names the last rank."""
+@pytest.mark.parametrize("before", [1, 4])
+def test_a_rank_that_comes_late_to_a_call_is_named(world, noting, before):
+    """A call waits for all ranks in its handshake. This time is exposed, and the trace names the last rank.
+
+    After a few calls C begins the next one, and Python goes on with it while it waits.
+    """
     late = world.size - 1
     if world.size == 1:
         return
-    fompi.all_reduce(np.ones(3), comm=world)
+    for _ in range(before):
+        fompi.all_reduce(np.ones(3), comm=world)
+    noting.operations.clear()
     with world.record() as traces:
         if world.rank == late:
             sleep(0.15)
