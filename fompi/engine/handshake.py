@@ -125,7 +125,7 @@ class Agreement(Task):
 
     `expects` is how many rows must arrive on this rank (-1: any number). With `equal_totals` the same number arrives on
     every rank, so each rank can check all of them. Without it each rank knows only its own total, and confirms it in a
-    second round.
+    second round, unless all these rows have fit before.
     """
 
     awaits_start = True

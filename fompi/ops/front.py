@@ -105,7 +105,7 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
 class Front:
     """A call of one key. `make` makes the memory of a new result."""
 
-    def __init__(self, ticket: Ticket, arguments: Arguments, pending: Pending):
+    def __init__(self, ticket: Ticket, pending: Pending):
         local, problem = pending._local, pending._local.problem
         self.ticket, self.in_place = ticket, local.in_place
         self._order = ORDERS[*ticket.given]
@@ -189,7 +189,7 @@ def take_front(ticket: Ticket, pending: Pending) -> None:
     if plain and whole and tuple(ticket.given) in ORDERS and names >= ticket.given.keys() and "y" in ticket.names:
         while len(comm.fronts) >= MOST_FRONTS:
             del comm.fronts[next(iter(comm.fronts))]
-        comm.fronts[arguments.key] = Front(ticket, arguments, pending)
+        comm.fronts[arguments.key] = Front(ticket, pending)
 
 
 def front_of(comm: Communicator, call: KnownCall) -> Front | None:

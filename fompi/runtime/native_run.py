@@ -1,7 +1,7 @@
-"""Calls of a bound plan that run in C, and how Python goes on with a call at any point (docs/inside/native.md).
+"""Calls that run in C, and how Python goes on with a call at any point (docs/inside/native.md).
 
-C knows only the good case. A call that C does not finish soon, or in which MPI fails, becomes a `Run`: from then on
-everything is as if Python had begun it.
+C knows only the good case. A call that C does not finish soon is an `InC`, which the engine polls. One that makes no
+progress for long, or in which MPI fails, becomes a `Run`: from then on everything is as if Python had begun it.
 """
 
 from __future__ import annotations
