@@ -23,6 +23,7 @@ from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
 from fompi.runtime.native_run import (
     FINISHED,
+    IN_C_SECONDS,
     STALL_SECONDS,
     InC,
     Times,
@@ -137,8 +138,9 @@ class Executor(BoundPlan):
         bases = self._bound_bases if given is None else given.on.bases
         if call is None or bases is None or self._sizes is not self.plan.sizes:
             return False
-        is_noted = engine.report is not None or comm.recording is not None
-        self._noted = (comm.recording, self._extents) if is_noted else None
+        self._noted = None
+        if engine.report is not None or comm.recording is not None:
+            self._noted = comm.recording, self._extents
         if channel.failures or channel.lost is not None:
             return False
         if bases is not self._placed:
@@ -148,7 +150,7 @@ class Executor(BoundPlan):
             self._mark_written(given)
         comm.note_start(self.compiled.title, stamp)
         self._run, self._in_c_at, is_finished = None, (stamp, slot), False
-        seconds = seconds_in_c(engine, waits, self._is_small)
+        seconds = IN_C_SECONDS if waits and engine.is_all_in_c else seconds_in_c(engine, waits, self._is_small)
         try:
             is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS) == FINISHED
         finally:
@@ -159,7 +161,10 @@ class Executor(BoundPlan):
                     task.ended()
         if is_finished:
             channel.begun[stamp >> CALL_BITS] = stamp
-            self._arrived()
+            if self._noted is None and self.drift is None:
+                self._seconds = call.moved_at - call.started
+            else:
+                self._arrived()
         return True
 
     def _arrived(self) -> None:
