@@ -206,6 +206,12 @@ class Channel:
         if self.ending is not None:
             self.ending.settle(self)
 
+    def mark(self, stamp: int, label: Any, sizes: Sizes | None = None) -> None:
+        """Note the label and the counts of a call that begins."""
+        self.marks[stamp] = label, sizes
+        if len(self.marks) > MOST_MARKS:
+            self.forget_marks()
+
     def forget_marks(self) -> None:
         """Forget the older half of the labels and counts."""
         self.marks = dict(list(self.marks.items())[len(self.marks) // 2 :])

@@ -108,7 +108,13 @@ class Engine(InFlight):
     def needs_no_poll(self) -> bool:
         """True if a poll can move nothing: only kernels are in flight, and a thread runs them."""
         ready = self._ready and not self.has_kernel_thread
-        return not (self._requests or self._in_c or self._launched or ready or self.watched)
+        in_c = (self._in_c or self.watched) and not self.is_polled_in_c
+        return not (self._requests or in_c or self._launched or ready)
+
+    @property
+    def is_polled_in_c(self) -> bool:
+        """True if a thread of C moves the calls that are in C."""
+        return self._library is not None and self._library.has_thread
 
     @property
     def is_all_in_c(self) -> bool:
@@ -123,7 +129,12 @@ class Engine(InFlight):
     def wake_helper(self) -> None:
         """The helper must move what is in flight: the caller goes on with other work, or with a long kernel."""
         if self.helper is not None:
-            self.helper.wake()
+            self.helper.wake(not self.needs_no_poll)
+
+    def in_c(self, task: Any, library: Any) -> None:
+        super().in_c(task, library)
+        if self.helper is not None:
+            self.helper.share(library)
 
     def progress(self, helping: bool = False) -> bool:
         """Poll, then run one kernel. False: nothing was done and there was no kernel.
@@ -149,8 +160,9 @@ class Engine(InFlight):
             worker.run(partial(self._run_in_worker, *taken))
             return True
         task, key, kernel = taken
-        if task.is_long and self._requests:
-            self.poll_thoroughly()
+        if task.is_long and (self._requests or self._in_c):
+            if self._requests:
+                self.poll_thoroughly()
             self.wake_helper()
         self._run(task, key, kernel)
         return True
@@ -162,6 +174,8 @@ class Engine(InFlight):
         """
         with self.lock:
             self.watched.append(Watch(task, channel, then, perf_counter()))
+            if self._library is not None:
+                self._library.is_watched = 1
         self.wake_helper()
 
     def _tell(self) -> None:
@@ -169,6 +183,8 @@ class Engine(InFlight):
         with self.lock:
             finished = [watch for watch in self.watched if watch.task().finished]
             self.watched = [watch for watch in self.watched if watch not in finished]
+            if self._library is not None:
+                self._library.is_watched = len(self.watched)
         for watch in finished:
             watch.then()
         if self.polls % WATCH_POLLS == 0 and not self._around.looks_at_watched:
@@ -260,10 +276,11 @@ class Engine(InFlight):
         try:
             while not task.finished and (until is None or not until()):
                 rounds += 1
-                if self.progress():
+                in_c = task.drive() if idle <= self.spins + YIELDS and until is None else None
+                if in_c or self.progress():
                     idle = 0
                 else:
-                    idle += 1
+                    idle = idle + 1 if in_c is None else self.spins + YIELDS + 1
                     if idle > self.spins:
                         self._pause(idle - self.spins)
                 if idle > self.spins + YIELDS or rounds % 256 == 0:  # other tasks may progress while this one does not

@@ -24,8 +24,11 @@ MOST_PARTS = 64
 CONTROL_POLLS = 64
 """Control messages are rare, so they are received only at every 64th poll."""
 
-GOES_ON, SOME_HAVE_ENDED = 1, 2
-"""What a call in C, and a poll of all calls in C, say (`enum`s of engine.c)."""
+FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = range(6)
+"""The state of a call in C (`enum`s of engine.c). The last: it has kernels for Python, and goes on."""
+
+MOVED, ENDED, READY = 1, 2, 4
+"""What a poll of all calls in C says: it has moved something, some call has ended, some has kernels for Python."""
 
 BLAME_SECONDS = 1.0
 """So long a thread that finds a failed device waits for the engine, to learn which operation was the reason."""
@@ -132,7 +135,7 @@ class InFlight:
             return next((task for task in launched if task.is_enqueued), None)
 
     def in_c(self, task: Any, library: Any) -> None:
-        """Call `task.ended()` once C has ended its call, well or not."""
+        """Call `task.moved()` when C has ended its call, well or not, or when it has kernels for Python."""
         self._in_c.append(task)
         self._library = library
 
@@ -147,7 +150,8 @@ class InFlight:
 
     def kernels_done(self, task: Task) -> None:
         """`task` has handed out all kernels that can run."""
-        self._ready.remove(task)
+        if task in self._ready:
+            self._ready.remove(task)
 
     @property
     def idle(self) -> bool:
@@ -187,14 +191,14 @@ class InFlight:
 
     def _poll_c(self) -> bool:
         """One round of each call in C."""
-        moved = self._library.poll()
-        if moved == SOME_HAVE_ENDED:
-            for task in [task for task in self._in_c if task.call.state != GOES_ON]:
+        said = self._library.poll()
+        if said > MOVED:
+            for task in [*self._in_c]:
                 try:
-                    task.ended()
+                    task.moved()
                 except Exception as error:
                     task.broke(error)
-        return bool(moved)
+        return said & (MOVED | ENDED) != 0
 
     def _finish_launched(self) -> bool:
         """Poll the oldest kernel of each queue: a queue runs in order."""
@@ -234,7 +238,7 @@ class InFlight:
 
     def _take_kernel(self, merges_only: bool) -> tuple[Task, int, Callable[[], object]] | None:
         """A kernel that can run, with its task and its key. The caller must run it."""
-        for task in self._ready:
+        for task in [*self._ready]:
             taken = task.take(merges_only)
             if taken is not None:
                 return task, *taken

@@ -189,6 +189,7 @@ class Helper:
 
     def __init__(self, engine: Driven, pause: Pause, worker: Worker | None = None):
         self.engine, self.worker, self._moved_at = engine, worker, 0.0
+        self._library: Any = None  # whose thread polls the calls that are in C
         self.use(pause)
         self._awake = self._resting = self._stopped = False
         self._wake_up, self._lock = Event(), Lock()
@@ -197,12 +198,27 @@ class Helper:
     def use(self, pause: Pause) -> None:
         """Sleep between polls as `pause` says."""
         self.pause, self.seconds = pause, pause.least
+        if self._library is not None:
+            self._library.help(*pause)
 
-    def wake(self) -> None:
-        """Something is in flight that the helper may have to move."""
+    def share(self, library: Any) -> None:
+        """Let a thread of C poll the calls that are in C, as this one does (`fompi.native._native.Library`)."""
+        if self._library is None and not self._stopped and library.help(*self.pause):
+            self._library = library
+
+    def stop_sharing(self) -> None:
+        """End the thread of C, until the next call in C."""
+        library, self._library = self._library, None
+        if library is not None:
+            library.stop()
+
+    def wake(self, must_poll: bool = True) -> None:
+        """Something is in flight. `must_poll`: the helper may have to move it."""
         if self._awake or self._stopped:
-            if self._resting:
+            if self._resting and must_poll:
                 self._wake_up.set()
+                if self._library is not None:
+                    self._library.wake()
             return
         with self._lock:
             self._awake = True
@@ -215,6 +231,7 @@ class Helper:
         """End the thread, before MPI_Finalize."""
         self._stopped = True
         self._wake_up.set()
+        self.stop_sharing()
         if self._thread is not None:
             self._thread.join(1.0)
 
@@ -235,10 +252,7 @@ class Helper:
         while not self._stopped:
             self._resting = True  # set before `needs_no_poll` is read: a call that begins later then wakes this thread
             if engine.needs_no_poll:
-                self._wake_up.wait(REST_SECONDS)
-                self._wake_up.clear()
-                if engine.computing:  # if nothing is computing, MPI may be finalized
-                    engine.receive_control()  # other ranks may ask whether this rank is alive
+                self._rest()
             else:
                 seconds = self.seconds
                 if engine.longest_forwarding:  # other ranks wait for the next message: poll in the middle of a kernel
@@ -258,6 +272,19 @@ class Helper:
                 if engine.polls == seen_polls and not engine.needs_no_poll:  # no other thread polls
                     self._poll()
             seen_polls = engine.polls
+
+    def _rest(self) -> None:
+        """Wait until there is something to poll, or something that C leaves to Python."""
+        engine = self.engine
+        if self._library is None:
+            self._wake_up.wait(REST_SECONDS)
+        else:
+            self._library.rest(REST_SECONDS)
+        self._wake_up.clear()
+        if engine.computing:  # if nothing is computing, MPI may be finalized
+            engine.receive_control()  # other ranks may ask whether this rank is alive
+        if self._library is not None and not engine.idle:
+            engine.progress(helping=True)
 
     def _poll(self) -> None:
         """Make progress, and adapt the time until the next poll to the time between messages."""

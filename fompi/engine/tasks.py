@@ -51,6 +51,13 @@ class Task:
         """The request or kernel `key` is done."""
         raise NotImplementedError
 
+    def drive(self) -> bool | None:
+        """Let C go on with it for a while, if it is in C and Python drives nothing else.
+
+        True: it has moved. False: nothing has moved for a while. None: it is not in C.
+        """
+        return None
+
     def posted(self, key: int) -> None:
         """The message `key`, which has waited for its turn, begins (`fompi.engine.port`)."""
 

@@ -1,10 +1,13 @@
-/* The good case of a call in C: the loop of dispatch.py, in_flight.py and engine.py, without the GIL.
+/* The good case of a call in C: the loop of dispatch.py, in_flight.py, engine.py and progress.py, without the GIL.
  *
  * docs/inside/native.md names the Python line that each rule here equals. Everything else is Python's: at any point
  * `export` gives the counters, times and requests of a call, and `fompi.runtime.native_run` goes on from there.
  *
- * A call that `run` does not finish is in flight: `Library.poll`, and each `run` and `drive` of another call, go on with
- * it. Who calls any of these functions holds the engine's lock of Python.
+ * A call that `run` does not finish is in flight: the progress thread, `Library.poll`, and each `run` and `drive` of
+ * another call go on with it. Kernels that are Python's are handed out by `take`, and come back by `ran`.
+ *
+ * `Library.lock` guards all calls. It is free while a kernel runs, but for small ones. Nobody waits for it with the GIL,
+ * and the progress thread never takes the GIL. Python's threads hold the engine's lock of Python, too.
  *
  * There is no mpi.h. Functions of MPI are addresses, handles are `intptr_t` (an int of MPICH, a pointer of Open MPI), a
  * request has `request_nbytes` bytes, and a status is memory of STATUS_NBYTES that nobody reads.
@@ -12,22 +15,32 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "kernels.h"
 
 #define STATUS_NBYTES 64
 #define MOST_REQUEST_NBYTES 16
+#define POLLS_PER_WAKE 3        /* those of progress.py */
+#define POLLS_PER_MESSAGE 4
+#define LINGER_SECONDS 0.05
+#define SLICE_NANOSECONDS 100000
 
-enum { SEND, RECV, KERNEL, CHECK };       /* kinds of ops; a CHECK goes on if two chunks are equal */
+enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if two chunks are equal; a kernel of Python */
 enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4 }; /* Issend; tested at once; `number` is the tag itself */
-enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES }; /* the state of a call */
-enum { NOTHING, MOVED, ENDED }; /* what `Library.poll` returns */
+enum { MERGE = 1 }; /* flag of a kernel of Python: a sum or a copy */
+enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS }; /* the state of a call; the last: for Python */
+enum { MOVED = 1, HAS_ENDED = 2, HAS_READY = 4 }; /* what `Library.poll` returns; the last two are the news for Python */
 
 typedef intptr_t Handle;
 typedef struct Call Call;
@@ -49,16 +62,31 @@ typedef struct {
     int (*testsome)(int, void *, int *, int *, void *);
     Handle byte;
     Py_ssize_t request_nbytes;
+    pid_t process;
+    pthread_mutex_t lock;
+    int wanted;      /* how many threads wait for the lock */
     Call *in_flight; /* the calls in flight, in the order in which they began */
-    int has_ended;   /* some of them have ended, and `Library.poll` has not told */
+    int news;        /* what `Library.poll` has not told */
+    int is_watched;  /* Python wants to be woken when a call has ended */
+    int taken;       /* kernels that Python runs now */
+    long rounds;     /* rounds of polls, by any thread */
+    pthread_cond_t told, idle; /* there are news, or Python is woken; a kernel has ended, and no other one runs */
+    int is_woken;
+    double kernel_began, longest_forwarding; /* as in engine.py */
+    /* the progress thread */
+    pthread_t thread;
+    pthread_cond_t wake;
+    int has_thread, stops, sleeps;
+    double least, most, seconds; /* between its polls: at least, at most, now */
 } Library;
 
 struct Call {
     PyObject_HEAD
     Library *library;
     Call *next, *previous; /* in flight */
-    int is_in_flight;
-    int32_t n_ops, n_first, n_messages, n_buffers, is_small, spins;
+    int is_in_flight, is_long, forwards, n_running, n_taken;
+    int has_news, stays; /* kernels of Python can run that nobody was told of; somebody waits until no kernel runs */
+    int32_t n_ops, n_first, n_messages, n_python_ops, n_buffers, is_small, spins;
     Op *ops;
     int32_t *start_at, *start_to, *done_at, *done_to; /* op i frees start_to[start_at[i] .. start_at[i + 1]] at its start */
     int32_t *blockers_at_first, *first;
@@ -67,8 +95,8 @@ struct Call {
     int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
     Handle comm;
     /* the call in flight */
-    int32_t tag, unfinished, head, tail, n_ready, n_pending, is_driven;
-    int32_t *blockers, *queue, *ready, *owners, *indices, *finished;
+    int32_t tag, unfinished, head, tail, n_ready, n_python, n_pending, is_driven;
+    int32_t *blockers, *queue, *ready, *python, *owners, *indices, *finished;
     char *requests, *statuses;
     double *begun, *ended, started, moved_at;
     int error, disagrees;
@@ -78,6 +106,36 @@ static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ------------------------------------------------------------------------------------------------ the lock */
+
+static void lock(Library *mpi) {
+    if (!pthread_mutex_trylock(&mpi->lock)) return;
+    __atomic_add_fetch(&mpi->wanted, 1, __ATOMIC_RELAXED);
+    pthread_mutex_lock(&mpi->lock);
+    __atomic_sub_fetch(&mpi->wanted, 1, __ATOMIC_RELAXED);
+}
+
+static void unlock(Library *mpi) { pthread_mutex_unlock(&mpi->lock); }
+
+static void lock_with_gil(Library *mpi) {
+    if (!pthread_mutex_trylock(&mpi->lock)) return;
+    Py_BEGIN_ALLOW_THREADS
+    lock(mpi);
+    Py_END_ALLOW_THREADS
+}
+
+static void let_others(Library *mpi) { /* mutexes are not fair */
+    if (!__atomic_load_n(&mpi->wanted, __ATOMIC_RELAXED)) return;
+    unlock(mpi);
+    sched_yield();
+    lock(mpi);
+}
+
+static void wait_until(pthread_cond_t *condition, Library *mpi, double until) {
+    struct timespec t = {(time_t)until, (long)(1e9 * (until - (double)(time_t)until))};
+    pthread_cond_timedwait(condition, &mpi->lock, &t);
 }
 
 /* ------------------------------------------------------------------------------------------------ one op */
@@ -94,7 +152,8 @@ static void release(Call *c, const int32_t *from, const int32_t *to, int32_t i) 
 }
 
 static void complete(Call *c, int32_t i) {
-    c->ended[i] = c->moved_at = now();
+    c->moved_at = now();
+    __atomic_store(&c->ended[i], &c->moved_at, __ATOMIC_RELEASE);
     c->unfinished--;
     release(c, c->done_at, c->done_to, i);
 }
@@ -131,10 +190,9 @@ static int start_message(Call *c, int32_t i) {
     return !status;
 }
 
-static void kernel_ready(Call *c, int32_t i) { /* descending: the first op of the program is the last */
-    int32_t n = c->n_ready++;
-    for (; n > 0 && c->ready[n - 1] < i; n--) c->ready[n] = c->ready[n - 1];
-    c->ready[n] = i;
+static void kernel_ready(int32_t *ready, int32_t n, int32_t i) { /* descending: the first op of the program is the last */
+    for (; n > 0 && ready[n - 1] < i; n--) ready[n] = ready[n - 1];
+    ready[n] = i;
 }
 
 static void start_ops(Call *c) {
@@ -143,7 +201,13 @@ static void start_ops(Call *c) {
         const Op *o = &c->ops[i];
         if (o->kind == KERNEL && !c->is_small) {
             c->head++;
-            kernel_ready(c, i);
+            kernel_ready(c->ready, c->n_ready++, i);
+            continue;
+        }
+        if (o->kind == PYTHON) {
+            c->head++;
+            kernel_ready(c->python, c->n_python++, i);
+            c->has_news = 1;
             continue;
         }
         if (o->kind == CHECK && memcmp(at(c, o, 0), at(c, o, 1), (size_t)o->count)) {
@@ -196,31 +260,40 @@ static int poll(Call *c) {
     return 1;
 }
 
-/* Polls, then runs one kernel. 0: there was nothing to do. */
-static int progress(Call *c) {
-    int moved = poll(c);
-    if (c->n_ready && !c->error) {
-        int32_t i = c->ready[--c->n_ready];
-        c->begun[i] = now();
-        run_kernel(c, &c->ops[i]);
-        complete(c, i);
-        release(c, c->start_at, c->start_to, i);
-        start_ops(c);
-        moved = 1;
-    }
-    return moved;
-}
-
 static int state_of(const Call *c) {
     return c->error ? FAILED : c->disagrees ? DISAGREES : c->unfinished ? GOES_ON : FINISHED;
 }
 
+/* A kernel has run, and was begun before. The lock is held. */
+static void ran(Call *c, int32_t i) {
+    complete(c, i);
+    release(c, c->start_at, c->start_to, i);
+    start_ops(c);
+}
+
+/* Runs the first kernel that can run, without the lock. Calls may have come and gone meanwhile, but not this one. */
+static void run_first(Call *c) {
+    Library *mpi = c->library;
+    int32_t i = c->ready[--c->n_ready];
+    c->begun[i] = now();
+    c->n_running++;
+    unlock(mpi);
+    run_kernel(c, &c->ops[i]);
+    lock(mpi);
+    ran(c, i);
+    if (--c->n_running == 0 && c->stays) pthread_cond_broadcast(&mpi->idle);
+}
+
+static int can_run(const Call *c) { return c->n_ready && !c->error && !c->disagrees && !c->stays; }
+
 static void depart(Call *c) { /* it is in flight from now on */
     Call **last = &c->library->in_flight;
+    if (c->is_in_flight) return;
     c->next = c->previous = NULL;
     for (; *last; last = &(*last)->next) c->previous = *last;
     *last = c;
     c->is_in_flight = 1;
+    if (c->library->sleeps) pthread_cond_signal(&c->library->wake);
 }
 
 static void land(Call *c) {
@@ -231,39 +304,71 @@ static void land(Call *c) {
     c->is_in_flight = 0;
 }
 
-/* One round of each call in flight but `except`. */
+/* Takes a call out of the calls in flight that C goes on with no more, and notes what Python must know of it. */
+static void settle(Call *c) {
+    if (!c->is_in_flight) return;
+    if (state_of(c) != GOES_ON) {
+        land(c);
+        c->library->news |= HAS_ENDED;
+    } else if (c->has_news) {
+        c->has_news = 0;
+        c->library->news |= HAS_READY;
+    }
+}
+
+/* One round: polls each call in flight but `except`, then runs the first kernel that can run. 0: nothing has moved. */
 static int go_round(Library *mpi, const Call *except) {
     int moved = 0;
+    mpi->rounds++;
     for (Call *c = mpi->in_flight, *next; c; c = next) {
         next = c->next;
         if (c == except) continue;
-        moved |= progress(c);
-        if (state_of(c) == GOES_ON) continue;
-        land(c);
-        mpi->has_ended = 1;
+        moved |= poll(c);
+        settle(c);
+    }
+    for (Call *c = mpi->in_flight; c; c = c->next) {
+        if (c == except || !can_run(c)) continue;
+        run_first(c);
+        settle(c);
+        return 1; /* the list may be another one now */
     }
     return moved;
 }
 
 /* Drives the call for `seconds`, or until it has made no progress for `stall` seconds. 0 seconds: one round.
  *
- * Other calls in flight go on meanwhile. If the call has not ended, it is in flight.
+ * It ends early if Python has something to do. Other calls in flight go on meanwhile. If the call has not ended, it is in
+ * flight.
  */
 static int drive(Call *c, double seconds, double stall) {
+    Library *mpi = c->library;
     double from = now(), t;
     long idle = 0;
     int state;
+    if (c->is_long) depart(c); /* the progress thread goes on with it while a kernel runs */
     while ((state = state_of(c)) == GOES_ON) {
-        if (progress(c)) {
-            idle = 0;
-            if (seconds > 0 && now() - from < seconds) continue;
-            state = state_of(c);
+        int moved = poll(c);
+        mpi->rounds++;
+        if (can_run(c)) {
+            run_first(c);
+            moved = 1;
+        }
+        if ((state = state_of(c)) != GOES_ON) break;
+        if (c->n_python && !c->n_ready) {
+            state = HAS_KERNELS;
             break;
         }
-        if ((state = state_of(c)) != GOES_ON || seconds <= 0) break;
-        if (c->library->in_flight) go_round(c->library, c);
+        if (moved) {
+            idle = 0;
+            if (seconds > 0 && now() - from < seconds) continue;
+            break;
+        }
+        if (seconds <= 0 || mpi->news) break;
+        if (mpi->in_flight) go_round(mpi, c);
         if (++idle <= c->spins) continue;
+        unlock(mpi); /* mutexes are not fair: one who waits for this one may get it */
         sched_yield();
+        lock(mpi);
         t = now();
         if (t - (c->moved_at > from ? c->moved_at : from) > stall) {
             state = STALLED;
@@ -271,12 +376,84 @@ static int drive(Call *c, double seconds, double stall) {
         }
         if (t - from >= seconds) break;
     }
-    if (state == GOES_ON || state == STALLED) {
-        if (!c->is_in_flight) depart(c);
-    } else {
-        land(c);
-    }
+    if (state == FINISHED || state == FAILED || state == DISAGREES) land(c);
+    else depart(c);
     return state;
+}
+
+/* ------------------------------------------------------------------------------------------------ the progress thread */
+
+/* By default a thread that wakes waits until the slice of the running kernel has ended, 3 ms or more. Since Linux 6.12 one
+ * with shorter slices does not. (sched_setattr(2); Documentation/scheduler/sched-eevdf.rst) */
+static void request_short_slices(void) {
+#ifdef SYS_sched_setattr
+    struct {
+        uint32_t size, policy;
+        uint64_t flags;
+        int32_t nice;
+        uint32_t priority;
+        uint64_t runtime, deadline, period;
+    } request = {sizeof request, SCHED_OTHER, 0, getpriority(PRIO_PROCESS, 0), 0, SLICE_NANOSECONDS, 0, 0};
+    if (sched_getscheduler(0) == SCHED_OTHER) syscall(SYS_sched_setattr, 0, &request, 0);
+#endif
+}
+
+/* Tells Python what it must know and might not see: nobody waits for these calls. */
+static void tell(Library *mpi) {
+    int ended = mpi->news & HAS_ENDED && mpi->is_watched, ready = mpi->news & HAS_READY && !mpi->taken;
+    if (ended || ready) pthread_cond_signal(&mpi->told);
+}
+
+static double until_next_poll(const Library *mpi) {
+    double seconds = mpi->seconds, half = mpi->longest_forwarding / 2, rest;
+    if (half > 0) { /* other ranks wait for the next message: poll in the middle of a kernel */
+        half = half > mpi->least ? half : mpi->least;
+        seconds = half < seconds ? half : seconds;
+    }
+    rest = mpi->kernel_began + seconds - now(); /* there was a poll just before the kernel */
+    return 0 < rest && rest < seconds ? rest : seconds;
+}
+
+static void *run_thread(void *argument) {
+    Library *mpi = argument;
+    double busy_at = now(), moved_at = 0.0;
+    request_short_slices();
+    lock(mpi);
+    while (!mpi->stops) {
+        long seen = mpi->rounds;
+        double pause = until_next_poll(mpi), t;
+        struct timespec sleep = {(time_t)pause, (long)(1e9 * (pause - (double)(time_t)pause))};
+        unlock(mpi);
+        nanosleep(&sleep, NULL);
+        lock(mpi);
+        t = now();
+        if (!mpi->in_flight) {
+            mpi->longest_forwarding = 0.0;
+            if (t - busy_at < LINGER_SECONDS) continue;
+            mpi->sleeps = 1;
+            while (!mpi->in_flight && !mpi->stops) pthread_cond_wait(&mpi->wake, &mpi->lock);
+            mpi->sleeps = 0;
+            busy_at = now();
+            continue;
+        }
+        busy_at = t;
+        if (mpi->rounds != seen) continue; /* another thread polls */
+        int moved = 0;
+        for (int k = 0; k < POLLS_PER_WAKE; k++)
+            while (go_round(mpi, NULL) && !mpi->stops) {
+                moved = 1;
+                let_others(mpi);
+            }
+        if (moved) {
+            t = now();
+            double gap = (t - moved_at) / POLLS_PER_MESSAGE;
+            mpi->seconds = gap < mpi->least ? mpi->least : gap > mpi->most ? mpi->most : gap;
+            moved_at = t;
+        }
+        tell(mpi);
+    }
+    unlock(mpi);
+    return NULL;
 }
 
 /* ------------------------------------------------------------------------------------------------ Library */
@@ -301,6 +478,15 @@ static PyObject *library_new(PyTypeObject *type, PyObject *args, PyObject *optio
     self->testsome = (int (*)(int, void *, int *, int *, void *))(uintptr_t)testsome;
     self->byte = (Handle)byte;
     self->request_nbytes = request_nbytes;
+    self->process = getpid();
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&self->lock, NULL);
+    pthread_cond_init(&self->wake, &clock);
+    pthread_cond_init(&self->told, &clock);
+    pthread_cond_init(&self->idle, &clock);
+    pthread_condattr_destroy(&clock);
     return (PyObject *)self;
 }
 
@@ -311,27 +497,107 @@ static void plain_free(PyObject *self) {
     Py_DECREF(type);
 }
 
+static void stop_thread(Library *mpi) {
+    if (!mpi->has_thread || mpi->process != getpid()) return; /* a fork has no thread */
+    Py_BEGIN_ALLOW_THREADS
+    lock(mpi);
+    mpi->stops = 1;
+    pthread_cond_signal(&mpi->wake);
+    pthread_cond_signal(&mpi->told);
+    unlock(mpi);
+    pthread_join(mpi->thread, NULL);
+    Py_END_ALLOW_THREADS
+    mpi->has_thread = mpi->stops = 0;
+}
+
+static void library_free(PyObject *self) {
+    stop_thread((Library *)self);
+    plain_free(self);
+}
+
 static PyObject *library_poll(PyObject *self, PyObject *none) {
     Library *mpi = (Library *)self;
     int moved;
     (void)none;
     Py_BEGIN_ALLOW_THREADS
-    moved = go_round(mpi, NULL) ? MOVED : NOTHING;
+    lock(mpi);
+    moved = go_round(mpi, NULL) ? MOVED : 0;
+    moved |= mpi->news;
+    mpi->news = 0;
+    unlock(mpi);
     Py_END_ALLOW_THREADS
-    if (mpi->has_ended) moved = ENDED;
-    mpi->has_ended = 0;
     return PyLong_FromLong(moved);
+}
+
+static PyObject *library_help(PyObject *self, PyObject *args) {
+    Library *mpi = (Library *)self;
+    double least, most;
+    int failed = 0;
+    if (!PyArg_ParseTuple(args, "dd", &least, &most)) return NULL;
+    lock_with_gil(mpi);
+    mpi->least = mpi->seconds = least;
+    mpi->most = most;
+    if (!mpi->has_thread) {
+        sigset_t all, before; /* signals are for the threads of Python */
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        failed = pthread_create(&mpi->thread, NULL, run_thread, mpi);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        mpi->has_thread = !failed;
+    }
+    unlock(mpi);
+    return PyBool_FromLong(!failed);
+}
+
+static PyObject *library_stop(PyObject *self, PyObject *none) {
+    (void)none;
+    stop_thread((Library *)self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *library_rest(PyObject *self, PyObject *seconds) {
+    Library *mpi = (Library *)self;
+    double until = PyFloat_AsDouble(seconds);
+    if (PyErr_Occurred()) return NULL;
+    until += now();
+    Py_BEGIN_ALLOW_THREADS
+    lock(mpi);
+    if (!mpi->is_woken) wait_until(&mpi->told, mpi, until);
+    mpi->is_woken = 0;
+    unlock(mpi);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *library_wake(PyObject *self, PyObject *none) {
+    Library *mpi = (Library *)self;
+    (void)none;
+    lock_with_gil(mpi);
+    mpi->is_woken = 1;
+    pthread_cond_signal(&mpi->told);
+    unlock(mpi);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef library_methods[] = {
     {"poll", library_poll, METH_NOARGS,
-     "One round of each call in flight. 0: nothing has moved; 2: some call has ended (`Call.state`)."},
+     "One round of all calls in flight. 1: it has moved something; + 2: some call has ended; + 4: some has kernels for Python."},
+    {"help", library_help, METH_VARARGS, "help(least, most): let a thread poll, with pauses of so many seconds. False: there is none."},
+    {"stop", library_stop, METH_NOARGS, "End the thread."},
+    {"rest", library_rest, METH_O, "rest(seconds): wait until Python has something to do, or is woken, or the time is over."},
+    {"wake", library_wake, METH_NOARGS, "End the `rest` of another thread, or the next one."},
     {NULL, NULL, 0, NULL},
+};
+static PyMemberDef library_members[] = {
+    {"is_watched", T_INT, offsetof(Library, is_watched), 0, "not 0: the thread ends `rest` when a call has ended"},
+    {"has_thread", T_INT, offsetof(Library, has_thread), READONLY, "1 while a thread polls"},
+    {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot library_slots[] = {
     {Py_tp_new, library_new},
-    {Py_tp_dealloc, plain_free},
+    {Py_tp_dealloc, library_free},
     {Py_tp_methods, library_methods},
+    {Py_tp_members, library_members},
     {Py_tp_doc, "The functions of an MPI library by address, its MPI_BYTE, and the size of a request."},
     {0, NULL},
 };
@@ -375,6 +641,7 @@ static int is_inside(const Call *c, const Op *o, int k, int64_t nbytes) {
 static int is_op(const Call *c, const Op *o) {
     if (o->kind == SEND || o->kind == RECV)
         return o->count >= 0 && o->count <= INT32_MAX && o->number >= 0 && o->peer >= 0 && is_inside(c, o, 0, o->count);
+    if (o->kind == PYTHON) return 1;
     if (o->kind == CHECK) return o->count >= 0 && is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
     if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 16) return 0;
     for (int k = 0; k < 3; k++) {
@@ -400,12 +667,25 @@ static const char *fault(const Call *c, int32_t n_start, int32_t n_start_to, int
     return first == c->n_first ? NULL : "the list of first ops is wrong";
 }
 
+/* C goes on with this call no more, once no kernel of it runs. */
+static void stay(Call *c) {
+    c->stays = 1;
+    while (c->n_running) pthread_cond_wait(&c->library->idle, &c->library->lock);
+    c->stays = 0;
+    land(c);
+}
+
 static void call_free(PyObject *object) {
     Call *c = (Call *)object;
-    if (c->library) land(c);
+    if (c->library && c->is_in_flight && c->library->process == getpid()) {
+        lock_with_gil(c->library);
+        stay(c);
+        c->library->taken -= c->n_taken;
+        unlock(c->library);
+    }
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
-                   c->bases, c->given, c->blockers, c->queue, c->ready, c->owners, c->indices, c->finished, c->requests,
-                   c->statuses, c->begun};
+                   c->bases, c->given, c->blockers, c->queue, c->ready, c->python, c->owners, c->indices, c->finished,
+                   c->requests, c->statuses, c->begun};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
     Py_XDECREF((PyObject *)c->library);
     plain_free(object);
@@ -414,11 +694,11 @@ static void call_free(PyObject *object) {
 static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options) {
     PyObject *library, *ops, *edges[4], *blockers, *first, *nbytes;
     unsigned long long comm;
-    int is_small, spins;
+    int is_small, spins, is_long, forwards;
     int32_t counts[4], n_blockers = 0;
     (void)options;
-    if (!PyArg_ParseTuple(args, "O!OOOOOOOOKpi", library_type, &library, &ops, &edges[0], &edges[1], &edges[2],
-                          &edges[3], &blockers, &first, &nbytes, &comm, &is_small, &spins))
+    if (!PyArg_ParseTuple(args, "O!OOOOOOOOKpipp", library_type, &library, &ops, &edges[0], &edges[1], &edges[2],
+                          &edges[3], &blockers, &first, &nbytes, &comm, &is_small, &spins, &is_long, &forwards))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Call *c = (Call *)make(type, 0);
@@ -428,6 +708,8 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     c->comm = (Handle)comm;
     c->is_small = is_small;
     c->spins = spins;
+    c->is_long = is_long;
+    c->forwards = forwards;
     int32_t **lists[] = {&c->start_at, &c->start_to, &c->done_at, &c->done_to};
     if ((c->ops = copied(ops, sizeof(Op), &c->n_ops)) == NULL) goto failed;
     for (int k = 0; k < 4; k++)
@@ -435,11 +717,15 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     if ((c->blockers_at_first = copied(blockers, sizeof(int32_t), &n_blockers)) == NULL) goto failed;
     if ((c->first = copied(first, sizeof(int32_t), &c->n_first)) == NULL) goto failed;
     if ((c->nbytes = copied(nbytes, sizeof(int64_t), &c->n_buffers)) == NULL) goto failed;
-    for (int32_t i = 0; i < c->n_ops; i++) c->n_messages += c->ops[i].kind == SEND || c->ops[i].kind == RECV;
+    for (int32_t i = 0; i < c->n_ops; i++) {
+        c->n_messages += c->ops[i].kind == SEND || c->ops[i].kind == RECV;
+        c->n_python_ops += c->ops[i].kind == PYTHON;
+    }
     size_t n = (size_t)c->n_ops + 1, m = (size_t)c->n_messages + 1;
     c->blockers = calloc(n, sizeof(int32_t));
     c->queue = calloc(n, sizeof(int32_t));
     c->ready = calloc(n, sizeof(int32_t));
+    c->python = calloc(n, sizeof(int32_t));
     c->owners = calloc(m, sizeof(int32_t));
     c->indices = calloc(m, sizeof(int32_t));
     c->finished = calloc(m, sizeof(int32_t));
@@ -447,7 +733,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     c->statuses = calloc(m, STATUS_NBYTES);
     c->begun = calloc(2 * n, sizeof(double));
     c->bases = calloc((size_t)c->n_buffers + 1, sizeof(char *));
-    if (!c->blockers || !c->queue || !c->ready || !c->owners || !c->indices || !c->finished || !c->requests ||
+    if (!c->blockers || !c->queue || !c->ready || !c->python || !c->owners || !c->indices || !c->finished || !c->requests ||
         !c->statuses || !c->begun || !c->bases) {
         PyErr_NoMemory();
         goto failed;
@@ -484,8 +770,10 @@ static PyObject *driven(Call *c, double seconds, double stall) {
     int state;
     c->is_driven = 1;
     Py_BEGIN_ALLOW_THREADS
+    lock(c->library);
     start_ops(c);
     state = drive(c, seconds, stall);
+    unlock(c->library);
     Py_END_ALLOW_THREADS
     c->is_driven = 0;
     return PyLong_FromLong(state);
@@ -497,24 +785,117 @@ static int refuse_if_unfinished(const Call *c) {
     return is_unfinished || refuse_if_driven(c);
 }
 
-static PyObject *begun(Call *c, int tag, double seconds, double stall) {
+static void reset(Call *c, int tag) {
     memcpy(c->blockers, c->blockers_at_first, (size_t)c->n_ops * sizeof(int32_t));
     memcpy(c->queue, c->first, (size_t)c->n_first * sizeof(int32_t));
     memset(c->begun, 0, 2 * (size_t)c->n_ops * sizeof(double));
-    c->head = c->n_ready = c->n_pending = c->error = c->disagrees = 0;
+    c->head = c->n_ready = c->n_python = c->n_taken = c->has_news = c->n_pending = c->error = c->disagrees = 0;
     c->tail = c->n_first;
     c->unfinished = c->n_ops;
     c->tag = tag;
     c->started = c->moved_at = now();
-    return driven(c, seconds, stall);
+}
+
+/* Lets these ops wait for one more event, which `release` is. */
+static int hold(Call *c, PyObject *ops) {
+    int32_t *held, n;
+    if ((held = copied(ops, sizeof(int32_t), &n)) == NULL) return 0;
+    int is_right = 1;
+    for (int32_t k = 0; k < n; k++) is_right &= held[k] >= 0 && held[k] < c->n_ops;
+    for (int32_t k = 0; is_right && k < n; k++) c->blockers[held[k]]++;
+    free(held);
+    c->tail = 0;
+    for (int32_t k = 0; k < c->n_first; k++)
+        if (!c->blockers[c->first[k]]) c->queue[c->tail++] = c->first[k];
+    if (is_right) return 1;
+    c->unfinished = 0;
+    PyErr_SetString(PyExc_IndexError, "there is no such op");
+    return 0;
 }
 
 static PyObject *call_run(PyObject *self, PyObject *args) {
     Call *c = (Call *)self;
+    PyObject *held = NULL;
     double seconds, stall;
     int tag;
-    if (!PyArg_ParseTuple(args, "idd", &tag, &seconds, &stall) || refuse_if_unfinished(c)) return NULL;
-    return begun(c, tag, seconds, stall);
+    if (!PyArg_ParseTuple(args, "idd|O", &tag, &seconds, &stall, &held) || refuse_if_unfinished(c)) return NULL;
+    reset(c, tag);
+    if (held != NULL && !hold(c, held)) return NULL;
+    return driven(c, seconds, stall);
+}
+
+/* These ops wait for one event less. */
+static PyObject *call_release(PyObject *self, PyObject *ops) {
+    Call *c = (Call *)self;
+    int32_t *freed, n, is_right = 1;
+    if ((freed = copied(ops, sizeof(int32_t), &n)) == NULL) return NULL;
+    lock_with_gil(c->library);
+    for (int32_t k = 0; k < n; k++) is_right &= freed[k] >= 0 && freed[k] < c->n_ops && c->blockers[freed[k]] > 0;
+    for (int32_t k = 0; is_right && k < n; k++)
+        if (--c->blockers[freed[k]] == 0) c->queue[c->tail++] = freed[k];
+    if (is_right) {
+        start_ops(c);
+        settle(c);
+    }
+    unlock(c->library);
+    free(freed);
+    if (is_right) Py_RETURN_NONE;
+    PyErr_SetString(PyExc_IndexError, "there is no such op, or it waits for nothing");
+    return NULL;
+}
+
+/* A kernel of Python that can run: sums and copies first, then the order of the program. -1: there is none. */
+static PyObject *call_take(PyObject *self, PyObject *merges_only) {
+    Call *c = (Call *)self;
+    Library *mpi = c->library;
+    int only = PyObject_IsTrue(merges_only);
+    int32_t i = -1;
+    if (only < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    lock(mpi);
+    if (c->is_long && c->n_python)
+        for (int k = 0; k < POLLS_PER_WAKE; k++) /* during this kernel there may be no poll for a long time */
+            while (go_round(mpi, NULL)) {}
+    int32_t at = c->n_python - 1;
+    while (at >= 0 && !(c->ops[c->python[at]].flags & MERGE)) at--;
+    if (at < 0 && !only) at = c->n_python - 1;
+    if (at >= 0 && state_of(c) == GOES_ON && !c->stays) {
+        i = c->python[at];
+        for (c->n_python--; at < c->n_python; at++) c->python[at] = c->python[at + 1];
+        c->begun[i] = mpi->kernel_began = now();
+        c->n_taken++;
+        mpi->taken++;
+    }
+    unlock(mpi);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(i);
+}
+
+/* Python has run a kernel. */
+static PyObject *call_ran(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    double begun;
+    int i, is_right, state = FAILED;
+    if (!PyArg_ParseTuple(args, "id", &i, &begun)) return NULL;
+    is_right = i >= 0 && i < c->n_ops && c->ops[i].kind == PYTHON && c->begun[i] && !c->ended[i] && c->n_taken;
+    if (!is_right) {
+        PyErr_SetString(PyExc_IndexError, "no such kernel runs");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    lock(c->library);
+    c->n_taken--;
+    c->library->taken--;
+    c->begun[i] = begun;
+    ran(c, i);
+    if (c->forwards && c->ended[i] - begun > c->library->longest_forwarding)
+        c->library->longest_forwarding = c->ended[i] - begun;
+    state = state_of(c);
+    if (state != GOES_ON) land(c);
+    else if (c->n_python) state = HAS_KERNELS;
+    unlock(c->library);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(state);
 }
 
 /* Which buffers `run_on` places, and how many of the last buffers have a stamp, one in every so many bytes. */
@@ -560,7 +941,8 @@ static PyObject *call_run_on(PyObject *self, PyObject *args) {
     for (int k = 1; k <= c->n_stamped; k++)
         for (int64_t at = 0; at < c->nbytes[c->n_buffers - k]; at += c->stamped_every)
             memcpy(c->bases[c->n_buffers - k] + at, &stamp, sizeof(int64_t));
-    return begun(c, tag, seconds, stall);
+    reset(c, tag);
+    return driven(c, seconds, stall);
 }
 
 static PyObject *call_drive(PyObject *self, PyObject *args) {
@@ -578,12 +960,19 @@ static PyObject *call_has_ended(PyObject *self, PyObject *number) {
         PyErr_SetString(PyExc_IndexError, "there is no such op");
         return NULL;
     }
-    return PyBool_FromLong(c->ended[i] != 0.0);
+    double ended;
+    __atomic_load(&c->ended[i], &ended, __ATOMIC_ACQUIRE); /* what it wrote can be read then */
+    return PyBool_FromLong(ended != 0.0);
 }
 
 static PyObject *call_state(PyObject *self, void *none) {
+    Call *c = (Call *)self;
     (void)none;
-    return PyLong_FromLong(state_of((Call *)self));
+    lock_with_gil(c->library);
+    int state = state_of(c);
+    if (state == GOES_ON && c->n_python) state = HAS_KERNELS;
+    unlock(c->library);
+    return PyLong_FromLong(state);
 }
 
 static PyObject *call_times(PyObject *self, PyObject *none) {
@@ -597,6 +986,9 @@ static PyObject *call_export(PyObject *self, PyObject *none) {
     Py_ssize_t size = c->library->request_nbytes;
     (void)none;
     if (refuse_if_driven(c)) return NULL;
+    lock_with_gil(c->library);
+    stay(c);
+    unlock(c->library);
     PyObject *requests = PyList_New(c->n_pending);
     if (requests == NULL) return NULL;
     for (int32_t k = 0; k < c->n_pending; k++) {
@@ -610,15 +1002,19 @@ static PyObject *call_export(PyObject *self, PyObject *none) {
             return NULL;
         }
     }
-    land(c);
-    c->n_pending = c->unfinished = 0;
+    c->library->taken -= c->n_taken;
+    c->n_taken = c->n_pending = c->unfinished = 0;
     return Py_BuildValue("y#NN", (char *)c->blockers, (Py_ssize_t)((size_t)c->n_ops * sizeof(int32_t)),
                          call_times(self, NULL), requests);
 }
 
 static PyMethodDef call_methods[] = {
     {"place", call_place, METH_O, "place(addresses): where the buffers are, 64 bits each."},
-    {"run", call_run, METH_VARARGS, "run(tag, seconds, stall): begin a call, and drive it. If it has not ended then, it is in flight."},
+    {"run", call_run, METH_VARARGS, "run(tag, seconds, stall, held=()): begin a call, and drive it. If it has not ended then, it is in "
+                                    "flight. Each op of `held` waits for one more event: `release`."},
+    {"release", call_release, METH_O, "release(ops): these ops wait for one event less. What can start does, and nothing is driven."},
+    {"take", call_take, METH_O, "take(merges_only): a kernel that Python must run now, and that was ready; -1: there is none."},
+    {"ran", call_ran, METH_VARARGS, "ran(op, begun): this kernel has run. Returns the state."},
     {"has_ended", call_has_ended, METH_O, "has_ended(op): True once this op is done."},
     {"form", call_form, METH_VARARGS, "form(given, n, nbytes): `run_on` places the buffers of these numbers, and writes "
                                       "the stamp to every so many bytes of the last n buffers."},
@@ -633,11 +1029,13 @@ static PyMemberDef call_members[] = {
     {"moved_at", T_DOUBLE, offsetof(Call, moved_at), READONLY, "when it last made progress"},
     {"unfinished", T_INT, offsetof(Call, unfinished), READONLY, "how many ops are not done"},
     {"disagrees", T_INT, offsetof(Call, disagrees), READONLY, "1 if a CHECK has found a difference"},
+    {"has_kernels", T_INT, offsetof(Call, n_python_ops), READONLY, "how many of its ops are kernels of Python"},
     {"error", T_INT, offsetof(Call, error), READONLY, "the error code of MPI, or 0"},
     {NULL, 0, 0, 0, NULL},
 };
 static PyGetSetDef call_getset[] = {
-    {"state", call_state, NULL, "0: finished; 1: it goes on; 3: MPI has failed; 4: a CHECK has found a difference", NULL},
+    {"state", call_state, NULL, "0: finished; 1: it goes on; 3: MPI has failed; 4: a CHECK has found a difference; 5: it has "
+                                "kernels for Python", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot call_slots[] = {
@@ -647,7 +1045,7 @@ static PyType_Slot call_slots[] = {
     {Py_tp_members, call_members},
     {Py_tp_getset, call_getset},
     {Py_tp_doc, "A plan of one rank as a table of ops: Call(library, ops, start_at, start_to, done_at, done_to, blockers, "
-                "first, nbytes of the buffers, communicator, is_small, spins)."},
+                "first, nbytes of the buffers, communicator, is_small, spins, is_long, forwards)."},
     {0, NULL},
 };
 static PyType_Spec call_spec = {"fompi.native._native.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT, call_slots};

@@ -9,7 +9,7 @@ call goes on as a `Pending`, as if Python had begun it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HEADER_NBYTES, Agreement
-from fompi.engine.in_flight import GOES_ON
+from fompi.engine.in_flight import FINISHED
 from fompi.engine.native import engine as native_engine
 from fompi.engine.tasks import HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall
@@ -28,7 +28,6 @@ from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import address_of
 from fompi.runtime.lower import table, with_agreement
 from fompi.runtime.native_run import (
-    FINISHED,
     STALL_SECONDS,
     InC,
     Times,
@@ -78,7 +77,8 @@ class Memory:
     """What a call in C works on beside the tensors of the program. Each call in flight has one of its own."""
 
     def __init__(self, ticket: Ticket):
-        comm, self.call = ticket.comm, made_call(native_engine().library, ticket.table, ticket.comm, ticket.is_small)
+        comm, library = ticket.comm, native_engine().library
+        self.call = made_call(library, ticket.table, comm, ticket.program, ticket.sized)
         self.headers = np.repeat(ticket.headers[None], 3, axis=0)  # to the ranks, from them, and what is expected
         self.headers[0] = ticket.own_headers
         self.bases = np.zeros(len(ticket.table.buffers), np.uint64)
@@ -105,7 +105,9 @@ class Ticket:
         assert plan is not None
         in_place = local.in_place and "y" in plan.buffers
         self.table, self.front = with_agreement(plan, comm.rank, comm.size, HEADER_NBYTES, HANDSHAKE, in_place)
-        self.names = plan.buffers
+        self.names, self.unplaced = plan.buffers, plan.unplaced - ({"x", "y"} if in_place else set())
+        self.kernels = plan.in_python
+        self.is_long = program.is_long(sized)
         self.headers = np.frombuffer(agreement.headers_in, np.int64).reshape(comm.size, -1)
         self.own_headers = np.frombuffer(b"".join(agreement.headers()), np.int64).reshape(self.headers.shape)
         self.kept = [
@@ -125,12 +127,13 @@ class Ticket:
         describe: Callable[[], Pending],
         waits: bool,
         note: Callable[[Times], object] | None = None,
+        arrays: Mapping[str, Array] | None = None,
     ) -> Any:
         """Begin a call on memory at these addresses, those of `given`. None: it is finished. Else its task in C.
 
         False: nothing has begun, and it must run in Python. If Python goes on with a call that has begun, it does so as
         the Pending that `describe()` returns. `held` is kept until the call is finished. `note` gets the times of one
-        that C has finished, for its trace.
+        that C has finished, for its trace. `arrays`: the buffers of `given`, for kernels that Python runs.
         """
         comm = self.comm
         engine, channel = comm.engine, comm.channel
@@ -161,7 +164,9 @@ class Ticket:
             finally:
                 if not is_finished:
                     memory.bases[[*self.given.values()]] = addresses
-                    task = self._flies(memory, stamp, slot, describe, held, note)
+                    task = self._flies(memory, stamp, slot, describe, held, note, arrays or {})
+                    task.awaited = waits
+                    task.moved()
             if is_finished:
                 channel.begun[0] = stamp
                 if note is not None:
@@ -178,6 +183,7 @@ class Ticket:
         describe: Callable[[], Pending],
         held: object,
         note: Callable[[Times], object] | None,
+        given: Mapping[str, Array],
     ) -> InC:
         """The task of a call that is in flight from now on."""
         comm = self.comm
@@ -196,9 +202,13 @@ class Ticket:
             task.pending = describe()
             return self._hand_over(memory, stamp, slot, task.pending, held)
 
-        task = InC(memory.call, comm, stamp, take_over, arrived, held)
-        if memory.call.state != GOES_ON:
-            task.ended()
+        actions: dict[int, Any] = {}
+        if self.kernels:
+            arrays = {**arrays_at(self.program, self.sized.shapes, memory.bases), **given}
+            made = self.program.resolve(arrays, self.sized.starts, Numpy(), only=self.kernels)
+            actions = {self.front + op: action for op, action in zip(self.kernels, made, strict=True)}
+        task = InC(memory.call, comm, stamp, take_over, arrived, held, actions)
+        task.is_long, task.forwards = self.is_long, self.program.forwards
         return task
 
     def _hand_over(self, memory: Memory, stamp: int, slot: int, pending: Pending, held: object) -> Task:
@@ -240,8 +250,10 @@ class Ticket:
         except Exception:  # the call fails in Python, where the other ranks hear of it
             return False
         given = [arrays[name] for name in self.given]
-        if not all(array.flags.c_contiguous for array in given):
+        placed = [name not in self.unplaced for name in self.given]
+        if not all(array.flags.c_contiguous for array, is_placed in zip(given, placed, strict=True) if is_placed):
             return False
+        addresses = tuple([address_of(a) if is_placed else 0 for a, is_placed in zip(given, placed, strict=True)])
         out = pending._local.out
         with self.comm.engine.lock:
             pending._ticket, pending.extents, note = self, self.extents, None
@@ -249,7 +261,7 @@ class Ticket:
                 note = functools.partial(pending._note_in_c, self.comm.recording)
             elif not waits:
                 note = functools.partial(setattr, pending, "_times")
-            begun = self.begin(tuple(map(address_of, given)), given, lambda: pending, waits, note)
+            begun = self.begin(addresses, given, lambda: pending, waits, note, arrays)
             if begun is False:
                 return False
             pending._stamp = self.last_stamp
@@ -333,10 +345,14 @@ def _ticket_of(pending: Pending, form: Hashable) -> Ticket | None:
     agreement, run, extents = pending.agreed, pending._run, pending.extents
     if agreement is None or run is None or extents is None:
         return None
-    program, arrays = run.compiled, pending._local.arrays.values()
+    program = run.compiled
     sized = program.sized(extents)
-    if program.is_long(sized) or len(program.outputs) != 1 or not all(array.flags.c_contiguous for array in arrays):
+    if program.is_opaque or len(program.outputs) != 1:
         return None
-    if table(program, sized, pending._comm.most_nbytes) is None:
+    made = table(program, sized, pending._comm.most_nbytes)
+    if made is None:
+        return None
+    placed = (array for name, array in pending._local.arrays.items() if name not in made.unplaced)
+    if not all(array.flags.c_contiguous for array in placed):
         return None
     return Ticket(form, pending, agreement, program, sized)

@@ -24,6 +24,8 @@ from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import Tensor
 
+NOTHING = np.zeros(0)
+
 
 class BoundMemory(NamedTuple):
     """`tensors`: those that the caller gave, by buffer. `shapes`: their shapes, and that of a flat result.
@@ -71,6 +73,7 @@ class BoundPlan:
         self._link = comm.link.duplicate() if compiled.natives else comm.link
         self._like = self._tensors.get("x") or self._tensors.get("x0")
         self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.role == "input"]
+        self._unplaced: frozenset[str] = frozenset()  # the buffers of which a call in C needs no address
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
         self._forms: dict[str, TensorForm] = {}
@@ -142,7 +145,7 @@ class BoundPlan:
 
     def _bases(self, arrays: Mapping[str, Any]) -> bytes | None:
         """The addresses of the buffers, as a call in C takes them. None: some are not contiguous memory of the host."""
-        every = [arrays[name] for name in self.compiled.buffers]
+        every = [NOTHING if name in self._unplaced else arrays[name] for name in self.compiled.buffers]
         if not all(isinstance(array, np.ndarray) and array.flags.c_contiguous for array in every):
             return None
         return np.array([*map(address_of, every)], np.uint64).tobytes()

@@ -9,20 +9,21 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from fompi.backends.base import Backend
 from fompi.base.errors import PlanError, StateError, WaitTimeout
 from fompi.base.layout import Extents, integer
 from fompi.engine.communicator import Communicator
-from fompi.engine.control import CALL_BITS, LAST_CALL, MOST_MARKS
+from fompi.engine.control import CALL_BITS, LAST_CALL
 from fompi.engine.handshake import digest
-from fompi.engine.in_flight import GOES_ON
+from fompi.engine.in_flight import FINISHED
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.baselines import ROUNDS, Baselines
 from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
 from fompi.runtime.native_run import (
-    FINISHED,
     IN_C_SECONDS,
     STALL_SECONDS,
     InC,
@@ -39,6 +40,9 @@ from fompi.tensors.dlpack import Tensor
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof
 from fompi.traces.trace import Trace
+
+
+NO_OPS = np.zeros(0, np.int32)
 
 
 class Executor(BoundPlan):
@@ -106,11 +110,15 @@ class Executor(BoundPlan):
     @functools.cached_property
     def _in_c(self) -> Any:
         """This plan with all its rows, as a call in C. None: it must run in Python."""
-        if self.kernels or self._is_uploaded or any(like.framework == "jax" for _, _, like in self._outputs):
+        if self._is_uploaded or any(like.framework == "jax" for _, _, like in self._outputs):
             return None
         sized = self.compiled.sized(self.plan.extents(self.comm.rank))
+        made = native_call(self.compiled, sized, self.comm, self.backend, self.kernels or ())
+        if made is None:
+            return None
+        self._unplaced = made.unplaced
         self._bound_bases = self._bases(self._arrays)
-        return native_call(self.compiled, sized, self.comm, self.backend)
+        return made.call
 
     def _begins_in_c(self) -> bool:
         """Begin a call on the bound tensors in C, if it may run there. False: nothing has begun."""
@@ -128,15 +136,25 @@ class Executor(BoundPlan):
             self._calls -= 1
         return False
 
-    def _runs_in_c(self, stamp: int, slot: int, given: Given | None, waits: bool) -> bool:
+    def _runs_in_c(
+        self,
+        stamp: int,
+        slot: int,
+        given: Given | None,
+        waits: bool,
+        unready: Mapping[tuple[str, int], list[int]] | None = None,
+        mark: tuple[int | str | None] | None = None,
+    ) -> bool:
         """Begin a call in C, with the engine locked. If it is not finished there, it is `_run` now.
 
-        False: it must run in Python, because it has other rows.
+        False: it must run in Python, because it has other rows. `unready`: as in `Run.start`. `mark`: its label.
         """
         call, comm = self._in_c, self.comm
         engine, channel = comm.engine, comm.channel
         bases = self._bound_bases if given is None else given.on.bases
         if call is None or bases is None or self._sizes is not self.plan.sizes:
+            return False
+        if unready and not all(unready.values()):  # C would not know that a block is not ready which no op reads
             return False
         self._noted = None
         if engine.report is not None or comm.recording is not None:
@@ -150,15 +168,15 @@ class Executor(BoundPlan):
             self._mark_written(given)
         comm.note_start(self.compiled.title, stamp)
         self._run, self._in_c_at, is_finished = None, (stamp, slot), False
+        if mark is not None:
+            channel.mark(stamp, mark[0])
         seconds = IN_C_SECONDS if waits and engine.is_all_in_c else seconds_in_c(engine, waits, self._is_small)
+        held = np.array([op for ops in unready.values() for op in ops], np.int32) if unready else NO_OPS
         try:
-            is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS) == FINISHED
+            is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS, held) == FINISHED
         finally:
             if not is_finished:
-                take_over = functools.partial(self._take_over, stamp, slot, given)
-                self._run = task = InC(call, comm, stamp, take_over, self._arrived)
-                if call.state != GOES_ON:
-                    task.ended()
+                self._flies(stamp, slot, given, waits, unready, mark is not None)
         if is_finished:
             channel.begun[stamp >> CALL_BITS] = stamp
             if self._noted is None and self.drift is None:
@@ -166,6 +184,38 @@ class Executor(BoundPlan):
             else:
                 self._arrived()
         return True
+
+    def _flies(
+        self,
+        stamp: int,
+        slot: int,
+        given: Given | None,
+        waits: bool,
+        unready: Mapping[tuple[str, int], list[int]] | None,
+        is_marked: bool,
+    ) -> None:
+        """The call in C goes on: it is a task now."""
+        call, actions = self._in_c, ()
+        if call.has_kernels:
+            actions = self._actions if given is None else given.on.actions
+        take_over = functools.partial(self._take_over, stamp, slot, given, is_marked)
+        self._run = task = InC(call, self.comm, stamp, take_over, self._arrived, actions=actions)
+        if unready:
+            task.unready = dict(unready)
+        task.awaited, task.is_long, task.forwards = waits, self._is_long, self.compiled.forwards
+        task.moved()
+
+    def _take_over(self, stamp: int, slot: int, given: Given | None, is_marked: bool) -> Run:
+        """Python goes on with the call."""
+        run, task = Run(self.compiled, self.comm, stamp, slot), self._run
+        assert isinstance(task, InC)
+        self._run, run.unready, run.marked = run, task.unready, is_marked
+        run.held = None if given is None else given.owners
+        if self._noted is not None:
+            recording, extents = self._noted
+            run.on_finish = functools.partial(self._note, recording, run, extents)
+        actions = self._actions if given is None else given.on.actions
+        return taken_over(self._in_c, run, actions, self._is_small)
 
     def _arrived(self) -> None:
         """C has finished the call."""
@@ -175,18 +225,8 @@ class Executor(BoundPlan):
             run = Run(self.compiled, self.comm, *self._in_c_at)
             self._note(recording, finished_run(Times.of(call), run, self._actions), extents)
         self._seconds = call.moved_at - call.started
-        if self.drift is not None:
+        if self.drift is not None and self.is_whole:
             self.drift.note(self._seconds)
-
-    def _take_over(self, stamp: int, slot: int, given: Given | None) -> Run:
-        """Python goes on with the call."""
-        self._run = run = Run(self.compiled, self.comm, stamp, slot)
-        run.held = None if given is None else given.owners
-        if self._noted is not None:
-            recording, extents = self._noted
-            run.on_finish = functools.partial(self._note, recording, run, extents)
-        actions = self._actions if given is None else given.on.actions
-        return taken_over(self._in_c, run, actions, self._is_small)
 
     def _await(
         self, timeout: float | None = None, patient: bool = False, until: Callable[[Any], bool] | None = None
@@ -306,16 +346,13 @@ class Executor(BoundPlan):
             entry, late = enter(engine, self.backend)
             failure = failure or late
         with engine.lock:
-            in_c = mark is None and refusal is None and not unready and self._in_c is not None
-            if in_c and self._runs_in_c(stamp, slot, given, awaited):
-                return
+            if refusal is None and self._in_c is not None:
+                if self._runs_in_c(stamp, slot, given, awaited, unready, None if mark is None else (label,)):
+                    return
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
                 run.marked = True
-                marks = self.comm.channel.marks
-                marks[stamp] = label, None if whole else self._sizes
-                if len(marks) > MOST_MARKS:
-                    self.comm.channel.forget_marks()
+                self.comm.channel.mark(stamp, label, None if whole else self._sizes)
             run.paths = self._paths
             if not unready:
                 run.announcing = self._announcing if given is None else given.announcing
@@ -347,18 +384,20 @@ class Executor(BoundPlan):
 
         On a device the caller's current stream may still write it: what reads the part follows what is enqueued there.
         """
-        run, block = self._in_python(), self._block(name, part)
-        names, entry, failure = self.compiled.named(name), None, None
+        block, names, entry, failure = self._block(name, part), self.compiled.named(name), None, None
+        self._current()  # there must be one
         for each in names if self._is_uploaded else ():
             self._upload(self._mine, each, block)
         if self._paths is not None:
             entry, failure = enter(self.comm.engine, self.backend, all_wait=False)
         with self.comm.engine.lock:
-            if failure is not None and run.error is None and not run.finished:
-                run.fail(failure, f"at ready({name!r}, {part})")
+            if failure is not None:
+                run = self._in_python()
+                if run.error is None and not run.finished:
+                    run.fail(failure, f"at ready({name!r}, {part})")
             for each in names:
-                run.ready_part(each, block, entry)
-        if not run.finished:
+                self._current().ready_part(each, block, entry)
+        if not self._current().finished:
             self.comm.engine.wake_helper()  # the helper thread may sleep, because nothing was in flight
 
     def arrived(self, name: str, part: int) -> bool:
@@ -379,7 +418,7 @@ class Executor(BoundPlan):
         """
         run, writer = self._current(), self._writer(name, part)
         is_there = None if self._paths is not None else lambda task: task.has_ended(writer)
-        if is_there is None and isinstance(run, Run) and run.unready:
+        if is_there is None and run.unready:
             self.wait(timeout)  # it says what is not ready
         if not run.has_ended(writer) and not self._await(timeout, until=is_there):
             raise WaitTimeout(f"{name}[{part}] of {self.compiled.title} is not there after {timeout:g} s; it goes on")
@@ -439,8 +478,8 @@ class Executor(BoundPlan):
         if self._run is None and self._in_c_at is not None:
             return self._results_in_c()
         first = self._current()
-        can_miss = isinstance(first, Run) and first.unready and first.error is None and timeout is None
-        if can_miss and (missing := first.missing()):  # type: ignore[union-attr]
+        can_miss = first.unready and first.error is None and timeout is None
+        if can_miss and (missing := first.missing()):
             raise StateError(f"wait() for {self.compiled.title}, but ready() was never called for {', '.join(missing)}")
         if not self._await(timeout):
             raise WaitTimeout(f"{self.compiled.title} is not finished after {timeout:g} s; it goes on")
@@ -613,8 +652,9 @@ class Executor(BoundPlan):
             self.closed = True
             run = self._run
             if run is not None and not run.finished:
-                if isinstance(run, Run) and not run.can_finish():
-                    self.comm.channel.fail(run, StateError(f"{run.title} was closed before all its parts were ready"))
+                if not run.can_finish():
+                    error = StateError(f"{self.compiled.title} was closed before all its parts were ready")
+                    self.comm.channel.fail(self._in_python(), error)
                 self._await(patient=True)
             if self._run is not None:
                 self._run.settle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,8 +28,11 @@ OP = np.dtype(
 """`Op` of engine.c."""
 
 KIND = {SEND: 0, RECV: 1, COMPUTE: 2}
-CHECK = 3
-"""The kind of an op that compares two chunks, and goes on if they are equal."""
+CHECK, IN_PYTHON = 3, 4
+"""The kind of an op that compares two chunks, and goes on if they are equal, and of a kernel that Python runs."""
+
+MERGE = 1
+"""Flag of a kernel that Python runs: it is a sum or a copy."""
 
 SYNCHRONOUS, TESTED, ABSOLUTE = 1, 2, 4
 """Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
@@ -41,7 +44,10 @@ MOST_NBYTES = (1 << 31) - 1
 
 
 class CallTable(NamedTuple):
-    """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes."""
+    """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes.
+
+    `unplaced`: those that only kernels of Python use.
+    """
 
     ops: Array
     on_start: tuple[Array, Array]
@@ -50,11 +56,22 @@ class CallTable(NamedTuple):
     first: Array
     buffers: tuple[str, ...]
     nbytes: Array
+    unplaced: frozenset[str] = frozenset()
+
+    @property
+    def in_python(self) -> list[int]:
+        """The ops that are kernels of Python."""
+        return np.flatnonzero(self.ops["kind"] == IN_PYTHON).tolist()
 
 
-def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> CallTable | None:
-    """The program with these rows. None: it has an op that C does not know, or a message of more than `most_nbytes`."""
-    if compiled.asynchronous or compiled.is_opaque or NATIVE in compiled.kinds:
+def table(
+    compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collection[str] = ()
+) -> CallTable | None:
+    """The program with these rows. None: it has a collective of the library, or a message of more than `most_nbytes`.
+
+    Kernels that C does not have are Python's, and so are these `kernels`.
+    """
+    if compiled.asynchronous or NATIVE in compiled.kinds:
         return None
     names = tuple(compiled.buffers)
     index = {name: number for number, name in enumerate(names)}
@@ -62,9 +79,10 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> CallTable | Non
     for i, kind in enumerate(compiled.kinds):
         op = ops[i]
         op["kind"] = KIND[kind]
-        operands = _kernel(compiled, i, op) if kind == COMPUTE else compiled.places(i)
+        operands = _kernel(compiled, i, op, kernels) if kind == COMPUTE else compiled.places(i)
         if operands is None:
-            return None
+            op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
+            continue
         spans = [_span(compiled, sized, place) for place in operands]
         op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
         op["offsets"][: len(operands)] = [start for start, _ in spans]
@@ -72,11 +90,14 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> CallTable | Non
         if kind == COMPUTE and (op["kernel"], op["dtype"]) != (COPY, BYTE):
             widths = [ITEMSIZE[compiled.buffers[place.buffer].dtype] for place in operands]
         counts = {(stop - start) // width for (start, stop), width in zip(spans, widths, strict=True)}
-        if len(counts) > 1:
-            return None
-        op["count"] = nbytes = counts.pop()
         if kind == COMPUTE:
+            if len(counts) > 1:
+                ops[i] = np.zeros((), OP)
+                op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
+            else:
+                op["count"] = counts.pop()
             continue
+        op["count"] = nbytes = counts.pop()
         if len(operands) != 1 or nbytes > min(most_nbytes, MOST_NBYTES):
             return None
         op["peer"], op["number"] = compiled.peers[i], compiled.numbers[i]
@@ -90,6 +111,7 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int) -> CallTable | Non
         np.array(compiled.first, np.int32),
         names,
         np.array([_nbytes(compiled, sized, name) for name in names], np.int64),
+        frozenset(names) - compiled.touched(np.flatnonzero(ops["kind"] != IN_PYTHON).tolist()),
     )
 
 
@@ -156,10 +178,12 @@ def _lists(edges: tuple[Array, Array]) -> list[list[int]]:
     return [to[a:b].tolist() for a, b in pairwise(begins)]
 
 
-def _kernel(compiled: Compiled, i: int, op: Any) -> list[Place] | None:
+def _kernel(compiled: Compiled, i: int, op: Any, kernels: Collection[str]) -> list[Place] | None:
     """Fill in the kernel of op `i`. Returns its two operands and its result, or None if C has no such kernel."""
     compute, (reads, writes) = compiled.ops[i], compiled.operands(i)
     assert isinstance(compute, Compute)
+    if compute.kernel in kernels or compiled.plan.kernel(compute.kernel) is not None:
+        return None
     found = kernel_of(compute.kernel, *([*map(str, dtypes)] for dtypes in compiled.dtypes(i)))
     if found is None:
         return None

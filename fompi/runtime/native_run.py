@@ -6,7 +6,7 @@ progress for long, or in which MPI fails, becomes a `Run`: from then on everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ctypes import c_char
 from math import prod
 from time import perf_counter
@@ -17,6 +17,7 @@ import numpy as np
 from fompi.backends.numpy import Numpy, storage
 from fompi.engine.communicator import Communicator
 from fompi.engine.engine import Engine
+from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS, STALLED
 from fompi.engine.native import engine
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
@@ -27,11 +28,8 @@ from fompi.runtime.program import Run
 if TYPE_CHECKING:
     from fompi.native._native import Call
 
-FINISHED = 0
-"""What `Call.run` returns if the call is finished."""
-
-UNDER_WAY = (1, 2)
-"""What it returns if the call is in flight."""
+UNDER_WAY = (GOES_ON, STALLED, HAS_KERNELS)
+"""What `Call.run` returns if the call is in flight."""
 
 IN_C_SECONDS, STALL_SECONDS = 5e-3, 1e-3
 """So long C drives a call without a look at anything else, and so long without progress. Then the call is in flight:
@@ -41,16 +39,9 @@ Python polls it, and looks after deadlines, signals, control messages and other 
 
 def drive_in_c(task: Task) -> None:
     """The program waits for this task. If it is in C, and Python drives nothing else, C drives it for a while."""
-    if isinstance(task, InC) and not task.finished:
-        with task.comm.engine.lock:
-            engine = task.comm.engine
-            may_drive = not (task.finished or engine.over) and engine.is_all_in_c
-            if may_drive:
-                begun = perf_counter()
-                state = task.call.drive(IN_C_SECONDS, STALL_SECONDS)
-                engine.waits.add(begun, perf_counter())
-                if state not in UNDER_WAY:
-                    task.ended()
+    begun = perf_counter()
+    if task.drive() is not None:
+        task.comm.engine.waits.add(begun, perf_counter())  # type: ignore[attr-defined]
 
 
 class Times(NamedTuple):
@@ -82,12 +73,16 @@ def seconds_in_c(engine: Engine, waits: bool, is_small: bool) -> float:
     return IN_C_SECONDS if waits else AT_ONCE_SECONDS if is_small and engine.spins else 0.0
 
 
+def _nothing() -> Any:
+    """What is left of a call that is over."""
+
+
 class InC(Task):
     """A call in flight that C carries out.
 
     If C cannot end it well, or Python must know more of it, Python goes on with it: `take_over()` returns the task that
     does. Then this one is finished, as it is when C has finished the call; before that, `arrived()` was called. `held`
-    is the memory of the call.
+    is the memory of the call. `actions` has the kernels that are Python's, by op.
     """
 
     def __init__(
@@ -98,8 +93,10 @@ class InC(Task):
         take_over: Callable[[], Task],
         arrived: Callable[[], object],
         held: object = None,
+        actions: Mapping[int, Any] | Sequence[Any] = (),
     ):
-        self.call, self.comm, self.stamp, self.held = call, comm, stamp, held
+        self.call, self.comm, self.stamp, self.held, self.actions = call, comm, stamp, held, actions
+        self.unready: dict[tuple[str, int], list[int]] = {}  # as in `Run`
         self._take_over, self._arrived = take_over, arrived
         self._heir: Task | None = None
         self.pending: Any = None  # what Python has made of the call, if it is one of a ticket
@@ -119,6 +116,53 @@ class InC(Task):
         """True once this op is done."""
         return self.call.has_ended(op)
 
+    def drive(self) -> bool | None:
+        engine = self.comm.engine
+        with engine.lock:
+            if self.finished or engine.over or not engine.is_all_in_c:
+                return None
+            state = self.call.drive(IN_C_SECONDS, STALL_SECONDS)
+            self._has_come_to(state)
+        return state != STALLED
+
+    def moved(self) -> None:
+        """C has moved the call. Called with the engine's lock held."""
+        self._has_come_to(self.call.state)
+
+    def _has_come_to(self, state: int) -> None:
+        if state == HAS_KERNELS:
+            self.comm.engine.kernels_ready(self)
+        elif state not in UNDER_WAY:
+            self.ended()
+
+    def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
+        op = self.call.take(merges_only)
+        if self.call.state != HAS_KERNELS:
+            self.comm.engine.kernels_done(self)
+        return None if op < 0 else (op, self.actions[op])
+
+    def ran(self, key: int, begun: float, error: BaseException | None) -> None:
+        heir = self.heir() if error is not None or self.finished else None
+        if heir is not None:
+            heir.ran(key, begun, error)
+        elif not self.finished:
+            self._has_come_to(self.call.ran(key, begun))
+
+    def ready_part(self, name: str, block: int, entry: object = None) -> None:
+        """The program has written block `block` of the input `name`: the ops that read it may start."""
+        ops = self.unready.pop((name, block), None)
+        if ops is not None:
+            self.call.release(np.array(ops, np.int32))
+            self.moved()
+
+    def can_finish(self) -> bool:
+        return not self.missing()
+
+    def missing(self) -> list[str]:
+        """The blocks of inputs for which only the program can call `ready`."""
+        with self.comm.engine.lock:
+            return sorted({f"{name}[{block}]" for name, block in self.unready})
+
     def ended(self) -> None:
         """C goes on no more. Called with the engine's lock held."""
         if self.call.state != FINISHED:
@@ -127,14 +171,23 @@ class InC(Task):
         self.comm.engine.not_in_c(self)
         self.comm.channel.active.pop(self.stamp, None)
         self._arrived()
+        self._forget()
         self.finished = True  # last: a thread that waits for it reads what `arrived` has made
+
+    def _forget(self) -> None:
+        """What the call has used may go: tensors of the program, and who goes on with it, which know this task."""
+        self._take_over = self._arrived = _nothing
+        self.actions, self.held = (), None
 
     def heir(self) -> Task | None:
         """The task that goes on with the call in Python, from now on. None: C has finished it."""
         with self.comm.engine.lock:
             if not self.finished:
                 self.comm.engine.not_in_c(self)
+                self.comm.engine.kernels_done(self)
                 self._heir = self._take_over()
+                self._heir.awaited, self._heir.is_long = self.awaited, self.is_long
+                self._forget()
                 self.finished = True
             return self._heir
 
@@ -160,25 +213,31 @@ class InC(Task):
         self.comm.channel.fail(self, error)
 
 
-def native_call(compiled: Compiled, sized: Sized, comm: Communicator, backend: Any) -> Call | None:
-    """The program with these rows as a call in C. None: it must run in Python."""
+class NativeCall(NamedTuple):
+    """A program as a call in C. `unplaced`: the buffers that only kernels of Python use, which need no address."""
+
+    call: Call
+    unplaced: frozenset[str]
+
+
+def native_call(
+    compiled: Compiled, sized: Sized, comm: Communicator, backend: Any, kernels: Collection[str] = ()
+) -> NativeCall | None:
+    """The program with these rows as a call in C. None: it must run in Python. These `kernels` are Python's."""
     library = engine().library
     if library is None or comm.size == 1 or comm.urgency is not None or type(backend) is not Numpy:
         return None
-    if compiled.is_long(sized):
-        return None  # messages must progress while its kernels run: that is the helper thread's work
-    made = table(compiled, sized, comm.most_nbytes)
-    if made is None:
-        return None
-    return made_call(library, made, comm, compiled.is_small(sized))
+    made = table(compiled, sized, comm.most_nbytes, kernels)
+    return None if made is None else NativeCall(made_call(library, made, comm, compiled, sized), made.unplaced)
 
 
-def made_call(library: Any, made: CallTable, comm: Communicator, is_small: bool) -> Call:
-    """The call of this table on `comm`. `is_small`: sums run where they are released."""
+def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compiled, sized: Sized) -> Call:
+    """The call of this table on `comm`."""
     from fompi.native._native import Call
 
     lists = *made.on_start, *made.on_done, made.blockers, made.first, made.nbytes
-    return Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, is_small, comm.engine.spins)
+    how = compiled.is_small(sized), comm.engine.spins, compiled.is_long(sized), compiled.forwards
+    return Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, *how)
 
 
 def taken_over(
@@ -194,7 +253,7 @@ def taken_over(
     code = call.error
     times = Times.of(call, front)
     blockers, _, requests = call.export()
-    run.actions, run.is_small, run.awaited = actions, is_small, True
+    run.actions, run.is_small = actions, is_small
     run.blockers = np.frombuffer(blockers, np.int32)[front:behind].tolist()
     _take_times(run, times)
     channel.begin(run.stamp, run)

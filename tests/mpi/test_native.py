@@ -51,7 +51,7 @@ def forget(step):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int32", "complex128"])
 def test_every_schedule_has_the_same_bits(world, dtype, without_verification):
     in_c = 0
-    for number, (name, problem) in enumerate(catalogue.moves(world.size, dtype).items()):
+    for number, (name, problem) in enumerate(catalogue.problems(world.size, dtype).items()):
         for schedule in registry.available(problem):
             step, wanted = bound(world, problem, schedule, 1 + number % 2, number)
             with step:
@@ -59,13 +59,13 @@ def test_every_schedule_has_the_same_bits(world, dtype, without_verification):
                     forget(step)
                     assert bits(step()) == wanted, (name, schedule)
                 in_c += step._in_c is not None
-    assert in_c >= 10
+    assert in_c >= 30
 
 
 def test_python_goes_on_at_every_step(world, without_verification):
     """All ranks at other steps: the bits are the same, and the next call is in step."""
     draw = np.random.default_rng(world.rank)
-    for number, (name, problem) in enumerate(catalogue.moves(world.size, "float32").items()):
+    for number, (name, problem) in enumerate(catalogue.problems(world.size, "float32").items()):
         for schedule in registry.available(problem):
             step, wanted = bound(world, problem, schedule, 1 + number % 2, number)
             with step:
@@ -107,7 +107,7 @@ def test_traces_and_times(world):
 
 
 def test_calls_with_labels_and_rows_are_in_step(world):
-    """They run in Python, between calls in C."""
+    """Rows that are not those of the plan run in Python, between calls in C."""
     problem = catalogue.problems(world.size)["all_gather"]
     step, wanted = bound(world, problem, "ring", 1, 1)
     with step:
@@ -116,6 +116,74 @@ def test_calls_with_labels_and_rows_are_in_step(world):
             assert bits(step(label=turn)) == wanted
             step([0] * world.size)
         assert bits(step()) == wanted
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parts_of_inputs_in_c(world, seed, without_verification):
+    """Inputs that become ready block by block, in any order; Python takes some of the calls over."""
+    draw = np.random.default_rng(10 * seed + world.rank)
+    for number, (name, problem) in enumerate(catalogue.problems(world.size, "float64").items()):
+        for schedule in registry.available(problem)[:3]:
+            step, wanted = bound(world, problem, schedule, 1 + number % 2, number)
+            names = [n for n in step._inputs if len(step.compiled.named(n)) == 1]
+            with step:
+                call = step._in_c
+                for turn in range(4):
+                    forget(step)
+                    if turn > 1 and call is not None:
+                        step.__dict__["_in_c"] = CutShort(call, lambda: int(draw.integers(0, 12)))
+                    blocks = [(n, block) for n in names for block in range(step.compiled.buffers[n].count)]
+                    step.start(*names)
+                    if blocks:
+                        with pytest.raises(fompi.StateError, match="was never called"):
+                            step.wait()
+                    for at in draw.permutation(len(blocks)):
+                        step.ready(*blocks[at])
+                    assert bits(step.wait()) == wanted, (name, schedule, turn)
+                step.__dict__["_in_c"] = call
+
+
+def test_labels_in_c(comm):
+    """Calls with other labels never exchange data: each rank hears of it."""
+    own = fompi.Communicator(comm)
+    step = fompi.all_reduce.bind(np.ones(8), comm=own)
+    for label in ("a", 7, None):
+        assert (step(label=label) == own.size).all() and step.executor._run is None  # C has finished it
+    with pytest.raises(fompi.MismatchError, match="label"):
+        step(label=f"rank {own.rank}")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_long_sums_and_kernels_that_fail(world, waits):
+    """Sums of megabytes run in C beside the messages. A kernel of the program raises: all ranks hear of it."""
+    x = np.arange(1 << 20, dtype=np.float64)
+    with fompi.all_reduce.bind(x, comm=world, schedule="ring", slices=1) as step:
+        assert step.executor._in_c is not None and step.executor._is_long
+        for _ in range(3):
+            y = step() if waits else step.start().wait()
+            assert (y == world.size * x).all()
+    n, failing = world.size, [False]
+
+    def matmul(reads, writes):
+        if failing[0] and world.rank == n - 1:
+            raise ValueError("a bad product")
+        np.matmul(*reads, out=writes[0])
+
+    specs = fompi.Spec((4 * n, 3 * n), "float64", fompi.Shard(1)), fompi.Spec((3 * n, 2), "float64", fompi.Shard(0))
+    plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=n, schedule="ring")
+    tensors = {"x": np.ones((4 * n, 3)), "w": np.ones((3, 2))}
+    with fompi.bind(plan, comm=world, kernels={"matmul": matmul}, **tensors) as step:
+        for turn in range(6):
+            failing[0] = turn % 2 == 1
+            step.start()
+            assert step._in_c.has_kernels
+            if not waits:
+                threading.Event().wait(0.01)
+            if failing[0]:
+                with pytest.raises(ValueError if world.rank == n - 1 else fompi.PeerError, match="a bad product"):
+                    step.wait()
+            else:
+                assert (step.wait() == 3 * n).all()
 
 
 def test_refusals_between_calls_in_c(world):

@@ -287,7 +287,7 @@ def test_a_kernel_that_fails_in_the_helper(helped, kind):
             failing = call % 2 == 1
             step.start()
             end = time.monotonic() + SECONDS
-            while step._run.unfinished and time.monotonic() < end:
+            while not step.finished and time.monotonic() < end:
                 time.sleep(1e-3)
             if failing:
                 with pytest.raises(kind if last else fompi.PeerError, match="a bad product"):

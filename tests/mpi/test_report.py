@@ -152,6 +152,7 @@ def test_messages_without_progress_are_exposed(own_noting, reduced, monkeypatch)
     comm, _ = own_noting
     if comm.size == 1:
         return
+    comm.engine.helper.stop_sharing()
     monkeypatch.setattr(comm.engine, "helper", None)
     reduced.start()
     sleep(0.1)

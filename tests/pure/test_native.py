@@ -6,6 +6,8 @@ import ctypes
 from collections import deque
 from dataclasses import replace
 from random import Random
+from threading import Thread
+from time import perf_counter, sleep
 
 import catalogue
 import numpy as np
@@ -19,7 +21,7 @@ from fompi.schedules import registry
 
 native = pytest.importorskip("fompi.native._native", reason="fompi was installed without a C compiler")
 
-FINISHED, GOES_ON, _, FAILED = range(4)
+FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = range(6)
 DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int64", "uint8", "complex64"])
 INT, POINTER, HANDLE, INTS = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.POINTER(ctypes.c_int)
 SEND = ctypes.CFUNCTYPE(INT, POINTER, INT, HANDLE, INT, INT, HANDLE, POINTER)
@@ -117,6 +119,18 @@ class Rank:
         if self.table is not None:
             self.call = made(mpi, self.table, rank)
             self.call.place(np.array([self.arrays[name].ctypes.data for name in self.table.buffers], np.uint64))
+            self.actions = self.compiled.resolve(self.arrays, sized.starts, Numpy())
+
+    def run_kernels(self, draw):
+        """Run some of the kernels that are Python's. Returns the state of the call."""
+        state = HAS_KERNELS
+        while state == HAS_KERNELS:
+            op = self.call.take(bool(draw.random() < 0.3))
+            if op < 0:
+                break
+            self.actions[op]()
+            state = self.call.ran(op, perf_counter())
+        return state
 
     @property
     def outputs(self):
@@ -125,7 +139,7 @@ class Rank:
 
 def made(mpi, t, rank=0, is_small=False):
     ops = t.ops.view(np.uint8)
-    return native.Call(mpi.library, ops, *t.on_start, *t.on_done, t.blockers, t.first, t.nbytes, rank, is_small, 5)
+    return native.Call(mpi.library, ops, *t.on_start, *t.on_done, t.blockers, t.first, t.nbytes, rank, is_small, 5, False, True)
 
 
 def ranks_of(problem, schedule, slices, seed, **options):
@@ -143,11 +157,11 @@ def interleaved(ranks, draw):
     """Drive all ranks in random turns until each is finished or has failed. Returns their last states."""
     states = [rank.call.run(1 << 8, 0.0, 1.0) for rank in ranks]
     for _ in range(100_000):
-        alive = [i for i, state in enumerate(states) if state == GOES_ON]
+        alive = [i for i, state in enumerate(states) if state in (GOES_ON, HAS_KERNELS)]
         if not alive:
             break
         i = draw.choice(alive)
-        states[i] = ranks[i].call.drive(0.0, 1.0)
+        states[i] = ranks[i].run_kernels(draw) if states[i] == HAS_KERNELS else ranks[i].call.drive(0.0, 1.0)
     return states
 
 
@@ -161,7 +175,7 @@ def assert_bits(ranks, wanted):
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_plan_has_the_bits_of_the_twin(size, dtype):
     lowered = 0
-    for number, (name, problem) in enumerate(catalogue.moves(size, dtype).items()):
+    for number, (name, problem) in enumerate(catalogue.problems(size, dtype).items()):
         for schedule in registry.available(problem):
             seed = size + number
             ranks, wanted, mpi = ranks_of(problem, schedule, 1 + seed % 2, seed, request_nbytes=(4, 8)[seed % 2])
@@ -266,7 +280,7 @@ def test_the_table_has_the_layout_of_c():
     ("name", "schedule", "dtype", "most"),
     [
         ("all_reduce", "unfused", "float64", 1 << 30),  # a collective of the library
-        ("all_gather_matmul", "ring", "float64", 1 << 30),
+        ("all_gather_matmul", "unfused", "float64", 1 << 30),
         ("all_gather", "ring", "float64", 8),  # messages of more bytes
     ],
 )
@@ -319,3 +333,114 @@ def same(a, b, dtype):
     numbers = (np.float32 if dtype == "complex64" else np.float64) if "complex" in dtype else a.dtype
     a, b = (np.ascontiguousarray(x).view(numbers) for x in (a, b))
     return np.array_equal(np.isnan(a), np.isnan(b)) and a[~np.isnan(a)].tobytes() == b[~np.isnan(b)].tobytes()
+
+
+def test_kernels_of_python_are_taken_and_come_back():
+    """Sums first, each once; what is taken when Python goes on has begun, and is not C's any more."""
+    ranks, _, _ = ranks_of(catalogue.problems(2)["all_gather_matmul"], "ring", 2, 1)
+    call = ranks[0].call
+    assert call.has_kernels > 1 and call.run(0, 0.0, 1.0) == HAS_KERNELS == call.state
+    assert call.take(True) == -1
+    with pytest.raises(IndexError, match="no such kernel"):
+        call.ran(0, 1.0)
+    op = call.take(False)
+    ranks[0].actions[op]()
+    call.ran(op, 3.5)
+    with pytest.raises(IndexError, match="no such kernel"):
+        call.ran(op, 3.5)
+    assert call.has_ended(op) and np.frombuffer(call.times())[op] == 3.5
+    ranks[1].call.run(0, 0.0, 1.0)
+    second = -1
+    for _ in range(1000):
+        ranks[1].call.drive(0.0, 1.0)
+        ranks[0].call.drive(0.0, 1.0)
+        second = call.take(False)
+        if second >= 0:
+            break
+    blockers, times, _ = call.export()
+    begun, ended = np.frombuffer(times).reshape(2, -1)
+    assert begun[second] and not ended[second] and not np.frombuffer(blockers, np.int32)[second]
+    assert call.state == FINISHED and call.take(False) == -1
+
+
+def test_ops_wait_until_they_are_released():
+    ranks, wanted, _ = ranks_of(catalogue.problems(2)["all_gather"], "ring", 2, 1)
+    held = [np.flatnonzero(rank.table.blockers == 0).astype(np.int32) for rank in ranks]
+    for rank, ops in zip(ranks, held, strict=True):
+        assert rank.call.run(1 << 8, 0.0, 1.0, np.concatenate([ops, ops])) == GOES_ON
+    for _ in range(2):
+        for rank, ops in zip(ranks, held, strict=True):
+            assert not any(map(rank.call.has_ended, ops))
+            rank.call.release(ops)
+    with pytest.raises(IndexError):
+        ranks[0].call.release(held[0])
+    for _ in range(1000):
+        if not [rank.call.drive(0.0, 1.0) for rank in ranks if rank.call.unfinished]:
+            break
+    assert_bits(ranks, wanted)
+    with pytest.raises(IndexError):
+        ranks[0].call.run(0, 0.0, 1.0, np.array([99], np.int32))
+
+
+def test_a_thread_goes_on_with_calls_in_flight():
+    """It polls calls of which C did one round, sleeps without any, and can be stopped and started again."""
+    ranks, wanted, mpi = ranks_of(catalogue.problems(3)["all_reduce"], "ring", 2, 3)
+    for _ in range(2):
+        assert mpi.library.help(1e-4, 1e-3) and mpi.library.has_thread
+        for turn in range(3):
+            for rank in ranks:
+                for array in rank.outputs.values():
+                    array.view(np.uint8)[...] = 0xAB
+            assert [rank.call.run(1 << 8, 0.0, 1.0) for rank in ranks] == [GOES_ON] * 3
+            until = perf_counter() + 10
+            while any(rank.call.state == GOES_ON for rank in ranks) and perf_counter() < until:
+                sleep(1e-3)
+            assert [rank.call.state for rank in ranks] == [FINISHED] * 3
+            assert_bits(ranks, wanted)
+            assert mpi.library.poll() == 2 and mpi.library.poll() == 0
+            sleep(0.07 * turn)  # then it sleeps
+        mpi.library.stop()
+        mpi.library.stop()
+        assert not mpi.library.has_thread
+
+
+def test_the_thread_wakes_python():
+    """When a call has ended, if Python wants to know, and when a kernel of Python can run; `wake` does, too."""
+    ranks, _, mpi = ranks_of(catalogue.problems(2)["all_gather_matmul"], "ring", 2, 1)
+    library = mpi.library
+    begun = perf_counter()
+    library.rest(0.02)
+    assert perf_counter() - begun > 0.019
+    for _ in range(2):
+        begun = perf_counter()
+        waker = Thread(target=lambda: (sleep(0.02), library.wake()))
+        waker.start()
+        library.rest(10.0)
+        waker.join()
+    assert perf_counter() - begun < 5
+    library.wake()
+    library.rest(10.0)
+    library.help(1e-4, 1e-4)
+    draw, states = Random(1), [rank.call.run(1 << 8, 0.0, 1.0) for rank in ranks]
+    until = perf_counter() + 20
+    while any(states) and perf_counter() < until:
+        states = [rank.run_kernels(draw) if rank.call.state == HAS_KERNELS else rank.call.state for rank in ranks]
+        library.rest(0.5)
+        library.poll()
+    assert states == [FINISHED] * 2 and perf_counter() < until
+    library.stop()
+
+
+def test_the_thread_tells_of_the_end_of_watched_calls():
+    ranks, _, mpi = ranks_of(catalogue.problems(2)["all_gather"], "ring", 2, 1)
+    for is_watched in (1, 0):
+        mpi.library.is_watched = is_watched
+        assert GOES_ON in [rank.call.run(1 << 8, 0.0, 1.0) for rank in ranks]
+        mpi.library.help(1e-3, 1e-3)
+        begun = perf_counter()
+        mpi.library.rest(10.0 if is_watched else 0.2)
+        while any(rank.call.state for rank in ranks) and perf_counter() - begun < 5:
+            sleep(1e-3)
+        assert (perf_counter() - begun < 5) and mpi.library.poll() == 2
+        assert is_watched or perf_counter() - begun > 0.19
+    mpi.library.stop()
