@@ -351,6 +351,8 @@ class Agreement(Task):
             error = PeerError(f"rank {self._ended} does not take part in {what}", self._ended)
             error.world_origin = self.comm.link.world_ranks[self._ended]
         self.error = self.refusal or error
+        if self._ended is None:
+            self.error.raised_by_all = self.comm.channel  # type: ignore[attr-defined]
         if self.comm.channel.owed is not None:
             self.comm.channel.owed.pay()  # the program hears of it by this error
         self._finish()

@@ -122,10 +122,13 @@ class Section:
         return self.error
 
     def _end_by(self, error: BaseException) -> None:
-        """Tell the other ranks how far this one has come, and begin to bring the calls of all ranks in step."""
+        """Tell the other ranks how far this one has come, and begin to bring the calls of all ranks in step.
+
+        Where an agreement has ended by the error, all ranks raise it, in the same call. So nobody must hear of it.
+        """
         self.error = error
         for channel, (comm, first) in self.begun.items():
-            if comm.closed or channel.broken is not None:
+            if comm.closed or channel.broken is not None or getattr(error, "raised_by_all", None) is channel:
                 continue
             words, origin = str(error), getattr(error, "world_origin", None)
             if origin is None:
