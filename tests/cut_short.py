@@ -26,6 +26,10 @@ class CutShort:
         self.left -= 1
         return self._said(self.call.ran(op, begun))
 
+    def launched(self, op, begun, due):
+        self.left -= 1
+        return self._said(self.call.launched(op, begun, due))
+
     @property
     def state(self):
         return self._said(self.call.state)

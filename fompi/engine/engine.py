@@ -276,13 +276,15 @@ class Engine(InFlight):
         try:
             while not task.finished and (until is None or not until()):
                 rounds += 1
-                in_c = task.drive() if idle <= self.spins + YIELDS and until is None else None
+                in_c = task.drive() if until is None else None
                 if in_c or self.progress():
                     idle = 0
-                else:
-                    idle = idle + 1 if in_c is None else self.spins + YIELDS + 1
+                elif in_c is None:
+                    idle += 1
                     if idle > self.spins:
                         self._pause(idle - self.spins)
+                else:  # C has paused already
+                    idle = self.spins + YIELDS + 1
                 if idle > self.spins + YIELDS or rounds % 256 == 0:  # other tasks may progress while this one does not
                     self._end_if_lost(task, channel, begun)
                     if channel.lost is not None and not patient:

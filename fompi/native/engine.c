@@ -33,7 +33,10 @@
 #define MOST_REQUEST_NBYTES 16
 #define POLLS_PER_WAKE 3        /* those of progress.py */
 #define POLLS_PER_MESSAGE 4
+#define YIELDS 280              /* those of engine.py */
+#define PAUSE_SECONDS 3e-5
 #define LINGER_SECONDS 0.05
+#define COPY_SECONDS 1e-5       /* a round that took longer has copied a part of a message: there may be more of it */
 #define SLICE_NANOSECONDS 100000
 
 enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if two chunks are equal; a kernel of Python */
@@ -95,10 +98,10 @@ struct Call {
     int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
     Handle comm;
     /* the call in flight */
-    int32_t tag, unfinished, head, tail, n_ready, n_python, n_pending, is_driven;
-    int32_t *blockers, *queue, *ready, *python, *owners, *indices, *finished;
+    int32_t tag, unfinished, head, tail, n_ready, n_python, n_timed, n_pending, is_driven;
+    int32_t *blockers, *queue, *ready, *python, *timed, *owners, *indices, *finished;
     char *requests, *statuses;
-    double *begun, *ended, started, moved_at;
+    double *begun, *ended, *dues, started, moved_at; /* `timed` kernels are done when they are due */
     int error, disagrees;
 };
 
@@ -133,6 +136,11 @@ static void let_others(Library *mpi) { /* mutexes are not fair */
     lock(mpi);
 }
 
+static void sleep_for(double seconds) {
+    struct timespec t = {(time_t)seconds, (long)(1e9 * (seconds - (double)(time_t)seconds))};
+    nanosleep(&t, NULL);
+}
+
 static void wait_until(pthread_cond_t *condition, Library *mpi, double until) {
     struct timespec t = {(time_t)until, (long)(1e9 * (until - (double)(time_t)until))};
     pthread_cond_timedwait(condition, &mpi->lock, &t);
@@ -151,12 +159,14 @@ static void release(Call *c, const int32_t *from, const int32_t *to, int32_t i) 
         if (--c->blockers[to[e]] == 0) c->queue[c->tail++] = to[e];
 }
 
-static void complete(Call *c, int32_t i) {
-    c->moved_at = now();
+static void complete_at(Call *c, int32_t i, double t) {
+    c->moved_at = t;
     __atomic_store(&c->ended[i], &c->moved_at, __ATOMIC_RELEASE);
     c->unfinished--;
     release(c, c->done_at, c->done_to, i);
 }
+
+static void complete(Call *c, int32_t i) { complete_at(c, i, now()); }
 
 /* Starts a message. 0: MPI has failed, and the op has not begun. */
 static int start_message(Call *c, int32_t i) {
@@ -237,16 +247,34 @@ static void forget(Call *c, int32_t k) { /* the last request moves to the free p
     }
 }
 
+/* The timed kernels that are due. */
+static int poll_timed(Call *c) {
+    double t = now();
+    int moved = 0;
+    for (int32_t k = 0; k < c->n_timed;) {
+        int32_t i = c->timed[k];
+        if (c->dues[i] > t) {
+            k++;
+            continue;
+        }
+        c->timed[k] = c->timed[--c->n_timed];
+        complete_at(c, i, c->dues[i]);
+        moved = 1;
+    }
+    if (moved) start_ops(c);
+    return moved;
+}
+
 static int poll(Call *c) {
-    int n = 0;
-    if (!c->n_pending) return 0;
+    int n = 0, moved = c->n_timed ? poll_timed(c) : 0;
+    if (!c->n_pending || c->error) return moved;
     if (c->n_pending == 1) {
         c->error = c->library->test(c->requests, &n, c->statuses);
         c->indices[0] = 0;
     } else {
         c->error = c->library->testsome(c->n_pending, c->requests, &n, c->indices, c->statuses);
     }
-    if (c->error || n <= 0) return 0; /* MPI_UNDEFINED is negative */
+    if (c->error || n <= 0) return moved; /* MPI_UNDEFINED is negative */
     for (int k = 1; k < n; k++) { /* in order, nearly always */
         int32_t v = c->indices[k];
         int j = k;
@@ -290,6 +318,7 @@ static void depart(Call *c) { /* it is in flight from now on */
     Call **last = &c->library->in_flight;
     if (c->is_in_flight) return;
     c->next = c->previous = NULL;
+    if (!*last) c->library->seconds = c->library->least; /* its first messages may come soon */
     for (; *last; last = &(*last)->next) c->previous = *last;
     *last = c;
     c->is_in_flight = 1;
@@ -335,6 +364,15 @@ static int go_round(Library *mpi, const Call *except) {
     return moved;
 }
 
+/* Gives the core to other threads: yields it at first, later sleeps, but not past the end of a timed kernel. */
+static void rest(const Call *c, long times) {
+    double seconds = (times < 10 ? (double)times : 10.0) * PAUSE_SECONDS;
+    double t = c->n_timed ? now() : 0.0;
+    for (int32_t k = 0; k < c->n_timed; k++) seconds = c->dues[c->timed[k]] - t < seconds ? c->dues[c->timed[k]] - t : seconds;
+    if (times <= 0) sched_yield();
+    else if (seconds > 0) sleep_for(seconds);
+}
+
 /* Drives the call for `seconds`, or until it has made no progress for `stall` seconds. 0 seconds: one round.
  *
  * It ends early if Python has something to do. Other calls in flight go on meanwhile. If the call has not ended, it is in
@@ -367,7 +405,7 @@ static int drive(Call *c, double seconds, double stall) {
         if (mpi->in_flight) go_round(mpi, c);
         if (++idle <= c->spins) continue;
         unlock(mpi); /* mutexes are not fair: one who waits for this one may get it */
-        sched_yield();
+        rest(c, idle - c->spins - YIELDS);
         lock(mpi);
         t = now();
         if (t - (c->moved_at > from ? c->moved_at : from) > stall) {
@@ -422,9 +460,8 @@ static void *run_thread(void *argument) {
     while (!mpi->stops) {
         long seen = mpi->rounds;
         double pause = until_next_poll(mpi), t;
-        struct timespec sleep = {(time_t)pause, (long)(1e9 * (pause - (double)(time_t)pause))};
         unlock(mpi);
-        nanosleep(&sleep, NULL);
+        sleep_for(pause);
         lock(mpi);
         t = now();
         if (!mpi->in_flight) {
@@ -439,16 +476,20 @@ static void *run_thread(void *argument) {
         busy_at = t;
         if (mpi->rounds != seen) continue; /* another thread polls */
         int moved = 0;
-        for (int k = 0; k < POLLS_PER_WAKE; k++)
-            while (go_round(mpi, NULL) && !mpi->stops) {
-                moved = 1;
-                let_others(mpi);
-            }
+        for (int k = 0; k < POLLS_PER_WAKE && !mpi->stops; k++) {
+            double begun = now();
+            int has_moved = go_round(mpi, NULL);
+            moved |= has_moved;
+            if (has_moved || now() - begun > COPY_SECONDS) k = -1;
+            let_others(mpi);
+        }
         if (moved) {
             t = now();
             double gap = (t - moved_at) / POLLS_PER_MESSAGE;
             mpi->seconds = gap < mpi->least ? mpi->least : gap > mpi->most ? mpi->most : gap;
             moved_at = t;
+        } else {
+            mpi->seconds = 1.5 * mpi->seconds < mpi->most ? 1.5 * mpi->seconds : mpi->most;
         }
         tell(mpi);
     }
@@ -684,7 +725,7 @@ static void call_free(PyObject *object) {
         unlock(c->library);
     }
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
-                   c->bases, c->given, c->blockers, c->queue, c->ready, c->python, c->owners, c->indices, c->finished,
+                   c->bases, c->given, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
                    c->requests, c->statuses, c->begun};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
     Py_XDECREF((PyObject *)c->library);
@@ -726,6 +767,8 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     c->queue = calloc(n, sizeof(int32_t));
     c->ready = calloc(n, sizeof(int32_t));
     c->python = calloc(n, sizeof(int32_t));
+    c->timed = calloc(n, sizeof(int32_t));
+    c->dues = calloc(n, sizeof(double));
     c->owners = calloc(m, sizeof(int32_t));
     c->indices = calloc(m, sizeof(int32_t));
     c->finished = calloc(m, sizeof(int32_t));
@@ -733,7 +776,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     c->statuses = calloc(m, STATUS_NBYTES);
     c->begun = calloc(2 * n, sizeof(double));
     c->bases = calloc((size_t)c->n_buffers + 1, sizeof(char *));
-    if (!c->blockers || !c->queue || !c->ready || !c->python || !c->owners || !c->indices || !c->finished || !c->requests ||
+    if (!c->blockers || !c->queue || !c->ready || !c->python || !c->timed || !c->dues || !c->owners || !c->indices || !c->finished || !c->requests ||
         !c->statuses || !c->begun || !c->bases) {
         PyErr_NoMemory();
         goto failed;
@@ -789,7 +832,8 @@ static void reset(Call *c, int tag) {
     memcpy(c->blockers, c->blockers_at_first, (size_t)c->n_ops * sizeof(int32_t));
     memcpy(c->queue, c->first, (size_t)c->n_first * sizeof(int32_t));
     memset(c->begun, 0, 2 * (size_t)c->n_ops * sizeof(double));
-    c->head = c->n_ready = c->n_python = c->n_taken = c->has_news = c->n_pending = c->error = c->disagrees = 0;
+    if (c->n_python_ops) memset(c->dues, 0, (size_t)c->n_ops * sizeof(double));
+    c->head = c->n_ready = c->n_python = c->n_timed = c->n_taken = c->has_news = c->n_pending = c->error = c->disagrees = 0;
     c->tail = c->n_first;
     c->unfinished = c->n_ops;
     c->tag = tag;
@@ -871,31 +915,50 @@ static PyObject *call_take(PyObject *self, PyObject *merges_only) {
     return PyLong_FromLong(i);
 }
 
-/* Python has run a kernel. */
-static PyObject *call_ran(PyObject *self, PyObject *args) {
-    Call *c = (Call *)self;
-    double begun;
-    int i, is_right, state = FAILED;
-    if (!PyArg_ParseTuple(args, "id", &i, &begun)) return NULL;
-    is_right = i >= 0 && i < c->n_ops && c->ops[i].kind == PYTHON && c->begun[i] && !c->ended[i] && c->n_taken;
-    if (!is_right) {
-        PyErr_SetString(PyExc_IndexError, "no such kernel runs");
-        return NULL;
-    }
+/* The arguments of a kernel of Python that was taken: (op, begun, ...). */
+static int is_taken(const Call *c, int i) {
+    int is_right = i >= 0 && i < c->n_ops && c->ops[i].kind == PYTHON && c->begun[i] && !c->ended[i] && !c->dues[i] && c->n_taken;
+    if (!is_right) PyErr_SetString(PyExc_IndexError, "no such kernel runs");
+    return is_right;
+}
+
+/* Python has run a kernel, or has launched one that ends when it is `due`, if that is not 0. */
+static PyObject *given_back(Call *c, int i, double begun, double due) {
+    int state;
+    if (!is_taken(c, i)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     lock(c->library);
     c->n_taken--;
     c->library->taken--;
     c->begun[i] = begun;
-    ran(c, i);
-    if (c->forwards && c->ended[i] - begun > c->library->longest_forwarding)
-        c->library->longest_forwarding = c->ended[i] - begun;
+    if (due) {
+        c->dues[i] = due;
+        c->timed[c->n_timed++] = i;
+        release(c, c->start_at, c->start_to, i);
+        start_ops(c);
+    } else {
+        ran(c, i);
+        if (c->forwards && c->ended[i] - begun > c->library->longest_forwarding)
+            c->library->longest_forwarding = c->ended[i] - begun;
+    }
     state = state_of(c);
     if (state != GOES_ON) land(c);
     else if (c->n_python) state = HAS_KERNELS;
     unlock(c->library);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(state);
+}
+
+static PyObject *call_ran(PyObject *self, PyObject *args) {
+    double begun;
+    int i;
+    return PyArg_ParseTuple(args, "id", &i, &begun) ? given_back((Call *)self, i, begun, 0.0) : NULL;
+}
+
+static PyObject *call_launched(PyObject *self, PyObject *args) {
+    double begun, due;
+    int i;
+    return PyArg_ParseTuple(args, "idd", &i, &begun, &due) ? given_back((Call *)self, i, begun, due) : NULL;
 }
 
 /* Which buffers `run_on` places, and how many of the last buffers have a stamp, one in every so many bytes. */
@@ -1015,6 +1078,7 @@ static PyMethodDef call_methods[] = {
     {"release", call_release, METH_O, "release(ops): these ops wait for one event less. What can start does, and nothing is driven."},
     {"take", call_take, METH_O, "take(merges_only): a kernel that Python must run now, and that was ready; -1: there is none."},
     {"ran", call_ran, METH_VARARGS, "ran(op, begun): this kernel has run. Returns the state."},
+    {"launched", call_launched, METH_VARARGS, "launched(op, begun, due): this kernel will be done when it is due. Returns the state."},
     {"has_ended", call_has_ended, METH_O, "has_ended(op): True once this op is done."},
     {"form", call_form, METH_VARARGS, "form(given, n, nbytes): `run_on` places the buffers of these numbers, and writes "
                                       "the stamp to every so many bytes of the last n buffers."},

@@ -33,6 +33,7 @@ from fompi.runtime.native_run import (
     Times,
     arrays_at,
     drive_in_c,
+    is_for_c,
     made_call,
     seconds_in_c,
     taken_over,
@@ -65,12 +66,19 @@ def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hasha
     counts = arguments.counts
     if counts is not None and local.problem.moves == "all_to_all" and len({*counts}) > 1:
         return None  # they are others at every call
-    if comm.backend is not None or comm.urgency is not None or native_engine().library is None:
+    if not is_for_c(host_backend(comm)) or comm.urgency is not None or native_engine().library is None:
+        return None
+    if comm.backend is not None and local.in_place:
         return None
     where = "new" if local.out is None else "over x" if local.in_place else "out"
     arriving = None if arguments.arriving is None else tuple(arguments.arriving)
     compared = local.rows, local.expects, arriving, arguments.words
     return local.problem, local.packed, local.shape, local.dim, local.split, *compared, where
+
+
+def host_backend(comm: Communicator) -> Any:
+    """What runs the kernels of calls on the host."""
+    return Numpy() if comm.backend is None else comm.backend
 
 
 class Memory:
@@ -83,7 +91,7 @@ class Memory:
         self.headers[0] = ticket.own_headers
         self.bases = np.zeros(len(ticket.table.buffers), np.uint64)
         shapes, arena = ticket.sized.shapes, comm.engine.arena
-        self.kept = {b.name: Numpy().empty(arena, shapes[b.name], b.dtype) for b in ticket.kept}
+        self.kept = {b.name: ticket.backend.empty(arena, shapes[b.name], b.dtype) for b in ticket.kept}
         for name, array in self.kept.items():
             self.bases[ticket.names.index(name)] = address_of(array)
         self.bases[-3:] = [part.ctypes.data for part in self.headers]
@@ -99,7 +107,7 @@ class Ticket:
         comm, local = pending._comm, pending._local
         self.comm, self.program, self.sized, self.extents = comm, program, sized, pending.extents
         self.schedule, self.generator = program.plan.schedule, SCHEDULES.get(program.plan.schedule)
-        self.schedules = len(SCHEDULES)
+        self.schedules, self.backend, self._chosen = len(SCHEDULES), host_backend(comm), comm.backend
         self.is_small, self.in_place = program.is_small(sized), local.in_place
         plan = table(program, sized, comm.most_nbytes)
         assert plan is not None
@@ -137,7 +145,7 @@ class Ticket:
         """
         comm = self.comm
         engine, channel = comm.engine, comm.channel
-        if self.is_dropped or comm.backend is not None or comm.urgency is not None:
+        if self.is_dropped or comm.backend is not self._chosen or comm.urgency is not None:
             return False
         if len(SCHEDULES) != self.schedules or SCHEDULES.get(self.schedule) is not self.generator:
             return False  # "auto" may choose another one now
@@ -200,22 +208,26 @@ class Ticket:
         def take_over() -> Task:
             self._in_flight -= 1
             task.pending = describe()
-            return self._hand_over(memory, stamp, slot, task.pending, held)
+            return self._hand_over(memory, stamp, slot, task.pending, held, task.tokens)
 
         actions: dict[int, Any] = {}
         if self.kernels:
             arrays = {**arrays_at(self.program, self.sized.shapes, memory.bases), **given}
-            made = self.program.resolve(arrays, self.sized.starts, Numpy(), only=self.kernels)
+            made = self.program.resolve(arrays, self.sized.starts, self.backend, only=self.kernels)
             actions = {self.front + op: action for op, action in zip(self.kernels, made, strict=True)}
-        task = InC(memory.call, comm, stamp, take_over, arrived, held, actions)
+        follows = self.program.follows if self.program.asynchronous else None
+        task = InC(memory.call, comm, stamp, take_over, arrived, held, actions, follows, self.front)
         task.is_long, task.forwards = self.is_long, self.program.forwards
         return task
 
-    def _hand_over(self, memory: Memory, stamp: int, slot: int, pending: Pending, held: object) -> Task:
+    def _hand_over(
+        self, memory: Memory, stamp: int, slot: int, pending: Pending, held: object, tokens: Mapping[int, Any]
+    ) -> Task:
         """Python goes on: with the agreement, or with the plan if the ranks have agreed."""
         comm, program, front, call = self.comm, self.program, self.front, memory.call
         pending._stamp, pending._slot = stamp, slot
-        times = np.frombuffer(call.times(), np.float64)
+        exported = call.export()  # first: the thread of C moves the call until then
+        times = np.frombuffer(exported[1], np.float64)
         if times[len(times) // 2 + front - 1]:
             arrays = arrays_at(program, self.sized.shapes, memory.bases)
             run = Run(program, comm, stamp, slot)
@@ -225,8 +237,8 @@ class Ticket:
             pending._outputs = {b.name: arrays[b.name] for b in program.outputs} | pending._outputs
             pending._task = pending._run = run
             pending._has_memory = True
-            actions = program.resolve(arrays, self.sized.starts, Numpy(), comm.link.collective)
-            taken_over(call, run, actions, self.is_small, front, Sent())
+            actions = program.resolve(arrays, self.sized.starts, self.backend, comm.link.collective)
+            taken_over(call, run, actions, self.is_small, front, Sent(), tokens, exported)
             comm.end_turn(stamp)
             return run
         agreement = pending.agreement()
@@ -234,7 +246,7 @@ class Ticket:
         _, arrived, expected = memory.headers[:, :, 1]  # the digests
         if call.disagrees and (arrived == expected).all():  # as where rows change at every call
             comm.tickets[self.form], self.is_dropped = False, True
-        code, begun, (_, _, requests) = call.error, call.started, call.export()
+        code, begun, (_, _, requests) = call.error, call.started, exported
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
         there = [(handle, peers[op] if op < len(peers) else -1) for handle, op in requests]
         agreement.go_on(memory.headers[1], there, code, begun)

@@ -297,6 +297,15 @@ class Dispatch(Task):
                 self.comm.engine.launched(token, self, i)
         self._enqueued(i, queue)
 
+    def launch_failed(self, i: int, error: Exception) -> None:
+        """The kernel of op `i` could not be enqueued."""
+        self.kernel_failed(i, error)
+        queue: list[int] = []
+        self._enqueued(i, queue)
+        self.start_ops(queue)
+        if self.unfinished == 0 and not self.finished:
+            self.finish()
+
     def _enqueued(self, i: int, queue: list[int]) -> None:
         for j in self.compiled.on_start[i]:
             self.blockers[j] -= 1

@@ -199,7 +199,8 @@ class Executor(BoundPlan):
         if call.has_kernels:
             actions = self._actions if given is None else given.on.actions
         take_over = functools.partial(self._take_over, stamp, slot, given, is_marked)
-        self._run = task = InC(call, self.comm, stamp, take_over, self._arrived, actions=actions)
+        follows = self.compiled.follows if self.compiled.asynchronous else None
+        self._run = task = InC(call, self.comm, stamp, take_over, self._arrived, None, actions, follows)
         if unready:
             task.unready = dict(unready)
         task.awaited, task.is_long, task.forwards = waits, self._is_long, self.compiled.forwards
@@ -215,7 +216,7 @@ class Executor(BoundPlan):
             recording, extents = self._noted
             run.on_finish = functools.partial(self._note, recording, run, extents)
         actions = self._actions if given is None else given.on.actions
-        return taken_over(self._in_c, run, actions, self._is_small)
+        return taken_over(self._in_c, run, actions, self._is_small, tokens=task.tokens)
 
     def _arrived(self) -> None:
         """C has finished the call."""

@@ -71,7 +71,7 @@ def table(
 
     Kernels that C does not have are Python's, and so are these `kernels`.
     """
-    if compiled.asynchronous or NATIVE in compiled.kinds:
+    if NATIVE in compiled.kinds:
         return None
     names = tuple(compiled.buffers)
     index = {name: number for number, name in enumerate(names)}
@@ -182,7 +182,7 @@ def _kernel(compiled: Compiled, i: int, op: Any, kernels: Collection[str]) -> li
     """Fill in the kernel of op `i`. Returns its two operands and its result, or None if C has no such kernel."""
     compute, (reads, writes) = compiled.ops[i], compiled.operands(i)
     assert isinstance(compute, Compute)
-    if compute.kernel in kernels or compiled.plan.kernel(compute.kernel) is not None:
+    if compiled.asynchronous or compute.kernel in kernels or compiled.plan.kernel(compute.kernel) is not None:
         return None
     found = kernel_of(compute.kernel, *([*map(str, dtypes)] for dtypes in compiled.dtypes(i)))
     if found is None:

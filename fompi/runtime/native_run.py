@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ctypes import c_char
 from math import prod
+from types import MappingProxyType
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fompi.backends.emulated import Emulated
 from fompi.backends.numpy import Numpy, storage
 from fompi.engine.communicator import Communicator
 from fompi.engine.engine import Engine
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 UNDER_WAY = (GOES_ON, STALLED, HAS_KERNELS)
 """What `Call.run` returns if the call is in flight."""
 
-IN_C_SECONDS, STALL_SECONDS = 5e-3, 1e-3
+IN_C_SECONDS, STALL_SECONDS = 5e-3, 5e-3
 """So long C drives a call without a look at anything else, and so long without progress. Then the call is in flight:
-Python polls it, and looks after deadlines, signals, control messages and other calls.
+Python looks after deadlines, signals, control messages and other calls.
 """
 
 
@@ -82,7 +84,8 @@ class InC(Task):
 
     If C cannot end it well, or Python must know more of it, Python goes on with it: `take_over()` returns the task that
     does. Then this one is finished, as it is when C has finished the call; before that, `arrived()` was called. `held`
-    is the memory of the call. `actions` has the kernels that are Python's, by op.
+    is the memory of the call. `actions` has the kernels that are Python's, by op of the call, and the first op of the
+    program is op `front`. On an asynchronous backend `follows` says which kernels each one follows.
     """
 
     def __init__(
@@ -94,9 +97,13 @@ class InC(Task):
         arrived: Callable[[], object],
         held: object = None,
         actions: Mapping[int, Any] | Sequence[Any] = (),
+        follows: Sequence[Sequence[int]] | None = None,
+        front: int = 0,
     ):
         self.call, self.comm, self.stamp, self.held, self.actions = call, comm, stamp, held, actions
         self.unready: dict[tuple[str, int], list[int]] = {}  # as in `Run`
+        self.tokens: dict[int, Any] = {}  # of kernels that were launched, by op of the program
+        self._follows, self._front = follows, front
         self._take_over, self._arrived = take_over, arrived
         self._heir: Task | None = None
         self.pending: Any = None  # what Python has made of the call, if it is one of a ticket
@@ -130,10 +137,27 @@ class InC(Task):
         self._has_come_to(self.call.state)
 
     def _has_come_to(self, state: int) -> None:
+        while state == HAS_KERNELS and self._follows is not None:
+            state = self._launch()
         if state == HAS_KERNELS:
             self.comm.engine.kernels_ready(self)
         elif state not in UNDER_WAY:
             self.ended()
+
+    def _launch(self) -> int:
+        """Launch a kernel on an asynchronous backend. Returns the state of the call."""
+        op = self.call.take(False)
+        if op < 0:
+            return self.call.state
+        i = op - self._front
+        try:
+            token = self.actions[op]([self.tokens[j] for j in self._follows[i] if j in self.tokens])  # type: ignore[index]
+        except Exception as error:
+            heir: Any = self.heir()
+            heir.launch_failed(i, error)
+            return GOES_ON
+        self.tokens[i] = token
+        return self.call.launched(op, token.begun, token.due)
 
     def take(self, merges_only: bool) -> tuple[int, Callable[[], object]] | None:
         op = self.call.take(merges_only)
@@ -213,6 +237,11 @@ class InC(Task):
         self.comm.channel.fail(self, error)
 
 
+def is_for_c(backend: Any) -> bool:
+    """True if calls on this backend may run in C: its kernels are NumPy's, or take a time that is known."""
+    return type(backend) in (Numpy, Emulated)
+
+
 class NativeCall(NamedTuple):
     """A program as a call in C. `unplaced`: the buffers that only kernels of Python use, which need no address."""
 
@@ -225,7 +254,7 @@ def native_call(
 ) -> NativeCall | None:
     """The program with these rows as a call in C. None: it must run in Python. These `kernels` are Python's."""
     library = engine().library
-    if library is None or comm.size == 1 or comm.urgency is not None or type(backend) is not Numpy:
+    if library is None or comm.size == 1 or comm.urgency is not None or not is_for_c(backend):
         return None
     made = table(compiled, sized, comm.most_nbytes, kernels)
     return None if made is None else NativeCall(made_call(library, made, comm, compiled, sized), made.unplaced)
@@ -241,18 +270,24 @@ def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compi
 
 
 def taken_over(
-    call: Call, run: Run, actions: list[Any], is_small: bool, front: int = 0, beside: Task | None = None
+    call: Call,
+    run: Run,
+    actions: list[Any],
+    is_small: bool,
+    front: int = 0,
+    beside: Task | None = None,
+    tokens: Mapping[int, Any] = MappingProxyType({}),
+    exported: Any = None,
 ) -> Run:
     """`run` goes on with the call where C has left it. The engine is locked. Raises the error of MPI, if it has failed.
 
     An op has begun if it has a time, and waits for nothing if its counter is zero: those that do neither can start.
     The first `front` ops are those of an agreement, which is over. `beside` owns their sends. Ops behind those of the
-    program are not Python's.
+    program are not Python's. `tokens` are those of kernels that were launched. `exported`: what `call.export` has said.
     """
     MPI, channel, behind = start_mpi(), run.comm.channel, front + len(run.compiled.ops)
-    code = call.error
-    times = Times.of(call, front)
-    blockers, _, requests = call.export()
+    blockers, times_of_ops, requests = call.export() if exported is None else exported
+    code, times = call.error, Times(call.started, call.moved_at, times_of_ops, front)
     run.actions, run.is_small = actions, is_small
     run.blockers = np.frombuffer(blockers, np.int32)[front:behind].tolist()
     _take_times(run, times)
@@ -260,6 +295,10 @@ def taken_over(
     for handle, op in requests:
         task = run if op >= front or beside is None else beside
         run.comm.engine.post(MPI.Request.fromhandle(handle), task, op - front)
+    for i, token in tokens.items():
+        if not run.ended[i]:
+            run.tokens[i] = token
+            run.comm.engine.launched(token, run, i)
     try:
         if code:
             raise MPI.Exception(code)

@@ -13,7 +13,9 @@ import pytest
 from cut_short import CutShort
 
 import fompi
+from fompi.backends.emulated import Emulated, corner
 from fompi.engine.native import engine
+from fompi.model.machine import Machine
 from fompi.schedules import registry
 from fompi.tensors import dlpack
 
@@ -116,6 +118,62 @@ def test_calls_with_labels_and_rows_are_in_step(world):
             assert bits(step(label=turn)) == wanted
             step([0] * world.size)
         assert bits(step()) == wanted
+
+
+def test_timed_kernels(world, without_verification):
+    """On an emulated accelerator Python launches kernels, and C knows when they are done. Python takes some calls over."""
+    draw, machine, in_c = np.random.default_rng(world.rank), Machine("short kernels", 0.0, 1e9, 1e12, 1e12, 3e-5), 0
+    for number, (name, problem) in enumerate(catalogue.problems(world.size, "float32").items()):
+        for schedule in registry.available(problem)[:3]:
+            sizes = calls.row_sizes(problem, ("uneven", "even")[number % 2], seed=number)
+            plan = registry.write(problem, schedule, 2, sizes)
+            mine = catalogue.inputs(problem, sizes, number)[world.rank]
+            tensors = {name: dlpack.lend(x, problem.dtype, "dlpack") for name, x in mine.items()}
+            with fompi.bind(plan, comm=world, backend=Emulated(machine), **tensors) as step:
+                call, wanted = step._in_c, None
+                in_c += call is not None
+                for how in (None, call, call, CutShort(call, lambda: int(draw.integers(0, 12))) if call else None):
+                    forget(step)
+                    step.__dict__["_in_c"] = how
+                    results = step()
+                    results = results if isinstance(results, tuple) else (results,)
+                    corners = [np.ascontiguousarray(corner(dlpack.borrow(y).array)).tobytes() for y in results]
+                    assert wanted is None or corners == wanted, (name, schedule)
+                    wanted, trace = corners, step.trace
+                    assert all(event.start <= event.end for event in trace.events)
+                step.__dict__["_in_c"] = call
+    assert in_c > 20
+
+
+def test_a_timed_kernel_that_fails(world):
+    """It cannot be launched on one rank. The others hear of it, and the next call works."""
+    failing = [False]
+
+    n = world.size
+    specs = fompi.Spec((4 * n, 3 * n), "float64", fompi.Shard(1)), fompi.Spec((3 * n, 2), "float64", fompi.Shard(0))
+    plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=n, schedule="ring")
+    tensors = {"x": np.ones((4 * n, 3)), "w": np.ones((3, 2))}
+    with fompi.bind(plan, comm=world, backend=Emulated(Machine("short kernels", 0.0, 1e9, 1e12, 1e12, 1e-4)), **tensors) as step:
+        actions = step._actions
+        step._actions = [failing_on(action, failing, world) if callable(action) else action for action in actions]
+        for turn in range(4):
+            failing[0] = turn % 2 == 1
+            step.start()
+            if failing[0]:
+                with pytest.raises(ValueError if world.rank == n - 1 else fompi.PeerError, match="a bad launch"):
+                    step.wait()
+            else:
+                assert (corner(step.wait()) == 3 * n).all()
+        step._actions = actions
+
+
+def failing_on(action, failing, world):
+    def launch(after):
+        if failing[0] and world.rank == world.size - 1:
+            raise ValueError("a bad launch")
+        return action(after)
+
+    return launch
 
 
 @pytest.mark.parametrize("seed", [1, 2])
