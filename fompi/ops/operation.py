@@ -76,7 +76,7 @@ class Operation(Generic[P]):
         if call is not None and (comm is None or type(comm) is Communicator):
             front = front_of(Communicator.of(None) if comm is None else comm, call)
             if front is not None:
-                result = front.run(call, lambda: self.described(*self.read(args, {**options})[:2]))
+                result = front.run(call, lambda: self.described(*self.read(args, {**options})))
                 if result is not REFUSED:
                     return result
         arguments, comm, call_options = self.read(args, options)
@@ -85,11 +85,12 @@ class Operation(Generic[P]):
             return DOORS.differentiable(self, arguments, comm, call_options)
         return self._finished(arguments, comm, call_options)
 
-    def described(self, arguments: Arguments, comm: Any) -> Pending:
+    def described(self, arguments: Arguments, comm: Any, call_options: CallOptions = _DEFAULTS) -> Pending:
         """A call that has not begun, with arguments that were right before."""
         communicator = Communicator.of(comm)
         local = localise(self.name, arguments, communicator.rank, communicator.size)
-        return Pending.described(self.name, arguments, local, communicator)
+        schedule, slices, _ = call_options if call_options is _DEFAULTS else _checked(call_options)
+        return Pending.described(self.name, arguments, local, communicator, schedule, slices)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
@@ -199,11 +200,8 @@ class Operation(Generic[P]):
         nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = DOORS.measure(self, arguments, local, communicator)
-        if call_options is _DEFAULTS:
-            begin = kind.result_of if waits else kind.begun
-            return begin(self.name, arguments, local, communicator)
-        pending = kind(self.name, arguments, local, communicator, schedule, slices)
-        return pending.wait() if waits else pending
+        begin = kind.result_of if waits else kind.begun
+        return begin(self.name, arguments, local, communicator, schedule, slices)
 
     def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of the call."""

@@ -193,41 +193,58 @@ class Pending:
         self.extents: Extents | None = None
 
     @classmethod
-    def result_of(cls, name: str, arguments: Arguments, local: LocalCall, comm: Communicator) -> Any:
-        """The result of a call with the default options, which the program makes and waits for in one step."""
-        form = form_of(comm, local, arguments)
-        ticket = None if form is None else comm.tickets.get(form)
-        if ticket:
-            pending = cls.described(name, arguments, local, comm)
-            if ticket.run(pending, waits=True):
-                if arguments.key is not None:
-                    take_front(ticket, pending)
-                return pending._results(ticket.program) if pending._task is DONE else pending.wait()
-        pending = cls(name, arguments, local, comm, "auto", None)
-        if ticket is None and form is not None:
-            pending._form = form
+    def result_of(
+        cls,
+        name: str,
+        arguments: Arguments,
+        local: LocalCall,
+        comm: Communicator,
+        schedule: str,
+        slices: Slices | None,
+    ) -> Any:
+        """The result of a call that the program makes and waits for in one step."""
+        pending = cls.begun(name, arguments, local, comm, schedule, slices, waits=True)
+        if pending._task is DONE:
+            return pending._results(pending._ticket.program)  # type: ignore[union-attr]
         return pending.wait()
 
     @classmethod
-    def begun(cls, name: str, arguments: Arguments, local: LocalCall, comm: Communicator) -> Self:
-        """A call with the default options, in flight."""
-        form = form_of(comm, local, arguments)
+    def begun(
+        cls,
+        name: str,
+        arguments: Arguments,
+        local: LocalCall,
+        comm: Communicator,
+        schedule: str,
+        slices: Slices | None,
+        waits: bool = False,
+    ) -> Self:
+        """A call in flight. It may be finished. `waits`: the program waits for it."""
+        form = form_of(comm, local, arguments, schedule, slices)
         ticket = None if form is None else comm.tickets.get(form)
         if ticket:
-            pending = cls.described(name, arguments, local, comm)
-            if ticket.run(pending, waits=False):
+            pending = cls.described(name, arguments, local, comm, schedule, slices)
+            if ticket.run(pending, waits):
                 if arguments.key is not None:
                     take_front(ticket, pending)
                 return pending
-        pending = cls(name, arguments, local, comm, "auto", None)
+        pending = cls(name, arguments, local, comm, schedule, slices)
         pending._form = form if ticket is None else None
         return pending
 
     @classmethod
-    def described(cls, name: str, arguments: Arguments, local: LocalCall, comm: Communicator) -> Self:
-        """A call with the default options that has not begun."""
+    def described(
+        cls,
+        name: str,
+        arguments: Arguments,
+        local: LocalCall,
+        comm: Communicator,
+        schedule: str = "auto",
+        slices: Slices | None = None,
+    ) -> Self:
+        """A call that has not begun."""
         pending = cls.__new__(cls)
-        pending._describe(name, arguments, local, comm, "auto", None)
+        pending._describe(name, arguments, local, comm, schedule, slices)
         return pending
 
     def agreement(self) -> Agreement:

@@ -23,6 +23,7 @@ from fompi.engine.in_flight import FINISHED
 from fompi.engine.native import engine as native_engine
 from fompi.engine.tasks import HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall
+from fompi.base.layout import Slices
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import address_of
@@ -59,7 +60,9 @@ DONE = Task()
 DONE.finished = True
 
 
-def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hashable | None:
+def form_of(
+    comm: Communicator, local: LocalCall, arguments: Arguments, schedule: str = "auto", slices: Slices | None = None
+) -> Hashable | None:
     """What two calls have in common whose agreement has the same headers. None: such a call never runs in C."""
     if comm.size == 1 or local.device is not None or local.runs or local.packing is not None:
         return None
@@ -73,7 +76,7 @@ def form_of(comm: Communicator, local: LocalCall, arguments: Arguments) -> Hasha
     where = "new" if local.out is None else "over x" if local.in_place else "out"
     arriving = None if arguments.arriving is None else tuple(arguments.arriving)
     compared = local.rows, local.expects, arriving, arguments.words
-    return local.problem, local.packed, local.shape, local.dim, local.split, *compared, where
+    return local.problem, local.packed, local.shape, local.dim, local.split, *compared, where, schedule, slices
 
 
 def host_backend(comm: Communicator) -> Any:
