@@ -187,9 +187,10 @@ def take_front(ticket: Ticket, pending: Pending) -> None:
     names = {"x", "y"} if not local.in_place else {"x"}
     whole = arguments.result is Arguments.result and not (local.dim or local.split >= 0 or local.packed)
     if plain and whole and tuple(ticket.given) in ORDERS and names >= ticket.given.keys() and "y" in ticket.names:
-        while len(comm.fronts) >= MOST_FRONTS:
-            del comm.fronts[next(iter(comm.fronts))]
-        comm.fronts[arguments.key] = Front(ticket, pending)
+        with comm.engine.lock:
+            while len(comm.fronts) >= MOST_FRONTS:
+                del comm.fronts[next(iter(comm.fronts))]
+            comm.fronts[arguments.key] = Front(ticket, pending)
 
 
 def front_of(comm: Communicator, call: KnownCall) -> Front | None:

@@ -311,10 +311,14 @@ class Request(MPI.Grequest):
         return self._ended(False, super().test, status)
 
 
+BUFFERS_OF_ROOT = {"Reduce": 1, "Gather": 1, "Gatherv": 1, "Scatter": 0, "Scatterv": 0}
+"""The argument that only the root has."""
+
+
 def key_of(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Hashable, int, int] | None:
     """The key of a call on arrays, with the addresses of what is sent and received. None: it must be read.
 
-    An array may stand in a list with its datatype.
+    An array may stand in a list with its datatype. None is no buffer.
     """
     key: list[Hashable] = [name]
     addresses = []
@@ -328,6 +332,9 @@ def key_of(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[
                 return None
             key.append(place[0])
             addresses.append(place[1])
+        elif value is None:
+            key.append(None)
+            addresses.append(0)
         elif type(value) is MPI.Op:
             key.append(value.handle)
         elif type(value) is int or value is MPI.IN_PLACE:
@@ -537,11 +544,17 @@ class Comm(MPI.Intracomm):
             door = self.__dict__["door"] = Door()
         return door
 
+    def _own(self, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Sequence[Any]:
+        """The arguments without the buffer that only the root has. Another rank may pass any."""
+        root = options.get("root", next((value for value in args if type(value) is int), 0))
+        at = BUFFERS_OF_ROOT[name]
+        return args if root == self.Get_rank() or at >= len(args) else [*args[:at], None, *args[at + 1 :]]
+
     def _at_once(
         self, name: str, prepare: Callable[..., MpiCall | None], args: Sequence[Any], options: Mapping[str, Any]
     ) -> bool:
         """Carry out a call that was made before. False: it must be read."""
-        key = key_of(name, args, options)
+        key = key_of(name, self._own(name, args, options) if name in BUFFERS_OF_ROOT else args, options)
         if key is None:
             self._door.forget()
             return False

@@ -340,14 +340,14 @@ def remember(pending: Pending, form: Hashable) -> None:
 
     At a later one, if the headers have not decided the second one alone.
     """
-    tickets, seen = pending._comm.tickets, pending._comm.seen
-    number = hash(form)
-    if number not in seen:
-        _make_room(seen)
-        seen[number] = None
-    elif pending.agreed is not None and pending.agreed.has_one_round:
-        _make_room(tickets)
-        tickets[form] = _ticket_of(pending, form) or False
+    comm, number = pending._comm, hash(form)
+    with comm.engine.lock:  # several threads may wait for calls
+        if number not in comm.seen:
+            _make_room(comm.seen)
+            comm.seen[number] = None
+        elif pending.agreed is not None and pending.agreed.has_one_round:
+            _make_room(comm.tickets)
+            comm.tickets[form] = _ticket_of(pending, form) or False
 
 
 def _make_room(entries: dict[Any, Any]) -> None:

@@ -221,17 +221,26 @@ class Collectives:
         except Exception as error:
             raise in_words_of_torch(error, operation.name) from error
 
-    def _at_once(self, verb: Hashable, x: Any, out: Any, opts: Any) -> Any:
-        """The Work of a call that was made before, on tensors like these: it writes to `out`, which may be `x`.
+    def _at_once(
+        self,
+        verb: Hashable,
+        x: Any,
+        out: Any,
+        opts: Any,
+        value: Any = None,
+        finish: Callable[[Tensor], object] | None = None,
+    ) -> Any:
+        """The Work of a call that was made before, on tensors like these. None: `_start` must begin it.
 
-        None: `_start` must begin it.
+        It writes to `out`, which may be `x`. Without `out` it has a new result, which `finish` copies. `value`: the
+        tensors that it writes, if they are not `out`.
         """
         self._door.forget()
         if self._parts is not None:
             return None
         there = place = place_of(x)
         if out is not x:
-            there = place_of(out)
+            there = (None, 0) if out is None else place_of(out)
         if place is None or there is None:
             return None
         (form, x_at), (out_form, out_at) = place, there
@@ -239,23 +248,29 @@ class Collectives:
         if found is None:
             return None
         front, how = found
+        y = out
+        if y is None:
+            y = front.make()
+            out_at = y.data_ptr()
 
         def describe() -> Any:
             data = flat(x)
-            target = data if out is x else out.data.view(-1)
-            return how.operation.described(how.read((data,), self.comm, out=target)[0], self.comm)
+            target = {} if out is None else {"out": data if out is x else out.data.view(-1)}
+            return how.operation.described(how.read((data,), self.comm, **target)[0], self.comm)
 
-        is_async, value = getattr(opts, "asyncOp", True), [x] if out is x else out
+        is_async, value = getattr(opts, "asyncOp", True), value or ([x] if out is x else out)
         try:
             self.comm.check()
-            flight = front.begin(x_at, out_at, (x, out), describe, not is_async)
+            flight = front.begin(x_at, out_at, (x, y), describe, not is_async)
             if flight is REFUSED:
                 return None
             if flight is not None and is_async:
-                return self._work(how.operation.name, opts, [flight], None, value)
+                return self._work(how.operation.name, opts, [flight], finish, value)
             if flight is not None:
                 limit = _limit_of(opts)
-                flight.wait(None if limit is None else limit.total_seconds())
+                y = flight.wait(None if limit is None else limit.total_seconds())
+            if finish is not None:
+                finish(y)
         except Exception as error:
             raise in_words_of_torch(error, how.operation.name) from error
         return Landed(value, is_async)
@@ -293,7 +308,7 @@ class Collectives:
             words = f"for {operation.name} with {how.words}" + (f" to rank {root}" if root is not None else "")
             pending = self._start(operations.all_gather, x.view(1, -1), words=words)
             return pending, lambda y: root in (None, self.comm.rank) and t.data.copy_(how.taken(y).view(t.shape))
-        place = how.in_place and x.data_ptr() == t.data_ptr() and operation is operations.all_reduce
+        place = how.in_place and x.data_ptr() == t.data_ptr() and options.get("root") in (None, self.comm.rank)
         options |= {"op": how.op, "words": how.words and f"with {how.words}"}
         pending = self._start(operation, how.given(x), out=x if place else None, **options)
         return pending, lambda y: None if place or y.shape != x.shape else t.data.copy_(how.taken(y).view(t.shape))
@@ -324,8 +339,12 @@ class Collectives:
 
     @refusing(operations.reduce)
     def reduce(self, tensors: Any, opts: Any, op: Any = _R.SUM, timeout: Any = None) -> Work:
-        tensors, root = _listed(tensors), _root_of(opts)
-        calls = [self._reduce(operations.reduce, t, getattr(opts, "reduceOp", op), root=root) for t in tensors]
+        tensors, root, op = _listed(tensors), _root_of(opts), getattr(opts, "reduceOp", op)
+        if len(tensors) == 1:
+            (t,) = tensors
+            if done := self._at_once(("reduce", hash(op), root), t, t if self.comm.rank == root else None, opts, tensors):
+                return done
+        calls = [self._reduce(operations.reduce, t, op, root=root) for t in tensors]
         return self._work("reduce", opts, *_merged(calls), tensors, timeout=timeout)
 
     def _reduce_scatter(
@@ -416,6 +435,11 @@ class Collectives:
     @refusing(operations.all_gather)
     def allgather(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         outs, ins = _nested(outs), _listed(ins)
+        if len(ins) == 1:
+            (parts,), (x,) = outs, ins
+            verb = "all_gather to parts", *(part.numel() for part in parts)
+            if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts(parts, y)):
+                return done
         calls = [
             (self._gather_to(parts, x), lambda y, parts=parts: copy_parts(parts, y))
             for parts, x in zip(outs, ins, strict=True)
@@ -433,6 +457,9 @@ class Collectives:
         outs, ins, root = _nested(outs), _listed(ins), _root_of(opts)
         parts = outs[0] if self.comm.rank == root else []
         arriving = [part.numel() for part in parts] if self.comm.rank == root else None
+        verb = "gather", root, *(arriving or ())
+        if done := self._at_once(verb, ins[0], None, opts, outs, lambda y: copy_parts(parts, y)):
+            return done
         pending = self._start(operations.gather, flat(ins[0]), root=root, arriving=arriving)
         return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs, ins, timeout)
 
@@ -444,6 +471,9 @@ class Collectives:
             parts = _nested(ins)[0]
             x, counts = torch.cat([flat(t) for t in parts]), [t.numel() for t in parts]
         arriving = [out.numel() if rank == root else 0 for rank in range(self.comm.size)]
+        verb = "scatter", root, out.numel(), *(counts or ())
+        if done := self._at_once(verb, x, None, opts, outs, lambda y: out.data.copy_(y.view(out.shape))):
+            return done
         pending = self._start(operations.scatter, x, root=root, counts=counts, arriving=arriving)
         return self._work(
             "scatter", opts, [pending], lambda y: out.data.copy_(y.view(out.shape)), outs, timeout=timeout
@@ -452,6 +482,9 @@ class Collectives:
     @refusing(operations.all_to_all)
     def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         x, counts = torch.cat([flat(t) for t in ins]), [t.numel() for t in ins]
+        verb = "all_to_all to parts", *counts, None, *(out.numel() for out in outs)
+        if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts(outs, y)):
+            return done
         pending = self._start(operations.all_to_all, x, counts=counts, arriving=[out.numel() for out in outs])
         return self._work("all_to_all", opts, [pending], lambda y: copy_parts(outs, y), outs, timeout=timeout)
 

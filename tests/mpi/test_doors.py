@@ -65,6 +65,33 @@ def verbs(rank, size):
         lambda x, t, o: dist.all_to_all_single(t, x, async_op=o),
         swapped,
     )
+    root, zeros = size - 1, torch.zeros(4 * size)
+    is_root = rank == root
+    yield "reduce", (x,), lambda t, o: dist.reduce(t, root, async_op=o), sum(all_of) if is_root else x
+    yield (
+        "gather",
+        (x, zeros),
+        lambda x, t, o: dist.gather(x, list(t.chunk(size)) if is_root else None, root, async_op=o),
+        torch.cat(all_of) if is_root else zeros,
+    )
+    yield (
+        "scatter",
+        (whole, torch.zeros(4)),
+        lambda x, t, o: dist.scatter(t, list(x.chunk(size)) if is_root else None, root, async_op=o),
+        (torch.arange(4.0 * size) + root)[4 * rank : 4 * rank + 4],
+    )
+    yield (
+        "all_gather of a list",
+        (x, zeros),
+        lambda x, t, o: dist.all_gather(list(t.chunk(size)), x, async_op=o),
+        torch.cat(all_of),
+    )
+    yield (
+        "all_to_all of lists",
+        (whole, zeros),
+        lambda x, t, o: dist.all_to_all(list(t.chunk(size)), list(x.chunk(size)), async_op=o),
+        swapped,
+    )
 
 
 def each_verb(rank, size):
@@ -80,7 +107,7 @@ def each_verb(rank, size):
 
 def test_every_verb(group, world):
     each_verb(world.rank, world.size)
-    assert len(group._door._fronts) >= 6
+    assert len(group._door._fronts) >= 11
 
 
 def test_python_goes_on_at_every_step(group, world, cut):
@@ -88,7 +115,7 @@ def test_python_goes_on_at_every_step(group, world, cut):
     group.comm.fronts.clear()
     group._door._fronts.clear()
     each_verb(world.rank, world.size)
-    assert len(cut) >= 6
+    assert len(cut) >= 11
 
 
 def test_a_work_that_has_landed():
@@ -183,6 +210,12 @@ def collectives(comm):
         ("Alltoall", [whole, np.zeros(4 * n)], {}),
         ("Reduce_scatter_block", [whole, np.zeros(4)], {}),
         ("Gather", [x, np.zeros(4 * n)], {"root": 0}),
+        ("Gather", [x, np.zeros(4 * n) if comm.rank == n - 1 else None, n - 1], {}),
+        ("Reduce", [x, np.zeros(4)], {"root": n - 1}),
+        ("Reduce", [x, np.zeros(4) if not comm.rank else None], {}),
+        ("Reduce", [MPI.IN_PLACE if not comm.rank else x, x if not comm.rank else None], {"op": MPI.SUM}),
+        ("Scatter", [whole, np.zeros(4)], {"root": n - 1}),
+        ("Scatter", [whole if not comm.rank else None, np.zeros(4)], {}),
         ("Allgather", [[x, MPI.DOUBLE], [np.zeros((4, n))[:, 0].copy().repeat(n), MPI.DOUBLE]], {}),
     ]
 
@@ -208,7 +241,7 @@ def copied(argument):
 
 def test_every_collective(ours):
     each_collective(ours)
-    assert len(ours._door._fronts) >= 6
+    assert len(ours._door._fronts) >= 14
 
 
 def test_python_goes_on_with_collectives(ours, cut):
