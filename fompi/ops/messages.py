@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,9 +34,13 @@ from fompi.base.layout import Extents, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import Task
+from fompi.mpi.transport import start_mpi
 from fompi.ops.arguments import Arguments, Peers
+from fompi.ops.messages_in_c import MessageForm, form_of, may_be_in_c
 from fompi.ops.operation import CallOptions, Operation, communicator_of
 from fompi.plans.plan import MESSAGE_BITS
+from fompi.runtime.given import address_of
+from fompi.runtime.native_run import drive_in_c
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 from fompi.traces.trace import Event, Trace
@@ -58,7 +62,25 @@ class Mail:
     def __init__(self) -> None:
         self.number = 0
         self.of_strategies: defaultdict[tuple[str, int], int] = defaultdict(int)  # (verb of the peer, peer) -> how many
-        self.expected: defaultdict[tuple[int, int], deque[Receiving]] = defaultdict(deque)
+        self.expected: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)  # Receiving, or a call in C
+        self.last: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (source, tag) -> dtype and shape
+        self.forms: dict[Any, MessageForm] = {}  # messages that C knows
+
+    def next(self, verb: str, peer: int, tag: int) -> int:
+        """Note a message that begins. Returns its stamp: a negative number, which no call has."""
+        self.number += 1
+        if tag == MOST_TAG:
+            self.of_strategies[verb, peer] += 1
+        return -self.number
+
+    def opened(self, peer: int, tag: int) -> None:
+        """The header of the first expected message is read: the next one is awaited."""
+        queue = self.expected[peer, tag]
+        queue.popleft()
+        if queue:
+            queue[0].await_header()
+        else:
+            del self.expected[peer, tag]
 
     def with_rank(self, peer: int) -> tuple[int, int]:
         """How many messages of strategies were sent to this rank, and how many were awaited from it."""
@@ -76,14 +98,12 @@ class _Message(Task):
         self.missing, self.nbytes = 0, 0
         self.begun = self.ended = 0.0
         self.then: Callable[[], object] | None = None  # called when the message is through
-        comm.mail = comm.mail or Mail()
-        comm.mail.number += 1
-        self.stamp = -comm.mail.number  # a negative number: no call has it
+        self.held: object = None  # memory that C has used for it
+        self.stamp = 0
 
     def _begin(self, name: str) -> None:
         self.moved_at = self.begun = perf_counter()
-        if self.tag == MOST_TAG:
-            self.comm.mail.of_strategies[self.verb, self.peer] += 1
+        self.stamp = mail_of(self.comm).next(self.verb, self.peer, self.tag)
         self.comm.channel.active[self.stamp] = self
         self.comm.note_start(name, self.stamp)
 
@@ -102,16 +122,26 @@ class _Message(Task):
 
     @property
     def event(self) -> Event:
-        sends = self.verb == "receive"  # what the peer does
-        lane, name = (
-            (f"send to {self.peer}", f"x>{self.peer}") if sends else (f"recv from {self.peer}", f"y<{self.peer}")
-        )
-        return Event(self.comm.rank, lane, -1, f"{name} tag {self.tag}", self.begun, self.ended, self.nbytes)
+        return _event(self.comm, self.verb, self.peer, self.tag, self.begun, self.ended, self.nbytes)
+
+    def take_over(self, stamp: int, call: Any, held: object) -> Any:
+        """Go on with the message where C has left it. Returns what `call.export` says."""
+        self.stamp, self.begun, self.moved_at, self.held = stamp, call.started, call.moved_at, held
+        self.comm.channel.active[stamp] = self
+        return call.export()
+
+    def _post_from_c(self, call: Any, requests: Sequence[tuple[int, int]], key: int) -> None:
+        """Await the requests that C has left. Raises the error of MPI, if it has failed."""
+        MPI = start_mpi()
+        for handle, _ in requests:
+            self.comm.engine.post(MPI.Request.fromhandle(handle), self, key)
+        if call.error:
+            raise MPI.Exception(call.error)
 
     def abandon(self, error: BaseException) -> None:
         if not self.finished:
             self.error = self.error or error
-            self.comm.link.given_up += self.comm.engine.give_up(self)
+            self.comm.link.given_up += [*self.comm.engine.give_up(self), self.held]
             self._finish()
 
     def broke(self, error: Exception) -> None:
@@ -123,6 +153,39 @@ class _Message(Task):
 
     def waits_for(self) -> tuple[int, str] | None:
         return self.peer, f"rank {self.peer} to {self.verb} the message with tag {self.tag} of rank {self.comm.rank}"
+
+
+def _event(comm: Communicator, verb: str, peer: int, tag: int, begun: float, ended: float, nbytes: int) -> Event:
+    """A message in a trace. `verb` is what the peer does."""
+    sends = verb == "receive"
+    lane, name = (f"send to {peer}", f"x>{peer}") if sends else (f"recv from {peer}", f"y<{peer}")
+    return Event(comm.rank, lane, -1, f"{name} tag {tag}", begun, ended, nbytes)
+
+
+def mail_of(comm: Communicator) -> Mail:
+    """The messages of this communicator."""
+    if comm.mail is None:
+        comm.mail = Mail()
+    mail: Mail = comm.mail
+    return mail
+
+
+def header_of(dtype: str, shape: Sequence[int], nbytes: int) -> bytes:
+    """The header of a message with a tensor."""
+    return _HEADER.pack(0, len(shape), nbytes, dtype.encode()) + b"".join(map(_SIZE.pack, shape))
+
+
+class PlainForm(NamedTuple):
+    """What a message says of its tensor."""
+
+    dtype: str
+    header: bytes
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> PlainForm:
+        array = tensor.array
+        return cls(tensor.dtype, header_of(tensor.dtype, array.shape, array.nbytes), array.nbytes)
 
 
 class Sending(_Message):
@@ -139,10 +202,8 @@ class Sending(_Message):
             return
         array = tensor.array if tensor.device is None else tensor.array.get()
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        sizes = b"".join(map(_SIZE.pack, array.shape))
         self.nbytes = flat.nbytes
-        self.header = _HEADER.pack(0, array.ndim, flat.nbytes, tensor.dtype.encode()) + sizes
-        self.data = flat
+        self.header, self.data = header_of(tensor.dtype, array.shape, flat.nbytes), flat
         if len(self.header) + flat.nbytes <= EAGER_NBYTES:
             self.header, self.data = self.header + flat.tobytes(), flat[:0]
 
@@ -155,6 +216,13 @@ class Sending(_Message):
             self.comm.send_in_turn(isend, self.data, self.peer, 2 * self.tag + 3, self, True)
         elif self.data.size:
             self._post(isend, self.data, True)
+
+    def take_over(self, stamp: int, call: Any, held: object) -> None:
+        _, _, requests = super().take_over(stamp, call, held)
+        self.missing = len(requests)
+        self._post_from_c(call, requests, 0)
+        if not requests:
+            self._finish()
 
     def posted(self, key: int) -> None:
         self.is_held = False
@@ -184,7 +252,27 @@ class Receiving(_Message):
         queue = self.comm.mail.expected[self.peer, self.tag]
         queue.append(self)
         if len(queue) == 1:
-            self._post(self.comm.link.irecv, self.inbox, False)
+            self.await_header()
+
+    def await_header(self) -> None:
+        """It is the first of those that are expected from its rank."""
+        self._post(self.comm.link.irecv, self.inbox, False)
+
+    def take_over(self, stamp: int, call: Any, held: Any) -> None:
+        """`held` is the packet, whose header has not been read, or the data, which is on its way to `array`."""
+        _, times, requests = super().take_over(stamp, call, held)
+        packet, array = held
+        self.inbox = packet.packet
+        begun, ended = np.frombuffer(times, np.float64).reshape(2, -1)
+        if begun[-1]:  # the data
+            self.array, self.nbytes, self.awaits_start = array, array.nbytes, False
+            self.comm.mail.opened(self.peer, self.tag)
+            self._post_from_c(call, requests, 1)
+            return
+        self.comm.mail.expected[self.peer, self.tag][0] = self
+        self._post_from_c(call, requests, 0)
+        if ended[0]:
+            self.completed(0)
 
     def completed(self, key: int) -> None:
         self.moved_at = perf_counter()
@@ -197,12 +285,7 @@ class Receiving(_Message):
         if data is not None:
             self.awaits_start = False
             self._post(self.comm.link.irecv, data, True)
-        queue = self.comm.mail.expected[self.peer, self.tag]
-        queue.popleft()
-        if queue:
-            queue[0]._post(self.comm.link.irecv, queue[0].inbox, False)
-        else:
-            del self.comm.mail.expected[self.peer, self.tag]
+        self.comm.mail.opened(self.peer, self.tag)
         if data is None:
             self._finish()
 
@@ -216,6 +299,7 @@ class Receiving(_Message):
             return None
         shape = struct.unpack_from(f"<{ndim}q", self.inbox, _HEADER.size)
         self.dtype = dtype.rstrip(b"\0").decode()
+        self.comm.mail.last[self.peer, self.tag] = self.dtype, shape
         self.array, self.nbytes = self._memory(shape), nbytes
         flat = memoryview(self.array.reshape(-1).view(np.uint8))
         if at + nbytes <= EAGER_NBYTES:
@@ -239,29 +323,52 @@ class Receiving(_Message):
 
     def result(self, like: Tensor) -> Any:
         """The array as a tensor of the framework of `like`, or `out`."""
-        out = self.out
-        if out is None:
-            array = self.array if like.device is None else like.device.array(self.array)
-            return dlpack.lend(array, self.dtype, like)
-        dlpack.mark_written(out.owner)
-        if out.device is not None:
-            out.device.put(out.array, self.array)
-        elif self.array is not out.array:
-            out.array[...] = self.array
-        return out.owner
+        return _result(self.array, self.dtype, self.out, like)
+
+
+def _result(array: Any, dtype: str, out: Tensor | None, like: Tensor) -> Any:
+    if out is None:
+        return dlpack.lend(array if like.device is None else like.device.array(array), dtype, like)
+    dlpack.mark_written(out.owner)
+    if out.device is not None:
+        out.device.put(out.array, array)
+    elif array is not out.array:
+        out.array[...] = array
+    return out.owner
+
+
+class Moved(Task):
+    """A message that C has carried out."""
+
+    finished = True
+
+    def __init__(self, event: Callable[[], Event]):
+        self._event = event
+
+    @property
+    def event(self) -> Event:
+        return self._event()
+
+
+AHEAD = object()
+"""Stands for a receive in C among those that are expected."""
 
 
 class Transfer:
     """A `send`, `recv` or `sendrecv` in flight, made by `.start(...)`. It is used as a `Pending`."""
 
-    def __init__(self, name: str, arguments: Arguments, comm: Any, refusal: Exception | None):
+    _refusal: Exception | None = None
+    _out: Tensor | None = None
+    _sending: Any = None  # Sending, or a call in C, then Moved
+    _receiving: Any = None  # Receiving, or the same
+    _received: tuple[Any, str] = (None, "")  # the array to which C receives, and the dtype
+    _owner: Any = None  # the tensor of the program that has its memory, if no array has
+
+    def __init__(self, name: str, arguments: Arguments, comm: Any, refusal: Exception | None, waits: bool = False):
         communicator, wrong = communicator_of(comm)
         self._name, self._comm, self._peers = name, communicator, arguments.peers or Peers()
         self._x: Tensor | None = None
-        self._out: Tensor | None = None
         self._like = _NUMPY
-        self._sending: Sending | None = None
-        self._receiving: Receiving | None = None
         dest, source, tag = _checked(name, self._peers, communicator)
         refusal = wrong or refusal
         try:
@@ -270,17 +377,51 @@ class Transfer:
         except Exception as error:
             refusal = error
         self._refusal = refusal
-        if dest is not None:
-            self._sending = Sending(communicator, dest, tag, self._x, refusal)
-        if source is not None:
-            self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
         with communicator.engine.lock:
-            for task in self._tasks:
+            begun: list[Any] = []
+            if dest is not None and not self._sends_in_c(dest, tag):
+                self._sending = Sending(communicator, dest, tag, self._x, refusal)
+                begun.append(self._sending)
+            if source is not None and not self._receives_in_c(source, tag, waits):
+                self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
+                begun.append(self._receiving)
+            for task in begun:
                 if communicator.recording is not None and refusal is None:
                     task.then = functools.partial(self._note, communicator.recording)
                 task.start()
         self.number = -communicator.mail.number if communicator.mail else 0
         self.extents = Extents(communicator.rank, communicator.size, (1,))
+
+    @classmethod
+    def in_c(
+        cls,
+        comm: Communicator,
+        sends: bool,
+        peer: int,
+        tag: int,
+        form: PlainForm,
+        address: int,
+        held: Any,
+        borrow: Callable[[], Tensor],
+    ) -> Transfer | None:
+        """A `send`, or a `recv` to plain memory of the host, of this form at this address. None: nothing has begun.
+
+        `held` is the owner of the memory, and `borrow()` its tensor.
+        """
+        comm.check()
+        if not 0 <= peer < comm.size:
+            return None
+        made = cls.__new__(cls)
+        made._name, made._comm = "send" if sends else "recv", comm
+        made._like, made._received, made._owner = _NUMPY, (None, form.dtype), None if sends else held
+        with comm.engine.lock:
+            begins = made._begins_in_c(peer, tag, form.header, form.nbytes, address, held, borrow, False, sends)
+        return made if begins else None
+
+    @property
+    def is_through(self) -> bool:
+        """True once its messages are through. Progresses nothing."""
+        return all(task.finished for task in self._tasks)
 
     def _take(self, arguments: Arguments, source: int | None) -> None:
         """Borrow the tensors of the call."""
@@ -295,8 +436,101 @@ class Transfer:
             if self._x is not None and dlpack.overlap(self._x.array, self._out.array):
                 raise TensorError(f"{self._name}: out= shares memory with x")
 
+    def _sends_in_c(self, dest: int, tag: int) -> bool:
+        """Send in C. False: nothing has begun."""
+        x = self._x
+        if self._refusal is not None or x is None or x.device is not None or not x.array.flags.c_contiguous:
+            return False
+        header = header_of(x.dtype, x.array.shape, x.array.nbytes)
+        return self._begins_in_c(dest, tag, header, x.array.nbytes, address_of(x.array), x.array, lambda: x)
+
+    def _receives_in_c(self, source: int, tag: int, waits: bool) -> bool:
+        """Receive in C. False: nothing has begun."""
+        comm, out = self._comm, self._out
+        if self._refusal is not None:
+            return False
+        if out is None:
+            known = mail_of(comm).last.get((source, tag))
+        else:
+            is_plain = out.device is None and out.array.flags.c_contiguous
+            known = (out.dtype, out.array.shape) if is_plain else None
+        if known is None:
+            return False
+        dtype, shape = known
+        try:
+            array = comm.engine.arena.take(shape, storage(dtype)) if out is None else out.array
+        except MemoryError:
+            return False
+        header = header_of(dtype, shape, array.nbytes)
+        if not self._begins_in_c(
+            source, tag, header, array.nbytes, address_of(array), array, lambda: out, waits, False
+        ):
+            return False
+        self._received = array, dtype
+        return True
+
+    def _begins_in_c(
+        self,
+        peer: int,
+        tag: int,
+        header: bytes,
+        nbytes: int,
+        address: int,
+        held: Any,
+        borrow: Callable[[], Tensor | None],
+        waits: bool = False,
+        sends: bool = True,
+    ) -> bool:
+        """Send or receive data at this address in C. The engine is locked. False: nothing has begun.
+
+        `held` is its memory. If Python goes on with the message, `borrow()` is the tensor that is sent, or that is
+        received to, if there is one.
+        """
+        comm, mail = self._comm, mail_of(self._comm)
+        if not may_be_in_c(comm, peer, nbytes) or (not sends and mail.expected.get((peer, tag))):
+            return False
+        form = form_of(comm, mail.forms, sends, peer, tag, header, nbytes)
+        verb, name = ("receive", "send") if sends else ("send", "recv")
+        stamp = mail.next(verb, peer, tag)
+        comm.note_start(name, stamp)
+        begun = perf_counter()
+
+        def arrived(call: Any = None) -> None:
+            ended = perf_counter() if call is None else call.moved_at
+            self._set(sends, Moved(lambda: _event(comm, verb, peer, tag, begun, ended, nbytes)))
+            if not sends:
+                mail.opened(peer, tag)
+
+        def take_over(packet: Any) -> Task:
+            message: Any = Sending(comm, peer, tag, borrow(), None) if sends else Receiving(comm, peer, tag, borrow())
+            self._set(sends, message)
+            if not sends:
+                message.dtype = self._received[1]
+            try:
+                message.take_over(stamp, packet.call, (packet, held))
+            except Exception as error:  # MPI has failed
+                comm.channel.fail(message, error)
+            return message  # type: ignore[no-any-return]
+
+        if not sends:
+            mail.expected[peer, tag].append(AHEAD)
+        self._set(sends, None)
+        task = form.begin(stamp, address, held, take_over, arrived, waits)
+        if task is None:
+            arrived()
+        elif (self._sending if sends else self._receiving) is None:  # else it has ended, or Python goes on with it
+            self._set(sends, task)
+        return True
+
+    def _set(self, sends: bool, task: Any) -> None:
+        """What carries out this message now."""
+        if sends:
+            self._sending = task
+        else:
+            self._receiving = task
+
     @property
-    def _tasks(self) -> list[Sending | Receiving]:
+    def _tasks(self) -> list[Any]:
         return [task for task in (self._receiving, self._sending) if task is not None]
 
     def _note(self, recording: list[Trace]) -> None:
@@ -326,9 +560,11 @@ class Transfer:
             before = len(kept)
             for task in self._tasks:
                 task.abandon(StateError(f"fompi.{self._name} was given up"))
-            for request, _ in kept[before:]:
+            requests = [each[0] for each in kept[before:] if isinstance(each, tuple) and hasattr(each[0], "Cancel")]
+            for request in requests:
                 request.Cancel()
-            kept[before:] = [(request, key) for request, key in kept[before:] if not request.Test()]
+            if all([request.Test() for request in requests]):
+                del kept[before:]
 
     def done(self) -> bool:
         """True once the messages are through. Progresses everything in flight."""
@@ -339,7 +575,8 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         end = None if timeout is None else perf_counter() + timeout
-        for task in self._tasks:
+        while (task := next((task for task in self._tasks if not task.finished), None)) is not None:
+            drive_in_c(task)
             seconds = None if end is None else max(0.0, end - perf_counter())
             if not self._comm.engine.wait(task, self._comm.channel, seconds):
                 raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
@@ -347,13 +584,15 @@ class Transfer:
 
     def then(self, callback: Callable[[], object]) -> None:
         """Call `callback()` once the messages are through, in a thread that drives fompi. It must not raise."""
-        tasks = self._tasks
-        if not tasks:  # a sendrecv with no rank
+        if not self._tasks:  # a sendrecv with no rank
             callback()
             return
-        self._comm.engine.watch(
-            lambda: next((task for task in tasks if not task.finished), tasks[0]), self._comm.channel, callback
-        )
+
+        def task() -> Task:
+            tasks = self._tasks
+            return next((task for task in tasks if not task.finished), tasks[0])
+
+        self._comm.engine.watch(task, self._comm.channel, callback)
 
     @property
     def result(self) -> Any:
@@ -364,6 +603,10 @@ class Transfer:
         for error in (self._refusal, *(task.error for task in tasks)):
             if error is not None:
                 raise error
+        if isinstance(self._receiving, Moved):
+            if self._owner is not None:
+                return self._owner
+            return _result(*self._received, self._out, self._like)
         if self._receiving is not None:
             return self._receiving.result(self._like)
         return _zeros_like(self._x) if self._name == "sendrecv" and self._x is not None else None
@@ -423,14 +666,14 @@ class Messenger(Operation[Any]):
         return self._begin(arguments, comm, call_options)
 
     def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
-        return self._begin(arguments, comm, call_options).wait()
+        return self._begin(arguments, comm, call_options, waits=True).wait()
 
-    def _begin(self, arguments: Arguments, comm: Any, *how: Any) -> Any:
+    def _begin(self, arguments: Arguments, comm: Any, *how: Any, waits: bool = False) -> Any:
         refusal = None
         if dlpack.requires_grad(arguments.x):
             instead = "call fompi.sendrecv(...)" if self.name == "sendrecv" else "use fompi.sendrecv"
             refusal = TensorError(f"fompi.{self.name} has no gradient here: {instead}, or pass x.detach()")
-        return Transfer(self.name, arguments, comm, refusal)
+        return Transfer(self.name, arguments, comm, refusal, waits)
 
     def is_differentiable(self, arguments: Arguments) -> bool:
         return self.name == "sendrecv" and super().is_differentiable(arguments)

@@ -64,9 +64,7 @@ class CallTable(NamedTuple):
         return np.flatnonzero(self.ops["kind"] == IN_PYTHON).tolist()
 
 
-def table(
-    compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collection[str] = ()
-) -> CallTable | None:
+def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collection[str] = ()) -> CallTable | None:
     """The program with these rows. None: it has a collective of the library, or a message of more than `most_nbytes`.
 
     Kernels that C does not have are Python's, and so are these `kernels`.
@@ -171,6 +169,46 @@ def with_agreement(
         np.concatenate([plan.nbytes, np.full(3, size * nbytes, np.int64)]),
     )
     return made, front
+
+
+def message_table(is_send: bool, peer: int, tag: int, header_nbytes: int, nbytes: int) -> CallTable:
+    """A message of two ranks (`fompi.ops.messages`): `nbytes` of data behind a header that is known.
+
+    Its buffers are the packet, of EAGER_NBYTES, the data, and the header that is expected.
+    """
+    packet, data, expected, tags = 0, 1, 2, (2 * tag + 2, 2 * tag + 3)
+    is_eager = header_nbytes + nbytes <= EAGER_NBYTES
+    ops = np.zeros(3, OP)
+    header, check, body = ops
+    for op, number in ((header, tags[0]), (body, tags[1])):
+        op["kind"], op["flags"], op["peer"], op["number"] = KIND[SEND if is_send else RECV], ABSOLUTE, peer, number
+    header["count"] = header_nbytes + nbytes * is_eager if is_send else EAGER_NBYTES
+    header["flags"] |= TESTED * is_send
+    check["kind"], check["buffers"][:2], check["count"] = CHECK, (packet, expected), header_nbytes
+    body["buffers"][0], body["count"] = data, nbytes
+    body["flags"] |= TESTED * (is_send and nbytes <= EAGER_NBYTES)
+    if is_eager:
+        body["kind"], body["flags"], body["peer"], body["number"] = KIND[COMPUTE], 0, 0, 0
+        body["kernel"], body["dtype"], body["divisor"] = COPY, BYTE, 1
+        body["buffers"] = (data, data, packet) if is_send else (packet, packet, data)
+        body["offsets"] = (0, 0, header_nbytes) if is_send else (header_nbytes, header_nbytes, 0)
+    if is_send:
+        ops = np.stack([body, header] if is_eager else [header, body])
+        dones: list[list[int]] = [[1], []] if is_eager else [[], []]
+    else:
+        dones = [[1], [2], []]
+    blockers = np.zeros(len(ops), np.int32)
+    blockers[[i for each in dones for i in each]] = 1
+    sizes = np.array([EAGER_NBYTES, nbytes, header_nbytes], np.int64)
+    return CallTable(
+        ops,
+        _edges([[]] * len(ops)),
+        _edges(dones),
+        blockers,
+        np.flatnonzero(blockers == 0).astype(np.int32),
+        ("packet", "data", "header"),
+        sizes,
+    )
 
 
 def _lists(edges: tuple[Array, Array]) -> list[list[int]]:

@@ -107,8 +107,12 @@ class InC(Task):
         self._take_over, self._arrived = take_over, arrived
         self._heir: Task | None = None
         self.pending: Any = None  # what Python has made of the call, if it is one of a ticket
-        comm.channel.begin(stamp, self)
+        self._enter()
         comm.engine.in_c(self, engine().library)
+
+    def _enter(self) -> None:
+        """From now on this is what does the call."""
+        self.comm.channel.begin(self.stamp, self)
 
     @property
     def moved_at(self) -> float:  # type: ignore[override]
@@ -262,10 +266,17 @@ def native_call(
 
 def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compiled, sized: Sized) -> Call:
     """The call of this table on `comm`."""
+    return called(library, made, comm, compiled.is_small(sized), compiled.is_long(sized), compiled.forwards)
+
+
+def called(
+    library: Any, made: CallTable, comm: Communicator, is_small: bool, is_long: bool = False, forwards: bool = False
+) -> Call:
+    """The same. `is_small`: sums and copies run where they are released. `is_long`, `forwards`: as in `Task`."""
     from fompi.native._native import Call
 
     lists = *made.on_start, *made.on_done, made.blockers, made.first, made.nbytes
-    how = compiled.is_small(sized), comm.engine.spins, compiled.is_long(sized), compiled.forwards
+    how = is_small, comm.engine.spins, is_long, forwards
     return Call(library, made.ops.view(np.uint8), *lists, comm.link.comm.handle, *how)
 
 

@@ -44,6 +44,7 @@ from fompi.mpi import environment, launcher
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
 from fompi.ops.front import REFUSED, Door, known_call, place_of
+from fompi.tensors import dlpack
 from fompi.torch import private, streams
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
@@ -194,6 +195,10 @@ class _How(NamedTuple):
         return arguments, call_options
 
 
+MOST_FORMS = 256
+"""So many forms of messages are remembered."""
+
+
 class Collectives:
     """The methods that torch calls, on the ranks of `comm`, for tensors on the host and on the GPU of the rank."""
 
@@ -202,7 +207,7 @@ class Collectives:
         self.comm, self._name, self._desc, self._store = comm, name, "", store
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
         self._ones = torch.ones(1, dtype=torch.int32)  # what barriers send
-        self._door = Door()
+        self._door, self._forms = Door(), dict[Hashable, messages.PlainForm]()
         self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
         self.set_timeout(timeout)
 
@@ -342,7 +347,9 @@ class Collectives:
         tensors, root, op = _listed(tensors), _root_of(opts), getattr(opts, "reduceOp", op)
         if len(tensors) == 1:
             (t,) = tensors
-            if done := self._at_once(("reduce", hash(op), root), t, t if self.comm.rank == root else None, opts, tensors):
+            if done := self._at_once(
+                ("reduce", hash(op), root), t, t if self.comm.rank == root else None, opts, tensors
+            ):
                 return done
         calls = [self._reduce(operations.reduce, t, op, root=root) for t in tensors]
         return self._work("reduce", opts, *_merged(calls), tensors, timeout=timeout)
@@ -521,7 +528,36 @@ class Collectives:
             raise LayoutError(f"tag={tag} must be from 0 to {MONITORED - 1} on the backend fompi")
         return tag
 
-    def send(self, tensors: Any, dest: int, tag: int = 0) -> Work:
+    def _message(self, sends: bool, t: Tensor, peer: int, tag: int) -> Any:
+        """The Work of a message that C carries out. None: nothing has begun."""
+        place = None if self._parts is not None else place_of(t)
+        if place is None:
+            return None
+        form, address = place
+        known = self._forms.get(form)
+        if known is None:
+            while len(self._forms) >= MOST_FORMS:
+                self._forms.clear()
+            known = self._forms[form] = messages.PlainForm.of(dlpack.borrow(flat(t)))
+        what = f"{'send to' if sends else 'recv from'} rank {peer}"
+        try:
+            transfer = messages.Transfer.in_c(
+                self.comm, sends, peer, self._tag(tag), known, address, t, lambda: dlpack.borrow(flat(t))
+            )
+        except Exception as error:
+            raise in_words_of_torch(error, what) from error
+        if transfer is None:
+            return None
+        if not sends:
+            dlpack.mark_written(t)
+        if transfer.is_through:
+            return Landed([t], True)
+        transfer.leave()
+        return Work(what, self.comm, [transfer], None, [t])
+
+    def send(self, tensors: Any, dest: int, tag: int = 0) -> Any:
+        if len(tensors) == 1 and (work := self._message(True, tensors[0], dest, tag)):
+            return work
         pendings = [self._start(messages.send, flat(t), dest, tag=self._tag(tag)) for t in _listed(tensors)]
         return self._work(f"send to rank {dest}", None, pendings, None, tensors)
 
@@ -530,8 +566,10 @@ class Collectives:
         out = t.data if place else torch.empty_like(t, memory_format=torch.contiguous_format, requires_grad=False)
         return self._start(messages.recv, source, tag=tag, out=out.view(-1))
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         tensors = _listed(tensors)
+        if len(tensors) == 1 and (work := self._message(False, tensors[0], source, tag)):
+            return work
         pendings = [self._receive(t, source, self._tag(tag)) for t in tensors]
         return self._work(f"recv from rank {source}", None, pendings, _received(tensors), tensors)
 

@@ -153,7 +153,9 @@ def test_a_timed_kernel_that_fails(world):
     specs = fompi.Spec((4 * n, 3 * n), "float64", fompi.Shard(1)), fompi.Spec((3 * n, 2), "float64", fompi.Shard(0))
     plan = fompi.plan(fompi.matmul_all_reduce, *specs, ranks=n, schedule="ring")
     tensors = {"x": np.ones((4 * n, 3)), "w": np.ones((3, 2))}
-    with fompi.bind(plan, comm=world, backend=Emulated(Machine("short kernels", 0.0, 1e9, 1e12, 1e12, 1e-4)), **tensors) as step:
+    with fompi.bind(
+        plan, comm=world, backend=Emulated(Machine("short kernels", 0.0, 1e9, 1e12, 1e12, 1e-4)), **tensors
+    ) as step:
         actions = step._actions
         step._actions = [failing_on(action, failing, world) if callable(action) else action for action in actions]
         for turn in range(4):

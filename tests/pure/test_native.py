@@ -139,7 +139,9 @@ class Rank:
 
 def made(mpi, t, rank=0, is_small=False):
     ops = t.ops.view(np.uint8)
-    return native.Call(mpi.library, ops, *t.on_start, *t.on_done, t.blockers, t.first, t.nbytes, rank, is_small, 5, False, True)
+    return native.Call(
+        mpi.library, ops, *t.on_start, *t.on_done, t.blockers, t.first, t.nbytes, rank, is_small, 5, False, True
+    )
 
 
 def ranks_of(problem, schedule, slices, seed, **options):
