@@ -191,7 +191,7 @@ class InFlight:
 
     def _poll_c(self) -> bool:
         """One round of each call in C."""
-        said = self._library.poll()
+        said: int = self._library.poll()
         if said > MOVED:
             for task in [*self._in_c]:
                 try:

@@ -188,6 +188,18 @@ class PlainForm(NamedTuple):
         return cls(tensor.dtype, header_of(tensor.dtype, array.shape, array.nbytes), array.nbytes)
 
 
+class PlainMemory(NamedTuple):
+    """Contiguous memory of the host, of this form at this address. `held` owns it.
+
+    `borrow()` is its tensor, for Python, or None for a receive that has none.
+    """
+
+    form: PlainForm
+    address: int
+    held: Any
+    borrow: Callable[[], Tensor | None]
+
+
 class Sending(_Message):
     """Sends `tensor`, or why there is none."""
 
@@ -337,7 +349,7 @@ def _result(array: Any, dtype: str, out: Tensor | None, like: Tensor) -> Any:
     return out.owner
 
 
-class Moved(Task):
+class Delivered(Task):
     """A message that C has carried out."""
 
     finished = True
@@ -359,7 +371,7 @@ class Transfer:
 
     _refusal: Exception | None = None
     _out: Tensor | None = None
-    _sending: Any = None  # Sending, or a call in C, then Moved
+    _sending: Any = None  # Sending, or a call in C, then Delivered
     _receiving: Any = None  # Receiving, or the same
     _received: tuple[Any, str] = (None, "")  # the array to which C receives, and the dtype
     _owner: Any = None  # the tensor of the program that has its memory, if no array has
@@ -393,29 +405,16 @@ class Transfer:
         self.extents = Extents(communicator.rank, communicator.size, (1,))
 
     @classmethod
-    def in_c(
-        cls,
-        comm: Communicator,
-        sends: bool,
-        peer: int,
-        tag: int,
-        form: PlainForm,
-        address: int,
-        held: Any,
-        borrow: Callable[[], Tensor],
-    ) -> Transfer | None:
-        """A `send`, or a `recv` to plain memory of the host, of this form at this address. None: nothing has begun.
-
-        `held` is the owner of the memory, and `borrow()` its tensor.
-        """
+    def in_c(cls, comm: Communicator, sends: bool, peer: int, tag: int, plain: PlainMemory) -> Transfer | None:
+        """A `send` of this memory, or a `recv` to it, in C. None: nothing has begun."""
         comm.check()
         if not 0 <= peer < comm.size:
             return None
         made = cls.__new__(cls)
         made._name, made._comm = "send" if sends else "recv", comm
-        made._like, made._received, made._owner = _NUMPY, (None, form.dtype), None if sends else held
+        made._like, made._owner = _NUMPY, None if sends else plain.held
         with comm.engine.lock:
-            begins = made._begins_in_c(peer, tag, form.header, form.nbytes, address, held, borrow, False, sends)
+            begins = made._begins_in_c(sends, peer, tag, plain)
         return made if begins else None
 
     @property
@@ -441,8 +440,8 @@ class Transfer:
         x = self._x
         if self._refusal is not None or x is None or x.device is not None or not x.array.flags.c_contiguous:
             return False
-        header = header_of(x.dtype, x.array.shape, x.array.nbytes)
-        return self._begins_in_c(dest, tag, header, x.array.nbytes, address_of(x.array), x.array, lambda: x)
+        plain = PlainMemory(PlainForm.of(x), address_of(x.array), x.array, lambda: x)
+        return self._begins_in_c(True, dest, tag, plain)
 
     def _receives_in_c(self, source: int, tag: int, waits: bool) -> bool:
         """Receive in C. False: nothing has begun."""
@@ -469,23 +468,9 @@ class Transfer:
         self._received = array, dtype
         return True
 
-    def _begins_in_c(
-        self,
-        peer: int,
-        tag: int,
-        header: bytes,
-        nbytes: int,
-        address: int,
-        held: Any,
-        borrow: Callable[[], Tensor | None],
-        waits: bool = False,
-        sends: bool = True,
-    ) -> bool:
-        """Send or receive data at this address in C. The engine is locked. False: nothing has begun.
-
-        `held` is its memory. If Python goes on with the message, `borrow()` is the tensor that is sent, or that is
-        received to, if there is one.
-        """
+    def _begins_in_c(self, sends: bool, peer: int, tag: int, plain: PlainMemory, waits: bool = False) -> bool:
+        """Send or receive this memory in C. The engine is locked. False: nothing has begun."""
+        (dtype, header, nbytes), address, held, borrow = plain
         comm, mail = self._comm, mail_of(self._comm)
         if not may_be_in_c(comm, peer, nbytes) or (not sends and mail.expected.get((peer, tag))):
             return False
@@ -497,7 +482,7 @@ class Transfer:
 
         def arrived(call: Any = None) -> None:
             ended = perf_counter() if call is None else call.moved_at
-            self._set(sends, Moved(lambda: _event(comm, verb, peer, tag, begun, ended, nbytes)))
+            self._set(sends, Delivered(lambda: _event(comm, verb, peer, tag, begun, ended, nbytes)))
             if not sends:
                 mail.opened(peer, tag)
 
@@ -505,12 +490,12 @@ class Transfer:
             message: Any = Sending(comm, peer, tag, borrow(), None) if sends else Receiving(comm, peer, tag, borrow())
             self._set(sends, message)
             if not sends:
-                message.dtype = self._received[1]
+                message.dtype = dtype
             try:
                 message.take_over(stamp, packet.call, (packet, held))
             except Exception as error:  # MPI has failed
                 comm.channel.fail(message, error)
-            return message  # type: ignore[no-any-return]
+            return message
 
         if not sends:
             mail.expected[peer, tag].append(AHEAD)
@@ -603,7 +588,7 @@ class Transfer:
         for error in (self._refusal, *(task.error for task in tasks)):
             if error is not None:
                 raise error
-        if isinstance(self._receiving, Moved):
+        if isinstance(self._receiving, Delivered):
             if self._owner is not None:
                 return self._owner
             return _result(*self._received, self._out, self._like)

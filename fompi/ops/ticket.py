@@ -17,20 +17,22 @@ import numpy as np
 
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import WaitTimeout
+from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HEADER_NBYTES, Agreement
 from fompi.engine.in_flight import FINISHED
 from fompi.engine.native import engine as native_engine
 from fompi.engine.tasks import HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall
-from fompi.base.layout import Slices
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import address_of
 from fompi.runtime.lower import table, with_agreement
 from fompi.runtime.native_run import (
+    NO_KERNELS,
     STALL_SECONDS,
     InC,
+    PythonKernels,
     Times,
     arrays_at,
     drive_in_c,
@@ -213,13 +215,13 @@ class Ticket:
             task.pending = describe()
             return self._hand_over(memory, stamp, slot, task.pending, held, task.tokens)
 
-        actions: dict[int, Any] = {}
+        kernels = NO_KERNELS
         if self.kernels:
             arrays = {**arrays_at(self.program, self.sized.shapes, memory.bases), **given}
             made = self.program.resolve(arrays, self.sized.starts, self.backend, only=self.kernels)
             actions = {self.front + op: action for op, action in zip(self.kernels, made, strict=True)}
-        follows = self.program.follows if self.program.asynchronous else None
-        task = InC(memory.call, comm, stamp, take_over, arrived, held, actions, follows, self.front)
+            kernels = PythonKernels(actions, self.program.follows if self.program.asynchronous else None, self.front)
+        task = InC(memory.call, comm, stamp, take_over, arrived, held, kernels)
         task.is_long, task.forwards = self.is_long, self.program.forwards
         return task
 

@@ -14,7 +14,15 @@ from fompi.model.lower_bound import call_seconds, dealt, native_nbytes, row_nbyt
 from fompi.model.machine import Machine
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Workspace
 from fompi.plans.problems import Problem
-from fompi.schedules.registry import DIRECT_FAMILY, REGISTERED, available, is_available, messages_per_peer, shares_of
+from fompi.schedules.registry import (
+    DIRECT_FAMILY,
+    REGISTERED,
+    WHOLE,
+    available,
+    is_available,
+    messages_per_peer,
+    shares_of,
+)
 
 EVEN: tuple[Slices, ...] = (1, 2, 4, 8, 16)
 """Numbers of equal slices."""
@@ -68,7 +76,7 @@ class Candidate(NamedTuple):
     order: tuple[tuple[int, ...], ...] = ()  # the peers of each rank in the order of its sends; empty: the schedule's
 
     def __str__(self) -> str:
-        cut = "" if self.schedule in ("unfused", "unfused_p2p", "exchange") else f", {slices_in_words(self.slices)}"
+        cut = "" if self.schedule in ("unfused", "unfused_p2p", *WHOLE) else f", {slices_in_words(self.slices)}"
         window = "" if self.window is None else f", window {self.window}"
         rows = "" if self.rows is None else ", rows by rate"
         # At most two orders are compared. A checksum distinguishes them.
@@ -110,6 +118,8 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
         return
     if "exchange" in names and at_once:
         yield Candidate("exchange")
+    if "doubling" in names and size > 2:
+        yield Candidate("doubling")
     computes = bool(problem.weights or problem.gradients)
     for name in SLICE_OF_ALL_SHARDS if computes else ():
         if name in names and (at_once or name == "sliced"):
@@ -326,6 +336,7 @@ def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:
         ("unfused", (1,)),
         ("unfused_p2p", (1,)),
         ("exchange", (1,)),
+        ("doubling", (1,) if problem.size > 2 else ()),
         ("sliced", (4,) if computes else ()),
         ("direct", (1, 2, 4, 8) if problem.exchanges else (1, 2, 4)),
         ("ring", (1, 4)),

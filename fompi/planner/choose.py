@@ -30,6 +30,12 @@ from fompi.schedules.registry import (
     write,
 )
 
+FEW_RANKS, TINY_NBYTES, DOUBLING_NBYTES = 4, 4096, 16 << 10
+"""An all-reduce is one exchange on fewer ranks, and on one host with fewer than twice as many if it is tiny.
+
+Between hosts, recursive doubling is for up to DOUBLING_NBYTES.
+"""
+
 SMALL_NBYTES = 64 << 10
 """An all-reduce of at most this many bytes takes one step (`exchange`): its latency counts more than its bytes."""
 
@@ -144,7 +150,7 @@ def _by_rule(
     if nbytes is None:
         return "direct", 1
     if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES:
-        return "exchange", 1
+        return _small_all_reduce(problem.size, nbytes, network), 1
     shard = nbytes // problem.size
     if problem.exchanges:
         pair = shard if problem.columns else shard // problem.size
@@ -157,6 +163,16 @@ def _by_rule(
     if computes and problem.moves == "all_reduce" and shard >= STREAM_NBYTES:
         return "direct", STREAM_SLICES  # slice j is gathered while the next slices are computed
     return "direct", 2 if computes and shard >= LARGE_NBYTES else 1
+
+
+def _small_all_reduce(size: int, nbytes: int, network: bool) -> str:
+    """The schedule of an all-reduce of up to SMALL_NBYTES.
+
+    `exchange` has one step, and size - 1 messages of everything. `doubling` has log2(size) of both.
+    """
+    if size < FEW_RANKS or (size < 2 * FEW_RANKS and nbytes <= TINY_NBYTES and not network):
+        return "exchange"
+    return "doubling" if nbytes <= DOUBLING_NBYTES or not network else "direct"
 
 
 def _exchange_slices(size: int, nbytes: int, computes: bool) -> int:

@@ -10,6 +10,7 @@ from fompi.model.machine import Level, LinkModel, Machine
 from fompi.planner.candidates import Candidate
 from fompi.plans.plan import PAIRWISE, group_size
 from fompi.plans.problems import Problem
+from fompi.schedules.doubling import steps_of
 from fompi.schedules.registry import default_window, shares_of
 
 
@@ -38,6 +39,8 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         return max(calls + collectives[-1], first + sum(collectives))
     if schedule == "exchange":
         return whole + wire.seconds(candidate, [rows])
+    if schedule == "doubling":
+        return whole + wire.doubling_seconds(candidate, rows)
     messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
     sums = 0.0
     if problem.sums:
@@ -90,6 +93,16 @@ class _Wire:
         count /= min(self.machine.ports, at_once, max(1, count))
         by_level.append(self._at(self.machine.innermost, count, pieces, candidate))
         return max(by_level)
+
+    def doubling_seconds(self, candidate: Candidate, rows: float) -> float:
+        """One message of everything in each step of `doubling`. In step k it goes to a rank 2**k further."""
+        seconds = 0.0
+        for step in range(steps_of(self.size)):
+            outer = (level for level in reversed(self.machine.levels) if level.ranks < 2 << step)
+            level = next(outer, self.machine.innermost)
+            count = level.ranks if level.shared and level is not self.machine.innermost else 1
+            seconds += self._at(level, count, [rows], candidate)
+        return seconds
 
     def _crossing(self, schedule: str, level: Level) -> float:
         """The number of shards that leave through one port of this level."""

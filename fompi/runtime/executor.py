@@ -25,8 +25,10 @@ from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
 from fompi.runtime.native_run import (
     IN_C_SECONDS,
+    NO_KERNELS,
     STALL_SECONDS,
     InC,
+    PythonKernels,
     Times,
     drive_in_c,
     finished_run,
@@ -40,7 +42,6 @@ from fompi.tensors.dlpack import Tensor
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof
 from fompi.traces.trace import Trace
-
 
 NO_OPS = np.zeros(0, np.int32)
 
@@ -195,12 +196,12 @@ class Executor(BoundPlan):
         is_marked: bool,
     ) -> None:
         """The call in C goes on: it is a task now."""
-        call, actions = self._in_c, ()
+        call, kernels = self._in_c, NO_KERNELS
         if call.has_kernels:
-            actions = self._actions if given is None else given.on.actions
+            follows = self.compiled.follows if self.compiled.asynchronous else None
+            kernels = PythonKernels(self._actions if given is None else given.on.actions, follows)
         take_over = functools.partial(self._take_over, stamp, slot, given, is_marked)
-        follows = self.compiled.follows if self.compiled.asynchronous else None
-        self._run = task = InC(call, self.comm, stamp, take_over, self._arrived, None, actions, follows)
+        self._run = task = InC(call, self.comm, stamp, take_over, self._arrived, None, kernels)
         if unready:
             task.unready = dict(unready)
         task.awaited, task.is_long, task.forwards = waits, self._is_long, self.compiled.forwards
@@ -347,9 +348,9 @@ class Executor(BoundPlan):
             entry, late = enter(engine, self.backend)
             failure = failure or late
         with engine.lock:
-            if refusal is None and self._in_c is not None:
-                if self._runs_in_c(stamp, slot, given, awaited, unready, None if mark is None else (label,)):
-                    return
+            marked = None if mark is None else (label,)
+            if refusal is None and self._in_c and self._runs_in_c(stamp, slot, given, awaited, unready, marked):
+                return
             self._run = run = Run(self.compiled, self.comm, stamp, slot)
             if mark is not None:
                 run.marked = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ctypes import c_char
 from math import prod
-from types import MappingProxyType
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -79,13 +79,26 @@ def _nothing() -> Any:
     """What is left of a call that is over."""
 
 
+class PythonKernels(NamedTuple):
+    """The kernels of a call in C that are Python's, by op of the call. The first op of the program is op `front`.
+
+    On an asynchronous backend `follows` says which kernels each one follows.
+    """
+
+    actions: Mapping[int, Any] | Sequence[Any] = ()
+    follows: Sequence[Sequence[int]] | None = None
+    front: int = 0
+
+
+NO_KERNELS = PythonKernels()
+
+
 class InC(Task):
     """A call in flight that C carries out.
 
     If C cannot end it well, or Python must know more of it, Python goes on with it: `take_over()` returns the task that
     does. Then this one is finished, as it is when C has finished the call; before that, `arrived()` was called. `held`
-    is the memory of the call. `actions` has the kernels that are Python's, by op of the call, and the first op of the
-    program is op `front`. On an asynchronous backend `follows` says which kernels each one follows.
+    is the memory of the call.
     """
 
     def __init__(
@@ -96,14 +109,12 @@ class InC(Task):
         take_over: Callable[[], Task],
         arrived: Callable[[], object],
         held: object = None,
-        actions: Mapping[int, Any] | Sequence[Any] = (),
-        follows: Sequence[Sequence[int]] | None = None,
-        front: int = 0,
+        kernels: PythonKernels = NO_KERNELS,
     ):
-        self.call, self.comm, self.stamp, self.held, self.actions = call, comm, stamp, held, actions
+        self.call, self.comm, self.stamp, self.held = call, comm, stamp, held
         self.unready: dict[tuple[str, int], list[int]] = {}  # as in `Run`
         self.tokens: dict[int, Any] = {}  # of kernels that were launched, by op of the program
-        self._follows, self._front = follows, front
+        self._kernels = kernels
         self._take_over, self._arrived = take_over, arrived
         self._heir: Task | None = None
         self.pending: Any = None  # what Python has made of the call, if it is one of a ticket
@@ -141,7 +152,7 @@ class InC(Task):
         self._has_come_to(self.call.state)
 
     def _has_come_to(self, state: int) -> None:
-        while state == HAS_KERNELS and self._follows is not None:
+        while state == HAS_KERNELS and self._kernels.follows is not None:
             state = self._launch()
         if state == HAS_KERNELS:
             self.comm.engine.kernels_ready(self)
@@ -153,9 +164,10 @@ class InC(Task):
         op = self.call.take(False)
         if op < 0:
             return self.call.state
-        i = op - self._front
+        actions, follows, front = self._kernels
+        i = op - front
         try:
-            token = self.actions[op]([self.tokens[j] for j in self._follows[i] if j in self.tokens])  # type: ignore[index]
+            token = actions[op]([self.tokens[j] for j in follows[i] if j in self.tokens])  # type: ignore[index]
         except Exception as error:
             heir: Any = self.heir()
             heir.launch_failed(i, error)
@@ -167,7 +179,7 @@ class InC(Task):
         op = self.call.take(merges_only)
         if self.call.state != HAS_KERNELS:
             self.comm.engine.kernels_done(self)
-        return None if op < 0 else (op, self.actions[op])
+        return None if op < 0 else (op, self._kernels.actions[op])
 
     def ran(self, key: int, begun: float, error: BaseException | None) -> None:
         heir = self.heir() if error is not None or self.finished else None
@@ -205,7 +217,7 @@ class InC(Task):
     def _forget(self) -> None:
         """What the call has used may go: tensors of the program, and who goes on with it, which know this task."""
         self._take_over = self._arrived = _nothing
-        self.actions, self.held = (), None
+        self._kernels, self.held = NO_KERNELS, None
 
     def heir(self) -> Task | None:
         """The task that goes on with the call in Python, from now on. None: C has finished it."""

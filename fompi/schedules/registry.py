@@ -11,6 +11,7 @@
 | `ring`            | to the next rank, between pieces of the kernel        | slices          |
 | `bidirectional`   | as `ring`, half of the parts in each direction        | 2 * slices      |
 | `exchange`        | all-reduce in one step, for small tensors             | slices          |
+| `doubling`        | all-reduce in log2(ranks) steps, for small tensors    | slices          |
 | `hierarchical(g)` | each piece once between groups of g ranks             | slices          |
 
 `slices` is the number of equal slices, or the relative sizes of the slices: (1, 2, 4) begins with the smallest.
@@ -35,6 +36,7 @@ from fompi.plans.plan import PAIRWISE, Collective, Compute, Op, Plan, Program, P
 from fompi.plans.problems import Problem
 from fompi.schedules import native
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
+from fompi.schedules.doubling import doubling
 from fompi.schedules.hierarchical import hierarchical
 from fompi.schedules.ring import bidirectional, ring
 
@@ -50,6 +52,7 @@ SCHEDULES: dict[str, Schedule] = {
     "ring": ring,
     "bidirectional": bidirectional,
     "exchange": exchange,
+    "doubling": doubling,
 }
 """All schedules by name: the built-in ones, then those that users register. `_generator` adds `hierarchical(g)`."""
 
@@ -172,6 +175,9 @@ DIRECT_FAMILY = ("direct", "unfused_p2p", "sliced_p2p")
 IN_RING_ORDER = (*DIRECT_FAMILY, "ring")
 """The schedules that sum an element in the order of the ranks. The rank after the owner is first, the owner is last."""
 
+WHOLE = ("exchange", "doubling")
+"""The schedules of an all-reduce that send the whole tensor, in one piece."""
+
 COLUMNS = ("unfused_p2p", "direct", PAIRWISE)
 """The schedules of an all-to-all that splits columns: each rank sends other bytes to every other rank."""
 
@@ -194,8 +200,8 @@ def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
         names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", PAIRWISE]
     else:
         names.remove(PAIRWISE)
-    if moves != "all_reduce" and "exchange" in names:
-        names.remove("exchange")
+    if moves != "all_reduce":
+        names = [name for name in names if name not in WHOLE]
     if (dtype not in NATIVE_SUMS or op != "sum") and moves in ("reduce_scatter", "all_reduce"):
         names = [name for name in names if name not in ("unfused", "sliced")]
     ranks = next((g for g in range(size // 2, 1, -1) if size % g == 0), 0)

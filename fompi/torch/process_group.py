@@ -541,9 +541,8 @@ class Collectives:
             known = self._forms[form] = messages.PlainForm.of(dlpack.borrow(flat(t)))
         what = f"{'send to' if sends else 'recv from'} rank {peer}"
         try:
-            transfer = messages.Transfer.in_c(
-                self.comm, sends, peer, self._tag(tag), known, address, t, lambda: dlpack.borrow(flat(t))
-            )
+            plain = messages.PlainMemory(known, address, t, lambda: dlpack.borrow(flat(t)))
+            transfer = messages.Transfer.in_c(self.comm, sends, peer, self._tag(tag), plain)
         except Exception as error:
             raise in_words_of_torch(error, what) from error
         if transfer is None:

@@ -121,7 +121,7 @@ def test_calls_with_labels_and_rows_are_in_step(world):
 
 
 def test_timed_kernels(world, without_verification):
-    """On an emulated accelerator Python launches kernels, and C knows when they are done. Python takes some calls over."""
+    """On an emulated accelerator Python launches kernels, and C ends them. Python takes some calls over."""
     draw, machine, in_c = np.random.default_rng(world.rank), Machine("short kernels", 0.0, 1e9, 1e12, 1e12, 3e-5), 0
     for number, (name, problem) in enumerate(catalogue.problems(world.size, "float32").items()):
         for schedule in registry.available(problem)[:3]:

@@ -11,6 +11,7 @@ from catalogue import problem_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fompi.base import layout
 from fompi.base.layout import Sizes
 from fompi.model.machine import PRESETS, Machine
 from fompi.model.simulate import representatives, symmetry
@@ -40,6 +41,14 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     small, large = Sizes(rows=(100,) * 4), Sizes(rows=(10**8,) * 4)
     sums, products = problem_of("all_reduce", 4), problem_of("all_gather_matmul", 4)
     assert choose.plan_for(sums, small).schedule == "exchange" and choose.plan_for(sums, large).schedule == "direct"
+    for ranks, nbytes, network, wanted in (
+        *((2, 100, False, "exchange"), (3, 100, True, "exchange"), (4, 100, False, "exchange")),
+        *((4, 5000, False, "doubling"), (8, 100, False, "doubling"), (4, 100, True, "doubling")),
+        *((5, 5000, True, "doubling"), (4, 30_000, True, "direct"), (8, 60_000, False, "doubling")),
+    ):
+        made = problem_of("all_reduce", ranks)
+        rows = nbytes // layout.nbytes((1, *made.sent_row), made.dtype)
+        assert choose_schedule(made, rows, network=network) == (wanted, 1), (ranks, nbytes, network)
     assert choose.plan_for(products, small).parts == 1 and choose.plan_for(products, large).parts == 2
     assert choose.plan_for(products, large, slices=3).parts == 3
     assert choose.plan_for(products, large, "bidirectional").parts == 2

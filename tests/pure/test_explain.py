@@ -128,9 +128,10 @@ def test_the_estimate_of_an_exchange_counts_the_link_between_groups():
     flat = PRESETS["gigabit"]
     groups = replace(flat, levels=(Level(4, 1e-4, flat.bandwidth / 100, True),))
     rows = Sizes((1000,) * 8)
-    near, far = (estimate(made, rows, machine, Candidate("exchange")) for machine in (flat, groups))
-    assert near == pytest.approx(predict(write(made, "exchange", 1, rows), flat), rel=0.1)
-    assert far == pytest.approx(predict(write(made, "exchange", 1, rows), groups), rel=0.1) and far > 100 * near
+    for schedule, times in (("exchange", 100), ("doubling", 10)):
+        near, far = (estimate(made, rows, machine, Candidate(schedule)) for machine in (flat, groups))
+        assert near == pytest.approx(predict(write(made, schedule, 1, rows), flat), rel=0.1)
+        assert far == pytest.approx(predict(write(made, schedule, 1, rows), groups), rel=0.1) and far > times * near
 
 
 def test_a_plan_for_a_machine_is_the_winner_of_its_explanation():

@@ -42,6 +42,11 @@ PLANS = {
         (Spec((100,), "bfloat16", Partial()),),
         {"ranks": 3, "schedule": "exchange"},
     ),
+    "all_reduce-doubling-6-bfloat16": (
+        fompi.all_reduce,
+        (Spec((100,), "bfloat16", Partial()),),
+        {"ranks": 6, "schedule": "doubling"},
+    ),
     "all_to_all-direct-3": (fompi.all_to_all, (X,), {"ranks": 3, "schedule": "direct", "slices": 2, "window": 1}),
     "matmul_all_to_all_columns-3": (
         fompi.matmul_all_to_all_columns,

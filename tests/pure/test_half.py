@@ -80,7 +80,9 @@ def test_rounding_at_every_step_would_show(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("schedule", ["ring", "bidirectional", "direct", "unfused_p2p", "sliced_p2p", "exchange"])
+@pytest.mark.parametrize(
+    "schedule", ["ring", "bidirectional", "direct", "unfused_p2p", "sliced_p2p", "exchange", "doubling"]
+)
 def test_a_sum_differs_from_the_exact_sum_by_half_an_ulp(schedule, dtype):
     """The error of eight float32 additions is allowed in addition."""
     problem = catalogue.problems(8, dtype)["all_reduce"]

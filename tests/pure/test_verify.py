@@ -359,7 +359,7 @@ def test_plans_of_many_ranks():
     verify(registry.write(catalogue.problems(32)["matmul_reduce_scatter"], "ring", 2))
 
 
-@pytest.mark.parametrize("schedule", ["direct", "ring", "exchange"])
+@pytest.mark.parametrize("schedule", ["direct", "ring", "exchange", "doubling"])
 def test_a_plan_must_reduce_by_the_op_of_its_problem(schedule):
     """A plan that sums is no plan for a maximum, and the reverse. A mean must divide by the number of ranks."""
     mean = replace(REDUCE, op="mean")
