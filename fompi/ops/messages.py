@@ -460,10 +460,9 @@ class Transfer:
             array = comm.engine.arena.take(shape, storage(dtype)) if out is None else out.array
         except MemoryError:
             return False
-        header = header_of(dtype, shape, array.nbytes)
-        if not self._begins_in_c(
-            source, tag, header, array.nbytes, address_of(array), array, lambda: out, waits, False
-        ):
+        form = PlainForm(dtype, header_of(dtype, shape, array.nbytes), array.nbytes)
+        plain = PlainMemory(form, address_of(array), array, lambda: out)
+        if not self._begins_in_c(False, source, tag, plain, waits):
             return False
         self._received = array, dtype
         return True

@@ -30,7 +30,7 @@ from fompi.schedules.registry import (
     write,
 )
 
-FEW_RANKS, TINY_NBYTES, DOUBLING_NBYTES = 4, 4096, 16 << 10
+LEAST_RANKS, TINY_NBYTES, DOUBLING_NBYTES = 4, 4096, 16 << 10
 """An all-reduce is one exchange on fewer ranks, and on one host with fewer than twice as many if it is tiny.
 
 Between hosts, recursive doubling is for up to DOUBLING_NBYTES.
@@ -170,7 +170,7 @@ def _small_all_reduce(size: int, nbytes: int, network: bool) -> str:
 
     `exchange` has one step, and size - 1 messages of everything. `doubling` has log2(size) of both.
     """
-    if size < FEW_RANKS or (size < 2 * FEW_RANKS and nbytes <= TINY_NBYTES and not network):
+    if size < LEAST_RANKS or (size < 2 * LEAST_RANKS and nbytes <= TINY_NBYTES and not network):
         return "exchange"
     return "doubling" if nbytes <= DOUBLING_NBYTES or not network else "direct"
 
