@@ -280,6 +280,8 @@ class Receiving(_Message):
             self.array, self.nbytes, self.awaits_start = array, array.nbytes, False
             self.comm.mail.opened(self.peer, self.tag)
             self._post_from_c(call, requests, 1)
+            if ended[-1]:  # since somebody has asked
+                self._finish()
             return
         self.comm.mail.expected[self.peer, self.tag][0] = self
         self._post_from_c(call, requests, 0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from cut_short import CutShort
 
 import fompi
 from fompi.base.errors import DtypeError, LayoutError, MismatchError, PeerError, ShapeError, TensorError, WaitTimeout
 from fompi.base.layout import FLOAT8
 from fompi.ops.messages import MOST_TAG
+from fompi.runtime.native_run import called
 
 pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
 
@@ -207,3 +209,47 @@ def test_barrier_and_agree(world):
             world.agree("the end", ShapeError("a reason") if world.rank == 0 else None)
         with pytest.raises(MismatchError, match="a barrier"):
             fompi.barrier(world) if world.rank else fompi.all_reduce(np.ones(3), comm=world)
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_messages_in_c(own, monkeypatch, hands_over):
+    """Messages that are known carry on in C; others come between them; Python takes some over, on each rank others."""
+    if own.size == 1:
+        return
+    draw = np.random.default_rng(own.rank)
+    if hands_over:
+        cut = lambda *given: CutShort(called(*given), lambda: int(draw.integers(0, 4)))  # noqa: E731
+        monkeypatch.setattr("fompi.ops.messages_in_c.called", cut)
+    after, before = (own.rank + 1) % own.size, (own.rank - 1) % own.size
+    for turn in range(48):
+        shape = [(5,), (3, 1000), (0,), (2, 3)][turn // 2 % 4]  # each twice: the second one is as expected
+        x, wanted = (np.full(shape, float(turn + rank)) for rank in (own.rank, before))
+        np.testing.assert_array_equal(fompi.sendrecv(x, after, before, comm=own), wanted, strict=True)
+        out = np.zeros(shape)
+        assert fompi.sendrecv(x, after, before, out=out, comm=own) is out and (out == wanted).all()
+        several = [fompi.sendrecv.start(x + k, after, before, comm=own) for k in range(3)]
+        for k, transfer in enumerate(several):
+            np.testing.assert_array_equal(transfer.wait(), wanted + k, strict=True)
+            assert len(transfer.trace.events) == 2
+    assert own.mail is None or not own.mail.expected
+    if own.rank == 0:
+        fompi.send(np.zeros(7), 1, comm=own)
+    elif own.rank == 1:
+        with pytest.raises(fompi.ShapeError, match="sends float64"):
+            fompi.recv(0, out=np.zeros(4), comm=own)
+
+
+def test_a_receive_in_c_is_given_up_or_waits(own):
+    """A time limit that is too short, and a message that comes later."""
+    if own.size == 1:
+        return
+    for turn in range(3):
+        if own.rank == 0:
+            transfer = fompi.recv.start(1, out=np.zeros(3), comm=own)
+            with pytest.raises(fompi.WaitTimeout):
+                transfer.wait(0.02)
+            fompi.send(np.ones(1), 1, comm=own)
+            assert transfer.wait().tolist() == [turn] * 3
+        elif own.rank == 1:
+            assert fompi.recv(0, out=np.zeros(1), comm=own).tolist() == [1]
+            fompi.send(np.full(3, float(turn)), 0, comm=own)
