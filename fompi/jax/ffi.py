@@ -1,4 +1,4 @@
-"""How a compiled JAX program calls fompi: a handler of XLA's foreign function interface, written in ctypes.
+"""How a compiled JAX program calls fompi: a handler of XLA's foreign function interface, in ctypes and in C (xla.c).
 
 A call in a program has a number as its attribute `site`. The handler looks the site up and calls it with the arrays of
 the call. The structures are those of `xla/ffi/api/c_api.h`, which lies in jaxlib. XLA refuses a handler of another
@@ -124,9 +124,32 @@ def register() -> None:
     check_version(version)
     handler = _Handler(functools.partial(_handle, version))
     _KEPT.append(handler)
-    capsule = jax.ffi.pycapsule(c.cast(handler, _P).value)
-    stages = {"instantiate": capsule, "execute": capsule}
+    address = c.cast(handler, _P).value
+    stages = {"instantiate": jax.ffi.pycapsule(address), "execute": jax.ffi.pycapsule(_native(version) or address)}
     jax.ffi.register_ffi_target(TARGET, stages, platform="cpu", api_version=1)
+
+
+def _native(version: tuple[int, int]) -> int | None:
+    """The address of the handler in C, which reads a frame some microseconds faster. None: there is no C."""
+    try:
+        from fompi.native._native import xla_handler
+    except ImportError:
+        return None
+    return xla_handler(_execute, *version)
+
+
+def _execute(number: int, given: Sequence[int], results: Sequence[int], api: int) -> Any:
+    """Run a site on memory at these addresses. Returns None, or an error of XLA."""
+    try:
+        SITES[number].run(given, results)
+    except BaseException as error:  # nothing above this frame could take an exception
+        return _error(_Api.from_address(api), error)
+    return None
+
+
+def _error(api: Any, error: BaseException) -> Any:
+    args = _Error(c.sizeof(_Error), None, in_words(error).encode(), INTERNAL)
+    return api.error_create(c.addressof(args))
 
 
 _KEPT: list[Any] = []
@@ -151,9 +174,7 @@ def _handle(version: tuple[int, int], address: int) -> Any:
         elif stage == INSTANTIATE:
             return _keep(version, _Api.from_address(frame[_API]), frame[_CONTEXT], site)
     except BaseException as error:  # nothing above this frame could take an exception
-        message = in_words(error).encode()
-        args = _Error(c.sizeof(_Error), None, message, INTERNAL)
-        return _Api.from_address(frame[_API]).error_create(c.addressof(args))
+        return _error(_Api.from_address(frame[_API]), error)
     return None
 
 

@@ -193,6 +193,9 @@ class BoundSite(Site):
     def run(self, given: Sequence[int], results: Sequence[int]) -> None:
         (free, free_results), (others, other_results) = self._free, self._others
         with self._lock:
+            if len(free) == len(given) and len(free_results) == len(results):
+                self._moving((*given, *results))
+                return
             for i in others:
                 np.copyto(self._inputs[i], array_at(given[i], self.given[i]))
             self._moving((*[given[i] for i in free], *[results[i] for i in free_results]))

@@ -3,6 +3,7 @@ from typing import Any
 OP_NBYTES: int
 
 def kernel(kernel: int, dtype: int, divisor: int, flags: int, a: int, b: int, c: int, count: int, /) -> None: ...
+def xla_handler(run: Any, major: int, minor: int, /) -> int: ...
 
 class Library:
     def __init__(

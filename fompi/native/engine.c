@@ -28,6 +28,7 @@
 #include <unistd.h>
 
 #include "kernels.h"
+#include "xla.h"
 
 #define STATUS_NBYTES 64
 #define MOST_REQUEST_NBYTES 16
@@ -1135,6 +1136,7 @@ static PyObject *run_one_kernel(PyObject *self, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"kernel", run_one_kernel, METH_VARARGS, "kernel(kernel, dtype, divisor, flags, a, b, c, count): one kernel on memory at these addresses."},
+    {"xla_handler", xla_handler, METH_VARARGS, "xla_handler(run, major, minor): the address of the handler of calls in JAX programs."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fompi.native._native", "Calls in C.", -1, functions, NULL, NULL, NULL, NULL};

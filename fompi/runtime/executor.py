@@ -121,8 +121,8 @@ class Executor(BoundPlan):
         self._bound_bases = self._bases(self._arrays)
         return made.call
 
-    def _begins_in_c(self) -> bool:
-        """Begin a call on the bound tensors in C, if it may run there. False: nothing has begun."""
+    def _begins_in_c(self, given: Given | None = None) -> bool:
+        """Begin a call on the bound tensors, or on `given` memory, in C, if it may run there. False: nothing has begun."""
         comm = self.comm
         comm.check()
         if self._in_c is None or self._sizes is not self.plan.sizes or self.closed:
@@ -132,7 +132,7 @@ class Executor(BoundPlan):
         with comm.engine.lock:
             self._calls += 1
             self._returned_at, self._call, self._in_parts = None, None, False
-            if self._runs_in_c(self._first | self._calls & LAST_CALL, self._slot, None, True):
+            if self._runs_in_c(self._first | self._calls & LAST_CALL, self._slot, given, True):
                 return True
             self._calls -= 1
         return False
@@ -275,7 +275,12 @@ class Executor(BoundPlan):
 
         def run(addresses: tuple[int, ...]) -> None:
             try:
-                self._start(awaited=True, given=Given(nothing, self._at(overlay, addresses), ()))
+                given = Given(nothing, self._at(overlay, addresses), ())
+                if self._begins_in_c(given):
+                    if self._run is not None:
+                        self.wait()
+                    return
+                self._start(awaited=True, given=given)
                 self.wait()
             except BaseException as error:
                 run = self._run
