@@ -122,7 +122,7 @@ class Executor(BoundPlan):
         return made.call
 
     def _begins_in_c(self, given: Given | None = None) -> bool:
-        """Begin a call on the bound tensors, or on `given` memory, in C, if it may run there. False: nothing has begun."""
+        """Begin a call on the bound tensors, or on `given` memory, in C. False: nothing has begun."""
         comm = self.comm
         comm.check()
         if self._in_c is None or self._sizes is not self.plan.sizes or self.closed:

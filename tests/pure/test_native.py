@@ -128,7 +128,8 @@ class Rank:
             op = self.call.take(bool(draw.random() < 0.3))
             if op < 0:
                 break
-            self.actions[op]()
+            with np.errstate(all="ignore"):
+                self.actions[op]()
             state = self.call.ran(op, perf_counter())
         return state
 
@@ -152,7 +153,8 @@ def ranks_of(problem, schedule, slices, seed, **options):
     ranks = [Rank(plan, rank, sizes, inputs[rank], mpi) for rank in range(problem.size)]
     if any(rank.table is None for rank in ranks):
         return [], None, mpi
-    return ranks, twin(plan, inputs, Numpy(), sizes=sizes, seed=seed), mpi
+    with np.errstate(all="ignore"):
+        return ranks, twin(plan, inputs, Numpy(), sizes=sizes, seed=seed), mpi
 
 
 def interleaved(ranks, draw):
