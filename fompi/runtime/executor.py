@@ -43,8 +43,6 @@ from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof
 from fompi.traces.trace import Trace
 
-NO_OPS = np.zeros(0, np.int32)
-
 
 class Executor(BoundPlan):
     """A plan bound to a communicator and to fixed memory: call it often.
@@ -172,9 +170,12 @@ class Executor(BoundPlan):
         if mark is not None:
             channel.mark(stamp, mark[0])
         seconds = IN_C_SECONDS if waits and engine.is_all_in_c else seconds_in_c(engine, waits, self._is_small)
-        held = np.array([op for ops in unready.values() for op in ops], np.int32) if unready else NO_OPS
         try:
-            is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS, held) == FINISHED
+            if unready:
+                held = np.array([op for ops in unready.values() for op in ops], np.int32)
+                is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS, held) == FINISHED
+            else:
+                is_finished = call.run(slot << MESSAGE_BITS, seconds, STALL_SECONDS) == FINISHED
         finally:
             if not is_finished:
                 self._flies(stamp, slot, given, waits, unready, mark is not None)
