@@ -182,8 +182,8 @@ def take_front(ticket: Ticket, pending: Pending) -> None:
     tensors = [local.like, *([] if local.out is None else [local.out])]
     plain = all(t.framework in ("numpy", "torch") and t.host is None for t in tensors)
     place = place_of(arguments.x)
-    if place is None or place[1] != address_of(local.arrays["x"]):  # it works on a copy, or on a part
-        return
+    if place is None or "x" not in local.arrays or place[1] != address_of(local.arrays["x"]):
+        return  # it works on a copy, or on parts
     names = {"x", "y"} if not local.in_place else {"x"}
     whole = arguments.result is Arguments.result and not (local.dim or local.split >= 0 or local.packed)
     if plain and whole and tuple(ticket.given) in ORDERS and names >= ticket.given.keys() and "y" in ticket.names:

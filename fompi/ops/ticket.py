@@ -112,7 +112,9 @@ class Ticket:
         comm, local = pending._comm, pending._local
         self.comm, self.program, self.sized, self.extents = comm, program, sized, pending.extents
         self.schedule, self.generator = program.plan.schedule, SCHEDULES.get(program.plan.schedule)
-        self.schedules, self.backend, self._chosen = len(SCHEDULES), host_backend(comm), comm.backend
+        self.schedules = len(SCHEDULES)
+        self.backend = pending._backend  # that of the communicator may be another one now
+        self._chosen = None if self.backend is type(pending)._backend else self.backend
         self.is_small, self.in_place = program.is_small(sized), local.in_place
         plan = table(program, sized, comm.most_nbytes)
         assert plan is not None
@@ -213,7 +215,7 @@ class Ticket:
         def take_over() -> Task:
             self._in_flight -= 1
             task.pending = describe()
-            return self._hand_over(memory, stamp, slot, task.pending, held, task.tokens)
+            return self._hand_over(memory, stamp, slot, task.pending, held, task.tokens, given)
 
         kernels = NO_KERNELS
         if self.kernels:
@@ -226,7 +228,14 @@ class Ticket:
         return task
 
     def _hand_over(
-        self, memory: Memory, stamp: int, slot: int, pending: Pending, held: object, tokens: Mapping[int, Any]
+        self,
+        memory: Memory,
+        stamp: int,
+        slot: int,
+        pending: Pending,
+        held: object,
+        tokens: Mapping[int, Any],
+        given: Mapping[str, Array],
     ) -> Task:
         """Python goes on: with the agreement, or with the plan if the ranks have agreed."""
         comm, program, front, call = self.comm, self.program, self.front, memory.call
@@ -234,7 +243,7 @@ class Ticket:
         exported = call.export()  # first: the thread of C moves the call until then
         times = np.frombuffer(exported[1], np.float64)
         if times[len(times) // 2 + front - 1]:
-            arrays = arrays_at(program, self.sized.shapes, memory.bases)
+            arrays = {**arrays_at(program, self.sized.shapes, memory.bases), **given}
             run = Run(program, comm, stamp, slot)
             run.held, pending.extents = (memory, held), self.extents
             if comm.recording is not None or comm.engine.report is not None:

@@ -658,6 +658,8 @@ class Executor(BoundPlan):
         """
         if not self.closed:
             self.closed = True
+            if self._in_c_at is not None:
+                self._current()  # it has the trace of a call that C has finished
             run = self._run
             if run is not None and not run.finished:
                 if not run.can_finish():

@@ -106,6 +106,7 @@ def test_traces_and_times(world):
         with world.record() as traces:
             step()
         assert len(traces) == 1
+    assert len(step.trace.events) == len(trace.events)  # after `close`, too
 
 
 def test_calls_with_labels_and_rows_are_in_step(world):

@@ -14,6 +14,8 @@ import torch
 from cut_short import CutShort
 
 import fompi
+from fompi.backends.emulated import Emulated, corner
+from fompi.model.machine import Machine
 from fompi.ops.ticket import Ticket
 from fompi.runtime.native_run import made_call
 
@@ -28,8 +30,10 @@ def tickets(comm):
 
 
 def everything(world, dtype="float64"):
-    """(name, a call, its expected results by name) for all moves and sums."""
-    for number, (name, problem) in enumerate(catalogue.moves(world.size, dtype).items()):
+    """(name, a call, its expected results by name) for all operations."""
+    for number, (name, problem) in enumerate(catalogue.problems(world.size, dtype).items()):
+        if name not in calls.NAMES:
+            continue
         sizes = calls.row_sizes(problem, "even")
         inputs = catalogue.inputs(problem, sizes, number, catalogue.integers)
         expected = calls.expected(problem, inputs, sizes, world.rank)
@@ -102,7 +106,8 @@ def test_parts_of_a_call_in_c(own):
         pending = fompi.all_gather.start(np.full((own.rank + 1, 2), turn + own.rank), comm=own)
         for rank in reversed(range(own.size)):
             assert pending.part(rank).tolist() == [[turn + rank] * 2] * (rank + 1)
-        assert pending.counts == tuple(range(1, own.size + 1)) and pending.wait().shape == (sum(pending.counts), 2)
+        y = pending.wait()
+        assert pending.counts == tuple(range(1, own.size + 1)) and y.shape == (sum(pending.counts), 2)
 
 
 def test_a_started_call_progresses_without_a_wait(own):
@@ -277,3 +282,17 @@ def test_the_number_of_tickets_is_limited(own, monkeypatch):
         for _ in range(4):
             assert (fompi.all_reduce(np.ones(n), comm=own) == own.size).all()
     assert 1 <= len(own.tickets) <= 4 and isinstance(tickets(own)[0], Ticket)
+
+
+def test_the_backend_of_a_communicator_changes(own):
+    """A ticket is for the backend with which the call ran, also if its result is taken later."""
+    machine, x = Machine("short kernels", 0.0, 1e9, 1e12, 1e12, 1e-5), np.full((2, 3), own.rank + 1.0)
+    for turn in range(16):
+        own.backend = Emulated(machine) if turn % 4 > 1 else None
+        pending = fompi.all_reduce.start(x, comm=own, schedule="direct")
+        while not pending.done():
+            pass
+        own.backend = None if turn % 3 else own.backend
+        y = pending.wait()
+        assert (corner(y) == own.size * (own.size + 1) / 2).all(), turn
+    own.backend = None
