@@ -32,6 +32,9 @@ A small message on one host arrives within about 20 polls. More polls would take
 without knowing this, such as the ranks of two containers. Those ranks move messages too.
 """
 
+TURN_SECONDS = 3e-5
+"""So long a wait leaves the lock to other threads, after C has driven a call without progress."""
+
 JOIN_SECONDS = 1e-4
 """If a program asks twice within 0.1 ms whether a call is done, it did nothing else in between. It was waiting."""
 
@@ -283,8 +286,9 @@ class Engine(InFlight):
                     idle += 1
                     if idle > self.spins:
                         self._pause(idle - self.spins)
-                else:  # C has paused already
+                else:  # C has paused already, but with the lock, and Python's locks are not fair
                     idle = self.spins + YIELDS + 1
+                    sleep(TURN_SECONDS)
                 if idle > self.spins + YIELDS or rounds % 256 == 0:  # other tasks may progress while this one does not
                     self._end_if_lost(task, channel, begun)
                     if channel.lost is not None and not patient:

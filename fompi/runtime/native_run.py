@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 UNDER_WAY = (GOES_ON, STALLED, HAS_KERNELS)
 """What `Call.run` returns if the call is in flight."""
 
-IN_C_SECONDS, STALL_SECONDS = 5e-3, 5e-3
+IN_C_SECONDS, STALL_SECONDS = 5e-3, 2e-3
 """So long C drives a call without a look at anything else, and so long without progress. Then the call is in flight:
 Python looks after deadlines, signals, control messages and other calls.
 """
