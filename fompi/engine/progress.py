@@ -17,8 +17,8 @@ The helper sleeps while another thread polls, and while the only work in flight 
 one core per rank it polls rarely, because each poll takes the core from the kernel for about 30 us. The time between
 two polls follows the recent time between messages, so large messages on a slow link cost fewer polls.
 
-Calls that C carries out are polled by a thread of C instead, which needs no GIL (docs/inside/native.md). While there are
-no others, the helper rests.
+Calls that C carries out are polled by a thread of C instead, which needs no GIL (docs/inside/native.md). While there
+are no others, the helper rests.
 """
 
 from __future__ import annotations
