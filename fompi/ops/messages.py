@@ -421,8 +421,8 @@ class Transfer:
 
     @property
     def is_through(self) -> bool:
-        """True once its messages are through. Progresses nothing."""
-        return all(task.finished for task in self._tasks)
+        """True once its messages are through, without an error. Progresses nothing."""
+        return all(task.finished and task.error is None for task in self._tasks)
 
     def _take(self, arguments: Arguments, source: int | None) -> None:
         """Borrow the tensors of the call."""

@@ -185,6 +185,21 @@ def test_a_time_limit_of_a_group(group, world):
     dist.destroy_process_group(made)
 
 
+def test_a_message_of_another_size(group, world):
+    """It is an error of the receive, also if its header has arrived before."""
+    for turn in range(6):
+        if world.rank == 0:
+            dist.send(torch.ones(8 if turn % 2 else 5), 1)
+        dist.barrier()
+        if world.rank == 1 and turn % 2:
+            t = torch.zeros(8)
+            dist.recv(t, 0)
+            assert t.tolist() == [1] * 8
+        elif world.rank == 1:
+            with pytest.raises(fompi.ShapeError, match="sends float32"):
+                dist.recv(torch.zeros(8), 0)
+
+
 # ------------------------------------------------------------------------------------------------------- fompi.mpi.Comm
 
 
