@@ -4,6 +4,7 @@
 - `layout`: where the rows of a tensor are: layouts, shapes, blocks and their sizes.
 - `nested`: results that are nested in tuples.
 - `doors`: functions that a lower room calls and an upper room fills in.
+- `at_exit`: what runs when a process ends.
 - `log`: the log, `logging.getLogger("fompi")`; `html`: values as HTML, for notebooks.
 - `extras`: packages that may be missing, and the line of pip for them.
 - `kept`: what was measured, and compiled code, kept on disk.

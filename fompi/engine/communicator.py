@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fompi.base import kept
+from fompi.base.at_exit import at_exit
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, text_of
 from fompi.base.layout import MOST_NBYTES, integer
@@ -69,11 +69,11 @@ def _make_engine() -> Engine:
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
     engine.report = report = DOORS.report()
     if report is not None:
-        atexit.register(report.finish)  # registered first, so called last: after the ranks have left
+        at_exit(report.finish)  # registered first, so called last: after the ranks have left
     faults.install(engine)
     if report is not None:
-        atexit.register(report.settle_all)
-        atexit.register(engine.settle)  # called first: the report needs the ends of kernels on devices
+        at_exit(report.settle_all)
+        at_exit(engine.settle)  # called first: the report needs the ends of kernels on devices
     return engine
 
 

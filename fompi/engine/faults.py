@@ -6,7 +6,6 @@ so, and a rank that waits for it gets an error.
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import signal
@@ -19,6 +18,7 @@ from contextlib import suppress
 from time import perf_counter, sleep
 from types import FrameType, TracebackType
 
+from fompi.base.at_exit import at_exit
 from fompi.base.errors import PeerError
 from fompi.engine.control import DYING, GONE, LEFT, Channel
 from fompi.engine.engine import Engine
@@ -59,12 +59,12 @@ def install(engine: Engine) -> None:
         else:
             _end(engine, args.exc_value, lambda *_: thread_hook(args))
 
-    def at_exit() -> None:
+    def leave() -> None:
         if os.getpid() == process:
             _leave(engine)
 
     sys.excepthook, threading.excepthook = uncaught, uncaught_in_thread
-    atexit.register(at_exit)
+    at_exit(leave)
     os.register_at_fork(after_in_child=engine.after_fork)
     _postpone_interrupts()
 

@@ -75,6 +75,7 @@ VARIABLES = {
         _one_of("FOMPI_DEVICE", "auto", "auto", "software", "cuda"),
         _one_of("FOMPI_COUNTERS", "auto", "auto", "0", "1"),
         _one_of("FOMPI_SINGLETONS", "0", "0", "1"),
+        _one_of("FOMPI_TORCH", "0", "0", "1"),
         _one_of("FOMPI_DEBUG", "0", "0", "1"),
         Variable("FOMPI_AGAIN", "", "a file in a folder that can be written", _is_writable),
     )

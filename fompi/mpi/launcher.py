@@ -29,6 +29,7 @@ _LAUNCHER_NAMES = {
     "pmi": "a PMI launcher",
     "torchrun": "torchrun",
     "torch": "a launcher like torchrun",
+    "store": "a program that starts its own processes",
 }
 """What messages call each launcher."""
 
@@ -83,7 +84,11 @@ _OMPI, _MV2 = (
     for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
 )
 
+MET = "PMI_PROCESS_OF_FOMPI"
+"""A variable that `transport.start_by_store` sets in processes that met in a store, where no launcher started MPI."""
+
 MARKS = (
+    LauncherMark("store", (MET,), *_HYDRA),
     LauncherMark("torchrun", ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
     LauncherMark("openmpi", ("OMPI_COMM_WORLD_SIZE",), *_OMPI),
     LauncherMark("intel", ("PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"), *_HYDRA),
@@ -267,6 +272,36 @@ def is_bridged(launch: LaunchVariables, library_name: str, environ: Mapping[str,
     has_store = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
     is_whole = launch.launcher == "torchrun" and launch.size not in (None, 1) and has_store
     return is_whole and library_name in BRIDGED and not is_child(environ)
+
+
+STARTS_NO_MPI = ("none", "torch", "torchrun", "sbatch")
+"""Launchers that start processes, or nothing, but no MPI."""
+
+
+def starts_mpi(environ: Mapping[str, str]) -> bool:
+    """True if a launcher starts MPI in this process."""
+    return detect(environ).launcher not in (*STARTS_NO_MPI, "store") and not is_orphan(environ, "")
+
+
+def must_meet(launch: LaunchVariables, size: int, environ: Mapping[str, str], library_name: str) -> bool:
+    """True if fompi must connect `size` processes that have a store: whatever started them did not start MPI in them.
+
+    They may be children of one rank, such as the workers of an inference engine.
+    """
+    return (
+        launch.launcher in STARTS_NO_MPI or (launch.size == 1 and size > 1) or is_orphan(environ, library_name)
+    ) and not (launch.launcher == "torchrun" and size == launch.size and is_bridged(launch, library_name, environ))
+
+
+def store_refusal(size: int, library_name: str, mpirun: str | None = None) -> str:
+    """One line with cause and fix if processes that have only a store cannot start this MPI library, else ""."""
+    if library_name in BRIDGED or size == 1:
+        return ""
+    return (
+        f"{library_name} starts under its own launcher only, not from an address or a store of torch: write "
+        f"`{mpirun or 'mpirun'} -n {size} python -m fompi.torch ...`, or install MPICH (`pip install mpich`), which "
+        "fompi can start from them"
+    )
 
 
 def torchrun_refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = None) -> str | None:

@@ -1,5 +1,7 @@
 """PMI-1, answered from a store: MPICH and its kin start under a launcher that starts no MPI, such as torchrun.
 
+So do processes that a program has started itself, and that know an address, their rank and how many they are.
+
 A launcher of MPI connects every rank to itself, and answers questions there: which rank this is, what the others have
 published, are all of them here. Here a thread of each process answers them, from a store that all processes share.
 
@@ -110,7 +112,7 @@ def meet(store: KeyValueStore, rank: int, size: int, node: str, library: str, se
         missing = missing or ["0"]
         raise WaitTimeout(
             f"rank {rank} of {size} waited {seconds:g} s (FOMPI_TIMEOUT) for rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(missing)} to start MPI: every process that the launcher has started must use fompi"
+            f"{', '.join(missing)} to start MPI: every process of the job must use fompi"
         )
     if rank == 0:
         store.set(f"{name}/all", json.dumps(everyone))
@@ -158,12 +160,12 @@ class Bridge:
 
     def __init__(self, connection: socket.socket, job: PmiJob, seconds: float):
         self._connection, self._job, self._seconds = connection, job, seconds
-        self._barriers, self._said_finalize = 0, False
+        self._barriers, self._said_finalize, self._is_up = 0, False, False
         threading.Thread(target=self._serve, name="fompi PMI", daemon=True).start()
 
     def initialised(self) -> None:
         """MPI_Init has returned. From now on the caller limits its waits."""
-        self._seconds = inf
+        self._seconds, self._is_up = inf, True
 
     def finalised(self) -> None:
         """MPI_Finalize has returned. MPICH says "finalize" when the process exits, and no thread runs any more.
@@ -206,7 +208,11 @@ class Bridge:
             value = self._value(key)
             return f"cmd=get_result rc=0 msg=success value={value}" if value else "cmd=get_result rc=-1 msg=unknown_key"
         if command == "barrier_in":
-            self._barrier()
+            try:
+                self._barrier()
+            except Exception:
+                if not self._is_up:
+                    raise  # else MPI ends, and who served the store is gone: without an answer MPI would crash
             return "cmd=barrier_out rc=0"
         if command == "finalize":
             self._said_finalize = True
@@ -237,6 +243,19 @@ class Bridge:
             )
 
 
+LONGEST_FAREWELL = 5.0
+"""Seconds that rank 0, which may serve the store, waits at its end for ranks that still need it."""
+
+
+def leave(job: PmiJob) -> None:
+    """This rank needs the store no more. Rank 0 waits until nobody does."""
+    with suppress(Exception):  # the store is gone: so is the rank or the launcher that served it
+        left = job.key("left")
+        job.store.add(left, 1)
+        if job.rank == 0:
+            _waited(lambda: job.store.add(left, 0) >= job.size, LONGEST_FAREWELL)
+
+
 def connect(job: PmiJob, environ: MutableMapping[str, str], seconds: float) -> Bridge:
     """Set the variables of PMI-1, and answer what MPI_Init will ask.
 
@@ -245,6 +264,11 @@ def connect(job: PmiJob, environ: MutableMapping[str, str], seconds: float) -> B
     ours, theirs = socket.socketpair()
     environ.update(PMI_FD=str(theirs.detach()), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size))
     environ[launcher.CONNECTED] = launcher.process_of(environ)
+    if launcher.MET in environ:  # nobody else has said what follows
+        node = job.nodes[job.rank]
+        environ.update(
+            MPI_LOCALRANKID=str(job.nodes[: job.rank].count(node)), MPI_LOCALNRANKS=str(job.nodes.count(node))
+        )
     for name in [name for name in environ if name.startswith("PMIX_")]:  # of an outer launcher
         del environ[name]
     return Bridge(ours, job, seconds)

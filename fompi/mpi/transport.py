@@ -5,13 +5,13 @@ The facts are its name, version and path, its thread level, its largest tag, and
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import struct
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +20,7 @@ from time import perf_counter, sleep
 from types import ModuleType
 from typing import Any
 
+from fompi.base.at_exit import at_exit
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
@@ -75,7 +76,8 @@ def start_mpi() -> ModuleType:
     """
     MPI = load_mpi()
     if not MPI.Is_initialized() and _is_bridged(MPI):
-        _start_bridged(MPI)
+        launch = launcher.detect()
+        _start_bridged(MPI, DOORS.store_of_torchrun(launcher.timeout()), launch.rank or 0, launch.size or 1)
     elif not MPI.Is_initialized():
         _refuse_foreign_launcher(MPI)
         added = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
@@ -87,11 +89,30 @@ def start_mpi() -> ModuleType:
         finally:
             for name in added:
                 del os.environ[name]
-        if _is_torchrun():
-            atexit.register(_finalize)
+        if _ends_here():
+            at_exit(_finalize)
         if MPI.COMM_WORLD.Get_size() == 1:
             unlink_segments()
     return MPI
+
+
+def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int) -> None:
+    """Start MPI in `size` processes that meet in `store()`, if no launcher has started it in them. Collective.
+
+    Raises LaunchError if the loaded library cannot start this way, and WaitTimeout if a process does not come.
+    """
+    MPI, launch = load_mpi(), launcher.detect()
+    loaded = _library(MPI)
+    if MPI.Is_initialized() or not launcher.must_meet(launch, size, os.environ, loaded.name):
+        return
+    refusal = launcher.store_refusal(size, loaded.name, loaded.mpirun)
+    if refusal:
+        raise LaunchError(refusal)
+    for name in [name for name in os.environ if name.startswith("PMI_")]:  # of the rank that this is a child of
+        del os.environ[name]
+    if size > 1:
+        os.environ[launcher.MET] = str(os.getpid())
+        _start_bridged(MPI, store(), rank, size)
 
 
 def library() -> MpiLibrary:
@@ -250,7 +271,7 @@ def load_mpi() -> ModuleType:
         if rc.finalize is None:  # None means: the same as rc.initialize
             rc.finalize = initialize
         finalize = rc.finalize
-        if _is_torchrun():  # fompi ends MPI, see _start_bridged and _finalize
+        if _ends_here():
             rc.finalize = False
         try:
             from mpi4py import MPI
@@ -262,8 +283,9 @@ def load_mpi() -> ModuleType:
     return MPI
 
 
-def _is_torchrun() -> bool:
-    return launcher.detect().launcher == "torchrun"
+def _ends_here() -> bool:
+    """True if fompi ends MPI (`_start_bridged`, `_finalize`): if the processes may be connected by a store."""
+    return launcher.detect().launcher in (*launcher.STARTS_NO_MPI, "store")
 
 
 def _finalize() -> None:
@@ -287,20 +309,20 @@ def _is_bridged(MPI: ModuleType) -> bool:
     return not alone and launcher.is_bridged(launcher.detect(), _library(MPI).name, os.environ)
 
 
-def _start_bridged(MPI: ModuleType) -> None:
+def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: int) -> None:
     """Start MPI by `fompi.mpi.pmi`. A thread of this process answers MPI, so nothing may wait with the GIL.
 
     The functions of mpi4py that start and end MPI keep the GIL. They are called in C instead.
     """
-    launch, seconds, loaded = launcher.detect(), launcher.timeout(), _library(MPI)
-    rank, size = launch.rank or 0, launch.size or 1
-    store = DOORS.store_of_torchrun(seconds)
+    seconds, loaded = launcher.timeout(), _library(MPI)
     job = pmi.meet(store, rank, size, pmi.node_of(os.environ), f"{loaded.name} {loaded.version}", seconds)
     bridge = pmi.connect(job, os.environ, seconds)
     functions, level = ctypes.CDLL(MPI.__file__), getattr(MPI, f"THREAD_{_requested_thread_level().upper()}")
     code = functions.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     if code:
-        raise LaunchError(f"MPI_Init of {loaded.name} failed with the error {code}, in a job that torchrun started")
+        raise LaunchError(
+            f"MPI_Init of {loaded.name} failed with the error {code}: fompi has connected {size} processes"
+        )
     bridge.initialised()
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does
@@ -312,6 +334,7 @@ def _start_bridged(MPI: ModuleType) -> None:
         try:
             functions.MPI_Finalize()
             bridge.finalised()
+            pmi.leave(job)
         finally:
             left.set()
 
@@ -322,7 +345,7 @@ def _start_bridged(MPI: ModuleType) -> None:
 
     threading.Thread(target=end, name="fompi MPI_Finalize", daemon=True).start()  # at exit no thread can start
     MPI.Finalize = finalize  # type: ignore[attr-defined]
-    atexit.register(finalize)
+    at_exit(finalize)
 
 
 def _refuse_foreign_launcher(MPI: ModuleType) -> None:

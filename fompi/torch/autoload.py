@@ -22,6 +22,10 @@ def register() -> None:
 
     distributed.register_rendezvous_handler("fompi", _meet)
     private.extend_env_method(_meet)
+    from fompi.torch import swap
+
+    if swap.is_wanted():
+        swap.swap()
 
 
 def _create(*options: Any) -> Any:

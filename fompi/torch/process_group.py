@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,12 +40,13 @@ from fompi.base.errors import (
     WaitTimeout,
 )
 from fompi.engine.communicator import Communicator
-from fompi.mpi import environment, launcher
+from fompi.mpi import environment, launcher, transport
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
 from fompi.ops.front import REFUSED, Door, known_call, place_of
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
+from fompi.torch.store import own_connection
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
 MEETING, MONITORED = messages.MOST_TAG, messages.MOST_TAG - 1
@@ -818,6 +819,8 @@ def create(opts: Any, _: Any = None) -> Any:
             'new_group(backend="fompi") beside it'
         )
     ranks, name = list(opts.global_ranks_in_group), str(opts.group_id)
+    if not ranks or len(ranks) == dist.get_world_size():
+        transport.start_by_store(partial(own_connection, opts.store), opts.group_rank, opts.group_size)
     if ranks:
         members = of_members(ranks, _meet_members(ranks, zlib.crc32(name.encode()) % 30000))
         comm = Communicator(members, f"torch {name}")
@@ -828,7 +831,11 @@ def create(opts: Any, _: Any = None) -> Any:
     if (comm.rank, comm.size) != (opts.group_rank, opts.group_size):
         refusal = LaunchError(
             f"torch has rank {opts.group_rank} of {opts.group_size} here, but MPI has rank {comm.rank} of {comm.size}: "
-            "unset RANK, WORLD_SIZE and MASTER_ADDR, or set them as MPI numbers the ranks"
+            + (
+                "leave out rank and world_size, or give them as MPI numbers the ranks (also RANK and WORLD_SIZE)"
+                if comm.size > 1
+                else "MPI has started before, alone. Call init_process_group before anything that starts MPI"
+            )
         )
     comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
     made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -25,7 +26,7 @@ from fompi.ops.operations import broadcast
 ADDRESS_NBYTES = 256
 
 _KEPT: list[Any] = []
-"""The store in use. The C++ half of a store does not keep its Python half alive."""
+"""The stores in use. The C++ half of a store does not keep its Python half alive."""
 
 _ASKED = (
     *("set", "get", "add", "append", "compare_set", "check", "delete_key", "num_keys", "wait", "multi_get"),
@@ -98,8 +99,19 @@ def meet(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -
     comm.agree("init_process_group", refusal)
     store = Store(comm, timeout)
     comm.close()
-    _KEPT[:] = [store]
+    _KEPT.append(store)
     yield store, comm.rank, comm.size
+
+
+def own_connection(store: Any) -> Any:
+    """A connection of its own to what `store` keeps: MPI asks it while the program waits for `store`.
+
+    `store` lives as long as this process: it may be the server.
+    """
+    _KEPT.append(store)
+    with suppress(AttributeError, RuntimeError):  # before torch 2.8; a store that is written in Python
+        return store.clone()
+    return store
 
 
 def of_torchrun(seconds: float) -> Any:

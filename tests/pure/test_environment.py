@@ -28,6 +28,7 @@ BAD = {
     "FOMPI_DEVICE": ("cuda:x", "1"),
     "FOMPI_COUNTERS": ("2", "on"),
     "FOMPI_SINGLETONS": ("yes",),
+    "FOMPI_TORCH": ("gloo",),
     "FOMPI_DEBUG": ("yes", "2"),
 }
 GOOD = {
@@ -42,6 +43,7 @@ GOOD = {
     "FOMPI_DEVICE": ("auto", "software", "cuda"),
     "FOMPI_COUNTERS": ("auto", "0", "1"),
     "FOMPI_SINGLETONS": ("0", "1"),
+    "FOMPI_TORCH": ("0", "1"),
     "FOMPI_DEBUG": ("0", "1"),
     "FOMPI_AGAIN": (str(ROOT / "again"),),
 }

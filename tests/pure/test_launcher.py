@@ -378,3 +378,32 @@ def test_more_blas_threads_than_cores_per_rank(monkeypatch, cores, ranks, enviro
     monkeypatch.setattr(os, "environ", launched)
     note = thread_note(environ)
     assert (note is None) == (expected is None) and (expected is None or expected in note)
+
+
+HYDRA_RANK = {"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+TORCHRUN_RANK = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, True),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, True),
+        (HYDRA_RANK, True),  # one rank that has started workers
+        ({**HYDRA_RANK, "PMI_SIZE": "2", "PMI_FD": "100000"}, True),  # a child of a rank
+        ({**HYDRA_RANK, "PMI_SIZE": "2"}, False),
+        ({**HYDRA_RANK, "PMI_SIZE": "4"}, False),  # refused: torch and MPI number the ranks differently
+        (TORCHRUN_RANK, False),  # by the store of torchrun
+        ({**TORCHRUN_RANK, launcher.CONNECTED: launcher.process_of(TORCHRUN_RANK), "PMI_FD": "100000"}, True),
+    ],
+)
+def test_processes_that_fompi_connects(environ, expected):
+    assert launcher.must_meet(launcher.detect(environ), 2, environ, "MPICH") == expected
+
+
+def test_a_process_that_met_others():
+    """Its place is what `pmi.connect` has set, whatever started the process above it."""
+    met = {**TORCHRUN_RANK, **HYDRA_RANK, "PMI_SIZE": "3", launcher.MET: "7"}
+    assert launcher.detect(met) == launcher.LaunchVariables("store", 3, 0, 0, 1)
+    assert not launcher.starts_mpi(met) and launcher.starts_mpi(HYDRA_RANK) and not launcher.starts_mpi({})

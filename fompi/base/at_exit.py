@@ -1,0 +1,22 @@
+"""What runs when this process ends: also in a child that `multiprocessing` has forked, which calls no `atexit`."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util
+from collections.abc import Callable
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call `function()` once, when this process ends. Those that are registered later are called first."""
+    called = False
+
+    def once() -> None:
+        nonlocal called
+        if not called:
+            called = True
+            function()
+
+    atexit.register(once)
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, once, exitpriority=0)
