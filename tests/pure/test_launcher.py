@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from fompi.mpi import launcher
 from fompi.mpi.launcher import (
     LaunchVariables,
     batch_note,
