@@ -137,6 +137,7 @@ DOORS.strategy_of_torch = _late("fompi.torch.strategies", "differentiable")
 DOORS.strategy_of_jax = _late("fompi.jax.strategies", "differentiable")
 DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
 DOORS.report = _late("fompi.runtime.report", "of_environment")
+DOORS.communicator_of_torch = _late("fompi.torch.groups", "communicator")
 DOORS.store_of_torchrun = _late("fompi.torch.store", "of_torchrun")
 frames.install()
 

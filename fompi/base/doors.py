@@ -50,6 +50,9 @@ class Doors:
     store_of_torchrun: Callable[[float], Any] = closed
     """(seconds) -> the store by which the processes of torchrun start MPI. `mpi` -> `torch`."""
 
+    communicator_of_torch: Callable[[Any], Any] = closed
+    """(group) -> the Communicator of a ProcessGroup or DeviceMesh of torch. `engine` -> `torch`."""
+
     comm: Callable[[], type] = closed
     """() -> `fompi.mpi.Comm`, which loads mpi4py. `mpi` -> `ops`."""
 

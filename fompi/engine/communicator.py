@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from fompi.base import kept
 from fompi.base.at_exit import at_exit
@@ -106,6 +107,11 @@ def _load_machine(engine: Engine) -> LayoutError | None:
     return None
 
 
+def _is_of_torch(comm: Any) -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and (hasattr(comm, "mesh_dim_names") or isinstance(comm, distributed.ProcessGroup))
+
+
 MARK_BITS = 10
 """The bits of a mark in a tag. Two marked calls of one bound operation never exchange data if their marks differ."""
 
@@ -186,10 +192,15 @@ class Communicator(Shared):
 
     @staticmethod
     def of(comm: Any) -> Communicator:
-        """`comm` itself, or the Communicator of an MPI.Comm (None: of all ranks). It is created at the first call."""
+        """`comm` itself, or the Communicator of an MPI.Comm (None: of all ranks). It is created at the first call.
+
+        A ProcessGroup or DeviceMesh of torch has one, too (`fompi.torch.groups`).
+        """
         if isinstance(comm, Communicator):
             comm.check()
             return comm
+        if _is_of_torch(comm):
+            return cast(Communicator, DOORS.communicator_of_torch(comm))
         origin = mpi_communicator(comm)
         known: Communicator | None = attached(origin)
         if known is None or known.closed:

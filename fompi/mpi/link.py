@@ -253,7 +253,10 @@ def mpi_communicator(comm: Any) -> Any:
     if comm is None:
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        raise LaunchError(f"comm= takes a fompi.Communicator, an axis of a fompi.Mesh or an MPI.Comm, not {comm!r}")
+        raise LaunchError(
+            f"comm= takes a fompi.Communicator, an axis of a fompi.Mesh, an MPI.Comm, or a ProcessGroup or DeviceMesh "
+            f"of torch, not {comm!r}"
+        )
     return comm
 
 

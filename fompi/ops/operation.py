@@ -15,7 +15,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
 from fompi.base.doors import DOORS
-from fompi.base.errors import ArgumentError, LaunchError, PlanError, TensorError, of_signature
+from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, of_signature
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -245,7 +245,7 @@ def communicator_of(comm: Any) -> tuple[Communicator, Exception | None]:
     """The Communicator of `comm=`. If it is none: that of all ranks, on which all of them get the error."""
     try:
         return Communicator.of(comm), None
-    except LaunchError as error:
+    except (LaunchError, LayoutError) as error:
         if comm is None:
             raise
         return Communicator.of(None), error

@@ -32,7 +32,7 @@ import torch
 import torch._dynamo  # the first call of an operator would load it, for seconds, while other ranks wait
 
 from fompi.base.doors import DOORS
-from fompi.base.errors import LaunchError, LayoutError, ShapeError, StateError, TensorError
+from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
@@ -42,39 +42,13 @@ from fompi.plans.meaning import MEANING
 from fompi.plans.rows import Rows, rows_alike
 from fompi.torch import private
 from fompi.torch.autograd import conjugate
+from fompi.torch.groups import communicator
 
 # ------------------------------------------------------------------------------------------------------ communicators
 
 _NUMBERS = count()
 _NAMES: WeakKeyDictionary[Communicator, str] = WeakKeyDictionary()
 _NAMED: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
-
-
-def communicator(group: Any = None) -> Communicator:
-    """The Communicator of a group of `torch.distributed` on the backend "fompi".
-
-        tp = fompi.torch.communicator(mesh["tp"])             # a DeviceMesh of one dimension
-        y = fompi.all_gather_matmul(x, w, comm=tp)
-
-    `group` is a ProcessGroup, its name, or a DeviceMesh of one dimension. It may also be anything that `comm=` takes.
-    The communicator is that of the group itself: it is closed with it.
-    Raises LaunchError for a group of another backend, and LayoutError for a mesh of several dimensions.
-    """
-    if isinstance(group, str):
-        group = private.group_named(group)
-    elif hasattr(group, "mesh_dim_names"):
-        if group.ndim != 1:
-            raise LayoutError(f"a mesh of the dimensions {group.mesh_dim_names} has several groups: choose a dimension")
-        group = group.get_group()
-    if isinstance(group, torch.distributed.ProcessGroup):
-        own = private.with_communicator(group)
-        if own is None:
-            raise LaunchError(
-                f"the group has the backend {torch.distributed.get_backend(group)}, not fompi: make it with "
-                'torch.distributed.init_process_group("fompi") or new_group(backend="fompi")'
-            )
-        group = own.comm
-    return Communicator.of(group)
 
 
 @private.run_by_the_compiler

@@ -116,6 +116,11 @@ def with_communicator(group: Any) -> Any:
     return next((each for each in found if hasattr(each, "comm")), None)
 
 
+def store_of_default_group() -> Any:
+    """The store by which the processes have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def backends_of_new_group() -> dict[str, str]:
     """The backend of each device, of the group that torch is making.
 

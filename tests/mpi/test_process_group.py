@@ -691,3 +691,27 @@ def test_pipeline(rank, size, data):
     assert_equal(weights, [p.detach() for p in mine.parameters()])
     if rank == size - 1:
         assert_equal(losses, whole_losses)
+
+
+def test_groups_and_meshes_of_torch_as_comm(rank, size):
+    """Everywhere where `comm=` is, also with another backend."""
+    half = size // 2
+    mesh = dist.init_device_mesh("cpu", (2, half), mesh_dim_names=("dp", "tp"))
+    others = dist.new_group(list(range(half)), backend="gloo"), dist.new_group(list(range(half, size)), backend="gloo")
+    same = list(range(half * (rank // half), half * (rank // half + 1)))
+    x, w = of(rank), torch.eye(3, requires_grad=True)
+    expected = torch.cat([of(r) for r in same])
+    for comm in (mesh["tp"], mesh.get_group("tp"), others[rank // half]):
+        assert torch.equal(fompi.all_gather(x, comm=comm), expected)
+        y = fompi.all_gather_matmul(x, w, comm=comm)
+        y.sum().backward()
+        assert torch.equal(y, expected) and w.grad is not None
+        step = fompi.all_reduce.bind(x, comm=comm)
+        assert torch.equal(step(), sum(of(r) for r in same))
+        assert fompi.torch.nn.ColumnParallelLinear(3, 2 * half, comm=comm)(x).shape == (2 * half, 2)
+        fompi.barrier(comm)
+    assert torch.equal(fompi.all_gather(x, comm=dist.group.WORLD), torch.cat([of(r) for r in range(size)]))
+    with pytest.raises(fompi.LayoutError, match="choose a dimension"):
+        fompi.all_gather(x, comm=mesh)
+    with pytest.raises(fompi.LaunchError, match="or a ProcessGroup or DeviceMesh of torch, not 'tp'"):
+        fompi.all_gather(x, comm="tp")
