@@ -166,7 +166,7 @@ void kernel_run(
     int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, const char *a, const char *b, char *c, int64_t count) {
     int is_mean = kernel == MEAN;
     if (kernel == COPY && dtype == BYTE) {
-        memcpy(c, a, (size_t)count);
+        if (c != a) memcpy(c, a, (size_t)count);
         return;
     }
     switch (dtype) {

@@ -184,7 +184,7 @@ def take_front(ticket: Ticket, pending: Pending) -> None:
     place = place_of(arguments.x)
     if place is None or "x" not in local.arrays or place[1] != address_of(local.arrays["x"]):
         return  # it works on a copy, or on parts
-    names = {"x", "y"} if not local.in_place else {"x"}
+    names = {"x", "y"} if not local.in_place or ticket.program.may_write_over_x else {"x"}
     whole = arguments.result is Arguments.result and not (local.dim or local.split >= 0 or local.packed)
     if plain and whole and tuple(ticket.given) in ORDERS and names >= ticket.given.keys() and "y" in ticket.names:
         with comm.engine.lock:

@@ -354,7 +354,8 @@ class Pending:
     ) -> dict[str, Array]:
         """Every buffer of the program but `kept` ones as an array: the caller's memory, or memory of the arena."""
         local, arena = self._local, self._comm.engine.arena
-        out = None if local.in_place else local.out
+        over_x = local.in_place and not (program.may_write_over_x and local.device is None)
+        out = None if over_x else local.out
         arrays, aligned = {**local.arrays}, local.like.framework == "jax"  # JAX copies memory that is not aligned
         for buffer in program.program.buffers:
             if buffer.name in kept:

@@ -118,7 +118,8 @@ class Ticket:
         self.is_small, self.in_place = program.is_small(sized), local.in_place
         plan = table(program, sized, comm.most_nbytes)
         assert plan is not None
-        in_place = local.in_place and "y" in plan.buffers
+        over_x = local.in_place and not program.may_write_over_x  # at the end
+        in_place = over_x and "y" in plan.buffers
         self.table, self.front = with_agreement(plan, comm.rank, comm.size, HEADER_NBYTES, HANDSHAKE, in_place)
         self.names, self.unplaced = plan.buffers, plan.unplaced - ({"x", "y"} if in_place else set())
         self.kernels = plan.in_python
@@ -127,7 +128,7 @@ class Ticket:
         self.own_headers = np.frombuffer(b"".join(agreement.headers()), np.int64).reshape(self.headers.shape)
         self.kept = [
             b for b in program.program.buffers
-            if b.role == "scratch" or (b.role == "output" and local.in_place)
+            if b.role == "scratch" or (b.role == "output" and over_x)
         ]  # fmt: skip
         kept = {buffer.name for buffer in self.kept}
         self.given = {name: at for at, name in enumerate(self.names) if name not in kept}

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -231,6 +231,24 @@ class Compiled:
                 if chunk.buffer == name:
                     ops.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
         return ops
+
+    @cached_property
+    def may_write_over_x(self) -> bool:
+        """True if the output y may lie in the memory of x: no op writes what another one reads there.
+
+        A copy of x to the same place of y writes what is there already.
+        """
+        read: set[int] = set()
+        written: set[int] = set()
+        for op in self.ops:
+            read.update(b for c in op.reads if c.buffer == "x" for b in range(c.start, c.stop))
+            stays = (
+                isinstance(op, Compute) and op.kernel == "copy" and len({c[1:] for c in (*op.reads, *op.writes)}) == 1
+            )
+            if not stays:
+                written.update(b for c in op.writes if c.buffer == "y" for b in range(c.start, c.stop))
+        axes = [self.buffers[name].axis for name in ("x", "y") if name in self.buffers]
+        return len(axes) == 2 and axes[0] == axes[1] and not read & written
 
     def users(self, buffers: Collection[str]) -> list[int]:
         """The ops that read or write one of these buffers."""

@@ -172,6 +172,17 @@ def test_in_place_and_out(own):
         assert fompi.all_reduce(x, comm=own, out=x) is x and (x == own.size * (turn + 1)).all()
 
 
+@pytest.mark.parametrize("count", [1, 5, 70_000])
+def test_a_broadcast_in_place(own, count):
+    """It arrives in the memory of the program, not in a copy."""
+    for turn in range(6):
+        root = turn // 3 % own.size
+        x = np.arange(count) + 10.0 * own.rank
+        assert fompi.broadcast(x, root=root, out=x, comm=own) is x and (x == np.arange(count) + 10.0 * root).all()
+        z = torch.full((count,), own.rank)
+        assert fompi.broadcast.start(z, root=root, out=z, comm=own).wait() is z and (z == root).all()
+
+
 def test_tensors_of_torch(own):
     for turn in range(6):
         x = torch.full((4,), turn + 1.0)
