@@ -11,9 +11,10 @@ has a type of the program, is packed on that rank.
 
 | goes through fompi | goes through MPI |
 |---|---|
-| Bcast, Gather(v), Scatter(v), Allgather(v), Alltoall(v) | Alltoallw, neighbours, Barrier, persistent ones |
+| with I in front: Bcast, Gather(v), Scatter(v), Allgather(v), Alltoall(v, w) | neighbours, Barrier, persistent ones |
 | Reduce, Allreduce, Reduce_scatter(_block) with SUM, PROD, MIN, MAX | other ops and types, `recvcounts=None` |
-| the same with I in front | Scan, Exscan, messages, objects (lower-case names), one-sided, files |
+| blocking: the same, where they are large (`by_library`) | small ones, Gatherv, Scatterv, Alltoallv, Alltoallw |
+| | Scan, Exscan, messages, objects (lower-case names), one-sided, files |
 
 The import of this file loads mpi4py. It does not start MPI.
 """
@@ -24,6 +25,7 @@ import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
+from inspect import signature
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi import environment
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
 from fompi.ops import operations
+from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, watch
 from fompi.ops.front import REFUSED, Door, known_call, place_of
 from fompi.ops.operation import Operation
 from fompi.tensors.capsules import code_on_host
@@ -231,6 +234,23 @@ def _numbers(given: Any, count: int) -> list[int]:
     return numbers
 
 
+def _parts_of_types(spec: Any, size: int) -> list[MpiBuffer]:
+    """The parts of a buffer argument of Alltoallw: each has a datatype of its own, and begins at a byte."""
+    memory, *between, types = spec
+    counts, displacements = between[0] if len(between) == 1 else between or ([1] * size, [0] * size)
+    counts, displacements = _numbers(counts, size), _numbers(displacements, size)
+    owner = None if memory is None or memory is MPI.BOTTOM else MPI.buffer(memory)
+    parts = []
+    for at, count, datatype in zip(displacements, counts, types, strict=True):
+        place = MPI.BOTTOM
+        if owner is not None:
+            place = MPI.buffer.fromaddress(owner.address + at, owner.nbytes - at)
+        elif at:
+            place = MPI.buffer.fromaddress(at, count * datatype.Get_extent()[1])
+        parts.append(MpiBuffer([place, count, datatype]))
+    return parts
+
+
 class MpiCall(NamedTuple):
     """A call of an operation of fompi, and `finish(pending)`, which brings its result to the buffers of the program.
 
@@ -311,6 +331,8 @@ class Request(MPI.Grequest):
         return self._ended(False, super().test, status)
 
 
+MOST_ARGUMENTS = 9
+
 BUFFERS_OF_ROOT = {"Reduce": 1, "Gather": 1, "Gatherv": 1, "Scatter": 0, "Scatterv": 0}
 """The argument that only the root has."""
 
@@ -364,6 +386,7 @@ class Comm(MPI.Intracomm):
     def __init__(self, comm: Any = None):
         if self != MPI.COMM_NULL:
             Communicator.of(self)
+            watch()
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         return self._of(super().Split(color, key))
@@ -460,6 +483,23 @@ class Comm(MPI.Intracomm):
 
     def _alltoallv(self, sendbuf: Any, recvbuf: Any) -> MpiCall:
         return self._alltoall(sendbuf, recvbuf, True)
+
+    def _alltoallw(self, sendbuf: Any, recvbuf: Any) -> MpiCall:
+        targets = _parts_of_types(recvbuf, self.Get_size())
+        sources = targets if is_in_place(sendbuf) else _parts_of_types(sendbuf, self.Get_size())
+        sends, takes = ([sum(part.nbytes) for part in parts] for parts in (sources, targets))
+        x = np.concatenate([part.packed() for part in sources])
+
+        def finish(pending: Any) -> None:
+            y, at = pending.result, 0
+            if list(pending.counts) != takes:
+                words = f"{list(pending.counts)} bytes arrive from the ranks, but there is room for {takes}"
+                raise ShapeError(f"all_to_all: {words}")
+            for part, nbytes in zip(targets, takes, strict=True):
+                part.unpack(y[at : at + nbytes])
+                at += nbytes
+
+        return MpiCall(operations.all_to_all, x, {"counts": sends}, finish, sum(takes))
 
     # -- reductions: numbers. None: the op or the type is MPI's
     def _reduced(
@@ -578,22 +618,65 @@ class Comm(MPI.Intracomm):
         return True
 
 
+def _is_by_library(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """True if the MPI library carries out a blocking collective itself. All ranks get the same answer."""
+    limit = LIMITS.get(name, -1)
+    if limit in (-1, ALWAYS):
+        return limit == ALWAYS
+    try:
+        return _nbytes_of(name, comm, args, options) <= limit
+    except TensorError:
+        raise
+    except Exception:
+        return True  # the library says what is wrong
+
+
+def _nbytes_of(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str, Any]) -> int:
+    """The bytes of a collective, from arguments of any kind. The same on all ranks."""
+    given = signature(getattr(comm, f"_{name.lower()}")).bind(*args, **options).arguments
+    size, (at, is_part) = comm.Get_size(), SIZED[name]
+    buffers = [given[word] for word in ("buf", "sendbuf", "recvbuf") if word in given]
+    if is_in_place(buffers[at]):  # the other argument has all parts
+        at, is_part = 1 - at, False
+    buffer = MpiBuffer(buffers[at], *((size, True) if name == "Allgatherv" else ()))
+    if not buffer.on_host:
+        buffer.memory  # noqa: B018  # raises TensorError if the library does not take it
+    return sum(buffer.nbytes) * (size if is_part else 1)
+
+
 def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
     native, prepare = getattr(MPI.Intracomm, f"I{name.lower()}" if immediate else name), f"_{name.lower()}"
 
-    def call(self: Comm, *args: Any, **options: Any) -> Any:
-        if not immediate and self._at_once(name, getattr(self, prepare), args, options):
+    def begin(self: Comm, *args: Any, **options: Any) -> Any:
+        begun = self._begin(operation, getattr(self, prepare), args, options)
+        if begun is None:
+            return native(self, *args, **options)
+        return Request.of(*begun)
+
+    (at, parts), enter, leave = SIZED.get(name, (MOST_ARGUMENTS, False)), INSIDE.append, INSIDE.pop
+
+    def carry_out(self: Comm, *args: Any, **options: Any) -> Any:
+        if (  # what most programs write, decided as by `_is_by_library`
+            len(args) > at
+            and type(args[at]) is np.ndarray
+            and args[at].nbytes * (self.size if parts else 1) <= LIMITS[name]
+        ) or _is_by_library(name, self, args, options):
+            enter((name, args))
+            try:
+                return native(self, *args, **options) if options else native(self, *args)
+            finally:
+                leave()
+        if self._at_once(name, getattr(self, prepare), args, options):
             return None
         begun = self._begin(operation, getattr(self, prepare), args, options)
         if begun is None:
             return native(self, *args, **options)
         pending, finish = begun
-        if immediate:
-            return Request.of(pending, finish)
         pending.wait()
         finish()
         return None
 
+    call = begin if immediate else carry_out
     call.__name__, call.__doc__ = native.__name__, native.__doc__
     return call
 
@@ -611,3 +694,4 @@ FORMS: dict[str, Operation[Any]] = {
 for _name, _operation in FORMS.items():
     setattr(Comm, _name, _form(_name, _operation, False))
     setattr(Comm, f"I{_name.lower()}", _form(_name, _operation, True))
+setattr(Comm, "Ialltoallw", _form("Alltoallw", operations.all_to_all, True))  # noqa: B010

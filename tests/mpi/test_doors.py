@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 import fompi
 from fompi import mpi
+from fompi.ops import by_library
 from fompi.runtime.native_run import made_call
 from fompi.torch.work import Landed
 
@@ -204,7 +205,10 @@ def test_a_message_of_another_size(group, world):
 
 
 @pytest.fixture
-def ours():
+def ours(monkeypatch):
+    """All of its collectives by fompi, also small ones."""
+    for name in by_library.LIMITS:
+        monkeypatch.setitem(by_library.LIMITS, name, -1)
     made = mpi.Comm(MPI.COMM_WORLD.Dup())
     yield made
     made.Free()
@@ -252,6 +256,28 @@ def copied(argument):
     if isinstance(argument, list):
         return [argument[0].copy(), argument[1]]
     return argument.copy() if isinstance(argument, np.ndarray) else argument
+
+
+@pytest.mark.parametrize("limit", [40, 4 << 20])
+def test_collectives_of_the_library(ours, monkeypatch, limit):
+    """Small ones are its own, and all ranks agree which: whatever form their arguments have."""
+    for name in by_library.SIZED:
+        monkeypatch.setitem(by_library.LIMITS, name, limit)
+    before = ours.communicator.calls
+    each_collective(ours)
+    assert (ours.communicator.calls == before) == (limit > 40)
+    with pytest.raises((ValueError, TypeError)):  # the words of mpi4py
+        ours.Allreduce(np.zeros(3), np.zeros(2))
+    size = ours.size  # each rank decides for itself
+    wholes = [np.arange(9.0 * size), [np.arange(9.0 * size), MPI.DOUBLE], [np.arange(9.0 * size), 9 * size, MPI.DOUBLE]]
+    for root in range(min(size, 3)):
+        ours.Bcast(wholes[(ours.rank + root) % 3], root=root)
+        counts = [9] * size
+        sent = MPI.IN_PLACE if ours.rank == root else np.ones(9)
+        ours.Allgatherv(sent, [np.ones(9 * size), counts])
+        ours.Gather(sent, np.ones(9 * size) if ours.rank == root else None, root=root)
+        ours.Scatter(np.ones(9 * size) if ours.rank == root else None, sent, root=root)
+        ours.Reduce_scatter_block(wholes[root % 2], np.zeros(9))
 
 
 def test_every_collective(ours):

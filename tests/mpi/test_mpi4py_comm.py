@@ -9,6 +9,14 @@ from mpi4py import MPI
 
 import fompi
 from fompi import mpi
+from fompi.ops import by_library
+
+
+@pytest.fixture(autouse=True)
+def all_by_fompi(monkeypatch):
+    """Small blocking collectives, too."""
+    for name in by_library.LIMITS:
+        monkeypatch.setitem(by_library.LIMITS, name, -1)
 
 
 @pytest.fixture(scope="module")
@@ -371,3 +379,32 @@ def test_it_is_the_communicator(ours):
     half.Allreduce(np.ones(1), y)
     assert y[0] == half.size
     half.Free()
+
+
+def by_types(comm, rank):
+    """The arguments of Alltoallw: every second number to some ranks, three in one piece to the others."""
+    every_second = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    odd = [(rank + other) % 2 for other in range(comm.size)]
+    counts, displacements = [1 if o else 3 for o in odd], [160 * other for other in range(comm.size)]
+    return counts, displacements, [every_second if o else MPI.DOUBLE for o in odd]
+
+
+def test_each_part_has_a_type(ours, plain):
+    """Ialltoallw is an all-to-all of fompi, from memory, from addresses, and in place."""
+    counts, displacements, types = by_types(ours, ours.rank)
+    x, results = np.arange(20.0 * ours.size) + 100 * ours.rank, []
+    addresses = [MPI.Get_address(x) + d for d in displacements]  # too large for Alltoallw of Open MPI
+    for form in (plain.Alltoallw, ours.Alltoallw, ours.Ialltoallw):
+        y = np.zeros(20 * ours.size)
+        for sent in ([x, counts, displacements, types], MPI.IN_PLACE, [MPI.BOTTOM, counts, addresses, types]):
+            if sent is MPI.IN_PLACE or sent[0] is x or form == ours.Ialltoallw:
+                request = form(sent, [y, (counts, displacements), types])
+                if request is not None:
+                    request.Wait()
+                results.append(y.copy())
+    once, again = results[:2]
+    wanted = [once, again, once, again, once, again, once]
+    assert all(np.array_equal(a, b) for a, b in zip(results, wanted, strict=True))
+    before = calls(ours)
+    ours.Ialltoallw([x, counts, displacements, types], [y, counts, displacements, types]).Wait()
+    assert calls(ours) == before + 1

@@ -1,0 +1,62 @@
+"""Blocking collectives of `fompi.mpi.Comm` in which nothing can be gained: the MPI library's own carry them out.
+
+A blocking collective hides nothing. What is left to gain is a faster plan, and that only for large sums and for
+messages that two ranks of Open MPI would send in turns (docs/inside/overhead.md). All ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from time import perf_counter, sleep
+
+from fompi.mpi import launcher
+from fompi.mpi.link import abort
+from fompi.mpi.transport import world
+
+ALWAYS = 1 << 62
+SUMS, MOVES = (1 << 20) - 1, 4 << 20
+
+LIMITS: dict[str, int] = {
+    **dict.fromkeys(("Allreduce", "Reduce", "Reduce_scatter_block"), SUMS),
+    **dict.fromkeys(("Bcast", "Gather", "Scatter", "Allgather", "Allgatherv", "Alltoall"), MOVES),
+    **dict.fromkeys(("Gatherv", "Scatterv", "Alltoallv"), ALWAYS),  # no rank knows how large they are
+}
+"""The most bytes, of all ranks together in a move, with which the library carries out a collective."""
+
+SIZED: dict[str, tuple[int, bool]] = {
+    **dict.fromkeys(("Bcast", "Reduce"), (0, False)),
+    **dict.fromkeys(("Allreduce", "Allgather", "Allgatherv", "Alltoall"), (1, False)),
+    "Gather": (0, True),
+    **dict.fromkeys(("Scatter", "Reduce_scatter_block"), (1, True)),
+}
+"""Which argument says how large a collective is, and whether it is only one part for each rank."""
+
+INSIDE: list[tuple[str, object]] = []
+"""The calls of the library in which threads are: their name, and something that no other call has."""
+
+_WATCHED = threading.Event()
+
+
+def watch() -> None:
+    """Start the watch, once per process. The library's collectives have no deadline: the watch ends the job instead."""
+    if not _WATCHED.is_set():
+        _WATCHED.set()
+        threading.Thread(target=_watch, args=(launcher.timeout(),), name="fompi watch", daemon=True).start()
+
+
+def _watch(seconds: float) -> None:
+    (rank, size), call, since = world(), None, perf_counter()
+    while True:
+        sleep(min(1.0, seconds / 4))
+        first = next(iter([*INSIDE]), None)
+        if first is None or first is not call:
+            call, since = first, perf_counter()
+        elif perf_counter() - since > seconds:
+            print(
+                f"fompi: rank {rank} of {size} ends: WaitTimeout: it has waited {seconds:g} s (FOMPI_TIMEOUT) in "
+                f"{call[0]} of the MPI library: another rank has not called it, or has other arguments",
+                file=sys.stderr,
+                flush=True,
+            )
+            abort(1)
