@@ -17,7 +17,22 @@ from fompi.engine.handshake import agree
 
 EXAMPLE = "{} bench overhead --quick"
 
-SUITES = ("collectives", "fused", "papers", "parallel", "step", "ddp", "peers", "planner", "adapt", "overhead", "jit")
+SUITES = (
+    *(
+        "collectives",
+        "fused",
+        "papers",
+        "parallel",
+        "step",
+        "ddp",
+        "c10d",
+        "peers",
+        "planner",
+        "adapt",
+        "overhead",
+        "jit",
+    ),
+)
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
 
 DEVICES = ("cuda", "software")
@@ -26,7 +41,7 @@ DEVICES = ("cuda", "software")
 PRINTED = "-"
 """In place of a file's name: print it."""
 
-WITHOUT_SUMMARY = ("collectives", "papers", "parallel", "step", "ddp", "overhead", "jit")
+WITHOUT_SUMMARY = ("collectives", "papers", "parallel", "step", "ddp", "c10d", "overhead", "jit")
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
 
 

@@ -157,9 +157,11 @@ def _is_first(engine: Engine) -> bool:
 def _follows(engine: Engine, error: BaseException | None) -> bool:
     """True if `error` was caused by the error of another rank, and that rank is still there to report it."""
     departed = {rank for channel in engine.channels for rank in list(channel.departed)}
-    while error is not None:
+    seen: list[BaseException] = []  # `raise a from b` can close a circle
+    while error is not None and error not in seen:
         if isinstance(error, PeerError) and error.origin not in departed:
             return True
+        seen.append(error)
         error = error.__cause__ or error.__context__
     return False
 

@@ -415,6 +415,7 @@ static int drive(Call *c, double seconds, double stall) {
         }
         if (t - from >= seconds) break;
     }
+    if (state_of(c) != GOES_ON) state = state_of(c); /* the progress thread may have ended it during the rest */
     if (state == FINISHED || state == FAILED || state == DISAGREES) land(c);
     else depart(c);
     return state;

@@ -21,6 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from ctypes import memmove
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -82,10 +83,42 @@ def is_place_for(out: Tensor, x: Tensor) -> bool:
     )
 
 
+def is_plain(t: Tensor) -> bool:
+    """True if the elements of `t` are in contiguous memory of the host, and few: then one copy in C is the fastest."""
+    return (
+        t.is_cpu and t.layout is torch.strided and t.is_contiguous() and t.nbytes <= MOST_NBYTES
+        and not (t.is_neg() or t.is_conj())
+    )  # fmt: skip
+
+
+MOST_NBYTES = 1 << 18
+"""torch copies more bytes than these with several threads."""
+
+
 def copy_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
     """Copy the elements of `whole` to the tensors `parts`, one after the other."""
+    dtype = whole.dtype
+    if is_plain(whole) and all(part.dtype is dtype and is_plain(part) for part in parts):
+        at = whole.data_ptr()
+        for part in parts:
+            memmove(part.data_ptr(), at, part.nbytes)
+            at += part.nbytes
+        return
     for part, piece in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
         part.data.copy_(piece.view(part.shape))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The elements of all `parts` in one row."""
+    dtype = parts[0].dtype
+    if all(part.dtype is dtype and is_plain(part) for part in parts):
+        whole = torch.empty(sum([part.numel() for part in parts]), dtype=dtype)
+        at = whole.data_ptr()
+        for part in parts:
+            memmove(at, part.data_ptr(), part.nbytes)
+            at += part.nbytes
+        return whole
+    return torch.cat([flat(part) for part in parts])
 
 
 # --------------------------------------------------------------------------------------------------------- reductions
@@ -474,22 +507,21 @@ class Collectives:
     @refusing(operations.scatter)
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Work:
         outs, root, (out, *_) = _listed(outs), _root_of(opts), _listed(outs)
-        x, counts = flat(out)[:0], None
         if self.comm.rank == root:
             parts = _nested(ins)[0]
-            x, counts = torch.cat([flat(t) for t in parts]), [t.numel() for t in parts]
+            x, counts = joined(parts), [t.numel() for t in parts]
+        else:
+            x, counts = torch.empty(0, dtype=out.dtype, device=out.device), None
         arriving = [out.numel() if rank == root else 0 for rank in range(self.comm.size)]
         verb = "scatter", root, out.numel(), *(counts or ())
-        if done := self._at_once(verb, x, None, opts, outs, lambda y: out.data.copy_(y.view(out.shape))):
+        if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts([out], y)):
             return done
         pending = self._start(operations.scatter, x, root=root, counts=counts, arriving=arriving)
-        return self._work(
-            "scatter", opts, [pending], lambda y: out.data.copy_(y.view(out.shape)), outs, timeout=timeout
-        )
+        return self._work("scatter", opts, [pending], lambda y: copy_parts([out], y), outs, timeout=timeout)
 
     @refusing(operations.all_to_all)
     def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
-        x, counts = torch.cat([flat(t) for t in ins]), [t.numel() for t in ins]
+        x, counts = joined(ins), [t.numel() for t in ins]
         verb = "all_to_all to parts", *counts, None, *(out.numel() for out in outs)
         if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts(outs, y)):
             return done

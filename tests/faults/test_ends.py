@@ -524,3 +524,20 @@ fompi.Machine.load("nowhere")
     assert ended.finished.returncode != 0 and "HOOK LayoutError" in ended.output, ended.output
     assert ended.output.count("ends by an error") == 1, ended.output
     assert ended.output.count("LayoutError: no machine") == 1, ended.output
+
+
+def test_an_error_whose_causes_close_a_circle(launch):
+    """`raise a from b` can make one. The rank ended never, and the others waited."""
+    ended = launch(
+        2,
+        """
+first, second = ValueError("first"), RuntimeError("second")
+first.__cause__, second.__cause__ = second, first
+event()
+if rank == 1:
+    raise first
+world.barrier()
+""",
+    )
+    assert not ended.finished.timed_out and not ended.finished.left_behind and ended.finished.returncode, ended.output
+    assert "ValueError: first" in ended.output and ended.seconds < 10

@@ -34,7 +34,14 @@ NOT_FOR_RUNTIME = {"schedules", "planner"}
 
 FOREIGN = {
     "mpi4py": {"mpi/transport.py", "lab/links.py"},
-    "torch": {"torch", "bench/rivals/gloo.py", "bench/rivals/steps.py", "bench/step.py", "bench/ddp.py"},
+    "torch": {
+        "torch",
+        "bench/rivals/gloo.py",
+        "bench/rivals/steps.py",
+        "bench/step.py",
+        "bench/ddp.py",
+        "bench/c10d.py",
+    },
     "jax": {"jax", "bench/jit.py", "bench/rivals/xla.py"},
     "mpi4jax": {"bench/rivals/xla.py"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import deque
 from dataclasses import replace
 from random import Random
@@ -35,7 +36,7 @@ class FakeMPI:
     def __init__(self, seed, request_nbytes=4, fails_at=None):
         self.draw, self.fails_at, self.calls = Random(seed), fails_at, 0
         self.request = {4: ctypes.c_int32, 8: ctypes.c_int64}[request_nbytes]
-        self.messages, self.requests, self.last = {}, {}, 0
+        self.messages, self.requests, self.last, self.silent_until = {}, {}, 0, 0.0
         functions = (SEND(self.isend), SEND(self.issend), SEND(self.irecv), TEST(self.test), TESTSOME(self.testsome))
         self.functions = functions  # they must stay
         addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in functions]
@@ -80,7 +81,7 @@ class FakeMPI:
 
     def is_done(self, where):
         number = self.request.from_address(where)
-        done = self.requests[number.value]()
+        done = perf_counter() >= self.silent_until and self.requests[number.value]()
         if done:
             del self.requests[number.value]
             number.value = 0
@@ -406,6 +407,27 @@ def test_a_thread_goes_on_with_calls_in_flight():
         mpi.library.stop()
         mpi.library.stop()
         assert not mpi.library.has_thread
+
+
+def test_the_thread_ends_a_call_while_a_wait_for_it_rests():
+    """The call is over then, and not in flight: it can run again."""
+    ranks, wanted, mpi = ranks_of(catalogue.problems(2)["all_reduce"], "ring", 1, 3)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # the MPI of these tests needs the GIL
+    try:
+        assert mpi.library.help(2e-5, 1e-4)
+        for turn in range(20):
+            mpi.silent_until = perf_counter() + 0.0145 + 2.5e-5 * turn
+            for rank in reversed(ranks):  # at once: if the call were in flight, the thread would soon find it there
+                assert rank.call.run(1 << 8, 0.0, 1.0) == GOES_ON
+            ranks[1].call.drive(0.015, 1.0)
+            until = perf_counter() + 10
+            while any(rank.call.state == GOES_ON for rank in ranks) and perf_counter() < until:
+                sleep(1e-4)
+        assert_bits(ranks, wanted)
+    finally:
+        mpi.library.stop()
+        sys.setswitchinterval(interval)
 
 
 def test_the_thread_wakes_python():

@@ -1,0 +1,203 @@
+"""The verbs of torch.distributed over gloo and over fompi, and MPI's own: mpirun -n 2 python -m fompi bench c10d
+
+| contestant | what it is                                                                                      |
+|------------|-------------------------------------------------------------------------------------------------|
+| `gloo`     | the verb on a group of gloo. Threads of gloo move the messages                                  |
+| `fompi`    | the same verb on a group of the backend "fompi"                                                 |
+| `MPI`      | the collective of the MPI library, by mpi4py. It has none for half types, and none for messages |
+
+A size is that of the larger tensor of a rank, in bytes. The results of fompi are compared with those of gloo first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from fompi.base.errors import FompiError
+from fompi.bench.cluster import TcpHosts
+from fompi.bench.collectives import progress
+from fompi.bench.options import Options
+from fompi.bench.rivals.gloo import Gloo
+from fompi.bench.step import compare
+from fompi.engine.communicator import Communicator
+from fompi.tuning.rounds import Figure, Row, alternate, difference
+
+SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
+QUICK_SIZES = (1 << 10,)
+
+SECONDS, MOST_CALLS, WARMUP = 0.02, 200, 2
+"""A turn takes about so long, and has at most so many calls."""
+
+SMALL_NBYTES, MOST_ABOVE_MPI = 1 << 16, 25
+"""Up to this size fompi shall be 3 times as fast as gloo, and need at most so many microseconds more than MPI."""
+
+LEAST = 0.98
+
+GLOO, OURS, LIBRARY = "gloo", "fompi", "MPI"
+
+
+class Verb(NamedTuple):
+    """A verb on one group. `result` is what it writes on this rank."""
+
+    call: Callable[[], object]
+    result: Callable[[], list[Any]]
+
+
+def rows(comm: Communicator, options: Options) -> list[Row]:
+    try:
+        import torch
+        import torch.distributed as distributed
+    except ImportError:
+        raise FompiError("bench c10d compares with PyTorch, which is not installed: pip install torch") from None
+    from fompi.torch.autoload import register
+
+    register()
+    cases = [(verb, size) for verb in VERBS for size in ((0,) if verb == "barrier" else _sizes(options))]
+
+    def name(case: tuple[str, int]) -> str:
+        return f"{case[0]} {_bytes(case[1])}".strip()
+
+    with TcpHosts(comm.link.comm, options.quick) as cluster:
+        gloo = Gloo(comm.link.comm, cluster.rendezvous())
+        try:
+            group = distributed.new_group(backend="fompi")
+            return [
+                measured(comm, cluster, torch, group, name(case), *case, options.rounds)
+                for case in options.each(cases, name)
+            ]
+        finally:
+            gloo.close()
+
+
+def _sizes(options: Options) -> tuple[int, ...]:
+    return QUICK_SIZES if options.quick else SIZES
+
+
+def _bytes(size: int) -> str:
+    for unit, step in (("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)):
+        if size and size % step == 0:
+            return f"{size // step} {unit}"
+    return ""
+
+
+def measured(
+    comm: Communicator, cluster: TcpHosts, torch: Any, group: Any, what: str, verb: str, nbytes: int, rounds: int
+) -> Row:
+    mpi = comm.link.comm
+    gloo, ours = (verb_of(torch, each, comm, verb, nbytes) for each in (None, group))
+    for each in (gloo, ours):
+        each.call()
+    if gloo.result():
+        compare(comm, GLOO, ours.result(), gloo.result())
+    calls = {GLOO: gloo.call, OURS: ours.call}
+    library = of_library(mpi, verb, nbytes)
+    if library is not None:
+        calls[LIBRARY] = library
+    once = alternate(mpi, calls, 1, calls=4, warmup=WARMUP)
+    counts = {name: max(1, min(MOST_CALLS, int(SECONDS / times[0]))) for name, times in once.items()}
+    turns = {name: partial(_repeat, call, counts[name]) for name, call in calls.items()}
+    taken = alternate(mpi, turns, rounds, warmup=1, idle=cluster.idle)
+    samples = {name: [seconds / counts[name] for seconds in times] for name, times in taken.items()}
+    row = Row(what, str(cluster), samples, base=OURS, progress=f"{progress(comm)}; gloo: threads")
+    return Row(**{**vars(row), "figures": [*_figures(row, nbytes, cluster.shared)]})
+
+
+def _repeat(call: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+def _figures(row: Row, nbytes: int, is_shared: bool) -> Iterator[Figure]:
+    is_small = nbytes <= SMALL_NBYTES
+    yield row.ratio(GLOO, OURS, least=3.0 if is_small and is_shared else LEAST)
+    if LIBRARY in row.samples:
+        if is_small and is_shared:
+            yield difference("above MPI's own", row.samples[OURS], row.samples[LIBRARY], most=MOST_ABOVE_MPI)
+        elif not is_small:
+            yield row.ratio(LIBRARY, OURS, least=LEAST)
+
+
+# -------------------------------------------------------------------------------------------------------------- verbs
+
+HALVES = {"all_reduce bfloat16": "bfloat16", "all_reduce float16": "float16"}
+
+
+def verb_of(torch: Any, group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
+    """The verb on a group of torch, on tensors of its own."""
+    dist, rank, size = torch.distributed, comm.rank, comm.size
+    dtype = getattr(torch, HALVES.get(verb, "float32"))
+    count = max(1, nbytes // (dtype.itemsize * size))
+    generator = torch.Generator().manual_seed(rank)
+    whole = torch.randn(count * size, generator=generator).to(dtype)
+    part, last = whole[:count].clone(), size - 1
+    parts, wholes = [part.clone() for _ in range(size)], torch.empty_like(whole)
+    on_root = rank == last
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def async_sum() -> None:
+        dist.all_reduce(whole, group=group, async_op=True).wait()
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(whole, 1, group=group)
+            dist.recv(whole, 1, group=group)
+        elif rank == 1:
+            dist.recv(whole, 0, group=group)
+            dist.send(whole, 0, group=group)
+
+    if verb == "barrier":
+        return Verb(lambda: dist.barrier(group=group), list)
+    if verb.startswith("all_reduce"):
+        call = async_sum if verb.endswith("async") else lambda: dist.all_reduce(whole, group=group)
+        call()
+        first = whole.clone().float()
+        whole.zero_()  # in place: else it grows with every call
+        return Verb(call, lambda: [first])
+    if verb == "reduce":
+        return Verb(lambda: dist.reduce(whole.zero_(), last, group=group), list)
+    if verb == "send, recv":
+        return Verb(there_and_back, list)
+    calls: dict[str, tuple[Callable[[], object], Any]] = {
+        "broadcast": (lambda: dist.broadcast(whole, last, group=group), [whole]),
+        "all_gather_single": (lambda: gather(wholes, part, group=group), [wholes]),
+        "all_gather": (lambda: dist.all_gather(parts, part, group=group), parts),
+        "reduce_scatter_single": (lambda: scatter(part, whole, group=group), [part]),
+        "all_to_all_single": (lambda: dist.all_to_all_single(wholes, whole, group=group), [wholes]),
+        "gather": (lambda: dist.gather(part, parts if on_root else None, last, group=group), [part, *parts * on_root]),
+        "scatter": (lambda: dist.scatter(part, parts if on_root else None, last, group=group), [part]),
+    }
+    call, result = calls[verb]
+    return Verb(call, lambda: [t.float() for t in result])
+
+
+def of_library(mpi: Any, verb: str, nbytes: int) -> Callable[[], object] | None:
+    """The collective of the MPI library, on arrays of the same size. None: it has none."""
+    import numpy as np
+
+    rank, size = mpi.Get_rank(), mpi.Get_size()
+    count = max(1, nbytes // (4 * size))
+    whole, other, part = (np.zeros(n, np.float32) for n in (count * size, count * size, count))
+    last, root = size - 1, rank == size - 1
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: mpi.Allreduce(whole, other),
+        "broadcast": lambda: mpi.Bcast(whole, last),
+        "reduce": lambda: mpi.Reduce(whole, other if root else None, root=last),
+        "all_gather_single": lambda: mpi.Allgather(part, whole),
+        "all_gather": lambda: mpi.Allgather(part, whole),
+        "reduce_scatter_single": lambda: mpi.Reduce_scatter_block(whole, part),
+        "all_to_all_single": lambda: mpi.Alltoall(whole, other),
+        "gather": lambda: mpi.Gather(part, whole if root else None, root=last),
+        "scatter": lambda: mpi.Scatter(whole if root else None, part, root=last),
+        "barrier": mpi.Barrier,
+        "all_reduce async": lambda: mpi.Iallreduce(whole, other).Wait(),
+    }
+    return calls.get(verb)
+
+
+VERBS = (
+    *("all_reduce", "all_reduce async", *HALVES, "broadcast", "all_gather_single", "reduce_scatter_single"),
+    *("all_to_all_single", "reduce", "gather", "scatter", "all_gather", "send, recv", "barrier"),
+)
