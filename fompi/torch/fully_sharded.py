@@ -53,8 +53,29 @@ class ReduceScatter(_Own):
         return work
 
 
-def overlap(model: torch.nn.Module) -> torch.nn.Module:
+def by_default(model: torch.nn.Module) -> None:
+    """`overlap(model)` before the first forward: on the CPU, on groups of fompi, if the program has chosen nothing."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not hasattr(FSDPModule, "set_custom_all_gather") or any(hasattr(module, CHOSEN) for module in modules):
+        return
+    groups = [group for module in modules for group in private.fsdp_groups(module)]
+    if (
+        all(private.with_communicator(group.mesh_info.shard_process_group) is not None for group in groups)
+        and all(group.device.type == "cpu" for group in groups)
+        and all(len(private.fsdp_groups(module)) <= 1 and private.is_untouched(module) for module in modules)
+    ):
+        overlap(model)
+
+
+CHOSEN = "_fompi_overlap"
+"""An attribute of FSDP modules for which `overlap` was called."""
+
+
+def overlap(model: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:
     """Let the FSDP modules in `model` communicate while other modules compute.
+
+    On groups of the backend "fompi" on the CPU this is done before the first forward, if the program has chosen neither
+    collectives nor prefetches of its own. `overlap(model, False)` before it leaves the model as it is.
 
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
@@ -70,9 +91,13 @@ def overlap(model: torch.nn.Module) -> torch.nn.Module:
     `model` is returned. Raises ValueError, as torch does, for a module with parameters on several meshes. Raises
     StateError on a torch without custom collectives.
     """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        setattr(module, CHOSEN, enabled)
+    if not enabled:
+        return model
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise StateError(f"fompi.torch.overlap: torch {torch.__version__} has no FSDPModule.set_custom_all_gather")
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_custom_all_gather(AllGather())
         module.set_custom_reduce_scatter(ReduceScatter(module))

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any, TypeVar, cast
 
@@ -353,15 +354,73 @@ REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 """Public functions whose names torch 2.13 has changed."""
 
 
-def reads_gradients_at_once(module: Any, dtype: torch.dtype) -> bool:
-    """True if FSDP2 reads the gradients of `module` right after their reduce-scatter, whose result has `dtype`."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The parameter groups of an FSDP module."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13 there was one, or None
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
-    for group in groups:
+    return list(groups)
+
+
+def is_untouched(module: Any) -> bool:
+    """True if the program has chosen neither collectives nor the order of gathers for an FSDP module."""
+    names = [type(comm).__name__ for g in fsdp_groups(module) for comm in (g._all_gather_comm, g._reduce_scatter_comm)]
+    return (
+        all(name.startswith("Default") for name in names) and not module._get_fsdp_state()._states_to_forward_prefetch
+    )
+
+
+def at_first_forward(prepare: Callable[[Any], object]) -> None:
+    """Call `prepare(model)` before the first forward of each model that FSDP2 has sharded. Once per process."""
+
+    def patch(module: Any) -> None:
+        original = module.FSDPState._lazy_init
+
+        def lazy_init(state: Any) -> None:
+            is_first = state._is_root is None
+            original(state)
+            if is_first:
+                prepare(state._modules[0])
+
+        module.FSDPState._lazy_init = lazy_init
+
+    if FSDP_STATE in sys.modules:
+        patch(sys.modules[FSDP_STATE])
+    else:
+        sys.meta_path.insert(0, _AfterImport(FSDP_STATE, patch))
+
+
+class _AfterImport:
+    """A finder that calls `then(module)` after the module `name` has been imported: its import takes seconds."""
+
+    def __init__(self, name: str, then: Callable[[Any], object]):
+        self._name, self._then = name, then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def reads_gradients_at_once(module: Any, dtype: torch.dtype) -> bool:
+    """True if FSDP2 reads the gradients of `module` right after their reduce-scatter, whose result has `dtype`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+
+    for group in fsdp_groups(module):
         if isinstance(group.mesh_info, DDPMeshInfo) or group._all_reduce_hook is not None:
             return True
         for parameter in group.fsdp_params:

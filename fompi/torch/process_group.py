@@ -23,7 +23,8 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from ctypes import memmove
 from datetime import timedelta
-from functools import partial, wraps
+from functools import cache, partial, wraps
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
 from fompi.ops.front import REFUSED, Door, known_call, place_of
 from fompi.tensors import dlpack
+from fompi.tensors.arena import Arena
 from fompi.torch import private, streams
 from fompi.torch.store import own_connection
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
@@ -108,8 +110,8 @@ def copy_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
         part.data.copy_(piece.view(part.shape))
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The elements of all `parts` in one row."""
+def joined(parts: Sequence[Tensor], arena: Arena) -> Tensor:
+    """The elements of all `parts` in one row, in memory that is used again if it is much."""
     dtype = parts[0].dtype
     if all(part.dtype is dtype and is_plain(part) for part in parts):
         whole = torch.empty(sum([part.numel() for part in parts]), dtype=dtype)
@@ -118,7 +120,12 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
             memmove(at, part.data_ptr(), part.nbytes)
             at += part.nbytes
         return whole
-    return torch.cat([flat(part) for part in parts])
+    pieces = [flat(part) for part in parts]
+    if not all(piece.is_cpu and piece.dtype is dtype for piece in pieces):
+        return torch.cat(pieces)
+    count = sum(piece.numel() for piece in pieces)
+    memory = torch.from_numpy(arena.take((count * dtype.itemsize,), np.dtype(np.uint8)))
+    return torch.cat(pieces, out=memory.view(dtype)[:count])
 
 
 # --------------------------------------------------------------------------------------------------------- reductions
@@ -509,19 +516,25 @@ class Collectives:
         outs, root, (out, *_) = _listed(outs), _root_of(opts), _listed(outs)
         if self.comm.rank == root:
             parts = _nested(ins)[0]
-            x, counts = joined(parts), [t.numel() for t in parts]
+            x, counts = joined(parts, self.comm.engine.arena), [t.numel() for t in parts]
         else:
             x, counts = torch.empty(0, dtype=out.dtype, device=out.device), None
         arriving = [out.numel() if rank == root else 0 for rank in range(self.comm.size)]
-        verb = "scatter", root, out.numel(), *(counts or ())
-        if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts([out], y)):
+        verb, place = ("scatter", root, out.numel(), *(counts or ())), is_place_for(out, x)
+        if place and (done := self._at_once(verb, x, out, opts, outs)):
             return done
-        pending = self._start(operations.scatter, x, root=root, counts=counts, arriving=arriving)
-        return self._work("scatter", opts, [pending], lambda y: copy_parts([out], y), outs, timeout=timeout)
+        given = out.data.view(-1) if place else None
+        pending = self._start(operations.scatter, x, root=root, counts=counts, out=given, arriving=arriving)
+
+        def finish(y: Tensor) -> None:
+            if not place:
+                copy_parts([out], y)
+
+        return self._work("scatter", opts, [pending], finish, outs, timeout=timeout)
 
     @refusing(operations.all_to_all)
     def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
-        x, counts = joined(ins), [t.numel() for t in ins]
+        x, counts = joined(ins, self.comm.engine.arena), [t.numel() for t in ins]
         verb = "all_to_all to parts", *counts, None, *(out.numel() for out in outs)
         if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts(outs, y)):
             return done
@@ -870,9 +883,17 @@ def create(opts: Any, _: Any = None) -> Any:
             )
         )
     comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
+    if not _KEPT:
+        _prepare_fsdp()
     made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)
     _KEPT.add(made)
     return made
+
+
+@cache
+def _prepare_fsdp() -> None:
+    """FSDP2 over these groups communicates behind computation, without a word of the program."""
+    private.at_first_forward(lambda model: import_module("fompi.torch.fully_sharded").by_default(model))
 
 
 def _meet_members(ranks: Sequence[int], tag: int) -> int:

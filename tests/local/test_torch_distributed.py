@@ -91,3 +91,34 @@ def test_the_private_names_of_this_torch():
 
     version = ".".join(map(str, Version(torch.__version__).release[:2]))
     assert private.missing() == [] and version in private.CHECKED, (version, private.missing())
+
+
+SHARDED = textwrap.dedent("""
+    import sys
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("fompi")
+    assert "torch.distributed.fsdp" not in sys.modules  # its import takes seconds
+    from torch.distributed.fsdp import fully_shard
+    import fompi.torch
+
+    x, kinds = torch.randn(4, 8), []
+    for choose in (lambda net: net, lambda net: fompi.torch.overlap(net, False)):
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        for layer in net:
+            fully_shard(layer)
+        net = choose(fully_shard(net))
+        net(x).sum().backward()
+        kinds += [type(net[0]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__]
+    print(f"{kinds}\\n", end="")
+    dist.destroy_process_group()
+""")
+
+
+@pytest.mark.timeout(60)
+def test_fsdp2_overlaps_by_default(mpirun, tmp_path):
+    """Also where its import comes after the group."""
+    (tmp_path / "train.py").write_text(SHARDED)
+    done = mpirun(2, tmp_path / "train.py", seconds=50)
+    assert done.returncode == 0 and done.stdout.count("['AllGather', 'DefaultAllGather']") == 2, done.output
