@@ -10,12 +10,14 @@ from pathlib import Path
 
 import job
 import pytest
+from tiny_model import TOKENS, write
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 MAIN_JOB = FOLDER / "tp_mlp.py"
 THREE_AXES = FOLDER / "transformer_3d.py"
 ULYSSES = FOLDER / "ulysses_attention.py"
-ONE_IDEA = sorted(path for path in FOLDER.glob("*.py") if path not in (MAIN_JOB, THREE_AXES, FOLDER / "harness.py"))
+GENERATE = FOLDER / "generate.py"
+ONE_IDEA = sorted({*FOLDER.glob("*.py")} - {MAIN_JOB, THREE_AXES, GENERATE, FOLDER / "harness.py"})
 
 # ------------------------------------------------------------------------------------------- one idea in each
 
@@ -71,10 +73,10 @@ def test_examples_run_on_other_numbers_of_ranks(mpirun, tmp_path, ranks, layer):
     assert shown(FOLDER / "own_schedule.py") in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB, THREE_AXES], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB, THREE_AXES, GENERATE], ids=lambda path: path.stem)
 def test_an_example_is_short_and_says_its_idea_first(example):
     text = example.read_text()
-    assert text.count("\n") <= {MAIN_JOB: 150, THREE_AXES: 80, ULYSSES: 80}.get(example, 60)
+    assert text.count("\n") <= {MAIN_JOB: 150, THREE_AXES: 80, ULYSSES: 80, GENERATE: 250}.get(example, 60)
     assert ast.get_docstring(ast.parse(text)).splitlines()[0].endswith(".")
     assert not re.search(r"^(from|import) fompi\.(?!plans\.plan\b)", text, re.MULTILINE), "take names from fompi itself"
 
@@ -101,6 +103,24 @@ def test_three_axes(mpirun, tmp_path, ranks, steps):
     assert re.fullmatch(rf"the first {steps} losses are those of a single process within \S+: True", lines[0])
     if ranks == 8:
         assert [masked(line) for line in lines[1:]] == [masked(line) for line in shown(THREE_AXES).splitlines()[2:]]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("start", ["1", "2", "3", "4", "torchrun"])
+def test_generate(mpirun, tmp_path, start):
+    """The tokens of one process, on any number of ranks: heads, columns and vocabulary do not divide."""
+    write(tmp_path)
+    program = [GENERATE, tmp_path, "--ids", "1,5,7,9,11,2,3", "--tokens", "12"]
+    if start == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        done = job.run([*run, *map(str, program)], 100, env={"OMP_NUM_THREADS": "1"})
+    else:
+        done = mpirun(int(start), *program, seconds=60)
+    assert done.returncode == 0 and not done.left_behind and f"tokens: {TOKENS}\n" in done.stdout, done.output
+    assert re.search(r"^prefill: \d+ tokens/s, decode: [\d.]+ tokens/s", done.stdout, re.MULTILINE), done.output
+    if start == "2":  # samples do not depend on the number of ranks
+        sampled = [mpirun(n, *program, "--temperature", "0.8", seconds=60).stdout.splitlines()[0] for n in (1, 2)]
+        assert sampled[0] == sampled[1] != f"tokens: {TOKENS}"
 
 
 # ------------------------------------------------------------------------------------------------ the main job
