@@ -5,8 +5,8 @@
 
 MODEL is a folder as the Hugging Face hub has it: config.json and *.safetensors of a Llama, Mistral, Qwen2 or Qwen3, and
 tokenizer.json for --prompt (pip install tokenizers). Each rank reads the heads, the columns and the part of the
-vocabulary that it keeps; they need not divide evenly. Every layer has two sums over the ranks. A new token sums one row;
-the prompt is cut into two halves, and the sum of one runs behind the products of the other.
+vocabulary that it keeps; they need not divide evenly. Every layer has two sums over the ranks.
+A new token sums one row. The prompt is cut in two halves: the sum of one runs behind the products of the other.
 """
 
 import argparse
