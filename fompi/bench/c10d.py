@@ -179,7 +179,9 @@ def of_library(mpi: Any, verb: str, nbytes: int) -> Callable[[], object] | None:
 
     rank, size = mpi.Get_rank(), mpi.Get_size()
     count = max(1, nbytes // (4 * size))
-    whole, other, part = (np.zeros(n, np.float32) for n in (count * size, count * size, count))
+    whole, other, part = (
+        np.ones(n, np.float32) for n in (count * size, count * size, count)
+    )  # zeros are not in memory
     last, root = size - 1, rank == size - 1
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: mpi.Allreduce(whole, other),
