@@ -17,6 +17,7 @@
 | `overhead.py`    | suite: what a call costs above the bare messages                                           |
 | `ddp.py`         | suite: DistributedDataParallel over fompi and over gloo, ten shapes                        |
 | `c10d.py`        | suite: the verbs of torch.distributed over gloo and over fompi, and MPI's own              |
+| `decode.py`      | suite: a decoder on all ranks, tokens a second by backend                                   |
 | `jit.py`         | suite: a call in a program that JAX compiles                                               |
 | `rivals/`        | what fompi is measured against                                                             |
 

@@ -216,6 +216,7 @@ class Ticket:
         def take_over() -> Task:
             self._in_flight -= 1
             task.pending = describe()
+            task.pending._backend = self.backend  # the communicator may have another one meanwhile
             return self._hand_over(memory, stamp, slot, task.pending, held, task.tokens, given)
 
         kernels = NO_KERNELS

@@ -26,7 +26,10 @@ from fompi.ops.operations import broadcast
 ADDRESS_NBYTES = 256
 
 _KEPT: list[Any] = []
-"""The stores in use. The C++ half of a store does not keep its Python half alive."""
+"""The store in use. The C++ half of a store does not keep its Python half alive."""
+
+_SERVED: list[Any] = []
+"""Stores by which MPI has started. One of them may be the server, which all ranks need until they end."""
 
 _ASKED = (
     *("set", "get", "add", "append", "compare_set", "check", "delete_key", "num_keys", "wait", "multi_get"),
@@ -99,16 +102,16 @@ def meet(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -
     comm.agree("init_process_group", refusal)
     store = Store(comm, timeout)
     comm.close()
-    _KEPT.append(store)
+    _KEPT[:] = [store]
     yield store, comm.rank, comm.size
 
 
 def own_connection(store: Any) -> Any:
     """A connection of its own to what `store` keeps: MPI asks it while the program waits for `store`.
 
-    `store` lives as long as this process: it may be the server.
+    `store` lives as long as this process.
     """
-    _KEPT.append(store)
+    _SERVED.append(store)
     with suppress(AttributeError, RuntimeError):  # before torch 2.8; a store that is written in Python
         return store.clone()
     return store

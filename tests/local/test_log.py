@@ -21,7 +21,8 @@ import numpy as np
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 total, part = np.empty(3), np.empty(3)
-comm.Allreduce(np.full(3, comm.rank + 1.0), total)
+request = comm.Iallreduce(np.full(3, comm.rank + 1.0), total)
+request.Wait()
 rows = comm.Split(comm.rank % 2)
 rows.Allreduce(np.ones(3), part)
 comm.Barrier()

@@ -77,6 +77,21 @@ def test_python_goes_on_at_every_step(own, monkeypatch):
     assert fompi.all_reduce(np.ones(2), comm=own).tolist() == [own.size] * 2
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 3, 9])
+def test_python_goes_on_at_every_step_on_an_emulated_accelerator(own, monkeypatch, rounds):
+    """Python runs the kernels where the ticket would, also if the ranks had not agreed."""
+    x, w = np.full((3, 6), own.rank + 1.0), np.arange(30.0).reshape(6, 5)
+    wanted = np.repeat(np.arange(own.size) + 1.0, 3)[:, None] * corner(w, whole=True).sum(0)
+    own.backend = Emulated(Machine.load("laptop"))
+    cut_short(monkeypatch, lambda: rounds + own.rank)
+    try:
+        for _ in range(5):
+            np.testing.assert_array_equal(corner(fompi.all_gather_matmul(x, w, comm=own)), wanted)
+        np.testing.assert_array_equal(corner(fompi.all_gather_matmul.start(x, w, comm=own).wait()), wanted)
+    finally:
+        own.backend = None
+
+
 def test_several_in_flight(own, monkeypatch):
     """Started calls of one form, waited for in any order; Python goes on with some of them."""
     draw = np.random.default_rng(own.rank)
