@@ -41,6 +41,7 @@ FOREIGN = {
         "bench/step.py",
         "bench/ddp.py",
         "bench/c10d.py",
+        "bench/decode.py",
     },
     "jax": {"jax", "bench/jit.py", "bench/rivals/xla.py"},
     "mpi4jax": {"bench/rivals/xla.py"},
