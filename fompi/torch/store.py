@@ -1,6 +1,7 @@
 """How the ranks of `torch.distributed` find each other: by MPI. There is no MASTER_ADDR, and no connection at first.
 
-Under torchrun it is the other way round: MPI starts by the store of torchrun (`of_torchrun`, `fompi.mpi.pmi`).
+Under torchrun it is the other way round: MPI starts by the store of torchrun (`of_torchrun`, `fompi.mpi.pmi`). So it is
+in processes that the program has started, which bring a store (`own_connection`).
 
 torch asks a Store for little: mostly nothing. Rank 0 listens. The other ranks get its address by a broadcast, and
 connect when something is asked of the store.
