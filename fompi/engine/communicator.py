@@ -199,7 +199,7 @@ class Communicator(Shared):
         if isinstance(comm, Communicator):
             comm.check()
             return comm
-        if _is_of_torch(comm):
+        if comm is not None and _is_of_torch(comm):
             return cast(Communicator, DOORS.communicator_of_torch(comm))
         origin = mpi_communicator(comm)
         known: Communicator | None = attached(origin)

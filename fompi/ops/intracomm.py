@@ -332,6 +332,7 @@ class Request(MPI.Grequest):
 
 
 MOST_ARGUMENTS = 9
+"""No collective has so many arguments: none of them says how large one is that is not in `SIZED`."""
 
 BUFFERS_OF_ROOT = {"Reduce": 1, "Gather": 1, "Gatherv": 1, "Scatter": 0, "Scatterv": 0}
 """The argument that only the root has."""
