@@ -198,7 +198,8 @@ class Bridge:
         if command == "get_appnum":
             return "cmd=appnum appnum=0 rc=0"
         if command == "get_my_kvsname":
-            return "cmd=my_kvsname kvsname=fompi rc=0"
+            # MPICH names shared memory after it: a job would write into that of another one, or of one that was killed.
+            return f"cmd=my_kvsname kvsname={job.name} rc=0"
         if command == "get_universe_size":
             return f"cmd=universe_size size={job.size} rc=0"
         if command == "put":
