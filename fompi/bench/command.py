@@ -18,7 +18,7 @@ from fompi.engine.handshake import agree
 EXAMPLE = "{} bench overhead --quick"
 
 SUITES = (
-    "collectives", "fused", "papers", "parallel", "step", "ddp", "c10d", "decode", "peers", "planner", "adapt",
+    "collectives", "fused", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "peers", "planner", "adapt",
     "overhead", "jit",
 )  # fmt: skip
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
@@ -29,7 +29,7 @@ DEVICES = ("cuda", "software")
 PRINTED = "-"
 """In place of a file's name: print it."""
 
-WITHOUT_SUMMARY = ("collectives", "papers", "parallel", "step", "ddp", "c10d", "decode", "overhead", "jit")
+WITHOUT_SUMMARY = ("collectives", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "overhead", "jit")
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
 
 

@@ -252,11 +252,11 @@ def _all_microbatches(model: Any, parts: Sequence[Any]) -> None:
 CASES: tuple[Callable[[Communicator, TcpHosts, int], Row], ...] = (data_parallel, sharded, pipeline)
 
 
-def compare(comm: Communicator, name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-    """Raise WrongResult on all ranks if the tensors differ on one of them."""
+def compare(comm: Communicator, name: str, ours: Sequence[Any], theirs: Sequence[Any], limit: float = 1e-3) -> None:
+    """Raise WrongResult on all ranks if the tensors differ by more than `limit` of the largest element on one."""
     error = max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(ours, theirs, strict=True))
     worst = float(of_all_ranks(comm.link.comm, np.array([error])).max())
-    if not worst < 1e-3:
+    if not worst < limit:
         raise WrongResult(f"fompi and {name} differ by {worst:.2g} of the largest element")
 
 

@@ -156,9 +156,12 @@ class Engine(InFlight):
             for_worker = taken is None and worker is not None and not self.has_kernel_thread
             if for_worker:
                 taken = self._take_kernel(merges_only=False)
-            if taken is None:
-                return moved
-            self.computing += 1
+            if taken is not None:
+                self.computing += 1
+        if moved and self.watched:  # the helper may rest now
+            self._tell()
+        if taken is None:
+            return moved
         if for_worker and worker is not None:
             worker.run(partial(self._run_in_worker, *taken))
             return True

@@ -135,7 +135,8 @@ def _by_rule(
 
     Messages go directly to the rank that needs them. No rank waits for a chain of other ranks, and as many bytes move
     as in a ring. Large messages over a network go round a ring: each host has one stream in and one stream out, so that
-    no two streams share a port. TCP is fastest there.
+    no two streams share a port. TCP is fastest there. Sums of half types do not: a ring sends them in float32, which
+    takes twice as long.
 
     If a message is a copy by a core that could compute (`crowded`), nothing can be hidden. Then products stay in one
     piece, and the library does small sums, because it needs fewer messages.
@@ -157,9 +158,11 @@ def _by_rule(
         slices = _exchange_slices(problem.size, pair, computes) if network else 1
         return PAIRWISE if even and slices > 1 and not computes else "direct", slices
     if network and shard >= STREAM_NBYTES:
+        is_wide = sums and problem.dtype != problem.accumulator
+        stream = "direct" if is_wide else "ring"
         for slices in (STREAM_SLICES, 1):
-            if messages_per_peer(problem, "ring", slices) <= MOST_MESSAGES:
-                return "ring", slices
+            if messages_per_peer(problem, stream, slices) <= MOST_MESSAGES:
+                return stream, slices
     if computes and problem.moves == "all_reduce" and shard >= STREAM_NBYTES:
         return "direct", STREAM_SLICES  # slice j is gathered while the next slices are computed
     return "direct", 2 if computes and shard >= LARGE_NBYTES else 1
