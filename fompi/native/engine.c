@@ -15,10 +15,12 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
@@ -39,6 +41,7 @@
 #define LINGER_SECONDS 0.05
 #define COPY_SECONDS 1e-5       /* a round that took longer has copied a part of a message: there may be more of it */
 #define SLICE_NANOSECONDS 100000
+#define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
 enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if two chunks are equal; a kernel of Python */
 enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4 }; /* Issend; tested at once; `number` is the tag itself */
@@ -82,6 +85,8 @@ typedef struct {
     pthread_cond_t wake;
     int has_thread, stops, sleeps;
     double least, most, seconds; /* between its polls: at least, at most, now */
+    pid_t program, opened;       /* the thread that has left the last call in flight, if each rank has a core; whose `stat` is open */
+    int stat;
 } Library;
 
 struct Call {
@@ -417,7 +422,10 @@ static int drive(Call *c, double seconds, double stall) {
     }
     if (state_of(c) != GOES_ON) state = state_of(c); /* the progress thread may have ended it during the rest */
     if (state == FINISHED || state == FAILED || state == DISAGREES) land(c);
-    else depart(c);
+    else {
+        depart(c);
+        mpi->program = c->spins ? (pid_t)syscall(SYS_gettid) : 0;
+    }
     return state;
 }
 
@@ -454,6 +462,23 @@ static double until_next_poll(const Library *mpi) {
     return 0 < rest && rest < seconds ? rest : seconds;
 }
 
+/* 1: the thread that has left a call in flight sleeps. It may wait for the call in a way that does not poll, as torch does. */
+static int program_sleeps(Library *mpi) {
+    char text[256], *state;
+    ssize_t n;
+    if (!mpi->program) return 0;
+    if (mpi->program != mpi->opened) {
+        snprintf(text, sizeof text, "/proc/self/task/%d/stat", (int)mpi->program);
+        if (mpi->opened) close(mpi->stat);
+        mpi->stat = open(text, O_RDONLY | O_CLOEXEC);
+        mpi->opened = mpi->program;
+    }
+    if (mpi->stat < 0 || (n = pread(mpi->stat, text, sizeof text - 1, 0)) <= 0) return 0;
+    text[n] = 0;
+    state = strrchr(text, ')'); /* behind the name: " S 1 ..." */
+    return state != NULL && state[1] && state[2] == 'S';
+}
+
 static void *run_thread(void *argument) {
     Library *mpi = argument;
     double busy_at = now(), moved_at = 0.0;
@@ -462,6 +487,7 @@ static void *run_thread(void *argument) {
     while (!mpi->stops) {
         long seen = mpi->rounds;
         double pause = until_next_poll(mpi), t;
+        if (mpi->in_flight && pause > ASLEEP_SECONDS && program_sleeps(mpi)) pause = ASLEEP_SECONDS;
         unlock(mpi);
         sleep_for(pause);
         lock(mpi);
@@ -472,6 +498,7 @@ static void *run_thread(void *argument) {
             mpi->sleeps = 1;
             while (!mpi->in_flight && !mpi->stops) pthread_cond_wait(&mpi->wake, &mpi->lock);
             mpi->sleeps = 0;
+            mpi->seconds = mpi->least;
             busy_at = now();
             continue;
         }

@@ -526,3 +526,15 @@ def test_a_rank_leaves_while_several_watched_calls_wait_for_it(engine, monkeypat
     for _ in range(5):
         engine.progress()
     assert ended == calls and all(isinstance(call.error, PeerError) for call in calls)
+
+
+def test_a_poll_that_ends_a_watched_call_tells_so(engine, arrived):
+    """Nobody may poll soon after it: the helper rests while nothing is in flight."""
+    engine.helper.stop()
+    task, ended = Arrivals(engine, [3]), []
+    engine.watch(lambda: task, Left(engine), lambda: ended.append(task.finished))
+    engine.progress()
+    assert not ended
+    arrived.add(3)
+    engine.progress()
+    assert ended == [True] and not engine.watched
