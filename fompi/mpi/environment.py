@@ -53,7 +53,7 @@ def _is_writable(text: str) -> bool:
 
 
 def _is_report(text: str) -> bool:
-    return text in ("0", "1", "full") or (text.endswith(".json") and _is_writable(text))
+    return text in ("0", "1", "short", "full") or (text.endswith(".json") and _is_writable(text))
 
 
 def _is_folder(text: str) -> bool:
@@ -66,7 +66,7 @@ VARIABLES = {
         Variable("FOMPI_TIMEOUT", "300", "a number of seconds above 0", _is_positive),
         _one_of("FOMPI_PROGRESS", "auto", "auto", "helper", "native", "poll"),
         _one_of("FOMPI_ENGINE", "auto", "auto", "native", "python"),
-        Variable("FOMPI_REPORT", "0", "0, 1, full, or a .json file in a folder that can be written", _is_report),
+        Variable("FOMPI_REPORT", "0", "0, 1, short, full, or a .json file in a folder that can be written", _is_report),
         # Whether there is such a machine is known when it is loaded.
         Variable("FOMPI_MACHINE", "", "the name of a preset, or a file", bool),
         Variable("FOMPI_CACHE", "~/.cache/fompi", "a folder, or 0", _is_folder),

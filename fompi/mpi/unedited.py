@@ -14,7 +14,7 @@ from fompi.mpi import environment, launcher
 def run(arguments: Sequence[str], usage: str, prepare: Callable[[], object]) -> int:
     """Run `SCRIPT [ARGUMENT ...]` or `-m MODULE [ARGUMENT ...]` after `prepare()`. Returns the exit status.
 
-    At the end rank 0 prints how much of the communication was hidden (FOMPI_REPORT).
+    At the end rank 0 prints in three lines how much of the communication was hidden (FOMPI_REPORT=short).
     """
     is_module = arguments[:1] == ["-m"]
     program, given = arguments[is_module : is_module + 1], arguments[is_module + 1 :]
@@ -29,7 +29,7 @@ def run(arguments: Sequence[str], usage: str, prepare: Callable[[], object]) -> 
         else:
             print(problem, file=sys.stderr)
         return 2
-    environment.preset("FOMPI_REPORT", "1")
+    environment.preset("FOMPI_REPORT", "short")
     prepare()
     sys.argv = [program[0], *given]
     if is_module:

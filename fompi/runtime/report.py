@@ -1,7 +1,8 @@
 """FOMPI_REPORT: what overlap gained in this job.
 
-FOMPI_REPORT=1 prints a table of a screen, once, at the end of the job (`fompi.runtime.report_text`). FOMPI_REPORT=full
-prints all operations, with a line for each rank. FOMPI_REPORT=FILE.json writes all figures to a file.
+FOMPI_REPORT=1 prints a table of a screen, once, at the end of the job (`fompi.runtime.report_text`). FOMPI_REPORT=short
+prints three lines, FOMPI_REPORT=full all operations, with a line for each rank. FOMPI_REPORT=FILE.json writes all
+figures to a file.
 
 1. Every rank notes each call that finishes (`Report.note`).
 2. When a communicator is closed, or the program ends, its ranks measure the baselines of each operation
@@ -39,7 +40,7 @@ from fompi.plans.plan import Plan
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
-from fompi.runtime.report_text import full_text, overlap_warnings, text
+from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
 from fompi.traces.proof import (
     NOT_OVERLAPPING,
     Proof,
@@ -187,7 +188,7 @@ def lower_quartile(values: Sequence[float] | np.ndarray) -> float:
 
 
 class Report:
-    """The notes of this process. `target` is the value of FOMPI_REPORT: "1", "full", or a `.json` file.
+    """The notes of this process. `target` is the value of FOMPI_REPORT: "1", "short", "full", or a `.json` file.
 
     Raises LaunchError if it is another text, or if the file cannot be written.
     """
@@ -273,8 +274,8 @@ class Report:
             except OSError as error:  # the folder was writable at the start
                 log.warning("fompi cannot write %s: %s\n%s", self.target, error, text(whole))
         else:
-            shown = full_text(whole) if self.target == "full" else text(whole)
-            print(shown, file=sys.stderr, flush=True)
+            shown = {"full": full_text, "short": short_text}.get(self.target, text)
+            print(shown(whole), file=sys.stderr, flush=True)
         for message in overlap_warnings(whole):
             warnings.warn(message, OverlapWarning, stacklevel=1)
 

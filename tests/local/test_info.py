@@ -394,7 +394,7 @@ def test_three_ranks_print_one_table():
 def test_variables_that_are_misspelt_or_have_bad_values_are_shown():
     output = run(RUN, FOMPI_TIMOUT="3", FOMPI_REPORT="maybe")
     (line,) = [line for line in output.splitlines() if line.startswith("environment: ")]
-    assert "FOMPI_REPORT=maybe: give 0, 1, full, or a .json file" in line and "FOMPI_TIMEOUT is one" in line
+    assert "FOMPI_REPORT=maybe: give 0, 1, short, full, or a .json file" in line and "FOMPI_TIMEOUT is one" in line
 
 
 def test_singletons_print_once_and_warn():

@@ -13,7 +13,7 @@ from fompi.engine.engine import Engine
 from fompi.engine.intervals import RecentIntervals
 from fompi.ops.operations import plan
 from fompi.runtime.report import Report, called, percentile, why_not_overlapped
-from fompi.runtime.report_text import MOST_LINES, full_text, overlap_warnings, text
+from fompi.runtime.report_text import MOST_LINES, full_text, overlap_warnings, short_text, text
 from fompi.traces.trace import intersection, length
 
 
@@ -89,6 +89,31 @@ def test_the_largest_exposures_have_reasons():
     assert f"on tp: {why}; rank 0 waited 80.000 ms for x[1] from rank 1\n" in text(report)
     assert full_text(report).endswith(f"\n  not overlapped: {why}")
     assert "exposed 1:" not in text(one(exposed=0.001, warning=None))
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"exposed": 0.004}, "nothing: communication is hidden: 2% of the time in fompi is exposed"),
+        ({"messages_alone": 0.01}, "the ranks should come at one time: rank 0 waited 80.000 ms for x[1] from rank 1"),
+        (
+            {"not_overlapped": "work between start() and wait() hides it", "waits": []},
+            "work between start() and wait() hides it",
+        ),
+        ({"waits": []}, 'Another schedule may hide more: effort="measure", or `fompi explain`'),
+    ],
+)
+def test_three_lines(fields, advice):
+    head, missing, hidden, help = short_text(one(**fields)).splitlines()
+    assert head.endswith("; 12 calls, 2.40 s on rank 0") and missing == "missing: the notes of rank 1, 2"
+    assert hidden.startswith("hidden: 0 ms of ") and " calls of all_gather_matmul(float32 x[6, 8], w[8, 4])" in hidden
+    assert help == f"what would help: {advice} (FOMPI_REPORT=1 shows the calls)"
+
+
+def test_three_lines_in_words_of_torch():
+    said = short_text(one(not_overlapped="work between start() and wait() hides it", waits=[], communicator="torch"))
+    assert "work between the call, with async_op=True, and its wait() hides it" in said
+    assert short_text({**REPORT, "ranks": []}).endswith("no operation was called")
 
 
 def test_communicators_of_one_name_are_told_apart():

@@ -35,7 +35,7 @@ GOOD = {
     "FOMPI_TIMEOUT": ("10", "0.5", "inf"),
     "FOMPI_PROGRESS": ("auto", "helper", "native", "poll"),
     "FOMPI_ENGINE": ("auto", "native", "python"),
-    "FOMPI_REPORT": ("0", "1", "full", "report.json"),
+    "FOMPI_REPORT": ("0", "1", "short", "full", "report.json"),
     "FOMPI_MACHINE": ("gigabit", "/any/file.json"),
     "FOMPI_CACHE": ("0", "/any/folder", str(ROOT)),
     "FOMPI_GPU_AWARE": ("auto", "0", "1"),
