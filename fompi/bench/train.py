@@ -28,6 +28,9 @@ from fompi.tuning.rounds import Row, alternate
 
 GLOO, OURS = "gloo", "fompi"
 
+Way = Callable[..., tuple[Callable[[], object], Any]]
+"""(size, group, rank, ranks) -> a step, and the model whose gradients it makes."""
+
 LEAST = {"DDP": 1.05, "DDP, fp16": 1.05, "FSDP2": 1.6, "1F1B": 1.05}
 """Between hosts fompi shall be so many times as fast as gloo."""
 
@@ -60,13 +63,20 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
     from fompi.torch.autoload import register
 
     register()
-    ways = {"DDP": data_parallel, "DDP, fp16": partial(data_parallel, half=True), "FSDP2": sharded, "1F1B": pipeline}
+    ways: dict[str, Way] = {
+        "DDP": data_parallel,
+        "DDP, fp16": partial(data_parallel, half=True),
+        "FSDP2": sharded,
+        "1F1B": pipeline,
+    }
     with TcpHosts(comm.link.comm) as cluster:
         gloo = Gloo(comm.link.comm, cluster.rendezvous())
         try:
             groups = {GLOO: distributed.group.WORLD, OURS: distributed.new_group(backend="fompi")}
             size = QUICK if options.quick else FULL
-            return [_row(comm, cluster, name, ways[name], groups, size, options.rounds) for name in options.each(ways)]
+            return [
+                _row(comm, cluster, name, ways[name], groups, size, options.rounds) for name in options.each([*ways])
+            ]
         finally:
             gloo.close()
 
@@ -75,7 +85,7 @@ def _row(
     comm: Communicator,
     cluster: TcpHosts,
     name: str,
-    way: Callable[..., tuple[Callable[[], object], Any]],
+    way: Way,
     groups: dict[str, Any],
     size: Size,
     rounds: int,
