@@ -135,6 +135,7 @@ DOORS.bind, DOORS.prepare = BoundCall, _prepare
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
 DOORS.strategy_of_torch = _late("fompi.torch.strategies", "differentiable")
 DOORS.strategy_of_jax = _late("fompi.jax.strategies", "differentiable")
+DOORS.products = _late("fompi.torch.products", "bound")
 DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
 DOORS.report = _late("fompi.runtime.report", "of_environment")
 DOORS.communicator_of_torch = _late("fompi.torch.groups", "communicator")

@@ -1,13 +1,13 @@
-"""Kernels on host memory with NumPy and its BLAS library.
+"""Kernels on host memory with NumPy and its BLAS library. Products are torch's where the program has loaded it.
 
 NumPy has no bfloat16, so its bits are stored in uint16. Both half types are widened to float32 for every kernel. The
 result is rounded once, to the nearest even. Sums of them run in C where there is a compiler. Else large bfloat16 arrays
-use Numba if it is installed: NumPy takes 7 ns per
-element, compiled code 0.2 ns.
+use Numba if it is installed: NumPy takes 7 ns per element, compiled code 0.2 ns.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -19,6 +19,7 @@ import numpy as np
 
 from fompi.backends import in_c
 from fompi.backends.base import Dtypes, Kernel
+from fompi.base.doors import DOORS
 from fompi.base.layout import CARRIERS, HALF
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import MOVES, find
@@ -53,6 +54,10 @@ COMBINES = {"add": np.add, "max": np.maximum, "min": np.minimum, "prod": np.mult
 """The kernels that combine two terms of a reduction. Maximum and minimum are NaN where a term is NaN."""
 
 
+PRODUCTS = frozenset(("matmul", "matmul_bias", "gradient"))
+"""The kernels that torch may compute, where the program has loaded it."""
+
+
 def rows(a: Array) -> Array:
     """`a` as a matrix: all dimensions but the last become one."""
     return a if a.ndim == 2 else a.reshape(prod(a.shape[:-1]), a.shape[-1])
@@ -80,6 +85,10 @@ class Numpy:
         return array
 
     def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
+        if kernel in PRODUCTS and "torch" in sys.modules:
+            made: Kernel | None = DOORS.products(kernel, reads, writes, read_dtypes, write_dtypes)
+            if made is not None:
+                return made
         dtypes = {*read_dtypes, *write_dtypes}
         moves = kernel in MOVES and len(dtypes) == 1
         plain = moves or dtypes.isdisjoint(HALF)

@@ -59,6 +59,9 @@ class Doors:
     other_plans: Callable[[Any], Iterable[tuple[str, int, Any]]] = closed
     """(problem) -> (schedule, slices, plan) of every schedule. `runtime` -> `ops`."""
 
+    products: Callable[..., Any] = closed
+    """(kernel, reads, writes, their dtypes) -> a product by torch, or None. `backends` -> `torch`."""
+
     schedule_registered: Callable[[], None] = closed
     """Called when a user has registered a schedule: caches of choices are forgotten. `schedules` -> `planner`."""
 

@@ -18,6 +18,7 @@
 | `ddp.py`         | suite: DistributedDataParallel over fompi and over gloo, ten shapes                        |
 | `c10d.py`        | suite: the verbs of torch.distributed over gloo and over fompi, and MPI's own              |
 | `decode.py`      | suite: a decoder on all ranks, tokens a second by backend                                   |
+| `train.py`       | suite: steps of a GPT by torch's own classes, over gloo and over fompi                           |
 | `jit.py`         | suite: a call in a program that JAX compiles                                               |
 | `rivals/`        | what fompi is measured against                                                             |
 

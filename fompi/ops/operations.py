@@ -296,6 +296,8 @@ def matmul_all_reduce(
     x: (rows, ..., k), the columns of this rank, Shard(-1). w: (k, n), the rows of this rank, Shard(0). bias: (n,), the
     same on all ranks, or None. y: (rows, ..., n), Replicate. Any dtype but bool, the same for all tensors.
 
+    The product is cut along `dim`. Of a batch (1, rows, k), which has one row there, nothing overlaps: give dim=1.
+
     Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike, from y, counts once
     per rank: divide it by `comm.size`. The gradient of the bias has one term per rank: `fompi.sum_replicated`.
     The bias is added once. All ranks get the same bits, unless the MPI library sums.

@@ -24,6 +24,8 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from contextlib import ExitStack
+from functools import cache
+from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -38,6 +40,7 @@ from fompi.torch import operators, private
 from fompi.torch.process_group import on_device
 
 OPS = torch.ops.fompi
+HALF = (torch.bfloat16, torch.float16)
 REPLICATE, LAST = (Replicate(),), (Shard(-1),)
 GATHERS_INPUTS = private.has_gradient_placements()
 
@@ -282,6 +285,8 @@ class RowwiseLinear(_Linear):
         x = self.columns(input)
         local = _local(x)
         dim = _dim(local, self.style.output_layouts[0])
+        if local.is_cpu and _cast(local)[0].dtype in HALF:  # terms of sums are float32: torch is several times as fast
+            dim = "products of half types that are summed"
         if isinstance(dim, str):
             return self.as_torch(x, dim)
         y = self.product(local, dim)
@@ -294,8 +299,10 @@ class RowwiseLinear(_Linear):
         terms = Replicate() if dim is None else Partial()  # what each rank knows of the gradient of the bias
         x, w, bias = _cast(x, _local(self.module.weight), _local(self.module.bias, terms))
         if dim is None:
-            words = self.words(x, w, bias, "replicated")
-            return OPS.matmul_all_reduce(x, w.t(), bias, comm=self.group, gradient="replicated", words=words)
+            words, rows = self.words(x, w, bias, "replicated"), x.shape[:-1]
+            x = x.flatten(0, -2)  # the first dimension is cut: of a batch of one sequence it has one row
+            y = OPS.matmul_all_reduce(x, w.t(), bias, comm=self.group, gradient="replicated", words=words)
+            return y.unflatten(0, rows)
         counts, words = _uneven(x.shape[dim], self.size), self.words(x, w, bias)
         return OPS.matmul_reduce_scatter(x, w.t(), bias, dim, counts, comm=self.group, words=words).contiguous()
 
@@ -423,17 +430,30 @@ _ORIGINAL = {theirs: theirs._apply for theirs in _OWN}
 def install() -> ExitStack:
     """From now on torch's ColwiseParallel, RowwiseParallel and PrepareModuleInput do as the classes of this file.
 
+    The row-wise layers of Hugging Face's transformers run fused, too (`fompi.torch.transformers`).
     Modules that are parallelized already stay as they are. In a `with` statement it holds until the end of the block:
     then everything is as it was before, also inside of another block. `fused_calls` begins to count anew.
     """
     before = {theirs: theirs._apply for theirs in _OWN}
     _set({theirs: own._apply for theirs, own in _OWN.items()})
+    _watch_transformers()
     for operator in operators.OPERATORS.values():
         operator.calls = 0
     _LEFT.clear()
     until = ExitStack()
     until.callback(_set, before)
     return until
+
+
+def is_installed() -> bool:
+    return styles.RowwiseParallel._apply is RowwiseParallel._apply
+
+
+@cache
+def _watch_transformers() -> None:
+    """Nothing imports transformers here: it takes seconds."""
+    name = "transformers.distributed.tensor_parallel"
+    private.after_import(name, lambda module: import_module("fompi.torch.transformers").fuse(module))
 
 
 def uninstall() -> None:

@@ -388,14 +388,19 @@ def at_first_forward(prepare: Callable[[Any], object]) -> None:
 
         module.FSDPState._lazy_init = lazy_init
 
-    if FSDP_STATE in sys.modules:
-        patch(sys.modules[FSDP_STATE])
+    after_import(FSDP_STATE, patch)
+
+
+def after_import(name: str, then: Callable[[Any], object]) -> None:
+    """Call `then(module)` once the module `name` has been imported: now, or when the program imports it."""
+    if name in sys.modules:
+        then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _AfterImport(FSDP_STATE, patch))
+        sys.meta_path.insert(0, _AfterImport(name, then))
 
 
 class _AfterImport:
-    """A finder that calls `then(module)` after the module `name` has been imported: its import takes seconds."""
+    """A finder that calls `then(module)` after the module `name` has been imported."""
 
     def __init__(self, name: str, then: Callable[[Any], object]):
         self._name, self._then = name, then

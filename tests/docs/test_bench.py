@@ -69,14 +69,17 @@ def test_device(mpirun):
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("suite", "ranks"),
-    [("parallel", 2), ("parallel --row data", 4), ("step", 2), ("ddp", 2), ("c10d", 2), ("decode", 3)],
+    [("parallel", 2), ("parallel --row data", 4), ("step", 2), ("ddp", 2), ("c10d", 2), ("decode", 3), ("train", 2)],
 )
 def test_strategies(mpirun, suite, ranks):
     """Each row has fompi, its rivals and the compute alone, all timed. Without a wire no figure is judged."""
     done = mpirun(ranks, "-m", "fompi", "bench", *suite.split(), "--quick", "--rounds", "1", "--json", seconds=90)
     assert done.returncode == 0 and not done.left_behind, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == {"parallel": 10, "parallel --row data": 1, "step": 1, "ddp": 1, "c10d": 14, "decode": 2}[suite]
+    assert (
+        len(rows)
+        == {"parallel": 10, "parallel --row data": 1, "step": 1, "ddp": 1, "c10d": 14, "decode": 2, "train": 4}[suite]
+    )
     for row in rows:
         assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 2
         assert row["figures"] and (suite in ("c10d", "decode") or row["reached"] is None) and "fompi" in row["progress"]
