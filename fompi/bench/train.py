@@ -38,7 +38,7 @@ WITHIN, WITHIN_HALF = 1e-3, 4e-3
 """So much may gradients differ, of the largest one. Those of fp16 are rounded once in each sum."""
 
 
-class Size(NamedTuple):
+class Gpt(NamedTuple):
     """The model, and the tokens of a rank in a step. A pipeline has those of all ranks."""
 
     layers: int
@@ -49,10 +49,10 @@ class Size(NamedTuple):
     length: int
 
 
-FULL = Size(6, 384, 6, 8192, 4, 64)
+FULL = Gpt(6, 384, 6, 8192, 4, 64)
 """17 million parameters."""
 
-QUICK = Size(2, 32, 2, 64, 2, 8)
+QUICK = Gpt(2, 32, 2, 64, 2, 8)
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
@@ -87,7 +87,7 @@ def _row(
     name: str,
     way: Way,
     groups: dict[str, Any],
-    size: Size,
+    size: Gpt,
     rounds: int,
 ) -> Row:
     calls, gradients = {}, {}
@@ -106,7 +106,7 @@ def _local(gradient: Any) -> Any:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def gpt(size: Size) -> list[Any]:
+def gpt(size: Gpt) -> list[Any]:
     """The parts of a model of random weights: what embeds tokens, the blocks, and what makes the logits."""
     import torch
     from torch import nn
@@ -120,7 +120,7 @@ def gpt(size: Size) -> list[Any]:
         def forward(self, tokens: Any) -> Any:
             return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
 
-    class Block(nn.Module):
+    class Decoding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norms = nn.ModuleList(nn.LayerNorm(size.width) for _ in range(2))
@@ -134,11 +134,11 @@ def gpt(size: Size) -> list[Any]:
             return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
 
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(size.layers)]
+    blocks = [Decoding() for _ in range(size.layers)]
     return [Embed(), *blocks, nn.Sequential(nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary))]
 
 
-def tokens_of(size: Size, sequences: int, seed: int) -> Any:
+def tokens_of(size: Gpt, sequences: int, seed: int) -> Any:
     import torch
 
     made = torch.Generator().manual_seed(seed)
@@ -156,9 +156,7 @@ def _step(model: Any, tokens: Any) -> None:
     loss_of(model(tokens[:, :-1]), tokens[:, 1:]).backward()
 
 
-def data_parallel(
-    size: Size, group: Any, rank: int, ranks: int, half: bool = False
-) -> tuple[Callable[[], object], Any]:
+def data_parallel(size: Gpt, group: Any, rank: int, ranks: int, half: bool = False) -> tuple[Callable[[], object], Any]:
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -168,7 +166,7 @@ def data_parallel(
     return partial(_step, model, tokens_of(size, size.sequences, rank)), model
 
 
-def sharded(size: Size, group: Any, rank: int, ranks: int) -> tuple[Callable[[], object], Any]:
+def sharded(size: Gpt, group: Any, rank: int, ranks: int) -> tuple[Callable[[], object], Any]:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -180,7 +178,7 @@ def sharded(size: Size, group: Any, rank: int, ranks: int) -> tuple[Callable[[],
     return partial(_step, model, tokens_of(size, size.sequences, rank)), model
 
 
-def pipeline(size: Size, group: Any, rank: int, ranks: int) -> tuple[Callable[[], object], Any]:
+def pipeline(size: Gpt, group: Any, rank: int, ranks: int) -> tuple[Callable[[], object], Any]:
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

@@ -42,6 +42,7 @@ FOREIGN = {
         "bench/ddp.py",
         "bench/c10d.py",
         "bench/decode.py",
+        "bench/train.py",
     },
     "jax": {"jax", "bench/jit.py", "bench/rivals/xla.py"},
     "mpi4jax": {"bench/rivals/xla.py"},

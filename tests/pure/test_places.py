@@ -13,7 +13,15 @@ from fompi.ops.operations import OPERATIONS
 
 HOUSE = Path(fompi.__file__).parent
 PLACES = {"plans/meaning.py", "ops/operations.py", "ops/adjoints.py"}
-USERS = ("parallel", "bench", "tuning", "torch/parallel.py", "planner/layers.py", "ops/replicated.py")
+USERS = (
+    "parallel",
+    "bench",
+    "tuning",
+    "torch/parallel.py",
+    "torch/transformers.py",
+    "planner/layers.py",
+    "ops/replicated.py",
+)
 """Files that call operations, as a program does."""
 
 ALSO = {
