@@ -113,6 +113,11 @@ _STRATEGIES = {
 }
 """label -> the rows of `bench parallel`, and the ratios of each."""
 
+_SMALL = "(64 B|1 KiB|16 KiB|64 KiB)"
+_SUMS = "(all_reduce( async| bfloat16| float16)?|reduce_scatter_single|reduce)"
+_EXCHANGES = "(all_gather_single|all_to_all_single)"
+_ROOTED = "(broadcast|gather|scatter)"
+
 CLAIMS = (
     Claim(
         "fused",
@@ -192,6 +197,44 @@ CLAIMS = (
             Pick("gloo / fompi.torch", " rows$", r"^gloo / fompi\.torch$"),
             Pick("backend: hidden", " rows$", "^fompi: hidden$"),
             Pick("fompi.torch: hidden", " rows$", r"^fompi\.torch: hidden$"),
+        ),
+    ),
+    Claim(
+        "train",
+        "Steps of a GPT by torch's own classes",
+        "Two hosts with one core each, 1 Gbit/s, 17 million parameters, 256 tokens on a rank. The same lines "
+        "on a group of gloo and on one of the backend fompi.",
+        (
+            Pick("DistributedDataParallel: gloo / fompi", "^DDP$", "^gloo / fompi$"),
+            Pick("the same with fp16_compress_hook", "^DDP, fp16$", "^gloo / fompi$"),
+            Pick("FSDP2", "^FSDP2$", "^gloo / fompi$"),
+            Pick("1F1B", "^1F1B$", "^gloo / fompi$"),
+        ),
+    ),
+    Claim(
+        "decode",
+        "A decoder of 0.2 billion parameters",
+        "Two hosts with one core each, 1 Gbit/s, float32, two sums of 4 KiB in each of 12 layers. In halves: the sum of "
+        "one half of the prompt moves behind the products of the other; gloo is then the better of both ways.",
+        (
+            Pick("a token: MPI's own sums / fompi", "^decode", "^MPI / fompi$"),
+            Pick("a token: gloo / fompi", "^decode", "^gloo / fompi$"),
+            Pick("a prompt of 512 tokens: gloo / fompi in halves", "^prefill", "^gloo.* / fompi in halves$"),
+        ),
+    ),
+    Claim(
+        "c10d",
+        "The verbs of torch.distributed",
+        "Two ranks, two cores, shared memory, 64 B to 100 MB; the range is over verbs and sizes.",
+        (
+            Pick("sums to 64 KiB: gloo / fompi", f"^{_SUMS} {_SMALL}$", "^gloo / fompi$"),
+            Pick("sums above", f"^{_SUMS} (?!{_SMALL}$)", "^gloo / fompi$"),
+            Pick("exchanges in one tensor to 64 KiB", f"^{_EXCHANGES} {_SMALL}$", "^gloo / fompi$"),
+            Pick("exchanges in one tensor above", f"^{_EXCHANGES} (?!{_SMALL}$)", "^gloo / fompi$"),
+            Pick("broadcasts, gathers, scatters to 64 KiB", f"^{_ROOTED} {_SMALL}$", "^gloo / fompi$"),
+            Pick("broadcasts, gathers, scatters above", f"^{_ROOTED} (?!{_SMALL}$)", "^gloo / fompi$"),
+            Pick("send and recv", "^send, recv", "^gloo / fompi$"),
+            Pick("barrier", "^barrier", "^gloo / fompi$"),
         ),
     ),
     Claim(
