@@ -85,6 +85,7 @@ typedef struct {
     pthread_cond_t wake;
     int has_thread, stops, sleeps;
     double least, most, seconds; /* between its polls: at least, at most, now */
+    int waiting;                 /* threads that drive a call: they poll when they wake */
     pid_t program, opened;       /* the thread that has left the last call in flight, if each rank has a core; whose `stat` is open */
     int stat;
 } Library;
@@ -389,6 +390,7 @@ static int drive(Call *c, double seconds, double stall) {
     double from = now(), t;
     long idle = 0;
     int state;
+    mpi->waiting++;
     if (c->is_long) depart(c); /* the progress thread goes on with it while a kernel runs */
     while ((state = state_of(c)) == GOES_ON) {
         int moved = poll(c);
@@ -420,6 +422,7 @@ static int drive(Call *c, double seconds, double stall) {
         }
         if (t - from >= seconds) break;
     }
+    mpi->waiting--;
     if (state_of(c) != GOES_ON) state = state_of(c); /* the progress thread may have ended it during the rest */
     if (state == FINISHED || state == FAILED || state == DISAGREES) land(c);
     else {
@@ -487,7 +490,7 @@ static void *run_thread(void *argument) {
     while (!mpi->stops) {
         long seen = mpi->rounds;
         double pause = until_next_poll(mpi), t;
-        if (mpi->in_flight && pause > ASLEEP_SECONDS && program_sleeps(mpi)) pause = ASLEEP_SECONDS;
+        if (mpi->in_flight && !mpi->waiting && pause > ASLEEP_SECONDS && program_sleeps(mpi)) pause = ASLEEP_SECONDS;
         unlock(mpi);
         sleep_for(pause);
         lock(mpi);
