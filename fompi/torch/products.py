@@ -20,12 +20,13 @@ import torch
 
 from fompi.backends.base import Dtypes, Kernel
 from fompi.backends.numpy import rows
+from fompi.base.layout import HALF
 from fompi.plans.kernels import find
 
 Array = np.ndarray[Any, Any]
 
-LEAST = 1 << 18
-"""Multiplications. A smaller product is over before a tensor of torch is made."""
+LEAST, LEAST_HALF = 1 << 22, 1 << 16
+"""Multiplications. Making the tensors of torch for a smaller product takes longer than it gains."""
 
 DTYPES = frozenset(("float32", "float64", "bfloat16", "float16"))
 
@@ -37,6 +38,8 @@ def bound(
     dtype = read_dtypes[0]
     if dtype not in DTYPES or {*read_dtypes, *write_dtypes} != {dtype}:
         return None
+    if not all(a.ndim <= 2 or a.flags.c_contiguous for a in (*reads, *writes)):
+        return None  # as a matrix it would be a copy, of the data of now
     groups, whole = find(kernel).rows(reads), find(kernel).wholes(reads)
     if kernel == "gradient":
         if whole or len(groups[0]) > 1:
@@ -45,17 +48,18 @@ def bound(
     else:
         pairs, other = [(rows(a), rows(y)) for a, y in zip(groups[0], writes, strict=True)], whole[0]
     bias = whole[1:] if kernel == "matmul_bias" else ()
-    if sum(len(a) for a, _ in pairs) * other.size < LEAST:
+    if sum(len(a) for a, _ in pairs) * other.size < (LEAST_HALF if dtype in HALF else LEAST):
         return None
     if not all(map(_is_usable, (*(a for pair in pairs for a in pair), other, *bias))):
         return None
-    w, b = _tensor(other, dtype), [_tensor(each, dtype) for each in bias]
-    calls = [
-        partial(torch.addmm, b[0], _tensor(a, dtype), w, out=_tensor(y, dtype))
-        if b
-        else partial(torch.mm, _tensor(a, dtype), w, out=_tensor(y, dtype))
-        for a, y in pairs
-    ]
+    with torch.inference_mode(False):  # another thread may run it, or the program after its inference
+        w, b = _tensor(other, dtype), [_tensor(each, dtype) for each in bias]
+        calls = [
+            partial(torch.addmm, b[0], _tensor(a, dtype), w, out=_tensor(y, dtype))
+            if b
+            else partial(torch.mm, _tensor(a, dtype), w, out=_tensor(y, dtype))
+            for a, y in pairs
+        ]
     return calls[0] if len(calls) == 1 else partial(_run, calls)
 
 

@@ -1,7 +1,10 @@
 """Products of host memory by torch, beside those of NumPy."""
 
+from threading import Thread
+
 import numpy as np
 import pytest
+import torch
 
 from fompi.backends.numpy import Numpy, narrow, storage, widen
 from fompi.torch import products
@@ -27,7 +30,7 @@ def assert_product(y, wanted, dtype, depth):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products(dtype, kernel, transposed):
     draw = np.random.default_rng(7)
-    m, k, n = 65, 129, 67
+    m, k, n = 165, 229, 167
     x = operand(draw, (m, k), dtype)
     if kernel == "gradient":
         h = operand(draw, (m, n), dtype)
@@ -50,20 +53,20 @@ def test_products(dtype, kernel, transposed):
 
 def test_several_chunks_of_rows_and_more_dimensions():
     draw = np.random.default_rng(8)
-    x, w = operand(draw, (2, 40, 64), "float32"), operand(draw, (64, 96), "float32")
-    ys = [np.empty((40, 96), np.float32) for _ in range(2)]
+    x, w = operand(draw, (2, 90, 164), "float32"), operand(draw, (164, 196), "float32")
+    ys = [np.empty((90, 196), np.float32) for _ in range(2)]
     made = products.bound("matmul", [x[0], x[1], w], ys, ("float32",) * 3, ("float32",) * 2)
     made()
     for part, y in zip(x, ys, strict=True):
         np.testing.assert_allclose(y, part @ w, rtol=1e-4, atol=1e-4)
-    y = np.empty((2, 40, 96), np.float32)
+    y = np.empty((2, 90, 196), np.float32)
     products.bound("matmul", [x, w], [y], ("float32",) * 2, ("float32",))()
     np.testing.assert_allclose(y, x @ w, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_left_to_numpy():
     """Small, read-only, negative strides, other dtypes, sums in float32 of half types."""
-    a = np.ones((128, 128), np.float32)
+    a = np.ones((256, 256), np.float32)
     frozen = a.copy()
     frozen.flags.writeable = False
     dtypes = ("float32",) * 2
@@ -72,9 +75,35 @@ def test_what_is_left_to_numpy():
             products.bound("matmul", [x, a.astype(x.dtype)[: x.shape[1]]], [np.empty_like(x)], (dtype,) * 2, (dtype,))
             is None
         )
+    cube = np.ones((256, 2, 256), np.float32)[:, :1]
+    assert products.bound("matmul", [cube, a], [np.empty((256, 1, 256), np.float32)], dtypes, ("float32",)) is None
+    y = np.empty((256, 1, 256), np.float32)
+    kernel = Numpy().bind("matmul", [cube, a], [y], dtypes, ("float32",))
+    cube *= 2
+    kernel()  # it reads the data of now
+    assert (y == 512).all()
     half = a.astype(np.float16)
     assert products.bound("matmul", [half, half], [a.copy()], ("float16",) * 2, ("float32",)) is None
     assert products.bound("matmul", [a, a], [a.copy()], dtypes, ("float32",)) is not None
     y = np.empty_like(a)
     Numpy().bind("matmul", [frozen, a], [y], dtypes, ("float32",))()
-    assert (y == 128).all()
+    assert (y == 256).all()
+
+
+def test_a_kernel_of_inference_runs_in_another_thread():
+    x, w, y = (np.ones((256, 256), np.float32) for _ in range(3))
+    with torch.inference_mode():
+        kernel = products.bound("matmul", [x, w], [y], ("float32",) * 2, ("float32",))
+    errors = []
+
+    def run():
+        try:
+            kernel()
+        except Exception as error:
+            errors.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    kernel()
+    assert not errors and (y == 256).all()
