@@ -52,14 +52,17 @@ def bound(
         return None
     if not all(map(_is_usable, (*(a for pair in pairs for a in pair), other, *bias))):
         return None
-    with torch.inference_mode(False):  # another thread may run it, or the program after its inference
-        w, b = _tensor(other, dtype), [_tensor(each, dtype) for each in bias]
-        calls = [
-            partial(torch.addmm, b[0], _tensor(a, dtype), w, out=_tensor(y, dtype))
-            if b
-            else partial(torch.mm, _tensor(a, dtype), w, out=_tensor(y, dtype))
-            for a, y in pairs
-        ]
+    try:
+        with torch.inference_mode(False):  # another thread may run it, or the program after its inference
+            w, b = _tensor(other, dtype), [_tensor(each, dtype) for each in bias]
+            calls = [
+                partial(torch.addmm, b[0], _tensor(a, dtype), w, out=_tensor(y, dtype))
+                if b
+                else partial(torch.mm, _tensor(a, dtype), w, out=_tensor(y, dtype))
+                for a, y in pairs
+            ]
+    except (RuntimeError, TypeError, ValueError):  # torch does not take this memory
+        return None
     return calls[0] if len(calls) == 1 else partial(_run, calls)
 
 
