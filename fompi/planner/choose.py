@@ -135,8 +135,8 @@ def _by_rule(
 
     Messages go directly to the rank that needs them. No rank waits for a chain of other ranks, and as many bytes move
     as in a ring. Large messages over a network go round a ring: each host has one stream in and one stream out, so that
-    no two streams share a port. TCP is fastest there. Sums of half types do not: a ring sends them in float32, which
-    takes twice as long.
+    no two streams share a port. TCP is fastest there. Plain sums of half types do not: a ring sends what is summed in
+    float32, which takes up to twice as long. Products that are summed are float32 in every schedule.
 
     If a message is a copy by a core that could compute (`crowded`), nothing can be hidden. Then products stay in one
     piece, and the library does small sums, because it needs fewer messages.
@@ -158,7 +158,7 @@ def _by_rule(
         slices = _exchange_slices(problem.size, pair, computes) if network else 1
         return PAIRWISE if even and slices > 1 and not computes else "direct", slices
     if network and shard >= STREAM_NBYTES:
-        is_wide = sums and problem.dtype != problem.accumulator
+        is_wide = sums and not computes and problem.dtype != problem.accumulator
         stream = "direct" if is_wide else "ring"
         for slices in (STREAM_SLICES, 1):
             if messages_per_peer(problem, stream, slices) <= MOST_MESSAGES:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from itertools import product
 
+import catalogue
 import pytest
 from catalogue import problem_of
 from hypothesis import given
@@ -58,6 +59,21 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose_schedule(combine, 10**8, network=True) == ("direct", 4)
     for rows, network in ((10**8, False), (100, True), (0, True), (None, True)):
         assert choose_schedule(combine, rows, network=network) == ("direct", 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_large_sums_of_half_types_between_hosts_move_half_types(dtype, ranks):
+    """A ring would pass on partial sums, which are float32. Products that are summed are float32 in every schedule."""
+    for operation in ("all_reduce", "reduce_scatter", "all_gather", "matmul_reduce_scatter"):
+        made = catalogue.problems(ranks, dtype)[operation]
+        is_direct = operation in ("all_reduce", "reduce_scatter")
+        assert choose_schedule(made, 10**8, network=True) == ("direct" if is_direct else "ring", 4), operation
+        if is_direct:
+            plan = registry.write(made, "direct", 4)
+            for program in plan.programs:
+                dtypes = {b.name: b.dtype for b in program.buffers}
+                assert {dtypes[op.chunk.buffer] for op in program.ops if isinstance(op, Send)} == {dtype}
 
 
 def test_a_large_all_to_all_over_a_network_is_cut_into_slices():
