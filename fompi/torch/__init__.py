@@ -12,6 +12,7 @@
 - `fully_sharded`: `fompi.torch.overlap`, FSDP2 whose communication runs behind the backward.
 - `products`: products on host memory by torch's kernels.
 - `transformers`: the tensor-parallel layers of Hugging Face's transformers, fused.
+- `vllm`: the plug-in of vLLM.
 - `memory`: the elements of tensors in one row.
 - `groups`: the Communicator of a ProcessGroup or DeviceMesh.
 - `swap`: groups of other backends run on fompi (`python -m fompi.torch`).

@@ -14,6 +14,9 @@ from fompi.tensors.arena import Arena
 MOST_NBYTES = 1 << 18
 """torch copies more bytes than these with several threads."""
 
+LARGE = 1 << 14
+"""Smaller parts are copied faster than it takes to find out whether they are neighbours."""
+
 
 def flat(t: Tensor) -> Tensor:
     """The elements of `t` in one row: the memory of `t` if it is contiguous, else a copy."""
@@ -47,8 +50,30 @@ def is_plain(t: Tensor) -> bool:
     )  # fmt: skip
 
 
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """The memory of `parts` in one row, if they are neighbours in one tensor of the host, in order, and large."""
+    if not parts or parts[0].nbytes < LARGE or parts[0].layout is not torch.strided:
+        return None
+    first, at, storage = parts[0], parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.dtype is not first.dtype or not (part.is_cpu and part.is_contiguous()):
+            return None
+        if part.untyped_storage().data_ptr() != storage or part.is_neg() or part.is_conj():
+            return None
+        at += part.nbytes
+    return first.data.as_strided((sum([part.numel() for part in parts]),), (1,))
+
+
+def place_for(parts: Sequence[Tensor], x: Tensor) -> Tensor | None:
+    """The memory of `parts` in one row, if a result can be written straight to it."""
+    whole = as_one(parts)
+    return whole if whole is not None and is_place_for(whole, x) else None
+
+
 def copy_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
-    """Copy the elements of `whole` to the tensors `parts`, one after the other."""
+    """Copy the elements of `whole` to the tensors `parts`, one after the other, if they are not there."""
+    if parts and parts[0].data_ptr() == whole.data_ptr() != 0:
+        return  # they are `as_one`
     dtype = whole.dtype
     if is_plain(whole) and all(part.dtype is dtype and is_plain(part) for part in parts):
         at = whole.data_ptr()
@@ -61,8 +86,10 @@ def copy_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
 
 
 def joined(parts: Sequence[Tensor], arena: Arena) -> Tensor:
-    """The elements of all `parts` in one row, in memory that is used again if it is much."""
-    dtype = parts[0].dtype
+    """The elements of all `parts` in one row: their own memory, or memory that is used again if it is much."""
+    whole, dtype = as_one(parts), parts[0].dtype
+    if whole is not None:
+        return whole
     if all(part.dtype is dtype and is_plain(part) for part in parts):
         whole = torch.empty(sum([part.numel() for part in parts]), dtype=dtype)
         at = whole.data_ptr()

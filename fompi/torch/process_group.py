@@ -47,7 +47,7 @@ from fompi.ops import messages, operations
 from fompi.ops.front import REFUSED, Door, known_call, place_of
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
-from fompi.torch.memory import copy_parts, flat, is_place_for, joined, rows
+from fompi.torch.memory import copy_parts, flat, is_place_for, joined, place_for, rows
 from fompi.torch.store import own_connection
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
@@ -386,8 +386,11 @@ class Collectives:
         pending = self._start(operations.all_gather, flat(x), out=given, arriving=[out.numel()])
         return pending, lambda y: None if place else out.data.copy_(y.view(out.shape))
 
-    def _gather_to(self, parts: Sequence[Tensor], x: Tensor) -> Any:
-        """Start the all-gather of `x` to `parts`, one for each rank. They may have different sizes."""
+    def _gather_to(self, parts: Sequence[Tensor], x: Tensor, whole: Tensor | None) -> Any:
+        """Start the all-gather of `x` to `parts`, one for each rank. They may have different sizes.
+
+        It writes to `whole`, the memory of all parts, if that is one row.
+        """
         sizes = [part.numel() for part in parts]
         if len(sizes) != self.comm.size or sizes[self.comm.rank] != x.numel():
             raise ShapeError(
@@ -395,7 +398,7 @@ class Collectives:
                 f"and that of rank {self.comm.rank} has the size of its input, {x.numel()} elements"
             )
         words = f"to outputs of {sizes} elements" if len({*sizes}) > 1 else ""  # else the sum says it all
-        return self._start(operations.all_gather, flat(x), words=words, arriving=sizes)
+        return self._start(operations.all_gather, flat(x), out=whole, words=words, arriving=sizes)
 
     @refusing(operations.all_gather)
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Work:
@@ -415,10 +418,10 @@ class Collectives:
         if len(ins) == 1:
             (parts,), (x,) = outs, ins
             verb = "all_gather to parts", *(part.numel() for part in parts)
-            if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts(parts, y)):
+            if done := self._at_once(verb, x, place_for(parts, x), opts, outs, lambda y: copy_parts(parts, y)):
                 return done
         calls = [
-            (self._gather_to(parts, x), lambda y, parts=parts: copy_parts(parts, y))
+            (self._gather_to(parts, x, place_for(parts, x)), lambda y, parts=parts: copy_parts(parts, y))
             for parts, x in zip(outs, ins, strict=True)
         ]
         return self._work("all_gather", opts, *_merged(calls), outs, timeout=timeout)
@@ -434,10 +437,10 @@ class Collectives:
         outs, ins, root = _nested(outs), _listed(ins), _root_of(opts)
         parts = outs[0] if self.comm.rank == root else []
         arriving = [part.numel() for part in parts] if self.comm.rank == root else None
-        verb = "gather", root, *(arriving or ())
-        if done := self._at_once(verb, ins[0], None, opts, outs, lambda y: copy_parts(parts, y)):
+        verb, whole = ("gather", root, *(arriving or ())), place_for(parts, ins[0])
+        if done := self._at_once(verb, ins[0], whole, opts, outs, lambda y: copy_parts(parts, y)):
             return done
-        pending = self._start(operations.gather, flat(ins[0]), root=root, arriving=arriving)
+        pending = self._start(operations.gather, flat(ins[0]), root=root, out=whole, arriving=arriving)
         return self._work("gather", opts, [pending], lambda y: copy_parts(parts, y), outs, ins, timeout)
 
     @refusing(operations.scatter)
@@ -464,10 +467,11 @@ class Collectives:
     @refusing(operations.all_to_all)
     def alltoall(self, outs: Any, ins: Any, opts: Any = None, timeout: Any = None) -> Work:
         x, counts = joined(ins, self.comm.engine.arena), [t.numel() for t in ins]
-        verb = "all_to_all to parts", *counts, None, *(out.numel() for out in outs)
-        if done := self._at_once(verb, x, None, opts, outs, lambda y: copy_parts(outs, y)):
+        arriving, whole = [out.numel() for out in outs], place_for(outs, x)
+        verb = "all_to_all to parts", *counts, None, *arriving
+        if done := self._at_once(verb, x, whole, opts, outs, lambda y: copy_parts(outs, y)):
             return done
-        pending = self._start(operations.all_to_all, x, counts=counts, arriving=[out.numel() for out in outs])
+        pending = self._start(operations.all_to_all, x, counts=counts, out=whole, arriving=arriving)
         return self._work("all_to_all", opts, [pending], lambda y: copy_parts(outs, y), outs, timeout=timeout)
 
     @refusing(operations.all_to_all)

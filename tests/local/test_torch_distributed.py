@@ -4,7 +4,9 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from packaging.version import Version
@@ -122,3 +124,26 @@ def test_fsdp2_overlaps_by_default(mpirun, tmp_path):
     (tmp_path / "train.py").write_text(SHARDED)
     done = mpirun(2, tmp_path / "train.py", seconds=50)
     assert done.returncode == 0 and done.stdout.count("['AllGather', 'DefaultAllGather']") == 2, done.output
+
+
+@pytest.mark.parametrize(("plugins", "is_cpu", "backend"), [
+    ("fompi", True, "fompi"), ("other,fompi", True, "fompi"), ("fompi", False, "own"), ("other", True, "own"),
+    ("", True, "own"), (None, True, "own"),
+])  # fmt: skip
+def test_the_plug_in_of_vllm(monkeypatch, plugins, is_cpu, backend):
+    """vLLM calls the entry point. It makes its groups by `dist_backend` of its platform."""
+
+    class Platform:
+        dist_backend = "own"
+
+        def is_cpu(self):
+            return is_cpu
+
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=Platform()))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    (plugin,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "fompi"]
+    plugin.load()()
+    assert Platform.dist_backend == Platform().dist_backend == backend

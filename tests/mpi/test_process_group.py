@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fompi
-from fompi.torch import private, process_group, store, work
+from fompi.torch import memory, private, process_group, store, work
 
 R = dist.ReduceOp
 RELEASE = private.release(torch.__version__)
@@ -540,6 +540,52 @@ def test_outputs_of_different_sizes(rank, size):
     outs = [torch.zeros(r) for r in range(size)]
     dist.all_gather(outs, torch.full((rank,), float(rank)))
     assert all((one == r).all() for r, one in enumerate(outs))
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "asynchronous"])
+def test_lists_of_neighbours(rank, size, async_op):
+    """Large parts that are neighbours in one tensor are sent and received where they are, uneven ones and others."""
+    rows = [5000 + 1000 * r for r in range(size)]
+    last, total = size - 1, sum(rows)
+
+    def whole_of(r):
+        return torch.arange(total * 2.0).reshape(total, 2) + r
+
+    for call in range(2):  # the second one is known
+        ins, held = whole_of(rank + call), torch.zeros(total, 2)
+        parts = list(held.split(rows))
+
+        def run(verb, *args, **options):
+            work = verb(*args, **options, async_op=async_op)
+            if async_op:
+                work.wait()
+
+        run(dist.all_gather, parts, ins[: rows[rank]])
+        assert torch.equal(held, torch.cat([whole_of(r + call)[: rows[r]] for r in range(size)]))
+        held.zero_()
+        run(dist.gather, ins[: rows[rank]].contiguous(), parts if rank == last else None, dst=last)
+        assert rank != last or torch.equal(held, torch.cat([whole_of(r + call)[: rows[r]] for r in range(size)]))
+        out = torch.zeros(rows[rank], 2)
+        run(dist.scatter, out, list(ins.split(rows)) if rank == 0 else None, src=0)
+        assert torch.equal(out, whole_of(call).split(rows)[rank])
+        mine = torch.zeros(size * rows[rank], 2)
+        run(dist.all_to_all, list(mine.chunk(size)), list(ins.split(rows)))
+        assert torch.equal(mine, torch.cat([whole_of(r + call).split(rows)[rank] for r in range(size)]))
+        run(dist.all_to_all, list(held.split(rows)), [held[: rows[rank]].clone() for _ in range(size)])
+        run(dist.all_gather, list(held.split(rows)), held.split(rows)[rank].fill_(rank + call))  # in place
+        assert torch.equal(held, torch.cat([torch.full((rows[r], 2), r + call + 0.0) for r in range(size)]))
+
+
+def test_which_lists_are_one_tensor():
+    whole = torch.zeros(4, 5000)
+    rows = list(whole)
+    assert memory.as_one(rows).data_ptr() == memory.joined(rows, None).data_ptr() == whole.data_ptr()
+    assert memory.as_one(rows).shape == (20000,)
+    others = [rows[::-1], rows[:1] * 2, list(whole.T), [rows[0], rows[2]], list(whole[:, :4500])]
+    others += [[rows[0], rows[1].int()], list(torch.zeros(4, 8))]
+    assert [memory.as_one(each) for each in [*others, []]] == [None] * 8
+    assert memory.place_for(rows, torch.zeros(5000)) is not None
+    assert memory.place_for(rows, rows[0]) is None
 
 
 @pytest.mark.timeout(60)
