@@ -812,7 +812,8 @@ def create(opts: Any, _: Any = None) -> Any:
             + (
                 "leave out rank and world_size, or give them as MPI numbers the ranks (also RANK and WORLD_SIZE)"
                 if comm.size > 1
-                else "MPI has started before, alone. Call init_process_group before anything that starts MPI"
+                else "MPI has started before, alone. Call init_process_group before anything that starts MPI, or start "
+                "with mpirun or torchrun. Lightning starts MPI to look for it: give it plugins=[LightningEnvironment()]"
             )
         )
     comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
