@@ -50,14 +50,14 @@ class _Twin(Walk):
         self.random, self.backend, self.kernels = random.Random(seed), backend, kernels
         self.memory = []
         for program, extents, arrays in zip(self.programs, self.extents, inputs, strict=True):
-            made = {b.name: backend.poisoned(b.shape(extents), b.dtype) for b in program.buffers if b.role != "input"}
+            made = {b.name: backend.poisoned(b.shape(extents), b.dtype) for b in program.buffers if not b.is_input}
             self.memory.append({**arrays, **made})
         self.early: dict[Call, Any] = {}  # data of messages that were read when they began
 
     def outputs(self) -> list[dict[str, Any]]:
         self.run()
         return [
-            {b.name: memory[b.name] for b in program.buffers if b.role == "output"}
+            {b.name: memory[b.name] for b in program.buffers if b.is_output}
             for program, memory in zip(self.programs, self.memory, strict=True)
         ]
 

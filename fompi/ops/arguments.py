@@ -107,7 +107,7 @@ class LocalCall(NamedTuple):
     rows: tuple[int, ...]  # `mine` of `fompi.plans.rows`
     expects: int  # how many rows must arrive here, because an operand or out= has so many; -1: any number
     out: Tensor | None
-    in_place: bool  # out is x: the result is written over it once the call is finished
+    in_place: bool  # out is x: the result is written over it (`plans.over_x`)
     device: Any  # whose memory the tensors have; None: the host
     packing: tuple[float, float] | None  # when x was packed before the call began, in seconds of perf_counter
     runs: Sequence[Sequence[int]] = ()  # where rows go to experts: the rows of each run, for each rank

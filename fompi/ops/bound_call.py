@@ -53,7 +53,7 @@ class BoundCall:
         compared = "bound", arguments.words
         local, plan = decide(operation.name, localised, communicator, call_options, *compared, refusal=wrong)
         self._arguments, self._local = arguments, local
-        self._outputs = [b for b in plan.programs[communicator.rank].buffers if b.role == "output"]
+        self._outputs = [b for b in plan.programs[communicator.rank].buffers if b.is_output]
         out = None if local.in_place else arguments.out
         self._is_empty = operation.name == "scatter" and communicator.rank != local.problem.root  # x is only a shape
         self._moved = local.dim > 0 or local.split >= 0 or self._is_empty  # the plan has other tensors

@@ -1,7 +1,9 @@
-"""Blocking collectives of `fompi.mpi.Comm` in which nothing can be gained: the MPI library's own carry them out.
+"""Collectives of `fompi.mpi.Comm` in which nothing can be gained: the MPI library's own carry them out.
 
 A blocking collective hides nothing. What is left to gain is a faster plan, and that only for large sums and for
-messages that two ranks of Open MPI would send in turns (docs/inside/overhead.md). All ranks decide alike.
+messages that two ranks of Open MPI would send in turns (docs/inside/overhead.md). One with I in front may be hidden,
+but on one host it takes little longer than fompi needs to begin it, up to the same sizes. Between hosts a small one
+needs no thread to move it. All ranks decide alike.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ LIMITS: dict[str, int] = {
 }
 """The most bytes, of all ranks together in a move, with which the library carries out a collective."""
 
+STARTED = 1 << 14
+"""The most bytes of one with I in front, between hosts."""
+
 SIZED: dict[str, tuple[int, bool]] = {
     **dict.fromkeys(("Bcast", "Reduce"), (0, False)),
     **dict.fromkeys(("Allreduce", "Allgather", "Allgatherv", "Alltoall"), (1, False)),
@@ -31,6 +36,13 @@ SIZED: dict[str, tuple[int, bool]] = {
     **dict.fromkeys(("Scatter", "Reduce_scatter_block"), (1, True)),
 }
 """Which argument says how large a collective is, and whether it is only one part for each rank."""
+
+
+def most_started(name: str, network: bool) -> int:
+    """The same for one with I in front. -1: none. `network`: there are several hosts."""
+    limit = LIMITS.get(name, -1)
+    return -1 if limit == ALWAYS else min(limit, STARTED) if network else limit
+
 
 INSIDE: list[tuple[str, object]] = []
 """The calls of the library in which threads are: their name, and something that no other call has."""

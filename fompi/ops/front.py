@@ -112,7 +112,7 @@ class Front:
         shapes, dtypes = ticket.sized.shapes, {b.name: b.dtype for b in ticket.program.program.buffers}
         self._nbytes = [_nbytes(shapes[name], dtypes[name]) if name in shapes else 0 for name in ("x", "y")]
         shape = problem.result_shape(local.shape, pending._comm.rank) if problem.flat else shapes["y"]
-        self.make = _maker(pending._comm, shape, dtypes["y"], local.like.framework)
+        self.make = _maker(pending._comm, shape, problem.dtype, local.like.framework)
 
     def begin(self, x_at: int, y_at: int, held: tuple[Any, Any], describe: Callable[[], Pending], waits: bool) -> Any:
         """Begin a call on tensors at these addresses. None: it is finished. Else its Flying, or REFUSED.
@@ -184,9 +184,10 @@ def take_front(ticket: Ticket, pending: Pending) -> None:
     place = place_of(arguments.x)
     if place is None or "x" not in local.arrays or place[1] != address_of(local.arrays["x"]):
         return  # it works on a copy, or on parts
-    names = {"x", "y"} if not local.in_place or ticket.program.may_write_over_x else {"x"}
+    names = {"x"} if local.in_place else {"x", "y"}
     whole = arguments.result is Arguments.result and not (local.dim or local.split >= 0 or local.packed)
-    if plain and whole and tuple(ticket.given) in ORDERS and names >= ticket.given.keys() and "y" in ticket.names:
+    is_known = tuple(ticket.given) in ORDERS and names >= ticket.given.keys()
+    if plain and whole and is_known and ticket.program.outputs[0].name in ("x", "y"):
         with comm.engine.lock:
             while len(comm.fronts) >= MOST_FRONTS:
                 del comm.fronts[next(iter(comm.fronts))]

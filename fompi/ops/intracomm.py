@@ -13,7 +13,7 @@ has a type of the program, is packed on that rank.
 |---|---|
 | with I in front: Bcast, Gather(v), Scatter(v), Allgather(v), Alltoall(v, w) | neighbours, Barrier, persistent ones |
 | Reduce, Allreduce, Reduce_scatter(_block) with SUM, PROD, MIN, MAX | other ops and types, `recvcounts=None` |
-| blocking: the same, where they are large (`by_library`) | small ones, Gatherv, Scatterv, Alltoallv, Alltoallw |
+| both where they are large, blocking and with I (`by_library`) | small ones; blocking Gatherv, Scatterv, Alltoallv(w) |
 | | Scan, Exscan, messages, objects (lower-case names), one-sided, files |
 
 The import of this file loads mpi4py. It does not start MPI.
@@ -36,8 +36,8 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi import environment
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
 from fompi.ops import operations
-from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, watch
-from fompi.ops.front import REFUSED, Door, known_call, place_of
+from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, most_started, watch
+from fompi.ops.front import MOST_FRONTS, REFUSED, Door, known_call, place_of
 from fompi.ops.operation import Operation
 from fompi.tensors.capsules import code_on_host
 
@@ -277,8 +277,11 @@ class Request(MPI.Grequest):
     failures: list[Exception]
 
     @classmethod
-    def of(cls, pending: Any, finish: Callable[[], None]) -> Request:
-        """The helper thread ends the call. Without one it ends here: the functions of MPI drive nothing of fompi."""
+    def of(cls, comm: Communicator, pending: Any, finish: Callable[[], object]) -> Request:
+        """The helper thread ends the call. Without one it ends here: the functions of MPI drive nothing of fompi.
+
+        `pending` None: it has ended.
+        """
         failures: list[Exception] = []
 
         def query(status: Any) -> None:
@@ -298,7 +301,9 @@ class Request(MPI.Grequest):
                 failures.append(error)
             started.Complete()
 
-        if pending._comm.engine.helper is None:
+        if pending is None:
+            started.Complete()
+        elif comm.engine.helper is None:
             with suppress(Exception):  # `finish` raises it too
                 pending.wait()
             end()
@@ -308,8 +313,9 @@ class Request(MPI.Grequest):
         return request
 
     def _ended(self, wait: bool, end: Callable[[Any], Any], status: Any) -> Any:
-        with suppress(Exception):  # `end` raises it
-            self.pending.wait() if wait else self.pending.done()
+        if self.pending is not None:
+            with suppress(Exception):  # `end` raises it
+                self.pending.wait() if wait else self.pending.done()
         try:
             ended = end(status)
         except MPI.Exception as error:
@@ -331,6 +337,27 @@ class Request(MPI.Grequest):
         return self._ended(False, super().test, status)
 
 
+class OfLibrary(MPI.Request):
+    """A request of the MPI library. A wait for it has the deadline of `by_library.watch`."""
+
+    @classmethod
+    def of(cls, request: Any, name: str) -> OfLibrary:
+        made: OfLibrary = cls.__new__(cls, request)  # type: ignore[call-arg]
+        made.name = name
+        return made
+
+    name: str
+
+    def Wait(self, status: Any = None) -> Any:
+        INSIDE.append((self.name, self))
+        try:
+            return super().Wait(status)
+        finally:
+            INSIDE.pop()
+
+    wait = Wait
+
+
 MOST_ARGUMENTS = 9
 """No collective has so many arguments: none of them says how large one is that is not in `SIZED`."""
 
@@ -341,20 +368,25 @@ BUFFERS_OF_ROOT = {"Reduce": 1, "Gather": 1, "Gatherv": 1, "Scatter": 0, "Scatte
 def key_of(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Hashable, int, int] | None:
     """The key of a call on arrays, with the addresses of what is sent and received. None: it must be read.
 
-    An array may stand in a list with its datatype. None is no buffer.
+    An array may stand in a list with its datatype, an `MPI.buffer` with its count and datatype. None is no buffer.
     """
     key: list[Hashable] = [name]
     addresses = []
     for value in args:
-        if type(value) is list and len(value) == 2 and type(value[1]) is MPI.Datatype:
-            value, datatype = value
-            key.append(datatype.handle)
+        if type(value) is list and 1 < len(value) < 4 and type(value[-1]) is MPI.Datatype:
+            key += [value[-1].handle, *value[1:-1]]
+            if any([type(count) is not int for count in value[1:-1]]):
+                return None
+            value = value[0]
         if type(value) is np.ndarray:
             place = place_of(value)
             if place is None:
                 return None
             key.append(place[0])
             addresses.append(place[1])
+        elif type(value) is MPI.buffer:
+            key += ["buffer", value.nbytes, value.readonly]
+            addresses.append(value.address)
         elif value is None:
             key.append(None)
             addresses.append(0)
@@ -591,17 +623,33 @@ class Comm(MPI.Intracomm):
         at = BUFFERS_OF_ROOT[name]
         return args if root == self.Get_rank() or at >= len(args) else [*args[:at], None, *args[at + 1 :]]
 
-    def _at_once(
-        self, name: str, prepare: Callable[..., MpiCall | None], args: Sequence[Any], options: Mapping[str, Any]
-    ) -> bool:
-        """Carry out a call that was made before. False: it must be read."""
-        key = key_of(name, self._own(name, args, options) if name in BUFFERS_OF_ROOT else args, options)
+    def _key(self, name: str, word: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """`key_of` the call of `name`, which mpi4py calls `word`."""
+        return key_of(word, self._own(name, args, options) if name in BUFFERS_OF_ROOT else args, options)
+
+    @property
+    def _of_library(self) -> set[Hashable]:
+        """The keys of calls that the library carries out."""
+        known: set[Hashable] = self.__dict__.setdefault("of_library", set())
+        return known
+
+    def _is_library_s(self, key: Any, args: Sequence[Any]) -> None:
+        """The library carries out calls with this key. A handle of a type of the program may be another one's later."""
+        if key is not None and all(value[-1].is_predefined for value in args if type(value) is list):
+            if len(self._of_library) >= MOST_FRONTS:
+                self._of_library.clear()
+            self._of_library.add(key[0])
+
+    def _known(
+        self, key: Any, prepare: Callable[..., MpiCall | None], args: Sequence[Any], options: Any, waits: bool
+    ) -> Any:
+        """Begin a call that was made before. None: it is finished. Else its Flying, or REFUSED: it must be read."""
         if key is None:
             self._door.forget()
-            return False
+            return REFUSED
         found = self._door.find(*key)
         if found is None:
-            return False
+            return REFUSED
         _, x_at, out_at = key
         comm = self.communicator
         comm.check()
@@ -611,17 +659,11 @@ class Comm(MPI.Intracomm):
             assert call is not None
             return call.operation.described(call.read(comm)[0], comm)
 
-        flight = found[0].begin(x_at, out_at, (args, None), describe, True)
-        if flight is REFUSED:
-            return False
-        if flight is not None:
-            flight.wait()
-        return True
+        return found[0].begin(x_at, out_at, (args, None), describe, waits)
 
 
-def _is_by_library(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """True if the MPI library carries out a blocking collective itself. All ranks get the same answer."""
-    limit = LIMITS.get(name, -1)
+def _is_by_library(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str, Any], limit: int) -> bool:
+    """True if the MPI library carries out a collective of at most `limit` bytes. All ranks get the same answer."""
     if limit in (-1, ALWAYS):
         return limit == ALWAYS
     try:
@@ -646,38 +688,49 @@ def _nbytes_of(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str,
 
 
 def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
-    native, prepare = getattr(MPI.Intracomm, f"I{name.lower()}" if immediate else name), f"_{name.lower()}"
-
-    def begin(self: Comm, *args: Any, **options: Any) -> Any:
-        begun = self._begin(operation, getattr(self, prepare), args, options)
-        if begun is None:
-            return native(self, *args, **options)
-        return Request.of(*begun)
-
+    word, prepare = f"I{name.lower()}" if immediate else name, f"_{name.lower()}"
+    native = getattr(MPI.Intracomm, word)
     (at, parts), enter, leave = SIZED.get(name, (MOST_ARGUMENTS, False)), INSIDE.append, INSIDE.pop
 
-    def carry_out(self: Comm, *args: Any, **options: Any) -> Any:
+    def by_library(self: Comm, args: Any, options: Any) -> Any:
+        if immediate:
+            return OfLibrary.of(native(self, *args, **options), word)
+        enter((name, args))
+        try:
+            return native(self, *args, **options) if options else native(self, *args)
+        finally:
+            leave()
+
+    def call(self: Comm, *args: Any, **options: Any) -> Any:
+        comm = self.communicator if immediate else None
+        most = LIMITS.get(name, -1) if comm is None else most_started(name, comm.network)
         if (  # what most programs write, decided as by `_is_by_library`
-            len(args) > at
-            and type(args[at]) is np.ndarray
-            and args[at].nbytes * (self.size if parts else 1) <= LIMITS[name]
-        ) or _is_by_library(name, self, args, options):
-            enter((name, args))
-            try:
-                return native(self, *args, **options) if options else native(self, *args)
-            finally:
-                leave()
-        if self._at_once(name, getattr(self, prepare), args, options):
-            return None
-        begun = self._begin(operation, getattr(self, prepare), args, options)
-        if begun is None:
-            return native(self, *args, **options)
-        pending, finish = begun
-        pending.wait()
-        finish()
+            len(args) > at and type(args[at]) is np.ndarray and args[at].nbytes * (self.size if parts else 1) <= most
+        ):
+            return by_library(self, args, options)
+        key = self._key(name, word, args, options)
+        if key is not None and key[0] in self._of_library:
+            return by_library(self, args, options)
+        if _is_by_library(name, self, args, options, most):
+            self._is_library_s(key, args)
+            return by_library(self, args, options)
+        method = getattr(self, prepare)
+        flight = self._known(key, method, args, options, not immediate)
+        if flight is not REFUSED:
+            pending, finish = flight, lambda: flight.result
+        else:
+            begun = self._begin(operation, method, args, options)
+            if begun is None:
+                self._is_library_s(key, args)
+                return by_library(self, args, options)
+            pending, finish = begun
+        if comm is not None:
+            return Request.of(comm, pending, finish)
+        if pending is not None:
+            pending.wait()
+            finish()
         return None
 
-    call = begin if immediate else carry_out
     call.__name__, call.__doc__ = native.__name__, native.__doc__
     return call
 

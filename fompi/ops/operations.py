@@ -9,8 +9,8 @@ What all operations have in common:
 - The rows of a tensor are its entries along `dim`, by default 0. Rows are distributed over the ranks of `comm`.
 - `comm` is a Communicator, an axis of a Mesh, an MPI.Comm, or None for all ranks.
 - `schedule` and `slices` say how the operation is carried out (`fompi.schedules`). "auto" chooses.
-- `out` is a contiguous tensor for the result, which is then returned. In `all_reduce` and `broadcast` it may be x. Then
-  it is written when the program asks for the result.
+- `out` is a contiguous tensor for the result, which is then returned. In `all_reduce` and `broadcast` it may be x,
+  which is overwritten while the call is in flight then. If the call fails after it has begun, x is undefined.
 - The result is a tensor of the framework of x: NumPy, PyTorch, JAX, or an object with `__dlpack__`.
 - A call waits for the result. `pending = fompi.all_gather.start(x)` does not wait.
 - All ranks must call the operations of one communicator in the same order, with arguments that match. If they do not,

@@ -36,6 +36,7 @@ from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
 from fompi.ops.front import take_front
 from fompi.ops.ticket import DONE, Ticket, form_of, remember
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
+from fompi.plans.over_x import over_x
 from fompi.plans.plan import MOST_MESSAGES, Plan
 from fompi.plans.problems import Problem
 from fompi.plans.rows import extents_of
@@ -72,19 +73,32 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
     """
     # The generator is part of the key, because a user may register another schedule under the same name.
     where = _device_name(comm, local.device)
-    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, where)
+    in_place = local.in_place and local.device is None and comm.size > 1  # a trace of one rank has a copy
+    key = (local.problem, schedule, SCHEDULES.get(schedule), slices, local.packed, where, in_place)
     program: Compiled | None = comm.plans.get(key)
     if program is None:
         if messages_per_peer(local.problem, schedule, slices or 1) > MOST_MESSAGES:  # before a long program is written
             raise PlanError(f"{schedule} would send more than {MOST_MESSAGES} messages to one peer: use fewer slices")
         plan = _plan_of(comm, local, schedule, slices)
-        if comm.size <= VERIFIED_RANKS or schedule in REGISTERED:
+        is_verified = comm.size <= VERIFIED_RANKS or schedule in REGISTERED
+        if is_verified:
             verify(plan)
-        program = Compiled(plan, comm.rank, where)
+        written = _compiled_over_x(plan, comm.rank, where, is_verified) if in_place else None
+        program = written or Compiled(plan, comm.rank, where)
         _keep(comm, key, program)
         log.debug("%s: rank %d planned %s by %s", comm.name, comm.rank, plan.problem, plan.schedule)
     program.used = True
     return program
+
+
+def _compiled_over_x(plan: Plan, rank: int, where: str, is_verified: bool) -> Compiled | None:
+    """This rank's program whose result is written over x. None: it needs memory of its own for it."""
+    with suppress(PlanError):
+        plan = over_x(plan)
+        if is_verified:
+            verify(plan)
+        return Compiled(plan, rank, where)
+    return None
 
 
 def _keep(comm: Communicator, key: tuple[Any, ...], program: Compiled) -> None:
@@ -354,8 +368,7 @@ class Pending:
     ) -> dict[str, Array]:
         """Every buffer of the program but `kept` ones as an array: the caller's memory, or memory of the arena."""
         local, arena = self._local, self._comm.engine.arena
-        over_x = local.in_place and not (program.may_write_over_x and local.device is None)
-        out = None if over_x else local.out
+        out = None if local.in_place else local.out
         arrays, aligned = {**local.arrays}, local.like.framework == "jax"  # JAX copies memory that is not aligned
         for buffer in program.program.buffers:
             if buffer.name in kept:

@@ -118,7 +118,7 @@ class Ticket:
         self.is_small, self.in_place = program.is_small(sized), local.in_place
         plan = table(program, sized, comm.most_nbytes)
         assert plan is not None
-        over_x = local.in_place and not program.may_write_over_x  # at the end
+        over_x = local.in_place and not program.plan.problem.over_x  # at the end
         in_place = over_x and "y" in plan.buffers
         self.table, self.front = with_agreement(plan, comm.rank, comm.size, HEADER_NBYTES, HANDSHAKE, in_place)
         self.names, self.unplaced = plan.buffers, plan.unplaced - ({"x", "y"} if in_place else set())

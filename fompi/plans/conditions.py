@@ -25,7 +25,7 @@ def before(problem: Problem | OwnProblem, program: Program) -> dict[tuple[str, i
         return problem.before(program)
     if problem.moves == "broadcast" and program.rank != problem.root:
         return {}
-    inputs = [b for b in program.buffers if b.role == "input"]
+    inputs = [b for b in program.buffers if b.is_input]
     return {(b.name, i): ((b.name, program.rank, i),) for b in inputs for i in range(b.first, b.first + b.count)}
 
 
@@ -63,7 +63,7 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
     if problem.moves == "reduce_scatter":
         return {("y", b): scattered(b) for b in range(rank * parts, (rank + 1) * parts)}
     if problem.moves == "all_reduce":
-        return {("y", b): scattered(b) for b in everything}
+        return {(problem.result, b): scattered(b) for b in everything}
 
     def arrives(b: int) -> Value:
         if problem.moves == "broadcast":

@@ -173,9 +173,9 @@ class UserKernel:
 class Buffer:
     """Named memory of one rank, in blocks of rows (`layout.AXES`).
 
-    `role` is input (never written), output or scratch. `row` is the shape of one row; for the axis `whole` it is the
-    shape of the buffer. `first` is the number of the first block, `count` the number of blocks. `place` is "host" for
-    page-locked host memory, where the other buffers are on a device.
+    `role` is input (never written), output, scratch, or inout: an input that the result is written over. `row` is the
+    shape of one row; for the axis `whole` it is the shape of the buffer. `first` is the number of the first block,
+    `count` the number of blocks. `place` is "host" for page-locked host memory, where the others are on a device.
     """
 
     name: str
@@ -193,6 +193,14 @@ class Buffer:
             return Chunk(self.name, key, key + 1)
         start = self.first if key.start is None else key.start
         return Chunk(self.name, start, self.first + self.count if key.stop is None else key.stop)
+
+    @property
+    def is_input(self) -> bool:
+        return self.role in ("input", "inout")
+
+    @property
+    def is_output(self) -> bool:
+        return self.role in ("output", "inout")
 
     @property
     def row_nbytes(self) -> int:

@@ -55,6 +55,8 @@ class Problem:
 
     `experts` is not empty where rows go to experts: rank r has `experts[r]` of them. Its weight and its gradient are
     tensors with a matrix for each.
+
+    `over_x` is true if the result is written over x (`plans.over_x`).
     """
 
     operation: str
@@ -69,6 +71,7 @@ class Problem:
     op: str = "sum"
     columns: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
+    over_x: bool = False
 
     @cached_property
     def moves(self) -> str:
@@ -217,7 +220,12 @@ class Problem:
     @property
     def kept(self) -> str:
         """The name of the result that holds the gathered rows: `y`, or `x_full` if there are products or gradients."""
-        return "x_full" if self.weights or self.gradients else "y"
+        return "x_full" if self.weights or self.gradients else self.result
+
+    @property
+    def result(self) -> str:
+        """The name of the result of a problem without products."""
+        return "x" if self.over_x else "y"
 
     @property
     def axes(self) -> tuple[str, str]:
@@ -233,14 +241,14 @@ class Problem:
             self._add_dealt(work, rank)
             work.add("y", "output", there, self.result_row(rank), self.dtype)
             return work
-        work.add("x", "input", here, self.row, self.dtype)
+        work.add("x", "inout" if self.over_x else "input", here, self.row, self.dtype)
         for i, weight in enumerate(self.weights):
             work.add(self.name("w", i), "input", whole, (self.row[-1], weight.columns), self.dtype)
             if weight.bias:
                 work.add(self.name("bias", i), "input", "whole", (weight.columns,), self.dtype)
         for i, gradient in enumerate(self.gradients):
             work.add(self.name("h", i), "input", there, gradient.row, self.dtype)
-        if self.keep or not (self.weights or self.gradients):
+        if (self.keep or not (self.weights or self.gradients)) and not self.over_x:
             work.add(self.kept, "output", there, self.row, self.dtype)
         for i in range(len(self.weights)):
             work.add(self.name("y", i), "output", there, self.product_row(i), self.dtype)
@@ -296,7 +304,7 @@ class Problem:
         parts += [self.op] * (self.op != "sum")
         parts += [f"columns {', '.join(map(str, self.columns))}"] * bool(self.columns)
         parts += [f"experts {', '.join(map(str, self.experts))}"] * bool(self.experts)
-        return f"{self.operation}({', '.join(parts)}{', packed' if self.packed else ''})"
+        return f"{self.operation}({', '.join(parts)}{', packed' * self.packed}{', over x' * self.over_x})"
 
 
 @dataclass(frozen=True)

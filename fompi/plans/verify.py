@@ -445,7 +445,7 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
             continue
         chunk = Chunk(name, block, block + 1)
         writers = [i for i, op in enumerate(program.ops) if any((name, block) in c.blocks for c in op.writes)]
-        if got is None:
+        if got is None or not writers:  # what is over x holds a term before
             last = len(program.ops) - 1 if program.ops else None
             at = f"rank {program.rank}, after its last op, {last}" if program.ops else f"rank {program.rank} has no ops"
             raise PlanError(f"{at}: {chunk} is never written", program.rank, last, str(chunk))

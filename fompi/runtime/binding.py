@@ -41,7 +41,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     given = dict.fromkeys(borrowed)
     if unknown := sorted(set(given) - set(named)):
         raise PlanError(f"{plan.problem.operation} has no tensor {unknown[0]!r}; it has {', '.join(named)}")
-    if missing := [b.name for b in named.values() if b.role == "input" and b.name not in given]:
+    if missing := [b.name for b in named.values() if b.is_input and b.name not in given]:
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
     for name, tensor in borrowed.items():
@@ -56,9 +56,9 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
         if tensor.array.shape != shape and not (flat and tensor.array.size == shape[0]):
             raise ShapeError(f"{name} has the shape {tensor.array.shape}, the plan has {shape} on rank {comm.rank}")
         dense = tensor.array.flags.c_contiguous
-        if buffer.role == "output" and tensor.readonly:
+        if buffer.is_output and tensor.readonly:
             raise TensorError(f"{name} is an output, but its memory is read-only")
-        if not dense and (buffer.role == "output" or name in sent or flat):
+        if not dense and (buffer.is_output or name in sent or flat):
             raise TensorError(
                 f"{name} is strided: pass a contiguous tensor, or make the plan with packed=True if x is strided"
             )
@@ -69,7 +69,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
         borrowed[name] = tensor
     for name, tensor in borrowed.items():
         for other in borrowed:
-            if named[name].role == "output" and other != name and dlpack.overlap(tensor.array, borrowed[other].array):
+            if named[name].is_output and other != name and dlpack.overlap(tensor.array, borrowed[other].array):
                 raise TensorError(f"{name} shares memory with {other}")
     arrays = {name: tensor.array for name, tensor in borrowed.items()}
     for buffer in program.buffers:

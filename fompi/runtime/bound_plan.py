@@ -72,7 +72,7 @@ class BoundPlan:
         # Collectives of several bound plans may start in any order, because each plan has a communicator for them.
         self._link = comm.link.duplicate() if compiled.natives else comm.link
         self._like = self._tensors.get("x") or self._tensors.get("x0")
-        self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.role == "input"]
+        self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.is_input]
         self._unplaced: frozenset[str] = frozenset()  # the buffers of which a call in C needs no address
         self._readers: dict[str, dict[int, list[int]]] = {}
         self._writers: dict[str, dict[int, int]] = {}
@@ -250,7 +250,7 @@ class BoundPlan:
             storage,
             buffer.dtype,
             None if is_contiguous else array.strides,
-            buffer.role == "output",
+            buffer.is_output,
             self.backend.device is None or (like is not None and like.host is not None),
             mine.shape,
         )
@@ -359,7 +359,7 @@ class BoundPlan:
     def _readers_of(self, name: str) -> dict[int, list[int]]:
         """The ops that read each block of the input `name`."""
         if name not in self._readers:
-            if name not in self.compiled.buffers or self.compiled.buffers[name].role != "input":
+            if name not in self.compiled.buffers or not self.compiled.buffers[name].is_input:
                 raise PlanError(f"{name!r} is no input of {self.compiled.title}")
             self._readers[name] = self.compiled.readers(name)
         return self._readers[name]

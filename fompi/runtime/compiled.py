@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,9 +118,9 @@ class Compiled:
         self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole"]
         self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
         self.is_opaque = bool(plan.kernels)  # it has kernels of the user, which may take any time
-        self._xs = [b for b in self.program.buffers if b.role == "input" and b.axis != "whole" and b.name[0] == "x"]
+        self._xs = [b for b in self.program.buffers if b.is_input and b.axis != "whole" and b.name[0] == "x"]
         self._x_row_nbytes = sum(buffer.row_nbytes for buffer in self._xs)  # several only where columns are split
-        self.outputs = [b for b in self.program.buffers if b.role == "output"]
+        self.outputs = [b for b in self.program.buffers if b.is_output]
         cut = f", {parts_in_words(plan)}" if plan.parts > 1 else ""
         where = f" on {_with_article(device)}" if device else ""
         self.title = f"{plan.problem.operation} by {plan.schedule}{cut}{where}"
@@ -231,24 +231,6 @@ class Compiled:
                 if chunk.buffer == name:
                     ops.update(dict.fromkeys(range(chunk.start, chunk.stop), i))
         return ops
-
-    @cached_property
-    def may_write_over_x(self) -> bool:
-        """True if the output y may lie in the memory of x: no op writes what another one reads there.
-
-        A copy of x to the same place of y writes what is there already.
-        """
-        read: set[int] = set()
-        written: set[int] = set()
-        for op in self.ops:
-            read.update(b for c in op.reads if c.buffer == "x" for b in range(c.start, c.stop))
-            stays = (
-                isinstance(op, Compute) and op.kernel == "copy" and len({c[1:] for c in (*op.reads, *op.writes)}) == 1
-            )
-            if not stays:
-                written.update(b for c in op.writes if c.buffer == "y" for b in range(c.start, c.stop))
-        axes = [self.buffers[name].axis for name in ("x", "y") if name in self.buffers]
-        return len(axes) == 2 and axes[0] == axes[1] and not read & written
 
     def users(self, buffers: Collection[str]) -> list[int]:
         """The ops that read or write one of these buffers."""

@@ -147,7 +147,7 @@ def called(plan: Plan, extents: Extents | None, rank: int) -> str:
     problem = plan.problem
     if extents is None:
         return str(problem)
-    inputs = [buffer for buffer in plan.programs[rank].buffers if buffer.role == "input"]
+    inputs = [buffer for buffer in plan.programs[rank].buffers if buffer.is_input]
     texts = [f"{buffer.name}[{', '.join(map(str, buffer.shape(extents)))}]" for buffer in inputs]
     options = [f"root {problem.root}"] * (problem.operation in ROOTED) + [problem.op] * (problem.op != "sum")
     return f"{problem.operation}({problem.dtype} {', '.join([*texts, *options])})"

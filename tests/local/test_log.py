@@ -20,8 +20,8 @@ import sys
 import numpy as np
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
-total, part = np.empty(3), np.empty(3)
-request = comm.Iallreduce(np.full(3, comm.rank + 1.0), total)
+total, part = np.empty(200_000), np.empty(3)
+request = comm.Iallreduce(np.full(200_000, comm.rank + 1.0), total)
 request.Wait()
 rows = comm.Split(comm.rank % 2)
 rows.Allreduce(np.ones(3), part)
@@ -44,4 +44,4 @@ def test_a_program_of_mpi4py(mpirun, tmp_path):
     done = mpirun(2, "-m", "fompi.mpi", tmp_path / "solve.py", "--size", "5", seconds=50)
     assert done.returncode == 0 and not done.left_behind, done.output
     assert "fompi.ops.intracomm fompi.ops.intracomm 3.0 1.0 ['--size', '5']" in done.stdout, done.output
-    assert "fompi report: 2 ranks" in done.stderr and "all_reduce(float64 x[3])" in done.stderr
+    assert "fompi report: 2 ranks" in done.stderr and "all_reduce(float64 x[200000])" in done.stderr

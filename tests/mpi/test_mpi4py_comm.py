@@ -173,6 +173,43 @@ def test_in_place(ours):
     assert y[0] == (sum(range(n)) if rank == 0 else rank)
 
 
+@pytest.mark.parametrize("limit", [-1, 1 << 20], ids=["fompi", "library"])
+def test_buffers_of_libraries(ours, monkeypatch, limit):
+    """Heat gives addresses, with counts and types, in place and with I in front. Later calls find the first one."""
+    for name in by_library.LIMITS:
+        monkeypatch.setitem(by_library.LIMITS, name, limit)
+    for call in range(5):
+        for count in (5, 3, 5):
+            y, z = np.arange(5.0) + ours.rank + call, np.full(5, ours.rank + call)
+            ours.Allreduce(MPI.IN_PLACE, [MPI.buffer(y), count, MPI.DOUBLE])
+            requests = [ours.Ibcast([MPI.buffer(z), count, MPI.LONG], root=ours.size - 1)]
+            requests.append(ours.Iallreduce(np.ones(2), total := np.zeros(2)))
+            requests[0].Wait()
+            MPI.Request.Waitall(requests[1:])
+            wanted = np.where(np.arange(5) < count, ours.size * (np.arange(5.0) + call) + sum(range(ours.size)), 0)
+            assert (y[:count] == wanted[:count]).all() and (
+                y[count:] == np.arange(5.0)[count:] + ours.rank + call
+            ).all()
+            assert (z[:count] == ours.size - 1 + call).all() and (z[count:] == ours.rank + call).all()
+            assert total.tolist() == [ours.size] * 2 and requests == [MPI.REQUEST_NULL] * 2
+
+
+@pytest.mark.parametrize("several_hosts", [False, True])
+def test_what_with_i_is_the_library_s(ours, several_hosts):
+    limit = by_library.most_started("Allreduce", several_hosts)
+    assert limit == -1  # the fixture
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(by_library.LIMITS, "Allreduce", by_library.SUMS)
+        patch.setattr(ours.communicator, "network", several_hosts)
+        begun = calls(ours)
+        for count in (8, 1 << 15, 1 << 18):
+            x, y = np.ones(count, np.float32), np.zeros(count, np.float32)
+            ours.Iallreduce(x, y).Wait()
+            assert (y == ours.size).all()
+        assert calls(ours) - begun == 1 + several_hosts
+    assert by_library.most_started("Gatherv", several_hosts) == by_library.most_started("Exscan", False) == -1
+
+
 def test_what_goes_to_mpi(ours, plain):
     """What all ranks know decides: the op, the type, and `recvcounts=None`."""
     n, x, before = ours.size, rows(ours, np.int32), calls(ours)
@@ -235,7 +272,7 @@ def test_a_failed_broadcast_is_an_error(ours):
 def test_two_threads_wait_for_a_result_in_place(ours):
     """The second one finds no result to copy. It returns once the first one has copied it."""
     x = np.full(1 << 16, 1.0)
-    pending = fompi.all_reduce.start(x, out=x, comm=ours)
+    pending = fompi.all_reduce.start(x, out=x, comm=ours, schedule="unfused")
     while not pending.done():
         pass
     begun, going_on, copy = threading.Event(), threading.Event(), np.copyto

@@ -41,6 +41,22 @@ def test_values_by_every_schedule(world, op, dtype):
         np.testing.assert_array_equal(got, wanted, strict=True)
 
 
+@pytest.mark.parametrize("dtype", ["float32", ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [0, 7, 40_001])
+def test_over_x_and_not(world, count, dtype):
+    """Some ranks let the result be written over x, others do not: the messages are the same, and so are the bits."""
+    x = np.random.default_rng(world.rank).standard_normal(count).astype(dtype)
+    for op in ("sum", "mean", "max"):
+        for schedule in ("auto", *schedules(world, op, np.dtype(dtype).name)):
+            wanted = fompi.all_reduce(x, op=op, schedule=schedule, comm=world)
+            for is_over_x in (True, world.rank == 0) * 2:  # C knows the later ones
+                mine = x.copy()
+                out = mine if is_over_x else None
+                y = fompi.all_reduce(mine, op=op, schedule=schedule, out=out, comm=world)
+                assert (y is mine) == is_over_x and y.tobytes() == wanted.tobytes()
+                assert is_over_x or mine.tobytes() == x.tobytes()
+
+
 def test_nan_is_the_largest_and_the_smallest(world):
     x = np.array([1.0, np.nan if world.rank == 0 else 2.0, np.nan if world.rank == world.size - 1 else -1.0])
     for op in ("max", "min"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fompi
-from fompi import Partial, Replicate, Shard, Spec
+from fompi import Partial, Shard, Spec
 from fompi.base.layout import Sizes
 from fompi.runtime.compiled import LONG_FLOPS, LONG_NBYTES, SMALL_NBYTES, Compiled
 
@@ -83,15 +83,3 @@ def test_schedules_that_forward_blocks(operation, forwards):
     for schedule in ("direct", "ring", "bidirectional", "unfused", "unfused_p2p"):
         plan = fompi.plan(operation, x, ranks=4, schedule=schedule)
         assert Compiled(plan, 1).forwards == (schedule in forwards), schedule
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_a_result_over_x(ranks):
-    """A broadcast may write to the memory of x at any time: only the root reads x, and its result is x already."""
-    x = Spec((24,), "float64", Replicate())
-    for schedule in ("auto", "direct", "ring", "unfused"):
-        plan = fompi.plan(fompi.broadcast, x, ranks=ranks, schedule=schedule, root=ranks - 1)
-        assert all(Compiled(plan, rank).may_write_over_x for rank in range(ranks)), schedule
-    for schedule in ("auto", "direct", "ring", "exchange"):
-        plan = fompi.plan(fompi.all_reduce, Spec((24,), "float64", Partial()), ranks=ranks, schedule=schedule)
-        assert not any(Compiled(plan, rank).may_write_over_x for rank in range(ranks)), schedule
