@@ -338,7 +338,9 @@ class Request(MPI.Grequest):
 
 
 class OfLibrary(MPI.Request):
-    """A request of the MPI library. A wait for it has the deadline of `by_library.watch`."""
+    """A request of the MPI library for its collective `name`. A wait for it has the deadline of `by_library.watch`."""
+
+    name: str
 
     @classmethod
     def of(cls, request: Any, name: str) -> OfLibrary:
@@ -346,16 +348,18 @@ class OfLibrary(MPI.Request):
         made.name = name
         return made
 
-    name: str
-
-    def Wait(self, status: Any = None) -> Any:
+    def _watched(self, wait: Callable[[Any], Any], status: Any) -> Any:
         INSIDE.append((self.name, self))
         try:
-            return super().Wait(status)
+            return wait(status)
         finally:
             INSIDE.pop()
 
-    wait = Wait
+    def Wait(self, status: Any = None) -> Any:
+        return self._watched(super().Wait, status)
+
+    def wait(self, status: Any = None) -> Any:
+        return self._watched(super().wait, status)
 
 
 MOST_ARGUMENTS = 9

@@ -261,22 +261,23 @@ def test_a_timeout_that_is_not_a_positive_number(launch):
         assert f"LaunchError: FOMPI_TIMEOUT={text}: give a number of seconds above 0" in ended.output
 
 
-def test_a_rank_does_not_call_a_collective_of_the_library(launch):
-    """Small blocking collectives of `fompi.mpi.Comm` are MPI's own, which wait for ever. The job ends instead."""
+@pytest.mark.parametrize(("name", "wait"), [("Allreduce", ""), ("Iallreduce", ".Wait()")])
+def test_a_rank_does_not_call_a_collective_of_the_library(launch, name, wait):
+    """Small collectives of `fompi.mpi.Comm` are MPI's own, which wait for ever. The job ends instead."""
     ended = launch(
         3,
-        """
+        f"""
 from fompi import mpi
 comm = mpi.Comm()
 for _ in range(3):
-    comm.Allreduce(np.ones(3), np.zeros(3))
+    comm.{name}(np.ones(3), np.zeros(3)){wait}
 if rank != 1:
     event()
-    comm.Allreduce(np.ones(3), np.zeros(3))
+    comm.{name}(np.ones(3), np.zeros(3)){wait}
 time.sleep(30)
 """,
         timeout=2,
     )
     assert not ended.finished.timed_out and not ended.finished.left_behind and ended.finished.returncode, ended.output
-    assert "WaitTimeout: it has waited 2 s (FOMPI_TIMEOUT) in Allreduce of the MPI library" in ended.output
+    assert f"WaitTimeout: it has waited 2 s (FOMPI_TIMEOUT) in {name} of the MPI library" in ended.output
     assert ended.seconds < 10

@@ -204,7 +204,8 @@ def test_what_with_i_is_the_library_s(ours, several_hosts):
         begun = calls(ours)
         for count in (8, 1 << 15, 1 << 18):
             x, y = np.ones(count, np.float32), np.zeros(count, np.float32)
-            ours.Iallreduce(x, y).Wait()
+            request = ours.Iallreduce(x, y)
+            assert request.wait() is MPI.Intracomm(ours).Iallreduce(x, x.copy()).wait() is None
             assert (y == ours.size).all()
         assert calls(ours) - begun == 1 + several_hosts
     assert by_library.most_started("Gatherv", several_hosts) == by_library.most_started("Exscan", False) == -1
