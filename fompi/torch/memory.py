@@ -52,10 +52,13 @@ def is_plain(t: Tensor) -> bool:
 
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """The memory of `parts` in one row, if they are neighbours in one tensor of the host, in order, and large."""
-    if not parts or parts[0].nbytes < LARGE or parts[0].layout is not torch.strided:
+    first = parts[0] if parts else None
+    if not isinstance(first, Tensor) or first.layout is not torch.strided or first.nbytes < LARGE:
         return None
-    first, at, storage = parts[0], parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for part in parts:
+        if not isinstance(part, Tensor) or part.layout is not torch.strided:
+            return None
         if part.data_ptr() != at or part.dtype is not first.dtype or not (part.is_cpu and part.is_contiguous()):
             return None
         if part.untyped_storage().data_ptr() != storage or part.is_neg() or part.is_conj():

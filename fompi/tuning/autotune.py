@@ -17,6 +17,7 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -79,9 +80,11 @@ def measured_schedule(
     def list_candidates() -> Iterable[Candidate]:
         return candidates(problem, sizes, comm)
 
+    trial = replace(arguments, out=None, key=None) if local.in_place else arguments  # x is needed again
+
     def time_call(candidate: Candidate) -> float:
         begun = perf_counter()
-        operation.begin(arguments, comm, CallOptions(candidate.schedule, candidate.slices)).wait()
+        operation.begin(trial, comm, CallOptions(candidate.schedule, candidate.slices)).wait()
         return perf_counter() - begun
 
     def is_usable(candidate: Candidate) -> bool:

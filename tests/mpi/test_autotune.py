@@ -37,6 +37,16 @@ def test_effort_measure(own, cache):
         assert (pending.wait() == y).all() and len(traces) == first + 2
 
 
+@pytest.mark.parametrize("count", [7, 50_000])
+def test_a_result_over_x_is_measured_elsewhere(own, cache, count):
+    """Each candidate would sum what the one before has summed."""
+    for _ in range(3):
+        x, z = np.full(count, own.rank + 1.0), np.full(count, float(own.rank))
+        assert fompi.all_reduce(x, out=x, comm=own, effort="measure") is x
+        assert fompi.broadcast(z, root=own.size - 1, out=z, comm=own, effort="measure") is z
+        assert (x == sum(range(own.size + 1))).all() and (z == own.size - 1).all()
+
+
 def test_a_choice_is_kept_on_disk(own, comm, cache):
     if own.size == 1:
         return

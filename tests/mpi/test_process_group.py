@@ -583,7 +583,8 @@ def test_which_lists_are_one_tensor():
     assert memory.as_one(rows).shape == (20000,)
     others = [rows[::-1], rows[:1] * 2, list(whole.T), [rows[0], rows[2]], list(whole[:, :4500])]
     others += [[rows[0], rows[1].int()], list(torch.zeros(4, 8))]
-    assert [memory.as_one(each) for each in [*others, []]] == [None] * 8
+    others += [[rows[0].to_sparse()], [rows[0], rows[1].to_sparse()], [rows[0], None], ["x"]]
+    assert [memory.as_one(each) for each in [*others, []]] == [None] * 12
     assert memory.place_for(rows, torch.zeros(5000)) is not None
     assert memory.place_for(rows, rows[0]) is None
 
