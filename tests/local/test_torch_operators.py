@@ -1,5 +1,6 @@
 """The operators `torch.ops.fompi` on one rank: what torch says of them, and what torch.compile makes of a call."""
 
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_block_is_one_graph(comm, backend, dtype):
 
 def test_sizes_stay_open(comm):
     """The second size compiles once more, and no other size does."""
-    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counted = import_module("torch._dynamo.testing").CompileCounterWithBackend("aot_eager")
     call = compiled(lambda x, w: fompi.matmul_reduce_scatter(x, w, comm=comm).sum(), backend=counted)
     for rows in (3, 4, 5, 9, 17):
         x, w = torch.ones(rows, 4, requires_grad=True), torch.ones(4, 2, requires_grad=True)
