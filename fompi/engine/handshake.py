@@ -1,36 +1,82 @@
-"""Agreement before data moves: each rank sends 48 bytes to every other rank that say what it calls, with how many rows.
+"""Agreement before data moves: each rank sends 56 bytes to every other rank that say what it calls, with how many rows.
 
-If the ranks disagree, or if one refuses its own arguments, the call ends with a typed error on all ranks. No data has
-moved then. Every rank sends its own message, so it is known which ranks are missing.
+If the ranks disagree, or if one refuses its own arguments, the call ends with a typed error on all ranks. No result has
+been written then. Every rank sends its own message, so it is known which ranks are missing.
+
+A rank that made the same call before presumes that all ranks will say what they said then. Its headers may carry the
+first small messages of the plan that followed, behind their 56 bytes. A receiver takes them if that came true, which
+all ranks see from the headers. Otherwise it ignores them, and they are sent again where they are needed.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from fompi.base.errors import MismatchError, PeerError, ShapeError, in_words
 from fompi.engine.control import Channel
 from fompi.engine.engine import Engine
+from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
 from fompi.mpi.link import Link
 from fompi.mpi.transport import start_mpi
 from fompi.plans.plan import MESSAGE_BITS
 
-_HEADER = struct.Struct("<6q")
-"""Call number, digest, signature + hint + rows for the peer, expected rows (or -1), and what saves the second round.
+_HEADER = struct.Struct("<7q")
+"""Call number, digest, signature + hint + rows for the peer, expected rows (or -1), what saves the second round, and
+which message of the plan it carries (0: none).
 
-That is a hash of all rows of this rank, and one of all these hashes in the last agreement of this rank with these rows
-(0: there was none). If all ranks send the latter, and it is that of the hashes that arrive, the rows fit as they did.
+What saves it is a hash of all rows of this rank, and one of all these hashes in the last agreement of this rank with
+these rows (0: there was none). If all ranks send the latter, and it is that of the hashes that arrive, the rows fit as
+they did. The message is its number plus the `presumption` of the sender.
 """
 
 MOST_AGREED = 256
 """A communicator remembers so many agreements of two rounds."""
 
-HEADER_NBYTES = _HEADER.size
+HEADER_NBYTES, _FIELDS = _HEADER.size, _HEADER.size // 8
+
+MOST_CARRIED_NBYTES = 1 << 16
+"""The headers of a call carry at most so many bytes to a rank, all together."""
+
+
+def packet_nbytes(size: int) -> int:
+    """The room for a header and what it carries, if there are `size` ranks."""
+    return HEADER_NBYTES + min(EAGER_NBYTES, MOST_CARRIED_NBYTES // size // 8 * 8)
+
+
+@functools.lru_cache(maxsize=64)
+def _packets(size: int) -> struct.Struct:
+    """The headers of `size` ranks, without what they carry."""
+    return struct.Struct("<" + f"7q{packet_nbytes(size) - HEADER_NBYTES}x" * size)
+
+
+_PRESUMED, _NUMBERS = (1 << 62 - MESSAGE_BITS) - 1, (1 << MESSAGE_BITS) - 1
+
+
+def presumption(headers: Sequence[Sequence[int]]) -> int:
+    """What says that these are the headers of all ranks but for the numbers of the call: a hash, then a free number."""
+    return (hash(tuple([tuple(header[1:6]) for header in headers])) & _PRESUMED | 1) << MESSAGE_BITS
+
+
+def numbers_of(words: Sequence[int], presumed: int) -> list[tuple[int, int]]:
+    """The rank and the number of each message that headers with these last words carry, if this was presumed."""
+    return [(rank, word - presumed) for rank, word in enumerate(words) if word and word & ~_NUMBERS == presumed]
+
+
+def carried(packets: Any, words: Sequence[int], presumed: int) -> dict[tuple[int, int], Any]:
+    """What the headers that have arrived from all ranks carry, by rank and number of the message."""
+    nbytes, data = len(packets) // len(words), memoryview(packets)
+    return {
+        (rank, number): data[rank * nbytes + HEADER_NBYTES : (rank + 1) * nbytes]
+        for rank, number in numbers_of(words, presumed)
+    }
+
 
 _ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
 """The bits of the third field of a header. Together they fit into a signed 64-bit integer."""
@@ -141,6 +187,9 @@ class Agreement(Task):
     last = 0  # the rank whose message arrived last
     _ended: int | None = None  # a rank that has ended by an error what the call belongs to
     _round = HANDSHAKE
+    carried: Mapping[tuple[int, int], Any] = MappingProxyType({})  # what headers have carried, by rank and number
+    sent: Sequence[tuple[int, int]] = ()  # the ranks and numbers of messages that this rank's headers have carried
+    _carries: Sequence[int] = ()  # the last word of the header for each rank, if C has sent them
     _missing = 0  # messages of this round that have not arrived
     _inbox: Any = bytearray()
     _held: Any = None  # the memory of headers that C has sent
@@ -191,7 +240,7 @@ class Agreement(Task):
         if not self.equal_totals and not self.runs:
             whole = hash((expects, *self.outgoing, *(self.arriving or ())))  # of integers: alike on all ranks
             known = self.comm.agreed.get((own_digest, whole), 0)
-        return [pack(stamp, own_digest, rows | hint, expects, whole, known) for rows in self.outgoing]
+        return [pack(stamp, own_digest, rows | hint, expects, whole, known, 0) for rows in self.outgoing]
 
     @property
     def has_one_round(self) -> bool:
@@ -199,22 +248,26 @@ class Agreement(Task):
         return self._round == HANDSHAKE
 
     @property
-    def headers_in(self) -> Any:
+    def headers_in(self) -> list[tuple[int, ...]]:
         """The headers of all ranks, in rank order, if it had one round."""
-        return self._inbox
+        fields = _packets(self.comm.size).unpack(self._inbox)
+        return [fields[at : at + _FIELDS] for at in range(0, len(fields), _FIELDS)]
 
-    def go_on(self, inbox: Any, requests: Sequence[tuple[int, int]], code: int, begun: float) -> None:
+    def go_on(
+        self, inbox: Any, carries: Sequence[int], requests: Sequence[tuple[int, int]], code: int, begun: float
+    ) -> None:
         """Go on where C has left it. Called with the engine's lock held. A `code` that is not 0 is an error of MPI.
 
         It began at `begun`, in seconds of perf_counter.
 
-        `inbox`: the headers of all ranks, in memory where some may still arrive. `requests`: the messages in flight as
-        handles of MPI, those to come with their rank, those that are sent with -1.
+        `inbox`: the headers of all ranks, in memory where some may still arrive. `carries`: the last word of the header
+        for each rank. `requests`: the messages in flight as handles of MPI, those to come with their rank, those that
+        are sent with -1.
         """
         comm, MPI = self.comm, start_mpi()
         self.moved_at, self.begun = perf_counter(), begun
         comm.channel.begin(self.stamp, self)
-        self._inbox, self._held = memoryview(inbox).cast("B"), inbox
+        self._inbox, self._held, self._carries = memoryview(inbox).cast("B"), inbox, carries
         awaited = {peer for _, peer in requests if peer >= 0}
         self._arrived, self._missing = {*range(comm.size)} - awaited, len(awaited)
         for handle, peer in requests:
@@ -230,10 +283,11 @@ class Agreement(Task):
         headers = self.headers()
         if self.runs and round == CONFIRMATION:
             headers = [header + struct.pack(f"<{len(n)}q", *n) for header, n in zip(headers, self.runs, strict=True)]
-        self._exchange(len(headers[0]), round, headers)
+        nbytes = packet_nbytes(self.comm.size) if round == HANDSHAKE else len(headers[0])
+        self._exchange(nbytes, round, headers)
 
     def _exchange(self, nbytes: int, round: int, messages: Sequence[bytes]) -> None:
-        """Send `messages[peer]` to each rank, and receive one message of `nbytes` from each, in rank order.
+        """Send `messages[peer]` to each rank, and receive one of at most `nbytes` from each, in rank order.
 
         MPI matches handshakes by the order of calls. Later rounds use the last tags of their call.
         """
@@ -244,13 +298,13 @@ class Agreement(Task):
             tag = (comm.slot(self.stamp) + 1 << MESSAGE_BITS) - round
         self._inbox, self._arrived = bytearray(nbytes * size), {rank}
         into = memoryview(self._inbox)
-        into[rank * nbytes : (rank + 1) * nbytes] = messages[rank]
+        into[rank * nbytes : rank * nbytes + len(messages[rank])] = messages[rank]
         self._missing = size - 1
         for peer in range(size):
             if peer != rank:
                 engine.post(link.irecv(into[peer * nbytes : (peer + 1) * nbytes], peer, tag), self, peer)
         for peer in (*range(rank + 1, size), *range(rank)):
-            engine.post_send(link.isend(messages[peer], peer, tag), nbytes, self, -1)
+            engine.post_send(link.isend(messages[peer], peer, tag), len(messages[peer]), self, -1)
         if self._missing == 0:
             self._end_round()
 
@@ -269,23 +323,26 @@ class Agreement(Task):
         if self._round == DESCRIPTION:
             self._disagree()
             return
-        size = self.comm.size
+        size, n = self.comm.size, _FIELDS
         if self.runs and self._round == CONFIRMATION:
             self._inbox = self._take_runs()
-        fields = struct.unpack(f"<{6 * size}q", self._inbox)
-        stamps, digests, rows, expected = fields[::6], fields[1::6], fields[2::6], fields[3::6]
+        is_first = self._round == HANDSHAKE
+        fields = (_packets(size) if is_first else struct.Struct(f"<{n * size}q")).unpack(self._inbox)
+        stamps, digests, rows, expected = fields[::n], fields[1::n], fields[2::n], fields[3::n]
         if digests[0] >= 0 and stamps.count(self.stamp) == digests.count(digests[0]) == size:
-            if self._round == HANDSHAKE:
+            if is_first:
+                if self._carries or any(fields[6::n]):
+                    self._take_carried(fields)
                 if self.hint or max(rows) >> _ROWS_BITS:
                     self.same_signature = len({n >> _ROWS_BITS + HINT_BITS for n in rows}) == 1
                     self.hints = [n >> _ROWS_BITS & (1 << HINT_BITS) - 1 for n in rows]
                     rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
-                if (max(expected) >= 0 and self._must_confirm(expected, fields[4::6], fields[5::6])) or self.runs:
+                if (max(expected) >= 0 and self._must_confirm(expected, fields[4::n], fields[5::n])) or self.runs:
                     self._exchange_headers(CONFIRMATION)
                     return
             elif not self.runs:
-                self._remember(fields[4::6])
+                self._remember(fields[4::n])
             self._finish()
             return
         self._ended = digests.index(ENDED) if ENDED in digests else None
@@ -293,6 +350,12 @@ class Agreement(Task):
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
         self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
+
+    def _take_carried(self, fields: Sequence[int]) -> None:
+        """Find what headers have carried: that of ranks that have presumed what came true."""
+        presumed = presumption([fields[at : at + _FIELDS] for at in range(0, len(fields), _FIELDS)])
+        self.carried = carried(self._inbox, fields[6::_FIELDS], presumed)
+        self.sent = numbers_of(self._carries, presumed)
 
     def _must_confirm(self, expected: Sequence[int], wholes: Sequence[int], known: Sequence[int]) -> bool:
         """True if a second round must confirm that the rows fit: they did not before."""

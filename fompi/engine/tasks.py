@@ -123,7 +123,10 @@ class Watch(NamedTuple):
 
 
 class Sent(Task):
-    """Owns the requests of small messages that are being sent. No thread waits for them."""
+    """Owns the requests of small messages that are being sent, from memory of `held`. No thread waits for them."""
+
+    def __init__(self, held: object = None):
+        self.held = held
 
     def completed(self, key: int) -> None: ...
 

@@ -43,8 +43,10 @@
 #define SLICE_NANOSECONDS 100000
 #define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
-enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if two chunks are equal; a kernel of Python */
-enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4 }; /* Issend; tested at once; `number` is the tag itself */
+enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if two chunks are equal, the first `number` of
+                                              every `divisor` bytes; a kernel of Python */
+enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4, CARRIED = 8 }; /* Issend; tested at once; `number` is the tag itself; of a
+                                                                  receive: a header may have carried the data */
 enum { MERGE = 1 }; /* flag of a kernel of Python: a sum or a copy */
 enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS }; /* the state of a call; the last: for Python */
 enum { MOVED = 1, HAS_ENDED = 2, HAS_READY = 4 }; /* what `Library.poll` returns; the last two are the news for Python */
@@ -56,7 +58,8 @@ typedef struct { /* the dtype `OP` of fompi.runtime.lower */
     int32_t kind, kernel, flags, peer, number, divisor; /* flags of a kernel: its operands that are float32 */
     int32_t buffers[3]; /* of a message: the first. Of a kernel: two operands (or one) and the result */
     int32_t dtype;
-    int64_t offsets[3]; /* in bytes */
+    int64_t offsets[3]; /* in bytes. Of a message that a header may carry: the data, the word of the header that says so if it
+                           is equal to the third */
     int64_t count;      /* bytes of a message, elements of a kernel */
 } Op;
 
@@ -175,6 +178,19 @@ static void complete_at(Call *c, int32_t i, double t) {
 
 static void complete(Call *c, int32_t i) { complete_at(c, i, now()); }
 
+static int are_equal(const Call *c, const Op *o) {
+    const char *a = at(c, o, 0), *b = at(c, o, 1);
+    for (int64_t k = 0; k < o->count; k += o->divisor)
+        if (memcmp(a + k, b + k, (size_t)o->number)) return 0;
+    return 1;
+}
+
+/* The data of this receive, if the header of its peer has carried them: they stand behind the word that says so. */
+static const char *carried(const Call *c, const Op *o) {
+    const char *word = at(c, o, 1);
+    return memcmp(word, &o->offsets[2], sizeof(int64_t)) ? NULL : word + sizeof(int64_t);
+}
+
 /* Starts a message. 0: MPI has failed, and the op has not begun. */
 static int start_message(Call *c, int32_t i) {
     const Op *o = &c->ops[i];
@@ -184,6 +200,12 @@ static int start_message(Call *c, int32_t i) {
     c->begun[i] = now();
     if (!o->count) {
         complete(c, i); /* no rows, so no message: both ranks know this */
+        return 1;
+    }
+    const char *data = o->flags & CARRIED ? carried(c, o) : NULL;
+    if (data) {
+        memcpy(at(c, o, 0), data, (size_t)o->count);
+        complete(c, i);
         return 1;
     }
     if (o->kind == RECV) {
@@ -227,7 +249,7 @@ static void start_ops(Call *c) {
             c->has_news = 1;
             continue;
         }
-        if (o->kind == CHECK && memcmp(at(c, o, 0), at(c, o, 1), (size_t)o->count)) {
+        if (o->kind == CHECK && !are_equal(c, o)) {
             c->disagrees = 1;
             return;
         }
@@ -713,9 +735,12 @@ static int is_inside(const Call *c, const Op *o, int k, int64_t nbytes) {
 
 static int is_op(const Call *c, const Op *o) {
     if (o->kind == SEND || o->kind == RECV)
-        return o->count >= 0 && o->count <= INT32_MAX && o->number >= 0 && o->peer >= 0 && is_inside(c, o, 0, o->count);
+        return o->count >= 0 && o->count <= INT32_MAX && o->number >= 0 && o->peer >= 0 && is_inside(c, o, 0, o->count) &&
+               (!(o->flags & CARRIED) || (o->kind == RECV && is_inside(c, o, 1, (int64_t)sizeof(int64_t) + o->count)));
     if (o->kind == PYTHON) return 1;
-    if (o->kind == CHECK) return o->count >= 0 && is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
+    if (o->kind == CHECK)
+        return o->count >= 0 && o->number >= 0 && o->number <= o->divisor && o->divisor > 0 && o->count % o->divisor == 0 &&
+               is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
     if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 16) return 0;
     for (int k = 0; k < 3; k++) {
         int64_t width = kernel_width(o->kernel, o->dtype, o->divisor, o->flags, k);

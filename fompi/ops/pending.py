@@ -6,7 +6,7 @@
       -> Run         messages and kernels                            (`fompi.runtime.program`)
       -> result      tensors of the caller's framework
 
-No data is sent before all ranks agree.
+No result is written before all ranks agree.
 """
 
 from __future__ import annotations
@@ -325,6 +325,8 @@ class Pending:
         except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
             refusal, actions = refusal or error, program.drain(sized, self._backend, comm.link.collective)
         self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
+        if self.agreed is not None:
+            run.sent, run.carried = self.agreed.sent, self.agreed.carried
         if local.out is not None:
             dlpack.mark_written(local.out.owner)
         run.takes_turns = comm.size > 1

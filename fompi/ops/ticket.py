@@ -19,7 +19,7 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import HEADER_NBYTES, Agreement
+from fompi.engine.handshake import HEADER_NBYTES, Agreement, carried, packet_nbytes, presumption
 from fompi.engine.in_flight import FINISHED
 from fompi.engine.native import engine as native_engine
 from fompi.engine.tasks import HANDSHAKE, Sent, Task
@@ -27,7 +27,7 @@ from fompi.ops.arguments import Arguments, LocalCall
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import address_of
-from fompi.runtime.lower import table, with_agreement
+from fompi.runtime.lower import Headers, table, with_agreement
 from fompi.runtime.native_run import (
     NO_KERNELS,
     STALL_SECONDS,
@@ -92,8 +92,9 @@ class Memory:
     def __init__(self, ticket: Ticket):
         comm, library = ticket.comm, native_engine().library
         self.call = made_call(library, ticket.table, comm, ticket.program, ticket.sized)
-        self.headers = np.repeat(ticket.headers[None], 3, axis=0)  # to the ranks, from them, and what is expected
-        self.headers[0] = ticket.own_headers
+        self.headers = np.zeros((3, comm.size, packet_nbytes(comm.size)), np.uint8)
+        self.fields = self.headers.view(np.int64)[:, :, : HEADER_NBYTES // 8]
+        self.fields[:] = ticket.own_headers, ticket.headers, ticket.headers
         self.bases = np.zeros(len(ticket.table.buffers), np.uint64)
         shapes, arena = ticket.sized.shapes, comm.engine.arena
         self.kept = {b.name: ticket.backend.empty(arena, shapes[b.name], b.dtype) for b in ticket.kept}
@@ -101,7 +102,7 @@ class Memory:
             self.bases[ticket.names.index(name)] = address_of(array)
         self.bases[-3:] = [part.ctypes.data for part in self.headers]
         self.call.place(self.bases)
-        self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), HEADER_NBYTES)
+        self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), packet_nbytes(comm.size))
 
 
 class Ticket:
@@ -120,12 +121,16 @@ class Ticket:
         assert plan is not None
         over_x = local.in_place and not program.plan.problem.over_x  # at the end
         in_place = over_x and "y" in plan.buffers
-        self.table, self.front = with_agreement(plan, comm.rank, comm.size, HEADER_NBYTES, HANDSHAKE, in_place)
+        self.headers, own = np.array(agreement.headers_in), b"".join(agreement.headers())
+        self.own_headers = np.frombuffer(own, np.int64).reshape(self.headers.shape).copy()
+        carries = self.is_small and program.plan.problem.moves != "all_to_all"  # else headers differ between receivers
+        self.presumed = presumption(self.headers.tolist()) if carries else 0
+        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, self.presumed)
+        self.table, self.front, self.carries = with_agreement(plan, comm.rank, comm.size, headers, in_place)
+        self.own_headers[:, -1] = self.carries
         self.names, self.unplaced = plan.buffers, plan.unplaced - ({"x", "y"} if in_place else set())
         self.kernels = plan.in_python
         self.is_long = program.is_long(sized)
-        self.headers = np.frombuffer(agreement.headers_in, np.int64).reshape(comm.size, -1)
-        self.own_headers = np.frombuffer(b"".join(agreement.headers()), np.int64).reshape(self.headers.shape)
         self.kept = [
             b for b in program.program.buffers
             if b.role == "scratch" or (b.role == "output" and over_x)
@@ -243,29 +248,30 @@ class Ticket:
         comm, program, front, call = self.comm, self.program, self.front, memory.call
         pending._stamp, pending._slot = stamp, slot
         exported = call.export()  # first: the thread of C moves the call until then
-        times = np.frombuffer(exported[1], np.float64)
+        times, inbox = np.frombuffer(exported[1], np.float64), memory.headers[1].reshape(-1)
         if times[len(times) // 2 + front - 1]:
             arrays = {**arrays_at(program, self.sized.shapes, memory.bases), **given}
             run = Run(program, comm, stamp, slot)
             run.held, pending.extents = (memory, held), self.extents
+            run.carried = carried(inbox, memory.fields[1, :, -1].tolist(), self.presumed)
             if comm.recording is not None or comm.engine.report is not None:
                 run.on_finish = functools.partial(pending._note, comm.recording, run)
             pending._outputs = {b.name: arrays[b.name] for b in program.outputs} | pending._outputs
             pending._task = pending._run = run
             pending._has_memory = True
             actions = program.resolve(arrays, self.sized.starts, self.backend, comm.link.collective)
-            taken_over(call, run, actions, self.is_small, front, Sent(), tokens, exported)
+            taken_over(call, run, actions, self.is_small, front, Sent(memory), tokens, exported)
             comm.end_turn(stamp)
             return run
         agreement = pending.agreement()
         pending._task = agreement
-        _, arrived, expected = memory.headers[:, :, 1]  # the digests
+        _, arrived, expected = memory.fields[:, :, 1]  # the digests
         if call.disagrees and (arrived == expected).all():  # as where rows change at every call
             comm.tickets[self.form], self.is_dropped = False, True
         code, begun, (_, _, requests) = call.error, call.started, exported
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
         there = [(handle, peers[op] if op < len(peers) else -1) for handle, op in requests]
-        agreement.go_on(memory.headers[1], there, code, begun)
+        agreement.go_on(inbox, self.carries, there, code, begun)
         return pending._task
 
     def run(self, pending: Pending, waits: bool) -> bool:

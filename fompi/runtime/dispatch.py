@@ -5,10 +5,11 @@ The loop is the one of the design: start the next op of each lane, wait only for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fompi.backends.base import Token
@@ -48,6 +49,7 @@ class Dispatch(Task):
     | op                                | how it starts                                                             |
     |-----------------------------------|---------------------------------------------------------------------------|
     | send, receive                     | its request goes to the engine                                            |
+    | the same, carried by a header     | a send is done already; a receive copies what has arrived                 |
     | send on an axis with priority     | the port starts it in its turn                                            |
     | collective of the MPI library     | the same; an unbound call first waits for its turn                        |
     | kernel on the host                | it waits in `ready` or `ready_merges` until a thread takes it             |
@@ -73,6 +75,8 @@ class Dispatch(Task):
     notes: dict[int, list[Callable[[], None]]] = {}  # noqa: RUF012  # for such messages in flight: call them at the end
     entries: dict[int, tuple[Token, ...]] = {}  # noqa: RUF012  # kernel -> what the program had enqueued when its parts were ready
     held_entry: dict[int, list[int]] = {}  # noqa: RUF012  # key -> messages of device memory that the program may still write
+    sent: Collection[tuple[int, int]] = ()  # the peers and numbers of messages that headers have carried
+    carried: Mapping[tuple[int, int], Any] = MappingProxyType({})  # the data of those that have arrived
     on_finish: Callable[[], None] | None = None
     then: Callable[[], None] | None = None  # called once the kernels of a call that has returned are done
     end: Task | None = None  # what a thread waits for that needs these kernels
@@ -163,6 +167,8 @@ class Dispatch(Task):
                 self.native_started()
             elif action is None:  # no rows, so no message: both ranks know this
                 queue.extend(self._complete(i))
+            elif (self.sent or self.carried) and self._is_carried(i):
+                queue.extend(self._complete(i))
             elif self.paths is not None:
                 if not self._move(i):
                     continue
@@ -182,6 +188,16 @@ class Dispatch(Task):
                 blockers[j] -= 1
                 if blockers[j] == 0:
                     queue.append(j)
+
+    def _is_carried(self, i: int) -> bool:
+        """True if a header has carried message `i` (`fompi.engine.handshake`). Takes in what has arrived."""
+        message = self.compiled.peers[i], self.compiled.numbers[i]
+        if self.compiled.kinds[i] == SEND:
+            return message in self.sent
+        if message in self.carried and self.error is None:
+            target = memoryview(self.actions[i]).cast("B")
+            target[:] = self.carried[message][: target.nbytes]
+        return message in self.carried
 
     def _send_in_turn(self, i: int, data: Any) -> None:
         """Send when nothing more urgent is on its way (`fompi.engine.port`)."""

@@ -34,9 +34,9 @@ CHECK, IN_PYTHON = 3, 4
 MERGE = 1
 """Flag of a kernel that Python runs: it is a sum or a copy."""
 
-SYNCHRONOUS, TESTED, ABSOLUTE = 1, 2, 4
+SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED = 1, 2, 4, 8
 """Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
-its number is its tag.
+its number is its tag. Of a receive: the header of the sender may have carried the data.
 """
 
 MOST_NBYTES = (1 << 31) - 1
@@ -117,39 +117,70 @@ HEADERS = ("headers out", "headers in", "headers expected")
 """The buffers of an agreement: a header for each rank, one from each, and what they must be (`with_agreement`)."""
 
 
-def with_agreement(
-    plan: CallTable, rank: int, size: int, nbytes: int, tag: int, in_place: bool = False
-) -> tuple[CallTable, int]:
-    """The same call behind an agreement, and how many ops that has: the last of them compares all headers.
+class Headers(NamedTuple):
+    """How the ranks agree: each sends a header of `nbytes` to each other one, with this tag.
 
-    A header of `nbytes` goes to each rank and comes from each, in the order of `Agreement._exchange`. `in_place`: one
-    op more, the last of all, copies y to x.
+    Its last word says which message of the plan it carries, and is not compared: `presumed` and the number of that
+    message (`handshake.presumption`; 0: headers carry nothing). The data follow it. A header has room for `packet`
+    bytes.
     """
+
+    nbytes: int
+    packet: int
+    tag: int
+    presumed: int = 0
+
+
+class Agreed(NamedTuple):
+    """A table that begins with an agreement of `front` ops. `carries`: the last word of the header for each rank."""
+
+    table: CallTable
+    front: int
+    carries: list[int]
+
+
+def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_place: bool = False) -> Agreed:
+    """The same call behind an agreement. The last op of that compares all headers.
+
+    A header goes to each rank and comes from each, in the order of `Agreement._exchange`. It carries the first message
+    to that rank that waits for nothing and fits. `in_place`: one op more, the last of all, copies y to x.
+    """
+    nbytes, packet, tag, presumed = headers
     peers, count = [peer for peer in range(size) if peer != rank], len(plan.buffers)
     ops = np.zeros(2 * len(peers) + 1, OP)
-    sends = [*range(rank + 1, size), *range(rank)]
+    outgoing = [*range(rank + 1, size), *range(rank)]
     for op, kind, buffer, peer in zip(
         ops,
         [KIND[RECV]] * len(peers) + [KIND[SEND]] * len(peers),
         [count + 1] * len(peers) + [count] * len(peers),
-        [*peers, *sends],
+        [*peers, *outgoing],
         strict=False,
     ):
-        op["kind"], op["peer"], op["number"], op["count"] = kind, peer, tag, nbytes
-        op["flags"], op["buffers"][0], op["offsets"][0] = (
-            ABSOLUTE | TESTED * (kind == KIND[SEND]),
-            buffer,
-            peer * nbytes,
-        )
+        is_send = kind == KIND[SEND]
+        op["kind"], op["peer"], op["number"], op["count"] = kind, peer, tag, nbytes if is_send else packet
+        op["flags"], op["buffers"][0], op["offsets"][0] = ABSOLUTE | TESTED * is_send, buffer, peer * packet
     check, front = ops[-1], len(ops)
-    check["kind"], check["buffers"][:2], check["count"] = CHECK, (count + 1, count + 2), size * nbytes
+    check["kind"], check["buffers"][:2], check["count"] = CHECK, (count + 1, count + 2), size * packet
+    check["number"], check["divisor"] = nbytes - WORD_NBYTES, packet
     last = front - 1
     begins, ends = _lists(plan.on_start), _lists(plan.on_done)
-    blockers = plan.blockers.copy()
-    blockers[plan.first] = 1
+    made, carried, carries = plan.ops.copy(), {}, [0] * size
+    if presumed:
+        carried = _carried(plan, packet - nbytes)
+        _may_be_carried(made, count + 1, headers)
+    blockers = np.concatenate([np.array([0] * last + [len(peers)], np.int32), plan.blockers])
+    blockers[front + plan.first] = 1
+    for peer, i in carried.items():
+        send, op = len(peers) + outgoing.index(peer), made[i]
+        carries[peer] = presumed | int(op["number"])
+        ops[send]["count"] += op["count"]
+        made[i] = _packed(op, count, peer * packet + nbytes)
+        blockers[send], blockers[front + i] = 1, 0
+        ends[i].append(send - front)
     received = [[last]] * len(peers) + [[]] * len(peers)
     starts: list[list[int]] = [[]] * front + [[i + front for i in each] for each in begins]
-    dones = [*received, [i + front for i in plan.first], *([i + front for i in each] for each in ends)]
+    awaiting = [i + front for i in plan.first if blockers[front + i]]
+    dones = [*received, awaiting, *([i + front for i in each] for each in ends)]
     tail = np.zeros(int(in_place), OP)
     if in_place:
         x, y = plan.buffers.index("x"), plan.buffers.index("y")
@@ -157,18 +188,50 @@ def with_agreement(
         tail[0]["divisor"], tail[0]["count"] = 1, plan.nbytes[y]
         at = len(dones)
         starts, dones = [*starts, []], [*dones[:last], *([*each, at] for each in dones[last:]), []]
-    made = CallTable(
-        np.concatenate([ops, plan.ops, tail]),
+    blockers = np.append(blockers, np.full(int(in_place), 1 + len(plan.ops), np.int32))
+    table = CallTable(
+        np.concatenate([ops, made, tail]),
         _edges(starts),
         _edges(dones),
-        np.concatenate(
-            [np.array([0] * last + [len(peers)]), blockers, np.full(int(in_place), 1 + len(plan.ops))], dtype=np.int32
-        ),
-        np.arange(last, dtype=np.int32),
+        blockers,
+        np.flatnonzero(blockers == 0).astype(np.int32),
         (*plan.buffers, *HEADERS),
-        np.concatenate([plan.nbytes, np.full(3, size * nbytes, np.int64)]),
+        np.concatenate([plan.nbytes, np.full(3, size * packet, np.int64)]),
     )
-    return made, front
+    return Agreed(table, front, carries)
+
+
+WORD_NBYTES = 8
+"""The size of the last word of a header."""
+
+
+def _carried(plan: CallTable, most_nbytes: int) -> dict[int, int]:
+    """For each rank, the first send to it that waits for nothing and has at most so many bytes."""
+    sends: dict[int, int] = {}
+    for i in plan.first.tolist():
+        op = plan.ops[i]
+        if op["kind"] == KIND[SEND] and not op["flags"] & SYNCHRONOUS and 0 < op["count"] <= most_nbytes:
+            sends.setdefault(int(op["peer"]), i)
+    return sends
+
+
+def _packed(send: Any, buffer: int, offset: int) -> Any:
+    """In place of a send: a copy of its data to what a header carries."""
+    op = send.copy()
+    op["kind"], op["kernel"], op["dtype"], op["divisor"] = KIND[COMPUTE], COPY, BYTE, 1
+    op["flags"] = op["peer"] = op["number"] = 0
+    op["buffers"][1:], op["offsets"][1:] = (op["buffers"][0], buffer), (op["offsets"][0], offset)
+    return op
+
+
+def _may_be_carried(ops: Array, buffer: int, headers: Headers) -> None:
+    """Let the receives take what headers have carried. `buffer`: the headers that arrive."""
+    nbytes, packet, _, presumed = headers
+    for i in np.flatnonzero((ops["kind"] == KIND[RECV]) & (ops["count"] <= packet - nbytes)):
+        op = ops[i]
+        op["flags"] |= CARRIED
+        op["buffers"][1], op["offsets"][1] = buffer, op["peer"] * packet + nbytes - WORD_NBYTES
+        op["offsets"][2] = presumed | int(op["number"])
 
 
 def message_table(is_send: bool, peer: int, tag: int, header_nbytes: int, nbytes: int) -> CallTable:
@@ -185,6 +248,7 @@ def message_table(is_send: bool, peer: int, tag: int, header_nbytes: int, nbytes
     header["count"] = header_nbytes + nbytes * is_eager if is_send else EAGER_NBYTES
     header["flags"] |= TESTED * is_send
     check["kind"], check["buffers"][:2], check["count"] = CHECK, (packet, expected), header_nbytes
+    check["number"] = check["divisor"] = header_nbytes
     body["buffers"][0], body["count"] = data, nbytes
     body["flags"] |= TESTED * (is_send and nbytes <= EAGER_NBYTES)
     if is_eager:

@@ -216,6 +216,44 @@ def test_other_rows_on_one_rank(own):
         np.testing.assert_array_equal(y[:, 0], np.repeat(np.arange(own.size), rows))
 
 
+def test_headers_carry_small_messages(own):
+    """The first message to each rank, if it waits for nothing, is small, and all ranks know what it is."""
+    small, large = np.full(256, own.rank + 1.0), np.ones(40_000)
+    for _ in range(4):
+        assert (fompi.all_reduce(small, comm=own) == own.size * (own.size + 1) / 2).all()
+        fompi.all_reduce(large, comm=own)
+        fompi.all_to_all(np.ones((own.size, 2)), comm=own)
+        fompi.broadcast(small, root=own.size - 1, comm=own)
+    everywhere = [rank != own.rank for rank in range(own.size)]
+    carried = {(t.program.plan.problem.moves, t.sized.shapes["x"][0] > 256): [*map(bool, t.carries)] for t in tickets(own)}
+    assert carried["all_reduce", False] == everywhere
+    assert not any(carried["all_reduce", True] + carried["all_to_all", False])
+    assert any(carried["broadcast", False]) == (own.rank == own.size - 1)
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_ranks_in_c_and_in_python(own, first):
+    """What a header has carried is taken in by Python, and not sent again."""
+    if first >= own.size:
+        pytest.skip("there is no such rank")
+    for name, call, wanted in everything(own, "float32"):
+        for turn in range(8):
+            if turn > 3 and (own.rank - first - turn) % own.size == 0:
+                own.tickets.clear()
+            assert_equal(call(), wanted, (name, turn))
+
+
+def test_a_refusal_after_small_messages(own):
+    """Data of calls that fail are not taken for those of later ones, which have the same tags after a while."""
+    for turn in range(600):
+        x = np.full(4, float(turn))
+        if turn % 7 == 6:
+            with pytest.raises(fompi.MismatchError):
+                (fompi.broadcast if own.rank else fompi.all_reduce)(x, comm=own)
+        assert (fompi.all_reduce(x, comm=own) == own.size * turn).all()
+        assert (fompi.broadcast(x, comm=own) == turn).all()
+
+
 def test_ranks_that_disagree(own):
     """After calls in C, too, the error quotes what each rank calls, and the next call is right."""
     for turn in range(8):
