@@ -283,7 +283,11 @@ class Engine(InFlight):
             while not task.finished and (until is None or not until()):
                 rounds += 1
                 in_c = task.drive() if until is None else None
-                if in_c or self.progress():
+                if in_c:
+                    idle = 0
+                    if not task.finished:
+                        self.progress()  # C may have left it for news of other calls
+                elif self.progress():
                     idle = 0
                 elif in_c is None:
                     idle += 1

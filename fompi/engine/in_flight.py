@@ -140,8 +140,10 @@ class InFlight:
         self._library = library
 
     def not_in_c(self, task: Any) -> None:
-        """Python goes on with this call."""
+        """This call is finished, or Python goes on with it."""
         self._in_c.remove(task)
+        if not self._in_c:
+            self._library.news = 0  # nobody is left whom it concerns
 
     def kernels_ready(self, task: Task) -> None:
         """`task` has kernels that can run: `task.take` hands them out."""

@@ -686,6 +686,7 @@ static PyMethodDef library_methods[] = {
 static PyMemberDef library_members[] = {
     {"is_watched", T_INT, offsetof(Library, is_watched), 0, "not 0: the thread ends `rest` when a call has ended"},
     {"has_thread", T_INT, offsetof(Library, has_thread), READONLY, "1 while a thread polls"},
+    {"news", T_INT, offsetof(Library, news), 0, "what `poll` would tell but for 1: while there is any, `Call.drive` returns at once"},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot library_slots[] = {

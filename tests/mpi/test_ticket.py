@@ -15,9 +15,11 @@ from cut_short import CutShort
 
 import fompi
 from fompi.backends.emulated import Emulated, corner
+from fompi.engine.in_flight import ENDED
+from fompi.engine.native import engine
 from fompi.model.machine import Machine
 from fompi.ops.ticket import Ticket
-from fompi.runtime.native_run import made_call
+from fompi.runtime.native_run import InC, made_call
 
 pytestmark = [
     pytest.mark.ranks(mpich=[2, 3], openmpi=[2, 4]),
@@ -283,6 +285,20 @@ def test_a_late_rank(own):
         if turn == 4 and own.rank == 0:
             sleep(0.05)
         assert (fompi.all_reduce(np.full(3, turn), comm=own) == own.size * turn).all()
+
+
+def test_a_wait_does_not_spin_on_news_of_another_call(own, monkeypatch):
+    """The thread of C has ended another call, and nobody has asked for it yet. A wait leaves its core to late ranks."""
+    x = np.ones(3)
+    for _ in range(4):
+        fompi.all_reduce(x, comm=own)
+    drives, drive = [], InC.drive
+    monkeypatch.setattr(InC, "drive", lambda task: drives.append(task) or drive(task))
+    if own.rank:
+        sleep(0.05)
+    engine().library.news = ENDED
+    assert fompi.all_reduce(x, comm=own).tolist() == [own.size] * 3
+    assert len(drives) < 100  # thousands if each one returns at once
 
 
 def test_calls_between_started_ones(own):
