@@ -95,6 +95,7 @@ class Engine(InFlight):
         self.waiting: list[tuple[Task, ControlChannel]] = []  # all waits of all threads, innermost last
         self.waits = RecentIntervals(JOIN_SECONDS)  # when the program has waited, for any call
         self._waiting_since = 0.0
+        self.waits_soon = False  # the program waited at once for the last small call in C that it had only started
         self.helper = helper(self) if helper is not None else None
 
     @property

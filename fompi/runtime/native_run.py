@@ -67,12 +67,19 @@ class Times(NamedTuple):
 AT_ONCE_SECONDS = 2e-5
 """So long C drives a small call for which the program does not wait: to wake another thread for it takes longer."""
 
+SOON_SECONDS = 8e-5
+"""The same if the program has waited so soon for the last such call: then it waits for this one, too, as in
+`dist.recv`, where torch begins a call and waits for it in two steps.
+"""
+
 
 def seconds_in_c(engine: Engine, waits: bool, is_small: bool) -> float:
     """How long C drives a call that begins. 0: one round, because Python drives other calls, or the call is long."""
     if not engine.is_all_in_c:
         return 0.0
-    return IN_C_SECONDS if waits else AT_ONCE_SECONDS if is_small and engine.spins else 0.0
+    if waits or not is_small:
+        return IN_C_SECONDS if waits else 0.0
+    return SOON_SECONDS if engine.waits_soon else AT_ONCE_SECONDS if engine.spins else 0.0
 
 
 def _nothing() -> Any:
@@ -117,6 +124,7 @@ class InC(Task):
         self._kernels = kernels
         self._take_over, self._arrived = take_over, arrived
         self._heir: Task | None = None
+        self._left_at = perf_counter()  # when the program went on with other work; 0: it has waited since
         self.pending: Any = None  # what Python has made of the call, if it is one of a ticket
         self._enter()
         comm.engine.in_c(self, engine().library)
@@ -141,6 +149,9 @@ class InC(Task):
     def drive(self) -> bool | None:
         engine = self.comm.engine
         with engine.lock:
+            if self._left_at and not self.awaited:
+                engine.waits_soon = perf_counter() - self._left_at < SOON_SECONDS
+            self._left_at = 0.0
             if self.finished or engine.over or not engine.is_all_in_c:
                 return None
             state = self.call.drive(IN_C_SECONDS, STALL_SECONDS)
