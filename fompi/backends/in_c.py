@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fompi.plans.dependencies import divisor
-from fompi.plans.kernels import MOVES
+from fompi.base.wires import WIRES
+from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, MOVES
 
 COPY, MEAN, BYTE = 0, 3, 0
 
@@ -27,6 +28,12 @@ HALF_DTYPES = {"bfloat16": 3, "float16": 10}
 """Half types. Sums of them may be kept in float32: the flags of the kernel say which operands are."""
 
 
+WIRE_NUMBERS = {name: number for number, name in enumerate(WIRES)}
+
+WIRE_DTYPES = {"uint8": 0, "float32": 1, "bfloat16": 3, "float16": 10}
+"""The dtypes of what kernels of wires work on: bytes of the wire, and elements."""
+
+
 class KernelInC(NamedTuple):
     """A kernel of C: its numbers. A copy has its operand twice."""
 
@@ -39,6 +46,10 @@ class KernelInC(NamedTuple):
 def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> KernelInC | None:
     """The kernel for operands and a result of these dtypes. None: C has none."""
     count, dtypes = divisor(name), [*reads, *writes]
+    for number, wires in ((6, ENCODE), (7, DECODE), (8, DECODE_ADD)):
+        if name in wires:
+            wide = [WIRE_DTYPES[d] for d in (*reads, *reads[: 2 - len(reads)], *writes)]
+            return KernelInC(number, WIRE_NUMBERS[wires[name]], 1, wide[0] | wide[1] << 4 | wide[2] << 8)
     known = KERNELS.get(name) if count is None else MEAN
     if name in MOVES and len(reads) == 1:
         known, dtypes = COPY, [*reads, *reads, *writes]
@@ -81,5 +92,24 @@ def bound(name: str, reads: Sequence[Any], writes: Sequence[Any], dtypes: Any) -
 
     def compute(arrays: Any = arrays) -> None:  # which must stay
         call(*known, *addresses, arrays[-1].size)
+
+    return compute
+
+
+def of_wire(name: str, arrays: Sequence[Any], dtypes: Sequence[str], count: int) -> Callable[[], None] | None:
+    """The kernel of a wire on these contiguous arrays, operands first, for a block of `count` elements. None: no C."""
+    call = run
+    if call is None:
+        return None
+    known = kernel_of(name, dtypes[:-1], dtypes[-1:])
+    assert known is not None
+    addresses = [a.ctypes.data for a in (*arrays[:-1], *arrays[: 3 - len(arrays)], arrays[-1])]
+    try:
+        call(*known, 0, 0, 0, 0)
+    except ValueError:  # this compiler has no float16
+        return None
+
+    def compute(arrays: Any = arrays) -> None:  # which must stay
+        call(*known, *addresses, count)
 
     return compute

@@ -17,37 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends import in_c
+from fompi.backends import in_c, wires
 from fompi.backends.base import Dtypes, Kernel
+from fompi.backends.half import narrow, storage, widen
 from fompi.base.doors import DOORS
-from fompi.base.layout import CARRIERS, HALF
+from fompi.base.layout import HALF
 from fompi.plans.dependencies import divisor
-from fompi.plans.kernels import MOVES, find
+from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, MOVES, find
 
 Array = np.ndarray[Any, Any]
 Arrays = Sequence[Array]
-
-
-@cache
-def storage(dtype: str) -> np.dtype[Any]:
-    """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
-    return np.dtype(CARRIERS.get(dtype, dtype))
-
-
-def widen(a: Array, dtype: str) -> Array:
-    """`a` as float32 if `dtype` is a half type, else `a` itself."""
-    if dtype == "bfloat16":
-        return (a.astype(np.uint32) << 16).view(np.float32)
-    return a.astype(np.float32) if dtype == "float16" else a
-
-
-def narrow(a: Array, dtype: str) -> Array:
-    """`a` in the storage dtype of `dtype`, rounded to the nearest even."""
-    if dtype != "bfloat16":
-        return a.astype(storage(dtype), copy=False)
-    bits = np.asarray(a, np.float32, order="C").view(np.uint32)
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)  # a NaN must not round to infinity
 
 
 COMBINES = {"add": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
@@ -106,12 +85,16 @@ class Numpy:
             compiled = compiled or _compiled(kernel, reads, writes, (*read_dtypes, *write_dtypes))
         if compiled is not None:
             return compiled
+        if kernel in _OF_WIRES:
+            return wires.bound(kernel, [*reads, *writes], [*read_dtypes, *write_dtypes])
         count = divisor(kernel)
         compute = _KERNELS[kernel] if count is None else partial(_mean, count)
         if plain:
             return partial(compute, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
         return partial(_half, compute, kernel, reads, writes, read_dtypes, write_dtypes)
 
+
+_OF_WIRES = frozenset((*ENCODE, *DECODE, *DECODE_ADD))
 
 LARGE = 1 << 18
 """Elements. Larger arrays use compiled code: for smaller ones it does not repay the second that Numba takes to load."""

@@ -744,8 +744,8 @@ static int is_op(const Call *c, const Op *o) {
                is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
     if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 16) return 0;
     for (int k = 0; k < 3; k++) {
-        int64_t width = kernel_width(o->kernel, o->dtype, o->divisor, o->flags, k);
-        if (!width || !is_inside(c, o, k, width * o->count)) return 0;
+        int64_t nbytes = kernel_nbytes(o->kernel, o->dtype, o->divisor, o->flags, k, o->count);
+        if (nbytes < 0 || !is_inside(c, o, k, nbytes)) return 0;
     }
     return 1;
 }
@@ -1181,7 +1181,7 @@ static PyObject *run_one_kernel(PyObject *self, PyObject *args) {
     long long count;
     (void)self;
     if (!PyArg_ParseTuple(args, "iiiiKKKL", &kernel, &dtype, &divisor, &flags, &a, &b, &c, &count)) return NULL;
-    if (!kernel_width(kernel, dtype, divisor, flags, 0)) {
+    if (kernel_nbytes(kernel, dtype, divisor, flags, 0, 1) < 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such kernel");
         return NULL;
     }

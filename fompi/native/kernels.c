@@ -6,36 +6,7 @@
 
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
-#define FAST __attribute__((target_clones("arch=x86-64-v3", "default")))
-#else
-#define FAST
-#endif
-
-#ifdef __FLT16_MAX__
-#define HAS_FLOAT16 1
-typedef _Float16 float16;
-#else
-#define HAS_FLOAT16 0
-typedef uint16_t float16;
-#endif
-
-#ifdef __GNUC__
-#define INLINE static inline __attribute__((always_inline))
-#else
-#define INLINE static inline
-#endif
-
-INLINE float widen(uint16_t x) {
-    union { uint32_t bits; float number; } v = {(uint32_t)x << 16};
-    return v.number;
-}
-
-INLINE uint16_t narrow(float x) { /* to the nearest even; a NaN must not round to infinity */
-    union { float number; uint32_t bits; } v = {x};
-    uint32_t rounded = (v.bits + (0x7FFF + ((v.bits >> 16) & 1))) >> 16;
-    return (v.bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (uint16_t)rounded;
-}
+#include "half.h"
 
 #define COMBINE(name, type, expression)                                                 \
     FAST static void name(const type *a, const type *b, type *c, int64_t n, type by) { \
@@ -143,7 +114,7 @@ static int has_f16c(void) { return 0; }
 
 static int is_half(int32_t dtype) { return dtype == BFLOAT16 || (dtype == FLOAT16 && HAS_FLOAT16); }
 
-int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, int k) {
+static int64_t width_of(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, int k) {
     static const int64_t widths[] = {1, 4, 8, 2, 1, 2, 4, 8, 8, 16, 2, 1, 2, 4, 8};
     int is_complex = dtype == COMPLEX64 || dtype == COMPLEX128, is_ordering = kernel == MAX || kernel == MIN;
     if (kernel < COPY || kernel > MIN || dtype < BYTE || dtype > INT64) return 0;
@@ -153,6 +124,21 @@ int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wid
     if (kernel == MEAN && (divisor < 1 || (dtype >= UINT8 && dtype <= UINT64))) return 0;
     if (wide < 0 || wide > 7 || (wide && !is_half(dtype)) || (dtype == FLOAT16 && !HAS_FLOAT16)) return 0;
     return wide >> k & 1 ? 4 : widths[dtype];
+}
+
+/* Operand k of a kernel of a wire: m of a DECODE has no elements. */
+static int64_t wire_operand(int32_t kernel, int32_t wire, int32_t dtypes, int k, int64_t count) {
+    static const int64_t widths[] = {1, 4, 8, 2, 1, 2, 4, 8, 8, 16, 2};
+    int is_m = kernel == ENCODE ? k == 2 : k == 0 || (kernel == DECODE && k == 1);
+    int32_t dtype = dtypes >> 4 * k & 15;
+    if (is_m) return wire_nbytes(wire, count);
+    return wire_has(dtype) ? widths[dtype] * count : -1;
+}
+
+int64_t kernel_nbytes(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, int k, int64_t count) {
+    if (kernel >= ENCODE && kernel <= DECODE_ADD) return wire_operand(kernel, dtype, wide, k, count);
+    int64_t width = width_of(kernel, dtype, divisor, wide, k);
+    return width ? width * count : -1;
 }
 
 #define RUN(name, type, n) name((const type *)a, (const type *)b, (type *)c, n, (type)divisor)
@@ -165,6 +151,11 @@ int64_t kernel_width(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wid
 void kernel_run(
     int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, const char *a, const char *b, char *c, int64_t count) {
     int is_mean = kernel == MEAN;
+    if (kernel >= ENCODE) {
+        int32_t from = kernel == DECODE_ADD ? wide >> 4 & 15 : wide & 15;
+        wire_run(kernel, dtype, from, wide >> 8 & 15, a, b, c, count);
+        return;
+    }
     if (kernel == COPY && dtype == BYTE) {
         if (c != a) memcpy(c, a, (size_t)count);
         return;

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from fompi.base.wires import WIRES
 from fompi.plans.plan import Collective, Compute, Op, Pace, Program, Recv, Send
 
 
@@ -93,7 +94,9 @@ def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[
     return waits_for, on_start, on_done
 
 
-MERGES = frozenset(("add", "max", "min", "prod", "copy", "pack"))
+MERGES = frozenset(
+    ("add", "max", "min", "prod", "copy", "pack", *(f"{k}_{w}" for w in WIRES for k in ("encode", "decode", "decode_add")))
+)
 """Kernels that are limited by memory bandwidth. They have their own lane, beside the products."""
 
 

@@ -17,6 +17,14 @@
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
 | `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
 
+Where messages carry fewer bits (`fompi.base.wires`), each wire W has kernels on one block, and m is its form on the wire:
+
+| kernel                       | means                                                                |
+|------------------------------|----------------------------------------------------------------------|
+| `encode_W(a) -> m`           | m = a, rounded to the wire                                           |
+| `decode_W(m) -> c`           | c = m                                                                |
+| `decode_add_W(m, b) -> c`    | c = m + b                                                            |
+
 Where rows go to experts, w and g have a matrix for each expert. The i-th chunk of rows belongs to the i-th of them:
 
 | kernel                                        | means                                               |
@@ -43,6 +51,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from fompi.base.errors import PlanError
+from fompi.base.wires import WIRES
 from fompi.plans.dependencies import divisor
 from fompi.plans.plan import Chunk, Compute
 
@@ -117,6 +126,45 @@ def is_opaque(term: Term) -> bool:
     return len(term) == 4 and isinstance(term[2], Operands)
 
 
+_ROUNDED = "rounded"
+
+
+def rounded(value: Value, at: tuple[int, int]) -> Value:
+    """`value` as the op `at` (rank, op) has rounded it: one term, even if it was a sum of several.
+
+    Two such values have the same bits if they are equal: one op has written them.
+    """
+    return ((_ROUNDED, at, value),)
+
+
+def is_rounded(value: Value) -> bool:
+    """True if the value is what one op has rounded, and nothing else."""
+    return len(value) == 1 and value[0][0] == _ROUNDED
+
+
+def exact(value: Value) -> tuple[Value, int]:
+    """What the value would be without rounding, and how often a term of it was rounded at most."""
+    found = [each for term in value for each in _exact(term)]
+    return tuple(sorted(term for term, _ in found)), max((times for _, times in found), default=0)
+
+
+def _exact(term: Term) -> list[tuple[Term, int]]:
+    if term[0] == _ROUNDED:
+        return [(inner, times + 1) for part in term[2] for inner, times in _exact(part)]
+    if len(term) == 2:  # a reduction of values
+        values, times = zip(*map(exact, term[1]), strict=True)
+        whole = _mean_of(term[0], values) if divisor(term[0]) else reduced(term[0], values)
+        return [(inner, max(times)) for inner in whole]
+    if len(term) == 3 and isinstance(term[1], tuple):  # a product
+        pairs = [(a, b) for a in _exact(term[1]) for b in _exact(term[2])]
+        return [((term[0], a, b), max(m, n)) for (a, m), (b, n) in pairs]
+    return [(term, 0)]
+
+
+def _mean_of(name: str, values: Sequence[Value]) -> Value:
+    return ((name, tuple(values)),)
+
+
 def is_result(value: Value) -> bool:
     """True if the value was computed, as a sum or a product. False if it is an unchanged block of an input."""
     return len(value) != 1 or isinstance(value[0][1], tuple)
@@ -161,7 +209,15 @@ KERNELS: dict[str, Kernel] = {
     "matmul_grouped": Kernel(1, 1, False, lambda x, w: product("matmul", x, w)),
     "gradient_grouped": Kernel(2, 0, True, lambda a, h: product("gradient", a, h)),
     "gradient_grouped_add": Kernel(2, 1, True, lambda a, h: product("gradient", a, h)),
+    **{f"encode_{name}": Kernel(1, 0, False, lambda a: a) for name in WIRES},
+    **{f"decode_{name}": Kernel(1, 0, False, lambda m: m) for name in WIRES},
+    **{f"decode_add_{name}": Kernel(2, 0, False, total) for name in WIRES},
 }
+
+ENCODE = {f"encode_{name}": name for name in WIRES}
+DECODE = {f"decode_{name}": name for name in WIRES}
+DECODE_ADD = {f"decode_add_{name}": name for name in WIRES}
+"""The wire of a kernel."""
 
 GROUPED = ("matmul_grouped", "gradient_grouped", "gradient_grouped_add")
 """Kernels that take a run of rows for each expert, and the matrices of these experts."""
@@ -227,7 +283,7 @@ def in_place(op: Compute, read: int, write: int) -> bool:
     """True if the kernel may write its chunk number `write` over chunk number `read`. Only reductions allow this."""
     if op.kernel in REDUCTIONS.values() or divisor(op.kernel) is not None:
         return read % len(op.writes) == write
-    if op.kernel == "matmul_add":
+    if op.kernel == "matmul_add" or op.kernel in DECODE_ADD:
         return read == len(op.writes) + write
     return op.kernel in ("gradient_add", "gradient_grouped_add") and read == len(op.reads) - 1
 
@@ -245,8 +301,13 @@ def evaluate_opaque(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[V
     return results
 
 
-def evaluate(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
-    """The values of the blocks that `op` writes, in order. `read` returns the values of a chunk."""
+def evaluate(op: Compute, read: Callable[[Chunk], list[Value]], at: tuple[int, int] = (0, 0)) -> list[Value]:
+    """The values of the blocks that `op` writes, in order. `read` returns the values of a chunk.
+
+    `at` is the place of the op: (rank, op).
+    """
+    if op.kernel in ENCODE:
+        return [rounded(value, at) for chunk in op.reads for value in read(chunk)]
     kernel = find(op.kernel)
     if op.kernel in GROUPED:
         return _evaluate_grouped(op, kernel, read)

@@ -19,11 +19,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 from fompi.base import html, layout
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, Sizes, Symbol
+from fompi.base.wires import WIRES
 
 MESSAGE_BITS = 12
 """A call has 2**MESSAGE_BITS message tags. The last two belong to the handshake.
@@ -175,7 +177,8 @@ class Buffer:
 
     `role` is input (never written), output, scratch, or inout: an input that the result is written over. `row` is the
     shape of one row; for the axis `whole` it is the shape of the buffer. `first` is the number of the first block,
-    `count` the number of blocks. `place` is "host" for page-locked host memory, where the others are on a device.
+    `count` the number of blocks. `place` is "host" for page-locked host memory, where the others are on a device. With
+    a `wire` it holds blocks of such rows as messages carry them: bytes, of which the shape counts each one.
     """
 
     name: str
@@ -186,6 +189,7 @@ class Buffer:
     first: int
     count: int
     place: str = ""
+    wire: str = ""
 
     def __getitem__(self, key: int | slice) -> Chunk:
         """The chunk of these block numbers: `x[3]`, `x[2:5]`, `x[:]`."""
@@ -204,16 +208,23 @@ class Buffer:
 
     @property
     def row_nbytes(self) -> int:
-        return layout.nbytes(self.row, self.dtype)
+        """The bytes between two places of `offsets`."""
+        return 1 if self.wire else layout.nbytes(self.row, self.dtype)
 
     def offsets(self, extents: Extents) -> list[int]:
-        """The first row of each block, and the end of the last block."""
+        """The first row of each block, and the end of the last block. With a wire, the first byte of each."""
         if self.axis == "whole":
             return [0, self.row[0] if self.row else 1]
-        return layout.offsets(extents.counts(self.axis))
+        counts = extents.counts(self.axis)
+        if self.wire:
+            each, wire = prod(self.row), WIRES[self.wire]
+            return layout.offsets(wire.nbytes(n * each) for n in counts)
+        return layout.offsets(counts)
 
     def shape(self, extents: Extents) -> tuple[int, ...]:
-        return self.row if self.axis == "whole" else (sum(extents.counts(self.axis)), *self.row)
+        if self.axis == "whole":
+            return self.row
+        return (self.offsets(extents)[-1], *(() if self.wire else self.row))
 
     def symbol(self, rank: int, size: int, parts: int, block: int) -> Symbol:
         return layout.symbol(self.axis, rank, size, parts, block)
@@ -342,7 +353,8 @@ class Plan:
     library, a rank has in flight (None: no limit); a schedule with groups has this limit for each peer. `sizes` are
     the rows that the plan was made for; the plan runs with any other rows too. `order[rank]` lists the other ranks in
     the order in which `rank` sends to them; it is empty if the schedule decides the order. `kernels` declares the
-    kernels of the user. With `in_order` the kernels of a rank run in program order.
+    kernels of the user. With `in_order` the kernels of a rank run in program order. With a wire, each term of a result
+    is rounded at most `roundings` times.
     """
 
     problem: Any
@@ -354,6 +366,7 @@ class Plan:
     order: tuple[tuple[int, ...], ...] = ()
     kernels: tuple[UserKernel, ...] = ()
     in_order: bool = False
+    roundings: int = 0
 
     @property
     def parts(self) -> int:

@@ -56,7 +56,8 @@ class Problem:
     `experts` is not empty where rows go to experts: rank r has `experts[r]` of them. Its weight and its gradient are
     tensors with a matrix for each.
 
-    `over_x` is true if the result is written over x (`plans.over_x`).
+    `over_x` is true if the result is written over x (`plans.over_x`). `wire` is the form in which messages carry
+    elements (`base.wires`); empty: as they are.
     """
 
     operation: str
@@ -72,6 +73,7 @@ class Problem:
     columns: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     over_x: bool = False
+    wire: str = ""
 
     @cached_property
     def moves(self) -> str:
@@ -228,6 +230,14 @@ class Problem:
         return "x" if self.over_x else "y"
 
     @property
+    def replicated(self) -> str:
+        """The name of the result that all ranks get alike. Empty: there is none."""
+        if self.moves in ("all_reduce", "broadcast"):
+            return self.result
+        kept = self.keep or not (self.weights or self.gradients)
+        return self.kept if self.moves == "all_gather" and kept else ""
+
+    @property
     def axes(self) -> tuple[str, str]:
         """The axis of x and the axis of the results with rows."""
         return AXES[self.moves]
@@ -284,8 +294,8 @@ class Problem:
         """What must be equal on all ranks: everything about the data that is sent."""
         dealt = f"{self.columns} {self.experts}"
         if not self.multiplies_first:
-            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {dealt}"
-        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {dealt}"
+            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {dealt}{self.wire}"
+        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {dealt}{self.wire}"
 
     @cached_property
     def _hash(self) -> int:
@@ -304,6 +314,7 @@ class Problem:
         parts += [self.op] * (self.op != "sum")
         parts += [f"columns {', '.join(map(str, self.columns))}"] * bool(self.columns)
         parts += [f"experts {', '.join(map(str, self.experts))}"] * bool(self.experts)
+        parts += [f"wire {self.wire}"] * bool(self.wire)
         return f"{self.operation}({', '.join(parts)}{', packed' * self.packed}{', over x' * self.over_x})"
 
 
@@ -328,6 +339,7 @@ class OwnProblem:
     multiplies_first: ClassVar[bool] = False
     flat: ClassVar[bool] = False
     sums: ClassVar[bool] = False
+    wire: ClassVar[str] = ""
     root: ClassVar[int] = 0
     op: ClassVar[str] = "sum"
 

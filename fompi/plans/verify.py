@@ -9,6 +9,8 @@ It verifies these properties for every number of rows and for every interleaving
 * The plan ends, even if every send waits for its receive and every collective waits for all ranks.
 * At the end every output block holds the sum of exactly the terms that the operation defines. Results of half type
   were rounded once.
+* Where messages have a wire, no term is rounded more often than the plan says. What all ranks get alike is one message,
+  decoded by all of them, so that it has the same bits everywhere.
 
 One execution of the plan is enough. What an op waits for follows from everything that it reads and writes
 (`dependencies.constraints`). So two ops that touch the same block, one of them writing, never run at the same time.
@@ -29,6 +31,9 @@ from fompi.base.layout import AXES, COLLECTIVES, HALF, NATIVE_SUMS, Symbol
 from fompi.plans.conditions import after, before
 from fompi.plans.dependencies import Frontier, constraints
 from fompi.plans.kernels import (
+    DECODE,
+    DECODE_ADD,
+    ENCODE,
     GROUPED,
     MOVES,
     Term,
@@ -36,12 +41,14 @@ from fompi.plans.kernels import (
     aligned,
     evaluate,
     evaluate_opaque,
+    exact,
     find,
     fits,
     in_place,
     is_known,
     is_opaque,
     is_result,
+    is_rounded,
     total,
 )
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
@@ -64,6 +71,8 @@ def verify(plan: Plan) -> None:
     values = _Execution(plan, partners).run()
     for program, held in zip(plan.programs, values, strict=True):
         _check_outputs(plan, program, held)
+    if plan.problem.wire and plan.size > 1:
+        _check_replicated(plan, values)
 
 
 def flaw(written: Callable[[], Plan]) -> Exception | None:
@@ -111,7 +120,9 @@ def _check_program(plan: Plan, rank: int, program: Program) -> None:
         if b.axis not in AXES or numbers != layout.blocks(b.axis, rank, plan.size, plan.parts, experts):
             why = f"{b[:]} are not the blocks of a buffer with the axis {b.axis!r}"
             raise PlanError(f"rank {rank}: {why}", rank, chunk=str(b[:]))
-        if b.dtype not in (plan.problem.dtype, plan.problem.accumulator):
+        if b.wire not in ("", plan.problem.wire) or (b.wire and (b.role, b.dtype) != ("scratch", "uint8")):
+            raise PlanError(f"rank {rank}: {b[:]} cannot have the wire {b.wire!r}", rank, chunk=str(b[:]))
+        if b.dtype not in (plan.problem.dtype, plan.problem.accumulator) and not b.wire:
             why = f"{b[:]} has the dtype {b.dtype}, which a plan for {plan.problem.dtype} cannot use"
             raise PlanError(f"rank {rank}: {why}", rank, chunk=str(b[:]))
 
@@ -178,6 +189,7 @@ def _check_kernel(program: Program, i: int, op: Compute) -> None:
     if not is_known(op.kernel):
         raise _error(rank, i, op, _first(op), f"unknown kernel {op.kernel!r}")
     kernel, groups = find(op.kernel), aligned(op)
+    _check_wires(program, i, op)
     if not groups or (kernel.reduces and len(op.writes) != 1):
         raise _error(rank, i, op, _first(op), "the kernel does not take this number of operands")
     first = [_symbols(program, chunk) for chunk in groups[0]]
@@ -193,6 +205,18 @@ def _check_kernel(program: Program, i: int, op: Compute) -> None:
     if not fits(op, lambda chunk: program.buffer(chunk.buffer).row):
         rows = ", ".join(f"{chunk} {list(program.buffer(chunk.buffer).row)}" for chunk in (*op.reads, *op.writes))
         raise _error(rank, i, op, _first(op), f"the shapes of the rows do not match: {rows}")
+
+
+def _check_wires(program: Program, i: int, op: Compute) -> None:
+    """Check that only kernels of wires touch what is on a wire: one block, and of the wire that they know."""
+    to, of = ENCODE.get(op.kernel, ""), DECODE.get(op.kernel, "") or DECODE_ADD.get(op.kernel, "")
+    wanted = [*[of] * bool(of), *[""] * (len(op.reads) - bool(of)), *[to] * len(op.writes)]
+    for chunk, wire in zip((*op.reads, *op.writes), wanted, strict=True):
+        if program.buffer(chunk.buffer).wire != wire:
+            what = f"has the wire {program.buffer(chunk.buffer).wire}" if not wire else f"does not have the wire {wire}"
+            raise _error(program.rank, i, op, chunk, f"{chunk} {what}")
+        if (to or of) and chunk.stop - chunk.start != 1:
+            raise _error(program.rank, i, op, chunk, f"{chunk} is not one block")
 
 
 def _symbols(program: Program, chunk: Chunk) -> list[Symbol]:
@@ -238,7 +262,7 @@ def _check_same_rows(source: Program, i: int, out: Chunk, dest: Program, j: int,
     if _symbols(source, out) != _symbols(dest, into):
         why = f"{out} has other rows than {into} on rank {dest.rank}, op {j}, {dest.ops[j]}"
         raise _error(source.rank, i, source.ops[i], out, why)
-    if (a.row, a.dtype) != (b.row, b.dtype):
+    if (a.row, a.dtype, a.wire) != (b.row, b.dtype, b.wire):
         why = f"{out} is {a.dtype}{list(a.row)}, but {into} on rank {dest.rank}, op {j}, is {b.dtype}{list(b.row)}"
         raise _error(source.rank, i, source.ops[i], out, why)
 
@@ -344,7 +368,7 @@ class _Execution:
             if self.plan.kernel(op.kernel) is not None:
                 results = evaluate_opaque(op, lambda chunk: self._read(rank, i, chunk))
             else:
-                results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk))
+                results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk), (rank, i))
             self._write(rank, op.writes, results)
             return [(rank, i)]
         if isinstance(op, Collective):
@@ -377,8 +401,8 @@ class _Execution:
         if self.plan.problem.half:
             program = self.plan.programs[rank]
             source, into = program.buffer(chunk.buffer).dtype, program.buffer(op.writes[0].buffer).dtype
-            moves = op.kernel in MOVES and source == into
-            if source in HALF and not moves and any(map(is_result, values)):
+            moves = (op.kernel in MOVES and source == into) or op.kernel in ENCODE
+            if source in HALF and not moves and any(is_result(exact(value)[0]) for value in values):
                 raise _error(rank, i, op, chunk, f"{chunk} has been rounded to {source}; this op would round it again")
         return values
 
@@ -441,10 +465,15 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
     """Check that every output block holds exactly the terms that the operation defines."""
     for (name, block), wanted in after(plan.problem, program.rank, plan.parts).items():
         got = held.get((name, block))
-        if got == wanted:
-            continue
         chunk = Chunk(name, block, block + 1)
         writers = [i for i, op in enumerate(program.ops) if any((name, block) in c.blocks for c in op.writes)]
+        if got is not None and plan.problem.wire:
+            got, times = exact(got)
+            if times > plan.roundings:
+                why = f"at the end a term of {chunk} was rounded {times} times, but at most {plan.roundings} are allowed"
+                raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, why)
+        if got == wanted:
+            continue
         if got is None or not writers:  # what is over x holds a term before
             last = len(program.ops) - 1 if program.ops else None
             at = f"rank {program.rank}, after its last op, {last}" if program.ops else f"rank {program.rank} has no ops"
@@ -453,6 +482,20 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
         words = [f"lacks {_spell(t)}" for t in missing[:2]] + [f"contains {_spell(t)} too often" for t in extra[:2]]
         why = _first_mistake(missing, extra) or "; ".join(words)
         raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, f"at the end {chunk} {why}")
+
+
+def _check_replicated(plan: Plan, values: Sequence[dict[tuple[str, int], Value]]) -> None:
+    """Check that the results that all ranks get alike have the same bits: all have decoded one message."""
+    name = plan.problem.replicated
+    for program, held in zip(plan.programs, values, strict=True):
+        for block in after(plan.problem, program.rank, plan.parts) if name else ():
+            got = held[block]
+            if block[0] != name or (got == values[0][block] and is_rounded(got)):
+                continue
+            chunk = Chunk(block[0], block[1], block[1] + 1)
+            writer = max(i for i, op in enumerate(program.ops) if any(block in c.blocks for c in op.writes))
+            why = f"at the end {chunk} is not the message that the other ranks have decoded"
+            raise _error(program.rank, writer, program.ops[writer], chunk, why)
 
 
 def _difference(a: Value, b: Value) -> list[Term]:

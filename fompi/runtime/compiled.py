@@ -115,7 +115,8 @@ class Compiled:
         self.first = [i for i, count in enumerate(self.blockers) if count == 0]
         self.natives = self.kinds.count(NATIVE)
         self.buffers = {b.name: b for b in self.program.buffers}
-        self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole"]
+        self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole" and not b.wire]
+        self._wired = [b for b in self.program.buffers if b.wire]
         self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
         self.is_opaque = bool(plan.kernels)  # it has kernels of the user, which may take any time
         self._xs = [b for b in self.program.buffers if b.is_input and b.axis != "whole" and b.name[0] == "x"]
@@ -178,6 +179,9 @@ class Compiled:
                     begins = by_axis[axis] = offsets(extents.counts(axis))
                 starts[name] = begins
                 shapes[name] = (begins[-1], *row)
+            for buffer in self._wired:
+                starts[buffer.name] = begins = buffer.offsets(extents)
+                shapes[buffer.name] = (begins[-1],)
             self._sized = extents, Sized(starts, shapes)
         return self._sized[1]
 

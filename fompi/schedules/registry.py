@@ -31,6 +31,7 @@ from typing import Any
 from fompi.base.doors import DOORS
 from fompi.base.errors import PlanError
 from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
+from fompi.plans.encoded import encoded
 from fompi.plans.meaning import MEANING
 from fompi.plans.plan import PAIRWISE, Collective, Compute, Op, Plan, Program, Programs, Workspace, group_size
 from fompi.plans.problems import Problem
@@ -137,7 +138,8 @@ def write(
     empty = problem.spread((0,) * size)
     if window is None:
         window = default_window(problem, schedule, len(shares))
-    return Plan(problem, schedule, shares, sizes or empty, Programs(size, program), window, order)
+    plan = Plan(problem, schedule, shares, sizes or empty, Programs(size, program), window, order)
+    return encoded(plan, roundings(problem, schedule)) if problem.wire else plan
 
 
 def _without_empty(problem: Problem, program: Program) -> Program:
@@ -185,13 +187,32 @@ HIERARCHICAL_MOVES = ("all_gather", "reduce_scatter", "all_reduce")
 """The collectives that `hierarchical` can carry out."""
 
 
+WITHOUT_WIRE = ("unfused", "sliced", *WHOLE)
+"""The schedules whose messages cannot carry fewer bits: those of the MPI library, and those where each rank sums all
+terms by itself, so that the results could differ between ranks.
+"""
+
+
+def roundings(problem: Problem, schedule: str) -> int:
+    """How often a term of a result is rounded at most, where messages have a wire."""
+    size, is_all_reduce = problem.size, problem.moves == "all_reduce"
+    if not problem.sums:
+        return 2 if group_size(schedule) > 1 else 1
+    if group_size(schedule) > 1:
+        return group_size(schedule) + is_all_reduce  # one for each step inside of a group, one between groups
+    once = 1 if schedule in (*DIRECT_FAMILY, PAIRWISE) else size - 1
+    return once + is_all_reduce
+
+
 def available(problem: Problem) -> list[str]:
     """The schedules for this problem: the built-in ones, then those of users."""
     if problem.columns:
-        return [*COLUMNS]
-    if problem.experts:
-        return [name for name in _available("all_to_all", problem.size, problem.dtype, "sum") if _takes(problem, name)]
-    return _available(problem.moves, problem.size, problem.dtype, problem.op)
+        names = [*COLUMNS]
+    elif problem.experts:
+        names = [name for name in _available("all_to_all", problem.size, problem.dtype, "sum") if _takes(problem, name)]
+    else:
+        names = _available(problem.moves, problem.size, problem.dtype, problem.op)
+    return [name for name in names if not (problem.wire and name in WITHOUT_WIRE)]
 
 
 def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
@@ -219,6 +240,8 @@ def _takes(problem: Problem, schedule: str) -> bool:
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
+    if problem.wire and schedule in WITHOUT_WIRE:
+        return False
     if problem.columns:
         return schedule in COLUMNS
     if not _takes(problem, schedule):
@@ -246,6 +269,8 @@ def alternatives(problem: Problem, schedule: str) -> str:
     why = ""
     if not _takes(problem, schedule):
         why = ": it does not know experts" if schedule in REGISTERED else ": a rank without experts takes no part"
+    elif problem.wire and schedule in WITHOUT_WIRE:
+        why = f": its messages cannot carry the wire {problem.wire}"
     elif schedule in ("unfused", "sliced") and problem.op != "sum":
         why = f": the MPI library only sums, because its {problem.op} may differ from NumPy's"
     elif schedule in ("unfused", "sliced") and problem.dtype not in NATIVE_SUMS:

@@ -1,0 +1,122 @@
+"""The kernels of wires (`fompi.base.wires`) on host memory: in C where there is a compiler, else with NumPy.
+
+Both have the same bits. Elements of a half type are widened first, and rounded when they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from fompi.backends import in_c
+from fompi.backends.half import narrow, widen
+from fompi.base.layout import HALF
+from fompi.base.wires import RUN, WIRES, Wire
+from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE
+
+Array = np.ndarray[Any, Any]
+
+
+def bound(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> Callable[[], None]:
+    """The kernel on these arrays, operands first. `dtypes` are theirs."""
+    wire = WIRES[ENCODE.get(name) or DECODE.get(name) or DECODE_ADD[name]]
+    elements = arrays[0] if name in ENCODE else arrays[-1]
+    if all(a.flags.c_contiguous for a in arrays):
+        compiled = in_c.of_wire(name, arrays, dtypes, elements.size)
+        if compiled is not None:
+            return compiled
+    compute = _encode if name in ENCODE else _decode if name in DECODE else _decode_add
+    return partial(compute, wire, *arrays, dtypes)
+
+
+def _encode(wire: Wire, a: Array, m: Array, dtypes: Sequence[str]) -> None:
+    encode(wire, widen(a.reshape(-1), dtypes[0]), m)
+
+
+def _decode(wire: Wire, m: Array, c: Array, dtypes: Sequence[str]) -> None:
+    c[...] = narrow(decode(wire, m, c.size), dtypes[1]).reshape(c.shape)
+
+
+def _decode_add(wire: Wire, m: Array, b: Array, c: Array, dtypes: Sequence[str]) -> None:
+    total = decode(wire, m, b.size) + widen(b.reshape(-1), dtypes[1])
+    c[...] = narrow(total, dtypes[2]).reshape(c.shape)
+
+
+def encode(wire: Wire, a: Array, m: Array) -> None:
+    """m = the float32 elements of `a` (one dimension) on the wire. m: bytes."""
+    with np.errstate(all="ignore"):
+        if wire.name in HALF:
+            codes = narrow(a, wire.name).view(np.uint8)
+            m[: codes.size], m[codes.size :] = codes, 0
+            return
+        count = -(-a.size // RUN)
+        runs = np.zeros((count, RUN), np.float32)
+        runs.reshape(-1)[: a.size] = a
+        top = np.abs(runs).max(1)
+        scales = np.where(np.isfinite(top), top / np.float32(wire.top), np.float32(np.nan))
+        usable = np.where(scales > 0, scales, np.float32(np.inf))  # zeros for 0 and NaN
+        codes = _CODES[wire.name]((runs / usable[:, None]).reshape(-1)[: a.size])
+    m[: 4 * count] = scales.astype(np.float32).view(np.uint8)
+    m[4 * count : 4 * count + codes.size], m[4 * count + codes.size :] = codes, 0
+
+
+def decode(wire: Wire, m: Array, size: int) -> Array:
+    """The `size` float32 elements of a block on the wire."""
+    with np.errstate(all="ignore"):
+        if wire.name in HALF:
+            return widen(m[: 2 * size].view(np.uint16 if wire.name == "bfloat16" else np.float16), wire.name)
+        count = -(-size // RUN)
+        numbers = np.zeros(count * RUN, np.float32)
+        numbers[:size] = _NUMBERS[wire.name](m[4 * count :], size)
+        return (numbers.reshape(count, RUN) * m[: 4 * count].view(np.float32)[:, None]).reshape(-1)[:size]
+
+
+def _int8_codes(x: Array) -> Array:
+    return np.clip(np.rint(np.nan_to_num(x)), -127, 127).astype(np.int8).view(np.uint8)
+
+
+def _int8_numbers(codes: Array, size: int) -> Array:
+    return codes[:size].view(np.int8)
+
+
+def _int4_codes(x: Array) -> Array:
+    codes = np.zeros(-(-x.size // 2) * 2, np.uint8)
+    codes[: x.size] = np.clip(np.rint(np.nan_to_num(x)), -7, 7).astype(np.int8).view(np.uint8) & 15
+    return codes[::2] | codes[1::2] << 4
+
+
+def _int4_numbers(codes: Array, size: int) -> Array:
+    pairs = np.stack([codes << 4, codes & 0xF0], 1).reshape(-1)[:size]
+    return pairs.view(np.int8) >> 4
+
+
+def _fp8_codes(x: Array) -> Array:
+    bits = np.nan_to_num(x).astype(np.float32).view(np.uint32)
+    sign, size = (bits >> 24 & 0x80).astype(np.uint8), (bits & 0x7FFFFFFF).view(np.float32)
+    small = np.rint(size * np.float32(512)).astype(np.uint32)  # below 2**-6 the steps are 2**-9
+    rounded = (bits & 0x7FFFFFFF) + 0x7FFFF + (bits >> 20 & 1)
+    normal = np.minimum((rounded >> 20) - (120 << 3), 0x7E)
+    return sign | np.where(size < 2.0**-6, small, normal).astype(np.uint8)
+
+
+@cache
+def _fp8_values() -> Array:
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
+    return np.where(codes & 0x80, -size, size).astype(np.float32)
+
+
+def _fp8_numbers(codes: Array, size: int) -> Array:
+    numbers: Array = _fp8_values()[codes[:size]]
+    return numbers
+
+
+_CODES: dict[str, Callable[[Array], Array]] = {"int8": _int8_codes, "int4": _int4_codes, "fp8_e4m3": _fp8_codes}
+_NUMBERS: dict[str, Callable[[Array, int], Array]] = {
+    "int8": _int8_numbers, "int4": _int4_numbers, "fp8_e4m3": _fp8_numbers
+}  # fmt: skip
+"""What is scaled to and from bytes."""

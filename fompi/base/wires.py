@@ -1,0 +1,73 @@
+"""Wires: the forms in which messages carry the elements of a block in fewer bytes.
+
+| wire       | bits of an element | an element of a run with the largest magnitude A is off by at most  |
+|------------|--------------------|---------------------------------------------------------------------|
+| `bfloat16` | 16                 | 2^-9 of its own magnitude                                           |
+| `float16`  | 16                 | 2^-12 of its own, or 2^-25; above 65504 it is infinite              |
+| `int8`     | 8.5                | A / 254                                                             |
+| `fp8_e4m3` | 8.5                | 2^-4 of its own magnitude, or A * 2^-10 / 448                       |
+| `int4`     | 4.5                | A / 14                                                              |
+
+The elements of a block are cut into runs of RUN elements, the last one may be shorter. The last three wires have a
+scale for each run: A / 127, A / 448 or A / 7 in float32. A block on the wire is all its scales, then all its elements,
+then zeros up to a multiple of 4 bytes. Elements are rounded to the nearest, ties to even. If a run has a NaN or an
+infinity, all of it is NaN (with a scale), so that an overflow stays visible.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fompi.base.errors import DtypeError
+
+RUN = 64
+"""The elements that share a scale."""
+
+
+class Wire(NamedTuple):
+    """`bits` of an element. `top`: the scale of a run is its largest magnitude by this number; 0: there is no scale.
+
+    An element that is decoded is off by at most `of_scale` of the scale, and `of_itself` of its magnitude.
+    """
+
+    name: str
+    bits: int
+    top: float
+    of_scale: float
+    of_itself: float
+
+    def nbytes(self, count: int) -> int:
+        """The bytes of a block of `count` elements."""
+        scales = 4 * -(-count // RUN) if self.top else 0
+        return scales + -(-count * self.bits // 32) * 4
+
+
+WIRES = {
+    wire.name: wire
+    for wire in (
+        Wire("bfloat16", 16, 0.0, 0.0, 2.0**-9),
+        Wire("float16", 16, 0.0, 0.0, 2.0**-12),
+        Wire("int8", 8, 127.0, 0.5, 0.0),
+        Wire("fp8_e4m3", 8, 448.0, 2.0**-10, 2.0**-4),
+        Wire("int4", 4, 7.0, 0.5, 0.0),
+    )
+}
+
+WIDE = {"float32": tuple(WIRES), "float16": ("int8", "fp8_e4m3", "int4"), "bfloat16": ("int8", "fp8_e4m3", "int4")}
+"""The wires for elements of each dtype."""
+
+
+def wire_of(name: object, dtype: str) -> str:
+    """The wire of this name for elements of `dtype`. None, and the dtype itself, are no wire: an empty name.
+
+    Raises DtypeError.
+    """
+    if name is None or name == "" or name == dtype:
+        return ""
+    if name not in WIRES:
+        raise DtypeError(f"wire={name!r}: known are {', '.join(WIRES)}")
+    if name not in WIDE.get(dtype, ()):
+        usable = WIDE.get(dtype)
+        which = f"takes {', '.join(usable)}" if usable else "is sent as it is: only float32 and half types take a wire"
+        raise DtypeError(f"wire={name!r}: {dtype} {which}")
+    return str(name)

@@ -1,0 +1,34 @@
+/* What the files of kernels share: half types, and functions that are compiled for several processors. */
+#pragma once
+#include <stdint.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
+#define FAST __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define FAST
+#endif
+
+#ifdef __FLT16_MAX__
+#define HAS_FLOAT16 1
+typedef _Float16 float16;
+#else
+#define HAS_FLOAT16 0
+typedef uint16_t float16;
+#endif
+
+#ifdef __GNUC__
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
+INLINE float widen(uint16_t x) {
+    union { uint32_t bits; float number; } v = {(uint32_t)x << 16};
+    return v.number;
+}
+
+INLINE uint16_t narrow(float x) { /* to the nearest even; a NaN must not round to infinity */
+    union { float number; uint32_t bits; } v = {x};
+    uint32_t rounded = (v.bits + (0x7FFF + ((v.bits >> 16) & 1))) >> 16;
+    return (v.bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (uint16_t)rounded;
+}
