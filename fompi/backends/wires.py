@@ -57,8 +57,8 @@ def encode(wire: Wire, a: Array, m: Array) -> None:
         runs.reshape(-1)[: a.size] = a
         top = np.abs(runs).max(1)
         scales = np.where(np.isfinite(top), top / np.float32(wire.top), np.float32(np.nan))
-        usable = np.where(scales > 0, scales, np.float32(np.inf))  # zeros for 0 and NaN
-        codes = _CODES[wire.name]((runs / usable[:, None]).reshape(-1)[: a.size])
+        scaled = np.where(scales[:, None] > 0, runs / scales[:, None], np.float32(0))  # zeros for 0 and NaN
+        codes = _CODES[wire.name](scaled.reshape(-1)[: a.size])
     m[: 4 * count] = scales.astype(np.float32).view(np.uint8)
     m[4 * count : 4 * count + codes.size], m[4 * count + codes.size :] = codes, 0
 

@@ -2,8 +2,8 @@
 
 | wire       | bits of an element | an element of a run with the largest magnitude A is off by at most  |
 |------------|--------------------|---------------------------------------------------------------------|
-| `bfloat16` | 16                 | 2^-9 of its own magnitude                                           |
-| `float16`  | 16                 | 2^-12 of its own, or 2^-25; above 65504 it is infinite              |
+| `bfloat16` | 16                 | 2^-8 of its own magnitude                                           |
+| `float16`  | 16                 | 2^-11 of its own, or 2^-25; above 65504 it is infinite              |
 | `int8`     | 8.5                | A / 254                                                             |
 | `fp8_e4m3` | 8.5                | 2^-4 of its own magnitude, or A * 2^-10 / 448                       |
 | `int4`     | 4.5                | A / 14                                                              |
@@ -27,7 +27,8 @@ RUN = 64
 class Wire(NamedTuple):
     """`bits` of an element. `top`: the scale of a run is its largest magnitude by this number; 0: there is no scale.
 
-    An element that is decoded is off by at most `of_scale` of the scale, and `of_itself` of its magnitude.
+    An element that is decoded is off by at most `of_scale` times its scale plus `of_itself` times its magnitude plus
+    `least`. The first has a margin for the rounding of the scale itself.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Wire(NamedTuple):
     top: float
     of_scale: float
     of_itself: float
+    least: float
 
     def nbytes(self, count: int) -> int:
         """The bytes of a block of `count` elements."""
@@ -45,11 +47,11 @@ class Wire(NamedTuple):
 WIRES = {
     wire.name: wire
     for wire in (
-        Wire("bfloat16", 16, 0.0, 0.0, 2.0**-9),
-        Wire("float16", 16, 0.0, 0.0, 2.0**-12),
-        Wire("int8", 8, 127.0, 0.5, 0.0),
-        Wire("fp8_e4m3", 8, 448.0, 2.0**-10, 2.0**-4),
-        Wire("int4", 4, 7.0, 0.5, 0.0),
+        Wire("bfloat16", 16, 0.0, 0.0, 2.0**-8, 2.0**-134),
+        Wire("float16", 16, 0.0, 0.0, 2.0**-11, 2.0**-25),
+        Wire("int8", 8, 127.0, 0.5001, 0.0, 2.0**-140),
+        Wire("fp8_e4m3", 8, 448.0, 2.0**-10, 1.0001 * 2.0**-4, 2.0**-138),
+        Wire("int4", 4, 7.0, 0.5001, 0.0, 2.0**-140),
     )
 }
 

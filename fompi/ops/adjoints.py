@@ -150,7 +150,7 @@ class Call:
             return self.apply(operation, operation.read(tensors, options)[0], self.comm, self.call_options)
         if "dim" in operation.__signature__.parameters and "split_dim" not in options:
             options["dim"] = self.arguments.dim
-        schedule, slices, effort = self.call_options
+        schedule = self.call_options.schedule
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         name = "all_to_all_columns" if "split_dim" in options else operation.name
         if not can_carry_out(schedule, name, Communicator.of(self.comm).size, dtype, options.get("op", "sum")):
@@ -158,7 +158,7 @@ class Call:
         number = f" (call {self._number})" if self._number >= 0 else ""
         words = f"in the backward of {self.operation.name}{number}"
         arguments = replace(operation.read(tensors, options)[0], words=words)
-        return self.apply(operation, arguments, self.comm, CallOptions(schedule, slices, effort))
+        return self.apply(operation, arguments, self.comm, self.call_options._replace(schedule=schedule))
 
 
 CONVENTIONS = ("sum", "replicated")

@@ -113,8 +113,10 @@ class LocalCall(NamedTuple):
     runs: Sequence[Sequence[int]] = ()  # where rows go to experts: the rows of each run, for each rank
 
 
-def localise(operation: str, arguments: Arguments, rank: int, size: int) -> LocalCall:
-    """Check the tensors of this rank, and make rows their first dimension.
+def localise(
+    operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None
+) -> LocalCall:
+    """Check the tensors of this rank, and make rows their first dimension. `wire` is that of messages.
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
     """
@@ -179,6 +181,8 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int) -> Loca
         columns=columns,
         experts=experts,
     )
+    if wire is not None:
+        problem = problems.on_wire(problem, wire)
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
     runs: Sequence[Sequence[int]] = ()

@@ -155,8 +155,8 @@ def _checked(
         raise TensorError(f"{name} has no gradient: pass x.detach()")
     if call_options.effort != "plan":
         raise PlanError(f'{name}: effort="measure" chooses at the first call: bind fompi.explain(...) for it')
-    local = localise(operation.name, arguments, comm.rank, comm.size)
-    schedule, slices, _ = call_options
+    local = localise(operation.name, arguments, comm.rank, comm.size, call_options.wire)
+    schedule, slices, *_ = call_options
     if (schedule, slices) != ("auto", None):  # if it cannot carry out this call, the others hear of it
         program_of(comm, local, "direct" if schedule == "auto" else schedule, slices)
     if local.packing is not None:

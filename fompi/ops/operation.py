@@ -36,14 +36,16 @@ class CallKeywords(TypedDict, total=False):
     schedule: str
     slices: Slices | None
     effort: str
+    wire: str | None
 
 
 class CallOptions(NamedTuple):
-    """How a call is carried out: the keywords `schedule`, `slices` and `effort`."""
+    """How a call is carried out: the keywords `schedule`, `slices`, `effort` and `wire`."""
 
     schedule: str = "auto"
     slices: Slices | None = None
     effort: str = "plan"
+    wire: str | None = None
 
 
 _DEFAULTS = CallOptions()
@@ -88,8 +90,8 @@ class Operation(Generic[P]):
     def described(self, arguments: Arguments, comm: Any, call_options: CallOptions = _DEFAULTS) -> Pending:
         """A call that has not begun, with arguments that were right before."""
         communicator = Communicator.of(comm)
-        local = localise(self.name, arguments, communicator.rank, communicator.size)
-        schedule, slices, _ = call_options if call_options is _DEFAULTS else _checked(call_options)
+        local = localise(self.name, arguments, communicator.rank, communicator.size, call_options.wire)
+        schedule, slices, *_ = call_options if call_options is _DEFAULTS else _checked(call_options)
         return Pending.described(self.name, arguments, local, communicator, schedule, slices)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
@@ -132,7 +134,7 @@ class Operation(Generic[P]):
         comm, call_options = options.pop("comm", None), _DEFAULTS
         if options and not _OF_CALL.isdisjoint(options):
             schedule, slices = options.pop("schedule", "auto"), options.pop("slices", None)
-            call_options = CallOptions(schedule, slices, options.pop("effort", "plan"))
+            call_options = CallOptions(schedule, slices, options.pop("effort", "plan"), options.pop("wire", None))
         try:
             for name in options:
                 if name not in self._keywords:
@@ -185,11 +187,11 @@ class Operation(Generic[P]):
             communicator = comm
         else:
             communicator, wrong = communicator_of(comm)
-        schedule, slices, effort = call_options
+        schedule, slices, effort, wire = call_options
         try:
             if wrong is not None or refusal is not None:
                 raise wrong or refusal  # type: ignore[misc]
-            local = localise(self.name, arguments, communicator.rank, communicator.size)
+            local = localise(self.name, arguments, communicator.rank, communicator.size, wire)
             if call_options is not _DEFAULTS:
                 slices = _checked(call_options).slices
             if (schedule, slices) != ("auto", None):  # "auto" uses direct if no other schedule can have such slices
@@ -217,7 +219,7 @@ class Operation(Generic[P]):
 
 def _checked(call_options: CallOptions) -> CallOptions:
     """The options with `slices` as integers. Raises PlanError for options that no call can have."""
-    schedule, slices, effort = call_options
+    schedule, slices, effort, wire = call_options
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     if effort not in ("plan", "measure"):
@@ -226,7 +228,7 @@ def _checked(call_options: CallOptions) -> CallOptions:
         slices = as_slices(slices)
     if effort == "measure" and (schedule, slices) != ("auto", None):
         raise PlanError('effort="measure" chooses schedule and slices itself: leave both out, or leave out effort')
-    return CallOptions(schedule, slices, effort)
+    return CallOptions(schedule, slices, effort, wire)
 
 
 def _signature(arguments: Callable[..., Arguments]) -> Signature:

@@ -134,7 +134,7 @@ def _by_rule(
     """Schedule and slices without a machine. docs/inside/planner.md has the rule as a table.
 
     Messages go directly to the rank that needs them. No rank waits for a chain of other ranks, and as many bytes move
-    as in a ring. Large messages over a network go round a ring: each host has one stream in and one stream out, so that
+    as in a ring. Sums with a wire do so in any case: a ring would round partial sums again. Large messages over a network go round a ring: each host has one stream in and one stream out, so that
     no two streams share a port. TCP is fastest there. Plain sums of half types do not: a ring sends what is summed in
     float32, which takes up to twice as long. Products that are summed are float32 in every schedule.
 
@@ -150,7 +150,7 @@ def _by_rule(
         return "unfused" if small_sum and is_available(problem, "unfused") else "unfused_p2p", 1
     if nbytes is None:
         return "direct", 1
-    if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES:
+    if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES and not problem.wire:
         return _small_all_reduce(problem.size, nbytes, network), 1
     shard = nbytes // problem.size
     if problem.exchanges:
@@ -159,7 +159,7 @@ def _by_rule(
         return PAIRWISE if even and slices > 1 and not computes else "direct", slices
     if network and shard >= STREAM_NBYTES:
         is_wide = sums and not computes and problem.dtype != problem.accumulator
-        stream = "direct" if is_wide else "ring"
+        stream = "direct" if is_wide or (sums and problem.wire) else "ring"
         for slices in (STREAM_SLICES, 1):
             if messages_per_peer(problem, stream, slices) <= MOST_MESSAGES:
                 return stream, slices

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import HALF, MOVED_ONLY, Sizes, Symbol, accumulator, offsets, split
+from fompi.base.wires import wire_of
 from fompi.plans.kernels import REDUCTIONS, Value
 from fompi.plans.meaning import AXES, MEANING, ROOTED, VARIANTS, is_flat
 from fompi.plans.plan import Program, Workspace
@@ -316,6 +317,14 @@ class Problem:
         parts += [f"experts {', '.join(map(str, self.experts))}"] * bool(self.experts)
         parts += [f"wire {self.wire}"] * bool(self.wire)
         return f"{self.operation}({', '.join(parts)}{', packed' * self.packed}{', over x' * self.over_x})"
+
+
+def on_wire(problem: Problem, name: str) -> Problem:
+    """The problem with messages on this wire. Raises DtypeError if its elements, or their reduction, take none."""
+    wire = wire_of(name, problem.dtype)
+    if wire and problem.op not in ("sum", "mean"):
+        raise DtypeError(f"wire={name!r}: op={problem.op!r} takes no wire, only sums and means do")
+    return replace(problem, wire=wire) if wire else problem
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
 """The parameters of all operations: in the schema of an operator, and their value in Arguments."""
 
 COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words=""'
-PLANNED = 'str schedule="auto", int[]? slices=None, str effort="plan"'
+PLANNED = 'str schedule="auto", int[]? slices=None, str effort="plan", str? wire=None'
 """The parameters that all operators have, and those of operations that have a plan."""
 
 CONVENTIONS = ("sum", "replicated")
