@@ -26,7 +26,8 @@ from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS
 from fompi.backends.cuda.counters.signal import WORDS
 from fompi.backends.cuda.cupy import CudaDevice
 from fompi.backends.cuda.library import DeviceLibraries
-from fompi.backends.numpy import Numpy, narrow, widen
+from fompi.backends.half import narrow, widen
+from fompi.backends.numpy import Numpy
 
 REAL = cupy.cuda.runtime
 INTEGERS = ("intptr_t", "size_t", "int", "unsigned", "MemoryKind")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fompi.plans.dependencies import divisor
 from fompi.base.wires import WIRES
+from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, MOVES
 
 COPY, MEAN, BYTE = 0, 3, 0
@@ -28,6 +28,9 @@ HALF_DTYPES = {"bfloat16": 3, "float16": 10}
 """Half types. Sums of them may be kept in float32: the flags of the kernel say which operands are."""
 
 
+OF_WIRES = (6, ENCODE), (7, DECODE), (8, DECODE_ADD)
+"""The kernels of wires. Their dtype is the number of the wire, their flags are the dtypes of operands and result."""
+
 WIRE_NUMBERS = {name: number for number, name in enumerate(WIRES)}
 
 WIRE_DTYPES = {"uint8": 0, "float32": 1, "bfloat16": 3, "float16": 10}
@@ -45,11 +48,11 @@ class KernelInC(NamedTuple):
 
 def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> KernelInC | None:
     """The kernel for operands and a result of these dtypes. None: C has none."""
-    count, dtypes = divisor(name), [*reads, *writes]
-    for number, wires in ((6, ENCODE), (7, DECODE), (8, DECODE_ADD)):
+    for kernel, wires in OF_WIRES:
         if name in wires:
             wide = [WIRE_DTYPES[d] for d in (*reads, *reads[: 2 - len(reads)], *writes)]
-            return KernelInC(number, WIRE_NUMBERS[wires[name]], 1, wide[0] | wide[1] << 4 | wide[2] << 8)
+            return KernelInC(kernel, WIRE_NUMBERS[wires[name]], 1, wide[0] | wide[1] << 4 | wide[2] << 8)
+    count, dtypes = divisor(name), [*reads, *writes]
     known = KERNELS.get(name) if count is None else MEAN
     if name in MOVES and len(reads) == 1:
         known, dtypes = COPY, [*reads, *reads, *writes]

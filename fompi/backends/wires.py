@@ -14,7 +14,7 @@ import numpy as np
 from fompi.backends import in_c
 from fompi.backends.half import narrow, widen
 from fompi.base.layout import HALF
-from fompi.base.wires import RUN, WIRES, Wire
+from fompi.base.wires import RUN, WIRES, WireFormat
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE
 
 Array = np.ndarray[Any, Any]
@@ -22,30 +22,28 @@ Array = np.ndarray[Any, Any]
 
 def bound(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> Callable[[], None]:
     """The kernel on these arrays, operands first. `dtypes` are theirs."""
-    wire = WIRES[ENCODE.get(name) or DECODE.get(name) or DECODE_ADD[name]]
     elements = arrays[0] if name in ENCODE else arrays[-1]
     if all(a.flags.c_contiguous for a in arrays):
         compiled = in_c.of_wire(name, arrays, dtypes, elements.size)
         if compiled is not None:
             return compiled
-    compute = _encode if name in ENCODE else _decode if name in DECODE else _decode_add
-    return partial(compute, wire, *arrays, dtypes)
+    return partial(run, name, arrays, dtypes)
 
 
-def _encode(wire: Wire, a: Array, m: Array, dtypes: Sequence[str]) -> None:
-    encode(wire, widen(a.reshape(-1), dtypes[0]), m)
+def run(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> None:
+    """Run the kernel with NumPy."""
+    if name in ENCODE:
+        a, m = arrays
+        encode(WIRES[ENCODE[name]], widen(a.reshape(-1), dtypes[0]), m)
+        return
+    m, c = arrays[0], arrays[-1]
+    total = decode(WIRES[DECODE.get(name) or DECODE_ADD[name]], m, c.size)
+    if name in DECODE_ADD:
+        total = total + widen(arrays[1].reshape(-1), dtypes[1])
+    c[...] = narrow(total, dtypes[-1]).reshape(c.shape)
 
 
-def _decode(wire: Wire, m: Array, c: Array, dtypes: Sequence[str]) -> None:
-    c[...] = narrow(decode(wire, m, c.size), dtypes[1]).reshape(c.shape)
-
-
-def _decode_add(wire: Wire, m: Array, b: Array, c: Array, dtypes: Sequence[str]) -> None:
-    total = decode(wire, m, b.size) + widen(b.reshape(-1), dtypes[1])
-    c[...] = narrow(total, dtypes[2]).reshape(c.shape)
-
-
-def encode(wire: Wire, a: Array, m: Array) -> None:
+def encode(wire: WireFormat, a: Array, m: Array) -> None:
     """m = the float32 elements of `a` (one dimension) on the wire. m: bytes."""
     with np.errstate(all="ignore"):
         if wire.name in HALF:
@@ -63,7 +61,7 @@ def encode(wire: Wire, a: Array, m: Array) -> None:
     m[4 * count : 4 * count + codes.size], m[4 * count + codes.size :] = codes, 0
 
 
-def decode(wire: Wire, m: Array, size: int) -> Array:
+def decode(wire: WireFormat, m: Array, size: int) -> Array:
     """The `size` float32 elements of a block on the wire."""
     with np.errstate(all="ignore"):
         if wire.name in HALF:

@@ -24,7 +24,7 @@ RUN = 64
 """The elements that share a scale."""
 
 
-class Wire(NamedTuple):
+class WireFormat(NamedTuple):
     """`bits` of an element. `top`: the scale of a run is its largest magnitude by this number; 0: there is no scale.
 
     An element that is decoded is off by at most `of_scale` times its scale plus `of_itself` times its magnitude plus
@@ -38,6 +38,11 @@ class Wire(NamedTuple):
     of_itself: float
     least: float
 
+    @property
+    def each(self) -> float:
+        """The bytes of an element in a large block."""
+        return self.bits / 8 + (4 / RUN if self.top else 0.0)
+
     def nbytes(self, count: int) -> int:
         """The bytes of a block of `count` elements."""
         scales = 4 * -(-count // RUN) if self.top else 0
@@ -47,11 +52,11 @@ class Wire(NamedTuple):
 WIRES = {
     wire.name: wire
     for wire in (
-        Wire("bfloat16", 16, 0.0, 0.0, 2.0**-8, 2.0**-134),
-        Wire("float16", 16, 0.0, 0.0, 2.0**-11, 2.0**-25),
-        Wire("int8", 8, 127.0, 0.5001, 0.0, 2.0**-140),
-        Wire("fp8_e4m3", 8, 448.0, 2.0**-10, 1.0001 * 2.0**-4, 2.0**-138),
-        Wire("int4", 4, 7.0, 0.5001, 0.0, 2.0**-140),
+        WireFormat("bfloat16", 16, 0.0, 0.0, 2.0**-8, 2.0**-134),
+        WireFormat("float16", 16, 0.0, 0.0, 2.0**-11, 2.0**-25),
+        WireFormat("int8", 8, 127.0, 0.5001, 0.0, 2.0**-140),
+        WireFormat("fp8_e4m3", 8, 448.0, 2.0**-10, 1.0001 * 2.0**-4, 2.0**-138),
+        WireFormat("int4", 4, 7.0, 0.5001, 0.0, 2.0**-140),
     )
 }
 

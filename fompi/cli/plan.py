@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import fompi
 from fompi.base.errors import in_words
 from fompi.base.layout import Spec
+from fompi.base.wires import WIRES
 from fompi.engine.communicator import machine_of_environment
 from fompi.model.machine import PRESETS
 from fompi.plans import meaning
@@ -42,12 +43,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str) -> None:
-    """OPERATION, SHAPE ..., --ranks and --dtype."""
+    """OPERATION, SHAPE ..., --ranks, --dtype and --wire."""
     names = [*sorted(meaning.MEANING), *more_operations]
     parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
+    parser.add_argument("--wire", help=f"what messages carry: {', '.join(WIRES)} (elements as they are)")
     parser.add_argument(
         "--load", action="append", default=[], metavar="FILE", help="a Python file that registers schedules of yours"
     )
@@ -108,6 +110,7 @@ def plan_of(options: argparse.Namespace, machine: fompi.Machine | None) -> fompi
         options.operation,
         *specs_of(options),
         ranks=options.ranks,
+        wire=options.wire,
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,

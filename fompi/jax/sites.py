@@ -120,7 +120,9 @@ class BoundSite(Site):
             _check(operation, arguments, call_options)
             super(BoundSite, self).__init__(operation, arguments, comm, call_options, gradient)
             without_data = [dlpack.Lent(np.empty(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
-            return localise(operation.name, arguments.with_tensors(without_data), comm.rank, comm.size, call_options.wire)
+            return localise(
+                operation.name, arguments.with_tensors(without_data), comm.rank, comm.size, call_options.wire
+            )
 
         words = [f"gradient={gradient}"] * (gradient != "sum") + [arguments.words] * (arguments.words != "")
         compared = "under jax.jit", " ".join(words)

@@ -19,6 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from fompi.base.layout import Sizes, itemsize
+from fompi.base.wires import WIRES
 from fompi.model.machine import Level, Machine
 from fompi.plans.problems import Problem
 
@@ -127,7 +128,7 @@ def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
     return sum(sizes.pairs[rank]) if problem.multiplies_first else sum(row[rank] for row in sizes.pairs)
 
 
-def row_nbytes(problem: Problem) -> tuple[int, int]:
+def row_nbytes(problem: Problem) -> tuple[float, float]:
     """Bytes of a row in a message: of a term of a sum, which is not rounded yet, and of any other row.
 
     Where the columns of a product are dealt, it is a row with the columns of all ranks.
@@ -136,6 +137,9 @@ def row_nbytes(problem: Problem) -> tuple[int, int]:
     width = prod(problem.sent_row)
     if problem.deals_product:
         width = prod(problem.row[:-1]) * sum(problem.columns)
+    if problem.wire:
+        each = width * WIRES[problem.wire].each
+        return each, each
     return width * itemsize(problem.accumulator if summed else problem.dtype), width * itemsize(problem.dtype)
 
 
@@ -161,7 +165,8 @@ def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
     """The bytes that must move between groups of `ranks` ranks. 1: between ranks."""
     count, (term, each) = problem.size // ranks, row_nbytes(problem)
     if problem.columns:  # by element of the split dimension
-        each = prod(problem.row[:-1] if problem.weights else problem.row[1:]) * itemsize(problem.dtype)
+        element = WIRES[problem.wire].each if problem.wire else itemsize(problem.dtype)
+        each = prod(problem.row[:-1] if problem.weights else problem.row[1:]) * element
         sizes = dealt(problem, sizes)
     if sizes.pairs:
         enter, leave = [0.0] * count, [0.0] * count

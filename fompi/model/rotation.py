@@ -229,7 +229,8 @@ class _Rotation:
         buffer = self.program.buffer(chunk.buffer)
         if buffer.axis == "whole":
             return buffer.row
-        return (sum(self.rows[(owner + further) % self.size][part] for further, part in blocks), *buffer.row)
+        rows = (self.rows[(owner + further) % self.size][part] for further, part in blocks)
+        return buffer.shape_of(sum(map(buffer.counted, rows)))
 
     def _nbytes(self, chunk: Chunk, blocks: Blocks, owner: int) -> int:
         return layout.nbytes(self._shape(chunk, blocks, owner), self.program.buffer(chunk.buffer).dtype)

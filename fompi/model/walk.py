@@ -272,7 +272,7 @@ class Walk:
         if buffer.axis == "whole":
             return buffer.row
         first, last = rows_of(self.programs[rank], self.offsets[rank], chunk)
-        return (last - first, *buffer.row)
+        return buffer.shape_of(last - first)
 
     def nbytes(self, rank: int, chunk: Chunk) -> int:
         return layout.nbytes(self.shape(rank, chunk), self.programs[rank].buffer(chunk.buffer).dtype)

@@ -113,9 +113,7 @@ class LocalCall(NamedTuple):
     runs: Sequence[Sequence[int]] = ()  # where rows go to experts: the rows of each run, for each rank
 
 
-def localise(
-    operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None
-) -> LocalCall:
+def localise(operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None) -> LocalCall:
     """Check the tensors of this rank, and make rows their first dimension. `wire` is that of messages.
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi.backends.numpy import storage
+from fompi.backends.half import storage
 from fompi.base.errors import (
     DtypeError,
     LayoutError,

@@ -567,6 +567,7 @@ def plan(
     experts: int | None = None,
     counts: Any = None,
     machine: Machine | str | None = None,
+    wire: str | None = None,
 ) -> Plan:
     """The Plan of an operation on global tensors, without MPI and data.
 
@@ -587,12 +588,14 @@ def plan(
       operations the weight says it: it has the layout Shard(0) and the shape (experts, k, n).
     - `counts[source][dest][expert]` are the rows that go to each expert. By default they are as even as possible.
     - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
+    - `wire` is the form in which messages carry elements, as in a call. `plan.roundings` is how often a term of the
+      result is rounded at most.
 
     Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    at, sizes = from_specs(name, specs, ranks, experts=experts, counts=counts, **options)
+    at, sizes = from_specs(name, specs, ranks, experts=experts, counts=counts, wire=wire, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
@@ -611,6 +614,7 @@ def explain(
     experts: int | None = None,
     counts: Any = None,
     schedules: Sequence[str] = (),
+    wire: str | None = None,
 ) -> Explanation:
     """Which schedule is the best on a machine, and why, without MPI and data.
 
@@ -621,12 +625,12 @@ def explain(
     For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
-    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `experts` and `counts` are those of `fompi.plan`.
+    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `experts`, `counts` and `wire` are those of `fompi.plan`.
     `machine` is a Machine, its name or its file. `schedules` are the only ones that are compared, beside those without
     overlap. Raises the same errors as `fompi.plan`.
     """
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    at, sizes = from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, **options)
+    at, sizes = from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, wire=wire, **options)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS, schedules=schedules)
 
 

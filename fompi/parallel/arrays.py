@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import narrow
+from fompi.backends.half import narrow
 from fompi.base.errors import DtypeError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, HALF
 from fompi.engine.communicator import Communicator

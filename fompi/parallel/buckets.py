@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import widen
+from fompi.backends.half import widen
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.engine.communicator import Communicator

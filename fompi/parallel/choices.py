@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import widen
+from fompi.backends.half import widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import number, offsets, split
 from fompi.engine.communicator import Communicator

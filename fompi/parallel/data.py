@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fompi.backends.numpy import narrow, storage, widen
+from fompi.backends.half import narrow, storage, widen
 from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
 from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import narrow, widen
+from fompi.backends.half import narrow, widen
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all

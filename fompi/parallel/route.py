@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import widen
+from fompi.backends.half import widen
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator

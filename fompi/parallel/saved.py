@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fompi.backends.numpy import narrow, widen
+from fompi.backends.half import narrow, widen
 from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.handshake import agree, digest
 from fompi.ops.operations import all_gather

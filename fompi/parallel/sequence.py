@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import narrow, widen
+from fompi.backends.half import narrow, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numpy import widen
+from fompi.backends.half import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, number
 from fompi.engine.communicator import Communicator

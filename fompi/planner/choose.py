@@ -134,9 +134,10 @@ def _by_rule(
     """Schedule and slices without a machine. docs/inside/planner.md has the rule as a table.
 
     Messages go directly to the rank that needs them. No rank waits for a chain of other ranks, and as many bytes move
-    as in a ring. Sums with a wire do so in any case: a ring would round partial sums again. Large messages over a network go round a ring: each host has one stream in and one stream out, so that
+    as in a ring. Large messages over a network go round a ring: each host has one stream in and one stream out, so that
     no two streams share a port. TCP is fastest there. Plain sums of half types do not: a ring sends what is summed in
-    float32, which takes up to twice as long. Products that are summed are float32 in every schedule.
+    float32, which takes up to twice as long. Products that are summed are float32 in every schedule. Nor do sums with a
+    wire: a ring would round partial sums again.
 
     If a message is a copy by a core that could compute (`crowded`), nothing can be hidden. Then products stay in one
     piece, and the library does small sums, because it needs fewer messages.

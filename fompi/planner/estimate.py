@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
-from fompi.base.layout import Sizes
+from fompi.base.layout import Sizes, itemsize
 from fompi.model.lower_bound import call_seconds, native_nbytes, row_nbytes, rows_worked
 from fompi.model.machine import Level, LinkModel, Machine
 from fompi.planner.candidates import Candidate
@@ -44,7 +45,8 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
     sums = 0.0
     if problem.sums:
-        sums = 3 * (size - 1) * rows / size * wire.row / machine.memory_rate
+        term = prod(problem.sent_row) * itemsize(problem.accumulator) if problem.wire else wire.row
+        sums = 3 * (size - 1) * rows / size * term / machine.memory_rate
         sums += (size - 1) * len(pieces) * machine.overhead
     if schedule == "unfused_p2p":
         return whole + messages + sums

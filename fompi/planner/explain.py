@@ -8,7 +8,7 @@ compares the best one with the lower bound and with the best one without overlap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple, NoReturn
@@ -33,10 +33,13 @@ from fompi.planner.estimate import estimate
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
-from fompi.schedules.registry import REGISTERED, shares_of, write
+from fompi.schedules.registry import REGISTERED, roundings, shares_of, write
 from fompi.traces.proof import Overlap, Proof, RankDependencies, overlaps, prove
 from fompi.traces.timeline import timeline, timelines
 from fompi.traces.trace import Trace
+
+LEAST_GAIN = 1.05
+"""A wire that makes the best plan less than this many times as fast gains nothing: its results are not exact."""
 
 SIMULATED = 6
 """How many of the best candidates by estimate are simulated, beside those without overlap."""
@@ -92,7 +95,8 @@ class Judged(NamedTuple):
 class Explanation:
     """All candidates for a problem on a machine: `judged`, the best first. The simulated ones come before the others.
 
-    `lower_bound` is that of the time. `refused` are schedules of users that are wrong here, and why. `at(rank)` is the
+    `lower_bound` is that of the time. `without_wire` is the best candidate if messages carried elements as they are
+    (None: they do). `refused` are schedules of users that are wrong here, and why. `at(rank)` is the
     problem of each rank, if the problems differ in columns that are not sent.
     """
 
@@ -103,6 +107,7 @@ class Explanation:
     judged: tuple[Judged, ...]
     refused: tuple[tuple[Candidate, str], ...] = ()
     at: Callable[[int], Problem] | None = field(default=None, compare=False)
+    without_wire: Judged | None = None
 
     @property
     def bound(self) -> NoReturn:
@@ -185,7 +190,18 @@ class Explanation:
             head,
             f"best: {best.candidate}, {1e3 * best.seconds:.3f} ms, {above}, {gain}",
             f"lower bound {1e3 * self.lower_bound.seconds:.3f} ms: {self.lower_bound.what}",
+            *self._gain_of_wire(),
         ]
+
+    def _gain_of_wire(self) -> list[str]:
+        if self.without_wire is None:
+            return []
+        plain, wire = self.without_wire, self.problem.wire
+        gain = plain.seconds / self.winner.seconds if self.winner.seconds else 1.0
+        words = f"{wire} is {gain:.2f}x as fast" if gain >= LEAST_GAIN else f"{wire} gains nothing here ({gain:.2f}x)"
+        times = roundings(self.problem, self.winner.candidate.schedule)
+        often = f"a term is rounded {times} time{'s' * (times > 1)} at most"
+        return [f"without a wire {plain.candidate}, {1e3 * plain.seconds:.3f} ms: {words}; {often}"]
 
     def rows(self, most: int | None = SHOWN_TIMES) -> list[tuple[str, ...]]:
         """The cells of the table, below COLUMNS. Times are in ms; a ~ marks an estimate."""
@@ -289,7 +305,11 @@ def explain(
         done = _best_first(done, problem, machine)
     known = {judged.candidate for judged in done}
     others = [judged for judged in estimated if judged.candidate not in known]
-    return Explanation(problem, sizes, machine, least, (*done, *others), refused, at)
+    plain = None
+    if problem.wire and not for_call:
+        without = None if at is None else lambda rank: replace(at(rank), wire="")
+        plain = explain(replace(problem, wire=""), sizes, machine, without, simulated, most_ops, events=events).winner
+    return Explanation(problem, sizes, machine, least, (*done, *others), refused, at, plain)
 
 
 def _is_always_simulated(candidate: Candidate) -> bool:
@@ -310,9 +330,14 @@ def _best_first(simulated: Iterable[Judged], problem: Problem, machine: Machine)
     """Sorted by time, with one exception: for a plain collective with a slow rank, a ring may come first.
 
     If `direct` or a ring is the fastest, the ring with the fewest slices among those that are about as fast comes
-    first. One stream in and one stream out keep the slow port busy, and no two streams meet there.
+    first. One stream in and one stream out keep the slow port busy, and no two streams meet there. With a wire, the one
+    with the fewest roundings comes first among those that are about as fast.
     """
     fastest_first = sorted(simulated, key=_seconds)
+    if fastest_first and problem.wire:
+        alike = [judged for judged in fastest_first if judged.seconds <= LEAST_GAIN * fastest_first[0].seconds]
+        best = min(alike, key=lambda judged: roundings(problem, judged.candidate.schedule))
+        return sorted(fastest_first, key=lambda judged: judged is not best)
     if not fastest_first or not machine.rates or problem.weights or problem.gradients:
         return fastest_first
     best = fastest_first[0]

@@ -94,9 +94,9 @@ def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[
     return waits_for, on_start, on_done
 
 
-MERGES = frozenset(
-    ("add", "max", "min", "prod", "copy", "pack", *(f"{k}_{w}" for w in WIRES for k in ("encode", "decode", "decode_add")))
-)
+_OF_WIRES = (f"{kernel}_{wire}" for wire in WIRES for kernel in ("encode", "decode", "decode_add"))
+
+MERGES = frozenset(("add", "max", "min", "prod", "copy", "pack", *_OF_WIRES))
 """Kernels that are limited by memory bandwidth. They have their own lane, beside the products."""
 
 

@@ -17,7 +17,7 @@
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
 | `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
 
-Where messages carry fewer bits (`fompi.base.wires`), each wire W has kernels on one block, and m is its form on the wire:
+Where messages carry fewer bits (`fompi.base.wires`), each wire W has kernels on one block. m is its form on the wire:
 
 | kernel                       | means                                                                |
 |------------------------------|----------------------------------------------------------------------|

@@ -216,15 +216,18 @@ class Buffer:
         if self.axis == "whole":
             return [0, self.row[0] if self.row else 1]
         counts = extents.counts(self.axis)
-        if self.wire:
-            each, wire = prod(self.row), WIRES[self.wire]
-            return layout.offsets(wire.nbytes(n * each) for n in counts)
-        return layout.offsets(counts)
+        return layout.offsets(map(self.counted, counts) if self.wire else counts)
 
     def shape(self, extents: Extents) -> tuple[int, ...]:
-        if self.axis == "whole":
-            return self.row
-        return (self.offsets(extents)[-1], *(() if self.wire else self.row))
+        return self.row if self.axis == "whole" else self.shape_of(self.offsets(extents)[-1])
+
+    def shape_of(self, count: int) -> tuple[int, ...]:
+        """The shape of `count` rows. With a wire, of as many bytes."""
+        return (count,) if self.wire else (count, *self.row)
+
+    def counted(self, rows: int) -> int:
+        """The rows of a block of `rows` rows. With a wire, its bytes."""
+        return WIRES[self.wire].nbytes(rows * prod(self.row)) if self.wire else rows
 
     def symbol(self, rank: int, size: int, parts: int, block: int) -> Symbol:
         return layout.symbol(self.axis, rank, size, parts, block)
@@ -437,6 +440,8 @@ class Plan:
         }
         if self.kernels or self.in_order:
             head |= {"kernels": [asdict(kernel) for kernel in self.kernels], "in_order": self.in_order}
+        if self.roundings:
+            head["roundings"] = self.roundings
         return json.dumps({"problem": asdict(self.problem), **head, "programs": programs}, indent=1)
 
 
@@ -458,6 +463,7 @@ def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
         fields = {"schedule": data["schedule"], "shares": shares, "sizes": sizes, "window": data["window"]}
         kernels = tuple(UserKernel(each["name"], tuple(each["seconds"])) for each in data.get("kernels", ()))
         fields |= {"order": order, "kernels": kernels, "in_order": bool(data.get("in_order"))}
+        fields["roundings"] = int(data.get("roundings", 0))
         return data["problem"], {**fields, "programs": programs}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"not the JSON of a plan: {type(error).__name__}: {error}") from error

@@ -236,7 +236,7 @@ class Problem:
         if self.moves in ("all_reduce", "broadcast"):
             return self.result
         kept = self.keep or not (self.weights or self.gradients)
-        return self.kept if self.moves == "all_gather" and kept else ""
+        return self.kept if self.moves == "all_gather" and kept and not self.columns else ""
 
     @property
     def axes(self) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import Partial, Shard, Sizes, Spec, as_integer, split
 from fompi.plans.meaning import MEANING, layouts
-from fompi.plans.problems import Form, Problem, problem
+from fompi.plans.problems import Form, Problem, on_wire, problem
 
 MOST_RANKS = 1 << 16
 """The most ranks of a plan: a greater number is most likely a mistake."""
@@ -28,6 +28,7 @@ def from_specs(
     split_dim: int | None = None,
     experts: int | None = None,
     counts: Any = None,
+    wire: str | None = None,
 ) -> tuple[Callable[[int], Problem], Sizes]:
     """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
 
@@ -35,7 +36,8 @@ def from_specs(
     evenly as possible. So the problems of two ranks may differ in columns that are not sent. `split_dim` is the
     dimension of x that an all-to-all splits; by default it splits the rows. `experts` is how many experts a grouped
     weight gradient is for; a weight says it itself.
-    `counts[source][dest][expert]` are the rows, where they go to experts; by default they are even.
+    `counts[source][dest][expert]` are the rows, where they go to experts; by default they are even. `wire` is that of
+    messages (`base.wires`).
     """
     ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
     if not 1 <= ranks <= MOST_RANKS:
@@ -75,7 +77,8 @@ def from_specs(
         options: dict[str, Any] = {"flipped": flipped, "keep": meaning.keeps, "packed": packed, "columns": columns}
         if experts is not None:
             options["experts"] = split(as_integer(experts, "experts"), ranks)
-        return problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
+        made = problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
+        return made if wire is None else on_wire(made, wire)
 
     @cache
     def at(rank: int) -> Problem:

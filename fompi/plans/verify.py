@@ -470,7 +470,9 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
         if got is not None and plan.problem.wire:
             got, times = exact(got)
             if times > plan.roundings:
-                why = f"at the end a term of {chunk} was rounded {times} times, but at most {plan.roundings} are allowed"
+                why = (
+                    f"at the end a term of {chunk} was rounded {times} times, but at most {plan.roundings} are allowed"
+                )
                 raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, why)
         if got == wanted:
             continue

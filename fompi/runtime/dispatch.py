@@ -165,9 +165,7 @@ class Dispatch(Task):
                     continue
                 engine.post(action.start(), self, i)
                 self.native_started()
-            elif action is None:  # no rows, so no message: both ranks know this
-                queue.extend(self._complete(i))
-            elif (self.sent or self.carried) and self._is_carried(i):
+            elif action is None or ((self.sent or self.carried) and self._is_carried(i)):  # no rows, or it was carried
                 queue.extend(self._complete(i))
             elif self.paths is not None:
                 if not self._move(i):

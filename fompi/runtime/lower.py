@@ -87,7 +87,11 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
         widths = [1] * len(operands)
         if kind == COMPUTE and (op["kernel"], op["dtype"]) != (COPY, BYTE):
             widths = [ITEMSIZE[compiled.buffers[place.buffer].dtype] for place in operands]
-        counts = {(stop - start) // width for (start, stop), width in zip(spans, widths, strict=True)}
+        counts = {
+            (stop - start) // width
+            for (start, stop), width, place in zip(spans, widths, operands, strict=True)
+            if kind != COMPUTE or not compiled.buffers[place.buffer].wire  # bytes, which C counts itself
+        }
         if kind == COMPUTE:
             if len(counts) > 1:
                 ops[i] = np.zeros((), OP)

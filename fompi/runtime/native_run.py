@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.backends.numpy import Numpy, storage
+from fompi.backends.half import storage
+from fompi.backends.numpy import Numpy
 from fompi.engine.communicator import Communicator
 from fompi.engine.engine import Engine
 from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS, STALLED

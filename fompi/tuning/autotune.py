@@ -84,7 +84,9 @@ def measured_schedule(
 
     def time_call(candidate: Candidate) -> float:
         begun = perf_counter()
-        operation.begin(trial, comm, CallOptions(candidate.schedule, candidate.slices, wire=local.problem.wire or None)).wait()
+        operation.begin(
+            trial, comm, CallOptions(candidate.schedule, candidate.slices, wire=local.problem.wire or None)
+        ).wait()
         return perf_counter() - begun
 
     def is_usable(candidate: Candidate) -> bool:

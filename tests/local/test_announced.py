@@ -15,7 +15,7 @@ from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.counters import announced
 from fompi.backends.cuda.counters.announced import CudaAnnouncer, layout
 from fompi.backends.cuda.device import ProductCall
-from fompi.backends.numpy import narrow, widen
+from fompi.backends.half import narrow, widen
 
 pytestmark = pytest.mark.one_mpi  # CuPy is in the environment of one MPI library only
 

@@ -19,7 +19,8 @@ import pytest
 from cuda_on_cpu import guarded, on_device
 
 from fompi.backends.cuda import kernels
-from fompi.backends.numpy import Numpy, narrow, storage, widen
+from fompi.backends.half import narrow, storage, widen
+from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, DtypeError, ShapeError
 
 FLOATS = ("float32", "float16", "bfloat16")

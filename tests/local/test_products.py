@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fompi.backends.numpy import Numpy, narrow, storage, widen
+from fompi.backends.half import narrow, storage, widen
+from fompi.backends.numpy import Numpy
 from fompi.torch import products
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

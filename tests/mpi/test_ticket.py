@@ -227,7 +227,8 @@ def test_headers_carry_small_messages(own):
         fompi.all_to_all(np.ones((own.size, 2)), comm=own)
         fompi.broadcast(small, root=own.size - 1, comm=own)
     everywhere = [rank != own.rank for rank in range(own.size)]
-    carried = {(t.program.plan.problem.moves, t.sized.shapes["x"][0] > 256): [*map(bool, t.carries)] for t in tickets(own)}
+    known = {(t.program.plan.problem.moves, t.sized.shapes["x"][0] > 256): t.carries for t in tickets(own)}
+    carried = {key: [*map(bool, words)] for key, words in known.items()}
     assert carried["all_reduce", False] == everywhere
     assert not any(carried["all_reduce", True] + carried["all_to_all", False])
     assert any(carried["broadcast", False]) == (own.rank == own.size - 1)

@@ -15,7 +15,8 @@ from catalogue import rounded, wide
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fompi.backends.numpy import Numpy, narrow, widen
+from fompi.backends.half import narrow, widen
+from fompi.backends.numpy import Numpy
 from fompi.base.layout import HALF
 from fompi.model.twin import twin
 from fompi.plans.conditions import reference

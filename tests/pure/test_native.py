@@ -14,7 +14,8 @@ import catalogue
 import numpy as np
 import pytest
 
-from fompi.backends.numpy import Numpy, storage
+from fompi.backends.half import storage
+from fompi.backends.numpy import Numpy
 from fompi.model.twin import twin
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.lower import OP, table

@@ -34,7 +34,7 @@ from fompi.backends.cuda.library import DeviceLibraries
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
 from fompi.backends.cuda.staging import HostMark, Staging
-from fompi.backends.numpy import storage
+from fompi.backends.half import storage
 from fompi.base.errors import DeviceError, FompiError, in_words
 from fompi.tensors.device_array import DeviceArray
 
