@@ -43,6 +43,17 @@ def run(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> None:
     c[...] = narrow(total, dtypes[-1]).reshape(c.shape)
 
 
+def lost(name: str, x: Array) -> Array:
+    """What a message of this wire loses of the float32 elements of `x`, one block. Not finite numbers lose nothing."""
+    m, y = np.empty(WIRES[name].nbytes(x.size), np.uint8), np.empty_like(x)
+    bound(f"encode_{name}", [x, m], ["float32", "uint8"])()
+    bound(f"decode_{name}", [m, y], ["uint8", "float32"])()
+    with np.errstate(invalid="ignore"):
+        np.subtract(x, y, out=y)
+    y[~np.isfinite(y)] = 0
+    return y
+
+
 def encode(wire: WireFormat, a: Array, m: Array) -> None:
     """m = the float32 elements of `a` (one dimension) on the wire. m: bytes."""
     with np.errstate(all="ignore"):

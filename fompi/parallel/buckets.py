@@ -9,14 +9,16 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, starmap
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.half import widen
+from fompi.backends.wires import lost
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import accumulator, integer, offsets, split
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.model.flow_shop import Job, announced_units, makespan
@@ -139,6 +141,10 @@ class Bucket:
         self.master = self.shard if self.wide == self.dtype else widen(self.shard, self.dtype)
         self.gradient = np.zeros(self.size, self.wide) if zero < 2 else None  # of this rank, all elements
         self.sum_shard = np.zeros(self.end - self.begin, self.wide) if zero >= 2 else None
+        self.lost: Array | None = (
+            None  # with feedback: what the messages of this rank have lost of its gradients so far
+        )
+        self.losing: Array | None = None  # the same, if this step comes to its end
         self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
         self.missing = dict.fromkeys(self.names, microbatches)  # how often each is still to be announced in this step
         self.held: set[str] = set()  # not released since the bucket arrived
@@ -159,6 +165,13 @@ class Bucket:
         """The same part, as a slice of the flat parameter."""
         own, skipped = self.own(name), self.begin - self.spans[name][0]
         return slice(own.start + skipped, own.stop + skipped)
+
+    def keep_what_is_lost(self, comm: Communicator, wire: str, x: Array) -> None:
+        """Note what the messages of this rank lose of `x`: all but its own part is rounded, part by part."""
+        self.losing, ends = np.zeros_like(x), offsets(split(self.size, comm.size))
+        for rank, part in enumerate(starmap(slice, pairwise(ends))):
+            if rank != comm.rank:
+                self.losing[part] = lost(wire, x[part])
 
     def part_of(self, name: str, rank: int) -> slice:
         """The part of a parameter that `rank` owns: a slice of the flat parameter."""
@@ -234,6 +247,7 @@ def check_options(
     holders: dict[str, int | Array],
     tensors: Mapping[str, Tensor],
     wire: str | None,
+    feedback: bool,
     ahead: int | None,
     microbatches: int,
 ) -> None:
@@ -252,8 +266,9 @@ def check_options(
             holders[name] = counts.reshape(-1)
     if integer(microbatches) is None or microbatches < 1:
         raise LayoutError(f"microbatches={microbatches!r} must be an integer of at least 1")
-    if wire is not None and any(accumulator(wire) != accumulator(t.dtype) for t in tensors.values()):
-        raise DtypeError(f"wire_dtype={wire!r} must be float32 or a half type, and no parameter float64")
+    wires = {wire_of(wire, accumulator(t.dtype)) for t in tensors.values()}  # it raises DtypeError
+    if feedback and not any(wires):
+        raise LayoutError("feedback=True needs a wire=: nothing is lost without one")
     if ahead is not None and (integer(ahead) is None or ahead < 0):
         raise LayoutError(f"ahead_nbytes={ahead!r} must be an integer of at least 0")
 

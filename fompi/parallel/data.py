@@ -26,6 +26,7 @@ import numpy as np
 from fompi.backends.half import narrow, storage, widen
 from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
 from fompi.base.layout import accumulator, offsets
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
@@ -81,9 +82,11 @@ class DataParallel:
     Or name -> how many ranks hold each element, with the shape of the parameter.
     `microbatches`: how often a parameter is announced in a step, outside `no_sync`: a pipeline runs all micro-batches
     in one call. The gradient is the sum of these; a bucket leaves with the last one.
-    `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `wire_dtype`: what gradients travel
-    in; None is float32, or float64 for float64. `ahead_nbytes`: how much is gathered ahead; None is two buckets, or one
-    with zero=3.
+    `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `ahead_nbytes`: how much is gathered
+    ahead; None is two buckets, or one with zero=3.
+    `wire`: what gradients travel in ("bfloat16", "int8", "int4", ...: `fompi.base.wires`); they are added in float32.
+    None: as they are. `feedback`: what a message of this rank has lost is added to its next gradient (error feedback,
+    Seide et al., Interspeech 2014). `state_dict` has it, too.
     `check_for_nan`: look at every gradient; a NaN or an infinite number is a TensorError that names parameter and rank.
     If only their sum is too large, `step` raises it on all ranks. Nothing is updated then.
     `over`: a communicator or several, of other axes whose ranks hold other parts of the model. `step` takes them too.
@@ -106,7 +109,8 @@ class DataParallel:
         average: bool = True,
         replicated: Mapping[str, Any] | None = None,
         microbatches: int = 1,
-        wire_dtype: str | None = None,
+        wire: str | None = None,
+        feedback: bool = False,
         ahead_nbytes: int | None = None,
         check_for_nan: bool = False,
         over: Any = (),
@@ -133,11 +137,11 @@ class DataParallel:
             self._holders = {name: holders(name, value) for name, value in (replicated or {}).items()}
             tensors = borrowed(params)
             counts = cut(tensors, bucket_nbytes)
-            check_options(zero, self._holders, tensors, wire_dtype, ahead_nbytes, microbatches)
+            check_options(zero, self._holders, tensors, wire, feedback, ahead_nbytes, microbatches)
         except Exception as refusal:
             error = refusal
         how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
-        options = f"zero={zero}, average={average}, wire_dtype={wire_dtype}, ahead_nbytes={ahead_nbytes}"
+        options = f"zero={zero}, average={average}, wire={wire}, feedback={feedback}, ahead_nbytes={ahead_nbytes}"
         options += f", microbatches={microbatches}" if microbatches != 1 else ""
         options += "" if self.replicas is None else f", {self.replicas.size} replicas"
         options += f", over={[axis.name for axis in self._known]}" if self._known else ""
@@ -153,9 +157,10 @@ class DataParallel:
             Bucket({name: tensors[name] for name in names[a:b]}, self.comm, zero, microbatches)
             for a, b in itertools.pairwise(edges)
         ]
-        self._wire, self._ahead = wire_dtype, ahead_nbytes
+        self.wire, self.feedback, self._ahead = wire_of(wire, self.buckets[0].wide), bool(feedback), ahead_nbytes
         for bucket in self.buckets:
             self._prepare(bucket)
+            bucket.lost = np.zeros(bucket.size, bucket.wide) if feedback else None
         self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self._states: dict[str, State] = {}
         for bucket in self.buckets:
@@ -175,15 +180,17 @@ class DataParallel:
 
     def _prepare(self, bucket: Bucket) -> None:
         """The calls of the bucket in every step. What zero gives up is not kept by bound calls either."""
-        wire, comm = self._wire or bucket.wide, self._sums
+        comm = self._sums
+        how: dict[str, Any] = {} if self.zero else {"schedule": same_bits(comm)}
+        if self.wire:  # blocks are the parts of the ranks, of which each rank knows what is lost
+            how = {"wire": self.wire, "schedule": "direct", "slices": 1}
         if self.zero < 2:
             assert bucket.gradient is not None
-            how = {} if self.zero else {"schedule": same_bits(comm)}
-            x = dlpack.lend(narrow(bucket.gradient, wire), wire, "dlpack")
+            x = dlpack.lend(bucket.gradient, bucket.wide, "dlpack")
             bucket.summing = repeated(reduce_scatter if self.zero else all_reduce, x.array.nbytes, x, comm=comm, **how)
         else:
-            out = dlpack.lend(bucket.sum_shard, wire, "dlpack") if wire == bucket.wide else None
-            bucket.summing = Unbound(reduce_scatter, comm, {"out": out})
+            out = dlpack.lend(bucket.sum_shard, bucket.wide, "dlpack")
+            bucket.summing = Unbound(reduce_scatter, comm, {"out": out, **how})
         if self.zero in (1, 2):
             assert bucket.full is not None
             x, out = (dlpack.lend(a, bucket.dtype, "dlpack") for a in (bucket.shard.copy(), bucket.full))
@@ -351,8 +358,10 @@ class DataParallel:
         while self._next >= 0 and (before - self._next < most if most is not None else self._is_complete):
             bucket = self.buckets[self._next]
             gradient = np.zeros(bucket.size, bucket.wide) if bucket.gradient is None else bucket.gradient
-            wire = self._wire or bucket.wide
-            bucket.sum = bucket.summing.start(x=dlpack.lend(narrow(gradient, wire), wire, "dlpack"))
+            if bucket.lost is not None:
+                gradient = gradient + bucket.lost
+                bucket.keep_what_is_lost(self._sums, self.wire, gradient)
+            bucket.sum = bucket.summing.start(x=dlpack.lend(gradient, bucket.wide, "dlpack"))
             self._next -= 1
             for later in self.buckets[self._next + 2 :]:
                 if later.sum is not None and later.sum.done():
@@ -368,7 +377,7 @@ class DataParallel:
         """Wait for the sum of a bucket. zero >= 2 forgets the gradient of this rank."""
         if bucket.sum is not None:
             pending, bucket.sum = bucket.sum, None
-            bucket.total = widen(self._wait(pending), self._wire or bucket.wide)
+            bucket.total = self._wait(pending)
             if self.zero >= 2:
                 bucket.gradient = None
 
@@ -443,6 +452,8 @@ class DataParallel:
         try:  # nothing is told any more: the other ranks may have updated their part
             used = {name for name, count in zip(self._index, flags, strict=True) if count}
             self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
+            for bucket in self.buckets:
+                bucket.lost = bucket.losing
         except BaseException as error:
             self._torn = error
             if not isinstance(error, Exception):
@@ -517,7 +528,7 @@ class DataParallel:
             if bucket.sum is not None:
                 with suppress(Exception):  # also of the error that this rank has refused it with
                     self._collect(bucket)
-            bucket.sum = bucket.total = None
+            bucket.sum = bucket.total = bucket.losing = None
             bucket.missing = dict.fromkeys(bucket.names, self.microbatches)
             if self.zero >= 2:
                 bucket.gradient = None
@@ -530,7 +541,8 @@ class DataParallel:
         """{"parameters": {name: p}, "optimizer": {name: {key: value}}}: all of it, whole, to save it. Collective.
 
         It does not depend on the number of ranks or on `zero`. Values are copies, in the shape of the parameter and in
-        its framework. `optimizer` has what the optimizer keeps, and for half types their float32 copy ("master").
+        its framework. `optimizer` has what the optimizer keeps, and for half types their float32 copy ("master"). With
+        feedback, "feedback" has what the messages of all ranks have lost.
         Between two steps only: gradients are not part of it. With `rank0_only`, other ranks than 0 get an empty dict.
         """
         self._check_open()

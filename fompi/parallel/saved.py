@@ -9,9 +9,11 @@ import numpy as np
 
 from fompi.backends.half import narrow, widen
 from fompi.base.errors import LayoutError, ShapeError, TensorError
+from fompi.base.layout import offsets, split
 from fompi.engine.handshake import agree, digest
-from fompi.ops.operations import all_gather
+from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
+from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import MOST_NAMED, Bucket, detached
 from fompi.tensors import dlpack
 
@@ -48,6 +50,8 @@ def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
             for name, array in _gathered(dp, bucket, own).items():
                 values[name] = dlpack.lend(array, bucket.dtype, bucket.kinds[name])
     whole = {"optimizer": optimizer} | ({"parameters": values} if parameters else {})
+    if dp.feedback:
+        whole["feedback"] = {name: array for bucket in dp.buckets for name, array in _all_lost(dp, bucket).items()}
     return whole if keeps else {}
 
 
@@ -55,22 +59,16 @@ def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
     """Take the parts of this rank. All ranks have the same state, or refuse it together."""
     taken: dict[str, dict[str, Any]] = {}
     values: dict[str, Array] = {}
+    lost: dict[str, Array] = {}
     refusal: Exception | None = None
     try:
-        if not isinstance(state, Mapping) or "optimizer" not in state:
-            raise LayoutError("the state must be what state_dict() has returned, with the key 'optimizer'")
-        _check_names("optimizer", dp, state["optimizer"])
-        for bucket in dp.buckets:
-            for name in bucket.names:
-                taken[name] = _fitting(dp, bucket, name, state["optimizer"][name])
-        if "parameters" in state:
-            _check_names("parameters", dp, state["parameters"])
-            for bucket in dp.buckets:
-                for name in bucket.names:
-                    values[name] = _array(state["parameters"][name], f"parameter {name!r}", bucket, name, bucket.dtype)
+        taken, values, lost = _read(dp, state)
     except Exception as error:
         refusal = error
     agree(dp.comm, f"load_state_dict of DataParallel, with{'' if values else 'out'} parameters", refusal)
+    for bucket in dp.buckets:
+        if bucket.lost is not None:
+            bucket.lost = _own_lost(dp, bucket, lost)
     for bucket in dp.buckets:
         for name in bucket.names:
             own, elements = bucket.own(name), bucket.elements(name)
@@ -89,6 +87,47 @@ def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
                     dp._states[name][key][...] = part
                 else:
                     dp._states[name][key] = value
+
+
+def _read(
+    dp: DataParallel, state: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Array], dict[str, Array]]:
+    """What the optimizer keeps, the parameters and what messages have lost, by name: whole arrays that fit."""
+    if not isinstance(state, Mapping) or "optimizer" not in state:
+        raise LayoutError("the state must be what state_dict() has returned, with the key 'optimizer'")
+    _check_names("optimizer", dp, state["optimizer"])
+    places = [(bucket, name) for bucket in dp.buckets for name in bucket.names]
+    taken = {name: _fitting(dp, bucket, name, state["optimizer"][name]) for bucket, name in places}
+    values, lost = {}, {}
+    if dp.feedback and "feedback" in state:
+        _check_names("feedback", dp, state["feedback"])
+        for bucket, name in places:
+            lost[name] = _array(state["feedback"][name], f"feedback of {name!r}", bucket, name, bucket.wide)
+    if "parameters" in state:
+        _check_names("parameters", dp, state["parameters"])
+        for bucket, name in places:
+            values[name] = _array(state["parameters"][name], f"parameter {name!r}", bucket, name, bucket.dtype)
+    return taken, values, lost
+
+
+def _all_lost(dp: DataParallel, bucket: Bucket) -> dict[str, Any]:
+    """What the messages of all ranks have lost: it belongs to the sum of their gradients."""
+    total = bucket.lost
+    for axis in (dp.comm, *dp._others()):
+        total = all_reduce(total, comm=axis, schedule=same_bits(axis))
+    assert total is not None
+    found = {name: total[a:b].reshape(bucket.shapes[name]).copy() for name, (a, b) in bucket.spans.items()}
+    return {name: dlpack.lend(array, bucket.wide, bucket.kinds[name]) for name, array in found.items()}
+
+
+def _own_lost(dp: DataParallel, bucket: Bucket, whole: Mapping[str, Array]) -> Array:
+    """The same on one of the ranks, which adds it to its next gradient: of each part the one that does not round it."""
+    mine = np.zeros(bucket.size, bucket.wide)
+    if whole and all(axis.rank == 0 for axis in dp._others()):
+        flat = np.concatenate([whole[name].reshape(-1) for name in bucket.names])
+        first, last = offsets(split(bucket.size, dp.comm.size))[dp.comm.rank :][:2]
+        mine[first:last] = flat[first:last]
+    return mine
 
 
 def _kept(dp: DataParallel, name: str) -> dict[str, Any]:
