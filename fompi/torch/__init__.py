@@ -13,6 +13,7 @@
 - `products`: products on host memory by torch's kernels.
 - `transformers`: the tensor-parallel layers of Hugging Face's transformers, fused.
 - `vllm`: the plug-in of vLLM.
+- `comm_hook`: `fompi.torch.wire`, smaller gradients for torch's DistributedDataParallel.
 - `memory`: the elements of tensors in one row.
 - `groups`: the Communicator of a ProcessGroup or DeviceMesh.
 - `swap`: groups of other backends run on fompi (`python -m fompi.torch`).
@@ -44,6 +45,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("fompi.torch.parallel"), name)
     if name == "overlap":
         return import_module("fompi.torch.fully_sharded").overlap
+    if name == "wire":
+        return import_module("fompi.torch.comm_hook").wire
     if name == "Pipeline":
         return import_module("fompi.torch.pipeline").Pipeline
     if name in ("communicator", "replicated_matmul", *import_module("fompi").__all__):
