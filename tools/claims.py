@@ -212,6 +212,19 @@ CLAIMS = (
         ),
     ),
     Claim(
+        "smaller",
+        "Smaller messages",
+        "Two hosts with one core each, 1 Gbit/s. The sum is of 16 MiB of float32. The messages of the product take "
+        "twice as long as it does. The step is that of the GPT above, with error feedback.",
+        (
+            Pick("all_reduce: float32 / int8", "^all_reduce", "^float32 / int8$"),
+            Pick("all_reduce: bfloat16 / int8", "^all_reduce", "^bfloat16 / int8$"),
+            Pick("matmul_reduce_scatter: float32 / int8", "^matmul", "^float32 / int8$"),
+            Pick("DistributedDataParallel: gloo / int8", "^DDP", "^gloo / int8$"),
+            Pick("gloo with fp16_compress_hook / int8", "^DDP", "^gloo, fp16 / int8$"),
+        ),
+    ),
+    Claim(
         "decode",
         "A decoder of 0.2 billion parameters",
         "Two hosts with one core each, 1 Gbit/s, float32, two sums of 4 KiB in each of 12 layers. In halves: the sum "

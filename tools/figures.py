@@ -37,6 +37,7 @@ LINKS = {
     "step": (["--hosts", "2", "--rate", "1gbit"], 5),
     "ddp": (["--hosts", "2", "--rate", "1gbit"], 7),
     "train": (["--hosts", "2", "--rate", "1gbit"], 9),
+    "smaller": (["--hosts", "2", "--rate", "1gbit"], 9),
     "decode": (["--hosts", "2", "--rate", "1gbit"], 9),
     "c10d": ([], 5),
     "jit": (["--hosts", "2", "--rate", "500mbit"], 15),

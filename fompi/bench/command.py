@@ -19,7 +19,7 @@ EXAMPLE = "{} bench overhead --quick"
 
 SUITES = (
     "collectives", "fused", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "peers", "planner", "adapt",
-    "overhead", "jit",
+    "overhead", "jit", "smaller",
 )  # fmt: skip
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
 
@@ -29,7 +29,9 @@ DEVICES = ("cuda", "software")
 PRINTED = "-"
 """In place of a file's name: print it."""
 
-WITHOUT_SUMMARY = ("collectives", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "overhead", "jit")
+WITHOUT_SUMMARY = (
+    "collectives", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "overhead", "jit", "smaller",
+)  # fmt: skip
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from fompi.base.errors import FompiError
@@ -156,13 +157,17 @@ def _step(model: Any, tokens: Any) -> None:
     loss_of(model(tokens[:, :-1]), tokens[:, 1:]).backward()
 
 
-def data_parallel(size: Gpt, group: Any, rank: int, ranks: int, half: bool = False) -> tuple[Callable[[], object], Any]:
+def data_parallel(
+    size: Gpt, group: Any, rank: int, ranks: int, half: bool = False, wire: str = ""
+) -> tuple[Callable[[], object], Any]:
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*gpt(size)), process_group=group)
     if half:
         model.register_comm_hook(group, fp16_compress_hook)
+    if wire:
+        model.register_comm_hook(group, import_module("fompi.torch").wire(wire))
     return partial(_step, model, tokens_of(size, size.sequences, rank)), model
 
 

@@ -41,6 +41,7 @@ def wire(name: str, *, feedback: bool = True) -> Callable[[Any, torch.distribute
         pending = start(x, op="mean", out=x, comm=comm, wire=name, schedule="direct", slices=1)
         return Work(f"all_reduce with the wire {name}", comm, [pending], None, x, streams.order_of(x)).get_future()
 
+    hook.__annotations__.clear()  # torch compares them with its types, and these are strings
     return hook
 
 
