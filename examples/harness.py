@@ -399,6 +399,7 @@ def prepare(description):
         parser.add_argument(f"--{axis}", type=int, help=f"ranks along {axis}")
     parser.add_argument("--steps", type=int, default=40, help="(40)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses")
+    parser.add_argument("--wire", help="what gradients travel in: bfloat16, int8, int4; trains three times")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps is 1 or more")
@@ -448,8 +449,23 @@ def seconds_by_axis(mesh, **calls):
     return dict(zip(calls, means.tolist(), strict=True))
 
 
-def report(losses, expected, axes, seconds, path=None):
-    """Print the losses and what was hidden. A picture of the losses at `path` takes Matplotlib."""
+def report_wire(wire, losses):
+    """Print losses side by side. `losses`: with messages as they are, with a wire and feedback, and without feedback."""
+    plain, *others = losses
+    print(f"step  float32  {wire} with feedback    without")
+    last = len(plain) - 1
+    for step in sorted({*range(0, last, max(1, last // 8)), last}):
+        print(f"{step:4}  {plain[step]:7.4f}  {others[0][step]:{len(wire) + 14}.4f}  {others[1][step]:9.4f}")
+    ends = [float(np.mean(run[-10:])) for run in losses]  # of the last steps: single ones differ by their rows
+    off = [abs(end / ends[0] - 1) for end in ends[1:]]
+    print(f"the last 10 losses are off by {off[0]:.2%} with feedback, by {off[1]:.2%} without")
+
+
+def report(losses, expected, axes, seconds, options, smaller):
+    """Print the losses and what was hidden. `smaller`: the losses with a wire. `options.plot` takes Matplotlib."""
+    path = options.plot
+    if smaller:
+        report_wire(options.wire, [losses, *smaller])
     means = [part.mean() for part in np.array_split(losses, min(len(losses), 40))]
     low, high = min(means), max(means)
     places = [round((mean - low) / (high - low or 1) * (len(SPARKS) - 1)) for mean in means]

@@ -5,6 +5,8 @@
 | `base` | the protocol of a backend and of its tokens; a new backend, for example for CUDA, implements it here |
 | `numpy` | kernels on host memory with NumPy and BLAS; also bfloat16 and float16 |
 | `in_c` | which kernels there are in C (`fompi/native/kernels.c`); sums of half types by them, for `numpy` |
+| `half` | half types on host memory: how they are stored, widened and rounded |
+| `wires` | the kernels of messages that carry fewer bits: NumPy's, for where there is no compiler |
 | `numba` | sums and copies of large bfloat16 arrays, compiled; used by `numpy` without C, if Numba is installed |
 | `emulated` | an accelerator without hardware: its kernels take modelled time and no CPU time |
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import pairwise, starmap
 from typing import Any
 
 import numpy as np
 
 from fompi.backends import in_c
 from fompi.backends.half import narrow, widen
-from fompi.base.layout import HALF
+from fompi.base.layout import HALF, offsets, split
 from fompi.base.wires import RUN, WIRES, WireFormat
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE
 
@@ -43,15 +44,26 @@ def run(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> None:
     c[...] = narrow(total, dtypes[-1]).reshape(c.shape)
 
 
-def lost(name: str, x: Array) -> Array:
-    """What a message of this wire loses of the float32 elements of `x`, one block. Not finite numbers lose nothing."""
-    m, y = np.empty(WIRES[name].nbytes(x.size), np.uint8), np.empty_like(x)
+def lose(name: str, x: Array, lost: Array) -> None:
+    """lost = what a message of this wire loses of the float32 elements of `x`, one block. 0 where it is not finite."""
+    wire = WIRES[name]
+    m = np.empty(wire.nbytes(x.size), np.uint8)
     bound(f"encode_{name}", [x, m], ["float32", "uint8"])()
-    bound(f"decode_{name}", [m, y], ["uint8", "float32"])()
+    bound(f"decode_{name}", [m, lost], ["uint8", "float32"])()
     with np.errstate(invalid="ignore"):
-        np.subtract(x, y, out=y)
-    y[~np.isfinite(y)] = 0
-    return y
+        np.subtract(x, lost, out=lost)
+    scales = m[: -(-x.size // RUN) * 4].view(np.float32) if wire.top else lost
+    if not np.isfinite(scales).all():
+        lost[~np.isfinite(lost)] = 0
+
+
+def lose_parts(name: str, x: Array, lost: Array, size: int, rank: int) -> None:
+    """The same for the parts of `x` that `size` ranks own, one block each. Its own part a rank does not send."""
+    for owner, part in enumerate(starmap(slice, pairwise(offsets(split(x.size, size))))):
+        if owner == rank:
+            lost[part] = 0
+        else:
+            lose(name, x[part], lost[part])
 
 
 def encode(wire: WireFormat, a: Array, m: Array) -> None:

@@ -2,6 +2,7 @@
 
 - `errors`: the exceptions and warnings of fompi.
 - `layout`: where the rows of a tensor are: layouts, shapes, blocks and their sizes.
+- `wires`: the forms in which messages carry elements in fewer bytes.
 - `nested`: results that are nested in tuples.
 - `doors`: functions that a lower room calls and an upper room fills in.
 - `at_exit`: what runs when a process ends.

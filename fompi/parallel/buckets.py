@@ -9,13 +9,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise, starmap
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.half import widen
-from fompi.backends.wires import lost
+from fompi.backends.wires import lose_parts
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.base.wires import wire_of
@@ -145,6 +145,7 @@ class Bucket:
             None  # with feedback: what the messages of this rank have lost of its gradients so far
         )
         self.losing: Array | None = None  # the same, if this step comes to its end
+        self._spare: Array | None = None
         self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
         self.missing = dict.fromkeys(self.names, microbatches)  # how often each is still to be announced in this step
         self.held: set[str] = set()  # not released since the bucket arrived
@@ -167,11 +168,14 @@ class Bucket:
         return slice(own.start + skipped, own.stop + skipped)
 
     def keep_what_is_lost(self, comm: Communicator, wire: str, x: Array) -> None:
-        """Note what the messages of this rank lose of `x`: all but its own part is rounded, part by part."""
-        self.losing, ends = np.zeros_like(x), offsets(split(self.size, comm.size))
-        for rank, part in enumerate(starmap(slice, pairwise(ends))):
-            if rank != comm.rank:
-                self.losing[part] = lost(wire, x[part])
+        """Note what the messages of this rank lose of `x`, for the case that this step comes to its end."""
+        self.losing, self._spare = np.empty_like(x) if self._spare is None else self._spare, None
+        lose_parts(wire, x, self.losing, comm.size, comm.rank)
+
+    def has_lost(self) -> None:
+        """The step has come to its end."""
+        if self.losing is not None:
+            self.lost, self._spare, self.losing = self.losing, self.lost, None
 
     def part_of(self, name: str, rank: int) -> slice:
         """The part of a parameter that `rank` owns: a slice of the flat parameter."""

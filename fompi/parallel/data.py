@@ -453,7 +453,7 @@ class DataParallel:
             used = {name for name, count in zip(self._index, flags, strict=True) if count}
             self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
             for bucket in self.buckets:
-                bucket.lost = bucket.losing
+                bucket.has_lost()
         except BaseException as error:
             self._torn = error
             if not isinstance(error, Exception):

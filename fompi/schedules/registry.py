@@ -197,7 +197,7 @@ def roundings(problem: Problem, schedule: str) -> int:
     """How often a term of a result is rounded at most, where messages have a wire."""
     size, is_all_reduce = problem.size, problem.moves == "all_reduce"
     if not problem.sums:
-        return 2 if group_size(schedule) > 1 else 1
+        return 1
     if group_size(schedule) > 1:
         return group_size(schedule) + is_all_reduce  # one for each step inside of a group, one between groups
     once = 1 if schedule in (*DIRECT_FAMILY, PAIRWISE) else size - 1

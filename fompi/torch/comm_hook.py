@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise, starmap
 from typing import Any
 
 import numpy as np
 import torch
 
-from fompi.backends.wires import lost
-from fompi.base.layout import offsets, split
+from fompi.backends.wires import lose_parts
 from fompi.base.wires import wire_of
 from fompi.ops import operations
 from fompi.torch import streams
@@ -47,11 +45,9 @@ def wire(name: str, *, feedback: bool = True) -> Callable[[Any, torch.distribute
 
 def _give_back(comm: Any, name: str, left: dict[int, Any], index: int, x: Any) -> None:
     """Add to the gradient what was lost of the last one, and note what messages lose of this one."""
-    before = left.get(index)
-    if before is not None and before.size == x.size:  # torch cuts other buckets after the first step
-        x += before
-    now, ends = np.zeros_like(x), offsets(split(x.size, comm.size))
-    for rank, part in enumerate(starmap(slice, pairwise(ends))):
-        if rank != comm.rank:
-            now[part] = lost(name, x[part])
-    left[index] = now
+    lost = left.get(index)
+    if lost is None or lost.size != x.size:  # torch cuts other buckets after the first step
+        lost = left[index] = np.empty_like(x)
+    else:
+        np.add(x, lost, out=x)
+    lose_parts(name, x, lost, comm.size, comm.rank)

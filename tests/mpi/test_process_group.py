@@ -670,6 +670,32 @@ def test_distributed_data_parallel(rank, size, data, options):
     assert_equal(train(step_on_rows(net, *data, rank, size), list(net.parameters())), alone(model(4), *data))
 
 
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("wire", ["int8", "bfloat16"])
+def test_smaller_gradients(rank, size, data, wire, feedback):
+    """Near the training alone, and the same bits on all ranks; gradients that take no wire are refused everywhere."""
+
+    def narrow(dtype):
+        net = torch.nn.parallel.DistributedDataParallel(model(4).to(dtype), bucket_cap_mb=0.001)
+        net.register_comm_hook(None, fompi.torch.wire(wire, feedback=feedback))
+        return net, [t.to(dtype) if t.is_floating_point() else t for t in data]
+
+    net, given = narrow(torch.float32)
+    found = train(step_on_rows(net, *given, rank, size), list(net.parameters()))
+    exact = alone(model(4).float(), *given)
+    leaves = torch.utils._pytree.tree_leaves
+    for mine, wanted in zip(leaves(found), leaves(exact), strict=True):
+        mine, wanted = torch.as_tensor(mine), torch.as_tensor(wanted)
+        torch.testing.assert_close(mine, wanted, rtol=0.05, atol=0.05, check_dtype=False)
+    for p in net.parameters():
+        every = [torch.empty_like(p.data) for _ in range(size)]
+        dist.all_gather(every, p.data)
+        assert all(torch.equal(each, every[0]) for each in every)
+    net, given = narrow(torch.float64)
+    with pytest.raises(Exception, match="float64 is sent as it is"):
+        train(step_on_rows(net, *given, rank, size), list(net.parameters()))
+
+
 def test_sums_of_sparse_tensors(rank, size):
     """Entries at one place are added. Ranks may have entries at other places, several at one place, or none."""
     places, many = [[rank, rank, size]], 3 * (rank % 2)
