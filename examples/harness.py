@@ -450,7 +450,7 @@ def seconds_by_axis(mesh, **calls):
 
 
 def report_wire(wire, losses):
-    """Print losses side by side. `losses`: with messages as they are, with a wire and feedback, and without feedback."""
+    """Print losses side by side. `losses`: with messages as they are, with a wire and feedback, without feedback."""
     plain, *others = losses
     print(f"step  float32  {wire} with feedback    without")
     last = len(plain) - 1
