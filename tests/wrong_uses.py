@@ -91,6 +91,7 @@ USES = (
     use("operation", "fompi.allreduce(np.ones(3))", "AttributeError", "all_reduce"),
     use("planned operation", "fompi.plan('all_gather_matmull', ranks=2)", "all_gather_matmul"),
     use("effort", "fompi.all_reduce(np.ones(3), effort='high')", "effort", "'high'"),
+    use("wire", "fompi.all_reduce(np.ones(3, np.float32), wire='int3')", "wire", "'int3'", "int8"),
     use("machine", "fompi.Machine.load('gigabyte')", "gigabit"),
     # --------------------------------------------------------------------------------------------------- communicators
     use("a communicator in words", "fompi.all_reduce(np.ones(3), comm='world')", "comm=", "'world'"),

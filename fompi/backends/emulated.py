@@ -22,6 +22,7 @@ import numpy as np
 
 from fompi.backends.base import Dtypes, Kernel
 from fompi.backends.numpy import Arrays, Numpy
+from fompi.base.errors import DeviceError
 from fompi.model.machine import Machine
 from fompi.plans import kernels
 from fompi.plans.dependencies import lane_of
@@ -91,6 +92,8 @@ class Emulated:
         return self._host.empty(arena, shape, dtype, place, aligned)
 
     def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
+        if kernel in (*kernels.ENCODE, *kernels.DECODE, *kernels.DECODE_ADD):
+            raise DeviceError("an emulated accelerator computes corners only, so its messages cannot have a wire=")
         count = len(reads) - kernels.find(kernel).whole
         read_corners = [corner(a, whole=i >= count) for i, a in enumerate(reads)]
         write_corners = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from fompi.base.errors import FompiError
@@ -163,11 +162,13 @@ def data_parallel(
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+    from fompi.torch.comm_hook import wire as smaller
+
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*gpt(size)), process_group=group)
     if half:
         model.register_comm_hook(group, fp16_compress_hook)
     if wire:
-        model.register_comm_hook(group, import_module("fompi.torch").wire(wire))
+        model.register_comm_hook(group, smaller(wire))
     return partial(_step, model, tokens_of(size, size.sequences, rank)), model
 
 

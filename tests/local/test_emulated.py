@@ -10,9 +10,11 @@ import pytest
 
 from fompi.backends import emulated
 from fompi.backends.emulated import CORNER, Emulated, corner
+from fompi.base.errors import DeviceError
 from fompi.model.machine import Machine
-from fompi.plans.kernels import KERNELS
+from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, KERNELS
 
+OF_WIRES = {*ENCODE, *DECODE, *DECODE_ADD}
 ROWS, BATCH, K, N = 5, 2, 6, 7
 SHAPES = {
     "copy": ([(ROWS, K)], [(ROWS, K)]),
@@ -55,11 +57,19 @@ def meaning(kernel, reads):
 
 
 def test_every_kernel_is_tested():
-    assert SHAPES.keys() == KERNELS.keys()
+    assert {*SHAPES} | OF_WIRES == {*KERNELS}
+
+
+@pytest.mark.parametrize("kernel", sorted(OF_WIRES))
+def test_kernels_of_wires_are_refused(kernel):
+    """What lies outside of the corners would be in the scales."""
+    backend, a = Emulated(Machine("quick", 0.0, 1.0, 1e15, 1e15, 0.0)), np.zeros(4, np.float32)
+    with pytest.raises(DeviceError, match="cannot have a wire"):
+        backend.bind(kernel, [a], [a], ["float32"], ["float32"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", SHAPES)
 def test_a_kernel_works_on_corners(kernel, dtype):
     """It computes as if the operands had only corners. The rest of the result is not written."""
     backend = Emulated(Machine("quick", 0.0, 1.0, 1e15, 1e15, 0.0))

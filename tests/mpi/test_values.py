@@ -139,5 +139,6 @@ def test_integers_of_every_kind(world):
 def test_signatures():
     """`help` and IDEs read them."""
     read = inspect.signature(fompi.matmul_reduce_scatter)
-    assert list(read.parameters) == ["x", "w", "bias", "dim", "counts", "out", "comm", "schedule", "slices", "effort"]
+    own, common = ["x", "w", "bias", "dim", "counts", "out"], ["comm", "schedule", "slices", "effort", "wire"]
+    assert list(read.parameters) == own + common
     assert read.parameters["schedule"].default == "auto" and read.return_annotation is not fompi.ops.arguments.Arguments

@@ -41,6 +41,7 @@ FOREIGN = {
         "bench/step.py",
         "bench/ddp.py",
         "bench/c10d.py",
+        "bench/smaller.py",
         "bench/decode.py",
         "bench/train.py",
     },
