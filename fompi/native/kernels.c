@@ -148,14 +148,17 @@ int64_t kernel_nbytes(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wi
      : kernel == PROD ? RUN(prod_##suffix, type, count) \
                       : MAX_OR_MIN(type, suffix))
 
+static void run_of_wire(int32_t kernel, int32_t wire, int32_t dtypes, const char *a, const char *b, char *c, int64_t count) {
+    wire_run(kernel, wire, kernel == DECODE_ADD ? dtypes >> 4 & 15 : dtypes & 15, dtypes >> 8 & 15, a, b, c, count);
+}
+
 void kernel_run(
     int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, const char *a, const char *b, char *c, int64_t count) {
-    int is_mean = kernel == MEAN;
-    if (kernel >= ENCODE) {
-        int32_t from = kernel == DECODE_ADD ? wide >> 4 & 15 : wide & 15;
-        wire_run(kernel, dtype, from, wide >> 8 & 15, a, b, c, count);
+    if (kernel > MIN) {
+        run_of_wire(kernel, dtype, wide, a, b, c, count);
         return;
     }
+    int is_mean = kernel == MEAN;
     if (kernel == COPY && dtype == BYTE) {
         if (c != a) memcpy(c, a, (size_t)count);
         return;
