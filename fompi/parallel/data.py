@@ -542,7 +542,7 @@ class DataParallel:
 
         It does not depend on the number of ranks or on `zero`. Values are copies, in the shape of the parameter and in
         its framework. `optimizer` has what the optimizer keeps, and for half types their float32 copy ("master"). With
-        feedback, "feedback" has what the messages of all ranks have lost.
+        feedback, "feedback" has what the messages of all ranks have lost, and the ranks of `replicas` call it too.
         Between two steps only: gradients are not part of it. With `rank0_only`, other ranks than 0 get an empty dict.
         """
         self._check_open()
