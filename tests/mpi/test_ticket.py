@@ -299,7 +299,7 @@ def test_a_wait_does_not_spin_on_news_of_another_call(own, monkeypatch):
         sleep(0.05)
     engine().library.news = ENDED
     assert fompi.all_reduce(x, comm=own).tolist() == [own.size] * 3
-    assert len(drives) < 100  # thousands if each one returns at once
+    assert len(drives) < 2500  # at most one in 20 us; tens of thousands if each one returns at once
 
 
 def test_calls_between_started_ones(own):
