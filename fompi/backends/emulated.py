@@ -92,7 +92,7 @@ class Emulated:
         return self._host.empty(arena, shape, dtype, place, aligned)
 
     def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
-        if kernel in (*kernels.ENCODE, *kernels.DECODE, *kernels.DECODE_ADD):
+        if kernel in kernels.OF_WIRES:
             raise DeviceError("an emulated accelerator computes corners only, so its messages cannot have a wire=")
         count = len(reads) - kernels.find(kernel).whole
         read_corners = [corner(a, whole=i >= count) for i, a in enumerate(reads)]

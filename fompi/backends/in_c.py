@@ -28,7 +28,7 @@ HALF_DTYPES = {"bfloat16": 3, "float16": 10}
 """Half types. Sums of them may be kept in float32: the flags of the kernel say which operands are."""
 
 
-OF_WIRES = (6, ENCODE), (7, DECODE), (8, DECODE_ADD)
+WIRE_KERNELS = (6, ENCODE), (7, DECODE), (8, DECODE_ADD)
 """The kernels of wires. Their dtype is the number of the wire, their flags are the dtypes of operands and result."""
 
 WIRE_NUMBERS = {name: number for number, name in enumerate(WIRES)}
@@ -48,7 +48,7 @@ class KernelInC(NamedTuple):
 
 def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> KernelInC | None:
     """The kernel for operands and a result of these dtypes. None: C has none."""
-    for kernel, wires in OF_WIRES:
+    for kernel, wires in WIRE_KERNELS:
         if name in wires:
             wide = [WIRE_DTYPES[d] for d in (*reads, *reads[: 2 - len(reads)], *writes)]
             return KernelInC(kernel, WIRE_NUMBERS[wires[name]], 1, wide[0] | wide[1] << 4 | wide[2] << 8)

@@ -23,7 +23,7 @@ from fompi.backends.half import narrow, storage, widen
 from fompi.base.doors import DOORS
 from fompi.base.layout import HALF
 from fompi.plans.dependencies import divisor
-from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, MOVES, find
+from fompi.plans.kernels import MOVES, OF_WIRES, find
 
 Array = np.ndarray[Any, Any]
 Arrays = Sequence[Array]
@@ -85,7 +85,7 @@ class Numpy:
             compiled = compiled or _compiled(kernel, reads, writes, (*read_dtypes, *write_dtypes))
         if compiled is not None:
             return compiled
-        if kernel in _OF_WIRES:
+        if kernel in OF_WIRES:
             return wires.bound(kernel, [*reads, *writes], [*read_dtypes, *write_dtypes])
         count = divisor(kernel)
         compute = _KERNELS[kernel] if count is None else partial(_mean, count)
@@ -93,8 +93,6 @@ class Numpy:
             return partial(compute, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
         return partial(_half, compute, kernel, reads, writes, read_dtypes, write_dtypes)
 
-
-_OF_WIRES = frozenset((*ENCODE, *DECODE, *DECODE_ADD))
 
 LARGE = 1 << 18
 """Elements. Larger arrays use compiled code: for smaller ones it does not repay the second that Numba takes to load."""

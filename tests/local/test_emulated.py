@@ -12,9 +12,8 @@ from fompi.backends import emulated
 from fompi.backends.emulated import CORNER, Emulated, corner
 from fompi.base.errors import DeviceError
 from fompi.model.machine import Machine
-from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, KERNELS
+from fompi.plans.kernels import KERNELS, OF_WIRES
 
-OF_WIRES = {*ENCODE, *DECODE, *DECODE_ADD}
 ROWS, BATCH, K, N = 5, 2, 6, 7
 SHAPES = {
     "copy": ([(ROWS, K)], [(ROWS, K)]),
