@@ -13,8 +13,8 @@ CAUSES = {
     "time limit": r"STEP \d+\.0 ON n1 CANCELLED AT [-\d:T]+ DUE TO TIME LIMIT",
     "kill": r"srun: error: n2: task(s 2-| )3: Killed",  # with PMIx, Slurm may kill task 2 before srun hears of task 3
 }
-RANKS = r"srun: error: n2: tasks? [23].*: (Terminated|Killed)"
-"""Slurm's words for the ranks that it has ended. A killed rank is among them."""
+RANKS = r"srun: error: n2: tasks? [23].*: (Terminated|Killed|Exited with exit code \d+)"
+"""Slurm's words for ranks that are gone. A rank that sees its peers of n1 die first is ended by MPI, with a code."""
 
 
 def start(cluster, mpi, how):
