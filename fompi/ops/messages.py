@@ -13,12 +13,14 @@ import functools
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from inspect import signature
+from inspect import Parameter, signature
+from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fompi.backends import wires
 from fompi.backends.half import storage
 from fompi.base.errors import (
     DtypeError,
@@ -31,6 +33,7 @@ from fompi.base.errors import (
     in_words,
 )
 from fompi.base.layout import Extents, integer
+from fompi.base.wires import WIRES, wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import Task
@@ -50,7 +53,7 @@ Array = np.ndarray[Any, Any]
 MOST_TAG = (1 << MESSAGE_BITS - 1) - 2
 """The largest tag of a message: tag t has the tags 2 t + 2 and 2 t + 3 of MPI. Strategies use this one."""
 
-_HEADER = struct.Struct("<iiq24s")  # 1 if refused, dimensions, bytes of the data or of the refusal, dtype
+_HEADER = struct.Struct("<iiq24s")  # 1 if refused, dimensions, bytes of the data or of the refusal, dtype as it travels
 _SIZE = struct.Struct("<q")
 
 _NUMPY = dlpack.borrow(np.empty(0))
@@ -175,6 +178,47 @@ def header_of(dtype: str, shape: Sequence[int], nbytes: int) -> bytes:
     return _HEADER.pack(0, len(shape), nbytes, dtype.encode()) + b"".join(map(_SIZE.pack, shape))
 
 
+def _shape_in(header: bytes | bytearray) -> tuple[int, ...]:
+    """The shape that a header says."""
+    return struct.unpack_from(f"<{_HEADER.unpack_from(header)[1]}q", header, _HEADER.size)
+
+
+class Coded(NamedTuple):
+    """A tensor as a message with a wire carries it: one block of bytes. `dtype` is <wire>/<dtype of the tensor>."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    array: Array
+    device: None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, wire: str) -> Coded:
+        if tensor.device is not None:
+            raise DtypeError(f"wire={wire!r} takes tensors on the host only")
+        array = np.ascontiguousarray(tensor.array).reshape(-1)
+        block = np.empty(WIRES[wire].nbytes(array.size), np.uint8)
+        wires.bound(f"encode_{wire}", [array, block], [tensor.dtype, "uint8"])()
+        return cls(f"{wire}/{tensor.dtype}", tensor.array.shape, block)
+
+
+def memory_for(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> Array:
+    """New memory for a message: an array of this shape, or the bytes of its block."""
+    wire, _, elements = dtype.rpartition("/")
+    if wire:
+        shape, elements = (WIRES[wire].nbytes(prod(shape)),), "uint8"
+    array: Array = comm.engine.arena.take(shape, storage(elements))
+    return array
+
+
+def decoded(comm: Communicator, array: Array, dtype: str, shape: tuple[int, ...]) -> tuple[Array, str]:
+    """(the elements of what has arrived, their dtype)"""
+    wire, _, elements = dtype.rpartition("/")
+    if wire:
+        block, array = array, comm.engine.arena.take(shape, storage(elements))
+        wires.bound(f"decode_{wire}", [block, array.reshape(-1)], ["uint8", elements])()
+    return array, elements
+
+
 class PlainForm(NamedTuple):
     """What a message says of its tensor."""
 
@@ -183,9 +227,19 @@ class PlainForm(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> PlainForm:
-        array = tensor.array
-        return cls(tensor.dtype, header_of(tensor.dtype, array.shape, array.nbytes), array.nbytes)
+    def of(cls, tensor: Tensor | Coded) -> PlainForm:
+        nbytes = tensor.array.nbytes
+        return cls(tensor.dtype, header_of(tensor.dtype, _shape_of(tensor), nbytes), nbytes)
+
+
+def _elements(dtype: str) -> str:
+    """The dtype of the tensor of a message."""
+    return dtype.rpartition("/")[2]
+
+
+def _shape_of(tensor: Tensor | Coded) -> tuple[int, ...]:
+    shape: tuple[int, ...] = tensor.shape if isinstance(tensor, Coded) else tensor.array.shape
+    return shape
 
 
 class PlainMemory(NamedTuple):
@@ -197,7 +251,7 @@ class PlainMemory(NamedTuple):
     form: PlainForm
     address: int
     held: Any
-    borrow: Callable[[], Tensor | None]
+    borrow: Callable[[], Tensor | Coded | None]
 
 
 class Sending(_Message):
@@ -206,16 +260,20 @@ class Sending(_Message):
     verb = "receive"
     is_held = False  # True: its data waits for its turn (`fompi.engine.port`)
 
-    def __init__(self, comm: Communicator, dest: int, tag: int, tensor: Tensor | None, refusal: Exception | None):
+    def __init__(
+        self, comm: Communicator, dest: int, tag: int, tensor: Tensor | Coded | None, refusal: Exception | None
+    ):
         super().__init__(comm, dest, tag)
         if tensor is None or refusal is not None:
             data = in_words(refusal or TensorError("no tensor")).encode()[: EAGER_NBYTES - _HEADER.size]
             self.header, self.data = _HEADER.pack(1, 0, len(data), b"") + data, np.empty(0, np.uint8)
             return
-        array = tensor.array if tensor.device is None else tensor.array.get()
+        array: Any = tensor.array
+        if tensor.device is not None:
+            array = array.get()
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.nbytes = flat.nbytes
-        self.header, self.data = header_of(tensor.dtype, array.shape, flat.nbytes), flat
+        self.header, self.data = header_of(tensor.dtype, _shape_of(tensor), flat.nbytes), flat
         if len(self.header) + flat.nbytes <= EAGER_NBYTES:
             self.header, self.data = self.header + flat.tobytes(), flat[:0]
 
@@ -257,6 +315,7 @@ class Receiving(_Message):
     def __init__(self, comm: Communicator, source: int, tag: int, out: Tensor | None):
         super().__init__(comm, source, tag)
         self.out, self.dtype, self.inbox = out, "", bytearray(EAGER_NBYTES)
+        self.shape: tuple[int, ...] = ()
         self.array: Any = None
 
     def start(self) -> None:
@@ -311,33 +370,34 @@ class Receiving(_Message):
             words = bytes(self.inbox[at : at + nbytes]).decode(errors="replace")
             self.error = MismatchError(f"{self._what()}: rank {self.peer} refuses to send it: {words}")
             return None
-        shape = struct.unpack_from(f"<{ndim}q", self.inbox, _HEADER.size)
+        self.shape = _shape_in(self.inbox)
         self.dtype = dtype.rstrip(b"\0").decode()
-        self.comm.mail.last[self.peer, self.tag] = self.dtype, shape
-        self.array, self.nbytes = self._memory(shape), nbytes
+        self.comm.mail.last[self.peer, self.tag] = self.dtype, self.shape
+        self.array, self.nbytes = self._memory(), nbytes
         flat = memoryview(self.array.reshape(-1).view(np.uint8))
         if at + nbytes <= EAGER_NBYTES:
             flat[:] = self.inbox[at : at + nbytes]
             return None
         return flat
 
-    def _memory(self, shape: tuple[int, ...]) -> Array:
+    def _memory(self) -> Array:
         out = self.out
-        if out is not None and (out.dtype, out.array.shape) != (self.dtype, shape):
-            kind = ShapeError if out.array.shape != shape else DtypeError
-            given = f"out= is {out.dtype} {out.array.shape}"
-            self.error = kind(f"{self._what()}: {given}, but rank {self.peer} sends {self.dtype} {shape}")
-        elif out is not None and out.device is None and out.array.flags.c_contiguous:
-            return out.array
-        array: Array = self.comm.engine.arena.take(shape, storage(self.dtype))
-        return array
+        if out is not None:
+            form = _elements(self.dtype), self.shape
+            if (out.dtype, out.array.shape) != form:
+                kind = ShapeError if out.array.shape != self.shape else DtypeError
+                given = f"out= is {out.dtype} {out.array.shape}"
+                self.error = kind(f"{self._what()}: {given}, but rank {self.peer} sends {form[0]} {self.shape}")
+            elif out.device is None and out.array.flags.c_contiguous and self.dtype == out.dtype:
+                return out.array
+        return memory_for(self.comm, self.dtype, self.shape)
 
     def _what(self) -> str:
         return f"recv on rank {self.comm.rank} of the message with tag {self.tag} from rank {self.peer}"
 
     def result(self, like: Tensor) -> Any:
         """The array as a tensor of the framework of `like`, or `out`."""
-        return _result(self.array, self.dtype, self.out, like)
+        return _result(*decoded(self.comm, self.array, self.dtype, self.shape), self.out, like)
 
 
 def _result(array: Any, dtype: str, out: Tensor | None, like: Tensor) -> Any:
@@ -375,26 +435,35 @@ class Transfer:
     _out: Tensor | None = None
     _sending: Any = None  # Sending, or a call in C, then Delivered
     _receiving: Any = None  # Receiving, or the same
-    _received: tuple[Any, str] = (None, "")  # the array to which C receives, and the dtype
+    _received: tuple[Any, str, tuple[int, ...]] = (None, "", ())  # to which C receives: the array, and what it holds
     _owner: Any = None  # the tensor of the program that has its memory, if no array has
 
-    def __init__(self, name: str, arguments: Arguments, comm: Any, refusal: Exception | None, waits: bool = False):
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        comm: Any,
+        wire: str | None,
+        refusal: Exception | None,
+        waits: bool = False,
+    ):
         communicator, wrong = communicator_of(comm)
         self._name, self._comm, self._peers = name, communicator, arguments.peers or Peers()
         self._x: Tensor | None = None
+        self._sent: Tensor | Coded | None = None  # x as it travels
         self._like = _NUMPY
         dest, source, tag = _checked(name, self._peers, communicator)
         refusal = wrong or refusal
         try:
             if refusal is None:
-                self._take(arguments, source)
+                self._take(arguments, wire if dest is not None else None)
         except Exception as error:
             refusal = error
         self._refusal = refusal
         with communicator.engine.lock:
             begun: list[Any] = []
             if dest is not None and not self._sends_in_c(dest, tag):
-                self._sending = Sending(communicator, dest, tag, self._x, refusal)
+                self._sending = Sending(communicator, dest, tag, self._sent, refusal)
                 begun.append(self._sending)
             if source is not None and not self._receives_in_c(source, tag, waits):
                 self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
@@ -424,10 +493,12 @@ class Transfer:
         """True once its messages are through, without an error. Progresses nothing."""
         return all(task.finished and task.error is None for task in self._tasks)
 
-    def _take(self, arguments: Arguments, source: int | None) -> None:
+    def _take(self, arguments: Arguments, wire: str | None) -> None:
         """Borrow the tensors of the call."""
         if self._name != "recv":
-            self._x = self._like = dlpack.borrow(arguments.x)
+            self._x = self._sent = self._like = x = dlpack.borrow(arguments.x)
+            if wire is not None and (known := wire_of(wire, x.dtype)):
+                self._sent = Coded.of(x, known)
         elif arguments.peers is not None and arguments.peers.like is not None:
             self._like = dlpack.borrow(arguments.peers.like, "like")
         if arguments.out is not None:
@@ -439,7 +510,7 @@ class Transfer:
 
     def _sends_in_c(self, dest: int, tag: int) -> bool:
         """Send in C. False: nothing has begun."""
-        x = self._x
+        x = self._sent
         if self._refusal is not None or x is None or x.device is not None or not x.array.flags.c_contiguous:
             return False
         plain = PlainMemory(PlainForm.of(x), address_of(x.array), x.array, lambda: x)
@@ -450,23 +521,24 @@ class Transfer:
         comm, out = self._comm, self._out
         if self._refusal is not None:
             return False
-        if out is None:
-            known = mail_of(comm).last.get((source, tag))
-        else:
-            is_plain = out.device is None and out.array.flags.c_contiguous
-            known = (out.dtype, out.array.shape) if is_plain else None
+        known = mail_of(comm).last.get((source, tag))
+        if out is not None and (known is None or (_elements(known[0]), known[1]) != (out.dtype, out.array.shape)):
+            known = out.dtype, out.array.shape
         if known is None:
             return False
         dtype, shape = known
+        is_direct = out is not None and dtype == out.dtype
+        if is_direct and (out.device is not None or not out.array.flags.c_contiguous):  # type: ignore[union-attr]
+            return False
         try:
-            array = comm.engine.arena.take(shape, storage(dtype)) if out is None else out.array
+            array = out.array if is_direct else memory_for(comm, dtype, shape)  # type: ignore[union-attr]
         except MemoryError:
             return False
         form = PlainForm(dtype, header_of(dtype, shape, array.nbytes), array.nbytes)
         plain = PlainMemory(form, address_of(array), array, lambda: out)
         if not self._begins_in_c(False, source, tag, plain, waits):
             return False
-        self._received = array, dtype
+        self._received = array, dtype, shape
         return True
 
     def _begins_in_c(self, sends: bool, peer: int, tag: int, plain: PlainMemory, waits: bool = False) -> bool:
@@ -488,10 +560,11 @@ class Transfer:
                 mail.opened(peer, tag)
 
         def take_over(packet: Any) -> Task:
-            message: Any = Sending(comm, peer, tag, borrow(), None) if sends else Receiving(comm, peer, tag, borrow())
+            tensor: Any = borrow()
+            message: Any = Sending(comm, peer, tag, tensor, None) if sends else Receiving(comm, peer, tag, tensor)
             self._set(sends, message)
             if not sends:
-                message.dtype = dtype
+                message.dtype, message.shape = dtype, _shape_in(header)
             try:
                 message.take_over(stamp, packet.call, (packet, held))
             except Exception as error:  # MPI has failed
@@ -592,7 +665,7 @@ class Transfer:
         if isinstance(self._receiving, Delivered):
             if self._owner is not None:
                 return self._owner
-            return _result(*self._received, self._out, self._like)
+            return _result(*decoded(self._comm, *self._received), self._out, self._like)
         if self._receiving is not None:
             return self._receiving.result(self._like)
         return _zeros_like(self._x) if self._name == "sendrecv" and self._x is not None else None
@@ -639,27 +712,32 @@ class Messenger(Operation[Any]):
     def __init__(self, arguments: Callable[..., Arguments]):
         functools.update_wrapper(self, arguments)
         self.name, self._arguments = arguments.__name__, arguments
-        self.__signature__ = signature(arguments)
+        own = signature(arguments)
+        if self.name != "recv":
+            wire = Parameter("wire", Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+            own = own.replace(parameters=[*own.parameters.values(), wire])
+        self.__signature__ = own
 
     def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
         comm = options.pop("comm", None)
-        return self._arguments(*args, **options), comm, CallOptions()
+        how = CallOptions(wire=options.pop("wire", None)) if self.name != "recv" else CallOptions()
+        return self._arguments(*args, **options), comm, how
 
     def refuse(self, error: Exception, comm: Any) -> None:
         raise error
 
     def begin(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
-        return self._begin(arguments, comm, call_options)
+        return self._transfer(arguments, comm, call_options)
 
     def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
-        return self._begin(arguments, comm, call_options, waits=True).wait()
+        return self._transfer(arguments, comm, call_options, waits=True).wait()
 
-    def _begin(self, arguments: Arguments, comm: Any, *how: Any, waits: bool = False) -> Any:
+    def _transfer(self, arguments: Arguments, comm: Any, call_options: CallOptions, waits: bool = False) -> Transfer:
         refusal = None
         if dlpack.requires_grad(arguments.x):
             instead = "call fompi.sendrecv(...)" if self.name == "sendrecv" else "use fompi.sendrecv"
             refusal = TensorError(f"fompi.{self.name} has no gradient here: {instead}, or pass x.detach()")
-        return Transfer(self.name, arguments, comm, refusal, waits)
+        return Transfer(self.name, arguments, comm, call_options.wire, refusal, waits)
 
     def is_differentiable(self, arguments: Arguments) -> bool:
         return self.name == "sendrecv" and super().is_differentiable(arguments)
@@ -671,6 +749,9 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> Arguments:
 
     x has any shape and dtype. It may be strided. Only this rank and `dest` take part, and rank `dest` calls
     `fompi.recv(source, tag=tag)`. Messages with one tag between two ranks arrive in the order in which they were sent.
+
+    `wire` is the form in which the message carries the elements (`fompi.base.wires`). The receiver reads it from the
+    message.
 
     Returns None once x may be written again. That may be after `dest` has received it: use `send.start` or `sendrecv`
     where two ranks send to each other.
@@ -702,8 +783,10 @@ def sendrecv(
 
     Both at once, so that a ring of ranks does not wait for itself. x has any shape and dtype. y has those of the tensor
     that rank `source` sends, and the framework of x. None is no rank: the ends of a line have one neighbour only.
+    `wire` is the form in which the message of this rank carries the elements (`fompi.base.wires`).
 
-    It has a gradient: the backward is `sendrecv(dy, source, dest)`. All ranks of a ring or line must run it.
+    It has a gradient: the backward is `sendrecv(dy, source, dest)`, with the same wire. All ranks of a ring or line
+    must run it.
     Raises the errors of `send` and `recv`.
     """
     return Arguments(x, out=out, peers=Peers(dest, source, tag))

@@ -134,19 +134,26 @@ def _of_section(pending: Any) -> Any:
     return pending
 
 
+def in_words(wire: str | None) -> str:
+    """The wire in the text that the ranks compare."""
+    return "" if wire is None else f", {wire=}"
+
+
 def same_bits(comm: Communicator) -> str:
     """A schedule in which fompi sums: all ranks get the same bits, so that what they hold alike stays alike."""
     return "ring" if comm.network else "direct"
 
 
-def start_sum(array: Array, dtype: str, comm: Communicator) -> Pending:
+def start_sum(array: Array, dtype: str, comm: Communicator, wire: str | None = None) -> Pending:
     """The sum over all ranks of what they hold alike, in flight. All ranks get the same bits."""
-    return start(all_reduce, array, dtype=dtype, comm=comm, schedule=same_bits(comm))
+    return start(all_reduce, array, dtype=dtype, comm=comm, schedule=same_bits(comm), wire=wire)
 
 
-def transfer(array: Array, dest: int | None, source: int | None, dtype: str, comm: Communicator) -> Any:
+def transfer(
+    array: Array, dest: int | None, source: int | None, dtype: str, comm: Communicator, wire: str | None
+) -> Any:
     """`array` travels to rank `dest`, and one of rank `source` comes: in flight. Its tag is that of all strategies."""
-    return start(sendrecv, array, dest=dest, source=source, tag=MOST_TAG, dtype=dtype, comm=comm)
+    return start(sendrecv, array, dest=dest, source=source, tag=MOST_TAG, dtype=dtype, comm=comm, wire=wire)
 
 
 def arrived(pending: Pending) -> Any:
@@ -193,7 +200,7 @@ def enter_backward(name: str, saved: Any, dy: Any) -> Array:
 
 def keywords_of(saved: Any) -> dict[str, Any]:
     """The keywords of an operation of the backward."""
-    return {"dtype": saved.dtype, "comm": saved.comm}
+    return {"dtype": saved.dtype, "comm": saved.comm, "wire": saved.wire}
 
 
 def as_rows(a: Array) -> Array:

@@ -94,16 +94,18 @@ def check_widths(first: str, second: str, a: tuple[int, ...], b: tuple[int, ...]
 class Exchange:
     """The chosen rows of one micro-batch, expert by expert: which of them travel, and which rows arrive for them.
 
-    With `apart`, the rows for experts of this rank do not travel. Collective: the ranks exchange the counts.
+    With `apart`, the rows for experts of this rank do not travel. Messages carry rows in the form of `wire`.
+    Collective: the ranks exchange the counts.
     """
 
-    def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool):
+    def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool, wire: str | None = None):
         experts = choice.probabilities.shape[1]
         mine = experts_of(comm.rank, comm.size, experts)
         token, slot = np.nonzero(choice.kept[rows.start : rows.stop])
         token += rows.start
         expert = choice.experts[token, slot]
         order = np.argsort(expert, kind="stable")
+        self.wire = wire
         self.comm, self.token, self.slot, expert = comm, token[order], slot[order], expert[order]
         self.run = slice(rows.start, rows.stop)
         stays = (expert >= mine.start) & (expert < mine.stop) if apart else np.zeros(len(expert), bool)
@@ -128,7 +130,8 @@ class Exchange:
 
     def go(self, values: Array, dtype: str) -> Any:
         """Send the values of the rows that travel (`away`) to their experts: to one rank after the other."""
-        return start(all_to_all, values, counts=self.send, dtype=dtype, comm=self.comm, schedule="pairwise")
+        how: dict[str, Any] = {"dtype": dtype, "comm": self.comm, "wire": self.wire}
+        return start(all_to_all, values, counts=self.send, schedule="pairwise", **how)
 
     def came(self, pending: Any) -> Array:
         """The values that have arrived, expert by expert."""
@@ -139,7 +142,8 @@ class Exchange:
         """Send values, which stand expert by expert, to where their rows came from."""
         home = np.empty_like(values)
         home[self.order] = values
-        return start(all_to_all, home, counts=self.receive, dtype=dtype, comm=self.comm)
+        how: dict[str, Any] = {"dtype": dtype, "comm": self.comm, "wire": self.wire}
+        return start(all_to_all, home, counts=self.receive, **how)
 
     def answer(self, source: int, values: Array, dtype: str) -> Any:
         """Send the values of the rows that came from `source` back, and receive those of the opposite rank.
@@ -147,8 +151,8 @@ class Exchange:
         `source` is d ranks before this one, and the opposite rank is d ranks behind it. Returns what `answered` takes.
         """
         behind = (2 * self.comm.rank - source) % self.comm.size
-        dest = source if self.receive[source] else None
-        return behind, transfer(values, dest, behind if self.send[behind] else None, dtype, self.comm)
+        there, here = source if self.receive[source] else None, behind if self.send[behind] else None
+        return behind, transfer(values, there, here, dtype, self.comm, self.wire)
 
     def answered(self, answer: Any, into: Array) -> None:
         """Wait for such values, and write them to the rows of `into` that they belong to."""

@@ -26,9 +26,21 @@ import numpy as np
 from fompi.backends.half import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, offsets, split
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.parallel.activations import activate, activate_backward
-from fompi.parallel.arrays import Array, arrived, arrived_from, borrow, enter, enter_backward, give, product, start_sum
+from fompi.parallel.arrays import (
+    Array,
+    arrived,
+    arrived_from,
+    borrow,
+    enter,
+    enter_backward,
+    give,
+    in_words,
+    product,
+    start_sum,
+)
 from fompi.parallel.choices import (
     POLICIES,
     Choice,
@@ -74,6 +86,7 @@ class Moe:
     comm: Communicator
     activation: str
     choice: Choice
+    wire: str | None = None
     parts: list[MicroBatch] = field(default_factory=list)
     shared_z: Array | None = None
     shape: tuple[int, ...] = ()
@@ -98,7 +111,7 @@ class MicroBatch:
     """One micro-batch of a layer."""
 
     def __init__(self, layer: Moe, rows: range):
-        self.layer, self.exchange = layer, Exchange(layer.choice, rows, layer.comm, apart=True)
+        self.layer, self.exchange = layer, Exchange(layer.choice, rows, layer.comm, apart=True, wire=layer.wire)
         self.halves = [(self.exchange.here[at], counts) for at, counts in halves(self.exchange.own)]
         self.batches: list[Batch] = []  # the first half of the own rows, the rows of each source, the other half
 
@@ -179,6 +192,7 @@ def _moe(
     capacity_factor: float | None = None,
     policy: str = "probs",
     microbatches: int = 1,
+    wire: str | None = None,
 ) -> tuple[Any, Moe]:
     """y[i] = sum(weight[i, e] * (activation(x[i] @ w1[e]) @ w2[e]) for e in the k best experts of x[i] @ router)
 
@@ -191,6 +205,7 @@ def _moe(
     lower expert. With `capacity_factor`, an expert keeps ceil(capacity_factor * k * rows / experts) rows of each rank:
     those with the greatest weights (policy "probs"), or the first ones ("position"). The others are dropped: they add
     nothing to y. Without it, no row is dropped. `saved.tokens_per_expert` and `saved.dropped` count for all ranks.
+    `wire` is the form in which messages carry rows, forward and backward (`fompi.base.wires`).
 
     Raises ShapeError, DtypeError, LayoutError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
@@ -202,12 +217,14 @@ def _moe(
         if not is_positive(microbatches):
             raise LayoutError(f"microbatches={microbatches!r} must be an integer > 0")
         text += f", n={weights[1].array.shape[2]}, {activation}, microbatches={int(microbatches)}"
+        wire_of(wire, tx.dtype)
+        text += in_words(wire)
         text += ", no shared expert" if both is None else f", shared f={both[0].array.shape[1]}"
         return text, 0, (tx, tr, *weights, both)
 
     group, (tx, tr, t1, t2, both), _ = enter("moe", comm, check)
     choice = chosen(tx, tr, k, normalize, capacity_factor, policy)
-    layer = Moe(tx, tr, t1, t2, both, group, activation, choice)
+    layer = Moe(tx, tr, t1, t2, both, group, activation, choice, wire)
     counting = start_count(choice, group)
     ends = offsets(split(len(tx.array), int(microbatches)))
     layer.parts = [MicroBatch(layer, range(a, b)) for a, b in pairwise(ends)]

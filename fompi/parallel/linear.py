@@ -11,6 +11,7 @@ import numpy as np
 from fompi.backends.half import narrow, widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import accumulator
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import (
     all_gather_matmul,
@@ -32,6 +33,7 @@ from fompi.parallel.arrays import (
     enter,
     enter_backward,
     give,
+    in_words,
     keywords_of,
     lent,
     product,
@@ -57,6 +59,7 @@ class Linear:
     counts: Sequence[int]  # the rows of each rank
     shape: tuple[int, ...]  # of y
     activation: str = "none"
+    wire: str | None = None
     z: Array | None = None  # y before the activation
 
     @property
@@ -72,6 +75,7 @@ def _column(
     activation: str = "none",
     comm: Any = None,
     sequence_parallel: bool = True,
+    wire: str | None = None,
 ) -> tuple[Any, Linear]:
     """y = activation(all_gather(x) @ w + bias)
 
@@ -81,6 +85,7 @@ def _column(
 
     With `sequence_parallel=False` x is (all rows, ..., k), Replicate. Nothing is sent then: the gradient of x is that
     of this rank's copy. The sum over the ranks is that of `all_reduce`, or of the `row_parallel_linear` that made x.
+    `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`).
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -88,6 +93,7 @@ def _column(
         tensors = _linear_tensors(x, w, bias)
         if activation not in ACTIVATIONS:
             raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        wire_of(wire, tensors[0].dtype)
         if activation == "swiglu" and tensors[1].array.shape[1] % 2:
             raise ShapeError(f"swiglu halves the features: w has {tensors[1].array.shape[1]} columns, an odd number")
         return f"of column_parallel_linear, {activation}", tensors
@@ -96,19 +102,21 @@ def _column(
     if sequence_parallel:
         group, text, (tx, tw, tb) = admit(all_gather_matmul, comm, check)
         added = None if tb is None else tb.array
-        pending = begin(all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
+        how = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire}
+        pending = begin(all_gather_matmul, text, tx.array, tw.array, **how)
         z, dtype, counts = arrived(pending), tx.dtype, pending.counts
     else:  # nothing is sent, so the ranks agree here
 
         def check_all(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
             text, tensors = check(comm)
-            return f"{text}, {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}", 0, tensors
+            text += f", {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}"
+            return text + in_words(wire), 0, tensors
 
         group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
         dtype = tx.dtype
         wide = product(widen(tx.array, dtype), widen(tw.array, dtype))
         z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
-    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
+    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation, wire)
     if activation == "none":
         return dlpack.lend(z, dtype, tx), saved
     saved.z = z
@@ -169,6 +177,7 @@ def _row(
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
+    wire: str | None = None,
 ) -> tuple[Any, Linear]:
     """y = reduce_scatter(x @ w, counts) + bias
 
@@ -176,7 +185,8 @@ def _row(
     or None; its gradient is summed over the ranks. y: (rows of this rank, ..., n), Shard(0). `counts` is the number of
     rows that each rank keeps, by default as even as possible.
 
-    With `sequence_parallel=False` y = all_reduce(x @ w) + bias has all rows, Replicate.
+    With `sequence_parallel=False` y = all_reduce(x @ w) + bias has all rows, Replicate. `wire` is the form in which
+    messages carry elements, forward and backward (`fompi.base.wires`); the gradient of the bias travels as it is.
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -184,6 +194,7 @@ def _row(
 
     def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
         tensors = _linear_tensors(x, w, bias)
+        wire_of(wire, tensors[0].dtype)
         rows = len(tensors[0].array)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
@@ -191,13 +202,15 @@ def _row(
         return "of row_parallel_linear", (*tensors, kept)
 
     group, text, (tx, tw, tb, kept) = admit(operation, comm, check)
-    options: dict[str, Any] = {"bias": None if tb is None else tb.array, "dtype": tx.dtype, "comm": group}
+    added = None if tb is None else tb.array
+    options: dict[str, Any] = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire}
     if sequence_parallel:
         options["counts"] = kept
     else:  # all ranks hold y
         options["schedule"] = same_bits(group)
     y = arrived(begin(operation, text, tx.array, tw.array, **options))
-    return dlpack.lend(y, tx.dtype, tx), Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape)
+    saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape, wire=wire)
+    return dlpack.lend(y, tx.dtype, tx), saved
 
 
 def _row_dy(saved: Linear, dy: Any) -> Array:

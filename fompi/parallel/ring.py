@@ -33,55 +33,60 @@ class RingStep:
     reads: list[int]
 
 
-def _shift(array: Array, dtype: str, comm: Communicator) -> Any:
-    """The array travels to the next rank, and that of the rank before comes."""
-    return transfer(array, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, dtype, comm)
+@dataclass(frozen=True)
+class Ring:
+    """The ranks round which keys and values of `dtype` go, with messages of the wire."""
 
+    rule: Rule
+    dtype: str
+    comm: Communicator
+    wire: str | None = None
 
-def _circle(k: Array, v: Array, dtype: str, comm: Communicator) -> Iterator[tuple[int, Array, Array]]:
-    """(source, keys, values) of each rank in turn, this one first. The next block travels while one is used."""
-    block, width = np.concatenate([k, v], 2), k.shape[2]
-    for step in range(comm.size):
-        travels = _shift(block, dtype, comm) if step + 1 < comm.size else None
-        yield (comm.rank - step) % comm.size, block[..., :width], block[..., width:]
+    def _shift(self, array: Array, dtype: str) -> Any:
+        """The array travels to the next rank, and that of the rank before comes."""
+        rank, size = self.comm.rank, self.comm.size
+        return transfer(array, (rank + 1) % size, (rank - 1) % size, dtype, self.comm, self.wire)
+
+    def _circle(self, k: Array, v: Array) -> Iterator[tuple[int, Array, Array]]:
+        """(source, keys, values) of each rank in turn, this one first. The next block travels while one is used."""
+        block, width, comm = np.concatenate([k, v], 2), k.shape[2], self.comm
+        for step in range(comm.size):
+            travels = self._shift(block, self.dtype) if step + 1 < comm.size else None
+            yield (comm.rank - step) % comm.size, block[..., :width], block[..., width:]
+            if travels is not None:
+                block = arrived(travels)
+
+    def run(self, q: Array, k: Array, v: Array, at: list[Array], reads: list[int]) -> tuple[Array, RingStep]:
+        """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
+        dtype, here = self.dtype, at[self.comm.rank]
+        mine, o, lse = widen(q, dtype), None, None
+        for source, key, value in self._circle(k, v):
+            part = attend(mine, widen(key, dtype), widen(value, dtype), reads, here, at[source], self.rule)
+            if o is None or lse is None:
+                o, lse = part
+            else:
+                merge(o, lse, *part)
+        assert o is not None and lse is not None
+        o = narrow(o, dtype)
+        return o, RingStep(q, k, v, o, lse, at, reads)
+
+    def backward(self, step: RingStep, do: Array) -> tuple[Array, Array, Array]:
+        """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own."""
+        dtype, at = self.dtype, step.at
+        q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
+        dq, width, here = np.zeros_like(q), step.k.shape[2], at[self.comm.rank]
+        travels = None
+        for source, key, value in self._circle(step.k, step.v):
+            k, v = widen(key, dtype), widen(value, dtype)
+            more, dk, dv = attend_backward(q, k, v, o, step.lse, do, step.reads, here, at[source], self.rule)
+            dq += more
+            if travels is None:
+                total = np.concatenate([dk, dv], 2)
+            else:
+                total = arrived(travels)
+                total[..., :width] += dk
+                total[..., width:] += dv
+            travels = self._shift(total, accumulator(dtype)) if self.comm.size > 1 else None
         if travels is not None:
-            block = arrived(travels)
-
-
-def ring_run(
-    q: Array, k: Array, v: Array, at: list[Array], reads: list[int], rule: Rule, dtype: str, comm: Communicator
-) -> tuple[Array, RingStep]:
-    """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
-    mine, o, lse = widen(q, dtype), None, None
-    for source, key, value in _circle(k, v, dtype, comm):
-        part = attend(mine, widen(key, dtype), widen(value, dtype), reads, at[comm.rank], at[source], rule)
-        if o is None or lse is None:
-            o, lse = part
-        else:
-            merge(o, lse, *part)
-    assert o is not None and lse is not None
-    o = narrow(o, dtype)
-    return o, RingStep(q, k, v, o, lse, at, reads)
-
-
-def ring_run_backward(
-    step: RingStep, do: Array, rule: Rule, dtype: str, comm: Communicator
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own."""
-    q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
-    dq, width, wide = np.zeros_like(q), step.k.shape[2], accumulator(dtype)
-    travels = None
-    for source, key, value in _circle(step.k, step.v, dtype, comm):
-        k, v, at = widen(key, dtype), widen(value, dtype), step.at
-        more, dk, dv = attend_backward(q, k, v, o, step.lse, do, step.reads, at[comm.rank], at[source], rule)
-        dq += more
-        if travels is None:
-            total = np.concatenate([dk, dv], 2)
-        else:
             total = arrived(travels)
-            total[..., :width] += dk
-            total[..., width:] += dv
-        travels = _shift(total, wide, comm) if comm.size > 1 else None
-    if travels is not None:
-        total = arrived(travels)
-    return dq, total[..., :width], total[..., width:]
+        return dq, total[..., :width], total[..., width:]

@@ -18,8 +18,19 @@ import numpy as np
 from fompi.backends.half import widen
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, enter_backward, give, start_sum
+from fompi.parallel.arrays import (
+    Array,
+    arrived,
+    borrow,
+    borrow_gradient,
+    enter,
+    enter_backward,
+    give,
+    in_words,
+    start_sum,
+)
 from fompi.parallel.choices import Choice, check_route, choose_backward, chosen, counted, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import Batch, Exchange, check_experts
@@ -36,6 +47,7 @@ class Gate:
     router: Tensor
     choice: Choice
     comm: Communicator
+    wire: str | None
 
 
 @dataclass
@@ -72,16 +84,19 @@ def _gate(
     normalize: bool = True,
     capacity_factor: float | None = None,
     policy: str = "probs",
+    wire: str | None = None,
     into: list[Gate] | None = None,
 ) -> tuple[Any, Gate]:
     """weights = softmax(x @ router)[the k best experts]. `into` gets the Gate too."""
 
     def check(_: Communicator) -> tuple[str, int, tuple[Tensor, Tensor]]:
         tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
+        wire_of(wire, tx.dtype)
+        text += in_words(wire)
         return text, 0, (tx, tr)
 
     group, (tx, tr), _ = enter("route", comm, check)
-    gate = Gate(tx, tr, chosen(tx, tr, k, normalize, capacity_factor, policy), group)
+    gate = Gate(tx, tr, chosen(tx, tr, k, normalize, capacity_factor, policy), group, wire)
     if into is not None:
         into.append(gate)
     return dlpack.lend(gate.choice.weights, accumulator(tx.dtype), tx), gate
@@ -100,7 +115,8 @@ def _gate_backward(saved: Gate, dweights: Any) -> Gradients:
 class _Routing:
     """r = Route(the k best experts of each row, and their weights)
 
-    x: (rows of this rank, h), router: (h, experts), and the keywords are those of `moe`.
+    x: (rows of this rank, h), router: (h, experts), and the keywords are those of `moe`. The `wire` is that
+    of the rows in `dispatch` and `combine`, forward and backward.
 
         r = route(x, router, k=2, comm=ep)
         r, saved = route.forward(x, router, k=2, comm=ep)
@@ -123,7 +139,7 @@ class _Routing:
 
     def _route(self, weights: Any, gate: Gate) -> Route:
         counting = start_count(gate.choice, gate.comm)
-        exchange = Exchange(gate.choice, range(len(gate.choice.kept)), gate.comm, apart=False)
+        exchange = Exchange(gate.choice, range(len(gate.choice.kept)), gate.comm, apart=False, wire=gate.wire)
         exchange.settle()
         return Route(weights, gate.choice, exchange, gate.comm, *counted(counting))
 

@@ -23,6 +23,7 @@ import numpy as np
 from fompi.backends.half import narrow, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, offsets
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import (
     Array,
@@ -32,11 +33,12 @@ from fompi.parallel.arrays import (
     borrow_gradient,
     enter,
     give,
+    in_words,
 )
 from fompi.parallel.attention import Rule, attend, attend_backward, check_heads, merge
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
-from fompi.parallel.ring import ring_run, ring_run_backward
+from fompi.parallel.ring import Ring
 from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
 from fompi.tensors import dlpack
@@ -55,6 +57,7 @@ class Saved:
     rule: Rule
     shape: tuple[int, ...]
     comms: tuple[Communicator, ...]
+    wire: str | None = None
     steps: Any = None
 
     @property
@@ -63,7 +66,7 @@ class Saved:
 
 
 def _check(
-    q: Any, k: Any, v: Any, sharding: Any, rank: int, causal: bool, scale: float | None
+    q: Any, k: Any, v: Any, sharding: Any, rank: int, causal: bool, scale: float | None, wire: str | None
 ) -> tuple[str, int, Saved]:
     """The tensors of this rank, checked, and a text that must be the same on all ranks."""
     tq, tk = borrow(q, "q", None, 3), borrow(k, "k", None, 3)
@@ -80,7 +83,9 @@ def _check(
             "(tokens, key/value heads, d), (tokens, key/value heads, e)"
         )
     text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
-    saved = Saved(tensors, Rule(bool(causal), scale, sharding.cu_seqlens), (len(tq.array), heads, e), ())
+    wire_of(wire, tq.dtype)
+    text += in_words(wire)
+    saved = Saved(tensors, Rule(bool(causal), scale, sharding.cu_seqlens), (len(tq.array), heads, e), (), wire)
     return text, 0, saved
 
 
@@ -126,6 +131,7 @@ def _ring(
     comm: Any = None,
     causal: bool = False,
     scale: float | None = None,
+    wire: str | None = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
@@ -134,26 +140,29 @@ def _ring(
     has. With `causal` a token sees the tokens up to itself. Packed documents of the sharding do not see each other.
     `scale` is d ** -0.5 by default.
 
-    Keys and values go round the ranks; results are merged in float32, or float64 for such tensors.
+    Keys and values go round the ranks; results are merged in float32, or float64 for such tensors. `wire` is the form
+    in which messages carry elements, forward and backward (`fompi.base.wires`): keys and values are rounded alike at
+    each step, their gradients once at each step.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
         check_ranks(sharding, comm.size)
-        return _check(q, k, v, sharding, comm.rank, causal, scale)
+        return _check(q, k, v, sharding, comm.rank, causal, scale, wire)
 
     group, saved, _ = enter("ring_attention", comm, check)
     saved.comms = (group,)
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
     reads = _reads(q.shape[1], k.shape[1])
-    o, saved.steps = ring_run(q, k, v, at, reads, saved.rule, saved.dtype, group)
+    o, saved.steps = Ring(saved.rule, saved.dtype, group, wire).run(q, k, v, at, reads)
     return dlpack.lend(o.copy(), saved.dtype, saved.tensors[0]), saved  # the backward needs o as it is
 
 
 def _ring_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
-    return _give(ring_run_backward(saved.steps, array, saved.rule, saved.dtype, saved.comms[0]), saved)
+    ring = Ring(saved.rule, saved.dtype, saved.comms[0], saved.wire)
+    return _give(ring.backward(saved.steps, array), saved)
 
 
 # -------------------------------------------------------------------------------------------------------- Ulysses
@@ -184,6 +193,7 @@ def _ulysses(
     comm: Any = None,
     causal: bool = False,
     scale: float | None = None,
+    wire: str | None = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
@@ -194,20 +204,21 @@ def _ulysses(
 
     An all-to-all gives each rank all tokens of some heads, as even as possible. The attention begins with the tokens
     that are there. The results of a rank's queries leave as soon as they have seen all keys, those of this rank last.
-    A key/value head is on every rank that has one of its query heads.
+    A key/value head is on every rank that has one of its query heads. `wire` is the form in which messages carry
+    elements, forward and backward (`fompi.base.wires`).
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
         check_ranks(sharding, comm.size)
-        return _check(q, k, v, sharding, comm.rank, causal, scale)
+        return _check(q, k, v, sharding, comm.rank, causal, scale, wire)
 
     group, saved, _ = enter("ulysses_attention", comm, check)
     saved.comms = (group,)
     dtype, rank, (q, k, v) = saved.dtype, group.rank, (tensor.array for tensor in saved.tensors)
-    deal, rows = Deal(q.shape[1], k.shape[1], group), sharding.rows
+    deal, rows = Deal(q.shape[1], k.shape[1], group, wire), sharding.rows
     queries, keys, reads = deal.queries, deal.keys, deal.reads
-    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, group)
+    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, group, wire)
 
     sources = [(rank - d) % group.size for d in range(group.size)]
     ends = offsets(rows[source] for source in sources)
@@ -219,7 +230,7 @@ def _ulysses(
     o = np.empty((ends[-1], heads, v.shape[2]), accumulator(dtype))
     lse = np.empty(o.shape[:2], o.dtype)
     result = np.zeros(saved.shape, o.dtype)
-    returns = Returns(rows, queries, result, dtype, group)
+    returns = Returns(rows, queries, result, dtype, group, wire)
 
     def partial(of: slice, over: slice) -> tuple[Array, Array]:
         q, k, v = (widen(x, dtype) for x in (full_q[of], full_k[over], full_v[over]))
@@ -259,8 +270,8 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
     all_q = np.zeros(tq.array.shape, wide)
     all_kv = np.zeros((*tk.array.shape[:2], dkv.shape[2]), wide)
-    queries = Returns(rows, deal.queries, all_q, dtype, group)
-    keys = Returns(rows, deal.keys, all_kv, sent, group)
+    queries = Returns(rows, deal.queries, all_q, dtype, group, saved.wire)
+    keys = Returns(rows, deal.keys, all_kv, sent, group, saved.wire)
 
     def add(of: slice, over: slice) -> None:
         gradients = attend_backward(q[of], k[over], v[over], o[of], step.lse[of], given[of],
@@ -304,11 +315,12 @@ def _usp(
     ulysses: Any = None,
     causal: bool = False,
     scale: float | None = None,
+    wire: str | None = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     The tensors are those of `ring_attention`. `ring` and `ulysses` are the axes of a mesh: Mesh(ring=..., ulysses=...).
-    The ranks of one place in the ring exchange tokens for heads, and each head goes round the ring.
+    The ranks of one place in the ring exchange tokens for heads, and each head goes round the ring. `wire` is as there.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
     refusal: Exception | None = None
@@ -325,7 +337,7 @@ def _usp(
                 f"the sharding has ring={sharding.ring} and ulysses={sharding.ulysses}, but the axes of the mesh have "
                 f"{around.size} and {across.size} ranks"
             )
-        return _check(q, k, v, sharding, around.rank * across.size + across.rank, causal, scale)
+        return _check(q, k, v, sharding, around.rank * across.size + across.rank, causal, scale, wire)
 
     for name, axis in (("ulysses", ulysses), ("ring", ring)):
         try:  # a refusal of one rank reaches the ranks of its row, and by them all others
@@ -339,17 +351,17 @@ def _usp(
         raise refusal  # type: ignore[misc]
     saved.comms = across, around = (axes[0], axes[1])
     dtype, (q, k, v) = saved.dtype, (tensor.array for tensor in saved.tensors)
-    deal = Deal(q.shape[1], k.shape[1], across)
+    deal = Deal(q.shape[1], k.shape[1], across, wire)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
     queries, keys = deal.queries, deal.keys
-    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across)
+    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across, wire)
     parts = [to_heads.of(rank) for rank in range(across.size)]
     full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = ring_run(full_q, full_k, full_v, at, deal.reads, saved.rule, dtype, around)
+    o, step = Ring(saved.rule, dtype, around, wire).run(full_q, full_k, full_v, at, deal.reads)
     result = np.zeros(saved.shape, accumulator(dtype))
-    return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
+    return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across, wire))
     saved.steps = step, deal, rows
     return give(result, saved.tensors[0]), saved
 
@@ -360,12 +372,12 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
     do = arrived(query_heads(array, deal, dtype))
-    full_dq, dk, dv = ring_run_backward(step, do, saved.rule, dtype, around)
+    full_dq, dk, dv = Ring(saved.rule, dtype, around, saved.wire).backward(step, do)
     dq = np.zeros(tq.array.shape, wide)
     dkv = np.zeros((*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide)
-    return_all(full_dq, Returns(rows, queries, dq, dtype, across))
+    return_all(full_dq, Returns(rows, queries, dq, dtype, across, saved.wire))
     sent = wide if deal.shares else dtype
-    return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across))
+    return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across, saved.wire))
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from fompi.backends.half import narrow, widen
 from fompi.base.errors import ShapeError
 from fompi.base.layout import accumulator, offsets, split
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import (
     all_gather_matmul,
@@ -37,6 +38,7 @@ from fompi.parallel.arrays import (
     call,
     enter,
     enter_backward,
+    in_words,
     keywords_of,
     lent,
     product,
@@ -88,6 +90,7 @@ class Heads:
     o: Array
     lse: Array
     shape: tuple[int, ...]
+    wire: str | None
 
     @property
     def dtype(self) -> str:
@@ -108,6 +111,7 @@ def _attention(
     scale: float | None = None,
     cu_seqlens: Any = None,
     query_split: bool = True,
+    wire: str | None = None,
 ) -> tuple[Any, Heads]:
     """q, k, v = all_gather(x) @ wq, wk, wv; y = reduce_scatter(softmax(scale * q @ k.T) @ v @ wo)
 
@@ -118,7 +122,8 @@ def _attention(
     `scale` is d ** -0.5 by default. `cu_seqlens`: where packed sequences begin, and the end. With `query_split` scores,
     softmax, values and output projection are computed for the queries of one rank after the other, those of this rank
     last. A result leaves for its rank while the next one is computed (CommFuse, arXiv 2604.24013). The gradients of a
-    key/value head that several ranks hold are summed over them.
+    key/value head that several ranks hold are summed over them. `wire` is the form in which messages carry elements,
+    forward and backward (`fompi.base.wires`); the sums over those who hold a head travel as they are.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -137,9 +142,10 @@ def _attention(
                     f"{name} has the shape {tensor.array.shape}, but rank {comm.rank} has {len(mine)} of {heads} query "
                     f"heads and {len(keys)} of {kv_heads} key/value heads: with heads of {d} numbers it must be {shape}"
                 )
+        wire_of(wire, tx.dtype)
         rule = Rule(causal, scale, check_documents(cu_seqlens, None))
         text = f"{tx.dtype}, x (rows, {tx.array.shape[1:]}), n={out}, {heads=}, {kv_heads=}, {causal=}, {scale=}, "
-        text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}"
+        text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}" + in_words(wire)
         text += f", {d} numbers a head" if heads >= comm.size else ""
         return text, len(tx.array), (tx, weights, d, rule)
 
@@ -152,7 +158,7 @@ def _attention(
     mine, keys = heads_of(rank, size, heads, kv_heads)
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
     arrays = [w.array for w in weights]
-    _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
+    _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group, wire=wire)
     q, k, v = (a.reshape(total, batch * len(have), d) for a, have in zip(projected, (mine, keys, keys), strict=True))
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
     at = np.arange(total)
@@ -174,17 +180,18 @@ def _attention(
             term = product(widen(attend_to(first[owner], first[owner + 1]), dtype), wo_wide)
             if owner != rank:
                 there, here = owner if counts[owner] else None, source if counts[rank] else None
-                arrive.append(transfer(term, there, here, accumulator(dtype), group))
+                arrive.append(transfer(term, there, here, accumulator(dtype), group, wire))
         for pending in arrive:
             other = arrived(pending)
             if counts[rank]:
                 add(term, other)
         y = narrow(term, dtype)
     else:
-        y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
+        how = {"counts": counts, "dtype": dtype, "comm": group, "wire": wire}
+        y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], **how)
     shape = y.shape
     saved = Heads(
-        tx, weights, group, counts, heads, kv_heads, d, batch, rule, reads, q, k, v, o, lse, shape
+        tx, weights, group, counts, heads, kv_heads, d, batch, rule, reads, q, k, v, o, lse, shape, wire
     )  # fmt: skip
     return lent(y, tx), saved
 

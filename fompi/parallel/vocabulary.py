@@ -12,6 +12,7 @@ import numpy as np
 from fompi.backends.half import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, number
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
@@ -24,6 +25,7 @@ from fompi.parallel.arrays import (
     enter,
     enter_backward,
     give,
+    in_words,
     keywords_of,
     lent,
     start_sum,
@@ -45,6 +47,7 @@ class Embedding:
     comm: Communicator
     sequence_parallel: bool
     shape: tuple[int, ...]
+    wire: str | None
 
     @property
     def dtype(self) -> str:
@@ -58,12 +61,14 @@ def _embedding(
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
+    wire: str | None = None,
 ) -> tuple[Any, Embedding]:
     """y = reduce_scatter(all rows of the table [tokens], counts)
 
     tokens: (all rows, ...), integers, the same on all ranks. table: (rows of this rank, n): each rank has a part of the
     vocabulary, in the order of the ranks, of any size. y: (rows of this rank, ..., n), Shard(0). `counts` is the number
-    of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows.
+    of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows. `wire`
+    is the form in which messages carry elements, forward and backward (`fompi.base.wires`).
 
     Only the table has a gradient. Raises LayoutError for tokens that are not in the vocabulary.
     """
@@ -74,10 +79,11 @@ def _embedding(
             raise ShapeError("tokens has no dimension: it must be (rows, ...)")
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
+        wire_of(wire, tt.dtype)
         rows = len(numbers)
         kept = list(counts_of("vocab_parallel_embedding", counts, rows, comm.size, "the rows"))
         text = f"{tt.dtype}, tokens {numbers.shape} {_checksum(numbers)}, n={tt.array.shape[1]}, rows {kept}"
-        text += f", {sequence_parallel=}"
+        text += f", {sequence_parallel=}" + in_words(wire)
         return text, len(tt.array), (numbers, tt, kept)
 
     group, (numbers, tt, kept), parts = enter("vocab_parallel_embedding", comm, check)
@@ -87,10 +93,10 @@ def _embedding(
     y = np.zeros((*numbers.shape, tt.array.shape[1]), tt.array.dtype)
     y[ours] = tt.array[local[ours]]
     if sequence_parallel:
-        y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group)
+        y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group, wire=wire)
     else:
-        y = arrived(start_sum(y, tt.dtype, group))
-    return lent(y, tt), Embedding(tt, local[ours], ours, len(numbers), group, sequence_parallel, y.shape)
+        y = arrived(start_sum(y, tt.dtype, group, wire))
+    return lent(y, tt), Embedding(tt, local[ours], ours, len(numbers), group, sequence_parallel, y.shape, wire)
 
 
 def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
@@ -98,7 +104,7 @@ def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
     if saved.sequence_parallel:
         full = call(all_gather, given, **keywords_of(saved))
     else:
-        full = arrived(start_sum(given, saved.dtype, saved.comm))
+        full = arrived(start_sum(given, saved.dtype, saved.comm, saved.wire))
     gradient = np.zeros(saved.table.array.shape, accumulator(saved.dtype))
     np.add.at(gradient, saved.local, widen(full[saved.ours], saved.dtype))
     return (give(gradient, saved.table),)

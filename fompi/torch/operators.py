@@ -101,7 +101,8 @@ PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
 """The parameters of all operations: in the schema of an operator, and their value in Arguments."""
 
 COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words=""'
-PLANNED = 'str schedule="auto", int[]? slices=None, str effort="plan", str? wire=None'
+WIRE = "str? wire=None"
+PLANNED = f'str schedule="auto", int[]? slices=None, str effort="plan", {WIRE}'
 """The parameters that all operators have, and those of operations that have a plan."""
 
 CONVENTIONS = ("sum", "replicated")
@@ -158,7 +159,7 @@ class Operator:
         self.moves = MEANING[self.name].moves if self.planned else "sendrecv"
         self.deals = self.planned and MEANING[self.name].deals
         self.multiplies_first = self.planned and MEANING[self.name].family == "scatter"
-        texts = [PARAMETERS[name][0] for name in self.own] + [COMMON] + [PLANNED] * self.planned
+        texts = [PARAMETERS[name][0] for name in self.own] + [COMMON, PLANNED if self.planned else WIRE]
         schema = f"({', '.join(texts)}) -> {self._results()}"
         made = torch.library.custom_op(f"fompi::{self.name}", self._run, mutates_args=(), schema=schema)
         made.register_fake(self._fake)
@@ -215,6 +216,7 @@ class Operator:
             for name in ("counts", "columns"):
                 if values.get(name) is not None:
                     values[name] = [_integer(n) for n in values[name]]
+            values["wire"] = call_options.wire
             if self.planned:
                 slices = as_sizes(call_options.slices)
                 values.update(call_options._asdict(), slices=slices and [_integer(n) for n in slices])
