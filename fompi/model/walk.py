@@ -269,7 +269,7 @@ class Walk:
 
     def shape(self, rank: int, chunk: Chunk) -> tuple[int, ...]:
         buffer = self.programs[rank].buffer(chunk.buffer)
-        if buffer.axis == "whole":
+        if buffer.axis == "whole" and not buffer.wire:
             return buffer.row
         first, last = rows_of(self.programs[rank], self.offsets[rank], chunk)
         return buffer.shape_of(last - first)

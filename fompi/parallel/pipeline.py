@@ -64,6 +64,9 @@ class Pipeline:
     `seconds` are those of F, B, I and W, so that `plan` can be simulated. With `backend` an emulated accelerator
     (`fompi.backends.emulated`) every call takes them, whatever it takes on the host.
 
+    `wire` is the form in which messages carry activations and their gradients (`fompi.base.wires`). They are rounded
+    once each. A stage gets tensors of `dtype` all the same.
+
     Collective. Raises PlanError, ShapeError, DtypeError or MismatchError on all ranks if the arguments do not fit.
     """
 
@@ -81,6 +84,7 @@ class Pipeline:
         checked: bool = True,
         backend: Backend | None = None,
         seconds: Mapping[str, float | Sequence[float]] | None = None,
+        wire: str | None = None,
     ):
         self.comm = Communicator.of(comm)
         self.loss, self.dtype, self.framework, self.microbatches = loss, dtype, framework, microbatches
@@ -98,6 +102,7 @@ class Pipeline:
                 "activations": activations,
                 "dtype": dtype,
                 "seconds": seconds,
+                "wire": wire,
             }
             self.plan: Plan = plan(schedule, **self._how)
             self.problem: PipelineProblem = self.plan.problem

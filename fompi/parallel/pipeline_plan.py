@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from fompi.base.errors import PlanError, ShapeError
 from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes, number
+from fompi.base.wires import wire_of
 from fompi.parallel.orders import SCHEDULES, Action, Orders, order
+from fompi.plans.encoded import encoded
 from fompi.plans.kernels import Value, opaque, total
 from fompi.plans.plan import Buffer, Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
 from fompi.plans.problems import OwnProblem
@@ -46,12 +48,13 @@ class PipelineProblem(OwnProblem):
     """Every micro-batch goes forward and backward through all stages, and adds to the gradients of each one once.
 
     `activations[s]` is the shape of what stage s hands on. `split` are the (stage, micro-batch) whose backward has two
-    parts.
+    parts. `wire` is the form in which messages carry what is handed on.
     """
 
     microbatches: int
     activations: tuple[Shape, ...]
     split: tuple[tuple[int, int], ...] = ()
+    wire: str = field(default="", kw_only=True)  # type: ignore[misc]
 
     @property
     def stages(self) -> int:
@@ -94,7 +97,8 @@ class PipelineProblem(OwnProblem):
     def __str__(self) -> str:
         shapes = {*self.activations}
         passed = f" of {[*shapes][0]}" if len(shapes) == 1 else ""  # noqa: RUF015
-        return f"{self.operation}({self.dtype}, {self.stages} stages, {self.microbatches} micro-batches{passed})"
+        wire = f", wire {self.wire}" if self.wire else ""
+        return f"{self.operation}({self.dtype}, {self.stages} stages, {self.microbatches} micro-batches{passed}{wire})"
 
 
 class EvaluationProblem(PipelineProblem):
@@ -121,19 +125,22 @@ def plan(
     activations: Sequence[Any],
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
+    wire: str | None = None,
 ) -> Plan:
     """plan("1f1b", ranks=4, microbatches=8, activations=(16, 64)): who computes, sends and receives what.
 
     `schedule` is as for `order`. `activations[s]` is the shape of what stage s hands on, for all stages but the last;
     one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all stages or for each one.
-    They are needed to simulate the plan. B is I + W, if these two are given. Raises PlanError for an order that is
+    They are needed to simulate the plan. B is I + W, if these two are given. `wire` is the form in which messages carry
+    what is handed on (`fompi.base.wires`). Raises PlanError for an order that is
     wrong, and ShapeError or DtypeError for what is passed on.
     """
     listed = order(schedule, ranks, microbatches, chunks)
     shapes = _shapes(activations, ranks * chunks)
     split = tuple(sorted((a.stage, a.microbatch) for actions in listed for a in actions if a.kind == "I"))
     name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
-    return _plan(PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split), listed, name, seconds or {})
+    problem = PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split, wire=wire_of(wire, dtype))
+    return _plan(problem, listed, name, seconds or {})
 
 
 def evaluation(
@@ -144,6 +151,7 @@ def evaluation(
     activations: Sequence[Any],
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
+    wire: str | None = None,
 ) -> Plan:
     """Who computes, sends and receives what if all micro-batches only go forward. The options are those of `plan`.
 
@@ -161,7 +169,8 @@ def evaluation(
     ]
     given = {"E": (seconds or {})["F"]} if "F" in (seconds or {}) else {}
     shapes = _shapes(activations, ranks * chunks)
-    return _plan(EvaluationProblem("evaluation", ranks, dtype, microbatches, shapes), listed, "in order", given)
+    problem = EvaluationProblem("evaluation", ranks, dtype, microbatches, shapes, wire=wire_of(wire, dtype))
+    return _plan(problem, listed, "in order", given)
 
 
 def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[str, float | Sequence[float]]) -> Plan:
@@ -180,7 +189,9 @@ def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[
         needed.program()
         return _Writer(problem, listed[rank], rank, messages, needed.most).program()
 
-    return Plan(problem, name, (1,), Sizes(rows=(0,) * ranks), Programs(ranks, write), kernels=kernels, in_order=True)
+    sizes, programs = Sizes(rows=(0,) * ranks), Programs(ranks, write)
+    plan = Plan(problem, name, (1,), sizes, programs, kernels=kernels, in_order=True)
+    return encoded(plan, 1) if problem.wire else plan
 
 
 def _shapes(activations: Sequence[Any], stages: int) -> tuple[Shape, ...]:

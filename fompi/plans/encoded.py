@@ -33,7 +33,12 @@ def encoded(plan: Plan, roundings: int) -> Plan:
     Raises PlanError, now or when a program is read, if it has a collective of the MPI library.
     """
     problem = plan.problem
-    programs = Programs(plan.size, lambda rank: _with_sums(_Encoder(plan.programs[rank], problem).program()))
+
+    def write(rank: int) -> Program:
+        program = _Encoder(plan.programs[rank], problem).program()
+        return program if plan.kernels else _with_sums(program)  # a kernel of the user gets what was declared
+
+    programs = Programs(plan.size, write)
     return replace(plan, programs=programs, roundings=roundings if plan.size > 1 else 0)
 
 

@@ -79,11 +79,22 @@ class Operands:
     Two are equal if their hashes of 128 bits are equal.
     """
 
-    __slots__ = ("digest", "values")
+    __slots__ = ("_exact", "digest", "values")
 
     def __init__(self, values: Sequence[Value]):
-        self.digest = blake2b(repr(values).encode(), digest_size=16).hexdigest()
         self.values = tuple(values)
+        self.digest = blake2b(repr(self.values).encode(), digest_size=16).hexdigest()
+        self._exact: tuple[Operands, int] | None = None
+
+    def exact(self) -> tuple[Operands, int]:
+        """What the values would be without rounding, and how often a term was rounded at most between two kernels.
+
+        It is kept, because the values of many kernels contain those of one.
+        """
+        if self._exact is None:
+            values, times = zip(*map(exact, self.values), strict=True) if self.values else ((), (0,))
+            self._exact = Operands(values), max(times)
+        return self._exact
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Operands) and self.digest == other.digest
@@ -143,14 +154,27 @@ def is_rounded(value: Value) -> bool:
 
 
 def exact(value: Value) -> tuple[Value, int]:
-    """What the value would be without rounding, and how often a term of it was rounded at most."""
+    """What the value would be without rounding, and how often a term of it was rounded at most.
+
+    What an opaque kernel has written is a term of its own: roundings count from one such kernel to the next.
+    """
     found = [each for term in value for each in _exact(term)]
-    return tuple(sorted(term for term, _ in found)), max((times for _, times in found), default=0)
+    most = max((times for _, times in found), default=0)
+    return tuple(sorted(term for term, _ in found)), max(most, *map(_before, value)) if value else most
+
+
+def _before(term: Term) -> int:
+    """How often a term was rounded at most before opaque kernels that this one comes from."""
+    if term[0] == _ROUNDED:
+        return max(map(_before, term[2]), default=0)
+    return term[2].exact()[1] if is_opaque(term) else 0
 
 
 def _exact(term: Term) -> list[tuple[Term, int]]:
     if term[0] == _ROUNDED:
         return [(inner, times + 1) for part in term[2] for inner, times in _exact(part)]
+    if is_opaque(term):
+        return [((term[0], term[1], term[2].exact()[0], term[3]), 0)]
     if len(term) == 2:  # a reduction of values
         values, times = zip(*map(exact, term[1]), strict=True)
         whole = _mean_of(term[0], values) if divisor(term[0]) else reduced(term[0], values)

@@ -214,12 +214,12 @@ class Buffer:
     def offsets(self, extents: Extents) -> list[int]:
         """The first row of each block, and the end of the last block. With a wire, the first byte of each."""
         if self.axis == "whole":
-            return [0, self.row[0] if self.row else 1]
+            return [0, self.counted(1) if self.wire else self.row[0] if self.row else 1]
         counts = extents.counts(self.axis)
         return layout.offsets(map(self.counted, counts) if self.wire else counts)
 
     def shape(self, extents: Extents) -> tuple[int, ...]:
-        return self.row if self.axis == "whole" else self.shape_of(self.offsets(extents)[-1])
+        return self.row if self.axis == "whole" and not self.wire else self.shape_of(self.offsets(extents)[-1])
 
     def shape_of(self, count: int) -> tuple[int, ...]:
         """The shape of `count` rows. With a wire, of as many bytes."""

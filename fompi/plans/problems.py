@@ -349,6 +349,7 @@ class OwnProblem:
     flat: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     wire: ClassVar[str] = ""
+    replicated: ClassVar[str] = ""
     root: ClassVar[int] = 0
     op: ClassVar[str] = "sum"
 

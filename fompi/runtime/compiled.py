@@ -117,7 +117,7 @@ class Compiled:
         self.buffers = {b.name: b for b in self.program.buffers}
         self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole" and not b.wire]
         self._wired = [b for b in self.program.buffers if b.wire]
-        self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole"}
+        self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole" and not b.wire}
         self.is_opaque = bool(plan.kernels)  # it has kernels of the user, which may take any time
         self._xs = [b for b in self.program.buffers if b.is_input and b.axis != "whole" and b.name[0] == "x"]
         self._x_row_nbytes = sum(buffer.row_nbytes for buffer in self._xs)  # several only where columns are split

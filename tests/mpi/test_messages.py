@@ -8,8 +8,10 @@ import pytest
 from cut_short import CutShort
 
 import fompi
+from fompi.backends import wires
 from fompi.base.errors import DtypeError, LayoutError, MismatchError, PeerError, ShapeError, TensorError, WaitTimeout
 from fompi.base.layout import FLOAT8
+from fompi.base.wires import WIRES
 from fompi.ops.messages import MOST_TAG
 from fompi.runtime.native_run import called
 
@@ -46,6 +48,58 @@ def test_types_of_eight_bits_travel(world):
         x = np.array([1.0, 2.0, 4.0]).astype(getattr(ml_dtypes, dtype))
         y = fompi.sendrecv(x, after, before, comm=world)
         np.testing.assert_array_equal(y, x, strict=True)
+
+
+def carried(x, wire):
+    """What a message of this wire brings."""
+    block, y = np.empty(WIRES[wire].nbytes(x.size), np.uint8), np.empty_like(x)
+    wires.bound(f"encode_{wire}", [x, block], ["float32", "uint8"])()
+    wires.bound(f"decode_{wire}", [block, y], ["uint8", "float32"])()
+    return y
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_messages_with_a_wire(world, wire):
+    """Small and large ones, again and again with one tag, among those without a wire, with and without `out=`."""
+    after, before = neighbours(world)
+    for seed, shape in enumerate([(0,), (3,), (5, 7), (300, 41)]):
+        x = np.random.default_rng([world.rank, seed]).standard_normal(shape).astype(np.float32)
+        theirs = np.random.default_rng([before, seed]).standard_normal(shape).astype(np.float32)
+        out = np.zeros(shape, np.float32)
+        for used in (wire, wire, None, wire):
+            expected = theirs if used is None else carried(theirs, wire)
+            np.testing.assert_array_equal(
+                fompi.sendrecv(x, after, before, comm=world, wire=used), expected, strict=True
+            )
+            assert fompi.sendrecv(x, after, before, comm=world, wire=used, out=out) is out
+            np.testing.assert_array_equal(out, expected)
+        strided = np.zeros((*shape, 2), np.float32)[..., 0]
+        assert fompi.sendrecv(x, after, before, comm=world, wire=wire, out=strided) is strided
+        np.testing.assert_array_equal(strided, carried(theirs, wire))
+    if world.size > 1 and world.rank < 2:
+        if world.rank == 0:
+            fompi.send(x, 1, comm=world, wire=wire)
+        else:
+            y = fompi.recv(0, comm=world)
+            assert y.shape == x.shape and y.dtype == np.float32
+
+
+def test_wires_that_fit_no_message(world):
+    after, before = neighbours(world)
+    for x, wire in ((np.zeros(3, np.int32), "int8"), (np.zeros(3), "int8"), (np.zeros(3, np.float32), "int3")):
+        with pytest.raises(DtypeError if world.rank == 0 else (DtypeError, MismatchError), match="wire="):
+            fompi.sendrecv(x, after, before, comm=world, wire=wire)
+    out = np.zeros(4, np.float32)
+    with pytest.raises(ShapeError, match="sends float32"):
+        fompi.sendrecv(np.zeros(3, np.float32), after, before, comm=world, wire="int8", out=out)
+
+
+def test_the_gradient_of_a_message_has_its_wire(world):
+    torch = pytest.importorskip("torch")
+    after, before = neighbours(world)
+    x = torch.randn(40, generator=torch.Generator().manual_seed(world.rank), requires_grad=True)
+    fompi.sendrecv(x, after, before, comm=world, wire="int4").mul(torch.arange(40.0)).sum().backward()
+    np.testing.assert_array_equal(x.grad, carried(np.arange(40, dtype=np.float32), "int4"))
 
 
 def test_send_and_recv_concern_two_ranks(world):

@@ -164,6 +164,27 @@ def test_zero_bubble_gives_the_bits_of_1f1b(world, schedule):
             assert [g.tobytes() for g in gradients] == [g.tobytes() for g in other_gradients]
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 1)])
+def test_smaller_messages(world, schedule, chunks):
+    """The gradients are near those without a wire, whatever the order, and an evaluation has the losses of a step."""
+    weights, inputs, targets, activations = drawn(world.size * chunks, 5, dtype="float32")
+    first, last, found, losses = world.rank == 0, world.rank == world.size - 1, [], []
+    for wire in (None, "int8", "float16"):
+        stages = [Linear(weights[s]) for s in range(world.rank, world.size * chunks, world.size)]
+        how = {"microbatches": 5, "schedule": schedule, "activations": activations, "loss": loss, "dtype": "float32"}
+        with Pipeline(stages, comm=world, wire=wire, **how) as pipe:
+            losses.append(pipe.step(inputs if first else None, targets if last else None))
+            found.append(np.concatenate([stage.dw.reshape(-1) for stage in stages]))
+            ys = pipe.forward(inputs if first else None)
+            if last:
+                np.testing.assert_allclose([loss(y, t)[0] for y, t in zip(ys, targets, strict=True)], losses[-1])
+    norm = np.linalg.norm(found[0])
+    assert 0 < np.linalg.norm(found[1] - found[0]) < 0.15 * norm
+    assert 0 < np.linalg.norm(found[2] - found[0]) < 0.02 * norm
+    if last:
+        np.testing.assert_allclose(losses[1], losses[0], rtol=0.2)
+
+
 def test_a_stage_works_in_the_order(world):
     stages, *_ = run(world, "zb-h2", 5, steps=1)
     assert stages[0].calls == [action.kind for action in order("zb-h2", world.size, 5)[world.rank]]
@@ -428,6 +449,8 @@ def test_wrong_numbers_of_microbatches(world):
         ({"activations": [(2,)] * 9}, ShapeError, "9 shapes"),
         ({"activations": 7}, ShapeError, "must be shapes"),
         ({"dtype": "float99"}, DtypeError, "float99"),
+        ({"wire": "int8"}, DtypeError, "float64 is sent as it is"),
+        ({"wire": "int3"}, DtypeError, "known are"),
         ({"loss": None}, PlanError, "loss"),
         ({"framework": "lisp"}, PlanError, "lisp"),
         ({"schedule": [["0F0"]] * 9}, PlanError, "9 ranks"),

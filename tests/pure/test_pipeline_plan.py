@@ -12,17 +12,22 @@ import pytest
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, PlanError, ShapeError
+from fompi.base.wires import WIRES
 from fompi.model.pipeline import predicted
 from fompi.model.twin import twin
 from fompi.parallel.orders import SCHEDULES, alive, order, times
 from fompi.parallel.pipeline_plan import KERNELS, SPARE, evaluation, plan
-from fompi.plans.plan import Chunk, Compute, UserKernel, parse, programs_from_json
+from fompi.plans.plan import Chunk, Compute, Send, UserKernel, parse, programs_from_json
 
 SHAPE = (3, 2)
 
 
-def made(schedule, p, m, chunks=1, **more):
-    return plan(schedule, ranks=p, microbatches=m, chunks=chunks, activations=SHAPE, dtype="float64", **more)
+def made(schedule, p, m, chunks=1, dtype="float64", **more):
+    return plan(schedule, ranks=p, microbatches=m, chunks=chunks, activations=SHAPE, dtype=dtype, **more)
+
+
+def on_wire(schedule, p, m, wire="int8"):
+    return made(schedule, p, m, chunks_of(schedule)[0], "float32", wire=wire)
 
 
 def chunks_of(schedule):
@@ -35,6 +40,23 @@ def test_every_pipeline_is_right(schedule):
         for m in (1, 2, 3, 5, 9):
             for chunks in chunks_of(schedule):
                 fompi.verify(made(schedule, p, m, chunks))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_pipelines_with_smaller_messages(wire):
+    """What is handed on is rounded once. A stage gets elements of the dtype; without messages there is no wire."""
+    for schedule in SCHEDULES:
+        for p, m in ((1, 2), (2, 3), (4, 8)):
+            found = on_wire(schedule, p, m, wire)
+            fompi.verify(found)
+            assert found.roundings == (p > 1)
+            sent = {op.chunk.buffer for program in found.programs for op in program.ops if isinstance(op, Send)}
+            assert all(name.endswith(wire) for name in sent) and bool(sent) == (p > 1)
+    halves = plan("1f1b", ranks=3, microbatches=4, activations=SHAPE, dtype="bfloat16", wire="int8")
+    fompi.verify(halves)
+    assert {b.dtype for b in halves.programs[1].buffers if not b.wire} == {"bfloat16"}
+    with pytest.raises(DtypeError, match="only float32 and half types take a wire"):
+        made("1f1b", 2, 4, wire="int8")
 
 
 def test_random_orders_are_right():
@@ -230,6 +252,7 @@ def test_the_twin_agrees(schedule):
     for p, m in ((1, 2), (2, 3), (3, 5), (4, 8)):
         for seed in range(3):
             run_twin(made(schedule, p, m, chunks_of(schedule)[0]), seed)
+        run_twin(on_wire(schedule, p, m), 0)
 
 
 def mutant(random, found):
@@ -255,7 +278,7 @@ def mutant(random, found):
         ops[i], ops[j] = ops[j], ops[i]
     elif change == "double":
         ops.insert(i, op)
-    elif isinstance(op, Compute):
+    elif isinstance(op, Compute) and op.args:
         ops[i] = replace(op, args=(op.args[0], random.randrange(found.problem.microbatches)))
     return found.with_program(replace(program, ops=tuple(ops))), change
 
@@ -263,7 +286,8 @@ def mutant(random, found):
 def test_mutants_are_refused_or_right():
     random, refused, accepted = Random(3), Counter(), Counter()
     plans = [made(s, p, m, chunks_of(s)[0]) for s in SCHEDULES for p, m in ((2, 4), (3, 5))]
-    for _ in range(600):
+    plans += [on_wire(s, 3, 4) for s in SCHEDULES]
+    for _ in range(900):
         broken, change = mutant(random, random.choice(plans))
         try:
             fompi.verify(broken)
