@@ -9,7 +9,8 @@ and for linear layers and embeddings the same numbers as `torch.nn.Linear` and `
 the parts of this rank. `full_state_dict` and `load_full_state_dict` have the names and shapes of the unsharded model.
 
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
-sum over its holders.
+sum over its holders. `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`);
+sums over the holders of a parameter travel as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fompi.base.layout import split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
-from fompi.parallel.arrays import same_bits
+from fompi.parallel.arrays import in_words, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
@@ -83,16 +84,18 @@ class ColumnParallelLinear(Sharded):
         activation: str = "none",
         comm: Any = None,
         sequence_parallel: bool = True,
+        wire: str | None = None,
         device: Any = None,
         dtype: Any = None,
     ):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
-        options = {"bias": bool(bias), "activation": activation, "sequence_parallel": sequence_parallel}
+        how = {"sequence_parallel": sequence_parallel, "wire": wire}
+        options = {"bias": bool(bias), "activation": activation, **how}
         check = partial(check_activation, activation, out_features)
         super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, check))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.wire = sequence_parallel, wire
         halves = 2 if activation == "swiglu" else 1
         runs = runs_of(split(out_features // halves, self.comm.size), halves)
         full = PartLayout((out_features, in_features), 0, runs)
@@ -106,6 +109,7 @@ class ColumnParallelLinear(Sharded):
             activation=self.activation,
             comm=self.comm,
             sequence_parallel=self.sequence_parallel,
+            wire=self.wire,
         )
         return y
 
@@ -113,6 +117,7 @@ class ColumnParallelLinear(Sharded):
         return (
             f"in_features={self.in_features}, out_features={self.out_features} ({self.on_rank(len(self.weight))}), "
             f"bias={self.bias is not None}, activation={self.activation}, sequence_parallel={self.sequence_parallel}"
+            f"{in_words(self.wire)}"
         )
 
 
@@ -137,28 +142,28 @@ class RowParallelLinear(Sharded):
         *,
         comm: Any = None,
         sequence_parallel: bool = True,
+        wire: str | None = None,
         device: Any = None,
         dtype: Any = None,
     ):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
-        options = {"bias": bool(bias), "sequence_parallel": sequence_parallel}
+        options = {"bias": bool(bias), "sequence_parallel": sequence_parallel, "wire": wire}
         super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options))
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.wire = sequence_parallel, wire
         runs = runs_of(split(in_features, self.comm.size))
         _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias, factory)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        y: torch.Tensor = tensor.row_parallel_linear(
-            x, self.weight.T, self.bias, comm=self.comm, sequence_parallel=self.sequence_parallel, counts=counts
-        )
+        how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
+        y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, comm=self.comm, **how)
         return y
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features} ({self.on_rank(self.weight.shape[1])}), out_features={self.out_features}, "
-            f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
+            f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}{in_words(self.wire)}"
         )
 
 
@@ -299,6 +304,7 @@ class ParallelAttention(torch.nn.Module):
         causal: bool = False,
         scale: float | None = None,
         query_split: bool = True,
+        wire: str | None = None,
         comm: Any = None,
         device: Any = None,
         dtype: Any = None,
@@ -314,11 +320,11 @@ class ParallelAttention(torch.nn.Module):
         factory = {"device": device, "dtype": dtype}
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
-        options = {"causal": causal, "scale": scale, "query_split": query_split}
+        options = {"causal": causal, "scale": scale, "query_split": query_split, "wire": wire}
         group = enter_module("ParallelAttention", comm, factory, sizes, options, check)
         self.comm, self.embed_dim, self.heads, self.kv_heads = group, embed_dim, heads, keys
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
-        self.causal, self.scale, self.query_split = causal, scale, query_split
+        self.causal, self.scale, self.query_split, self.wire = causal, scale, query_split, wire
         held = [tensor.heads_of(rank, group.size, heads, keys) for rank in range(group.size)]
         q, kv = ([[range(part[i].start * d, part[i].stop * d)] for part in held] for i in (0, 1))
         layouts = {
@@ -342,6 +348,7 @@ class ParallelAttention(torch.nn.Module):
             scale=self.scale,
             cu_seqlens=cu_seqlens,
             query_split=self.query_split,
+            wire=self.wire,
         )
         return y
 
@@ -350,6 +357,7 @@ class ParallelAttention(torch.nn.Module):
         return (
             f"embed_dim={self.embed_dim}, heads={self.heads}, kv_heads={self.kv_heads} ({len(mine)} and {len(keys)} on "
             f"rank {self.comm.rank} of {self.comm.size}), head_dim={self.head_dim}, causal={self.causal}"
+            f"{in_words(self.wire)}"
         )
 
 
@@ -374,28 +382,28 @@ class VocabParallelEmbedding(Sharded):
         *,
         comm: Any = None,
         sequence_parallel: bool = True,
+        wire: str | None = None,
         device: Any = None,
         dtype: Any = None,
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         factory = {"device": device, "dtype": dtype}
-        options = {"sequence_parallel": sequence_parallel}
+        options = {"sequence_parallel": sequence_parallel, "wire": wire}
         super().__init__(enter_module("VocabParallelEmbedding", comm, factory, sizes, options))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.wire = sequence_parallel, wire
         runs = runs_of(split(num_embeddings, self.comm.size))
         self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        y: torch.Tensor = tensor.vocab_parallel_embedding(
-            tokens, self.weight, comm=self.comm, sequence_parallel=self.sequence_parallel, counts=counts
-        )
+        how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
+        y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, comm=self.comm, **how)
         return y
 
     def extra_repr(self) -> str:
         return (
             f"num_embeddings={self.num_embeddings} ({self.on_rank(len(self.weight))}), "
-            f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}"
+            f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}{in_words(self.wire)}"
         )
 
 
@@ -433,6 +441,7 @@ class MoE(torch.nn.Module):
         capacity_factor: float | None = None,
         policy: str = "probs",
         microbatches: int = 1,
+        wire: str | None = None,
         comm: Any = None,
         device: Any = None,
         dtype: Any = None,
@@ -453,10 +462,11 @@ class MoE(torch.nn.Module):
             "capacity_factor": capacity_factor,
             "policy": policy,
             "microbatches": microbatches,
+            "wire": wire,
         }
         self.comm = group = enter_module("MoE", comm, factory, sizes, self.options, check)
         self.features, self.ffn, self.num_experts = features, ffn, experts
-        self.tokens_per_expert, self.dropped = None, 0
+        self.tokens_per_expert, self.dropped, self.wire = None, 0, wire
         wide = 2 if activation == "swiglu" else 1
         runs = runs_of(split(experts, group.size))
         self.router = ShardedWeight(group, factory, weight=PartLayout((experts, features)))
@@ -489,4 +499,5 @@ class MoE(torch.nn.Module):
         return (
             f"features={self.features}, ffn={self.ffn}, experts={self.num_experts} ({here} on rank {self.comm.rank} of "
             f"{self.comm.size}), k={self.options['k']}, activation={self.options['activation']}"
+            f"{in_words(self.wire)}"
         )

@@ -13,6 +13,7 @@ from torch.nn import init
 
 from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError
 from fompi.base.layout import integer, offsets
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
@@ -139,6 +140,7 @@ def enter_module(
             raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
         if empty.device.type not in ("cpu", "meta"):
             raise TensorError(f"device={empty.device} must be the CPU: these modules compute on the host")
+        wire_of(options.get("wire"), dtype)
         check()
         words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items())
         if empty.device.type == "cpu":

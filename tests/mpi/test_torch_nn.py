@@ -80,14 +80,15 @@ class Whole(torch.nn.Module):
 class Parts(torch.nn.Module):
     """The same model on the ranks of comm: each has its rows of x."""
 
-    def __init__(self, comm):
+    def __init__(self, comm, wire=None):
         super().__init__()
-        self.embedding = nn.VocabParallelEmbedding(11, 6, comm=comm)
-        self.attention = nn.ParallelAttention(6, 3, 1, head_dim=4, causal=True, comm=comm)
+        how = {"comm": comm, "wire": wire}
+        self.embedding = nn.VocabParallelEmbedding(11, 6, **how)
+        self.attention = nn.ParallelAttention(6, 3, 1, head_dim=4, causal=True, **how)
         up, down = nn.ColumnParallelLinear, nn.RowParallelLinear
-        self.mlp = torch.nn.ModuleList([up(6, 10, activation="gelu", comm=comm), down(10, 6, comm=comm)])
-        self.glu = torch.nn.ModuleList([up(6, 14, activation="swiglu", comm=comm), down(7, 6, False, comm=comm)])
-        self.moe = nn.MoE(6, 4, 5, 2, shared=3, comm=comm)
+        self.mlp = torch.nn.ModuleList([up(6, 10, activation="gelu", **how), down(10, 6, **how)])
+        self.glu = torch.nn.ModuleList([up(6, 14, activation="swiglu", **how), down(7, 6, False, **how)])
+        self.moe = nn.MoE(6, 4, 5, 2, shared=3, **how)
         self.scale = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, tokens):
@@ -98,12 +99,12 @@ class Parts(torch.nn.Module):
         return self.scale * (x + self.moe(x))
 
 
-def made(comm, seed=0):
+def made(comm, seed=0, wire=None):
     """(the whole model, that of the ranks), of the same seed."""
     torch.manual_seed(seed)
     whole = Whole()
     torch.manual_seed(seed)
-    return whole, Parts(comm)
+    return whole, Parts(comm, wire)
 
 
 def rows(comm):
@@ -172,6 +173,30 @@ def test_training(world):
                 parameter.sub_(0.05 * parameter.grad)
     for name, value in full_state_dict(parts).items():
         close(value, whole.state_dict()[name])
+
+
+def test_smaller_messages(world):
+    """Numbers and gradients are near those of one process, and each layer says its wire."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        whole, parts = made(world, wire="float16")
+    finally:
+        torch.set_default_dtype(default)
+    mine, target = rows(world), TARGET.float()
+    expected, y = whole(TOKENS), parts(TOKENS)
+    assert y.dtype == torch.float32 and 0 < (y - expected[mine]).norm() < 0.01 * expected.norm()
+    (expected - target).square().sum().backward()
+    (y - target[mine]).square().sum().backward()
+    share_scale(parts, world)
+    gradients = full_gradients(parts)
+    for name, parameter in whole.named_parameters():
+        assert (gradients[name] - parameter.grad).norm() < 0.02 * parameter.grad.norm(), name
+    assert str(parts).count("wire='float16'") == 7 and "wire" not in str(made(world)[1])
+    refused = (lambda comm: nn.MoE(4, 4, 2, 1, wire="int3", comm=comm), lambda comm: made(comm, wire="int8"))
+    for make in refused:
+        with pytest.raises(fompi.DtypeError, match="wire="):
+            make(world)
 
 
 def test_a_checkpoint_goes_to_any_number_of_ranks_and_back(world):
