@@ -66,6 +66,14 @@ def lose_parts(name: str, x: Array, lost: Array, size: int, rank: int) -> None:
             lose(name, x[part], lost[part])
 
 
+def carry(name: str, x: Array, dtype: str, edges: Sequence[int]) -> None:
+    """x = what messages of this wire carry of x, one block for each part between two of the edges."""
+    for part in starmap(slice, pairwise(edges)):
+        m = np.empty(WIRES[name].nbytes(part.stop - part.start), np.uint8)
+        bound(f"encode_{name}", [x[part], m], [dtype, "uint8"])()
+        bound(f"decode_{name}", [m, x[part]], ["uint8", dtype])()
+
+
 def encode(wire: WireFormat, a: Array, m: Array) -> None:
     """m = the float32 elements of `a` (one dimension) on the wire. m: bytes."""
     with np.errstate(all="ignore"):

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import widen
-from fompi.backends.wires import lose_parts
+from fompi.backends.half import narrow, widen
+from fompi.backends.wires import carry, lose_parts
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.base.wires import wire_of
@@ -123,9 +123,14 @@ def cut_by_bytes(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 class Bucket:
-    """Parameters of one dtype, one behind the other. This rank owns the elements `begin` to `end`."""
+    """Parameters of one dtype, one behind the other. This rank owns the elements `begin` to `end`.
 
-    def __init__(self, params: dict[str, Tensor], comm: Communicator, zero: int, microbatches: int = 1):
+    With a `wire` its gathers carry fewer bits, so `full` has what they bring, and `master` the parameters themselves.
+    """
+
+    def __init__(
+        self, params: dict[str, Tensor], comm: Communicator, zero: int, microbatches: int = 1, wire: str | None = None
+    ):
         self.names, self.shapes = [*params], {name: t.array.shape for name, t in params.items()}
         self.kinds = {name: t.framework for name, t in params.items()}
         self.dtype = next(iter(params.values())).dtype
@@ -138,7 +143,11 @@ class Bucket:
         full = np.concatenate([t.array.reshape(-1) for t in params.values()])
         self.full: Array | None = full if zero < 3 else None
         self.shard = full[self.begin : self.end] if zero < 3 else full[self.begin : self.end].copy()
+        self.wire = wire_of(wire, self.dtype)
+        self.arrived = self.shard.copy() if self.wire and zero < 3 else None  # the shard, as the last gather brought it
         self.master = self.shard if self.wide == self.dtype else widen(self.shard, self.dtype)
+        if self.arrived is not None and self.master is self.shard:
+            self.master = self.shard.copy()
         self.gradient = np.zeros(self.size, self.wide) if zero < 2 else None  # of this rank, all elements
         self.sum_shard = np.zeros(self.end - self.begin, self.wide) if zero >= 2 else None
         self.lost: Array | None = (
@@ -166,6 +175,24 @@ class Bucket:
         """The same part, as a slice of the flat parameter."""
         own, skipped = self.own(name), self.begin - self.spans[name][0]
         return slice(own.start + skipped, own.stop + skipped)
+
+    def take_what_was_written(self) -> None:
+        """Where the program has written a parameter, its copy in `master` takes the number."""
+        if self.master is self.shard or self.full is None:
+            return
+        bits, known = f"u{self.shard.itemsize}", self.arrived
+        if known is None:
+            known = narrow(self.master, self.dtype)
+        written = np.flatnonzero(self.shard.view(bits) != known.view(bits))
+        if len(written):
+            self.master[written] = widen(self.shard[written], self.dtype)
+
+    def carry(self) -> None:
+        """The parameters become what gathers would bring of them."""
+        if self.arrived is not None:
+            assert self.full is not None
+            carry(self.wire, self.full, self.dtype, self.edges)
+            self.arrived[...] = self.shard
 
     def keep_what_is_lost(self, comm: Communicator, wire: str, x: Array) -> None:
         """Note what the messages of this rank lose of `x`, for the case that this step comes to its end."""
@@ -251,6 +278,7 @@ def check_options(
     holders: dict[str, int | Array],
     tensors: Mapping[str, Tensor],
     wire: str | None,
+    wire_gather: str | None,
     feedback: bool,
     ahead: int | None,
     microbatches: int,
@@ -271,6 +299,9 @@ def check_options(
     if integer(microbatches) is None or microbatches < 1:
         raise LayoutError(f"microbatches={microbatches!r} must be an integer of at least 1")
     wires = {wire_of(wire, accumulator(t.dtype)) for t in tensors.values()}  # it raises DtypeError
+    gathers = {wire_of(wire_gather, t.dtype) for t in tensors.values()}
+    if not zero and any(gathers):
+        raise LayoutError(f"wire_gather={wire_gather!r} needs zero=1, 2 or 3: with zero=0 no parameter is gathered")
     if feedback and not any(wires):
         raise LayoutError("feedback=True needs a wire=: nothing is lost without one")
     if ahead is not None and (integer(ahead) is None or ahead < 0):

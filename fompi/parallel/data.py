@@ -86,7 +86,8 @@ class DataParallel:
     ahead; None is two buckets, or one with zero=3.
     `wire`: what gradients travel in ("bfloat16", "int8", "int4", ...: `fompi.base.wires`); they are added in float32.
     None: as they are. `feedback`: what a message of this rank has lost is added to its next gradient (error feedback,
-    Seide et al., Interspeech 2014). `state_dict` has it, too.
+    Seide et al., Interspeech 2014). `state_dict` has it, too. `wire_gather`: what parameters travel in, with zero > 0.
+    The optimizer updates them as they are; all ranks compute with what messages bring (ZeRO++, arXiv 2306.10209).
     `check_for_nan`: look at every gradient; a NaN or an infinite number is a TensorError that names parameter and rank.
     If only their sum is too large, `step` raises it on all ranks. Nothing is updated then.
     `over`: a communicator or several, of other axes whose ranks hold other parts of the model. `step` takes them too.
@@ -110,6 +111,7 @@ class DataParallel:
         replicated: Mapping[str, Any] | None = None,
         microbatches: int = 1,
         wire: str | None = None,
+        wire_gather: str | None = None,
         feedback: bool = False,
         ahead_nbytes: int | None = None,
         check_for_nan: bool = False,
@@ -137,12 +139,13 @@ class DataParallel:
             self._holders = {name: holders(name, value) for name, value in (replicated or {}).items()}
             tensors = borrowed(params)
             counts = cut(tensors, bucket_nbytes)
-            check_options(zero, self._holders, tensors, wire, feedback, ahead_nbytes, microbatches)
+            check_options(zero, self._holders, tensors, wire, wire_gather, feedback, ahead_nbytes, microbatches)
         except Exception as refusal:
             error = refusal
         how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
         options = f"zero={zero}, average={average}, wire={wire}, feedback={feedback}, ahead_nbytes={ahead_nbytes}"
         options += f", microbatches={microbatches}" if microbatches != 1 else ""
+        options += f", {wire_gather=}" if wire_gather is not None else ""
         options += "" if self.replicas is None else f", {self.replicas.size} replicas"
         options += f", over={[axis.name for axis in self._known]}" if self._known else ""
         text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)}"
@@ -154,7 +157,13 @@ class DataParallel:
         )
         names, edges = [*tensors], offsets(counts)
         self.buckets = [
-            Bucket({name: tensors[name] for name in names[a:b]}, self.comm, zero, microbatches)
+            Bucket(
+                {name: tensors[name] for name in names[a:b]},
+                self.comm,
+                zero,
+                microbatches,
+                wire_gather if zero else None,
+            )
             for a, b in itertools.pairwise(edges)
         ]
         self.wire, self.feedback, self._ahead = wire_of(wire, self.buckets[0].wide), bool(feedback), ahead_nbytes
@@ -180,7 +189,7 @@ class DataParallel:
 
     def _prepare(self, bucket: Bucket) -> None:
         """The calls of the bucket in every step. What zero gives up is not kept by bound calls either."""
-        comm = self._sums
+        comm, carried = self._sums, {"wire": bucket.wire or None}
         how: dict[str, Any] = {} if self.zero else {"schedule": same_bits(comm)}
         if self.wire:  # blocks are the parts of the ranks, of which each rank knows what is lost
             how = {"wire": self.wire, "schedule": "direct", "slices": 1}
@@ -194,10 +203,10 @@ class DataParallel:
         if self.zero in (1, 2):
             assert bucket.full is not None
             x, out = (dlpack.lend(a, bucket.dtype, "dlpack") for a in (bucket.shard.copy(), bucket.full))
-            bucket.gathering = repeated(all_gather, bucket.full.nbytes, x, out=out, comm=self._gathers)
-            bucket.first_gathering = Unbound(all_gather, self._gathers, {"out": out})
+            bucket.gathering = repeated(all_gather, bucket.full.nbytes, x, out=out, comm=self._gathers, **carried)
+            bucket.first_gathering = Unbound(all_gather, self._gathers, {"out": out, **carried})
         elif self.zero:
-            bucket.gathering = Unbound(all_gather, self._gathers, {})
+            bucket.gathering = Unbound(all_gather, self._gathers, carried)
 
     # ---------------------------------------------------------------------------------------------- parameters
     def __getitem__(self, name: str) -> Any:
@@ -264,6 +273,8 @@ class DataParallel:
         if bucket.gather is not None:
             gather, bucket.gather = bucket.gather, None
             bucket.full = self._wait(gather)
+            if bucket.arrived is not None:
+                bucket.arrived[...] = bucket.shard
             bucket.resident, bucket.held = True, set(bucket.names)
 
     def _finish_cycle(self) -> None:
@@ -463,7 +474,8 @@ class DataParallel:
     def _update(self, used: set[str], factor: float) -> None:
         for bucket in self.buckets:
             assert bucket.total is not None
-            self._take_what_was_written(bucket)
+            if self.zero < 3:
+                bucket.take_what_was_written()
             for name in bucket.names:
                 if name in used:
                     own = bucket.own(name)
@@ -471,15 +483,6 @@ class DataParallel:
                     self.optimizer.update(bucket.master[own], gradient, self._states[name])
             if bucket.master is not bucket.shard:
                 bucket.shard[...] = narrow(bucket.master, bucket.dtype)
-
-    def _take_what_was_written(self, bucket: Bucket) -> None:
-        """Where the program has written a parameter of a half type, its float32 copy takes the number."""
-        if bucket.master is bucket.shard or self.zero == 3:
-            return
-        bits = f"u{bucket.shard.itemsize}"
-        written = np.flatnonzero(bucket.shard.view(bits) != narrow(bucket.master, bucket.dtype).view(bits))
-        if len(written):
-            bucket.master[written] = widen(bucket.shard[written], bucket.dtype)
 
     def _settle(self, axes: tuple[Communicator, ...]) -> None:
         """These are the axes of this step. Those of them that are new hear of first steps that this rank has refused.
@@ -497,7 +500,8 @@ class DataParallel:
             agree_everywhere([(axis, "a refused step") for axis in axes], error)
 
     def _sum_replicas(self, replicas: Communicator) -> None:
-        sums = [all_reduce.start(b.total, comm=replicas, schedule=same_bits(replicas)) for b in reversed(self.buckets)]
+        how: dict[str, Any] = {"comm": replicas, "schedule": same_bits(replicas), "wire": self.wire or None}
+        sums = [all_reduce.start(b.total, **how) for b in reversed(self.buckets)]
         for bucket, pending in zip(reversed(self.buckets), sums, strict=True):
             begun = perf_counter()
             bucket.total = pending.wait()

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
 
 MASTER = "master"
-"""The key of the float32 copy of a parameter of a half type, among what the optimizer keeps."""
+"""The key of a parameter as it is, where the program has it in a half type or as messages bring it."""
 
 
 @section.in_section("state_dict of DataParallel")
@@ -46,7 +46,11 @@ def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
                     found[name][key] = _kept(dp, name)[key]
         optimizer |= found
         if parameters:
-            own = {name: bucket.shard[bucket.own(name)] for name in bucket.names}
+            shard = bucket.shard
+            if bucket.arrived is not None:  # it has what messages bring of the parameters
+                bucket.take_what_was_written()
+                shard = narrow(bucket.master, bucket.dtype)
+            own = {name: shard[bucket.own(name)] for name in bucket.names}
             for name, array in _gathered(dp, bucket, own).items():
                 values[name] = dlpack.lend(array, bucket.dtype, bucket.kinds[name])
     whole = {"optimizer": optimizer} | ({"parameters": values} if parameters else {})
@@ -87,6 +91,8 @@ def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
                     dp._states[name][key][...] = part
                 else:
                     dp._states[name][key] = value
+        if values:
+            bucket.carry()
 
 
 def _read(

@@ -310,6 +310,69 @@ def test_a_wire(world, zero, wire):
         assert (every == every[0]).all()
 
 
+def weighted(dp, world, steps, first=0):
+    """Steps whose gradients depend on the parameters, so that an error in them would grow. Returns what is read."""
+    read = []
+    for step in range(first, first + steps):
+        for name in ("w", "v"):
+            value = widened(dp[name])
+            noise = np.random.default_rng([world.rank, step]).standard_normal(value.shape)
+            dp.ready(name, (0.1 * value + noise).astype(np.float32))
+            read.append(value)
+        dp.step()
+    return read + [widened(dp[name]) for name in ("w", "v")]
+
+
+def widened(tensor):
+    """As a float32 array of its own."""
+    return tensor.float().numpy().copy() if hasattr(tensor, "float") else np.array(tensor)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gathers_in_a_wire(world, zero, half):
+    """All ranks read the same bits, and what is updated is not rounded: 40 small steps have moved as far as without."""
+    params = {"w": np.ones((40, 9), np.float32), "v": np.linspace(-3, 3, 77, dtype=np.float32)}
+    if half:
+        params = {name: torch.from_numpy(p).bfloat16() for name, p in params.items()}
+    how = {"optimizer": SGD(1e-3), "comm": world, "zero": zero, "bucket_nbytes": 1000}
+    found = []
+    for wire in (None, "int8"):
+        with DataParallel(params, wire_gather=wire, **how) as dp:
+            read = weighted(dp, world, 40)
+            found.append(read)
+            every = [fompi.all_gather(np.ravel(a), comm=world).reshape(world.size, -1) for a in read]
+            assert all((a == a[0]).all() for a in every)
+            state = dp.state_dict()
+            again = weighted(dp, world, 2, 40)
+        with DataParallel({name: p * 0 for name, p in params.items()}, wire_gather=wire, **how) as dp:
+            dp.load_state_dict(state)
+            for a, b in zip(weighted(dp, world, 2, 40), again, strict=True):
+                np.testing.assert_array_equal(a, b)
+    distance = max(np.abs(a - b).max() for a, b in zip(*found, strict=True))
+    assert (world.size > 1) == (distance > 0) and distance < 3 / 127
+    moved = np.abs(found[1][-1] - found[0][1]).max()
+    assert moved > 0.005
+    for other in (0, 1, 2, 3):
+        with DataParallel(params, wire_gather="fp8_e4m3" if other else None, **how | {"zero": other}) as dp:
+            dp.load_state_dict(state)
+            assert np.abs(widened(dp["w"]) - widened(state["parameters"]["w"])).max() < 0.1
+
+
+def test_what_the_program_writes_is_kept_by_gathers_in_a_wire(world):
+    params = {"w": np.linspace(0, 1, 80, dtype=np.float32)}
+    with DataParallel(params, optimizer=SGD(0.0), comm=world, zero=1, wire_gather="int8") as dp:
+        for value in (3.0, None, 5.0):
+            if value is not None:
+                dp["w"][7:9] = value
+            dp.ready("w", np.zeros(80, np.float32))
+            dp.step()
+            expected = params["w"].copy()
+            expected[7:9] = value or 3.0
+            np.testing.assert_allclose(dp["w"], expected, atol=5 / 127)
+            np.testing.assert_array_equal(dp.state_dict()["parameters"]["w"], expected)
+
+
 def test_feedback_gives_back_what_is_lost(world):
     """The same gradient in each step: with feedback the sum of 64 updates is off by no more than one rounding."""
     gradient = np.random.default_rng(world.rank).standard_normal(500).astype(np.float32)
@@ -508,6 +571,8 @@ CONSTRUCTIONS = [
     (lambda p: p, {"bucket_nbytes": Buckets((3,))}, LayoutError),
     (lambda p: p, {"replicated": {"nobody": None}}, LayoutError),
     (lambda p: p, {"wire": "bfloat16"}, DtypeError),  # the parameters are float64
+    (lambda p: p, {"wire_gather": "bfloat16"}, DtypeError),
+    (lambda p: {n: a.astype("f4") for n, a in p.items()}, {"zero": 0, "wire_gather": "int8"}, LayoutError),
     (lambda p: p, {"feedback": True}, LayoutError),  # there is no wire
     (lambda p: p, {"ahead_nbytes": -1}, LayoutError),
     (lambda p: p, {"replicas": "pp"}, LaunchError),
