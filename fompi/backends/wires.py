@@ -66,6 +66,44 @@ def lose_parts(name: str, x: Array, lost: Array, size: int, rank: int) -> None:
             lose(name, x[part], lost[part])
 
 
+class Feedback:
+    """Error feedback: what the messages of a rank lose is added to what it sums next (Seide et al., Interspeech 2014).
+
+    It is for sums by the schedule `direct`, in one slice. A sum that fails changes nothing: what it loses counts from
+    `keep()` on. `lost` is kept in float32, whatever the dtype of what is summed.
+    """
+
+    def __init__(self, wire: str, size: int, rank: int, lost: Array | None = None):
+        self._wire, self._size, self._rank = wire, size, rank
+        self.lost = lost
+        self._losing: Array | None = None
+        self._spare: Array | None = None
+
+    def give_back(self, x: Array, dtype: str = "float32") -> None:
+        """Add to x what was lost, and note what its messages lose."""
+        total = widen(x, dtype)
+        if self.lost is not None and self.lost.size == x.size:
+            np.add(total, self.lost, out=total)
+            x[...] = narrow(total, dtype)
+        losing = self._spare if self._spare is not None and self._spare.size == x.size else np.empty_like(total)
+        sent = widen(x, dtype)
+        lose_parts(self._wire, sent, losing, self._size, self._rank)
+        if sent is not total:  # x is of a half type, so it has lost something itself
+            with np.errstate(invalid="ignore"):
+                rounded = total - sent
+            losing += np.where(np.isfinite(rounded), rounded, 0)
+        self._losing, self._spare = losing, None
+
+    def keep(self) -> None:
+        """The sum has come to its end."""
+        if self._losing is not None:
+            self.lost, self._spare, self._losing = self._losing, self.lost, None
+
+    def forget(self) -> None:
+        """The sum has failed."""
+        self._losing = None
+
+
 def carry(name: str, x: Array, dtype: str, edges: Sequence[int]) -> None:
     """x = what messages of this wire carry of x, one block for each part between two of the edges."""
     for part in starmap(slice, pairwise(edges)):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.half import narrow, widen
-from fompi.backends.wires import carry, lose_parts
+from fompi.backends.wires import Feedback, carry
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.base.wires import wire_of
@@ -150,11 +150,7 @@ class Bucket:
             self.master = self.shard.copy()
         self.gradient = np.zeros(self.size, self.wide) if zero < 2 else None  # of this rank, all elements
         self.sum_shard = np.zeros(self.end - self.begin, self.wide) if zero >= 2 else None
-        self.lost: Array | None = (
-            None  # with feedback: what the messages of this rank have lost of its gradients so far
-        )
-        self.losing: Array | None = None  # the same, if this step comes to its end
-        self._spare: Array | None = None
+        self.feedback: Feedback | None = None
         self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
         self.missing = dict.fromkeys(self.names, microbatches)  # how often each is still to be announced in this step
         self.held: set[str] = set()  # not released since the bucket arrived
@@ -193,16 +189,6 @@ class Bucket:
             assert self.full is not None
             carry(self.wire, self.full, self.dtype, self.edges)
             self.arrived[...] = self.shard
-
-    def keep_what_is_lost(self, comm: Communicator, wire: str, x: Array) -> None:
-        """Note what the messages of this rank lose of `x`, for the case that this step comes to its end."""
-        self.losing, self._spare = np.empty_like(x) if self._spare is None else self._spare, None
-        lose_parts(wire, x, self.losing, comm.size, comm.rank)
-
-    def has_lost(self) -> None:
-        """The step has come to its end."""
-        if self.losing is not None:
-            self.lost, self._spare, self.losing = self.losing, self.lost, None
 
     def part_of(self, name: str, rank: int) -> slice:
         """The part of a parameter that `rank` owns: a slice of the flat parameter."""

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fompi.backends.half import narrow, storage, widen
+from fompi.backends.wires import Feedback
 from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
 from fompi.base.layout import accumulator, offsets
 from fompi.base.wires import wire_of
@@ -169,7 +170,9 @@ class DataParallel:
         self.wire, self.feedback, self._ahead = wire_of(wire, self.buckets[0].wide), bool(feedback), ahead_nbytes
         for bucket in self.buckets:
             self._prepare(bucket)
-            bucket.lost = np.zeros(bucket.size, bucket.wide) if feedback else None
+            if feedback:
+                lost = np.zeros(bucket.size, bucket.wide)
+                bucket.feedback = Feedback(self.wire, self.comm.size, self.comm.rank, lost)
         self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self._states: dict[str, State] = {}
         for bucket in self.buckets:
@@ -369,9 +372,8 @@ class DataParallel:
         while self._next >= 0 and (before - self._next < most if most is not None else self._is_complete):
             bucket = self.buckets[self._next]
             gradient = np.zeros(bucket.size, bucket.wide) if bucket.gradient is None else bucket.gradient
-            if bucket.lost is not None:
-                gradient = gradient + bucket.lost
-                bucket.keep_what_is_lost(self._sums, self.wire, gradient)
+            if bucket.feedback is not None:
+                bucket.feedback.give_back(gradient)
             bucket.sum = bucket.summing.start(x=dlpack.lend(gradient, bucket.wide, "dlpack"))
             self._next -= 1
             for later in self.buckets[self._next + 2 :]:
@@ -464,7 +466,8 @@ class DataParallel:
             used = {name for name, count in zip(self._index, flags, strict=True) if count}
             self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
             for bucket in self.buckets:
-                bucket.has_lost()
+                if bucket.feedback is not None:
+                    bucket.feedback.keep()
         except BaseException as error:
             self._torn = error
             if not isinstance(error, Exception):
@@ -532,7 +535,9 @@ class DataParallel:
             if bucket.sum is not None:
                 with suppress(Exception):  # also of the error that this rank has refused it with
                     self._collect(bucket)
-            bucket.sum = bucket.total = bucket.losing = None
+            bucket.sum = bucket.total = None
+            if bucket.feedback is not None:
+                bucket.feedback.forget()
             bucket.missing = dict.fromkeys(bucket.names, self.microbatches)
             if self.zero >= 2:
                 bucket.gradient = None

@@ -71,8 +71,8 @@ def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
         refusal = error
     agree(dp.comm, f"load_state_dict of DataParallel, with{'' if values else 'out'} parameters", refusal)
     for bucket in dp.buckets:
-        if bucket.lost is not None:
-            bucket.lost = _own_lost(dp, bucket, lost)
+        if bucket.feedback is not None:
+            bucket.feedback.lost = _own_lost(dp, bucket, lost)
     for bucket in dp.buckets:
         for name in bucket.names:
             own, elements = bucket.own(name), bucket.elements(name)
@@ -118,7 +118,8 @@ def _read(
 
 def _all_lost(dp: DataParallel, bucket: Bucket) -> dict[str, Any]:
     """What the messages of all ranks have lost: it belongs to the sum of their gradients."""
-    total = bucket.lost
+    assert bucket.feedback is not None
+    total = bucket.feedback.lost
     for axis in (dp.comm, *dp._others()):
         total = all_reduce(total, comm=axis, schedule=same_bits(axis))
     assert total is not None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from fompi.backends.wires import lose_parts
+from fompi.backends.wires import Feedback
 from fompi.base.wires import wire_of
 from fompi.ops import operations
 from fompi.torch import streams
@@ -29,25 +28,17 @@ def wire(name: str, *, feedback: bool = True) -> Callable[[Any, torch.distribute
     are refused in the backward, on all ranks.
     """
     wire_of(name, "float32")
-    left: dict[int, Any] = {}  # what was lost of each bucket
+    left: dict[int, Feedback] = {}  # what was lost of each bucket
 
     def hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future:
         comm, x = communicator(torch.distributed.group.WORLD if state is None else state), bucket.buffer()
         if feedback and x.dtype == torch.float32 and x.device.type == "cpu":
-            _give_back(comm, name, left, bucket.index(), x.numpy())
+            of_bucket = left.setdefault(bucket.index(), Feedback(name, comm.size, comm.rank))
+            of_bucket.give_back(x.numpy())  # torch cuts other buckets after the first step: then nothing is added
+            of_bucket.keep()
         start = operations.all_reduce.start
         pending = start(x, op="mean", out=x, comm=comm, wire=name, schedule="direct", slices=1)
         return Work(f"all_reduce with the wire {name}", comm, [pending], None, x, streams.order_of(x)).get_future()
 
     hook.__annotations__.clear()  # torch compares them with its types, and these are strings
     return hook
-
-
-def _give_back(comm: Any, name: str, left: dict[int, Any], index: int, x: Any) -> None:
-    """Add to the gradient what was lost of the last one, and note what messages lose of this one."""
-    lost = left.get(index)
-    if lost is None or lost.size != x.size:  # torch cuts other buckets after the first step
-        lost = left[index] = np.empty_like(x)
-    else:
-        np.add(x, lost, out=x)
-    lose_parts(name, x, lost, comm.size, comm.rank)

@@ -23,20 +23,25 @@ from typing import Any
 
 import torch
 
+from fompi.backends.wires import Feedback
 from fompi.base.errors import FompiError, LayoutError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import integer
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, begin_agreement
 from fompi.ops.operations import all_reduce, broadcast
 from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import cut_by_bytes
 from fompi.parallel.repeated import repeated
+from fompi.tensors import dlpack
 from fompi.torch import private
 from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 
 
 class GradientBucket:
     """Parameters of one dtype. `flat` has their gradients, and for each a number > 0 if some rank has used it.
+
+    If messages carry fewer bits, these numbers are in `used`, which is summed apart: they would be the scale of others.
 
     Gradients of a half type are also added up in float32, in `wide`. autograd adds them to p.grad, which rounds each
     sum. As long as nobody else writes p.grad, the sum in float32 replaces it when the bucket leaves.
@@ -45,12 +50,21 @@ class GradientBucket:
     sum: Any = None
     """The mean of all ranks in flight. None: this bucket has not left."""
 
-    def __init__(self, names: list[str], parameters: list[torch.nn.Parameter], comm: Communicator):
+    def __init__(
+        self,
+        names: list[str],
+        parameters: list[torch.nn.Parameter],
+        comm: Communicator,
+        wire: str | None,
+        feedback: bool,
+        used: torch.Tensor | None,
+    ):
         self.names, self.parameters = names, parameters
         ends = list(accumulate((p.numel() for p in parameters), initial=0))
         dtype, runs = parameters[0].dtype, list(pairwise(ends))
-        self.flat = torch.zeros(ends[-1] + len(parameters), dtype=dtype)
-        self.used = self.flat[ends[-1] :]
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.flat = torch.zeros(ends[-1] + (len(parameters) if used is None else 0), dtype=dtype)
+        self.used = self.flat[ends[-1] :] if used is None else used
         self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)]
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         wide = torch.zeros(ends[-1] if self.is_half else 0)
@@ -59,6 +73,10 @@ class GradientBucket:
         self.seen: dict[int, tuple[int, int]] = {}  # p.grad that has the sum of `wide`: its address and version
         self.missing = set(range(len(parameters)))  # no gradient in this backward yet
         how: dict[str, Any] = {"op": "mean", "schedule": same_bits(comm)}  # it rounds a half type once
+        self.feedback: Feedback | None = None
+        if wire := wire_of(wire, self.dtype):
+            how |= {"wire": wire, "schedule": "direct", "slices": 1}
+            self.feedback = Feedback(wire, comm.size, comm.rank) if feedback else None
         self.mean = repeated(all_reduce, self.flat.nbytes, self.flat, out=self.flat, comm=comm, **how)
 
     def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
@@ -116,15 +134,26 @@ class GradientBucket:
             parameter.grad = view.detach()
         self.used[i] = parameter.grad is not None
 
+    def leave(self) -> None:
+        """Start the sum."""
+        if self.feedback is not None:
+            x = dlpack.borrow(self.flat).array
+            self.feedback.give_back(x, self.dtype)
+        self.sum = self.mean.start(x=self.flat)
+
     def settle(self) -> None:
         """Wait for the sum. The gradients become the mean. A parameter that no rank has used keeps none."""
         self.sum.wait()
+        if self.feedback is not None:
+            self.feedback.keep()
         used = self.used.ne(0).tolist()
         for parameter, view, is_used in zip(self.parameters, self.views, used, strict=True):
             if is_used:
                 parameter.grad = view.detach()
 
     def reset(self) -> None:
+        if self.feedback is not None:
+            self.feedback.forget()
         if self.sum is not None:
             self.seen.clear()
         self.missing, self.sum = set(range(len(self.parameters))), None
@@ -135,6 +164,19 @@ def _written(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
+def _refusal(module: torch.nn.Module, wire: str | None, feedback: bool) -> Exception | None:
+    """Why these options are wrong, for the parameters that are trained. Whether it is a module is looked at later."""
+    if not isinstance(module, torch.nn.Module):
+        return None
+    try:
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
+        if not any([wire_of(wire, dtype) for dtype in dtypes]) and feedback:
+            return LayoutError("feedback=True needs a wire=: nothing is lost without one")
+    except FompiError as error:
+        return error
+    return None
+
+
 class DistributedDataParallel(Wrapper):
     """module, whose p.grad is the mean over the ranks of `comm` when loss.backward() returns
 
@@ -143,7 +185,8 @@ class DistributedDataParallel(Wrapper):
     ranks. Creating one is collective; it copies the parameters and buffers of rank 0 to all ranks.
 
     bucket_nbytes: the most bytes of a bucket of gradients. broadcast_buffers: each forward in training mode copies the
-    buffers of rank 0, such as the statistics of a batch norm.
+    buffers of rank 0, such as the statistics of a batch norm. wire: what gradients travel in ("bfloat16", "int8", ...:
+    `fompi.base.wires`). feedback: what messages of this rank have lost is added to its next gradients.
 
     A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
     `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
@@ -167,14 +210,20 @@ class DistributedDataParallel(Wrapper):
         *,
         bucket_nbytes: int = 25 << 20,
         broadcast_buffers: bool = True,
+        wire: str | None = None,
+        feedback: bool = False,
     ):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
         group = Communicator.of(comm)
-        refusal = None
+        refusal: Exception | None = None
         if integer(bucket_nbytes) is None or bucket_nbytes < 1:
             refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")
-        enter(module, group, f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}", refusal)
+        else:
+            refusal = _refusal(module, wire, feedback)
+        words = f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}"
+        words += "" if wire is None else f", {wire=}, feedback={bool(feedback)}"
+        enter(module, group, words, refusal)
         self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
         copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
         self._known = Parameters(module)
@@ -182,10 +231,13 @@ class DistributedDataParallel(Wrapper):
         counts = cut_by_bytes([p.numel() * p.element_size() for p in parameters], bucket_nbytes)
         changes = {i for i in range(1, len(parameters)) if parameters[i].dtype != parameters[i - 1].dtype}
         edges = sorted({0, *changes, *accumulate(counts)})
+        used = None if wire is None else torch.zeros(len(names), dtype=torch.uint8)
+        self._used = None if used is None else all_reduce.bind(used, op="max", out=used, comm=self.comm)
         self._buckets = [
-            GradientBucket(names[a:b], parameters[a:b], self.comm) for a, b in reversed([*pairwise(edges)])
+            GradientBucket(names[a:b], parameters[a:b], self.comm, wire, feedback, None if used is None else used[a:b])
+            for a, b in reversed([*pairwise(edges)])
         ]  # in the order in which they leave
-        self._left = 0  # this many have left
+        self._left, self._used_left = 0, False  # this many have left
         self._is_syncing = True
         self._agreement: Agreement | None = None  # on which backward this is, while there is one
         self._step = self._backward = 0  # the step, and the backward passes in it that have summed
@@ -231,6 +283,8 @@ class DistributedDataParallel(Wrapper):
             for i in [*bucket.held]:
                 bucket.forget(i)
             bucket.mean.close()
+        if self._used is not None:
+            self._used.close()
         self.comm.close()
 
     def _look(self) -> None:
@@ -294,7 +348,7 @@ class DistributedDataParallel(Wrapper):
         bucket = self._buckets[self._left]
         for i in bucket.missing:  # not in this backward; it may have a gradient of an earlier one
             bucket.take(i)
-        bucket.sum = bucket.mean.start(x=bucket.flat)
+        bucket.leave()
         self._left += 1
 
     def _finish(self) -> None:
@@ -303,7 +357,12 @@ class DistributedDataParallel(Wrapper):
         try:
             while self._left < len(self._buckets):
                 self._leave()
+            if self._used is not None:
+                self._used_left = True
+                self._used.start()
             self._agreement.values()
+            if self._used is not None:
+                self._used.wait()
             for bucket in self._buckets:
                 bucket.settle()
         except BaseException as error:
@@ -316,11 +375,12 @@ class DistributedDataParallel(Wrapper):
         for bucket in self._buckets:
             bucket.reset()
         self._left, self._agreement, self._is_looked_at = 0, None, False
+        self._used_left = False
 
     def _end_by(self, error: BaseException) -> None:
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
         refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
-        is_right = self._left == len(self._buckets)
+        is_right = self._left == len(self._buckets) and self._used_left == (self._used is not None)
         with suppress(FompiError, type(refusal)):
             if self._agreement is None:
                 self._begin(refusal)
@@ -330,9 +390,12 @@ class DistributedDataParallel(Wrapper):
             bucket.sum = bucket.mean
             with suppress(FompiError):
                 bucket.mean.refuse(refusal)
-        for bucket in self._buckets:
+        if self._used is not None and not self._used_left:
+            with suppress(FompiError):
+                self._used.refuse(refusal)
+        for call in [*(bucket.sum for bucket in self._buckets), *([self._used] if self._used else [])]:
             try:
-                bucket.sum.wait()
+                call.wait()
             except (FompiError, type(refusal)):
                 is_right = False
         if not is_right:  # all ranks have an error, and count steps anew

@@ -457,6 +457,13 @@ def test_replicas(world):
             close_to((found, [norm]), single(steps=1, optimizer=optimizer, clip=0.5))
             every = fompi.all_gather(np.array([norm]), comm=world)
             assert (every == norm).all()
+            how = {"comm": mesh["inner"], "replicas": mesh["outer"], "zero": zero, "wire": "int8", "feedback": True}
+            with DataParallel({"w": np.zeros((40, 9), np.float32)}, optimizer=SGD(1.0), **how) as dp:
+                dp.ready("w", np.full((40, 9), 1.0 + world.rank, np.float32))
+                dp.step()
+                every = fompi.all_gather(dp["w"], comm=world)
+            np.testing.assert_allclose(every, -2.5, rtol=0.02)
+            assert (every == every[0, 0]).all()
 
 
 def test_norms_over_other_axes(world):

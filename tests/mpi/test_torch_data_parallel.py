@@ -190,6 +190,63 @@ def test_unused_parameters(world, options):
     model.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "many buckets"])
+def test_smaller_messages(world, options, dtype):
+    """Gradients are near the mean, alike on all ranks, also if ranks use different layers, and after an error."""
+    whole = made().to(dtype)
+    model = DistributedDataParallel(made().to(dtype), world, wire="int8", feedback=True, **options)
+    x, mine = (t.to(dtype) for t in batch(world))
+    parts = x.split(12 // world.size)
+
+    def backward(used_on):
+        model.zero_grad()
+        whole.zero_grad()
+        for rank, part in enumerate(parts):
+            (whole(part, used_on(rank)).square().mean() / world.size).backward()
+        model(mine, used_on(world.rank)).square().mean().backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if q.grad is not None:
+                assert (p.grad - q.grad).norm() <= 0.05 * q.grad.norm() + 2e-3, (p.grad, q.grad)
+                every = fompi.all_gather(p.grad.reshape(1, -1), comm=world)
+                assert all(torch.equal(one, every[0]) for one in every)
+
+    for _ in range(3):
+        backward(lambda _: (0, 1, 2, 3))
+    backward(lambda rank: (0, 2) if rank == 0 else (0, 1, 2))
+    backward(lambda rank: (rank % 4,))
+    last = world.rank == world.size - 1
+    with pytest.raises(IndexError if last else (fompi.PeerError, fompi.MismatchError)):
+        model(mine, (9,) if last else (0,)).sum().backward()
+    backward(lambda _: (0, 1, 2, 3))
+    model.close()
+
+
+def test_feedback_of_gradients(world):
+    """The same gradient again and again: with feedback the mean of the means is much nearer."""
+
+    class Product(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(300, dtype=torch.float32))
+
+        def forward(self):
+            return (self.w * gradient).sum()
+
+    gradient = torch.randn(300, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float32)
+    exact, off = fompi.all_reduce(gradient, op="mean", comm=world), []
+    for feedback in (False, True):
+        model, total = DistributedDataParallel(Product(), world, wire="int4", feedback=feedback), torch.zeros(300)
+        for _ in range(32):
+            model.zero_grad()
+            model().backward()
+            total += model.module.w.grad
+        off.append(float((total / 32 - exact).norm()))
+        model.close()
+    assert off[1] < 0.6 * off[0], off
+
+
 def test_frozen_tied_and_mixed(world):
     """A frozen parameter, one that two layers share, and two dtypes; float32 is averaged in float32."""
 
@@ -325,6 +382,13 @@ def test_wrong_modules(world):
             ZeroDataParallel(module if wrong else made(), world, optimizer=SGD(0.1))
     with pytest.raises(fompi.LayoutError):
         DistributedDataParallel(made(), world, bucket_nbytes=0)
+    with pytest.raises(fompi.DtypeError, match="float64 is sent as it is"):
+        DistributedDataParallel(made(), world, wire="int8")
+    with pytest.raises(fompi.LayoutError, match="needs a wire="):
+        DistributedDataParallel(made(), world, feedback=True)
+    if world.size > 1:
+        with pytest.raises(fompi.MismatchError, match="wire='int"):
+            DistributedDataParallel(made().float(), world, wire="int4" if wrong else "int8")
     with pytest.raises(fompi.LayoutError, match="zero=3"):
         ZeroDataParallel(made(), world, optimizer=SGD(0.1), zero=3)
     if world.size > 1:
