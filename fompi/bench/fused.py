@@ -62,6 +62,9 @@ of all rows, and in each row."""
 MOST_CPU = 0.1
 """The most that c_m may be of T_m."""
 
+MOST_ROUNDED = 0.5
+"""The most relative error of a result whose messages had a wire. Two roundings of int4 may be off by a seventh each."""
+
 LOWER_QUARTILES = ", lower quartiles"
 """Marks figures from lower quartiles. Medians compare different moments if others use the cores now and then."""
 
@@ -74,8 +77,11 @@ def rows(comm: Any, options: Options) -> list[Row]:
         return [*measured_rows, summary(measured_rows, cluster)]
 
 
-def measured(comm: Any, cluster: TcpHosts, case: PeerCase, rounds: int, has_slices: bool = True) -> Row:
-    """The best schedule of fompi, the default one, the operation without overlap, and in slices (`has_slices`)."""
+def measured(comm: Any, cluster: TcpHosts, case: PeerCase, rounds: int, has_slices: bool = True, wire: str = "") -> Row:
+    """The best schedule of fompi, the default one, the operation without overlap, and in slices (`has_slices`).
+
+    With a `wire` also the default schedule with messages of this form, under the name of the wire.
+    """
     mpi, operation = comm.link.comm, case.operation
     x, w = case.operands(comm.rank, comm.size)
     error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
@@ -100,6 +106,9 @@ def measured(comm: Any, cluster: TcpHosts, case: PeerCase, rounds: int, has_slic
             **{f"{s} slices, P2P": bind_rival(plain_mpi.pairwise(operation, mpi, x, w, s)) for s in even},
         }
         errors = checked(mpi, candidates | others)
+        if wire:
+            others[wire] = Contestant(partial(getattr(fompi, operation), x, w, comm=comm, wire=wire), error)
+            errors |= checked(mpi, {wire: others[wire]}, MOST_ROUNDED)
         tried = calls_of(candidates) | {name: others[name].call for name in UNFUSED}
         pilot = alternate(mpi, tried, PILOT_ROUNDS, idle=cluster.idle, monitor=cluster.monitor)
         best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, UNFUSED))

@@ -15,11 +15,13 @@ from typing import Any
 
 import fompi
 from fompi.base.errors import LaunchError
+from fompi.base.wires import wire_of
 from fompi.bench import fused
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import DEFAULT
 from fompi.bench.options import shape_of
 from fompi.bench.peers import PeerCase
+from fompi.cli import plan
 from fompi.cli.output import Progress, Table, UsageError, check_writable, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="outside of mpirun: how many to start (2, or one for each host)")
     parser.add_argument("--hosts", type=int, help="make so many hosts on this machine, with links between them")
     parser.add_argument("--rate", metavar="R", help="the rate of each of these links: 500mbit, 1gbit (1gbit)")
+    plan.add_wire_argument(parser)
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the table as JSON (no FILE: print it)")
 
@@ -72,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: give 1 or more")
+    wire = wire_of(options.wire, "float32")
     ranks = (options.hosts or 2) if options.ranks is None else options.ranks
     if ranks < 2:
         raise UsageError(f"--ranks {ranks}: give 2 or more, one rank has no messages to hide")
@@ -80,10 +84,10 @@ def run(options: argparse.Namespace) -> int:
     if options.hosts is not None and not is_in_lab():
         shape_of(options.shape)
         return on_own_hosts(options.hosts, options.rate or "1gbit", ranks)
-    return run_shape(options.shape, ranks, options.rounds, options.json)
+    return run_shape(options.shape, ranks, options.rounds, options.json, wire)
 
 
-def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
+def run_shape(text: str, ranks: int, rounds: int, json_file: str | None, wire: str = "") -> int:
     """Measure the shape `text` and print the table. Outside of mpirun this starts `ranks` ranks first."""
     shape = shape_of(text)
     if (status := on_own_ranks(ranks)) is not None:
@@ -101,11 +105,11 @@ def run_shape(text: str, ranks: int, rounds: int, json_file: str | None) -> int:
         with Progress.of_rank(comm.rank, f"try {text}") as progress, TcpHosts(mpi, patience=PATIENCE) as cluster:
             load, rows = OtherLoad(cluster.comm), list[Row]()
             for case in progress.each(cases(*shape, comm.size)):
-                rows.append(fused.measured(comm, cluster, case, rounds, has_slices=False))
+                rows.append(fused.measured(comm, cluster, case, rounds, has_slices=False, wire=wire))
                 if comm.rank == 0 and json_file != "-":
                     progress.erase()
-                    show(*Trial.of(shape, comm.size, cluster, rows).news())
-            found = Trial.of(shape, comm.size, cluster, rows, load.cores())
+                    show(*Trial.of(shape, comm.size, cluster, rows, wire=wire).news())
+            found = Trial.of(shape, comm.size, cluster, rows, load.cores(), wire)
         if comm.rank == 0:
             if json_file == "-":
                 show_json(found.values())
@@ -186,6 +190,18 @@ class Line:
 
 
 @dataclass(frozen=True)
+class WireGain:
+    """What smaller messages gain over the faster of the default and the best schedule, and what they cost."""
+
+    name: str
+    gain: float
+    gain_low: float
+    gain_high: float
+    error: float
+    """The largest error of a result, relative to its largest element."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One operation: its lines, and whether the best schedule is a "gain", "nothing" or "slower"."""
 
@@ -193,6 +209,7 @@ class Outcome:
     lines: tuple[Line, ...]
     verdict: str
     reason: str  # why nothing is gained; empty for a gain
+    wire: WireGain | None = None
 
     @property
     def gains(self) -> tuple[float, float]:
@@ -202,7 +219,7 @@ class Outcome:
         return best, default
 
     @classmethod
-    def of(cls, row: Row, circumstance: str) -> Outcome:
+    def of(cls, row: Row, circumstance: str, wire: str = "") -> Outcome:
         """From a row of `fused.measured`. `circumstance`: a reason that holds for all operations here, or empty."""
         assert row.base is not None
         unfused = row.opponent or row.best(fused.UNFUSED)
@@ -211,14 +228,21 @@ class Outcome:
         verdict = "gain" if gain.low > 1 else "nothing" if gain.high >= 1 else "slower"
         together, kernel = row.median(unfused), row.median(fused.KERNEL)
         perfect = min(together, max(kernel, together - kernel))
-        lines = (
+        lines: tuple[Line, ...] = (
             _line(row, f"without overlap ({unfused.removeprefix('unfused, ')})", unfused),
             _line(row, "default schedule", DEFAULT, unfused),
             _line(row, f"best schedule ({row.base.removeprefix('fompi ')})", row.base, unfused),
             Line("perfect overlap of the same", perfect, gain=together / perfect),
         )
         reason = "" if verdict == "gain" else _reason(kernel, together, circumstance)
-        return cls(row.what.partition(",")[0], lines, verdict, reason)
+        gained = None
+        if wire:
+            lines += (_line(row, f"messages in {wire}", wire, unfused),)
+            least = min((DEFAULT, row.base), key=row.median)
+            over = row.ratio(least, wire)
+            assert over.interval is not None
+            gained = WireGain(wire, over.value, over.interval.low, over.interval.high, row.errors[wire])
+        return cls(row.what.partition(",")[0], lines, verdict, reason, gained)
 
 
 def _line(row: Row, what: str, name: str, unfused: str | None = None) -> Line:
@@ -262,6 +286,7 @@ class Trial:
         cluster: TcpHosts,
         rows: Sequence[Row],
         others: tuple[float, int] = (0.0, 0),
+        wire: str = "",
     ) -> Trial:
         """`others`: how many cores other programs used meanwhile, and of how many (`OtherLoad.cores`)."""
         cores = min(launcher.cores_per_rank(), launcher.cores_beside_other_hosts())
@@ -284,7 +309,7 @@ class Trial:
             )
         elif (used := others_in_words(*others)) is not None:
             warnings.append(f"{used}: try again when the machine is idle")
-        outcomes = tuple(Outcome.of(row, circumstance) for row in rows)
+        outcomes = tuple(Outcome.of(row, circumstance, wire) for row in rows)
         return cls(shape, size, rows[0].setup, outcomes, tuple(warnings), cluster.shared)
 
     @property
@@ -302,7 +327,23 @@ class Trial:
             if slower := [outcome for outcome in group if outcome.verdict == "slower"]:
                 where += " (slower)" if len(slower) == len(group) else f" (slower in {_names(slower)})"
             parts.append(f"nothing gained{where}: {reason}")
-        return "; ".join(parts) + "."
+        return "; ".join([*parts, *self._verdict_on_wire()]) + "."
+
+    def _verdict_on_wire(self) -> Iterator[str]:
+        """What smaller messages gain beyond overlap, and how far off results are then."""
+        if any(outcome.wire is None for outcome in self.outcomes):
+            return
+        wires = {outcome.operation: outcome.wire for outcome in self.outcomes if outcome.wire is not None}
+        gaining = [wire for wire in wires.values() if wire.gain_low > 1]
+        (name,), error = {wire.name for wire in wires.values()}, max(wire.error for wire in wires.values())
+        if gaining:
+            many, times = f"{len(gaining)} of {len(wires)} operations", _range([wire.gain for wire in gaining])
+            yield f"{name} gains {times} more in {many}, and results are off by at most {error:.1%} of the largest"
+        if len(gaining) < len(wires):
+            where = f" in {', '.join(at for at, wire in wires.items() if wire not in gaining)}" if gaining else ""
+            slower = all(wire.gain_high < 1 for wire in wires.values() if wire not in gaining)
+            why = ": encoding costs more than copies in memory" if self.shared else ""
+            yield f"{name} gains nothing{where}" + " (slower)" * slower + why
 
     def news(self) -> Iterator[str | Table]:
         """What is printed when the last one of these operations has been measured."""

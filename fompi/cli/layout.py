@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokens = f"{BATCH_TOKENS >> 20} Mi tokens"
     parser.add_argument("--global-batch", type=int, metavar="N", help=f"sequences of a step, of all ranks ({tokens})")
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
+    plan.add_wire_argument(parser)
     parser.add_argument("--json", action="store_true", help="the layouts as JSON, times in seconds")
     own = parser.add_argument_group("a model of your own", "sizes that replace those of --model")
     for name, what in SIZES.items():
@@ -55,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     fixed = {name: value for name in FREE if (value := getattr(options, name)) is not None}
     machine = plan.machine_of(options)
-    found = fompi.layouts(_model(options), options.ranks, machine, batch=options.global_batch, top=options.top, **fixed)
+    how = {"batch": options.global_batch, "top": options.top, "wire": options.wire}
+    found = fompi.layouts(_model(options), options.ranks, machine, **how, **fixed)
     if options.json:
         show_json(_values(found))
     elif is_pretty():

@@ -49,7 +49,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
-    parser.add_argument("--wire", help=f"what messages carry: {', '.join(WIRES)} (elements as they are)")
+    add_wire_argument(parser)
     parser.add_argument(
         "--load", action="append", default=[], metavar="FILE", help="a Python file that registers schedules of yours"
     )
@@ -67,6 +67,10 @@ def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:
 def named_machine(options: argparse.Namespace) -> fompi.Machine | None:
     """The machine that --machine names, else the one that FOMPI_MACHINE names. None if neither is given."""
     return machine_of_environment() if options.machine is None else fompi.Machine.load(options.machine)
+
+
+def add_wire_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wire", help=f"what messages carry: {', '.join(WIRES)} (elements as they are)")
 
 
 def add_machine_argument(parser: argparse.ArgumentParser) -> None:

@@ -66,6 +66,7 @@ def layouts(
     *,
     batch: int | None = None,
     top: int = TOP,
+    wire: str | None = None,
     **fixed: int | str,
 ) -> Layouts:
     """layouts("llama-8b", 64, "h100-ndr").best[0]: the fastest layout of a model on a machine, on paper.
@@ -74,7 +75,8 @@ def layouts(
 
     `model` is a name in `fompi.planner.layers.MODELS`, or a `Transformer` with sizes of your own. `batch` are the
     sequences of a step (without it 4 Mi tokens). `fixed` are parts of a layout that are given: dp, tp, pp, ep, cp,
-    microbatch, schedule, chunks, zero, recompute. The others are chosen. `fompi/planner/step.py` says what is counted.
+    microbatch, schedule, chunks, zero, recompute. The others are chosen. `wire` is the form in which messages carry
+    elements (`fompi.base.wires`). `fompi/planner/step.py` says what is counted.
 
     Raises LayoutError for numbers out of range, if no layout is possible, and if none fits into the memory: then it
     names the one that comes nearest, and what it needs.
@@ -88,7 +90,7 @@ def layouts(
     if not 1 <= (integer(batch) or 0) <= MOST_RANKS:
         raise LayoutError(f"batch={batch!r} must be a number of sequences from 1 to {MOST_RANKS}")
     _check_fixed(fixed)
-    step = StepParts(sizes, machine, ranks, batch)
+    step = StepParts(sizes, machine, ranks, batch, wire)
     best: dict[tuple[int, ...], Predicted] = {}
     nearest: tuple[float, StepLayout] = inf, StepLayout()
     tried = left_out = 0
@@ -109,7 +111,8 @@ def layouts(
     listed = sorted(best.values(), key=_order)
     tokens = batch * sizes.sequence
     title = f"{name} on {ranks} rank{'s' * (ranks > 1)} of {machine.name}, {batch} sequences of {sizes.sequence} tokens"
-    return Layouts(f"{title}, {tokens / 1e6:.1f} million tokens a step", tuple(listed[:top]), tried, left_out)
+    title += f", {tokens / 1e6:.1f} million tokens a step" + (f", messages in {wire}" if wire else "")
+    return Layouts(title, tuple(listed[:top]), tried, left_out)
 
 
 def _order(made: Predicted) -> tuple[float, int, int, int]:

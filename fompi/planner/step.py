@@ -23,6 +23,9 @@ a kernel, M that of its messages, N the size of the axis.
 **Bytes.** Parameters and activations have two bytes per element, gradients four, AdamW 12 per parameter. A collective
 takes one latency for each other group of a level, and the bytes that must enter a group through its ports. Axes do not
 disturb each other. Left out: the embedding's lookup, biases, dropout.
+
+With a `wire` (`fompi.base.wires`) every message carries the elements in that form, if it is smaller. Each element is
+encoded and decoded once at memory speed: with the messages, or exposed where kernels have the only lane.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from fompi.base.wires import WIRES, wire_of
 from fompi.model import pipeline
 from fompi.model.flow_shop import Job, makespan
 from fompi.model.machine import Machine
@@ -196,7 +200,10 @@ class StageLoad(NamedTuple):
 class StepParts:
     """The parts of a step of one model on one machine, kept by the sizes on which they depend."""
 
-    def __init__(self, model: Transformer, machine: Machine, ranks: int, batch: int):
+    def __init__(self, model: Transformer, machine: Machine, ranks: int, batch: int, wire: str | None = None):
+        name = wire_of(wire, "float32")
+        each = WIRES[name].each if name else float(GRADIENT)
+        self.item, self.gradient = min(float(ITEM), each), each  # bytes of an element in a message
         self.model, self.machine, self.ranks, self.batch = model, machine, ranks, batch
         self.axis = lru_cache(maxsize=None)(lambda size, stride: Axis.of(machine, size, stride, ranks))
         self.layer = lru_cache(maxsize=None)(self._layer)
@@ -229,6 +236,16 @@ class StepParts:
         """Seconds of the sums of a reduce-scatter that no kernel hides: on one lane they take the kernels' core."""
         return 3 * nbytes * (1 - 1 / size) / self.machine.memory_rate if self.machine.lanes == 1 else 0.0
 
+    def _sent(self, item: float) -> float:
+        """Bytes of an element of `item` bytes in a message."""
+        return self.gradient if item == GRADIENT else self.item
+
+    def _coded(self, elements: float, item: float) -> tuple[float, float]:
+        """Seconds in which `elements` of `item` bytes become messages and elements again: with them, and exposed."""
+        sent = self._sent(item)
+        seconds = 2 * self._touch((item + sent) * elements) if sent < item else 0.0
+        return (seconds, 0.0) if self.machine.lanes > 1 else (0.0, seconds)
+
     def _pipelined(self, size: int, messages: float, whole: float, piece: float) -> float:
         """The exposed seconds of a product in `size` pieces beside its messages, or of one in a piece after them."""
         if size == 1:
@@ -238,21 +255,26 @@ class StepParts:
 
     def _column(self, tp: int, rows: float, k: float, n: float, weights: float = 1) -> Passes:
         """A column-parallel product: all-gather and product; in the backward bulk, dx beside x and dw beside dx."""
-        axis, messages = self.axis(tp, 1), self.axis(tp, 1).gather(ITEM * rows * k)
+        axis = self.axis(tp, 1)
+        beside, coded = self._coded(rows * k * (tp > 1), ITEM)
+        messages = axis.gather(self.item * rows * k) + beside
         whole, dx, dw = (
             self._product(rows, k, n, weights),
             self._product(rows, n, k, weights),
             self._product(k, rows, n) + (weights - 1) * self._touch(ITEM * k * n),
         )
         ahead = self._pipelined(axis.size, messages, whole, self._product(rows / tp, k, n, weights))
-        sums = self._sums(ITEM * rows * k, tp)
+        sums = self._sums(ITEM * rows * k, tp) + coded
         return Passes(
-            StepWork(whole, ahead), StepWork(dx, max(0.0, messages - dx) + sums), StepWork(dw, max(0.0, messages - dw))
+            StepWork(whole, ahead + coded),
+            StepWork(dx, max(0.0, messages - dx) + sums),
+            StepWork(dw, max(0.0, messages - dw) + coded),
         )
 
     def _row(self, tp: int, rows: float, k: float, n: float, weights: float = 1) -> Passes:
         """A row-parallel product: product and reduce-scatter; in the backward all-gather, dx and dw."""
-        messages = self.axis(tp, 1).gather(ITEM * rows * n)
+        beside, coded = self._coded(rows * n * (tp > 1), ITEM)
+        messages = self.axis(tp, 1).gather(self.item * rows * n) + beside
         whole, dx, dw = (
             self._product(rows, k, n, weights),
             self._product(rows, n, k, weights),
@@ -260,10 +282,11 @@ class StepParts:
         )
         behind = self._pipelined(tp, messages, whole, self._product(rows / tp, k, n, weights))
         if tp > 1:
-            behind += self._touch(3 * ITEM * rows / tp * n) + self._sums(ITEM * rows * n, tp)
+            behind += self._touch(3 * ITEM * rows / tp * n) + self._sums(ITEM * rows * n, tp) + coded
         both = self._product(rows / tp, n, k, weights) + self._product(k, rows / tp, n)
         both += (weights - 1) * self._touch(ITEM * k * n)
-        return Passes(StepWork(whole, behind), StepWork(dx, self._pipelined(tp, messages, dx + dw, both)), StepWork(dw))
+        back = self._pipelined(tp, messages, dx + dw, both) + coded
+        return Passes(StepWork(whole, behind), StepWork(dx, back), StepWork(dw))
 
     # ---------------------------------------------------------------------------------------------------------- a layer
 
@@ -291,12 +314,13 @@ class StepParts:
         made = self._mlp(tp, rows * model.top_k, model.ffn, model.experts / ep)
         if model.shared:
             made = made.plus(self._mlp(tp, rows, model.ffn * model.shared))
-        moved = ITEM * rows * model.top_k * model.hidden / tp  # by a rank, there or back
-        messages = 2 * axis.exchange(moved)
+        moved = rows * model.top_k * model.hidden / tp  # elements, by a rank, there or back
+        beside, coded = self._coded(moved * (ep > 1), ITEM)
+        messages = 2 * (axis.exchange(self.item * moved) + beside)
         hidden = made.forward.compute, made.inputs.compute + made.weights.compute
-        copies = self._touch(4 * moved)  # tokens are sorted by expert, and added
+        copies = self._touch(4 * ITEM * moved)  # tokens are sorted by expert, and added
         route = self._product(rows / tp, model.hidden, model.experts)
-        exposed = [max(0.0, messages - seconds) for seconds in hidden]
+        exposed = [max(0.0, messages - seconds) + 2 * coded for seconds in hidden]
         return made.plus(Passes(StepWork(copies + route, ep=exposed[0]), StepWork(copies + 2 * route, ep=exposed[1])))
 
     def _attentions(self, tp: int, cp: int, rows: float, projections: Passes) -> Iterator[tuple[Passes, str]]:
@@ -308,16 +332,22 @@ class StepParts:
             yield Passes(StepWork(ahead), StepWork(back)), ""
             return
         a, b = self.machine.kernel(flops / cp, nbytes / cp), self.machine.kernel(2.5 * flops / cp, 2 * nbytes / cp)
-        message = axis.message(2 * ITEM * rows * self._keys(tp))
-        exposed = [(cp - 1) * max(0.0, k - kernel) for k, kernel in ((message, a), (2 * message, b))]
+        beside, coded = self._coded(2 * rows * self._keys(tp), ITEM)
+        message = axis.message(2 * self.item * rows * self._keys(tp)) + beside
+        exposed = [(cp - 1) * (max(0.0, n * message - kernel) + n * coded) for n, kernel in ((1, a), (2, b))]
         yield Passes(StepWork(cp * a, cp=exposed[0]), StepWork(cp * b, cp=exposed[1])), "ring"
         if model.heads % (tp * cp):
             return
-        into = axis.exchange(ITEM * rows * (model.hidden / tp + 2 * max(self._keys(tp), cp * head)))
-        out, hides = axis.exchange(ITEM * rows * model.hidden / tp), 1 - 1 / cp
+        taken, given = rows * (model.hidden / tp + 2 * max(self._keys(tp), cp * head)), rows * model.hidden / tp
+        (into, first), (out, last) = (
+            (axis.exchange(self.item * n) + beside, exposed)
+            for n in (taken, given)
+            for beside, exposed in [self._coded(n, ITEM)]
+        )
+        hides = 1 - 1 / cp
         outer = self._product(rows, model.hidden, model.hidden / tp)  # dx of the output projection
-        forward = max(0.0, into - hides * projections.forward.compute) + max(0.0, out - hides * ahead)
-        backward = max(0.0, out - hides * outer) + max(0.0, into - hides * back)
+        forward = max(0.0, into - hides * projections.forward.compute) + max(0.0, out - hides * ahead) + first + last
+        backward = max(0.0, out - hides * outer) + max(0.0, into - hides * back) + first + last
         yield Passes(StepWork(ahead, cp=forward), StepWork(back, cp=backward)), "ulysses"
 
     def _output(self, tp: int, cp: int, microbatch: int) -> Passes:
@@ -363,7 +393,8 @@ class StepParts:
     def _bucket(self, data: int, tp: int, ep: int, item: float, layers: float, tables: int) -> float:
         """Seconds of a reduce-scatter or all-gather over the `data` ranks of dp and cp, of some layers and tables."""
         dense, experts = self.weights(tp, ep, layers, tables)
-        return self.axis(data, tp).gather(item * dense) + self.axis(data // ep, tp * ep).gather(item * experts)
+        sent, beside = self._sent(item), self._coded(dense + experts, item)[0]
+        return self.axis(data, tp).gather(sent * dense) + self.axis(data // ep, tp * ep).gather(sent * experts) + beside
 
     def _exposed(self, layout: StepLayout) -> float:
         """The exposed seconds of the axis dp, of the first stage: its embedding has no backward behind it."""
@@ -414,7 +445,8 @@ class StepParts:
                 for jobs in map(gathers, cuts)
             )
         every = sum(self.weights(tp, ep, layers, 1 + tables))
-        return exposed + self._sums(GRADIENT * every, data) * (count if zero >= 2 else 1)
+        adding = self._sums(GRADIENT * every, data) + self._coded(every, GRADIENT)[1]
+        return exposed + adding * (count if zero >= 2 else 1) + bool(zero) * self._coded(every, ITEM)[1]
 
     # --------------------------------------------------------------------------------------------------------- a layout
 
@@ -430,7 +462,8 @@ class StepParts:
         backward = inputs.plus(weights)
         layout = layout._replace(attention=self.layer(tp, cp, ep, microbatch)[1])
         seconds = {"F": forward.seconds, "B": backward.seconds, "I": inputs.seconds, "W": weights.seconds}
-        message = self.axis(pp, self.ranks // pp).message(ITEM * self.tokens(layout) * model.hidden / tp)
+        message = self.axis(pp, self.ranks // pp).message(self.item * self.tokens(layout) * model.hidden / tp)
+        message += sum(self._coded(self.tokens(layout) * model.hidden / tp, ITEM))
         work = StepWork().plus(forward.plus(backward), count * chunks)
         alone = pipeline.predicted(schedule, pp, count, chunks, seconds)
         bubble = max(0.0, alone - work.seconds) if pp > 1 else 0.0

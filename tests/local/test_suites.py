@@ -135,6 +135,28 @@ def test_the_verdict_of_a_trial(best, verdict, words, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("seconds", "shared", "words"),
+    [
+        (
+            0.5,
+            False,
+            "; int8 gains 2.00x more in 1 of 1 operations, and results are off by at most 0.4% of the largest.",
+        ),
+        (1.0, False, "; int8 gains nothing."),
+        (1.5, True, "; int8 gains nothing (slower): encoding costs more than copies in memory."),
+    ],
+)
+def test_the_verdict_on_smaller_messages(seconds, shared, words):
+    """They are compared with the faster one of the default and the best schedule."""
+    row = fused_row(best=1.0, shared=shared)
+    row = replace(row, samples=row.samples | {"int8": [seconds] * 7}, errors={"int8": 0.004})
+    found = trial.Trial.of((8, 8, 8), 2, Hosts(shared), [row], wire="int8")
+    assert found.verdict.endswith(words), found.verdict
+    assert [*found._rows()][-1][0] == "messages in int8"
+    assert found.values()["outcomes"][0]["wire"]["gain"] == pytest.approx(1 / seconds)
+
+
+@pytest.mark.parametrize(
     ("kernel", "unfused", "circumstance", "reason"),
     [
         (0.3e-3, 0.9e-3, "", "the operation takes less than 1 ms"),

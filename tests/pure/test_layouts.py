@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fompi
-from fompi.base.errors import LayoutError
+from fompi.base.errors import DtypeError, LayoutError
 from fompi.model import pipeline
 from fompi.model.machine import Level, Machine
 from fompi.parallel import orders
@@ -104,6 +104,24 @@ def test_faster_links_are_never_slower(layout):
         assert base < made(given, model, shared).seconds or layout.tp == 16
         for machine in (inner, outer, near):
             assert made(given, model, machine).seconds <= base * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: f"{each} {each.how}")
+def test_smaller_messages(layout):
+    """On a link that is slow enough the smaller wire is faster, on every axis. Half types shrink gradients only."""
+    slow = replace(NDR, levels=(NDR.levels[0]._replace(bandwidth=1e8),), bandwidth=1e9)
+    exposed = {}
+    for wire in (None, "bfloat16", "int8", "int4"):
+        step = StepParts(SMALL, slow, layout.ranks, 64, wire)
+        exposed[wire] = step.predicted(layout, step.memory(layout)).exposed
+    for axis in AXES:
+        wide, half, byte, nibble = (each[axis] for each in exposed.values())
+        if axis != "dp":
+            assert half == wide and (wide == 0 or 1.6 < wide / byte < 1.89)
+        assert wide == 0 or wide >= half > byte > nibble
+    assert StepParts(SMALL, NDR, 8, 64, "int8")._coded(1e6, 4)[1] == 0  # beside kernels
+    one_lane = StepParts(SMALL, replace(NDR, lanes=1), 8, 64, "int8")
+    assert one_lane._coded(1e6, 4)[0] == 0 < one_lane._coded(1e6, 4)[1]
 
 
 # ------------------------------------------------------------------------------------------------- memory
@@ -378,6 +396,14 @@ WRONG = [
 def test_wrong_arguments(model, ranks, more, text):
     with pytest.raises(LayoutError, match=text):
         layouts(model, ranks, "h100-ndr", **more)
+
+
+def test_a_wire_in_a_layout():
+    with pytest.raises(DtypeError, match="known are"):
+        layouts("llama-8b", 8, "h100-ndr", wire="int3")
+    found = layouts("gpt2-1.5b", 8, "gigabit", wire="int8", top=1)
+    assert found.title.endswith("messages in int8")
+    assert found.best[0].seconds < layouts("gpt2-1.5b", 8, "gigabit", top=1).best[0].seconds
 
 
 def test_what_is_given_is_kept():
