@@ -104,6 +104,19 @@ class Feedback:
         self._losing = None
 
 
+def half_unit(name: str, m: Array, size: int) -> tuple[float, float]:
+    """(how far an element of a block may be off, the largest magnitude that it can have), from what was sent of it."""
+    wire = WIRES[name]
+    if wire.top:
+        scale = float(m[: -(-size // RUN) * 4].view(np.float32).max(initial=0.0))
+        largest = scale * wire.top
+        off = wire.of_scale * scale + wire.of_itself * largest + wire.least
+    else:
+        largest = float(np.abs(decode(wire, m, size)).max(initial=0.0))
+        off = wire.of_itself * largest / (1 - wire.of_itself) + wire.least
+    return (off, largest) if np.isfinite(largest) else (np.inf, np.inf)
+
+
 def carry(name: str, x: Array, dtype: str, edges: Sequence[int]) -> None:
     """x = what messages of this wire carry of x, one block for each part between two of the edges."""
     for part in starmap(slice, pairwise(edges)):

@@ -289,5 +289,7 @@ def _check(operation: Operation[Any], arguments: Arguments, call_options: CallOp
     """Raise for options that a call under jax.jit cannot have."""
     if arguments.out is not None:
         raise TensorError(f"fompi.{operation.name}: out= cannot be used under jax.jit: take the result")
+    if call_options.certify:
+        raise PlanError(f"fompi.{operation.name}: certify=True cannot be used under jax.jit")
     if call_options.effort != "plan":
         raise PlanError(f'fompi.{operation.name}: effort="measure" cannot be used under jax.jit: give schedule=')

@@ -14,9 +14,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from fompi.base.errors import PlanError, TensorError
+from fompi.base.errors import PlanError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.ops.arguments import Arguments, LocalCall, localise, names_of
+from fompi.ops.certified import Certificate
 from fompi.ops.decide import decide
 from fompi.ops.operation import CallOptions, Operation, communicator_of
 from fompi.ops.pending import program_of
@@ -34,6 +35,9 @@ class BoundCall:
     decides for itself. What the tensors contain is read at each call. A result lies in `out=`, or in memory that the
     next call writes again. It has no gradient.
 
+    With `certify=True`, `error` is the largest error of the last result: see `fompi.ops.certified`. Then all ranks also
+    wait for bound calls in one order.
+
     All ranks call it equally often. Nothing compares these calls: `label=` does (`fompi.Executor`). `close()`, or
     `with`, gives the memory back.
     """
@@ -50,7 +54,12 @@ class BoundCall:
         def localised() -> LocalCall:
             return _checked(operation, arguments, communicator, call_options)
 
-        compared = "bound", arguments.words
+        self._certificate: Certificate | None = None
+        self._error: float | None = None
+        is_certified = call_options.certify and communicator.size > 1
+        if is_certified and call_options[:2] == ("auto", None):
+            call_options = call_options._replace(schedule="direct")  # no message is written over
+        compared = "bound", " ".join([*filter(None, [arguments.words]), *["certified"] * call_options.certify])
         local, plan = decide(operation.name, localised, communicator, call_options, *compared, refusal=wrong)
         self._arguments, self._local = arguments, local
         self._outputs = [b for b in plan.programs[communicator.rank].buffers if b.is_output]
@@ -64,6 +73,20 @@ class BoundCall:
         if out is not None:
             given["out"] = self._rows_first("y", out)
         self.executor: Executor = bind(plan, comm=communicator, **given)
+        if call_options.certify:
+            self._is_plain = False
+            try:
+                self._certificate = Certificate(self.executor)
+            except Exception:  # on all ranks: it is of the plan
+                self.executor.close()
+                raise
+
+    @property
+    def error(self) -> float:
+        """The largest error of an element of the last result. Infinite if that is not finite. Needs `certify=True`."""
+        if self._error is None:
+            raise StateError("no result is certified: bind with certify=True, and call")
+        return self._error
 
     @property
     def plan(self) -> Plan:
@@ -97,6 +120,8 @@ class BoundCall:
     def close(self) -> None:
         """Give the memory back. Waits for a call in flight."""
         self.executor.close()
+        if self._certificate is not None:
+            self._certificate.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,6 +156,8 @@ class BoundCall:
     def _result(self, results: Any) -> Any:
         """The results of a call in the form that the operation gives them."""
         local, arguments = self._local, self._arguments
+        if self._certificate is not None:
+            self._error = self._certificate.error(results)
         if local.in_place and self._out is arguments.out:
             np.copyto(local.arrays["x"].reshape(-1), dlpack.borrow(results, "y").array.reshape(-1))
             dlpack.mark_written(arguments.out)
@@ -156,6 +183,8 @@ def _checked(
     if call_options.effort != "plan":
         raise PlanError(f'{name}: effort="measure" chooses at the first call: bind fompi.explain(...) for it')
     local = localise(operation.name, arguments, comm.rank, comm.size, call_options.wire)
+    if call_options.certify and not local.problem.wire:
+        raise PlanError(f"fompi.{operation.name}: certify=True needs a wire=: without one, messages round nothing")
     schedule, slices, *_ = call_options
     if (schedule, slices) != ("auto", None):  # if it cannot carry out this call, the others hear of it
         program_of(comm, local, "direct" if schedule == "auto" else schedule, slices)

@@ -37,15 +37,17 @@ class CallKeywords(TypedDict, total=False):
     slices: Slices | None
     effort: str
     wire: str | None
+    certify: bool
 
 
 class CallOptions(NamedTuple):
-    """How a call is carried out: the keywords `schedule`, `slices`, `effort` and `wire`."""
+    """How a call is carried out: the keywords `schedule`, `slices`, `effort`, `wire` and `certify`."""
 
     schedule: str = "auto"
     slices: Slices | None = None
     effort: str = "plan"
     wire: str | None = None
+    certify: bool = False
 
 
 _DEFAULTS = CallOptions()
@@ -82,6 +84,8 @@ class Operation(Generic[P]):
                 if result is not REFUSED:
                     return result
         arguments, comm, call_options = self.read(args, options)
+        if call_options.certify:
+            return self._certified(arguments, comm, call_options)
         arguments.key = None if call is None else call.key
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
@@ -96,6 +100,8 @@ class Operation(Generic[P]):
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
+        if call_options.certify:
+            return self._certified(arguments, comm, call_options)
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
         return self._finished(arguments, comm, call_options)
@@ -134,7 +140,8 @@ class Operation(Generic[P]):
         comm, call_options = options.pop("comm", None), _DEFAULTS
         if options and not _OF_CALL.isdisjoint(options):
             schedule, slices = options.pop("schedule", "auto"), options.pop("slices", None)
-            call_options = CallOptions(schedule, slices, options.pop("effort", "plan"), options.pop("wire", None))
+            how = options.pop("effort", "plan"), options.pop("wire", None), options.pop("certify", False)
+            call_options = CallOptions(schedule, slices, *how)
         try:
             for name in options:
                 if name not in self._keywords:
@@ -187,8 +194,11 @@ class Operation(Generic[P]):
             communicator = comm
         else:
             communicator, wrong = communicator_of(comm)
-        schedule, slices, effort, wire = call_options
+        schedule, slices, effort, wire, certify = call_options
         try:
+            if certify:
+                why = "is for a call that waits, and for bind: not for start"
+                raise PlanError(f"fompi.{self.name}: certify=True {why}")
             if wrong is not None or refusal is not None:
                 raise wrong or refusal  # type: ignore[misc]
             local = localise(self.name, arguments, communicator.rank, communicator.size, wire)
@@ -209,6 +219,15 @@ class Operation(Generic[P]):
         """The result of the call."""
         return self._begin(arguments, comm, call_options, waits=True)
 
+    def _certified(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> tuple[Any, float]:
+        """The result of the call, and the largest error that its messages can have caused."""
+        with DOORS.bind(self, arguments, comm, call_options) as step:
+            y = step()
+            if arguments.out is None:  # its memory is given back
+                tensor = dlpack.borrow(y)
+                y = dlpack.lend(tensor.array.copy(), tensor.dtype, tensor)
+            return y, step.error
+
     def is_differentiable(self, arguments: Arguments) -> bool:
         """True if this call must be a node of autograd."""
         return _wants_gradient(arguments)
@@ -219,7 +238,7 @@ class Operation(Generic[P]):
 
 def _checked(call_options: CallOptions) -> CallOptions:
     """The options with `slices` as integers. Raises PlanError for options that no call can have."""
-    schedule, slices, effort, wire = call_options
+    schedule, slices, effort, wire, certify = call_options
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     if effort not in ("plan", "measure"):
@@ -228,7 +247,7 @@ def _checked(call_options: CallOptions) -> CallOptions:
         slices = as_slices(slices)
     if effort == "measure" and (schedule, slices) != ("auto", None):
         raise PlanError('effort="measure" chooses schedule and slices itself: leave both out, or leave out effort')
-    return CallOptions(schedule, slices, effort, wire)
+    return CallOptions(schedule, slices, effort, wire, certify)
 
 
 def _signature(arguments: Callable[..., Arguments]) -> Signature:

@@ -75,6 +75,11 @@ def verify(plan: Plan) -> None:
         _check_replicated(plan, values)
 
 
+def values_at_the_end(plan: Plan) -> list[dict[tuple[str, int], Value]]:
+    """The values of all blocks of each rank at the end of a plan that is right."""
+    return _Execution(plan, _match(plan)).run()
+
+
 def flaw(written: Callable[[], Plan]) -> Exception | None:
     """The error in the plan that `written` returns, or the error that `written` raises. None if the plan is right."""
     try:

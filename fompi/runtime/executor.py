@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from math import prod
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -266,6 +267,13 @@ class Executor(BoundPlan):
         if given is not None:
             for name in given.outputs:
                 dlpack.mark_written(given.owners[name])
+
+    def encoded_block(self, name: str, number: int) -> tuple[Any, int]:
+        """What a block of a mirror with a wire contains, and how many elements those are."""
+        buffer = self.compiled.buffers[name]
+        at, starts = number - buffer.first, buffer.offsets(self._extents)
+        rows = 1 if buffer.axis == "whole" else self._extents.counts(buffer.axis)[at]
+        return self._arrays[name][starts[at] : starts[at + 1]], rows * prod(buffer.row)
 
     def moving(self, *names: str) -> Callable[[tuple[int, ...]], None]:
         """A function that runs one call in which these buffers lie at other addresses. It gets them in this order.

@@ -86,6 +86,7 @@ OUTSIDE = {
         "torch before 2.12 cannot read a fompi.Communicator: use fompi.torch.<operation>(..., comm=a group of torch)"
     ),
     "comm": _outside("comm= must be a fompi.Communicator: use fompi.torch.communicator(group)"),
+    "certify": _outside("the error of certify=True is a number of the program"),
     "wrong": _outside("these arguments are refused"),
 }
 """The calls that the compiler does not take into its graph, by the reason that it reports."""
@@ -131,6 +132,8 @@ def why_outside(
             return "wrong"
     if given.pop("out", None) is not None:
         return "out"
+    if given.pop("certify", False):
+        return "certify"
     comm = given.pop("comm", None)
     if gradient is not None and isinstance(comm, DeviceMesh):
         if comm.ndim != 1:

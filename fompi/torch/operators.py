@@ -220,6 +220,8 @@ class Operator:
             if self.planned:
                 slices = as_sizes(call_options.slices)
                 values.update(call_options._asdict(), slices=slices and [_integer(n) for n in slices])
+                if values.pop("certify"):
+                    return None
         except (TypeError, IndexError):
             return None
         texts = [values.get(name, "") for name in ("op", "schedule", "effort")]

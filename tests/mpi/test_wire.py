@@ -49,13 +49,16 @@ class Case:
         shapes = [x.shape for x in self.inputs]
         return f"{self.operation} {self.op} {self.dtype} wire {self.wire} by {self.schedule}, {shapes}"
 
-    def call(self):
-        """The result of this rank as float32."""
+    def call(self, **more):
+        """The result of this rank as float32. With `certify`, and its bound."""
         x = self.inputs[self.world.rank]
         how = {"op": self.op} if self.op != "sum" else {}
         given = x if self.dtype == "float32" else dlpack.lend(narrow(x, self.dtype), self.dtype, "dlpack")
-        y = getattr(fompi, self.operation)(given, wire=self.wire, schedule=self.schedule, comm=self.world, **how)
-        return y if self.dtype == "float32" else widen(np.asarray(y.array), self.dtype)
+        how |= {"wire": self.wire, "schedule": self.schedule, "comm": self.world, **more}
+        y = getattr(fompi, self.operation)(given, **how)
+        y, error = y if "certify" in more else (y, None)
+        y = y if self.dtype == "float32" else widen(np.asarray(y.array), self.dtype)
+        return y if error is None else (y, error)
 
     def wanted(self):
         """The exact result of this rank, in float64."""
@@ -93,17 +96,81 @@ def check(world, seed):
         assert (every.view(np.uint32) == every[0].view(np.uint32)).all(), str(case)
 
 
+def check_certified(world, seed):
+    """The measured error is at most the certified one, which is at most the a-priori bound, but for float32 itself."""
+    case = Case(world, seed)
+    got, most = case.call(certify=True, schedule="auto")
+    error = float(np.abs(got - case.wanted()).max(initial=0.0))
+    assert error <= most, f"{case}: off by {error}, certified are {most}"
+    assert most <= 1.2 * case.bound() + 2.0**-22 * sum(np.abs(x).max(initial=0.0) for x in case.inputs), str(case)
+
+
 def test_random_calls(world):
     for seed in range(100):
         check(world, seed)
+    for seed in range(100, 140):
+        check_certified(world, seed)
+
+
+def test_certified_products(own):
+    """A product is rounded after it is computed. What is multiplied after it has travelled has no certificate."""
+    draw = np.random.default_rng(own.rank)
+    x, w = draw.standard_normal((12, 20)).astype(np.float32), draw.standard_normal((20, 7)).astype(np.float32)
+    exact = {"matmul_reduce_scatter": fompi.matmul_reduce_scatter, "matmul_all_reduce": fompi.matmul_all_reduce}
+    for wire in WIRES:
+        for name, operation in exact.items():
+            wanted = operation(x.astype(np.float64), w.astype(np.float64), comm=own)
+            y, error = operation(x, w, wire=wire, certify=True, comm=own)
+            assert 0 < np.abs(y - wanted).max() <= error + 1e-5 and error < 200 * np.abs(y - wanted).max(), name
+    with pytest.raises(fompi.PlanError, match="multiplied here"):
+        fompi.all_gather_matmul(x, w, wire="int8", certify=True, comm=own)
+
+
+def test_a_bound_call_is_certified_again_and_again(own):
+    x = np.zeros(300, np.float32)
+    out = np.empty_like(x)
+    with fompi.all_reduce.bind(x, wire="int8", certify=True, out=out, comm=own) as step:
+        with pytest.raises(fompi.StateError, match="no result is certified"):
+            _ = step.error
+        for scale in (1.0, 100.0, 0.0):
+            x[:] = scale * np.random.default_rng(own.rank).standard_normal(300)
+            assert step() is out
+            wanted = fompi.all_reduce(x.astype(np.float64), comm=own)
+            assert np.abs(out - wanted).max() <= step.error <= 0.03 * own.size * scale + 1e-30
+        x[5] = np.nan if own.rank == 0 else 1
+        step.start().wait()
+        assert step.error == np.inf
+
+
+CERTIFIED = [
+    ({"schedule": "ring"}, "written over"),
+    ({"wire": None}, "needs a wire="),
+]
+
+
+@pytest.mark.parametrize(("how", "words"), CERTIFIED, ids=str)
+def test_calls_that_cannot_be_certified(own, how, words):
+    x = np.ones(40, np.float32)
+    if own.size == 2 and "schedule" in how:
+        return  # a ring of two ranks sends no block twice
+    with pytest.raises(fompi.PlanError, match=words):
+        fompi.all_reduce(x, **{"wire": "int8", "certify": True, "comm": own, **how})
+    with pytest.raises(fompi.PlanError, match="not for start"):
+        fompi.all_reduce.start(x, wire="int8", certify=True, comm=own)
+    with pytest.raises(fompi.MismatchError, match="certified"):
+        fompi.all_reduce(x, wire="int8", certify=own.rank == 0, comm=own)
+    y, error = fompi.all_reduce(x, wire="int8", certify=True, comm=own)
+    assert np.abs(y - own.size).max() <= error < 0.1
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(1000, 11_000, 500))
 def test_many_random_calls(world, first):
-    """10,000 of them."""
+    """10,000 of them, and every tenth also with a certificate."""
     for seed in range(first, first + 500):
         check(world, seed)
+        if seed % 10 == 0:
+            check_certified(world, seed)
 
 
 def test_all_schedules_have_the_same_bits_in_and_out_of_place(own):
@@ -168,6 +235,15 @@ def test_gradients_of_torch_have_the_same_wire(own):
     for plain, rounded in zip(*exact, strict=True):
         scale = plain.abs().max()
         assert 0 < (plain - rounded).abs().max() < 0.1 * scale
+
+
+def test_certificates_of_torch(own):
+    torch = pytest.importorskip("torch")
+    x = torch.randn(200, generator=torch.Generator().manual_seed(own.rank))
+    y, error = fompi.all_reduce(x, wire="int8", certify=True, comm=own)
+    assert type(y) is torch.Tensor and (y - fompi.all_reduce(x.double(), comm=own)).abs().max() <= error
+    with pytest.raises(fompi.TensorError, match="no gradient"):
+        fompi.all_reduce(x.clone().requires_grad_(), wire="int8", certify=True, comm=own)
 
 
 def test_jax(own):
