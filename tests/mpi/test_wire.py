@@ -242,8 +242,10 @@ def test_certificates_of_torch(own):
     x = torch.randn(200, generator=torch.Generator().manual_seed(own.rank))
     y, error = fompi.all_reduce(x, wire="int8", certify=True, comm=own)
     assert type(y) is torch.Tensor and (y - fompi.all_reduce(x.double(), comm=own)).abs().max() <= error
-    with pytest.raises(fompi.TensorError, match="no gradient"):
-        fompi.all_reduce(x.clone().requires_grad_(), wire="int8", certify=True, comm=own)
+    for call in (fompi.all_reduce, import_module("fompi.torch").all_reduce):
+        assert call(x, wire="int8", certify=True, comm=own)[1] == error
+        with pytest.raises(fompi.TensorError, match="no gradient"):
+            call(x.clone().requires_grad_(), wire="int8", certify=True, comm=own)
 
 
 def test_jax(own):
