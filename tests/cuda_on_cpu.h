@@ -101,3 +101,4 @@ inline unsigned short to_half(float x) {
   __builtin_memcpy(&bits, &half, 2);
   return bits;
 }
+inline float times(float a, float b) { return a * b; }  // compiled without contraction

@@ -181,8 +181,6 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int, wire: s
     )
     if wire is not None:
         problem = problems.on_wire(problem, wire)
-        if problem.wire and device is not None:
-            raise DtypeError(f"{operation}: wire={wire!r} takes tensors on the host only")
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
     runs: Sequence[Sequence[int]] = ()

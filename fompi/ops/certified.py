@@ -24,6 +24,7 @@ from fompi.ops import operations
 from fompi.plans.certified import roundings_of, shares_of
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
+from fompi.tensors.device_array import DeviceArray
 
 SUM_ERROR = 2.0**-24
 """A sum of two float32 numbers is off by at most this share of it."""
@@ -45,7 +46,7 @@ class Certificate:
     def error(self, y: Any) -> float:
         """The largest error of any element of `y`, the result of the last call. Infinite if it is not finite."""
         array = dlpack.borrow(y, "y")
-        largest = float(np.abs(widen(array.array, array.dtype)).max(initial=0.0))
+        largest = float(np.abs(widen(_on_host(array.array), array.dtype)).max(initial=0.0))
         if not np.isfinite(largest):
             largest = np.inf
         most = self._of_messages(largest)
@@ -58,7 +59,8 @@ class Certificate:
         if self._gather is None:
             return 0.0
         for i, block in enumerate(self._own):
-            self._told[i] = half_unit(self._wire, *self._executor.encoded_block(*block))
+            m, size = self._executor.encoded_block(*block)
+            self._told[i] = half_unit(self._wire, _on_host(m), size)
         told = dict(zip(self._places, np.asarray(self._gather()), strict=True))
         most = 0.0
         for shares in self._shares:
@@ -70,3 +72,7 @@ class Certificate:
     def close(self) -> None:
         if self._gather is not None:
             self._gather.close()
+
+
+def _on_host(array: Any) -> Any:
+    return array.get() if isinstance(array, DeviceArray) else array

@@ -225,7 +225,9 @@ class Operation(Generic[P]):
             y = step()
             if arguments.out is None:  # its memory is given back
                 tensor = dlpack.borrow(y)
-                y = dlpack.lend(tensor.array.copy(), tensor.dtype, tensor)
+                device, array = tensor.device, tensor.array
+                copied = array.copy() if device is None else device.array(array.get())
+                y = dlpack.lend(copied, tensor.dtype, tensor)
             return y, step.error
 
     def is_differentiable(self, arguments: Arguments) -> bool:

@@ -34,7 +34,7 @@ class RingStep:
 
 
 @dataclass(frozen=True)
-class Ring:
+class AttentionRing:
     """The ranks round which keys and values of `dtype` go, with messages of the wire."""
 
     rule: Rule

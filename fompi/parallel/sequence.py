@@ -38,7 +38,7 @@ from fompi.parallel.arrays import (
 from fompi.parallel.attention import Rule, attend, attend_backward, check_heads, merge
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
-from fompi.parallel.ring import Ring
+from fompi.parallel.ring import AttentionRing
 from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
 from fompi.tensors import dlpack
@@ -155,13 +155,13 @@ def _ring(
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
     reads = _reads(q.shape[1], k.shape[1])
-    o, saved.steps = Ring(saved.rule, saved.dtype, group, wire).run(q, k, v, at, reads)
+    o, saved.steps = AttentionRing(saved.rule, saved.dtype, group, wire).run(q, k, v, at, reads)
     return dlpack.lend(o.copy(), saved.dtype, saved.tensors[0]), saved  # the backward needs o as it is
 
 
 def _ring_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
-    ring = Ring(saved.rule, saved.dtype, saved.comms[0], saved.wire)
+    ring = AttentionRing(saved.rule, saved.dtype, saved.comms[0], saved.wire)
     return _give(ring.backward(saved.steps, array), saved)
 
 
@@ -359,7 +359,7 @@ def _usp(
     full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = Ring(saved.rule, dtype, around, wire).run(full_q, full_k, full_v, at, deal.reads)
+    o, step = AttentionRing(saved.rule, dtype, around, wire).run(full_q, full_k, full_v, at, deal.reads)
     result = np.zeros(saved.shape, accumulator(dtype))
     return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across, wire))
     saved.steps = step, deal, rows
@@ -372,7 +372,7 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
     do = arrived(query_heads(array, deal, dtype))
-    full_dq, dk, dv = Ring(saved.rule, dtype, around, saved.wire).backward(step, do)
+    full_dq, dk, dv = AttentionRing(saved.rule, dtype, around, saved.wire).backward(step, do)
     dq = np.zeros(tq.array.shape, wide)
     dkv = np.zeros((*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide)
     return_all(full_dq, Returns(rows, queries, dq, dtype, across, saved.wire))

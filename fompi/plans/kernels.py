@@ -243,7 +243,7 @@ DECODE = {f"decode_{name}": name for name in WIRES}
 DECODE_ADD = {f"decode_add_{name}": name for name in WIRES}
 """The wire of a kernel."""
 
-OF_WIRES = frozenset((*ENCODE, *DECODE, *DECODE_ADD))
+OF_WIRES = {**ENCODE, **DECODE, **DECODE_ADD}
 """All kernels that read or write what is on a wire."""
 
 GROUPED = ("matmul_grouped", "gradient_grouped", "gradient_grouped_add")

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 from cuda_on_cpu import guarded, on_device
 
+from fompi.backends import wires
 from fompi.backends.cuda import kernels
 from fompi.backends.half import narrow, storage, widen
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, DtypeError, ShapeError
+from fompi.base.wires import WIDE, WIRES
 
 FLOATS = ("float32", "float16", "bfloat16")
 TOLERANCE = {"float32": 5e-6, "float64": 1e-12, "float16": 2**-10, "bfloat16": 2**-7}
@@ -115,6 +117,41 @@ def test_copies_have_the_same_bits(cpu, rng, name, dtype):
         for source, to in product(views(a, rng), views(np.zeros_like(a), rng)):
             (c,) = run(cpu, name, [source], [to], [dtype], [dtype])
             same_bits(c, a)
+
+
+def wide_range(rng, count):
+    """Elements whose runs of 64 differ by many magnitudes; some runs have zeros, a NaN or an infinity."""
+    a = rng.standard_normal(count).astype("f4") * np.repeat(2.0 ** rng.integers(-30, 20, -(-count // 64)), 64)[:count]
+    for at, value in ((70, np.nan), (200, np.inf), (330, -0.0)):
+        a[at : at + 1] = value
+    a[384:450] = 0
+    return a.astype("f4")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_messages_that_carry_fewer_bits_have_the_bits_of_numpy(cpu, rng, wire, dtype):
+    if wire not in WIDE[dtype]:
+        with pytest.raises(DtypeError, match="no kernel for the dtypes"):
+            kernels.launches(f"encode_{wire}", [on_device(np.zeros(4, storage(dtype)))], [on_device(np.zeros(8, "u1"))],
+                             [dtype], ["uint8"])  # fmt: skip
+        return
+    for count in (0, 1, 2, 63, 64, 65, 127, 501, 1000):
+        with np.errstate(all="ignore"):
+            a, b = guarded(narrow(wide_range(rng, count), dtype)), guarded(rng.standard_normal(count).astype("f4"))
+        m, sent = (guarded(np.zeros(WIRES[wire].nbytes(count), "u1")) for _ in range(2))
+        wires.run(f"encode_{wire}", [a, sent], [dtype, "uint8"])
+        same_bits(run(cpu, f"encode_{wire}", [a], [m], [dtype], ["uint8"])[0], sent)
+        c, got = (guarded(np.zeros(count, storage(dtype))) for _ in range(2))
+        wires.run(f"decode_{wire}", [sent, got], ["uint8", dtype])
+        nans = np.isnan(widen(got, dtype))
+        (found,) = run(cpu, f"decode_{wire}", [sent], [c], ["uint8"], [dtype])
+        assert (np.isnan(widen(found, dtype)) == nans).all()
+        same_bits(found[~nans], got[~nans])
+        if dtype == "float32":
+            wires.run(f"decode_add_{wire}", [sent, b, got], ["uint8", dtype, dtype])
+            (found,) = run(cpu, f"decode_add_{wire}", [sent, b], [c], ["uint8", dtype], [dtype])
+            same_bits(found[~nans], got[~nans])
 
 
 def test_a_copy_keeps_the_bits_of_a_nan(cpu):

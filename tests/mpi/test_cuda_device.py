@@ -66,6 +66,16 @@ def test_operations_have_the_bits_of_the_software_device(world, device, fakecuda
     assert not software.reports
 
 
+def test_smaller_messages(world, device, fakecuda, path):
+    """The kernels of wires have the bits of the host. More of them: `tests/local/test_cuda_kernels.py`."""
+    x = np.random.default_rng(world.rank).standard_normal(333).astype("f4")
+    for operation, wire in ((fompi.all_reduce, "int8"), (fompi.reduce_scatter, "fp8_e4m3"), (fompi.all_gather, "int4")):
+        wanted = operation(x, wire=wire, comm=world)
+        got = operation(fakecuda.as_cupy(device, x), wire=wire, comm=world)
+        assert fakecuda.of_cupy(got).tobytes() == wanted.tobytes(), (operation, wire)
+        del got
+
+
 def test_bound_plans(world, device, fakecuda, path):
     spec = (
         fompi.Spec((4 * world.size, 6), "float32", fompi.Shard(0)),

@@ -95,6 +95,27 @@ def test_every_schedule(world, path, name, without_verification):
         assert not device.reports
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
+def test_smaller_messages(world, device, path, wire, without_verification):
+    """Blocks are encoded on the device. What is staged is their bytes."""
+    names = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "matmul_reduce_scatter"]
+    names += ["all_gather_matmul", "matmul_all_reduce", "all_gather_matmul_weight_gradient"]
+    for number, name in enumerate(names):
+        problem = catalogue.problems(world.size, "float32")[name]
+        sizes = calls.row_sizes(problem, ("uneven", "even")[number % 2], seed=number)
+        mine = catalogue.inputs(problem, sizes, number)[world.rank]
+        for schedule in ("auto", "ring") if name != "all_to_all" else ("auto",):
+            how = {"schedule": schedule, "wire": wire}
+            wanted = calls.call(problem, mine, sizes, world, **how)
+            got = call_on(device, problem, mine, sizes, world, **how)
+            for key, array in wanted.items():
+                assert got[key].tobytes() == array.tobytes(), (name, schedule, key)
+    x = np.random.default_rng(world.rank).standard_normal(300).astype(np.float32)
+    y, error = fompi.all_reduce(device.array(x), comm=world, wire=wire, certify=True)
+    z, same = fompi.all_reduce(x, comm=world, wire=wire, certify=True)
+    assert y.get().tobytes() == z.tobytes() and error == same
+
+
 @pytest.mark.parametrize(
     "name", ["all_gather_matmul", "matmul_reduce_scatter", "all_to_all", "all_reduce", "broadcast"]
 )

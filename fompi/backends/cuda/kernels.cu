@@ -5,8 +5,8 @@
 //
 // Half types are computed in float32 and rounded once, to the nearest even. bfloat16 is held in 16-bit integers.
 //
-// PART is the number of the part that is compiled: 0 moves and sums, 1 other reductions, 2 the rest. NVRTC needs seconds
-// for each. Without PART all are compiled.
+// PART is the number of the part that is compiled: 0 moves and sums, 1 other reductions, 2 messages that carry fewer
+// bits, 3 the rest. NVRTC needs seconds for each. Without PART all are compiled.
 
 #ifndef KERNEL
 #define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(256) name(__VA_ARGS__)
@@ -34,6 +34,7 @@ struct c128 { double re, im; };
 #ifdef __CUDA_ARCH__
 __device__ float from_half(u16 bits) { float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits)); return x; }
 __device__ u16 to_half(float x) { u16 bits; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); return bits; }
+__device__ float times(float a, float b) { return __fmul_rn(a, b); }  // never joined with a sum
 #endif
 
 union Bits { u32 bits; float x; };
@@ -194,6 +195,103 @@ MEAN(f32, f32, f32, f32) MEAN(f64, f64, f64, f64) MEAN(c64, c64, c64, f32) MEAN(
 REDUCE_HALF(f16) REDUCE_HALF(bf16)
 #endif
 #if HAS(2)
+
+// ------------------------------------------------------------------------------------ messages that carry fewer bits
+
+// The wires of fompi.base.wires: a scale for each run of 64 elements, then codes, then zeros up to 4 bytes. The bits are
+// those of fompi/backends/wires.py.
+enum Wire { BFLOAT16, FLOAT16, INT8, FP8, INT4 };
+#define RUN 64
+
+__device__ constexpr float top_of(Wire w) { return w == INT8 ? 127.0f : w == FP8 ? 448.0f : 7.0f; }
+__device__ Long padded(Long count, int bits) { return (count * bits + 31) / 32 * 4; }
+
+__device__ u8 fp8_of(float x) {
+  const u32 bits = as_bits(x), size = bits & 0x7FFFFFFF;
+  const u32 small = u32(rintf(as_float(size < 0x3C800000 ? size : 0) * 512));  // below 2^-6 the steps are 2^-9
+  u32 normal = ((size + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+  normal = int(normal) > 0x7E ? 0x7E : normal;
+  return u8((bits >> 24 & 0x80) | (size < 0x3C800000 ? small : normal));
+}
+
+__device__ float of_fp8(u8 code) {
+  const float small = float(code & 7) * 0x1p-9f, normal = as_float((u32(code & 0x7F) + (120 << 3)) << 20);
+  return as_float(as_bits(code & 0x78 ? normal : small) | u32(code & 0x80) << 24);
+}
+
+__device__ int nearest(float x, float top) {  // ties to even
+  x = rintf(x);
+  return int(x > top ? top : x < -top ? -top : x);
+}
+
+// m = a. One warp a run, two elements a lane.
+template <Wire W, class T> __device__ void encode(u8* m, const T* a, Long count) {
+  const Long runs = (count + RUN - 1) / RUN, bytes = padded(count, W == INT4 ? 4 : 8);
+  float* scales = (float*)m;
+  u8* codes = m + 4 * runs;
+  const int lane = threadIdx.x % 32;
+  for (Long r = first() / 32; r < runs; r += step() / 32) {
+    const Long e = r * RUN + 2 * lane;
+    const float x = e < count ? wide(a[e]) : 0, y = e + 1 < count ? wide(a[e + 1]) : 0;
+    const u32 p = as_bits(x) & 0x7FFFFFFF, q = as_bits(y) & 0x7FFFFFFF;
+    u32 largest = p > q ? p : q;  // as bits, a NaN is larger than an infinity, and that than all
+    for (int distance = 16; distance; distance /= 2) {
+      const u32 other = __shfl_xor_sync(0xFFFFFFFF, largest, distance);
+      largest = other > largest ? other : largest;
+    }
+    const float scale = largest >= 0x7F800000 ? as_float(0x7FC00000) : as_float(largest) / top_of(W);
+    if (lane == 0) scales[r] = scale;
+    const bool usable = scale > 0;
+    if (W == INT4) {
+      const int low = usable ? nearest(x / scale, 7) : 0, high = usable ? nearest(y / scale, 7) : 0;
+      if (e / 2 < bytes) codes[e / 2] = u8((low & 15) | high << 4);
+    } else {
+      const float each[2] = {x, y};
+      for (int k = 0; k < 2; k++) {
+        const u8 code = !usable ? 0 : W == INT8 ? u8(nearest(each[k] / scale, 127)) : fp8_of(each[k] / scale);
+        if (e + k < bytes) codes[e + k] = code;
+      }
+    }
+  }
+}
+
+template <class H> __device__ void encode_half(u8* m, const f32* a, Long count) {
+  for (Long i = first(); i < padded(count, 16) / 2; i += step()) put(((H*)m)[i], i < count ? a[i] : 0.0f);
+}
+
+// Element i of a block.
+template <Wire W> __device__ float decoded(const u8* m, Long count, Long i) {
+  if (W == BFLOAT16) return wide(((const bf16*)m)[i]);
+  if (W == FLOAT16) return wide(((const f16*)m)[i]);
+  const float scale = ((const float*)m)[i / RUN];
+  const u8* codes = m + 4 * ((count + RUN - 1) / RUN);
+  if (W == INT8) return times(float(i8(codes[i])), scale);
+  if (W == FP8) return times(of_fp8(codes[i]), scale);
+  const u8 pair = codes[i / 2];
+  return times(float(i8(i % 2 ? pair : u8(pair << 4)) >> 4), scale);
+}
+
+template <Wire W, class C> __device__ void decode(C* c, const u8* m, Long count) {
+  for (Long i = first(); i < count; i += step()) put(c[i], decoded<W>(m, count, i));
+}
+
+template <Wire W> __device__ void decode_add(f32* c, const u8* m, const f32* b, Long count) {
+  for (Long i = first(); i < count; i += step()) c[i] = decoded<W>(m, count, i) + b[i];
+}
+
+#define ENCODE(name, W, T) KERNEL(encode_##name##_##T, u8* m, const T* a, Long count) { encode<W>(m, a, count); }
+#define DECODE(name, W, T) KERNEL(decode_##name##_##T, T* c, const u8* m, Long count) { decode<W>(c, m, count); }
+#define DECODE_ADD(name, W) \
+  KERNEL(decode_add_##name##_f32, f32* c, const u8* m, const f32* b, Long count) { decode_add<W>(c, m, b, count); }
+#define SCALED(name, W) \
+  ENCODE(name, W, f32) ENCODE(name, W, f16) ENCODE(name, W, bf16) DECODE(name, W, f32) DECODE(name, W, f16) \
+  DECODE(name, W, bf16) DECODE_ADD(name, W)
+SCALED(int8, INT8) SCALED(fp8_e4m3, FP8) SCALED(int4, INT4)
+DECODE(bfloat16, BFLOAT16, f32) DECODE_ADD(bfloat16, BFLOAT16) DECODE(float16, FLOAT16, f32) DECODE_ADD(float16, FLOAT16)
+KERNEL(encode_bfloat16_f32, u8* m, const f32* a, Long count) { encode_half<bf16>(m, a, count); }
+KERNEL(encode_float16_f32, u8* m, const f32* a, Long count) { encode_half<f16>(m, a, count); }
+#endif
+#if HAS(3)
 SCALE(f32, f32) SCALE(f64, f64) SCALE(f16, f32) SCALE(bf16, f32)
 ACTIVATE(f32) ACTIVATE(f16) ACTIVATE(bf16)
 

@@ -17,6 +17,8 @@
 | `scatter_add(x, index) -> y`           | y[index[i]] += x[i], in any order; y is float32, or float64 as x          |
 | `rmsnorm(x, weight, index) -> y`       | y = gather(x, index) / sqrt(mean of its squares in a row + eps) * weight  |
 
+Beside them, `encode_W`, `decode_W` and `decode_add_W` of each wire W (`fompi.plans.kernels`), on contiguous blocks.
+
 `gather` and `rmsnorm` also read pieces, and `scatter` writes them: if x has the shape (pieces, high, broad), y is the
 matrix that has piece number index[p] where its p-th piece of high x broad elements is, row by row. Pieces at the edge
 may reach over it. So they undo the order in which a kernel of the user has stored its tiles.
@@ -38,8 +40,9 @@ import numpy as np
 from fompi.backends.base import Dtypes
 from fompi.backends.cuda.device import Arrays
 from fompi.base.errors import DeviceError, DtypeError, ShapeError
+from fompi.base.wires import RUN, WIDE, WIRES
 from fompi.plans.dependencies import divisor
-from fompi.plans.kernels import find
+from fompi.plans.kernels import DECODE_ADD, ENCODE, OF_WIRES, find
 from fompi.tensors.device_array import DeviceArray
 
 THREADS = 256
@@ -87,7 +90,7 @@ def source() -> str:
     return files(__package__).joinpath("kernels.cu").read_text()
 
 
-PARTS = (("copy", "cast", "add"), ("max", "min", "prod", "mean"), ())
+PARTS = (("copy", "cast", "add"), ("max", "min", "prod", "mean"), ("encode", "decode"), ())
 """The first words of the functions in each part of `kernels.cu`. The last part has all others."""
 
 
@@ -124,6 +127,8 @@ def launches(
     if name in ELEMENTWISE:
         factors = (np.dtype("f8" if write_dtypes[0] == "float64" else "f4").type(factor),) * (name == "scale")
         return _elementwise(name, writes[0], reads, write_dtypes[0], read_dtypes, *factors)
+    if name in OF_WIRES:
+        return _of_wire(name, reads, writes[0], read_dtypes, write_dtypes[0])
     if name not in BY_ROWS:
         raise DeviceError(f"there is no kernel {name!r} for a device; there are {', '.join(NAMES)}")
     if name == "rmsnorm":
@@ -247,6 +252,26 @@ def _launch(function: str, threads: int, *args: Any) -> list[Launch]:
         return []
     blocks = min(-(-threads // THREADS), MOST_BLOCKS)
     return [Launch(function, (blocks,), (THREADS,), args)]
+
+
+# ------------------------------------------------------------------------------------- messages that carry fewer bits
+
+
+def _of_wire(name: str, reads: Arrays, c: DeviceArray, read_dtypes: Dtypes, dtype: str) -> list[Launch]:
+    """A kernel of one block: `encode` reads elements, the others a message first."""
+    wire, is_encode = WIRES[OF_WIRES[name]], name in ENCODE
+    elements, of_elements = (reads[0], read_dtypes[0]) if is_encode else (c, dtype)
+    usual = WIDE.get(of_elements, ()) if name not in DECODE_ADD else ((), WIRES)[of_elements == "float32"]
+    fits = wire.name in usual and (name not in DECODE_ADD or read_dtypes[1] == "float32")
+    _check(name, fits, (dtype, *read_dtypes))
+    _same_shapes(name, c.shape, [b.shape for b in reads[1:]])
+    if not all(array.flags.c_contiguous for array in (*reads, c)):
+        raise ShapeError(f"{name}: an operand or result is not contiguous: pack it before")
+    count, threads = elements.size, elements.size
+    if is_encode:
+        threads = -(-count // RUN) * RUN // 2 if wire.top else wire.nbytes(count) // 2
+    pointers = (array.ptr for array in (c, *reads))
+    return _launch(f"{name}_{TYPES[of_elements]}", threads, *pointers, np.int64(count))
 
 
 # -------------------------------------------------------------------------------------------------------------- rows
@@ -390,5 +415,5 @@ BY_ROWS: dict[str, Callable[..., list[Launch]]] = {
     "scatter_add": _scatter_add,
     "rmsnorm": _rmsnorm,
 }
-NAMES = ("copy", "pack", *COMBINES, *ELEMENTWISE, *BY_ROWS)
+NAMES = ("copy", "pack", *COMBINES, *ELEMENTWISE, *BY_ROWS, *OF_WIRES)
 """The kernels that this file knows."""
