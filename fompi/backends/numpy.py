@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy as np
 
 from fompi.backends import in_c, wires
 from fompi.backends.base import Dtypes, Kernel
-from fompi.backends.half import narrow, storage, widen
+from fompi.backends.half import LARGE, narrow, numba, storage, widen
 from fompi.base.doors import DOORS
 from fompi.base.layout import HALF
 from fompi.plans.dependencies import divisor
@@ -94,24 +92,14 @@ class Numpy:
         return partial(_half, compute, kernel, reads, writes, read_dtypes, write_dtypes)
 
 
-LARGE = 1 << 18
-"""Elements. Larger arrays use compiled code: for smaller ones it does not repay the second that Numba takes to load."""
-
-
-@cache
-def _numba() -> Any:
-    """The module of compiled kernels, or None if Numba is not installed."""
-    return import_module("fompi.backends.numba") if find_spec("numba") else None
-
-
 def _compiled(kernel: str, reads: Arrays, writes: Arrays, dtypes: Dtypes) -> Kernel | None:
     """The compiled kernel for a sum or copy of large bfloat16 arrays, else None. It compiles at its first call."""
     arrays = (*reads, *writes)
     if kernel not in ("add", "copy") or len(writes) > 1 or writes[0].size < LARGE or "float16" in dtypes:
         return None
-    if not all(a.flags.c_contiguous for a in arrays) or _numba() is None:
+    if not all(a.flags.c_contiguous for a in arrays) or numba() is None:
         return None
-    return partial(getattr(_numba(), kernel), *arrays)
+    return partial(getattr(numba(), kernel), *arrays)
 
 
 def _half(
