@@ -7,6 +7,7 @@
 | `DDP, int8`                 | a step of the GPT of `bench train` with `fompi.torch.wire("int8")`, beside gloo as it |
 |                             | is and with torch's `fp16_compress_hook`                                              |
 | `encode`, `decode_add`      | the kernels of int8 on 16 MiB of float32, beside a copy                               |
+| `tensor`, `experts`, ...    | steps of the strategies (`fompi.bench.smaller_strategies`)                            |
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.wires import WIRES
+from fompi.bench import smaller_strategies
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
@@ -54,6 +56,7 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
         "DDP, int8": _step,
         "encode": partial(_kernel, "encode_int8"),
         "decode_add": partial(_kernel, "decode_add_int8"),
+        **dict.fromkeys(smaller_strategies.NAMES, _strategy),
     }
     with TcpHosts(comm.link.comm, options.quick) as cluster:
         return [makers[name](name, comm, cluster, options) for name in options.each([*makers])]
@@ -130,6 +133,12 @@ def _step(name: str, comm: Communicator, cluster: TcpHosts, options: Options) ->
     least = {} if cluster.shared else {"gloo": LEAST_STEP, "gloo, fp16": LEAST_OVER_HOOK}
     figures = [row.ratio(slow, "int8", least=least.get(slow)) for slow in ("gloo", "gloo, fp16")]
     return Row(**{**vars(row), "figures": figures})
+
+
+def _strategy(name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
+    wires = (None, "bfloat16", "int8")
+    calls: Calls = {wire or PLAIN: smaller_strategies.step_of(name, comm, wire, options.quick) for wire in wires}
+    return _compared(name, comm, cluster, options, calls)
 
 
 def _kernel(kernel: str, name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
