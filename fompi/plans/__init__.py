@@ -9,7 +9,7 @@
 - `kernels`: the names of kernels, what each one computes, and what it costs.
 - `dependencies`: when an op may start, derived from what the ops read and write.
 - `staged`: plans for buffers on a device: messages through host memory, and products of half types.
-- `encoded`: plans whose messages carry fewer bits.
+- `encoded`: plans whose messages carry fewer bits; `certified`: how far their results can be off.
 - `over_x`: plans whose result is written over x.
 - `verify`: checks that a plan is right.
 
