@@ -14,6 +14,7 @@ from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.engine.communicator import Communicator
+from fompi.model.pipeline import has_chunks, predicted
 from fompi.parallel.pipeline import SCHEDULES, Pipeline
 from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks
 
@@ -44,14 +45,9 @@ class _Stage:
         pass
 
 
-def formula(schedule: str, p: int, m: int, c: float, chunks: int = 1) -> float:
-    """Seconds of a step on the busiest rank, with messages of c seconds (docs/concepts/strategies.md)."""
-    f, b, i, w = (STAGE_SECONDS[kind] for kind in "FBIW")
-    if schedule == "interleaved":  # a chunk has 1 / chunks of the work
-        return m * (f + b) + (p - 1) * (f + b) / chunks + 2 * (p * chunks - 1) * c
-    bubble = {"zb-h1": f + i - w, "zb-h2": f + i - 2 * w}.get(schedule, f + b)
-    messages = {"1f1b": 2 * (p - 1) * m / p + 2 * (p - 2), "zb-h1": 4 * (p - 1)}.get(schedule, 2 * (p - 1))
-    return m * (f + b) + (p - 1) * bubble + messages * c
+def chunks_of(schedule: str) -> int:
+    """The stages of a rank."""
+    return 1 if schedule != "interleaved" and has_chunks(schedule, 1) else CHUNKS
 
 
 def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
@@ -59,9 +55,10 @@ def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     mpi, size = comm.link.comm, comm.size
     spans: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     inputs = [np.zeros(ACTIVATION, np.float32)] * MICROBATCHES
+    seconds = {name: {kind: s / chunks_of(name) for kind, s in STAGE_SECONDS.items()} for name in SCHEDULES}
     pipes = {}
     for name in SCHEDULES:
-        chunks = CHUNKS if name == "interleaved" else 1
+        chunks = chunks_of(name)  # each has 1 / chunks of the work
         pipes[name] = Pipeline(
             [_Stage(ACTIVATION[1]) for _ in range(chunks)],
             comm=comm,
@@ -69,7 +66,7 @@ def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
             schedule=name,
             activations=ACTIVATION,
             loss=lambda y, target: (0.0, y),
-            seconds={kind: s / chunks for kind, s in STAGE_SECONDS.items()},
+            seconds=seconds[name],
             backend=Emulated(INSTANT),
         )
 
@@ -85,18 +82,18 @@ def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     alternate(mpi, calls, rounds, idle=cluster.idle, after=note)
     c = 0.0 if cluster.shared else median(alternate(mpi, {"hop": hop}, PILOT_ROUNDS, idle=cluster.idle)["hop"])
     samples = {name: spans[name][-rounds:] for name in SCHEDULES}
-    figures, predicted = [], {}
+    figures, formula = [], {}
     for name, pipe in pipes.items():
-        predicted[name] = formula(name, size, MICROBATCHES, c, CHUNKS if name == "interleaved" else 1)
+        formula[name] = predicted(name, size, MICROBATCHES, chunks_of(name), seconds[name], c)
         most = None if cluster.shared else MOST_BEYOND_FORMULA
-        figures.append(Figure(f"{name}: time / formula", median(samples[name]) / predicted[name], most=most, limit=1.0))
+        figures.append(Figure(f"{name}: time / formula", median(samples[name]) / formula[name], most=most, limit=1.0))
         pipe.close()
     what = f"pipeline, {size} stages, {MICROBATCHES} micro-batches, a message {1e3 * c:.1f} ms"
     return Row(
         what,
         str(cluster),
         samples,
-        predicted=predicted,
+        predicted=formula,
         figures=figures,
         progress=progress(comm),
         marks=["emulated accelerator"],

@@ -10,8 +10,36 @@ from typing import NamedTuple
 
 from fompi.base.errors import PlanError
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2")
-"""The names of the orders. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241."""
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
+"""The names of the orders. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241. ZBV:
+2405.15362. DualPipeV: 2412.19437, cut in half (Sea AI Lab)."""
+
+PLACEMENTS = ("loop", "v")
+"""Which stages a rank has. loop: r, r + ranks, r + 2 ranks, ... v: r, then 2 ranks - 1 - r, so there and back."""
+
+
+def stages_of(rank: int, ranks: int, chunks: int, placement: str) -> list[int]:
+    """The stages of a rank, in order."""
+    back = ranks - 1 - rank if placement == "v" else rank
+    return [chunk * ranks + (back if chunk % 2 else rank) for chunk in range(chunks)]
+
+
+def rank_of(stage: int, ranks: int, placement: str) -> int:
+    """The rank that has a stage."""
+    chunk, at = divmod(stage, ranks)
+    return ranks - 1 - at if chunk % 2 and placement == "v" else at
+
+
+def placement_of(schedule: str) -> str:
+    """The placement of a known schedule."""
+    return "v" if schedule in ("zbv", "dualpipev") else "loop"
+
+
+def has_chunks(schedule: str, chunks: int) -> bool:
+    """True if a schedule is one of so many stages for each rank."""
+    if schedule == "interleaved":
+        return True
+    return chunks == (2 if placement_of(schedule) == "v" else 1)
 
 
 def predicted(
@@ -33,6 +61,10 @@ def predicted(
         raise PlanError(f"there is no formula for {schedule!r}; known: {', '.join(SCHEDULES)}")
     if p == 1:
         c = 0.0
+    if placement_of(schedule) == "v":
+        work, missing = s["F"] + s["I"] + s["W"], 2 if schedule == "zbv" else 1
+        bubble = (p - 1) * max(0.0, s["F"] + s["I"] - missing * s["W"])
+        return 2 * m * work + bubble + (6 * p - 8 if schedule == "zbv" else 4 * (p - 1)) * c
     if schedule in ("zb-h1", "zb-h2"):
         work, missing = s["F"] + s["I"] + s["W"], 1 if schedule == "zb-h1" else 2
         bubble = (p - 1) * (s["F"] + s["I"] - missing * s["W"])
@@ -46,11 +78,12 @@ def has_formula(schedule: str, ranks: int, microbatches: int) -> bool:
     """True if there are enough micro-batches for `predicted` and `alive`: a multiple of `ranks` for interleaving."""
     if schedule == "interleaved":
         return microbatches % ranks == 0
-    return microbatches >= {"zb-h1": ranks, "zb-h2": 2 * ranks - 1}.get(schedule, 1)
+    least = {"zb-h1": ranks, "zb-h2": 2 * ranks - 1, "zbv": 2 * ranks - 1, "dualpipev": 2 * ranks}
+    return microbatches >= least.get(schedule, 1)
 
 
 class Alive(NamedTuple):
-    """The most micro-batches of a rank between F and its B or I, and between I and W. Of interleaving: chunks."""
+    """The most micro-batches of a rank between F and its B or I, and between I and W. With several stages: of each."""
 
     activations: int
     pending: int
@@ -63,5 +96,7 @@ def alive(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int =
         return Alive(min(m * chunks, 2 * (p - r - 1) + (chunks - 1) * p + 1), 0)
     if schedule == "gpipe":
         return Alive(m, 0)
+    if placement_of(schedule) == "v":  # half as much each: as 1F1B has on its first rank
+        return Alive(2 * p, 2 * r + 1) if schedule == "zbv" else Alive(2 * p + 1, r + 1)
     activations = min(m, p - r if schedule in ("1f1b", "zb-h1") else 2 * (p - r) - 1)
     return Alive(activations, min(m, {"zb-h1": r + 1, "zb-h2": 2 * r + 1}.get(schedule, 0)))

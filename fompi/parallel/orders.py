@@ -11,7 +11,8 @@ An action is a stage, a kind and a micro-batch. The kinds are those of PyTorch:
 | I    | the first part of a backward: the gradient of the input              |
 | W    | the second part of a backward: the gradients of the parameters       |
 
-Rank r has the stages r, r + ranks, r + 2 ranks, ... (`chunks` of them).
+Rank r has the stages r, r + ranks, r + 2 ranks, ... (`chunks` of them). In a V it has r and 2 ranks - 1 - r, so that
+the first and the last stage are on one rank (`fompi.model.pipeline.PLACEMENTS`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from typing import Any, NamedTuple
 from fompi.base.errors import PlanError
 from fompi.base.layout import integer
 from fompi.model.pipeline import SCHEDULES as SCHEDULES
+from fompi.model.pipeline import has_chunks, placement_of, rank_of, stages_of
 
 KINDS = "FBIW"
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_BOTH = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+"""A forward and a backward that PyTorch may run side by side: one after the other here."""
+
 _LEFT_OUT = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 """What PyTorch's files list beside the actions: messages, which follow from the actions, and the shards of FSDP."""
 
@@ -50,21 +55,31 @@ Orders = list[list[Action]]
 def order(schedule: str | Sequence[Sequence[Action | str]], ranks: int, microbatches: int, chunks: int = 1) -> Orders:
     """For each rank its actions: order("1f1b", 2, 1) == [[0F0, 0B0], [1F0, 1B0]]
 
-    `schedule` is one of `SCHEDULES`, or an order of your own: actions or their texts for each rank, the text of a CSV
-    file of PyTorch (one line per rank), or the path of one that ends with .csv. Raises PlanError, with the rank and
-    the action, for an order that deadlocks or in which an action is missing.
+    `schedule` is one of `SCHEDULES`, or an order of your own: actions or their texts for each rank, a CSV file of
+    PyTorch (one line per rank): open, its text, or its path if that ends with .csv. Whether its stages lie in a loop or
+    in a V is seen from the actions. Raises PlanError, with the rank and the action, for an order that deadlocks or in
+    which an action is missing.
     """
     for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if (integer(value) or 0) < 1:
             raise PlanError(f"{name}={value!r} must be an integer >= 1")
     if isinstance(schedule, str) and schedule in SCHEDULES:
-        if chunks > 1 and schedule != "interleaved":
-            raise PlanError(f"{schedule} has one stage per rank; for {chunks} stages per rank take 'interleaved'")
+        if not has_chunks(schedule, chunks):
+            other = "has two stages per rank" if placement_of(schedule) == "v" else "has one stage per rank"
+            raise PlanError(f"{schedule} {other}; for {chunks} stages per rank take 'interleaved'")
         listed = [_ACTIONS[schedule](rank, ranks, microbatches, chunks) for rank in range(ranks)]
     else:
         listed = _own(schedule)
     check(listed, ranks, microbatches, chunks)
     return listed
+
+
+def placement_in(orders: Sequence[Sequence[Action]], chunks: int) -> str:
+    """Where the stages of an order lie: "v" if they are there and not in a loop, else "loop"."""
+    ranks = len(orders)
+    every = [{action.stage for action in actions} for actions in orders]
+    in_v = [{*stages_of(rank, ranks, chunks, "v")} for rank in range(ranks)]
+    return "v" if every == in_v and ranks > 1 and chunks > 1 else "loop"
 
 
 # ------------------------------------------------------------------------------------------------ the known orders
@@ -122,6 +137,71 @@ def _interleaved(r: int, p: int, m: int, v: int) -> list[Action]:
     return [action for action in actions if action.microbatch < m]
 
 
+class _Counted:
+    """The actions of a rank with two stages, written by their kinds: "F0" is the next forward of its first stage."""
+
+    def __init__(self, rank: int, ranks: int):
+        self.stages, self.actions = (rank, 2 * ranks - 1 - rank), list[Action]()
+        self.done: dict[str, int] = {}  # of each kind: how many
+
+    def add(self, words: str, times: int = 1) -> None:
+        for word in times * words.split():
+            number = self.done.get(word, 0)
+            self.actions.append(Action(self.stages[int(word[1])], word[0], number))
+            self.done[word] = number + 1
+            if word[0] == "B":  # both parts
+                self.done[f"I{word[1]}"] = self.done[f"W{word[1]}"] = number + 1
+            elif word[0] == "I":
+                self.done[f"B{word[1]}"] = number + 1
+
+    def add_weights(self) -> None:
+        """The gradients of parameters that are left, in the order of their inputs."""
+        waiting = [a for a in self.actions if a.kind == "I"]
+        there = {(a.stage, a.microbatch) for a in self.actions if a.kind == "W"}
+        self.actions += [a._replace(kind="W") for a in waiting if (a.stage, a.microbatch) not in there]
+
+    def kept(self, microbatches: int) -> list[Action]:
+        """Without the micro-batches that are not there: an order without them cannot deadlock."""
+        return [action for action in self.actions if action.microbatch < microbatches]
+
+
+def _zero_bubble_v(r: int, p: int, m: int, v: int) -> list[Action]:
+    """Forwards go down and up the V; then F, I and W of both stages in turns; the last W fill the end."""
+    n, made = max(m, 2 * p - 1), _Counted(r, p)
+    made.add("F0", 2 * (p - r) - 1)
+    made.add("F1 F0", r)
+    made.add("F1 I1 W1", p - r)
+    left = n - made.done["F0"]
+    made.add("F0 I0 W0 F1 I1 W1", left)
+    made.add("I0 W0 F1 I1 W1", n - made.done["F1"])
+    made.add("I0 I1", r)
+    made.add("I0 W0", p - r)
+    for word in ("W1", "W0"):
+        made.add(word, n - made.done[word])
+    return made.kept(m)
+
+
+def _dual_pipe_v(r: int, p: int, m: int, v: int) -> list[Action]:
+    """A forward of one stage beside a backward of the other: F0 B1, then F1 B0. W fill the begin and the end."""
+    n, made = max(m, 2 * p), _Counted(r, p)
+    made.add("F0", 2 * (p - r - 1))
+    made.add("F0 F1", r + 1)
+    made.add("I1 W1 F1", p - r - 1)
+    made.add("F0 B1 F1 B0", n - 2 * p + r + 1)
+    made.add("B1 F1 B0", p - r - 1)
+    whole = r + 1  # backwards of both parts among the last 2 (r + 1)
+    ends = ["B1", "B0"] * (r + 1)
+    made.add(" ".join(word if i < whole else f"I{word[1]}" for i, word in enumerate(ends)))
+    waiting = [a for a in made.actions if a.kind == "I" and a._replace(kind="W") not in made.actions]
+    for _ in range(p - r - 1):
+        if waiting:
+            made.actions.append(waiting.pop(0)._replace(kind="W"))
+        made.add("I0")
+        waiting.append(made.actions[-1])
+    made.add_weights()
+    return made.kept(m)
+
+
 _ACTIONS = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
@@ -129,6 +209,8 @@ _ACTIONS = {
     "interleaved": _interleaved,
     "zb-h1": _zero_bubble,
     "zb-h2": _zero_bubble_2,
+    "zbv": _zero_bubble_v,
+    "dualpipev": _dual_pipe_v,
 }
 
 
@@ -137,6 +219,8 @@ _ACTIONS = {
 
 def _own(schedule: object) -> Orders:
     """The order that a user gives."""
+    if hasattr(schedule, "read"):
+        schedule = schedule.read()
     if isinstance(schedule, str):
         if schedule.endswith(".csv") and "\n" not in schedule:
             try:
@@ -158,6 +242,10 @@ def _parsed(rank: int, actions: Iterable[object]) -> Iterable[Action]:
             yield given
             continue
         text = "" if given is None else str(given).strip().strip('"')
+        both = _BOTH.fullmatch(text)
+        if both is not None:
+            yield from _parsed(rank, both.groups())
+            continue
         if not text or _LEFT_OUT.fullmatch(text):  # PyTorch writes an empty cell for a step without an action
             continue
         found = _ACTION.fullmatch(text)
@@ -173,7 +261,7 @@ def check(orders: Sequence[Sequence[Action]], ranks: int, microbatches: int, chu
     """Raise PlanError if the order deadlocks, or if it is not exactly the work of these micro-batches."""
     if len(orders) != ranks:
         raise PlanError(f"the order has actions for {len(orders)} ranks, but there are {ranks}")
-    stages = ranks * chunks
+    stages, where = ranks * chunks, placement_in(orders, chunks)
     for rank, actions in enumerate(orders):
         seen: set[Action] = set()
         for number, action in enumerate(actions):
@@ -181,8 +269,8 @@ def check(orders: Sequence[Sequence[Action]], ranks: int, microbatches: int, chu
             why = ""
             if kind not in KINDS or not (0 <= stage < stages and 0 <= i < microbatches):
                 why = f"there are {stages} stages, {microbatches} micro-batches, and the kinds F, B, I and W"
-            elif stage % ranks != rank:
-                why = f"stage {stage} belongs to rank {stage % ranks}"
+            elif rank_of(stage, ranks, where) != rank:
+                why = f"stage {stage} belongs to rank {rank_of(stage, ranks, where)}"
             elif action in seen:
                 why = "it is there twice"
             elif (kind == "B" and seen & {Action(stage, "I", i), Action(stage, "W", i)}) or (
@@ -192,7 +280,7 @@ def check(orders: Sequence[Sequence[Action]], ranks: int, microbatches: int, chu
             if why:
                 raise PlanError(f"rank {rank}, action {number}, {action}: {why}", rank, number, str(action))
             seen.add(action)
-        for stage in range(rank, stages, ranks):
+        for stage in stages_of(rank, ranks, chunks, where):
             for i in range(microbatches):
                 split = Action(stage, "I", i) in seen or Action(stage, "W", i) in seen
                 for kind in "FIW" if split else "FB":
@@ -245,6 +333,7 @@ def times(
     """
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
     ranks, stages = len(orders), 1 + max((a.stage for actions in orders for a in actions), default=0)
+    owner = _owners(orders)
     made: dict[tuple[int, str, int], float] = {}
     found = OrderTimes({}, {})
     at, now, waiting, moved = [0] * ranks, [0.0] * ranks, set(range(ranks)), True
@@ -256,7 +345,7 @@ def times(
                 wanted = needs(action, stages)
                 if not all(each in made for each in wanted):
                     break
-                arrivals = (made[n] + (message if n[0] % ranks != rank else 0.0) for n in wanted)
+                arrivals = (made[n] + (message if owner[n[0]] != rank else 0.0) for n in wanted)
                 begun = found.begins[action] = max([now[rank], *arrivals])
                 found.ends[action] = now[rank] = begun + seconds[action.kind]
                 made.update((each, now[rank]) for each in gives(action))
@@ -270,6 +359,11 @@ def times(
     return found
 
 
+def _owners(orders: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """The rank of each stage."""
+    return {action.stage: rank for rank, actions in enumerate(orders) for action in actions}
+
+
 def _deadlock(
     orders: Sequence[Sequence[Action]],
     at: Sequence[int],
@@ -278,13 +372,13 @@ def _deadlock(
     stages: int,
 ) -> PlanError:
     """The error of an order in which `rank` waits for ever: whom it waits for, until a rank comes twice."""
-    first, words, seen = rank, [], set()
+    first, words, seen, owner = rank, [], set(), _owners(orders)
     while rank not in seen and at[rank] < len(orders[rank]):
         seen.add(rank)
         action = orders[rank][at[rank]]
         missing = next(each for each in needs(action, stages) if each not in made)
         what = {"y": "the forward", "d": "the backward", "i": "the I"}[missing[1]]
-        other = missing[0] % len(orders)
+        other = owner[missing[0]]
         words.append(f"{action} of rank {rank} waits for {what} of micro-batch {missing[2]} at stage {missing[0]}")
         if other == rank:
             words[-1] += ", which comes later on the same rank"

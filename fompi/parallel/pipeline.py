@@ -43,8 +43,9 @@ class Pipeline:
     """losses = [loss(stages[-1](... stages[0](x)), t) for x, t in zip(inputs, targets)], and their gradients
 
     `stages` are those of this rank: stage rank, then stage rank + ranks, and so on. All ranks have equally many; more
-    than one need the schedule "interleaved". A stage is any object with these methods. The gradients of its parameters
-    are its own business: it adds up those of all micro-batches.
+    than one need the schedule "interleaved", or two "zbv" or "dualpipev": there the second one is 2 * ranks - 1 - rank,
+    so that the first and the last stage are on rank 0. A stage is any object with these methods. The gradients of its
+    parameters are its own business: it adds up those of all micro-batches.
 
     - `forward(x) -> (y, saved)`
     - `backward(saved, dy) -> dx`, or its two parts: `backward_input(saved, dy) -> (dx, rest)` and then
@@ -106,7 +107,7 @@ class Pipeline:
             }
             self.plan: Plan = plan(schedule, **self._how)
             self.problem: PipelineProblem = self.plan.problem
-            self._by_number = dict(zip(range(rank, size * len(self.stages), size), self.stages, strict=True))
+            self._by_number = dict(zip(self.problem.stages_of(rank), self.stages, strict=True))
             if backend is not None and not hasattr(backend, "asynchronous"):
                 raise PlanError(f"backend={backend!r} must be a backend of fompi.backends")
             if backend is not None and backend.device is not None:
@@ -179,7 +180,7 @@ class Pipeline:
         """
         self._begin()
         if self._evaluation is None:
-            self._evaluation = self._bind(evaluation(**self._how))
+            self._evaluation = self._bind(evaluation(**self._how, placement=self.problem.placement))
         self._refusal = self._accept("inputs", inputs, 0)
         return self._run(self._evaluation)
 

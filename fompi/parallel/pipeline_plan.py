@@ -28,7 +28,8 @@ from typing import Any
 from fompi.base.errors import PlanError, ShapeError
 from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes, number
 from fompi.base.wires import wire_of
-from fompi.parallel.orders import SCHEDULES, Action, Orders, order
+from fompi.model.pipeline import rank_of, stages_of
+from fompi.parallel.orders import SCHEDULES, Action, Orders, order, placement_in
 from fompi.plans.encoded import encoded
 from fompi.plans.kernels import Value, opaque, total
 from fompi.plans.plan import Buffer, Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
@@ -48,26 +49,36 @@ class PipelineProblem(OwnProblem):
     """Every micro-batch goes forward and backward through all stages, and adds to the gradients of each one once.
 
     `activations[s]` is the shape of what stage s hands on. `split` are the (stage, micro-batch) whose backward has two
-    parts. `wire` is the form in which messages carry what is handed on.
+    parts. `placement` says which stages a rank has (`fompi.model.pipeline.PLACEMENTS`). `wire` is the form in which
+    messages carry what is handed on.
     """
 
     microbatches: int
     activations: tuple[Shape, ...]
     split: tuple[tuple[int, int], ...] = ()
+    placement: str = "loop"
     wire: str = field(default="", kw_only=True)  # type: ignore[misc]
 
     @property
     def stages(self) -> int:
         return len(self.activations) + 1
 
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, in order."""
+        return stages_of(rank, self.size, self.stages // self.size, self.placement)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage."""
+        return rank_of(stage, self.size, self.placement)
+
     def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
         work = Workspace(rank, self.size, parts, order)
-        for stage in range(rank, self.stages, self.size):
+        for stage in self.stages_of(rank):
             work.add(f"g{stage}", "output", "whole", (0,), self.dtype)
         return work
 
     def after(self, rank: int, parts: int) -> dict[tuple[str, int], Value]:
-        return {(f"g{stage}", 0): self._gradients[stage] for stage in range(rank, self.stages, self.size)}
+        return {(f"g{stage}", 0): self._gradients[stage] for stage in self.stages_of(rank)}
 
     @cached_property
     def _gradients(self) -> dict[int, Value]:
@@ -139,7 +150,8 @@ def plan(
     shapes = _shapes(activations, ranks * chunks)
     split = tuple(sorted((a.stage, a.microbatch) for actions in listed for a in actions if a.kind == "I"))
     name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
-    problem = PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split, wire=wire_of(wire, dtype))
+    where = placement_in(listed, chunks)
+    problem = PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split, where, wire=wire_of(wire, dtype))
     return _plan(problem, listed, name, seconds or {})
 
 
@@ -152,24 +164,29 @@ def evaluation(
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
     wire: str | None = None,
+    placement: str = "loop",
 ) -> Plan:
     """Who computes, sends and receives what if all micro-batches only go forward. The options are those of `plan`.
 
     rank 0 | 0 1 2 3 |           several stages of a rank: as many micro-batches as ranks go through one of them,
-    rank 1 |   0 1 2 3 |         then through the next
+    rank 1 |   0 1 2 3 |         then through the next. In a V each goes on as soon as it can.
     """
     listed = [
         [
             Action(stage, "E", i)
             for first in range(0, microbatches, ranks)
-            for stage in range(rank, ranks * chunks, ranks)
+            for stage in stages_of(rank, ranks, chunks, placement)
             for i in range(first, min(first + ranks, microbatches))
         ]
         for rank in range(ranks)
     ]
+    if placement == "v":
+        listed = [sorted(actions, key=lambda a: (a.stage + a.microbatch, -a.stage)) for actions in listed]
     given = {"E": (seconds or {})["F"]} if "F" in (seconds or {}) else {}
     shapes = _shapes(activations, ranks * chunks)
-    problem = EvaluationProblem("evaluation", ranks, dtype, microbatches, shapes, wire=wire_of(wire, dtype))
+    problem = EvaluationProblem(
+        "evaluation", ranks, dtype, microbatches, shapes, placement=placement, wire=wire_of(wire, dtype)
+    )
     return _plan(problem, listed, "in order", given)
 
 
@@ -180,7 +197,7 @@ def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[
         raise ShapeError(
             f"activations of the shapes {problem.activations} in {problem.dtype} are too large for any memory"
         )
-    messages = _messages(listed, ranks, stages)
+    messages = _messages(listed, problem)
     used = {action.kind for actions in listed for action in actions}
     kernels = tuple(UserKernel(name, _seconds(kind, seconds, stages)) for kind, name in KERNELS.items() if kind in used)
 
@@ -244,14 +261,14 @@ def _passes(action: Action, stages: int) -> Passed | None:
     return ("d", stage - 1, i) if kind in "BI" and stage else None
 
 
-def _messages(orders: Orders, ranks: int, stages: int) -> dict[tuple[int, int], list[Passed]]:
+def _messages(orders: Orders, problem: PipelineProblem) -> dict[tuple[int, int], list[Passed]]:
     """What travels from a rank to another one, in the order in which it is made."""
     found: defaultdict[tuple[int, int], list[Passed]] = defaultdict(list)
     for rank, actions in enumerate(orders):
         for action in actions:
-            passed = _passes(action, stages)
-            if passed is not None and passed[1] % ranks != rank:
-                found[rank, passed[1] % ranks].append(passed)
+            passed = _passes(action, problem.stages)
+            if passed is not None and (dest := problem.rank_of(passed[1])) != rank:
+                found[rank, dest].append(passed)
     return found
 
 
@@ -311,7 +328,7 @@ class _Writer:
     def _arrive(self, wanted: Passed) -> Chunk:
         """The slot of a value that another action has made. It is received first, if it comes from another rank."""
         kind, stage, _ = wanted
-        source = (stage + (1 if kind == "d" else -1)) % self.problem.size
+        source = self.problem.rank_of(stage + (1 if kind == "d" else -1))
         while wanted not in self.held:
             arrived = self.arriving[source].popleft()
             self.ops.append(Recv(source, self._take(*arrived)))
@@ -321,7 +338,7 @@ class _Writer:
         """The slot for what the action hands on, and the rank to which it is sent (None: this one)."""
         passed = _passes(action, self.problem.stages)
         assert passed is not None
-        dest = passed[1] % self.problem.size
+        dest = self.problem.rank_of(passed[1])
         if dest == self.rank:
             return self._take(*passed), None
         return self._take("o" if action.kind in "FE" else "e", action.stage, action.microbatch), dest

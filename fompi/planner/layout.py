@@ -15,7 +15,7 @@ from math import gcd, inf
 from fompi.base.errors import LayoutError
 from fompi.base.layout import integer
 from fompi.model.machine import Machine
-from fompi.model.pipeline import SCHEDULES, has_formula
+from fompi.model.pipeline import SCHEDULES, has_chunks, has_formula
 from fompi.planner.layers import MODELS, Transformer
 from fompi.planner.step import AXES, COLUMNS, RECOMPUTE, Predicted, StepLayout, StepParts
 
@@ -230,7 +230,11 @@ def _orders(model: Transformer, pp: int, count: int, fixed: dict[str, int | str]
     for schedule in SCHEDULES:
         if fixed.get("schedule", schedule) != schedule or not has_formula(schedule, pp, count):
             continue
-        for chunks in range(2, 1 + MOST_CHUNKS) if schedule == "interleaved" else (1,):
+        if schedule == "dualpipev" and "schedule" not in fixed:
+            continue  # zbv takes at most as long, in less memory: nothing runs side by side here
+        for chunks in range(1 + (schedule == "interleaved"), 1 + MOST_CHUNKS):
+            if not has_chunks(schedule, chunks):
+                continue
             if fixed.get("chunks", chunks) == chunks and pp * chunks <= model.layers:
                 yield schedule, chunks
 

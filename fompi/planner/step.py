@@ -486,7 +486,12 @@ class StepParts:
 
     def _memory(self, layout: StepLayout, rank: int) -> MemoryBytes:
         dp, tp, pp, ep, cp, _, schedule, chunks, zero, recompute, _ = layout
-        model, stage, tokens, is_last = self.model, self._stage_of(layout), self.tokens(layout), rank == pp - 1
+        model, stage, tokens, is_last = (
+            self.model,
+            self._stage_of(layout),
+            self.tokens(layout),
+            rank == pipeline.rank_of(pp * chunks - 1, pp, pipeline.placement_of(schedule)),
+        )
         layers = stage.layers * chunks - (stage.layers - stage.last if is_last and pp > 1 else 0)
         tables = (rank == 0) + (is_last and not (model.tied and pp == 1))
         dense, experts = self.weights(tp, ep, layers, tables)

@@ -88,7 +88,10 @@ def test_flows():
     ("interleaved", 8 * 30 + 3 * 15 + 2 * 7),
     ("zb-h1", 8 * 30 + 3 * 10 + 12),
     ("zb-h2", 8 * 30 + 6),
+    ("zbv", 8 * 30 + 16),
+    ("dualpipev", 8 * 30 + 3 * 5 + 12),
 ])  # fmt: skip
 def test_formulas_of_pipelines(schedule, milliseconds):
-    chunks = 2 if schedule == "interleaved" else 1
-    assert pipelines.formula(schedule, 4, 8, 1e-3, chunks) == pytest.approx(1e-3 * milliseconds)
+    chunks = pipelines.chunks_of(schedule)
+    seconds = {kind: each / chunks for kind, each in pipelines.STAGE_SECONDS.items()}
+    assert pipelines.predicted(schedule, 4, 8, chunks, seconds, 1e-3) == pytest.approx(1e-3 * milliseconds)

@@ -14,11 +14,19 @@ from strategies import close, slopes
 import fompi
 from fompi.backends.emulated import Emulated
 from fompi.base.errors import DtypeError, MismatchError, PeerError, PlanError, ShapeError, StateError, TensorError
+from fompi.model.pipeline import placement_of, stages_of
 from fompi.parallel.pipeline import SCHEDULES, Pipeline, order, plan
 
 pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
 
 NAMED = [name for name in SCHEDULES if name != "interleaved"]
+CHUNKS = {name: 2 if placement_of(name) == "v" else 1 for name in NAMED}
+
+
+def where(world, schedule, chunks):
+    """The stages of this rank, and whether it has the first and the last one."""
+    held = stages_of(world.rank, world.size, chunks, placement_of(schedule if isinstance(schedule, str) else ""))
+    return held, 0 in held, world.size * chunks - 1 in held
 
 
 class Linear:
@@ -104,9 +112,10 @@ def run(world, schedule, microbatches, chunks=1, kind=Linear, seed=0, steps=2, *
 
     Returns the stages of this rank, the losses, the gradients of the inputs, and the trace of the last step.
     """
+    chunks = max(chunks, CHUNKS.get(schedule, 1)) if isinstance(schedule, str) else chunks
     weights, inputs, targets, activations = drawn(world.size * chunks, microbatches, seed)
-    stages = [kind(weights[s]) for s in range(world.rank, world.size * chunks, world.size)]
-    first, last = world.rank == 0, world.rank == world.size - 1
+    held, first, last = where(world, schedule, chunks)
+    stages = [kind(weights[s]) for s in held]
     copies = [x.copy() for x in inputs]
     with Pipeline(
         stages, comm=world, microbatches=microbatches, schedule=schedule, activations=activations, loss=loss,
@@ -129,9 +138,11 @@ def run(world, schedule, microbatches, chunks=1, kind=Linear, seed=0, steps=2, *
         np.testing.assert_array_equal(inputs, copies)
     else:
         assert gradients is None
-    for number, stage in enumerate(stages):
-        np.testing.assert_allclose(stage.dw, weight_gradients[world.rank + number * world.size], rtol=1e-10, atol=1e-13)
-    assert sum(event.is_compute for event in trace.events) == chunks * microbatches * (3 if schedule[0] == "z" else 2)
+    for number, stage in zip(held, stages, strict=True):
+        np.testing.assert_allclose(stage.dw, weight_gradients[number], rtol=1e-10, atol=1e-13)
+    if schedule != "dualpipev":  # it has B, and I with W
+        kinds = 3 if schedule[0] == "z" else 2
+        assert sum(event.is_compute for event in trace.events) == chunks * microbatches * kinds
     return stages, losses, gradients, trace
 
 
@@ -164,13 +175,13 @@ def test_zero_bubble_gives_the_bits_of_1f1b(world, schedule):
             assert [g.tobytes() for g in gradients] == [g.tobytes() for g in other_gradients]
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 1)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 1), ("zbv", 2)])
 def test_smaller_messages(world, schedule, chunks):
     """The gradients are near those without a wire, whatever the order, and an evaluation has the losses of a step."""
     weights, inputs, targets, activations = drawn(world.size * chunks, 5, dtype="float32")
-    first, last, found, losses = world.rank == 0, world.rank == world.size - 1, [], []
+    (held, first, last), found, losses = where(world, schedule, chunks), [], []
     for wire in (None, "int8", "float16"):
-        stages = [Linear(weights[s]) for s in range(world.rank, world.size * chunks, world.size)]
+        stages = [Linear(weights[s]) for s in held]
         how = {"microbatches": 5, "schedule": schedule, "activations": activations, "loss": loss, "dtype": "float32"}
         with Pipeline(stages, comm=world, wire=wire, **how) as pipe:
             losses.append(pipe.step(inputs if first else None, targets if last else None))
@@ -249,7 +260,7 @@ def test_a_stage_may_call_operations(world, schedule):
         run(mesh["pp"], schedule, 3, kind=Mean)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zbv", 2)])
 def test_an_emulated_accelerator(world, schedule, chunks):
     """The results are right, and each kernel takes as long as declared, after the one before it."""
     seconds = {"F": 2e-3, "B": 4e-3, "I": 2e-3, "W": 2e-3}
@@ -326,9 +337,12 @@ def test_a_kernel_that_is_not_given(world):
 
 
 def pipe_of(world, kind, **changes):
-    weights, inputs, targets, activations = drawn(world.size, 4)
+    schedule = changes.get("schedule", "1f1b")
+    chunks = CHUNKS.get(schedule, 1) if isinstance(schedule, str) else 1
+    weights, inputs, targets, activations = drawn(world.size * chunks, 4)
+    held = where(world, schedule, chunks)[0]
     options = {"comm": world, "microbatches": 4, "activations": activations, "loss": loss, "dtype": "float64"}
-    return Pipeline([kind(weights[world.rank])], **{**options, **changes}), inputs, targets
+    return Pipeline([kind(weights[s]) for s in held], **{**options, **changes}), inputs, targets
 
 
 def assert_fails(world, pipe, inputs, targets, error, where, text):
@@ -345,23 +359,23 @@ def assert_fails(world, pipe, inputs, targets, error, where, text):
 @pytest.mark.parametrize("method", ["forward", "backward_input", "backward_weight"])
 @pytest.mark.parametrize("schedule", NAMED)
 def test_a_stage_that_raises(world, schedule, method):
-    where, broken = world.size - 1, [True]
+    failing, broken = world.size - 1, [True]
 
     class Broken(Linear):
         pass
 
     def fail(self, *args):
-        if len(self.calls) > 1 and world.rank == where and broken[0]:
+        if len(self.calls) > 1 and world.rank == failing and broken[0]:
             raise ZeroDivisionError("no luck")
         return getattr(Linear, method)(self, *args)
 
     setattr(Broken, method, fail)
     pipe, inputs, targets = pipe_of(world, Broken, schedule=schedule)
-    assert_fails(world, pipe, inputs, targets, ZeroDivisionError, where, "no luck")
+    assert_fails(world, pipe, inputs, targets, ZeroDivisionError, failing, "no luck")
     broken[0] = False
     losses = pipe.step(inputs, targets)  # the pipeline is as good as new
     if losses is not None:
-        np.testing.assert_allclose(losses, one_process(*drawn(world.size, 4)[:3])[0], rtol=1e-12)
+        np.testing.assert_allclose(losses, one_process(*drawn(len(pipe.problem.activations) + 1, 4)[:3])[0], rtol=1e-12)
     pipe.close()
 
 
@@ -503,12 +517,12 @@ class Forward(Whole):
 
 
 @pytest.mark.parametrize("kind", [Whole, Forward])
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_an_evaluation(world, kind, schedule, chunks):
     """The results of the last stage, between two steps, which it does not change."""
     weights, inputs, targets, activations = drawn(world.size * chunks, 3)
-    stages = [kind(weights[s]) for s in range(world.rank, world.size * chunks, world.size)]
-    first, last = world.rank == 0, world.rank == world.size - 1
+    held, first, last = where(world, schedule, chunks)
+    stages = [kind(weights[s]) for s in held]
     how = {"microbatches": 3, "activations": activations, "loss": loss, "dtype": "float64"}
     with Pipeline(stages, comm=world, schedule=schedule, **how) as pipe:
         pipe.step(inputs if first else None, targets if last else None)

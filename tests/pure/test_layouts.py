@@ -168,7 +168,7 @@ def test_what_is_alive_decides_the_memory_of_a_pipeline():
 @pytest.mark.parametrize("schedule", pipeline.SCHEDULES)
 def test_a_pipeline_takes_as_long_as_in_the_simulator(schedule):
     """The plan of the pipeline with the seconds of the stages, and messages of the same time."""
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = 1 if pipeline.has_chunks(schedule, 1) and schedule != "interleaved" else 2
     layout = StepLayout(pp=4, schedule=schedule, chunks=chunks)
     model = SMALL._replace(vocabulary=1)  # else the last stage takes longer, and W cannot fill what F and I leave
     step = StepParts(model, NVLINK, 4, 8)
@@ -202,7 +202,7 @@ def test_the_last_stage_has_fewer_layers_because_of_the_output_layer():
 def test_alive_is_what_the_orders_have():
     for name in pipeline.SCHEDULES:
         for p, m in ((2, 4), (3, 6), (4, 8), (4, 12)):
-            v = 2 if name == "interleaved" else 1
+            v = 1 if pipeline.has_chunks(name, 1) and name != "interleaved" else 2
             if pipeline.has_formula(name, p, m):
                 found = [orders.alive(actions) for actions in orders.order(name, p, m, v)]
                 assert found == [pipeline.alive(name, p, m, r, v) for r in range(p)]
@@ -305,10 +305,10 @@ def test_where_the_ranks_of_an_axis_are():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_there_are_not_too_many_candidates_at_16384_ranks(model):
-    """Each takes about 0.1 ms, so 10 s are enough."""
+    """Each takes about 0.1 ms, so 20 s are enough."""
     batch = max(1, (16 << 20) // MODELS[model].sequence)
     count = sum(len(leaner) for leaner in _candidates(MODELS[model], 16384, batch, {}))
-    assert 0 < count < 180_000
+    assert 0 < count < 200_000
 
 
 GPT3 = MODELS["gpt3-175b"]

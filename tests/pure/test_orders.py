@@ -8,15 +8,19 @@ from random import Random
 import pytest
 
 from fompi.base.errors import PlanError
-from fompi.model.pipeline import predicted
-from fompi.parallel.orders import SCHEDULES, Action, alive, check, order, times
+from fompi.model.pipeline import placement_of, predicted, rank_of, stages_of
+from fompi.parallel.orders import SCHEDULES, Action, alive, check, order, placement_in, times
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 12, 16, 24, 40)]
 CHUNKS = (2, 3, 4)
 SECONDS = [{}, {"F": 1.0, "B": 1.5, "I": 0.9, "W": 0.6}, {"F": 2.0, "B": 3.0, "I": 2.0, "W": 1.0}]
 
-LEAST = {"zb-h1": lambda p: p, "zb-h2": lambda p: 2 * p - 1}
+LEAST = {"zb-h1": lambda p: p, "zb-h2": lambda p: 2 * p - 1, "zbv": lambda p: 2 * p - 1, "dualpipev": lambda p: 2 * p}
 """The least number of micro-batches for which a formula holds."""
+
+
+def chunks_of(schedule):
+    return CHUNKS if schedule == "interleaved" else (2,) if placement_of(schedule) == "v" else (1,)
 
 
 def texts(listed):
@@ -48,12 +52,12 @@ def test_every_order_is_complete_and_ends(schedule):
     """Also with fewer micro-batches than stages, and with micro-batches that do not divide by the ranks."""
     for p in range(1, 8):
         for m in range(1, 15):
-            for chunks in CHUNKS if schedule == "interleaved" else (1,):
+            for chunks in chunks_of(schedule):
                 listed = order(schedule, p, m, chunks)
                 assert len(listed) == p
                 check(listed, p, m, chunks)
                 kinds = 3 if schedule.startswith("zb") else 2
-                assert sum(map(len, listed)) == kinds * p * m * chunks
+                assert sum(map(len, listed)) == kinds * p * m * chunks or schedule == "dualpipev"
 
 
 @pytest.mark.parametrize("seconds", SECONDS, ids=str)
@@ -61,12 +65,14 @@ def test_every_order_is_complete_and_ends(schedule):
 def test_the_formulas_without_messages(schedule, seconds):
     """Zero bubble: with equal parts. Else W cannot fill exactly what F and I leave, and the time is at least that."""
     for p, m in SIZES:
-        for chunks in CHUNKS if schedule == "interleaved" else (1,):
+        for chunks in chunks_of(schedule):
             if m < LEAST.get(schedule, lambda p: 1)(p) or (schedule == "interleaved" and m % p):
                 continue
             got = slowest(order(schedule, p, m, chunks), seconds)
             wanted = predicted(schedule, p, m, chunks, seconds)
-            if schedule.startswith("zb") and seconds:
+            if placement_of(schedule) == "v" and seconds:
+                assert wanted * (1 - 1e-9) <= got <= 1.02 * wanted
+            elif schedule.startswith("zb") and seconds:
                 assert got >= wanted * (1 - 1e-9)
             else:
                 assert got == pytest.approx(wanted, rel=0.03)
@@ -76,7 +82,7 @@ def test_the_formulas_without_messages(schedule, seconds):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_formulas_with_messages(schedule, message):
     for p, m in SIZES:
-        for chunks in CHUNKS if schedule == "interleaved" else (1,):
+        for chunks in chunks_of(schedule):
             if m < LEAST.get(schedule, lambda p: 1)(p) or (schedule == "interleaved" and m % p):
                 continue
             got = slowest(order(schedule, p, m, chunks), {}, message)
@@ -86,12 +92,15 @@ def test_the_formulas_with_messages(schedule, message):
 def test_what_is_alive():
     for p, m in SIZES:
         for r in range(p):
-            found = {name: alive(order(name, p, m)[r]) for name in SCHEDULES if name != "interleaved"}
+            found = {name: alive(order(name, p, m)[r]) for name in SCHEDULES if chunks_of(name) == (1,)}
             assert found["gpipe"] == (m, 0)
             assert found["1f1b"] == (min(m, p - r), 0)
             assert found["eager-1f1b"] == (min(m, 2 * (p - r) - 1), 0)
             assert found["zb-h1"] == (min(m, p - r), min(m, r + 1))
             assert found["zb-h2"] == (min(m, 2 * (p - r) - 1), min(m, 2 * r + 1))
+            if m >= 2 * p:
+                assert alive(order("zbv", p, m, 2)[r]) == (2 * p, 2 * r + 1)
+                assert alive(order("dualpipev", p, m, 2)[r]) == (2 * p + 1, r + 1)
             for v in CHUNKS:
                 if m % p == 0:
                     wanted = min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1)
@@ -102,6 +111,15 @@ def test_zero_bubble_has_less_bubble():
     """Figures of the paper: 8 stages, 24 micro-batches of equal parts."""
     spans = {name: slowest(order(name, 8, 24), {}) for name in ("1f1b", "zb-h1", "zb-h2")}
     assert spans == {"1f1b": 93, "zb-h1": 79, "zb-h2": 72}
+
+
+def test_a_v_has_no_bubble_in_the_memory_of_1f1b():
+    """Figures of the papers: ZBV with equal parts has none, with half as much alive as zb-h2; DualPipeV (p - 1) F."""
+    p, m = 8, 24
+    spans = {name: slowest(order(name, p, m, 2), {}) for name in ("zbv", "dualpipev")}
+    assert spans == {"zbv": 6 * m, "dualpipev": 6 * m + p - 1}
+    assert max(alive(actions)[0] for actions in order("zbv", p, m, 2)) == 2 * p  # stages of half the size
+    assert max(alive(actions)[0] for actions in order("zb-h2", p, m)) == 2 * p - 1
 
 
 # ------------------------------------------------------------------------------------------------ orders of users
@@ -116,6 +134,19 @@ def test_texts_and_actions_and_a_file(tmp_path):
     path = tmp_path / "order.csv"
     path.write_text(table)
     assert order(str(path), 2, 2) == order(table, 2, 2)
+
+
+def test_stages_in_a_loop_and_in_a_v():
+    assert [stages_of(r, 3, 2, "loop") for r in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [stages_of(r, 3, 3, "v") for r in range(3)] == [[0, 5, 6], [1, 4, 7], [2, 3, 8]]
+    for where in ("loop", "v"):
+        for p in (1, 2, 5):
+            assert all(rank_of(s, p, where) == r for r in range(p) for s in stages_of(r, p, 4, where))
+    listed = order("zbv", 3, 4, 2)
+    assert placement_in(listed, 2) == "v" and placement_in(order("interleaved", 3, 4, 2), 2) == "loop"
+    listed[0][0], listed[1][0] = listed[1][0], listed[0][0]
+    with pytest.raises(PlanError, match="stage 1 belongs to rank 1"):
+        order(listed, 3, 4, 2)
 
 
 def test_messages_and_shards_in_a_file_of_pytorch_are_left_out():
@@ -136,7 +167,8 @@ REFUSED = [
     (["0B0 0F0"], ["1F0 1B0"], "0B0 of rank 0 waits for the forward of micro-batch 0 at stage 0", 0, "0B0"),
     (["0F0 0W0 0I0"], ["1F0 1B0"], "which comes later on the same rank", 0, "0W0"),
     (["0F0 Q"], ["1F0 1B0"], "'Q' is not an action", 0, "Q"),
-    (["0F0 (0F1;1B0)OVERLAP_F_B"], ["1F0 1B0"], "is not an action", 0, "(0F1;1B0)OVERLAP_F_B"),
+    (["0F0 (0F1;1B0)"], ["1F0 1B0"], "is not an action", 0, "(0F1;1B0)"),
+    (["0F0 (0F1;1B0)OVERLAP_F_B"], ["1F0 1B0"], "1 micro-batches", 0, "0F1"),
 ]
 
 
@@ -184,7 +216,7 @@ def test_random_orders():
     for _ in range(300):
         p, m = random.randint(1, 5), random.randint(1, 6)
         schedule = random.choice([s for s in SCHEDULES if s != "interleaved"])
-        listed = order(schedule, p, m)
+        listed = order(schedule, p, m, chunks_of(schedule)[0])
         actions = random.choice(listed)
         i, j = random.randrange(len(actions)), random.randrange(len(actions))
         actions[i], actions[j] = actions[j], actions[i]

@@ -13,7 +13,7 @@ import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, PlanError, ShapeError
 from fompi.base.wires import WIRES
-from fompi.model.pipeline import predicted
+from fompi.model.pipeline import placement_of, predicted
 from fompi.model.twin import twin
 from fompi.parallel.orders import SCHEDULES, alive, order, times
 from fompi.parallel.pipeline_plan import KERNELS, SPARE, evaluation, plan
@@ -31,7 +31,7 @@ def on_wire(schedule, p, m, wire="int8"):
 
 
 def chunks_of(schedule):
-    return (2, 3) if schedule == "interleaved" else (1,)
+    return (2, 3) if schedule == "interleaved" else (2,) if placement_of(schedule) == "v" else (1,)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
