@@ -49,12 +49,13 @@ from fompi.parallel.arrays import (
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
+from fompi.parallel.norm import all_reduce_rmsnorm
 from fompi.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fompi.tensors.dlpack import Tensor
 
 __all__ = [
-    "attention", "column_parallel_linear", "heads_of", "row_parallel_linear", "vocab_parallel_cross_entropy",
-    "vocab_parallel_embedding",
+    "all_reduce_rmsnorm", "attention", "column_parallel_linear", "heads_of", "row_parallel_linear",
+    "vocab_parallel_cross_entropy", "vocab_parallel_embedding",
 ]  # fmt: skip
 
 

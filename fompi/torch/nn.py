@@ -43,6 +43,7 @@ from fompi.torch.sharded import (
 )
 
 __all__ = [
+    "AllReduceRMSNorm",
     "ColumnParallelLinear",
     "LayerNorm",
     "MoE",
@@ -127,6 +128,7 @@ class RowParallelLinear(Sharded):
     x: (all rows, ..., in_features of this rank), Shard(-1). y: (rows of this rank, ..., out_features), Shard(0). The
     in_features are dealt out as evenly as possible, as the out_features of `ColumnParallelLinear`. `counts` is the
     number of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows.
+    With `reduce=False` y is the term of this rank, without a message: `AllReduceRMSNorm` takes it. There is no bias then.
 
     weight: (out_features, in_features of this rank). bias: (out_features,), the same on all ranks; its gradient is
     summed over them. The full ones are those of `torch.nn.Linear(in_features, out_features)`.
@@ -142,20 +144,29 @@ class RowParallelLinear(Sharded):
         *,
         comm: Any = None,
         sequence_parallel: bool = True,
+        reduce: bool = True,
         wire: str | None = None,
         device: Any = None,
         dtype: Any = None,
     ):
+        def check() -> None:
+            if bias and not reduce:
+                raise LayoutError("reduce=False leaves the sum to others, and a bias would be in it once per rank")
+
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel, "wire": wire}
-        super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options))
+        options |= {} if reduce else {"reduce": False}
+        super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options, check))
+        self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.wire = sequence_parallel, wire
         runs = runs_of(split(in_features, self.comm.size))
         _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias, factory)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        if not self.reduce:
+            return torch.nn.functional.linear(x, self.weight)
         how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
         y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, comm=self.comm, **how)
         return y
@@ -275,6 +286,39 @@ class RMSNorm(_Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (weight,) = sum_gradients(self.weight, comm=self.comm)
         return torch.nn.functional.rms_norm(x, (self.features,), weight, self.eps)
+
+
+class AllReduceRMSNorm(_Norm):
+    """r = residual + all_reduce(x); y = r / sqrt(mean(r**2) + eps) * weight, over the last dimension: (y, r)
+
+        norm = AllReduceRMSNorm(features, comm=tp)
+        down = RowParallelLinear(ffn, features, bias=False, reduce=False, comm=tp)
+        y, r = norm(down(h), r)                          # the norm of one half of the rows hides the sum of the other
+
+    x: (rows, ..., features), the term of this rank. residual and r: the same rows on all ranks, or with `sharded` those
+    of this rank, Shard(0). y: all rows. weight: (features,), the same on all ranks; its gradient is summed over them.
+
+    Creating one is collective; the errors are those of `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float = 1e-6,
+        *,
+        sharded: bool = False,
+        wire: str | None = None,
+        comm: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__(features, eps, ("weight",), comm, device, dtype)
+        self.sharded, self.wire = bool(sharded), wire
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        how: dict[str, Any] = {"eps": self.eps, "sharded": self.sharded, "wire": self.wire}
+        y, r = tensor.all_reduce_rmsnorm(x, residual, self.weight, comm=self.comm, **how)
+        return y, r
 
 
 # ----------------------------------------------------------------------------------------------------- attention

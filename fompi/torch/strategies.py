@@ -27,8 +27,8 @@ class _StrategyNode(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise TensorError(f"{ctx.f} has no second derivative: leave out create_graph=True")
         _ = ctx.saved_tensors  # raises if a tensor was changed in place since the forward
-        return None, None, *flatten(ctx.f.backward(ctx.saved, dy))
+        return None, None, *flatten(ctx.f.backward(ctx.saved, dys[0] if len(dys) == 1 else dys))

@@ -6,8 +6,10 @@ from strategies import close, cycled, drawn, refused, runs, same_bits, slopes, s
 
 import fompi
 from fompi.base.layout import split
+from fompi.parallel import norm
 from fompi.parallel.activations import ACTIVATIONS, erf
 from fompi.parallel.tensor import (
+    all_reduce_rmsnorm,
     attention,
     column_parallel_linear,
     heads_of,
@@ -44,6 +46,87 @@ def defined(z, activation):
         gate, up = np.split(z, 2, -1)
         return gate / (1 + np.exp(-gate)) * up
     return z
+
+
+@pytest.mark.parametrize(("rows", "between"), [(7, (2,)), (1, ()), (0, ())])
+@pytest.mark.parametrize("least", [0, 1 << 30], ids=["halves", "whole"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sum_and_norm(world, monkeypatch, sharded, least, rows, between):
+    """Values and gradients are those of the definition, with fewer rows than ranks and none."""
+    monkeypatch.setattr(norm, "LEAST_NBYTES", least)
+    n, size = 5, world.size
+    terms = [drawn(rows, *between, n, seed=i) for i in range(size)]
+    residual, weight = drawn(rows, *between, n, seed=20), drawn(n, seed=21)
+    dys, drs = ([drawn(rows, *between, n, seed=s + i) for i in range(size)] for s in (30, 40))
+    mine = runs(split(rows, size))[world.rank] if sharded else slice(rows)
+
+    def defined(r, weight):
+        return r / np.sqrt((r * r).mean(-1, keepdims=True) + 1e-3) * weight
+
+    def loss(*tensors):
+        """The ranks hold r alike, or each a part. Its gradient is of the copy of this rank."""
+        *xs, weight, common, own = tensors
+        total = 0
+        for rank in range(size):
+            held = own if rank == world.rank and not sharded else common
+            r = held + sum(xs)
+            at = runs(split(rows, size))[rank] if sharded else slice(rows)
+            total = total + (defined(r, weight) * dys[rank]).sum() + (r[at] * drs[rank][at]).sum()
+        return total
+
+    (y, r), saved = all_reduce_rmsnorm.forward(
+        terms[world.rank], residual[mine], weight, eps=1e-3, comm=world, sharded=sharded
+    )
+    whole = residual + sum(terms)
+    close(r, whole[mine], 1e-13)
+    close(y, defined(whole, weight), 1e-13)
+    dx, dresidual, dweight = all_reduce_rmsnorm.backward(saved, (dys[world.rank], drs[world.rank][mine]))
+    *dxs, dw, dcommon, down = slopes(loss, (*terms, weight, residual, residual))
+    close(dx, dxs[world.rank], 1e-9)
+    close(dweight, dw, 1e-9)
+    close(dresidual, dcommon[mine] if sharded else down, 1e-9)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sum_and_norm_in_float32_and_half_types(world, sharded):
+    """In torch's dtypes, attached to autograd, with a wire, and in halves: near torch's own in one process."""
+    torch = pytest.importorskip("torch")
+    for dtype, near, wire in ((torch.float32, 1e-5, None), (torch.bfloat16, 2e-2, None), (torch.float32, 2e-2, "int8")):
+        xs = [torch.randn(301, 256, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(world.size)]
+        weight = torch.linspace(0.5, 2, 256, dtype=dtype, requires_grad=True)
+        mine = runs(split(301, world.size))[world.rank] if sharded else slice(301)
+        x, residual = xs[world.rank].clone().requires_grad_(), torch.ones(301, 256, dtype=dtype)[mine].requires_grad_()
+        y, r = all_reduce_rmsnorm(x, residual, weight, comm=world, sharded=sharded, wire=wire)
+        assert y.dtype == r.dtype == dtype
+        (y.float() * 2).sum().backward()
+        whole = torch.stack([t.float() for t in xs]).sum(0).add(1).requires_grad_()
+        scale = weight.detach().float().requires_grad_()
+        z = torch.nn.functional.rms_norm(whole, (256,), scale, 1e-6)
+        (z * 2 * world.size).sum().backward()
+        for got, wanted in ((y, z), (r, whole[mine]), (x.grad, whole.grad), (weight.grad, scale.grad)):
+            assert (got.float() - wanted).norm() <= near * wanted.norm(), (dtype, wire)
+        part = whole.grad[mine] / (1 if sharded else world.size)
+        assert (residual.grad.float() - part).norm() <= near * part.norm()
+
+
+def test_sums_and_norms_that_are_refused(world):
+    x, weight = np.ones((4, 3)), np.ones(3)
+    wrong = [
+        ({"residual": np.ones((5, 3))}, fompi.ShapeError, "residual has the shape"),
+        ({"weight": np.ones(4)}, fompi.ShapeError, "they must be"),
+        ({"weight": np.ones(3, "f4")}, fompi.DtypeError, "weight has dtype"),
+        ({"eps": -1}, fompi.LayoutError, "eps=-1"),
+        ({"wire": "int8"}, fompi.DtypeError, "float64 is sent as it is"),
+    ]
+    for change, error, words in wrong:
+        given = {"x": x, "residual": x, "weight": weight, **change}
+        refused(world, None, error, lambda given=given: all_reduce_rmsnorm(**given, comm=world), words)
+        refused(
+            world, 0, error,
+            lambda given=given: all_reduce_rmsnorm(
+                **(given if world.rank == 0 else {"x": x, "residual": x, "weight": weight}), comm=world
+            ),
+        )  # fmt: skip
 
 
 def test_the_definition_of_gelu():

@@ -303,6 +303,32 @@ def test_norms(world):
     norm(leaf).sum().backward()
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_sum_with_a_norm(world, sharded):
+    """The block of a decoder whose rows all ranks have: numbers and gradients of one process."""
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(6, 10, bias=False), torch.nn.Linear(10, 6, bias=False))
+    scale = torch.nn.RMSNorm(6, 1e-6)
+    up = nn.ColumnParallelLinear(6, 10, bias=False, sequence_parallel=False, comm=world)
+    down = nn.RowParallelLinear(10, 6, bias=False, reduce=False, comm=world)
+    norm = nn.AllReduceRMSNorm(6, sharded=sharded, comm=world)
+    parts = torch.nn.Sequential(up, down)
+    load_full_state_dict(parts, whole.state_dict())
+    x, mine = torch.linspace(-1, 1, 42).view(7, 6).sin(), rows(world) if sharded else slice(7)
+    y, r = norm(parts(x), x[mine])
+    z = x + whole(x)
+    close(r.detach(), z[mine].detach())
+    close(y.detach(), scale(z).detach())
+    y.square().sum().backward()
+    (scale(z).square().sum() * world.size).backward()
+    gradients = full_gradients(parts)
+    for name, parameter in whole.named_parameters():
+        close(gradients[name], parameter.grad)
+    close(norm.weight.grad, scale.weight.grad)
+    with pytest.raises(fompi.LayoutError, match="a bias would be in it"):
+        nn.RowParallelLinear(10, 6, reduce=False, comm=world)
+
+
 def test_the_counts_of_experts(world):
     torch.manual_seed(0)
     layer = nn.MoE(4, 4, 3, 1, capacity_factor=1.0, comm=world)
