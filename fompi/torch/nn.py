@@ -128,7 +128,7 @@ class RowParallelLinear(Sharded):
     x: (all rows, ..., in_features of this rank), Shard(-1). y: (rows of this rank, ..., out_features), Shard(0). The
     in_features are dealt out as evenly as possible, as the out_features of `ColumnParallelLinear`. `counts` is the
     number of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows.
-    With `reduce=False` y is the term of this rank, without a message: `AllReduceRMSNorm` takes it. There is no bias then.
+    With `reduce=False` y is the term of this rank, without a message, for `AllReduceRMSNorm`. There is no bias then.
 
     weight: (out_features, in_features of this rank). bias: (out_features,), the same on all ranks; its gradient is
     summed over them. The full ones are those of `torch.nn.Linear(in_features, out_features)`.
