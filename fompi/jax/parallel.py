@@ -6,6 +6,7 @@ They are the functions of `fompi.parallel`, which `fompi.jax.strategies` differe
 from fompi.parallel.expert import moe
 from fompi.parallel.sequence import ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import (
+    all_reduce_rmsnorm,
     attention,
     column_parallel_linear,
     row_parallel_linear,
@@ -14,6 +15,7 @@ from fompi.parallel.tensor import (
 )
 
 __all__ = [
+    "all_reduce_rmsnorm",
     "attention",
     "column_parallel_linear",
     "moe",
