@@ -118,9 +118,12 @@ for _ in range(9):
     step()
 step.compute_seconds()
 """
-    ended = reporting(2, code)
-    assert ended.finished.returncode == 0 and ended.tracebacks == 0, ended.output
-    (warning,) = [line for line in ended.finished.stderr.splitlines() if "OverlapWarning: " in line]
+    for _ in range(3):  # a busy machine may hold up rank 1, too, and the first rank to see it prints the warning
+        ended = reporting(2, code)
+        assert ended.finished.returncode == 0 and ended.tracebacks == 0, ended.output
+        (warning,) = [line for line in ended.finished.stderr.splitlines() if "OverlapWarning: " in line]
+        if " on rank 0: " in warning:
+            break
     assert "all_gather_matmul by direct: " in warning and " on rank 0: " in warning, ended.output
     assert "ms for full[1] from rank 1" in warning and ". Progress: " in warning, ended.output
 
