@@ -24,16 +24,19 @@ from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, number, offsets, split
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
-from fompi.ops.operations import all_gather, reduce_scatter
+from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
     Array,
+    admit,
     arrived,
+    begin,
     borrow,
     borrow_gradient,
     enter,
     give,
     in_words,
     lent,
+    same_bits,
     start,
     start_sum,
 )
@@ -84,7 +87,7 @@ def _sum_and_norm(
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor, list[int]]]:
+    def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor, list[int]]]:
         tx = borrow(x, "x")
         tr, tw = borrow(residual, "residual", tx), borrow(weight, "weight", tx, 1)
         if tx.array.ndim < 2 or tx.array.shape[-1:] != tw.array.shape:
@@ -96,9 +99,14 @@ def _sum_and_norm(
         if (number(eps) or -1) < 0:
             raise LayoutError(f"eps={eps!r} must be a number > 0")
         wire_of(wire, tx.dtype)
-        return f"{tx.dtype}, x {tx.array.shape}, {eps=}, {sharded=}{in_words(wire)}", 0, (tx, tr, tw, list(rows))
+        return f"of all_reduce_rmsnorm, x {tx.array.shape}, {eps=}, {sharded=}{in_words(wire)}", (
+            tx,
+            tr,
+            tw,
+            list(rows),
+        )
 
-    group, (tx, tr, tw, rows), _ = enter("all_reduce_rmsnorm", comm, check)
+    group, text, (tx, tr, tw, rows) = admit(reduce_scatter if sharded else all_reduce, comm, check)
     dtype, wide, scale = tx.dtype, accumulator(tx.dtype), widen(tw.array, tx.dtype)
     r = np.empty(tr.array.shape, wide)
     inverse = np.empty((*r.shape[:-1], 1), wide)
@@ -110,7 +118,7 @@ def _sum_and_norm(
         return narrow(r[at] * inverse[at] * scale, dtype)
 
     moves = _Halves(group, rows, tx.array.shape, tx.array.nbytes, sharded, dtype, wire)
-    y = moves.there_and_back(tx.array, norm)
+    y = moves.there_and_back(tx.array, norm, text)
     saved = Normed(tx, tr, tw, group, sharded, rows, wire, r, inverse)
     return (lent(y, tx), give(r, tr)), saved
 
@@ -143,27 +151,30 @@ class _Halves:
         """Those of this rank among its own."""
         return slice(*self.cuts[self.comm.rank][half : half + 2])
 
-    def start_sum(self, x: Array, half: int) -> Any:
-        """The sum of the rows of this half: all of them, or those that this rank keeps."""
+    def sum_of(self, x: Array, half: int, begins: Any) -> Any:
+        """The sum of the rows of this half: all of them, or those that this rank keeps. `begins` starts it."""
         if not self.sharded:
-            return start_sum(np.ascontiguousarray(x[self.own(half)]), self.dtype, self.comm, self.how["wire"])
+            part = np.ascontiguousarray(x[self.own(half)])
+            return begins(all_reduce, part, schedule=same_bits(self.comm), **self.how)
         runs = [self.rows_of(half, rank) for rank in range(self.comm.size)]
         packed = np.concatenate([x[run] for run in runs]) if self.count > 1 else x
-        return start(reduce_scatter, packed, counts=[run.stop - run.start for run in runs], **self.how)
+        return begins(reduce_scatter, packed, counts=[run.stop - run.start for run in runs], **self.how)
 
-    def there_and_back(self, x: Array, work: Any) -> Array:
-        """work(own rows, their sum), gathered: of all rows."""
-        result = np.empty(self.shape, x.dtype)
-        sums = [self.start_sum(x, half) for half in range(self.count)]
-        gathers = []
-        for half, pending in enumerate(sums):
-            made = work(self.own(half), arrived(pending))
+    def there_and_back(self, x: Array, work: Any, text: str | None = None) -> Array:
+        """work(own rows, their sum), gathered: of all rows. With a `text` the ranks begin here, and compare it."""
+        result, gathers = np.empty(self.shape, x.dtype), []
+        pending = self.sum_of(x, 0, start if text is None else lambda f, *args, **how: begin(f, text, *args, **how))
+        for half in range(self.count):
+            total = arrived(pending)
+            if half + 1 < self.count:
+                pending = self.sum_of(x, half + 1, start)
+            made = work(self.own(half), total)
             if self.sharded:
                 gathers.append(start(all_gather, made, **self.how))
             else:
                 result[self.own(half)] = made
-        for half, pending in enumerate(gathers):
-            self.put(result, half, arrived(pending))
+        for half, gather in enumerate(gathers):
+            self.put(result, half, arrived(gather))
         return result
 
     def put(self, result: Array, half: int, gathered: Array) -> None:
