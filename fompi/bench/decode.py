@@ -10,6 +10,9 @@ A decoder of random weights, split as `examples/generate.py` splits one: two sum
 | `... in halves`   | the prompt in two halves: the sum of one (async_op=True) behind the products of the other     |
 
 The first row is a token behind a context, the second a prompt. All contestants compute the same, and it is compared.
+
+The third row is one sum with the residual and the RMS norm behind it, for four prompts: by hand, by
+`fompi.parallel.tensor.all_reduce_rmsnorm`, and by that with the residual spread over the ranks (`sharded`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
+import fompi
 from fompi.base.errors import FompiError
+from fompi.base.layout import split
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
@@ -26,6 +33,7 @@ from fompi.bench.rivals.gloo import Gloo
 from fompi.bench.step import compare
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
+from fompi.parallel.tensor import all_reduce_rmsnorm
 from fompi.tuning.rounds import Figure, Row, alternate, median_figure
 
 GLOO, OURS, LIBRARY = "gloo", "fompi", "MPI"
@@ -72,10 +80,36 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
                 OURS: partial(_summed, distributed, group),
                 LIBRARY: partial(_by_library, comm.link.comm),
             }
-            parts = {"decode, one token": one_token, "prefill": prompt}
+            parts = {"decode, one token": one_token, "prefill": prompt, "sum, residual and norm": sum_and_norm}
             return [parts[name](comm, cluster, decoder, sums, options.rounds) for name in options.each([*parts])]
         finally:
             gloo.close()
+
+
+def sum_and_norm(comm: Communicator, cluster: TcpHosts, decoder: Decoder, sums: Mapping[str, Any], rounds: int) -> Row:
+    tokens, width = 4 * decoder.size.prompt, decoder.size.hidden
+    x = np.random.default_rng(comm.rank).standard_normal((tokens, width), np.float32)
+    residual, weight = np.ones_like(x), np.ones(width, np.float32)
+    mine = residual[: split(tokens, comm.size)[comm.rank]]
+
+    def by_hand() -> Any:
+        r = residual + fompi.all_reduce(x, comm=comm)
+        return r / np.sqrt(np.mean(np.square(r), -1, keepdims=True) + 1e-6) * weight
+
+    ours = partial(all_reduce_rmsnorm.forward, x, weight=weight, comm=comm)
+    calls: dict[str, Callable[[], Any]] = {
+        "by hand": by_hand,
+        "fompi": partial(ours, residual=residual),
+        "fompi, sharded": partial(ours, residual=mine, sharded=True),
+    }
+    wanted = by_hand()
+    for name in ("fompi", "fompi, sharded"):
+        np.testing.assert_allclose(calls[name]()[0][0], wanted, rtol=1e-4, atol=1e-4)
+    samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
+    what = f"sum, residual and norm of {tokens} x {width}"
+    row = Row(what, str(cluster), samples, base="fompi, sharded", progress=progress(comm))
+    figures = [row.ratio("by hand", ours) for ours in ("fompi", "fompi, sharded")]
+    return Row(**{**vars(row), "figures": figures})
 
 
 def _summed(distributed: Any, group: Any, t: Any, waits: bool = True) -> Waits | None:
