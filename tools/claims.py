@@ -163,7 +163,7 @@ CLAIMS = (
             ),
             *(
                 Pick(f"pipeline, {name}: time / formula", "^pipeline", f"^{name}: ")
-                for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2")
+                for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
             ),
             Pick("TP beside DP, first come: exposed / alone", "^data beside tensor", "first come / alone"),
             Pick("TP beside DP, priorities: exposed / alone", "^data beside tensor", "priorities / alone"),

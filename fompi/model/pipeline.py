@@ -53,7 +53,8 @@ def predicted(
     """The time of an order with equal stages, in seconds.
 
     `seconds` are those of F, B, I and W of one stage. So with interleaving a rank has `chunks` times as much work.
-    The formulas hold if `has_formula`. Raises PlanError for an unknown schedule.
+    The formulas hold if `has_formula`, and in a V for messages that take at most as long as a forward. Raises PlanError
+    for an unknown schedule.
     """
     p, m, v, c = ranks, microbatches, chunks, message
     s = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
@@ -63,8 +64,10 @@ def predicted(
         c = 0.0
     if placement_of(schedule) == "v":
         work, missing = s["F"] + s["I"] + s["W"], 2 if schedule == "zbv" else 1
-        bubble = (p - 1) * max(0.0, s["F"] + s["I"] - missing * s["W"])
-        return 2 * m * work + bubble + (6 * p - 8 if schedule == "zbv" else 4 * (p - 1)) * c
+        each = max(0.0, s["F"] + s["I"] - missing * s["W"])
+        if schedule == "zbv":
+            return 2 * m * work + (p - 1) * each + max((6 * p - 8) * c, 6 * (p - 1) * c - s["F"])
+        return 2 * m * work + max((p - 1) * each + 4 * (p - 1) * c, (p - 2) * each + 6 * (p - 1) * c)
     if schedule in ("zb-h1", "zb-h2"):
         work, missing = s["F"] + s["I"] + s["W"], 1 if schedule == "zb-h1" else 2
         bubble = (p - 1) * (s["F"] + s["I"] - missing * s["W"])

@@ -89,7 +89,7 @@ def test_flows():
     ("zb-h1", 8 * 30 + 3 * 10 + 12),
     ("zb-h2", 8 * 30 + 6),
     ("zbv", 8 * 30 + 16),
-    ("dualpipev", 8 * 30 + 3 * 5 + 12),
+    ("dualpipev", 8 * 30 + 2 * 5 + 18),
 ])  # fmt: skip
 def test_formulas_of_pipelines(schedule, milliseconds):
     chunks = pipelines.chunks_of(schedule)

@@ -78,13 +78,15 @@ def test_the_formulas_without_messages(schedule, seconds):
                 assert got == pytest.approx(wanted, rel=0.03)
 
 
-@pytest.mark.parametrize("message", [0.02, 0.1])
+@pytest.mark.parametrize("message", [0.02, 0.1, 0.7])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_formulas_with_messages(schedule, message):
     for p, m in SIZES:
         for chunks in chunks_of(schedule):
             if m < LEAST.get(schedule, lambda p: 1)(p) or (schedule == "interleaved" and m % p):
                 continue
+            if message > 0.5 and placement_of(schedule) == "loop":
+                continue  # no message has so much slack
             got = slowest(order(schedule, p, m, chunks), {}, message)
             assert got == pytest.approx(predicted(schedule, p, m, chunks, {}, message), rel=0.03), (p, m, chunks)
 
