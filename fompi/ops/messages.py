@@ -57,6 +57,7 @@ _HEADER = struct.Struct("<iiq24s")  # 1 if refused, dimensions, bytes of the dat
 _SIZE = struct.Struct("<q")
 
 _NUMPY = dlpack.borrow(np.empty(0))
+_DEFAULTS = CallOptions()
 
 
 class Mail:
@@ -201,22 +202,27 @@ class Coded(NamedTuple):
         return cls(f"{wire}/{tensor.dtype}", tensor.array.shape, block)
 
 
+def _fits(known: tuple[str, tuple[int, ...]], out: Tensor) -> bool:
+    """True if what travels as `known` has the dtype and the shape of `out`."""
+    return (_elements(known[0]), known[1]) == (out.dtype, out.array.shape)
+
+
 def memory_for(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> Array:
     """New memory for a message: an array of this shape, or the bytes of its block."""
-    wire, _, elements = dtype.rpartition("/")
-    if wire:
-        shape, elements = (WIRES[wire].nbytes(prod(shape)),), "uint8"
-    array: Array = comm.engine.arena.take(shape, storage(elements))
+    if "/" in dtype:
+        shape, dtype = (WIRES[dtype.partition("/")[0]].nbytes(prod(shape)),), "uint8"
+    array: Array = comm.engine.arena.take(shape, storage(dtype))
     return array
 
 
 def decoded(comm: Communicator, array: Array, dtype: str, shape: tuple[int, ...]) -> tuple[Array, str]:
     """(the elements of what has arrived, their dtype)"""
-    wire, _, elements = dtype.rpartition("/")
-    if wire:
-        block, array = array, comm.engine.arena.take(shape, storage(elements))
-        wires.bound(f"decode_{wire}", [block, array.reshape(-1)], ["uint8", elements])()
-    return array, elements
+    if "/" not in dtype:
+        return array, dtype
+    wire, _, elements = dtype.partition("/")
+    result = comm.engine.arena.take(shape, storage(elements))
+    wires.bound(f"decode_{wire}", [array, result.reshape(-1)], ["uint8", elements])()
+    return result, elements
 
 
 class PlainForm(NamedTuple):
@@ -228,18 +234,14 @@ class PlainForm(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor | Coded) -> PlainForm:
-        nbytes = tensor.array.nbytes
-        return cls(tensor.dtype, header_of(tensor.dtype, _shape_of(tensor), nbytes), nbytes)
+        array = tensor.array
+        shape = tensor.shape if type(tensor) is Coded else array.shape
+        return cls(tensor.dtype, header_of(tensor.dtype, shape, array.nbytes), array.nbytes)
 
 
 def _elements(dtype: str) -> str:
     """The dtype of the tensor of a message."""
-    return dtype.rpartition("/")[2]
-
-
-def _shape_of(tensor: Tensor | Coded) -> tuple[int, ...]:
-    shape: tuple[int, ...] = tensor.shape if isinstance(tensor, Coded) else tensor.array.shape
-    return shape
+    return dtype.partition("/")[2] if "/" in dtype else dtype
 
 
 class PlainMemory(NamedTuple):
@@ -269,11 +271,12 @@ class Sending(_Message):
             self.header, self.data = _HEADER.pack(1, 0, len(data), b"") + data, np.empty(0, np.uint8)
             return
         array: Any = tensor.array
+        shape = tensor.shape if type(tensor) is Coded else array.shape
         if tensor.device is not None:
             array = array.get()
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.nbytes = flat.nbytes
-        self.header, self.data = header_of(tensor.dtype, _shape_of(tensor), flat.nbytes), flat
+        self.header, self.data = header_of(tensor.dtype, shape, flat.nbytes), flat
         if len(self.header) + flat.nbytes <= EAGER_NBYTES:
             self.header, self.data = self.header + flat.tobytes(), flat[:0]
 
@@ -522,14 +525,14 @@ class Transfer:
         if self._refusal is not None:
             return False
         known = mail_of(comm).last.get((source, tag))
-        if out is not None and (known is None or (_elements(known[0]), known[1]) != (out.dtype, out.array.shape)):
-            known = out.dtype, out.array.shape
+        is_direct = out is not None and (known is None or known[0] == out.dtype or not _fits(known, out))
+        if is_direct:
+            if out.device is not None or not out.array.flags.c_contiguous:  # type: ignore[union-attr]
+                return False
+            known = out.dtype, out.array.shape  # type: ignore[union-attr]
         if known is None:
             return False
         dtype, shape = known
-        is_direct = out is not None and dtype == out.dtype
-        if is_direct and (out.device is not None or not out.array.flags.c_contiguous):  # type: ignore[union-attr]
-            return False
         try:
             array = out.array if is_direct else memory_for(comm, dtype, shape)  # type: ignore[union-attr]
         except MemoryError:
@@ -720,7 +723,7 @@ class Messenger(Operation[Any]):
 
     def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
         comm = options.pop("comm", None)
-        how = CallOptions(wire=options.pop("wire", None)) if self.name != "recv" else CallOptions()
+        how = CallOptions(wire=options.pop("wire")) if "wire" in options and self.name != "recv" else _DEFAULTS
         return self._arguments(*args, **options), comm, how
 
     def refuse(self, error: Exception, comm: Any) -> None:
