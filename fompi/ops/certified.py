@@ -39,7 +39,7 @@ class Certificate:
         rounded = roundings_of(plan)
         self._places = [*rounded]
         self._own = [block for (rank, _), block in rounded.items() if rank == comm.rank]
-        self._shares = shares_of(plan, comm.rank) if self._places else []
+        self._shares = shares_of(plan)[comm.rank] if self._places else []
         self._told = np.zeros((len(self._own), 2))
         self._gather = operations.all_gather.bind(self._told, comm=comm, schedule="direct") if self._places else None
 

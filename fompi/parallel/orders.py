@@ -65,8 +65,9 @@ def order(schedule: str | Sequence[Sequence[Action | str]], ranks: int, microbat
             raise PlanError(f"{name}={value!r} must be an integer >= 1")
     if isinstance(schedule, str) and schedule in SCHEDULES:
         if not has_chunks(schedule, chunks):
-            other = "has two stages per rank" if placement_of(schedule) == "v" else "has one stage per rank"
-            raise PlanError(f"{schedule} {other}; for {chunks} stages per rank take 'interleaved'")
+            held = "two stages" if placement_of(schedule) == "v" else "one stage"
+            other = "interleaved" if chunks > 1 else "zb-h1"
+            raise PlanError(f"{schedule} has {held} per rank; for {chunks} per rank take {other!r}")
         listed = [_ACTIONS[schedule](rank, ranks, microbatches, chunks) for rank in range(ranks)]
     else:
         listed = _own(schedule)

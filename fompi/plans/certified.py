@@ -1,7 +1,7 @@
 """How far a result can be off because messages have rounded it: from the units of the scales that were used.
 
     ops = roundings_of(plan)                     # the ops of all ranks that round a block: (rank, op, its mirror)
-    for shares in shares_of(plan, rank):         # of each block of the result of this rank
+    for shares in shares_of(plan)[rank]:         # of each block of the result of a rank
         error = sum(share * half_unit[at] for at, share in shares.items())
 
 The proof knows of each result which ops have rounded which of its terms (`kernels.rounded`). A sum adds the errors of
@@ -42,13 +42,15 @@ def roundings_of(plan: Plan) -> dict[Place, tuple[str, int]]:
     return found
 
 
-def shares_of(plan: Plan, rank: int) -> list[Mapping[Place, float]]:
-    """Of each block of the results of this rank: how much of what each op has rounded is in it.
+def shares_of(plan: Plan) -> list[list[Mapping[Place, float]]]:
+    """Of each rank, of each block of its results: how much of what each op has rounded is in it.
 
-    Raises PlanError if what has travelled is multiplied there.
+    Raises PlanError if what has travelled is multiplied on some rank.
     """
-    held = values_at_the_end(plan)[rank]
-    return [_shares(held[block]) for block in after(plan.problem, rank, plan.parts)]
+    return [
+        [_shares(held[block]) for block in after(plan.problem, rank, plan.parts)]
+        for rank, held in enumerate(values_at_the_end(plan))
+    ]
 
 
 def _shares(value: Value) -> Mapping[Place, float]:
