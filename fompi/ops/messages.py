@@ -10,17 +10,14 @@ Each tag of the program has two tags of MPI, for headers and for data. They are 
 from __future__ import annotations
 
 import functools
-import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
-from math import prod
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fompi.backends import wires
 from fompi.backends.half import storage
 from fompi.base.errors import (
     DtypeError,
@@ -33,12 +30,25 @@ from fompi.base.errors import (
     in_words,
 )
 from fompi.base.layout import Extents, integer
-from fompi.base.wires import WIRES, wire_of
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
 from fompi.ops.arguments import Arguments, Peers
+from fompi.ops.message_forms import (
+    HEADER,
+    SIZE,
+    Coded,
+    PlainForm,
+    PlainMemory,
+    decoded,
+    elements_of,
+    fits,
+    header_of,
+    memory_for,
+    shape_in,
+)
 from fompi.ops.messages_in_c import MessageForm, form_of, may_be_in_c
 from fompi.ops.operation import CallOptions, Operation, communicator_of
 from fompi.plans.plan import MESSAGE_BITS
@@ -52,9 +62,6 @@ Array = np.ndarray[Any, Any]
 
 MOST_TAG = (1 << MESSAGE_BITS - 1) - 2
 """The largest tag of a message: tag t has the tags 2 t + 2 and 2 t + 3 of MPI. Strategies use this one."""
-
-_HEADER = struct.Struct("<iiq24s")  # 1 if refused, dimensions, bytes of the data or of the refusal, dtype as it travels
-_SIZE = struct.Struct("<q")
 
 _NUMPY = dlpack.borrow(np.empty(0))
 _DEFAULTS = CallOptions()
@@ -174,88 +181,6 @@ def mail_of(comm: Communicator) -> Mail:
     return mail
 
 
-def header_of(dtype: str, shape: Sequence[int], nbytes: int) -> bytes:
-    """The header of a message with a tensor."""
-    return _HEADER.pack(0, len(shape), nbytes, dtype.encode()) + b"".join(map(_SIZE.pack, shape))
-
-
-def _shape_in(header: bytes | bytearray) -> tuple[int, ...]:
-    """The shape that a header says."""
-    return struct.unpack_from(f"<{_HEADER.unpack_from(header)[1]}q", header, _HEADER.size)
-
-
-class Coded(NamedTuple):
-    """A tensor as a message with a wire carries it: one block of bytes. `dtype` is <wire>/<dtype of the tensor>."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    array: Array
-    device: None = None
-
-    @classmethod
-    def of(cls, tensor: Tensor, wire: str) -> Coded:
-        if tensor.device is not None:
-            raise DtypeError(f"wire={wire!r} takes tensors on the host only")
-        array = np.ascontiguousarray(tensor.array).reshape(-1)
-        block = np.empty(WIRES[wire].nbytes(array.size), np.uint8)
-        wires.bound(f"encode_{wire}", [array, block], [tensor.dtype, "uint8"])()
-        return cls(f"{wire}/{tensor.dtype}", tensor.array.shape, block)
-
-
-def _fits(known: tuple[str, tuple[int, ...]], out: Tensor) -> bool:
-    """True if what travels as `known` has the dtype and the shape of `out`."""
-    return (_elements(known[0]), known[1]) == (out.dtype, out.array.shape)
-
-
-def memory_for(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> Array:
-    """New memory for a message: an array of this shape, or the bytes of its block."""
-    if "/" in dtype:
-        shape, dtype = (WIRES[dtype.partition("/")[0]].nbytes(prod(shape)),), "uint8"
-    array: Array = comm.engine.arena.take(shape, storage(dtype))
-    return array
-
-
-def decoded(comm: Communicator, array: Array, dtype: str, shape: tuple[int, ...]) -> tuple[Array, str]:
-    """(the elements of what has arrived, their dtype)"""
-    if "/" not in dtype:
-        return array, dtype
-    wire, _, elements = dtype.partition("/")
-    result = comm.engine.arena.take(shape, storage(elements))
-    wires.bound(f"decode_{wire}", [array, result.reshape(-1)], ["uint8", elements])()
-    return result, elements
-
-
-class PlainForm(NamedTuple):
-    """What a message says of its tensor."""
-
-    dtype: str
-    header: bytes
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | Coded) -> PlainForm:
-        array = tensor.array
-        shape = tensor.shape if type(tensor) is Coded else array.shape
-        return cls(tensor.dtype, header_of(tensor.dtype, shape, array.nbytes), array.nbytes)
-
-
-def _elements(dtype: str) -> str:
-    """The dtype of the tensor of a message."""
-    return dtype.partition("/")[2] if "/" in dtype else dtype
-
-
-class PlainMemory(NamedTuple):
-    """Contiguous memory of the host, of this form at this address. `held` owns it.
-
-    `borrow()` is its tensor, for Python, or None for a receive that has none.
-    """
-
-    form: PlainForm
-    address: int
-    held: Any
-    borrow: Callable[[], Tensor | Coded | None]
-
-
 class Sending(_Message):
     """Sends `tensor`, or why there is none."""
 
@@ -267,8 +192,8 @@ class Sending(_Message):
     ):
         super().__init__(comm, dest, tag)
         if tensor is None or refusal is not None:
-            data = in_words(refusal or TensorError("no tensor")).encode()[: EAGER_NBYTES - _HEADER.size]
-            self.header, self.data = _HEADER.pack(1, 0, len(data), b"") + data, np.empty(0, np.uint8)
+            data = in_words(refusal or TensorError("no tensor")).encode()[: EAGER_NBYTES - HEADER.size]
+            self.header, self.data = HEADER.pack(1, 0, len(data), b"") + data, np.empty(0, np.uint8)
             return
         array: Any = tensor.array
         shape = tensor.shape if type(tensor) is Coded else array.shape
@@ -367,13 +292,13 @@ class Receiving(_Message):
 
     def _open(self) -> Any:
         """Read the header. Returns the memory for the data, None if it has arrived with the header."""
-        refused, ndim, nbytes, dtype = _HEADER.unpack_from(self.inbox)
-        at = _HEADER.size + ndim * _SIZE.size
+        refused, ndim, nbytes, dtype = HEADER.unpack_from(self.inbox)
+        at = HEADER.size + ndim * SIZE.size
         if refused:
             words = bytes(self.inbox[at : at + nbytes]).decode(errors="replace")
             self.error = MismatchError(f"{self._what()}: rank {self.peer} refuses to send it: {words}")
             return None
-        self.shape = _shape_in(self.inbox)
+        self.shape = shape_in(self.inbox)
         self.dtype = dtype.rstrip(b"\0").decode()
         self.comm.mail.last[self.peer, self.tag] = self.dtype, self.shape
         self.array, self.nbytes = self._memory(), nbytes
@@ -386,7 +311,7 @@ class Receiving(_Message):
     def _memory(self) -> Array:
         out = self.out
         if out is not None:
-            form = _elements(self.dtype), self.shape
+            form = elements_of(self.dtype), self.shape
             if (out.dtype, out.array.shape) != form:
                 kind = ShapeError if out.array.shape != self.shape else DtypeError
                 given = f"out= is {out.dtype} {out.array.shape}"
@@ -525,7 +450,7 @@ class Transfer:
         if self._refusal is not None:
             return False
         known = mail_of(comm).last.get((source, tag))
-        is_direct = out is not None and (known is None or known[0] == out.dtype or not _fits(known, out))
+        is_direct = out is not None and (known is None or known[0] == out.dtype or not fits(known, out))
         if is_direct:
             if out.device is not None or not out.array.flags.c_contiguous:  # type: ignore[union-attr]
                 return False
@@ -567,7 +492,7 @@ class Transfer:
             message: Any = Sending(comm, peer, tag, tensor, None) if sends else Receiving(comm, peer, tag, tensor)
             self._set(sends, message)
             if not sends:
-                message.dtype, message.shape = dtype, _shape_in(header)
+                message.dtype, message.shape = dtype, shape_in(header)
             try:
                 message.take_over(stamp, packet.call, (packet, held))
             except Exception as error:  # MPI has failed

@@ -190,9 +190,9 @@ def _attention(
     else:
         how = {"counts": counts, "dtype": dtype, "comm": group, "wire": wire}
         y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], **how)
-    shape = y.shape
     saved = Heads(
-        tx, weights, group, counts, heads, kv_heads, d, batch, rule, reads, q, k, v, o, lse, shape, wire
+        x=tx, weights=weights, comm=group, counts=counts, heads=heads, kv_heads=kv_heads, head_dim=d, batch=batch,
+        rule=rule, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape, wire=wire,
     )  # fmt: skip
     return lent(y, tx), saved
 
