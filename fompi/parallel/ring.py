@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,21 @@ class AttentionRing:
         rank, size = self.comm.rank, self.comm.size
         return transfer(array, (rank + 1) % size, (rank - 1) % size, dtype, self.comm, self.wire)
 
-    def _circle(self, k: Array, v: Array) -> Iterator[tuple[int, Array, Array]]:
-        """(source, keys, values) of each rank in turn, this one first. The next block travels while one is used."""
-        block, width, comm = np.concatenate([k, v], 2), k.shape[2], self.comm
+    def _circle(self, k: Array, v: Array, at: list[Array]) -> Iterator[tuple[int, Array, Array]]:
+        """(source, keys, values) of each rank in turn, this one first. The next block travels while one is used.
+
+        A block has all keys, and then all values, so that both are contiguous where they arrive.
+        """
+        comm, row_k, row_v = self.comm, k.shape[1:], v.shape[1:]
+        block = np.concatenate([k.reshape(-1), v.reshape(-1)]) if comm.size > 1 else None
         for step in range(comm.size):
-            travels = self._shift(block, self.dtype) if step + 1 < comm.size else None
-            yield (comm.rank - step) % comm.size, block[..., :width], block[..., width:]
+            source = (comm.rank - step) % comm.size
+            travels = self._shift(block, self.dtype) if block is not None and step + 1 < comm.size else None
+            if step:
+                assert block is not None
+                tokens, keys = len(at[source]), len(at[source]) * prod(row_k)
+                k, v = block[:keys].reshape(tokens, *row_k), block[keys:].reshape(tokens, *row_v)
+            yield source, k, v
             if travels is not None:
                 block = arrived(travels)
 
@@ -60,7 +70,7 @@ class AttentionRing:
         """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
         dtype, here = self.dtype, at[self.comm.rank]
         mine, o, lse = widen(q, dtype), None, None
-        for source, key, value in self._circle(k, v):
+        for source, key, value in self._circle(k, v, at):
             part = attend(mine, widen(key, dtype), widen(value, dtype), reads, here, at[source], self.rule)
             if o is None or lse is None:
                 o, lse = part
@@ -74,19 +84,20 @@ class AttentionRing:
         """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own."""
         dtype, at = self.dtype, step.at
         q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
-        dq, width, here = np.zeros_like(q), step.k.shape[2], at[self.comm.rank]
-        travels = None
-        for source, key, value in self._circle(step.k, step.v):
+        dq, here, travels = np.zeros_like(q), at[self.comm.rank], None
+        total, keys = np.empty(0, q.dtype), 0
+        for source, key, value in self._circle(step.k, step.v, at):
             k, v = widen(key, dtype), widen(value, dtype)
             more, dk, dv = attend_backward(q, k, v, o, step.lse, do, step.reads, here, at[source], self.rule)
             dq += more
+            keys = dk.size
             if travels is None:
-                total = np.concatenate([dk, dv], 2)
+                total = np.concatenate([dk.reshape(-1), dv.reshape(-1)])
             else:
                 total = arrived(travels)
-                total[..., :width] += dk
-                total[..., width:] += dv
+                total[:keys] += dk.reshape(-1)
+                total[keys:] += dv.reshape(-1)
             travels = self._shift(total, accumulator(dtype)) if self.comm.size > 1 else None
         if travels is not None:
-            total = arrived(travels)
-        return dq, total[..., :width], total[..., width:]
+            total, keys = arrived(travels), step.k.size
+        return dq, total[:keys].reshape(step.k.shape), total[keys:].reshape(step.v.shape)
