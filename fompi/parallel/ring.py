@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -43,34 +42,25 @@ class AttentionRing:
     comm: Communicator
     wire: str | None = None
 
-    def _shift(self, array: Array, dtype: str) -> Any:
-        """The array travels to the next rank, and that of the rank before comes."""
+    def _shift(self, dtype: str, *arrays: Array) -> list[Any]:
+        """The arrays travel to the next rank, each in a message, and those of the rank before come."""
         rank, size = self.comm.rank, self.comm.size
-        return transfer(array, (rank + 1) % size, (rank - 1) % size, dtype, self.comm, self.wire)
+        return [transfer(a, (rank + 1) % size, (rank - 1) % size, dtype, self.comm, self.wire) for a in arrays]
 
-    def _circle(self, k: Array, v: Array, at: list[Array]) -> Iterator[tuple[int, Array, Array]]:
-        """(source, keys, values) of each rank in turn, this one first. The next block travels while one is used.
-
-        A block has all keys, and then all values, so that both are contiguous where they arrive.
-        """
-        comm, row_k, row_v = self.comm, k.shape[1:], v.shape[1:]
-        block = np.concatenate([k.reshape(-1), v.reshape(-1)]) if comm.size > 1 else None
+    def _circle(self, k: Array, v: Array) -> Iterator[tuple[int, Array, Array]]:
+        """(source, keys, values) of each rank in turn, this one first. The next ones travel while these are used."""
+        comm = self.comm
         for step in range(comm.size):
-            source = (comm.rank - step) % comm.size
-            travels = self._shift(block, self.dtype) if block is not None and step + 1 < comm.size else None
-            if step:
-                assert block is not None
-                tokens, keys = len(at[source]), len(at[source]) * prod(row_k)
-                k, v = block[:keys].reshape(tokens, *row_k), block[keys:].reshape(tokens, *row_v)
-            yield source, k, v
+            travels = self._shift(self.dtype, k, v) if step + 1 < comm.size else None
+            yield (comm.rank - step) % comm.size, k, v
             if travels is not None:
-                block = arrived(travels)
+                k, v = map(arrived, travels)
 
     def run(self, q: Array, k: Array, v: Array, at: list[Array], reads: list[int]) -> tuple[Array, RingStep]:
         """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
         dtype, here = self.dtype, at[self.comm.rank]
         mine, o, lse = widen(q, dtype), None, None
-        for source, key, value in self._circle(k, v, at):
+        for source, key, value in self._circle(k, v):
             part = attend(mine, widen(key, dtype), widen(value, dtype), reads, here, at[source], self.rule)
             if o is None or lse is None:
                 o, lse = part
@@ -85,19 +75,15 @@ class AttentionRing:
         dtype, at = self.dtype, step.at
         q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
         dq, here, travels = np.zeros_like(q), at[self.comm.rank], None
-        total, keys = np.empty(0, q.dtype), 0
-        for source, key, value in self._circle(step.k, step.v, at):
+        for source, key, value in self._circle(step.k, step.v):
             k, v = widen(key, dtype), widen(value, dtype)
-            more, dk, dv = attend_backward(q, k, v, o, step.lse, do, step.reads, here, at[source], self.rule)
+            more, *grown = attend_backward(q, k, v, o, step.lse, do, step.reads, here, at[source], self.rule)
             dq += more
-            keys = dk.size
-            if travels is None:
-                total = np.concatenate([dk.reshape(-1), dv.reshape(-1)])
-            else:
-                total = arrived(travels)
-                total[:keys] += dk.reshape(-1)
-                total[keys:] += dv.reshape(-1)
-            travels = self._shift(total, accumulator(dtype)) if self.comm.size > 1 else None
-        if travels is not None:
-            total, keys = arrived(travels), step.k.size
-        return dq, total[:keys].reshape(step.k.shape), total[keys:].reshape(step.v.shape)
+            total = grown
+            if travels is not None:
+                total = [arrived(travel) for travel in travels]
+                for whole, part in zip(total, grown, strict=True):
+                    whole += part
+            travels = self._shift(accumulator(dtype), *total) if self.comm.size > 1 else None
+        dk, dv = total if travels is None else map(arrived, travels)
+        return dq, dk, dv

@@ -40,6 +40,8 @@ def call(name, comm, alone):
         return lambda *t: f(*t, activation="gelu", comm=comm), [drawn(mine, 3), drawn(3, n), drawn(n)]
     if name == "row_parallel_linear":
         return lambda *t: f(*t, comm=comm), [drawn(7, n), drawn(n, 3), drawn(3)]
+    if name == "all_reduce_rmsnorm":
+        return lambda *t: f(*t, comm=comm), [drawn(7, 3, seed=rank), drawn(7, 3), drawn(3)]
     if name == "attention":
         q, kv = (4 * len(part) for part in heads_of(rank, size, 3, 1))
         weights = [drawn(mine, 5), drawn(5, q), drawn(5, kv), drawn(5, kv, seed=1), drawn(q, 5)]
@@ -59,6 +61,11 @@ def call(name, comm, alone):
     return lambda *t: f(*t, sharding, comm=comm, causal=True), tensors
 
 
+def squares(results):
+    """The loss: the sum of the squares of all results."""
+    return sum((y**2).sum() for y in jax.tree.leaves(results))
+
+
 @pytest.mark.parametrize("name", fompi.jax.parallel.__all__)
 def test_gradients(world, alone, name, monkeypatch):
     of, tensors = call(name, world, alone)
@@ -67,9 +74,9 @@ def test_gradients(world, alone, name, monkeypatch):
     monkeypatch.setattr(f, "forward", lambda *a, _f=f.forward, **k: kept.append(_f(*a, **k)) or kept[-1])
     y = of(*tensors)
     _, saved = kept[-1]
-    expected = f.backward(saved, 2 * y)
+    expected = f.backward(saved, jax.tree.map(lambda y: 2 * y, y))
     leaves = [jnp.asarray(t) for t in tensors]
-    gradients = jax.grad(lambda leaves: (of(*leaves) ** 2).sum())(leaves)
+    gradients = jax.grad(lambda leaves: squares(of(*leaves)))(leaves)
     for actual, right in zip(gradients, [g for g in expected if g is not None], strict=True):
         assert isinstance(actual, jax.Array) and actual.dtype == "float64"
         close(actual, right, 1e-13)
@@ -82,7 +89,7 @@ def test_under_jit(world, alone):
 
     def program(leaves):
         return {
-            name: jax.value_and_grad(lambda mine, of=of: (of(*mine) ** 2).sum())(leaves[name])
+            name: jax.value_and_grad(lambda mine, of=of: squares(of(*mine)))(leaves[name])
             for name, (of, _) in calls.items()
         }
 
